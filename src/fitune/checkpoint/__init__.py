@@ -1,0 +1,1 @@
+"""Saves that are whole or absent, resumes that continue, exports that are verified."""

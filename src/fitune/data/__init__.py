@@ -1,0 +1,1 @@
+"""From files to batches, with an account of what happened to every token."""

@@ -1,0 +1,1 @@
+"""How a loss becomes new weights."""

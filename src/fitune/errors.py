@@ -1,0 +1,82 @@
+"""One tree of errors meant for people.
+
+Every message names the setting, its value and the arithmetic; ``hint`` is the next thing to try.
+The command line prints them without a traceback and exits with ``exit_code``: 2 for a request that
+was refused before any work, 1 for work that failed on the way.
+"""
+
+
+class FituneError(Exception):
+    """What went wrong, in words a user can act on."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n  try: {self.hint}"
+
+
+class RecipeError(FituneError):
+    """A setting is unknown, contradictory or out of range."""
+
+
+class ModelError(FituneError):
+    """A model cannot be described, found or built."""
+
+
+class HardwareError(FituneError):
+    """A device is unknown or cannot do what was asked."""
+
+
+class NothingFits(FituneError):
+    """No plan that keeps the user's choices fits in memory."""
+
+
+class DataError(FituneError):
+    """A file, a row or a template cannot be used."""
+
+
+class CheckpointError(FituneError):
+    """A checkpoint or an adapter is damaged, foreign or does not match."""
+
+
+class RunDirectoryError(FituneError):
+    """The output directory cannot be used."""
+
+
+class MissingExtra(FituneError):
+    """An optional library is not installed; the hint is the pip command."""
+
+    def __init__(self, what: str, *, extra: str) -> None:
+        super().__init__(f"{what} needs an optional part of fitune", hint=f"pip install 'fitune[{extra}]'")
+
+
+class TrainingFailed(FituneError):
+    """Training had to stop: a loss that is not finite, memory that ran out."""
+
+    exit_code = 1
+
+
+class ScoringFailed(FituneError):
+    """Rows could not be answered or graded."""
+
+    exit_code = 1
+
+
+def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str | None:
+    """The closest known word as a hint, or None when nothing is close."""
+    import difflib
+
+    close = difflib.get_close_matches(word.lower(), [name.lower() for name in known], n=1, cutoff=0.6)
+    if not close:
+        return None
+    original = next(name for name in known if name.lower() == close[0])
+    return f"did you mean {original!r}?"

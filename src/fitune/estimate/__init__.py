@@ -1,0 +1,1 @@
+"""Bytes and seconds predicted by arithmetic alone: one function is one term."""

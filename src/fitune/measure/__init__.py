@@ -1,0 +1,1 @@
+"""What really happened: bytes, seconds, hardware."""

@@ -1,0 +1,1 @@
+"""An ordinary transformers model, changed by small functions in one visible order."""

@@ -1,0 +1,1 @@
+"""The one place where prediction and measurement meet."""

@@ -1,0 +1,1 @@
+"""Answers and grades for a whole dataset."""

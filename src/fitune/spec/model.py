@@ -1,0 +1,98 @@
+"""ModelSpec: the shapes of a decoder-only transformer, read from a Hugging Face config.json.
+
+Counts are exact, and they are sums over one list: the linears of a block. Whatever needs the
+shapes (parameter counts, adapters, activations, FLOPs) goes through that list.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """One matrix of a decoder block, under the name transformers gives it inside the block."""
+
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool = False
+    copies: int = 1
+    """More than one for the experts of a mixture."""
+    active_copies: int = 1
+    """How many of the copies one token goes through."""
+    part: Literal["attention", "mlp", "experts", "router"] = "attention"
+    adaptable: bool = True
+    """False when transformers holds it as a bare parameter that LoRA cannot wrap (fused experts, routers)."""
+
+    @property
+    def weights(self) -> int:
+        return self.in_features * self.out_features * self.copies
+
+    @property
+    def parameters(self) -> int:
+        return self.weights + (self.out_features * self.copies if self.bias else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCounts:
+    """Exact parameters by component; ``active`` is what one token goes through."""
+
+    attention: int
+    mlp: int
+    experts: int
+    router: int
+    norms: int
+    embeddings: int
+    head: int
+    active: int
+
+    @property
+    def total(self) -> int:
+        return self.attention + self.mlp + self.experts + self.router + self.norms + self.embeddings + self.head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Shapes of one model. Field names are Hugging Face's where it has one."""
+
+    name: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_seq_len: int
+    tied_embeddings: bool
+    mlp_type: Literal["gated", "plain"]
+    norm_type: Literal["rms", "layer"]
+    norms_per_block: int
+    """Norms over the hidden size in one block; q/k norms are counted apart."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """Norm of queries and keys: over head_dim (Qwen3, Gemma-3) or over all heads."""
+    num_experts: int = 0
+    experts_per_token: int = 0
+    learned_positions: int = 0
+    """Rows of a trained position table (GPT-2), 0 with rotary positions."""
+    head_bias: bool = False
+    parallel_blocks: bool = False
+    """Attention and MLP read the same input (Falcon, Phi-2)."""
+    sliding_window: int = 0
+    dtype: str = "bfloat16"
+    linears: tuple[Linear, ...]
+    """The matrices of one decoder block, in the order they are applied."""
+
+    @property
+    def q_dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def adaptable_names(self) -> tuple[str, ...]:
+        """What ``all-linear`` means: the last parts of the names LoRA can wrap, in order."""
+        return tuple(dict.fromkeys(m.name.rsplit(".", 1)[-1] for m in self.linears if m.adaptable))

@@ -1,0 +1,245 @@
+"""The Plan: everything decided, nothing "auto".
+
+A Recipe says what the user wants and may leave things open; a Plan has no opening left. ``train``
+executes it, ``rehearse`` traces it, the estimate prices it. A choice carries its own settings, so a
+union of small types stands where other programs keep flags that contradict each other.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from fitune.spec.hardware import Hardware
+from fitune.spec.model import ModelSpec
+
+
+class Precision(StrEnum):
+    """What weights, gradients and optimizer states are made of.
+
+    ``BF16`` and ``FP32`` keep all of them in that one type. ``BF16_MASTER`` and ``FP16`` compute in
+    16 bit and let the optimizer work on an fp32 copy of the trained weights; ``FP16`` also scales the loss.
+    """
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    BF16_MASTER = "bf16-master"
+    FP16 = "fp16"
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of one weight, gradient or activation element."""
+        return 4 if self is Precision.FP32 else 2
+
+    @property
+    def has_master(self) -> bool:
+        return self in (Precision.BF16_MASTER, Precision.FP16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Full:
+    """Train every parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """The frozen base stays in the compute type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Train low-rank adapters on a frozen base (Hu et al. 2021, arXiv 2106.09685).
+
+    ``targets`` are the names of the adapted linears inside a block, the last part only (``q_proj``).
+    """
+
+    rank: int
+    alpha: int
+    dropout: float
+    targets: tuple[str, ...]
+    base: Dense = Dense()
+
+
+Tuning = Full | Lora
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Two states per trained parameter (Loshchilov & Hutter, arXiv 1711.05101)."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sgd:
+    """No state without momentum, one per trained parameter with it."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
+Optimizer = AdamW | Sgd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Single:
+    """One process, one device."""
+
+
+Sharding = Single
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """The first ``blocks`` decoder blocks keep only their input and run again in backward.
+
+    The first ones, because backward reaches them last, when the others' activations are gone.
+    """
+
+    blocks: int
+
+
+Attention = Literal["flash", "sdpa", "eager"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainLoss:
+    """All logits at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedLoss:
+    """Head and cross-entropy over ``chunk_tokens`` tokens at a time: the logits never exist whole."""
+
+    chunk_tokens: int
+
+
+Loss = PlainLoss | ChunkedLoss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """How samples become steps.
+
+    A micro-batch is one flat stream of tokens without padding: ``micro_batch_size`` rows, or packs of
+    rows when ``packing``, each at most ``seq_len`` tokens; rows never attend to one another.
+    """
+
+    micro_batch_size: int
+    accumulation: int
+    seq_len: int
+    packing: bool
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The most tokens one forward pass sees."""
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows (or packs) per optimizer step on one process."""
+        return self.micro_batch_size * self.accumulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epochs:
+    count: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fraction:
+    """A share of all steps (warm-up ratio)."""
+
+    of: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate over the run: linear warm-up, then ``kind`` down to zero (or flat)."""
+
+    learning_rate: float
+    kind: Literal["constant", "linear", "cosine"]
+    warmup: Steps | Fraction
+    duration: Epochs | Steps
+    max_grad_norm: float
+    """0 turns clipping off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    """One file, folder, URL or Hub dataset and how to read it.
+
+    ``format`` is ``auto`` only until the data is opened: the ledger records what was found.
+    ``columns`` maps a role (system, prompt, completion, text) to the name of a column.
+    ``sample`` 0 means every row.
+    """
+
+    path: str
+    format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text", "columns"] = "auto"
+    split: str = "train"
+    columns: tuple[tuple[str, str], ...] = ()
+    sample: int = 0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPlan:
+    """What is trained on, what is held out, and what happens to rows that do not fit."""
+
+    sources: tuple[DataSource, ...] = ()
+    eval_sources: tuple[DataSource, ...] = ()
+    val_fraction: float = 0.0
+    chat_template: str = ""
+    """Path of a Jinja file; empty: the tokenizer's own, or fitune's plain one when it has none."""
+    train_on_prompt: bool = False
+    on_bad_row: Literal["error", "skip"] = "error"
+    on_long_row: Literal["truncate", "drop", "split", "error"] = "truncate"
+    cache_dir: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """Where the run lives and what it writes. 0 means never for the ``every`` settings."""
+
+    output_dir: str
+    seed: int = 42
+    log_every: int = 1
+    eval_every: int = 0
+    save_every: int = 0
+    keep_checkpoints: int = 2
+    export: Literal["adapter", "merged", "full"] = "adapter"
+    report_to: tuple[str, ...] = ()
+    samples: int = 4
+    """Held-out prompts answered before and after training, for the report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One exact way of training, ready to run."""
+
+    model: ModelSpec
+    model_path: str
+    hardware: Hardware
+    tuning: Tuning
+    precision: Precision
+    optimizer: Optimizer
+    sharding: Sharding
+    recompute: Recompute
+    attention: Attention
+    loss: Loss
+    batch: Batch
+    schedule: Schedule
+    data: DataPlan = field(default_factory=DataPlan)
+    run: RunPlan
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The most tokens one optimizer step sees on all devices."""
+        return self.batch.micro_batch_tokens * self.batch.accumulation * self.hardware.num_gpus

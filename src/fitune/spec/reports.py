@@ -1,0 +1,222 @@
+"""What is predicted and what is measured, in the same words so that they can be laid side by side."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from fitune.spec.plan import Plan
+
+
+class Phase(StrEnum):
+    """The moments of one optimizer step at which memory is compared. Values are peaks within the moment."""
+
+    READY = "ready"
+    """Between steps: weights and optimizer states."""
+    FORWARD = "forward"
+    """Embedding and blocks, until the last hidden state."""
+    LOSS = "loss"
+    """Head and cross-entropy, forward and backward, down to the gradient of the last hidden state."""
+    BACKWARD = "backward"
+    """Through the blocks."""
+    UPDATE = "update"
+    """Clipping and the optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBreakdown:
+    """Bytes per phase and term, on one device. ``outside`` is what no tensor explains (contexts, workspaces)."""
+
+    phases: dict[Phase, dict[str, int]]
+    outside: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tensor_peak_bytes(self) -> int:
+        return max(sum(terms.values()) for terms in self.phases.values())
+
+    @property
+    def peak_phase(self) -> Phase:
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.tensor_peak_bytes + sum(self.outside.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Predicted seconds of one optimizer step by phase (FORWARD, LOSS, BACKWARD, UPDATE), and what limits each."""
+
+    phases: dict[Phase, float]
+    limits: dict[Phase, str]
+    """``compute``, ``memory bandwidth`` or ``launch``."""
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.phases.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What the arithmetic says about one Plan."""
+
+    memory: MemoryBreakdown
+    usable_bytes: int
+    """Device memory that may be filled: total less what the driver and the reserve keep."""
+    time: StepTime
+    tokens_per_second: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        return self.time.step_seconds
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.usable_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """A family of plans that was not taken, and the arithmetic why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A plan with its estimate."""
+
+    plan: Plan
+    estimate: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The planner's answer: the plan to run, the next best, what was rejected, what was decided for the user."""
+
+    chosen: Priced
+    runners_up: tuple[Priced, ...]
+    rejected: tuple[Rejection, ...]
+    decisions: tuple[str, ...]
+    """One line for each thing the user left open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One optimizer step. The log line, metrics.jsonl and every tracker are made of this."""
+
+    step: int
+    total_steps: int
+    epoch: float
+    loss: float
+    """Mean negative log-likelihood per supervised token of the global batch, in nats."""
+    learning_rate: float
+    grad_norm: float
+    """Before clipping."""
+    tokens: int
+    supervised_tokens: int
+    step_seconds: float
+    """Without the wait for data."""
+    data_seconds: float
+    tokens_per_second: float
+    """tokens / step_seconds."""
+    mfu: float
+    """Model FLOPs utilisation: measure/speed.py says what is counted. 0 when the device's peak is not known."""
+    loss_scale: float = 1.0
+    skipped: bool = False
+    """True when fp16 gradients overflowed and no update was made."""
+    memory_bytes: dict[Phase, int] = field(default_factory=dict)
+    """Measured peaks of this step; empty when the step was not measured."""
+    eval_loss: float | None = None
+    """Set on the steps after which the held-out rows were evaluated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredMemory:
+    """Peaks by phase over the measured steps."""
+
+    kind: Literal["live tensors", "cuda allocated"]
+    phases: dict[Phase, int]
+    process_bytes: int
+    """Largest resident set of the process (CPU) or reserved bytes (CUDA)."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.phases.values(), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What happened to every row and token of one dataset."""
+
+    rows_read: int
+    rows_kept: int
+    dropped: dict[str, int]
+    """Reason -> rows."""
+    rows_cut: int
+    tokens_read: int
+    tokens_cut: int
+    tokens_kept: int
+    tokens_supervised: int
+    longest_row: int
+    formats: tuple[str, ...]
+    """What each source was read as."""
+    packs: int = 0
+    """Packs the kept rows were put into; 0 without packing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One held-out prompt answered before and after training."""
+
+    prompt: str
+    expected: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """How a run went; written even when it ended badly."""
+
+    status: Literal["complete", "interrupted", "failed"]
+    reason: str
+    steps: int
+    total_steps: int
+    first_loss: float
+    final_loss: float
+    best_eval_loss: float | None
+    seconds: float
+    tokens: int
+    supervised_tokens: int
+    tokens_per_second: float
+    tokens_per_second_with_data: float
+    mfu: float
+    memory: MeasuredMemory | None
+    train_data: Ledger
+    eval_data: Ledger | None
+    trainable_parameters: int
+    total_parameters: int
+    samples: tuple[Sample, ...] = ()
+    exported: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreReport:
+    """How well a model answered a dataset."""
+
+    model: str
+    adapter: str
+    data: str
+    rows: int
+    answered: int
+    failed: int
+    grades: dict[str, float]
+    """Grader -> mean in 0..1."""
+    seconds: float
+    generated_tokens: int

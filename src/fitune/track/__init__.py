@@ -1,0 +1,1 @@
+"""One record per step, written once and fed to every tracker."""

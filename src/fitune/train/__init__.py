@@ -1,0 +1,1 @@
+"""Executes a Plan and decides nothing."""
