@@ -1,0 +1,134 @@
+"""torch's fused optimizers over the trained weights, or over their fp32 masters.
+
+Fused on purpose: the foreach variants allocate about as much again as all trained parameters.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fitune.spec.plan import AdamW, Optimizer, Sgd
+
+MASTER_BUCKET_BYTES = 64 * 1024**2
+"""fp32 gradients exist for at most this many bytes of masters at a time (or for one parameter)."""
+
+
+class WeightOptimizer(Protocol):
+    """Turns the gradients on the parameters into new weights."""
+
+    def step(self, *, learning_rate: float, gradient_factor: float) -> None:
+        """Use gradients × ``gradient_factor`` (clipping and loss scale in one), then drop them."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None: ...
+
+
+class DirectOptimizer:
+    """Steps the parameters themselves; states have their dtype."""
+
+    def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer) -> None:
+        self.parameters = dict(parameters)
+        self.torch_optimizer = build_torch_optimizer(self.parameters, optimizer)
+
+    def step(self, *, learning_rate: float, gradient_factor: float) -> None:
+        if gradient_factor != 1.0:
+            torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], gradient_factor)
+        _set_learning_rate(self.torch_optimizer, learning_rate)
+        self.torch_optimizer.step()
+        self.torch_optimizer.zero_grad(set_to_none=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return _state_tensors(self.torch_optimizer, self.parameters)
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        _restore_state(self.torch_optimizer, self.parameters, tensors)
+
+
+class MasterOptimizer:
+    """Steps fp32 copies of 16-bit parameters, bucket by bucket, and copies the result back."""
+
+    def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer) -> None:
+        self.parameters = dict(parameters)
+        self.masters = {name: Parameter(p.detach().float()) for name, p in self.parameters.items()}
+        self.torch_optimizer = build_torch_optimizer(self.masters, optimizer)
+
+    def step(self, *, learning_rate: float, gradient_factor: float) -> None:
+        _set_learning_rate(self.torch_optimizer, learning_rate)
+        for bucket in self._buckets():
+            self._step_bucket(bucket, gradient_factor)
+
+    def _step_bucket(self, names: list[str], gradient_factor: float) -> None:
+        """torch's optimizers pass over parameters without a gradient, so one bucket can step alone."""
+        for name in names:
+            parameter, master = self.parameters[name], self.masters[name]
+            if parameter.grad is not None:
+                master.grad = parameter.grad.float().mul_(gradient_factor)
+                parameter.grad = None
+        self.torch_optimizer.step()
+        for name in names:
+            self.masters[name].grad = None
+            self.parameters[name].data.copy_(self.masters[name].data)
+
+    def _buckets(self) -> Iterator[list[str]]:
+        bucket: list[str] = []
+        size = 0
+        for name, master in self.masters.items():
+            if bucket and size + master.nbytes > MASTER_BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += master.nbytes
+        yield bucket
+
+    def tensors(self) -> dict[str, Tensor]:
+        masters = {f"master/{name}": master.data for name, master in self.masters.items()}
+        return {**masters, **_state_tensors(self.torch_optimizer, self.masters)}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, master in self.masters.items():
+            master.data.copy_(tensors[f"master/{name}"])
+        _restore_state(self.torch_optimizer, self.masters, tensors)
+
+
+def build_torch_optimizer(parameters: Mapping[str, Parameter], optimizer: Optimizer) -> torch.optim.Optimizer:
+    """Weight decay is for matrices: norms and biases are left alone, as transformers' Trainer does."""
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    others = [p for p in parameters.values() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    match optimizer:
+        case AdamW(beta1=beta1, beta2=beta2, eps=eps):
+            return torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=eps, fused=True)
+        case Sgd(momentum=momentum):
+            return torch.optim.SGD(groups, lr=0.0, momentum=momentum, fused=True)
+
+
+def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+    """``exp_avg/<parameter>`` -> tensor, for every state of every parameter."""
+    return {
+        f"{key}/{name}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _restore_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    for key, value in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == "master":
+            continue
+        parameter = parameters[name]
+        optimizer.state[parameter][kind] = value.to(parameter.device).clone()

@@ -1,0 +1,82 @@
+"""The ordinary engine: gradients of the whole global batch, then one optimizer step."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from fitune.engine.clip import clip_factor, global_norm
+from fitune.engine.loss_scale import LossScale
+from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, WeightOptimizer
+from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
+from fitune.errors import TrainingFailed
+from fitune.spec.plan import Optimizer, Precision
+from fitune.spec.reports import Phase
+
+
+class PlainEngine:
+    """Backward through autograd, clipping by global norm, AdamW or SGD."""
+
+    def __init__(
+        self,
+        model: LossModel,
+        parameters: Mapping[str, Parameter],
+        *,
+        optimizer: Optimizer,
+        precision: Precision,
+        max_grad_norm: float,
+    ) -> None:
+        self.model = model
+        self.parameters = dict(parameters)
+        self.max_grad_norm = max_grad_norm
+        self.loss_scale = LossScale() if precision is Precision.FP16 else None
+        kind = MasterOptimizer if precision.has_master else DirectOptimizer
+        self.optimizer: WeightOptimizer = kind(self.parameters, optimizer)
+
+    def forward_backward(self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase) -> Tensor:
+        """The loss runs on detached hidden states, so its logits are gone before the blocks' backward begins."""
+        enter_phase(Phase.FORWARD)
+        hidden_TD = self.model.hidden_states(batch)
+        enter_phase(Phase.LOSS)
+        loss, gradient_TD = self.model.loss_and_gradient(
+            hidden_TD.detach(), batch, scale=self._scale() / supervised_tokens
+        )
+        enter_phase(Phase.BACKWARD)
+        hidden_TD.backward(gradient_TD)
+        return loss
+
+    def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
+        enter_phase(Phase.UPDATE)
+        scale = self._scale()
+        norm = global_norm(self._gradients()).item() / scale
+        finite = math.isfinite(norm)
+        if not finite and self.loss_scale is None:
+            raise TrainingFailed(f"the gradients are not finite (norm {norm}); nothing was updated", hint=_HINT)
+        if finite:
+            factor = clip_factor(norm, max_norm=self.max_grad_norm) / scale
+            self.optimizer.step(learning_rate=learning_rate, gradient_factor=factor)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed=not finite)
+        return Update(grad_norm=norm, loss_scale=scale, skipped=not finite)
+
+    def state(self) -> EngineState:
+        facts = self.loss_scale.facts() if self.loss_scale is not None else {}
+        return EngineState(tensors=self.optimizer.tensors(), facts=facts)
+
+    def restore(self, state: EngineState) -> None:
+        self.optimizer.restore(state.tensors)
+        if self.loss_scale is not None:
+            self.loss_scale.restore(state.facts)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+
+_HINT = "lower learning_rate, set max_grad_norm, or look at the rows named in metrics.jsonl"

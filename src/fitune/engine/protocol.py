@@ -1,0 +1,59 @@
+"""What the loop needs from an engine, and what an engine needs from a model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fitune.spec.reports import Phase
+
+EnterPhase = Callable[[Phase], None]
+"""Told whenever the step passes into another phase, so that memory can be measured by phase."""
+
+
+class LossModel(Protocol):
+    """A model in two halves, so that the loss can run while the blocks wait."""
+
+    def hidden_states(self, batch: Any) -> Tensor: ...
+
+    def loss_and_gradient(self, hidden_TD: Tensor, batch: Any, *, scale: float) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one optimizer step did. ``grad_norm`` is taken before clipping and without the loss scale."""
+
+    grad_norm: float
+    loss_scale: float
+    skipped: bool
+    """True when fp16 gradients overflowed: nothing was changed but the loss scale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """All that an engine must remember between steps, in what safetensors and JSON can hold."""
+
+    tensors: dict[str, Tensor]
+    facts: dict[str, float]
+
+
+class Engine(Protocol):
+    """How a loss becomes new weights."""
+
+    def forward_backward(self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase) -> Tensor:
+        """Add the gradients of one micro-batch; returns its summed loss (nats, fp32 scalar).
+
+        ``supervised_tokens`` is the count of the whole global batch: gradients are those of its mean loss.
+        """
+        ...
+
+    def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
+        """Clip, step, and forget the gradients. Raises TrainingFailed when they are not finite."""
+        ...
+
+    def state(self) -> EngineState: ...
+
+    def restore(self, state: EngineState) -> None:
+        """Continue exactly where ``state`` was taken; trained weights must be restored before."""
+        ...

@@ -1,0 +1,42 @@
+"""The learning rate as a function of the step, and of nothing else."""
+
+import math
+
+from fitune.spec.plan import Epochs, Fraction, Schedule, Steps
+
+
+def total_steps(schedule: Schedule, *, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run; at least one."""
+    match schedule.duration:
+        case Steps(count=count):
+            return count
+        case Epochs(count=count):
+            return max(1, math.ceil(count * steps_per_epoch - 1e-9))
+
+
+def warmup_steps(schedule: Schedule, *, total: int) -> int:
+    match schedule.warmup:
+        case Steps(count=count):
+            return min(count, total)
+        case Fraction(of=share):
+            return math.ceil(share * total)
+
+
+def learning_rate(schedule: Schedule, *, step: int, total: int) -> float:
+    """The rate for update ``step`` (0-based): linear warm-up that never starts at 0, then the decay.
+
+    Cosine: ½·(1 + cos(π·x)) (Loshchilov & Hutter, arXiv 1608.03983, one half period); linear: 1 − x;
+    x is the share of the steps after warm-up that are done. The last update still moves the weights.
+    """
+    warmup = warmup_steps(schedule, total=total)
+    if step < warmup:
+        return schedule.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / max(1, total - warmup)
+    match schedule.kind:
+        case "constant":
+            factor = 1.0
+        case "linear":
+            factor = 1.0 - done
+        case "cosine":
+            factor = 0.5 * (1.0 + math.cos(math.pi * done))
+    return schedule.learning_rate * factor

@@ -1,0 +1,151 @@
+"""Peak bytes by phase of a real step.
+
+On CUDA torch counts for us: its peak statistic is reset at every change of phase. On a CPU nobody
+counts, so a dispatch mode watches every operation of the measured step: the storages it makes, and
+their end. Both answer the same question: how many bytes of tensors were alive at the worst moment.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, Protocol
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fitune.spec.reports import Phase
+
+
+class MemoryMeter(Protocol):
+    """Measures the steps it is opened for; ``enter`` is told of every change of phase."""
+
+    kind: Literal["live tensors", "cuda allocated"]
+
+    def measuring(self, alive: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
+        """Measure what runs inside. ``alive`` lists the tensors that exist before."""
+        ...
+
+    def enter(self, phase: Phase) -> None: ...
+
+    def take_peaks(self) -> dict[Phase, int]:
+        """The peaks since the last call; empty when nothing was measured."""
+        ...
+
+
+class LiveTensors(TorchDispatchMode):
+    """Bytes of all tensor storages alive, by phase. ``alive`` are those that existed before.
+
+    Views share a storage and count once; a storage ends when Python and autograd have let go of it.
+    """
+
+    def __init__(self, alive: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.peaks: dict[Phase, int] = {}
+        self.phase = Phase.READY
+        self.current_bytes = 0
+        self._sizes: dict[int, int] = {}
+        for tensor in alive:
+            self._add(tensor)
+        self.enter(Phase.READY)
+
+    def enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self._note_peak()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        self._note_peak()
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        size = storage.nbytes()
+        if key in self._sizes or size == 0:
+            return
+        self._sizes[key] = size
+        self.current_bytes += size
+        weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self.current_bytes -= self._sizes.pop(key, 0)
+
+    def _note_peak(self) -> None:
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.current_bytes)
+
+
+class CpuMeter:
+    """Live tensor bytes, counted by LiveTensors."""
+
+    kind: Literal["live tensors"] = "live tensors"
+
+    def __init__(self) -> None:
+        self._tracker: LiveTensors | None = None
+        self._peaks: dict[Phase, int] = {}
+
+    @contextmanager
+    def measuring(self, alive: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        self._tracker = LiveTensors(alive())
+        with self._tracker:
+            yield
+        self._peaks = self._tracker.peaks
+        self._tracker = None
+
+    def enter(self, phase: Phase) -> None:
+        if self._tracker is not None:
+            self._tracker.enter(phase)
+
+    def take_peaks(self) -> dict[Phase, int]:
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
+
+class CudaMeter:
+    """torch.cuda's peak of allocated bytes, reset at every change of phase."""
+
+    kind: Literal["cuda allocated"] = "cuda allocated"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._phase: Phase | None = None
+        self._peaks: dict[Phase, int] = {}
+
+    @contextmanager
+    def measuring(self, alive: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        self._phase = Phase.READY
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        self._note_peak()
+        self._phase = None
+
+    def enter(self, phase: Phase) -> None:
+        if self._phase is not None:
+            self._note_peak()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._phase = phase
+
+    def take_peaks(self) -> dict[Phase, int]:
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
+    def _note_peak(self) -> None:
+        assert self._phase is not None
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), peak)
+
+
+def memory_meter(device: torch.device) -> MemoryMeter:
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+def process_bytes(device: torch.device) -> int:
+    """What the process holds beyond its tensors too: reserved bytes on CUDA, resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,139 @@
+"""Attention over one flat stream of rows that must not see one another.
+
+A micro-batch is a stream [1, T] of several rows without padding. Each row attends to itself alone, so
+no T × T mask is ever made and no work is spent across rows. transformers calls these functions by the
+names registered here; ``sequence_lengths`` travels through the model's keyword arguments.
+
+Shapes: B = 1, n heads, T tokens of the stream, d head size.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from fitune.spec.plan import Attention
+
+_REGISTERED_NAME: dict[Attention, str] = {"flash": "rows_fused", "sdpa": "rows_sdpa", "eager": "rows_eager"}
+# What a model that brings its own attention classes (Falcon) runs instead: it masks by position ids.
+_BUILTIN_NAME: dict[Attention, str] = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
+
+
+def use_attention(model: PreTrainedModel, attention: Attention) -> None:
+    """Make every block of ``model`` attend row by row with the given kernel."""
+    names = _REGISTERED_NAME if model._supports_attention_backend else _BUILTIN_NAME
+    model.set_attn_implementation(names[attention])
+
+
+def use_cached_attention(model: PreTrainedModel) -> None:
+    """Switch to transformers' own attention, which generation with a key/value cache needs."""
+    softcapped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    model.set_attn_implementation("eager" if softcapped else "sdpa")
+
+
+def rows_sdpa(
+    module: nn.Module,
+    query_BnTd: Tensor,
+    key_BnTd: Tensor,
+    value_BnTd: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequence_lengths: Sequence[int],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Fused attention for each row of the stream; returns [B, T, n, d].
+
+    Scores that are capped (Gemma-2) have no fused kernel and are computed eagerly.
+    """
+    if softcap is not None:
+        return rows_eager(
+            module, query_BnTd, key_BnTd, value_BnTd, attention_mask, sequence_lengths=sequence_lengths,
+            scaling=scaling, dropout=dropout, sliding_window=sliding_window, softcap=softcap,
+        )  # fmt: skip
+    outputs = []
+    for q, k, v in _rows(query_BnTd, key_BnTd, value_BnTd, sequence_lengths):
+        window = _window_mask(q.shape[2], sliding_window, q.device)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=window, dropout_p=dropout, is_causal=window is None, scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            ).transpose(1, 2)
+        )  # fmt: skip
+    return _joined(outputs), None
+
+
+def rows_fused(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """``rows_sdpa`` that refuses any kernel but FlashAttention, so that a slow one cannot slip in."""
+    on_gpu = args[0].device.type == "cuda"
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if on_gpu else nullcontext():
+        return rows_sdpa(module, *args, **kwargs)
+
+
+def rows_eager(
+    module: nn.Module,
+    query_BnTd: Tensor,
+    key_BnTd: Tensor,
+    value_BnTd: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequence_lengths: Sequence[int],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention written out, softmax in fp32; returns [B, T, n, d]. Materialises a score per pair within a row."""
+    scale = query_BnTd.shape[-1] ** -0.5 if scaling is None else scaling
+    groups = query_BnTd.shape[1] // key_BnTd.shape[1]
+    outputs = []
+    for q, k, v in _rows(query_BnTd, key_BnTd, value_BnTd, sequence_lengths):
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        scores = q @ k.transpose(2, 3) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        visible = _causal_mask(q.shape[2], sliding_window, q.device)
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1, dtype=torch.float32).to(q.dtype)
+        weights = F.dropout(weights, p=dropout, training=module.training)
+        outputs.append((weights @ v).transpose(1, 2))
+    return _joined(outputs), None
+
+
+def _rows(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Any:
+    if len(lengths) == 1:
+        return [(query, key, value)]
+    return zip(*(x.split(list(lengths), dim=2) for x in (query, key, value)), strict=True)
+
+
+def _joined(outputs: list[Tensor]) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """True where position i may look at j: j ≤ i, and i − j < window when there is one."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """A mask only where the window really cuts; rows shorter than it are plainly causal."""
+    return None if window is None or length <= window else _causal_mask(length, window, device)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The row functions know what may be seen: transformers need not build a mask for them."""
+    return None
+
+
+for _name, _function in (("rows_sdpa", rows_sdpa), ("rows_fused", rows_fused), ("rows_eager", rows_eager)):
+    AttentionInterface.register(_name, _function)
+    AttentionMaskInterface.register(_name, _no_mask)

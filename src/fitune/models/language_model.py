@@ -1,0 +1,89 @@
+"""The parts of a causal language model that training touches, found once and named."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fitune.errors import ModelError
+from fitune.models.loss import loss_and_gradient, loss_sum
+from fitune.spec.plan import ChunkedLoss, Loss
+
+
+class Stream(Protocol):
+    """One micro-batch: a flat stream of T tokens made of rows that do not see one another."""
+
+    input_ids_T: Tensor
+    labels_T: Tensor
+    position_ids_T: Tensor
+    sequence_lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModel:
+    """``whole`` is what is saved; ``body`` turns ids into hidden states; ``head`` turns those into logits."""
+
+    whole: PreTrainedModel | PeftModel
+    body: nn.Module
+    blocks: nn.ModuleList
+    head: nn.Module
+    softcap: float | None
+    chunk_tokens: int | None
+    device: torch.device
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.whole.named_parameters() if p.requires_grad}
+
+    def hidden_states(self, batch: Stream) -> Tensor:
+        """Last hidden states [T, D] of one stream."""
+        output = self.body(
+            input_ids=batch.input_ids_T.to(self.device)[None],
+            position_ids=batch.position_ids_T.to(self.device)[None],
+            sequence_lengths=batch.sequence_lengths,
+            use_cache=False,
+        )
+        hidden_TD: Tensor = output.last_hidden_state[0]
+        return hidden_TD
+
+    def loss_and_gradient(self, hidden_TD: Tensor, batch: Stream, *, scale: float) -> tuple[Tensor, Tensor]:
+        """Summed loss and its scaled gradient for the hidden states (models/loss.py)."""
+        labels_T = batch.labels_T.to(self.device)
+        return loss_and_gradient(
+            hidden_TD, labels_T, self.head, scale=scale, chunk_tokens=self.chunk_tokens, softcap=self.softcap
+        )
+
+    @torch.no_grad()
+    def loss(self, batch: Stream) -> Tensor:
+        """Summed loss of one stream, for evaluation."""
+        hidden_TD = self.hidden_states(batch)
+        labels_T = batch.labels_T.to(self.device)
+        return loss_sum(hidden_TD, labels_T, self.head, chunk_tokens=self.chunk_tokens, softcap=self.softcap)
+
+
+def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageModel:
+    """Find body, blocks and head. Raises ModelError when the model is not built of decoder blocks."""
+    base = whole.get_base_model() if isinstance(whole, PeftModel) else whole
+    body, head = base.base_model, base.get_output_embeddings()
+    if head is None or body is base:
+        raise ModelError(f"{type(base).__name__} has no language-modelling head")
+    return LanguageModel(
+        whole=whole,
+        body=body,
+        blocks=decoder_blocks(body, count=base.config.get_text_config().num_hidden_layers),
+        head=head,
+        softcap=getattr(base.config.get_text_config(), "final_logit_softcapping", None),
+        chunk_tokens=loss.chunk_tokens if isinstance(loss, ChunkedLoss) else None,
+        device=next(base.parameters()).device,
+    )
+
+
+def decoder_blocks(body: nn.Module, *, count: int) -> nn.ModuleList:
+    """The list of ``count`` blocks in the body, whatever the family calls it."""
+    lists = [m for m in body.children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(lists) != 1:
+        raise ModelError(f"{type(body).__name__}: expected one list of {count} blocks, found {len(lists)}")
+    return lists[0]

@@ -1,0 +1,62 @@
+"""Floating-point operations that training needs by its mathematics, and what a device can do.
+
+The estimate divides them by a rate to predict time; the measurement divides them by time to get
+utilisation. One definition for both. A multiply-add counts as two.
+"""
+
+from collections.abc import Sequence
+
+from fitune.spec.hardware import Gpu
+from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.plan import Full, Lora, Precision, Tuning
+
+
+def model_flops(
+    model: ModelSpec, tuning: Tuning, *, row_lengths: Sequence[int], supervised_tokens: int
+) -> float:
+    """One forward and backward over rows of these lengths. Work done twice by recompute is not counted.
+
+    Per weight and token: 2 forward, 2 for the gradient of the input, 2 for the gradient of the weight where
+    it is trained (Kaplan et al. 2020, arXiv 2001.08361, section 2.1; Chowdhery et al. 2022, arXiv 2204.02311,
+    appendix B). A row of n tokens attends to n(n+1)/2 pairs: causal, none across rows. Only supervised tokens
+    pass the head.
+    """
+    tokens = sum(row_lengths)
+    pairs = sum(n * (n + 1) / 2 for n in row_lengths)
+    blocks = model.num_layers * (
+        tokens * sum(linear_flops_per_token(linear, tuning) for linear in model.linears)
+        + pairs * attention_flops_per_pair(model)
+    )
+    return blocks + supervised_tokens * head_flops_per_token(model, tuning)
+
+
+def linear_flops_per_token(linear: Linear, tuning: Tuning) -> float:
+    """Forward and backward of one linear of a block, with its adapter if it has one."""
+    active = linear.in_features * linear.out_features * linear.active_copies
+    match tuning:
+        case Full():
+            return 6.0 * active
+        case Lora(rank=rank, targets=targets):
+            adapted = linear.adaptable and linear.name.rsplit(".", 1)[-1] in targets
+            return 4.0 * active + (6.0 * rank * (linear.in_features + linear.out_features) if adapted else 0.0)
+
+
+def attention_flops_per_pair(model: ModelSpec) -> float:
+    """Scores and weighted values, forward (2 + 2 per head element) and twice that backward, in one block."""
+    return 12.0 * model.q_dim
+
+
+def head_flops_per_token(model: ModelSpec, tuning: Tuning) -> float:
+    weights = model.hidden_size * model.vocab_size
+    return (6.0 if isinstance(tuning, Full) else 4.0) * weights
+
+
+def peak_flops(gpu: Gpu, precision: Precision) -> float:
+    """Datasheet FLOP/s of one device in the compute type of ``precision``; 0 when it cannot."""
+    match precision:
+        case Precision.FP32:
+            return gpu.fp32_flops
+        case Precision.FP16:
+            return gpu.fp16_flops
+        case Precision.BF16 | Precision.BF16_MASTER:
+            return gpu.bf16_flops

@@ -1,0 +1,93 @@
+"""The loop: a generator of StepReport. The caller logs, evaluates, saves and stops."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+from torch import Tensor
+
+from fitune.data.loader import GlobalBatch, Loader, LoaderState
+from fitune.engine.protocol import Engine, EnterPhase, Update
+from fitune.engine.schedule import learning_rate, total_steps
+from fitune.errors import TrainingFailed
+from fitune.measure.memory import MemoryMeter
+from fitune.measure.speed import achieved_mfu
+from fitune.spec.plan import Plan
+from fitune.spec.reports import StepReport
+from fitune.train.prepare import Prepared
+
+
+def train(
+    plan: Plan,
+    prepared: Prepared,
+    loader: Loader,
+    *,
+    meter: MemoryMeter,
+    start_step: int = 0,
+    start_at: LoaderState | None = None,
+) -> Iterator[StepReport]:
+    """One StepReport per optimizer step, from ``start_step`` to the end of the schedule.
+
+    When a report is yielded its step is wholly done: the weights are new and the gradients forgotten.
+    Raises TrainingFailed before the update when the loss or a gradient is not finite.
+    """
+    total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
+    state = start_at or LoaderState(epoch=0, position=0)
+    for step in range(start_step, total):
+        waiting_since = time.perf_counter()
+        batch = loader.batch_at(state)
+        started = time.perf_counter()
+        rate = learning_rate(plan.schedule, step=step, total=total)
+        measured = _is_measured(step, start_step, total)
+        with meter.measuring(prepared.resident_tensors) if measured else nullcontext():
+            loss, update = _one_step(prepared.engine, batch, rate, meter.enter)
+        seconds = time.perf_counter() - started
+        state = loader.after(state)
+        yield StepReport(
+            step=step + 1,
+            total_steps=total,
+            epoch=(step + 1) / loader.steps_per_epoch,
+            loss=loss,
+            learning_rate=rate,
+            grad_norm=update.grad_norm,
+            tokens=batch.tokens,
+            supervised_tokens=batch.supervised_tokens,
+            step_seconds=seconds,
+            data_seconds=started - waiting_since,
+            tokens_per_second=batch.tokens / seconds,
+            mfu=achieved_mfu(plan, _row_lengths(batch), batch.supervised_tokens, seconds=seconds),
+            loss_scale=update.loss_scale,
+            skipped=update.skipped,
+            memory_bytes=meter.take_peaks(),
+        )
+
+
+def _one_step(
+    engine: Engine, batch: GlobalBatch, rate: float, enter_phase: EnterPhase
+) -> tuple[float, Update]:
+    """Gradients of every micro-batch, then one update; the loss is the mean per supervised token."""
+    losses: list[Tensor] = [
+        engine.forward_backward(micro, supervised_tokens=batch.supervised_tokens, enter_phase=enter_phase)
+        for micro in batch.micro_batches
+    ]
+    loss = sum(part.item() for part in losses) / batch.supervised_tokens
+    if not math.isfinite(loss):
+        rows = [row for micro in batch.micro_batches for row in micro.row_ids]
+        raise TrainingFailed(
+            f"the loss is {loss}; nothing was updated. Rows of this step: {rows[:20]}",
+            hint="look at those rows, lower learning_rate, or train in bf16 instead of fp16",
+        )
+    return loss, engine.update(learning_rate=rate, enter_phase=enter_phase)
+
+
+def _is_measured(step: int, start_step: int, total: int) -> bool:
+    """The second step of this process: optimizer states exist from then on. The only step if there is one."""
+    return step == min(start_step + 1, total - 1)
+
+
+def _row_lengths(batch: GlobalBatch) -> list[int]:
+    return [length for micro in batch.micro_batches for length in micro.sequence_lengths]
+
+
+StopAsked = Callable[[], bool]

@@ -1,0 +1,84 @@
+"""A Plan becomes a model and an engine: one line per transformation, in the order that matters."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fitune.engine.plain import PlainEngine
+from fitune.engine.protocol import Engine
+from fitune.errors import HardwareError
+from fitune.models.adapters import add_adapters
+from fitune.models.attention import use_attention
+from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.recompute import recompute_blocks
+from fitune.models.weights import compute_dtype, load_model
+from fitune.spec.plan import Full, Lora, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Ready to train."""
+
+    model: LanguageModel
+    engine: Engine
+
+    def resident_tensors(self) -> Iterator[Tensor]:
+        """Everything that stays in memory between two steps."""
+        yield from self.model.whole.parameters()
+        yield from self.model.whole.buffers()
+        yield from self.engine.state().tensors.values()
+
+
+def prepare(plan: Plan) -> Prepared:
+    """Load the plan's model and change it into what the plan says."""
+    dtype = compute_dtype(plan.precision)
+    model = load_model(plan.model_path, dtype=dtype, device=training_device(plan))
+    return prepare_loaded(model, plan)
+
+
+def prepare_loaded(model: PreTrainedModel, plan: Plan) -> Prepared:
+    """The same for a model that is already in memory, in the plan's compute dtype."""
+    use_attention(model, plan.attention)
+    whole = _tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
+    parts = language_model(whole, plan.loss)
+    recompute_blocks(parts.blocks, plan.recompute, has_dropout=_has_dropout(parts))
+    whole.train()
+    engine = PlainEngine(
+        parts,
+        parts.trained,
+        optimizer=plan.optimizer,
+        precision=plan.precision,
+        max_grad_norm=plan.schedule.max_grad_norm,
+    )
+    return Prepared(model=parts, engine=engine)
+
+
+def training_device(plan: Plan) -> torch.device:
+    """The device the plan was made for. Raises HardwareError when it is not here."""
+    if plan.hardware.gpu.is_cpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise HardwareError(
+            f"the plan is for {plan.hardware.gpu.name}, and torch sees no CUDA device",
+            hint="plan without --gpu to use what is here, or check `nvidia-smi` and your torch build",
+        )
+    return torch.device("cuda", 0)
+
+
+def _tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:
+    match plan.tuning:
+        case Full():
+            return model.requires_grad_(True)
+        case Lora() as lora:
+            return add_adapters(model, lora, dtype=compute_dtype(plan.precision), seed=plan.run.seed)
+
+
+def _has_dropout(parts: LanguageModel) -> bool:
+    """Whether anything in the model draws random numbers while training."""
+    config = parts.body.config
+    configured = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout")
+    in_config = any(getattr(config, name, 0.0) or 0.0 > 0 for name in configured)
+    return in_config or any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in parts.whole.modules())
