@@ -1,6 +1,8 @@
 """The only place where numbers become text and text becomes numbers."""
 
+import math
 import re
+from decimal import Decimal
 
 KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
 
@@ -14,58 +16,87 @@ _BYTE_UNITS = {
 
 
 def format_bytes(value: int | float) -> str:
-    """Bytes for people: ``9.08 GiB``, ``512.0 MiB``, ``12 B``."""
+    """Bytes for people: ``9.08 GiB``, ``512.0 MiB``, ``12 B``.
+
+    The unit is chosen after rounding, so nothing prints as 1024.0 MiB.
+    """
+    if not math.isfinite(value):
+        return str(value)
     size = abs(value)
-    if size >= 0.1 * GIB:
+    if round(size / MIB, 1) >= 1024:
         return f"{value / GIB:,.2f} GiB"
-    if size >= 0.1 * MIB:
+    if round(size / KIB, 1) >= 1024:
         return f"{value / MIB:.1f} MiB"
-    if size >= KIB:
+    if round(size) >= KIB:
         return f"{value / KIB:.1f} KiB"
-    return f"{int(value)} B"
+    return f"{round(value)} B"
 
 
 def parse_bytes(text: str | int) -> int:
-    """``"128GiB"``, ``"24 GB"``, ``"512M"`` or a number of bytes. GB is 10⁹, GiB and G are 2³⁰.
+    """``"128GiB"``, ``"24 GB"``, ``"1,280.00 GiB"`` or a number of bytes. GB is 10⁹, GiB and G are 2³⁰.
 
     Raises ValueError when the text is no size.
     """
     if isinstance(text, int):
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    unit = _BYTE_UNITS.get(match.group(2).lower()) if match else None
+    match = re.fullmatch(r"\s*(\d+|\d{1,3}(?:,\d{3})+)(\.\d+)?\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    unit = _BYTE_UNITS.get(match.group(3).lower()) if match else None
     if match is None or unit is None:
         raise ValueError(f"{text!r} is not a size; write it like 24GiB, 24GB or 512MiB")
-    return int(float(match.group(1)) * unit)
+    number = match.group(1).replace(",", "") + (match.group(2) or "")
+    return int(Decimal(number) * unit)  # a float would lose bytes above 2⁵³
 
 
 def format_count(value: int | float) -> str:
     """A count with three digits: ``8.19 B``, ``13.6 M``, ``950``."""
+    if not math.isfinite(value):
+        return str(value)
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {letter}"
+        # 999.5 of the next smaller unit already prints as 1000 of them
+        if abs(value) >= size * 0.9995:
+            return f"{value / size:,.{_decimals(value / size)}f} {letter}"
     return f"{value:.0f}"
 
 
+def _decimals(value: float) -> int:
+    """Decimal places that leave three digits, none above a hundred."""
+    return 2 if round(abs(value), 2) < 10 else 1 if round(abs(value), 1) < 100 else 0
+
+
 def format_seconds(value: float) -> str:
-    """A duration for people: ``840 ms``, ``12.3 s``, ``4 min 10 s``, ``3 h 25 min``."""
-    if value < 1:
+    """A duration for people: ``840 ms``, ``1.92 s``, ``12.3 s``, ``4 min 10 s``, ``3 h 25 min``, ``2 d 4 h``."""
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) < 0.9995:
         return f"{value * 1000:.3g} ms"
-    if value < 60:
-        return f"{value:.1f} s"
+    if abs(value) < 59.95:
+        return f"{value:.{2 if abs(value) < 9.995 else 1}f} s"
     minutes, seconds = divmod(round(value), 60)
     if minutes < 60:
         return f"{minutes} min {seconds} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"
+    hours, minutes = divmod(round(value / 60), 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    days, hours = divmod(round(value / 3600), 24)
+    return f"{days} d {hours} h"
 
 
 def format_rate(tokens_per_second: float) -> str:
     """Throughput: ``12,473 tokens/s``."""
-    digits = 0 if tokens_per_second >= 100 else 1
+    digits = 0 if abs(tokens_per_second) >= 99.95 else 1
     return f"{tokens_per_second:,.{digits}f} tokens/s"
 
 
 def format_percent(fraction: float, *, signed: bool = False) -> str:
-    """A fraction as a percentage: ``2.4 %``, ``+0.8 %``."""
-    return f"{fraction * 100:{'+' if signed else ''}.1f} %"
+    """A fraction as a percentage: ``2.4 %``, ``+0.8 %``; never ``-0.0 %``."""
+    return f"{fraction * 100:{'+' if signed else ''}z.1f} %"
+
+
+def format_number(value: float, *, digits: int = 4) -> str:
+    """A loss or a norm with that many significant digits: ``2.314``, ``0.8200``; ``nan`` stays visible."""
+    return f"{value:#.{digits}g}".rstrip(".")
+
+
+def format_learning_rate(value: float) -> str:
+    """``1.9e-04``."""
+    return "0" if value == 0 else f"{value:.1e}"

@@ -1,0 +1,161 @@
+"""Predicted next to measured: the only place where the two meet."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fitune.spec.reports import Estimate, Phase, RunReport, StepReport
+from fitune.units import format_bytes, format_percent, format_rate, format_seconds
+
+Unit = Literal["bytes", "seconds", "tokens/s"]
+
+PHASE_NAMES = {
+    Phase.READY: "Between steps",
+    Phase.FORWARD: "Forward",
+    Phase.LOSS: "Loss",
+    Phase.BACKWARD: "Backward",
+    Phase.UPDATE: "Update",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One quantity. None: not predicted, or not measured."""
+
+    what: str
+    predicted: float | None
+    measured: float | None
+    unit: Unit
+
+    @property
+    def error(self) -> float | None:
+        """How far the prediction lies above what was measured, as a fraction of the measured."""
+        if self.predicted is None or not self.measured:
+            return None
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a run showed, whether it wrote its report or not."""
+
+    phases: dict[Phase, int]
+    process_bytes: int
+    process_kind: str
+    tokens_per_second: float | None
+    step_seconds: float | None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return max(self.phases.values(), default=None)
+
+
+def compare(
+    estimate: Estimate | None, run_report: RunReport | None, steps: Sequence[StepReport] = ()
+) -> list[Row]:
+    """Rows for each phase of memory, the peak, the whole process, step time and throughput.
+
+    ``steps`` stand in for what a run without a report has not said, and give the step time.
+    Tensor bytes are held against tensor bytes: what lies outside of them is only in the row of the process.
+    """
+    measured = measure(run_report, steps)
+    return [
+        *_phase_rows(estimate, measured),
+        _peak_row(estimate, measured),
+        *_process_rows(estimate, measured),
+        *_speed_rows(estimate, measured),
+    ]
+
+
+def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measured:
+    """From the report where there is one, else from the steps."""
+    memory = None if run_report is None else run_report.memory
+    seconds = [step.step_seconds for step in _settled(steps)]
+    rate = run_report.tokens_per_second if run_report is not None else _tokens_per_second(steps)
+    return Measured(
+        phases=dict(memory.phases) if memory is not None else _phase_peaks(steps),
+        process_bytes=0 if memory is None else memory.process_bytes,
+        process_kind="reserved on the device"
+        if memory and memory.kind == "cuda allocated"
+        else "resident set",
+        tokens_per_second=rate or None,
+        step_seconds=statistics.fmean(seconds) if seconds else None,
+    )
+
+
+def comparison_table(rows: Sequence[Row]) -> str:
+    """Plain text for the terminal, numbers to the right."""
+    lines = [("", "predicted", "measured", "error"), *(row_texts(row) for row in rows)]
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    return "\n".join(
+        "  ".join(
+            [what.ljust(first), *(text.rjust(width) for text, width in zip(texts, others, strict=True))]
+        )
+        for what, *texts in lines
+    )
+
+
+def row_texts(row: Row) -> tuple[str, str, str, str]:
+    """What, predicted, measured and error as text; a dash where there is nothing to say."""
+    error = "–" if row.error is None else format_percent(row.error, signed=True)
+    return row.what, value_text(row.predicted, row.unit), value_text(row.measured, row.unit), error
+
+
+def value_text(value: float | None, unit: Unit) -> str:
+    if value is None:
+        return "–"
+    return {"bytes": format_bytes, "seconds": format_seconds, "tokens/s": format_rate}[unit](value)
+
+
+def _phase_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:
+    predicted = (
+        {} if estimate is None else {p: sum(terms.values()) for p, terms in estimate.memory.phases.items()}
+    )
+    return [
+        Row(what=name, predicted=predicted.get(phase), measured=measured.phases.get(phase), unit="bytes")
+        for phase, name in PHASE_NAMES.items()
+        if phase in predicted or phase in measured.phases
+    ]
+
+
+def _peak_row(estimate: Estimate | None, measured: Measured) -> Row:
+    predicted = None if estimate is None else estimate.memory.tensor_peak_bytes
+    return Row(what="Peak of tensors", predicted=predicted, measured=measured.peak_bytes, unit="bytes")
+
+
+def _process_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:
+    """The whole process is predicted only where the estimate says what lies outside the tensors."""
+    if not measured.process_bytes:
+        return []
+    whole = estimate.peak_bytes if estimate is not None and any(estimate.memory.outside.values()) else None
+    what = f"Process ({measured.process_kind})"
+    return [Row(what=what, predicted=whole, measured=measured.process_bytes, unit="bytes")]
+
+
+def _speed_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:
+    seconds = None if estimate is None else estimate.step_seconds
+    rate = None if estimate is None else estimate.tokens_per_second
+    return [
+        Row(what="Time of a step", predicted=seconds, measured=measured.step_seconds, unit="seconds"),
+        Row(what="Throughput", predicted=rate, measured=measured.tokens_per_second, unit="tokens/s"),
+    ]
+
+
+def _phase_peaks(steps: Sequence[StepReport]) -> dict[Phase, int]:
+    peaks: dict[Phase, int] = {}
+    for step in steps:
+        for phase, value in step.memory_bytes.items():
+            peaks[phase] = max(value, peaks.get(phase, 0))
+    return peaks
+
+
+def _tokens_per_second(steps: Sequence[StepReport]) -> float | None:
+    settled = _settled(steps)
+    seconds = sum(step.step_seconds for step in settled)
+    return sum(step.tokens for step in settled) / seconds if seconds else None
+
+
+def _settled(steps: Sequence[StepReport]) -> Sequence[StepReport]:
+    """Without the first step, which also warms up, unless it is all there is."""
+    return steps[1:] if len(steps) > 1 else steps

@@ -1,0 +1,102 @@
+"""A run directory, read back: what was planned, predicted, measured and answered.
+
+plan.json must be there. Everything else may be missing: a run that failed or is still going has a report too.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from fitune.errors import RunDirectoryError
+from fitune.spec.plan import Plan
+from fitune.spec.reports import Estimate, Rejection, RunReport, StepReport
+from fitune.spec.serial import from_data
+from fitune.track.jsonl import read_metrics
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """A plan that was considered and not taken."""
+
+    summary: str
+    peak_bytes: int
+    step_seconds: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """estimate.json: what was said before the run. ``serial.to_json`` writes it."""
+
+    estimate: Estimate
+    runners_up: tuple[RunnerUp, ...] = ()
+    rejected: tuple[Rejection, ...] = ()
+    decisions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """Everything a report is made of."""
+
+    directory: Path
+    plan: Plan
+    prediction: Prediction | None
+    steps: tuple[StepReport, ...]
+    run: RunReport | None
+    """None while the run is going, and when it was killed."""
+    recipe: str
+    """YAML text, empty when there is none."""
+
+    @property
+    def estimate(self) -> Estimate | None:
+        return None if self.prediction is None else self.prediction.estimate
+
+
+def read_run(directory: Path) -> RunFiles:
+    """Read a run directory. Raises RunDirectoryError naming the file that is missing or damaged."""
+    if not directory.is_dir():
+        raise RunDirectoryError(f"{directory}: no such run directory", hint="the output_dir of a fitune run")
+    plan = _read(Plan, directory / "plan.json")
+    if plan is None:
+        raise RunDirectoryError(
+            f"{directory}: no plan.json, so this is not the directory of a run",
+            hint="the output_dir of a fitune run",
+        )
+    return RunFiles(
+        directory=directory,
+        plan=plan,
+        prediction=_read(Prediction, directory / "estimate.json"),
+        steps=tuple(read_metrics(directory / "metrics.jsonl")),
+        run=_read(RunReport, directory / "report.json"),
+        recipe=_read_text(directory / "recipe.yaml") or "",
+    )
+
+
+def _read(cls: type[T], path: Path) -> T | None:
+    text = _read_text(path)
+    if text is None:
+        return None
+    try:
+        return from_data(cls, json.loads(text))
+    except json.JSONDecodeError as error:
+        raise RunDirectoryError(f"{path}:{error.lineno}: not JSON: {error.msg}", hint=_hint(path)) from None
+    except ValueError as error:
+        raise RunDirectoryError(f"{path}: {error}", hint=_hint(path)) from None
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise RunDirectoryError(f"{path}: not UTF-8 at byte {error.start}", hint=_hint(path)) from None
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _hint(path: Path) -> str | None:
+    return None if path.name == "plan.json" else f"move {path.name} away: the report is then made without it"

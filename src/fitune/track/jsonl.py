@@ -1,0 +1,163 @@
+"""metrics.jsonl: one line per optimizer step. The truth about a run: every curve and table comes from it."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fitune.errors import RunDirectoryError
+from fitune.spec.reports import StepReport
+from fitune.spec.serial import from_data, to_data
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class MetricsLog:
+    """Appends step reports to a file. Opening repairs the line that a killed process left unfinished.
+
+    Every line is handed to the operating system at once, so it survives the death of the process;
+    ``sync`` and ``close`` make it survive the death of the machine. Raises RunDirectoryError naming the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _finish_last_line(path)
+            self._file = path.open("ab")
+        except OSError as error:
+            raise _unusable(path, error) from None
+
+    def append(self, report: StepReport) -> None:
+        try:
+            self._file.write(to_line(report))
+            self._file.flush()
+        except OSError as error:
+            raise _unusable(self.path, error) from None
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps: a run resumed at ``step`` will write them again.
+
+        The file is replaced whole: a reader, or a kill at any moment, sees the old lines or the new ones.
+        """
+        kept = [raw for report, raw in _reports(self.path) if report.step <= step]
+        self.close()
+        try:
+            _replace(self.path, b"".join(kept))
+            self._file = self.path.open("ab")
+        except OSError as error:
+            raise _unusable(self.path, error) from None
+
+    def sync(self) -> None:
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unusable(self.path, error) from None
+
+    def close(self) -> None:
+        if not self._file.closed:
+            try:
+                self.sync()
+            finally:
+                self._file.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[StepReport]:
+    """All reports of a file; none when there is no file.
+
+    An unreadable last line is what a kill leaves behind and is passed over. Any other raises
+    RunDirectoryError with ``file:line: cause``.
+    """
+    return [report for report, _ in _reports(path)]
+
+
+def to_line(report: StepReport) -> bytes:
+    """One JSON object and a newline. JSON has no NaN: such numbers are written as "nan", "inf" and "-inf"."""
+    data = to_data(report)
+    del data["kind"]
+    return json.dumps({key: _as_json(value) for key, value in data.items()}, allow_nan=False).encode() + b"\n"
+
+
+def _as_json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _from_json(value: Any) -> Any:
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _reports(path: Path) -> Iterator[tuple[StepReport, bytes]]:
+    """Each report with the bytes of its line."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    except OSError as error:
+        raise _unusable(path, error) from None
+    for number, raw in enumerate(lines, start=1):
+        try:
+            data = json.loads(raw)
+        except ValueError as error:  # bad JSON and bad UTF-8 alike
+            if number == len(lines):
+                return
+            raise RunDirectoryError(f"{path}:{number}: not a line of metrics: {error}") from None
+        yield _report(data, where=f"{path}:{number}"), raw
+
+
+def _report(data: Any, *, where: str) -> StepReport:
+    if isinstance(data, dict):
+        data = {key: _from_json(value) for key, value in data.items()}
+    try:
+        return from_data(StepReport, data)
+    except ValueError as error:
+        raise RunDirectoryError(f"{where}: not a line of metrics: {error}") from None
+
+
+def _finish_last_line(path: Path) -> None:
+    """Cut off a torn last line, so that the next report does not continue it."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    *whole, last = content.splitlines(keepends=True) or [b""]
+    if _is_json(last) and last.endswith(b"\n"):
+        return
+    _replace(path, b"".join(whole) + (last + b"\n" if _is_json(last) else b""))
+
+
+def _is_json(raw: bytes) -> bool:
+    try:
+        json.loads(raw)
+    except ValueError:
+        return False
+    return True
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write beside, then rename over: both steps are on disk when this returns."""
+    beside = path.with_name(path.name + ".new")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _unusable(path: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{path}: cannot be used: {error.strerror or error}", hint="check the free space and the permissions"
+    )
