@@ -19,21 +19,35 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fitune.spec.plan import Attention
 
-_REGISTERED_NAME: dict[Attention, str] = {"flash": "rows_fused", "sdpa": "rows_sdpa", "eager": "rows_eager"}
-# What a model that brings its own attention classes (Falcon) runs instead: it masks by position ids.
-_BUILTIN_NAME: dict[Attention, str] = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
+# transformers reads meaning into names that contain "sdpa" or "flash"; these contain neither.
+_NAMES: dict[Attention, str] = {"flash": "rows_fused", "sdpa": "rows", "eager": "rows_written_out"}
 
 
 def use_attention(model: PreTrainedModel, attention: Attention) -> None:
-    """Make every block of ``model`` attend row by row with the given kernel."""
-    names = _REGISTERED_NAME if model._supports_attention_backend else _BUILTIN_NAME
-    model.set_attn_implementation(names[attention])
+    """Make every block of ``model`` attend row by row with the given kernel.
+
+    Families that bring their own attention classes (Falcon) keep them, and are given a mask instead.
+    """
+    if attends_by_rows(model):
+        model.set_attn_implementation(_NAMES[attention])
+
+
+def attends_by_rows(model: PreTrainedModel) -> bool:
+    """Whether the attention function of ``model`` can be exchanged."""
+    return bool(model._supports_attention_backend)
+
+
+def row_mask(sequence_lengths: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Additive mask [1, 1, T, T] of causal blocks on the diagonal, for models that cannot attend by rows."""
+    visible = torch.block_diag(*(torch.ones(n, n, dtype=torch.bool, device=device).tril() for n in sequence_lengths))
+    closed = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible.bool(), torch.finfo(dtype).min)
+    return closed[None, None]
 
 
 def use_cached_attention(model: PreTrainedModel) -> None:
     """Switch to transformers' own attention, which generation with a key/value cache needs."""
-    softcapped = getattr(model.config, "attn_logit_softcapping", None) is not None
-    model.set_attn_implementation("eager" if softcapped else "sdpa")
+    if attends_by_rows(model):
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
 def rows_sdpa(
@@ -134,6 +148,6 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
-for _name, _function in (("rows_sdpa", rows_sdpa), ("rows_fused", rows_fused), ("rows_eager", rows_eager)):
-    AttentionInterface.register(_name, _function)
-    AttentionMaskInterface.register(_name, _no_mask)
+for _attention, _function in (("sdpa", rows_sdpa), ("flash", rows_fused), ("eager", rows_eager)):
+    AttentionInterface.register(_NAMES[_attention], _function)
+    AttentionMaskInterface.register(_NAMES[_attention], _no_mask)

@@ -1,7 +1,7 @@
 """The parts of a causal language model that training touches, found once and named."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from peft import PeftModel
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fitune.errors import ModelError
+from fitune.models.attention import attends_by_rows, row_mask
 from fitune.models.loss import loss_and_gradient, loss_sum
 from fitune.spec.plan import ChunkedLoss, Loss
 
@@ -32,7 +33,10 @@ class LanguageModel:
     head: nn.Module
     softcap: float | None
     chunk_tokens: int | None
+    by_rows: bool
+    """Whether attention keeps the rows apart by itself; otherwise it needs a mask."""
     device: torch.device
+    dtype: torch.dtype
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -40,11 +44,17 @@ class LanguageModel:
 
     def hidden_states(self, batch: Stream) -> Tensor:
         """Last hidden states [T, D] of one stream."""
+        lengths = batch.sequence_lengths
+        separation: dict[str, Any] = (
+            {"sequence_lengths": lengths}
+            if self.by_rows
+            else {"attention_mask": row_mask(lengths, dtype=self.dtype, device=self.device)}
+        )
         output = self.body(
             input_ids=batch.input_ids_T.to(self.device)[None],
             position_ids=batch.position_ids_T.to(self.device)[None],
-            sequence_lengths=batch.sequence_lengths,
             use_cache=False,
+            **separation,
         )
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD
@@ -77,7 +87,9 @@ def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageMo
         head=head,
         softcap=getattr(base.config.get_text_config(), "final_logit_softcapping", None),
         chunk_tokens=loss.chunk_tokens if isinstance(loss, ChunkedLoss) else None,
-        device=next(base.parameters()).device,
+        by_rows=attends_by_rows(base),
+        device=base.device,
+        dtype=base.dtype,
     )
 
 
