@@ -1,0 +1,59 @@
+"""report.html: one page about one run, with nothing to load from anywhere and nothing to execute."""
+
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from fitune.errors import MissingExtra, RunDirectoryError
+from fitune.report import sections
+from fitune.report.compare import compare, measure
+from fitune.report.pictures import Pictures, draw_pictures
+from fitune.report.pieces import element, join, safe
+from fitune.report.run_files import RunFiles, read_run
+
+
+def write_report(directory: Path) -> Path:
+    """Write ``report.html`` into a run directory, from whatever files of the run there are.
+
+    Without matplotlib the page says how to get the pictures. Raises RunDirectoryError.
+    """
+    page = render(read_run(directory))
+    path = directory / "report.html"
+    beside = directory / "report.html.new"
+    try:
+        beside.write_text(page, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be written: {error.strerror or error}") from None
+    return path
+
+
+def render(run: RunFiles) -> str:
+    rows = compare(run.estimate, run.run, run.steps)
+    measured = measure(run.run, run.steps)
+    pictures, advice = _pictures(run)
+    body = join(
+        [
+            sections.header(run, measured),
+            sections.prediction(rows, run, pictures, advice),
+            sections.curves(run, pictures),
+            sections.samples(run),
+            sections.plan(run),
+            sections.alternatives(run),
+            sections.data(run),
+            sections.reproduce(run),
+            element("footer", f"fitune report of {run.directory.name}"),
+        ]
+    )
+    folder = files("fitune.report")
+    template = Template(folder.joinpath("page.html").read_text(encoding="utf-8"))
+    style = folder.joinpath("style.css").read_text(encoding="utf-8")
+    return template.substitute(title=safe(f"{run.plan.model.name}: fitune report"), style=style, body=body)
+
+
+def _pictures(run: RunFiles) -> tuple[Pictures | None, str]:
+    """The pictures, or how to get them."""
+    try:
+        return draw_pictures(run), ""
+    except MissingExtra as error:
+        return None, f"No {error.message.removesuffix(' needs an optional part of fitune')}: {error.hint}"

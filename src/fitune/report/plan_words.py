@@ -1,0 +1,181 @@
+"""A Plan in sentences, and as a list of all its settings."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from fitune.spec.hardware import Gpu, Hardware
+from fitune.spec.model import ModelSpec
+from fitune.spec.plan import (
+    AdamW,
+    Batch,
+    ChunkedLoss,
+    DataPlan,
+    DataSource,
+    Epochs,
+    Fraction,
+    Full,
+    Lora,
+    Loss,
+    Optimizer,
+    PlainLoss,
+    Plan,
+    Precision,
+    Recompute,
+    RunPlan,
+    Schedule,
+    Sgd,
+    Tuning,
+)
+from fitune.units import format_bytes, format_learning_rate
+
+_PRECISIONS = {
+    Precision.FP32: "32-bit floats",
+    Precision.BF16: "bf16 throughout",
+    Precision.BF16_MASTER: "bf16, with fp32 copies of the trained weights for the optimizer",
+    Precision.FP16: "fp16 with loss scaling, with fp32 copies of the trained weights for the optimizer",
+}
+
+_CONTAINERS = (Plan, ModelSpec, Hardware, Gpu, Recompute, Batch, Schedule, DataPlan, DataSource, RunPlan)
+"""Types that are always the same in their place, so that naming them says nothing."""
+
+
+def headline(plan: Plan) -> str:
+    """``LoRA r16 · fp32 · AdamW · 1 × cpu``"""
+    return " · ".join(
+        [
+            tuning_name(plan.tuning),
+            plan.precision.value,
+            type(plan.optimizer).__name__,
+            hardware_name(plan.hardware),
+        ]
+    )
+
+
+def tuning_name(tuning: Tuning) -> str:
+    match tuning:
+        case Full():
+            return "full fine-tuning"
+        case Lora():
+            return f"LoRA r{tuning.rank}"
+    return _any_name(tuning)
+
+
+def hardware_name(hardware: Hardware) -> str:
+    gpus = f"{hardware.gpus_per_node} × {hardware.gpu.name}"
+    return gpus if hardware.nodes == 1 else f"{hardware.nodes} nodes of {gpus}"
+
+
+def sentences(plan: Plan) -> list[str]:
+    """The plan as one would tell it."""
+    return [
+        _tuning_sentence(plan.tuning),
+        f"Numbers are {_PRECISIONS[plan.precision]}.",
+        _batch_sentence(plan),
+        _recompute_sentence(plan),
+        _loss_sentence(plan.loss),
+        _optimizer_sentence(plan.optimizer),
+        _schedule_sentence(plan.schedule),
+    ]
+
+
+def settings(plan: Plan) -> list[tuple[str, str]]:
+    """Every setting with its dotted name, but for the matrices of the model: they follow from its shapes."""
+    return [(name, _value(name, value)) for name, value in _leaves("", plan) if name != "model.linears"]
+
+
+def _tuning_sentence(tuning: Tuning) -> str:
+    match tuning:
+        case Full():
+            return "Every parameter is trained."
+        case Lora():
+            return (
+                f"Adapters of rank {tuning.rank} (alpha {tuning.alpha}, dropout {tuning.dropout:g}) are "
+                f"trained on {', '.join(tuning.targets)}; the base stays frozen."
+            )
+    return f"Tuning is {_any_name(tuning)}."
+
+
+def _batch_sentence(plan: Plan) -> str:
+    batch, devices = plan.batch, plan.hardware.num_gpus
+    what = "packs of rows" if batch.packing else "rows"
+    product = f"{batch.micro_batch_size} × {batch.seq_len:,} × {batch.accumulation}"
+    product += f" × {devices}" if devices > 1 else ""
+    return (
+        f"One optimizer step sees at most {product} = {plan.tokens_per_step:,} tokens: micro-batches of "
+        f"{batch.micro_batch_size} {what} of up to {batch.seq_len:,} tokens, {batch.accumulation} for each "
+        f"step{f', on {devices} devices' if devices > 1 else ''}."
+    )
+
+
+def _recompute_sentence(plan: Plan) -> str:
+    blocks, layers = plan.recompute.blocks, plan.model.num_layers
+    if blocks == 0:
+        return "All activations are kept; nothing is computed twice."
+    which = f"All {layers} blocks keep" if blocks == layers else f"The first {blocks} of {layers} blocks keep"
+    return f"{which} only their input and run again in backward."
+
+
+def _loss_sentence(loss: Loss) -> str:
+    match loss:
+        case PlainLoss():
+            return "All logits of a micro-batch exist at once."
+        case ChunkedLoss():
+            return f"The loss takes {loss.chunk_tokens:,} tokens at a time, so the logits never exist whole."
+    return f"The loss is {_any_name(loss)}."
+
+
+def _optimizer_sentence(optimizer: Optimizer) -> str:
+    decay = f"weight decay {optimizer.weight_decay:g}"
+    match optimizer:
+        case AdamW():
+            return f"The optimizer is AdamW (β {optimizer.beta1:g}, {optimizer.beta2:g}; {decay})."
+        case Sgd():
+            return f"The optimizer is SGD (momentum {optimizer.momentum:g}; {decay})."
+    return f"The optimizer is {_any_name(optimizer)}."
+
+
+def _schedule_sentence(schedule: Schedule) -> str:
+    warmup, duration = schedule.warmup, schedule.duration
+    rise = f"{warmup.of * 100:g} % of the steps" if isinstance(warmup, Fraction) else f"{warmup.count} steps"
+    span = f"{duration.count:g} epochs" if isinstance(duration, Epochs) else f"{duration.count:,} steps"
+    shape = "stays there" if schedule.kind == "constant" else f"falls to zero ({schedule.kind})"
+    clip = (
+        f"gradients are clipped at norm {schedule.max_grad_norm:g}"
+        if schedule.max_grad_norm
+        else "no clipping"
+    )
+    peak = format_learning_rate(schedule.learning_rate)
+    return f"Over {span} the learning rate rises to {peak} in {rise}, then {shape}; {clip}."
+
+
+def _any_name(value: Any) -> str:
+    """For a choice that has no sentence of its own yet: its type and its settings."""
+    fields = ", ".join(f"{field.name} {getattr(value, field.name)}" for field in dataclasses.fields(value))
+    return f"{type(value).__name__}({fields})" if fields else type(value).__name__
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Settings that hold no others; a choice also gives its own name (``tuning`` is ``Lora``)."""
+    if dataclasses.is_dataclass(value):
+        if not isinstance(value, _CONTAINERS):
+            yield name, type(value).__name__
+        for field in dataclasses.fields(value):
+            yield from _leaves(f"{name}.{field.name}".removeprefix("."), getattr(value, field.name))
+    elif isinstance(value, tuple) and any(isinstance(item, DataSource) for item in value):
+        for place, item in enumerate(value, start=1):
+            yield from _leaves(f"{name}.{place}", item)
+    else:
+        yield name, value
+
+
+def _value(name: str, value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(str(item) for item in value) or "none"
+    if name.endswith("_bytes") and isinstance(value, int):
+        return format_bytes(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if value != "" else "not set"
