@@ -1,0 +1,57 @@
+"""A config.json read field by field; every complaint names the file, the field and the value."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from fitune.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFields:
+    """The values of one config.json and the words that say where they come from.
+
+    ``null`` counts as absent: Hugging Face writes it for "the class decides".
+    """
+
+    values: Mapping[str, Any]
+    where: str
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A whole number of at least 1 under the first of ``names`` that is set."""
+        for name in names:
+            value = self.values.get(name)
+            if value is None:
+                continue
+            if type(value) is not int or value < 1:
+                self.refuse(name, "must be a whole number of at least 1")
+            return value
+        if default is None:
+            raise ModelError(
+                f"{self.where}: {names[0]} is missing", hint="a config.json of transformers has it"
+            )
+        return default
+
+    def optional_count(self, name: str) -> int:
+        """Like ``count``, 0 when the field is absent."""
+        return self.count(name) if self.values.get(name) is not None else 0
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            self.refuse(name, "must be true or false")
+        return value
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """A list of strings, empty when the field is absent."""
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self.refuse(name, "must be a list of names")
+        return tuple(value)
+
+    def refuse(self, name: str, why: str, *, hint: str | None = None) -> NoReturn:
+        raise ModelError(f"{self.where}: {name} = {self.values.get(name)!r} {why}", hint=hint)

@@ -1,0 +1,187 @@
+"""ModelSpec from a Hugging Face config.json: a folder, the built-in table, the cache or the Hub."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fitune.errors import ModelError, did_you_mean
+from fitune.spec.config_fields import ConfigFields
+from fitune.spec.families import FAMILIES
+from fitune.spec.model import ModelSpec
+from fitune.spec.model_table import accepted_model_names, find_known_model
+
+_ADOPTED_FROM_REMOTE_CODE = {
+    "falcon": "modeling_falcon.FalconForCausalLM",
+    "phi": "modeling_phi.PhiForCausalLM",
+    "phi3": "modeling_phi3.Phi3ForCausalLM",
+}
+"""Their Hub folders still point at the code they came with; transformers has its own class of that name, and
+only that one is ever used."""
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_TIMEOUT_S = 5.0
+
+
+def load_model_spec(name: str, *, offline: bool | None = None) -> ModelSpec:
+    """The shapes of ``name``: a folder with a config.json, a Hub name or a short name (``llama-3.1-8b``).
+
+    Looked up in this order: folder, built-in table, Hugging Face cache, Hub (not when ``offline``; None
+    follows HF_HUB_OFFLINE). The spec's ``name`` is one that transformers can load.
+    Raises ModelError when nothing is found or what is found cannot be described exactly.
+    """
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        return _spec_from_file(path / "config.json", name=name)
+    known = find_known_model(name)
+    if known is not None:
+        return spec_from_config(known.config, name=known.name)
+    _refuse_folder_without_config(path, name)
+    if not _HUB_NAME.fullmatch(name):
+        raise _unknown(name)
+    found = _cached_config(name)
+    if found is None:
+        if _is_offline() if offline is None else offline:
+            raise _unknown(name, why="it is not in the Hugging Face cache, and the Hub is switched off")
+        found = _download_config(name)
+    return _spec_from_file(found, name=name)
+
+
+def spec_from_config(config: Mapping[str, Any], *, name: str, where: str | None = None) -> ModelSpec:
+    """Read the values of a config.json. ``where`` is what errors call it.
+
+    Raises ModelError naming the field, its value and what is supported; nothing is guessed.
+    """
+    fields = ConfigFields(values=config, where=where or f"config.json of {name}")
+    if config.get("model_type") == "gemma3":
+        fields = _text_part(fields)
+    model_type = fields.values.get("model_type")
+    if model_type is None:
+        raise ModelError(f"{fields.where}: model_type is missing: this is no model's config.json")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        fields.refuse("model_type", "is not supported", hint=f"fitune knows {', '.join(FAMILIES)}, gemma3")
+    _refuse_other_code(fields, model_type)
+    _refuse_other_tasks(fields)
+    return FAMILIES[model_type](fields, name)
+
+
+def _text_part(fields: ConfigFields) -> ConfigFields:
+    """Gemma-3's language model: its own config, inside the one that also holds the vision tower."""
+    text = fields.values.get("text_config")
+    if not isinstance(text, Mapping):
+        fields.refuse("text_config", "must be the config of the language model")
+    outer = {key: fields.values[key] for key in ("dtype", "torch_dtype", "auto_map") if key in fields.values}
+    values = {**outer, **text, "model_type": text.get("model_type", "gemma3_text")}
+    return ConfigFields(values=values, where=f"{fields.where}: text_config")
+
+
+def _refuse_other_code(fields: ConfigFields, model_type: str) -> None:
+    """A config may name Python files to run; fitune runs none, so it cannot know what they would build."""
+    remote = fields.values.get("auto_map")
+    model_class = remote.get("AutoModelForCausalLM") if isinstance(remote, Mapping) else None
+    adopted = _ADOPTED_FROM_REMOTE_CODE.get(model_type)
+    if remote and (adopted is None or model_class != adopted):
+        fields.refuse("auto_map", "brings its own model code, which fitune does not run")
+    if fields.values.get("trust_remote_code"):
+        fields.refuse("trust_remote_code", "is not for the model itself to say")
+
+
+def _refuse_other_tasks(fields: ConfigFields) -> None:
+    causal = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    architectures = fields.words("architectures")
+    if architectures and not any(architecture.endswith(causal) for architecture in architectures):
+        fields.refuse("architectures", "is no causal language model")
+    if fields.flag("is_encoder_decoder"):
+        fields.refuse("is_encoder_decoder", "is not supported: fitune trains decoder-only models")
+    if fields.values.get("quantization_config") is not None:
+        raise ModelError(
+            f"{fields.where}: quantization_config: the weights are already quantised",
+            hint="name the 16-bit model it was made from",
+        )
+
+
+def _spec_from_file(path: Path, *, name: str) -> ModelSpec:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:  # ValueError: bad JSON or bad UTF-8
+        raise ModelError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(
+            f"{path}: is not a model's config: expected an object, found {type(config).__name__}"
+        )
+    return spec_from_config(config, name=name, where=str(path))
+
+
+def _refuse_folder_without_config(path: Path, name: str) -> None:
+    if (path / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model = {name!r} is an adapter, not a model",
+            hint="name the model it was trained on (base_model_name_or_path in adapter_config.json)",
+        )
+    if path.is_dir():
+        raise ModelError(f"model = {name!r}: the folder has no config.json", hint="name a model's own folder")
+    if path.is_file():
+        raise ModelError(f"model = {name!r} is a file", hint="name the folder that holds config.json")
+    if name.startswith(("/", ".", "~")) or "\\" in name:
+        raise ModelError(f"model = {name!r}: no such folder")
+
+
+def _unknown(name: str, *, why: str = "") -> ModelError:
+    close = did_you_mean(name, accepted_model_names())
+    reason = f": {why}" if why else " is not known"
+    return ModelError(
+        f"model = {name!r}{reason}",
+        hint=close or "a Hub name (meta-llama/Llama-3.1-8B) or a folder with a config.json",
+    )
+
+
+def _cached_config(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found) if isinstance(found, str) else None
+
+
+def _download_config(name: str) -> Path:
+    """Through huggingface_hub, which knows tokens and the cache, once it is clear that the Hub answers."""
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    if not _answers(constants.ENDPOINT):
+        raise _unknown(name, why=f"not in the Hugging Face cache, and {constants.ENDPOINT} does not answer")
+    try:
+        return Path(hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S))
+    except GatedRepoError:
+        raise ModelError(
+            f"model = {name!r} is gated",
+            hint=f"ask for access at {constants.ENDPOINT}/{name}, then set HF_TOKEN or run `hf auth login`",
+        ) from None
+    except RepositoryNotFoundError:
+        raise _unknown(
+            name, why="the Hub has no such model, or it is private and HF_TOKEN is not set"
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        raise _unknown(name, why=f"its config.json could not be downloaded ({error})") from None
+
+
+def _answers(url: str) -> bool:
+    """Whether the host answers at all. huggingface_hub itself retries for half a minute when it does not."""
+    from urllib.error import HTTPError, URLError
+    from urllib.request import Request, urlopen
+
+    try:
+        urlopen(Request(url, method="HEAD"), timeout=_HUB_TIMEOUT_S).close()
+    except HTTPError:
+        return True
+    except (URLError, OSError):
+        return False
+    return True
+
+
+def _is_offline() -> bool:
+    switches = (os.environ.get(key, "").lower() for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(value in ("1", "true", "yes", "on") for value in switches)

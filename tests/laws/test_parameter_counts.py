@@ -1,0 +1,269 @@
+"""The counts are exact: against hand arithmetic, against published totals, against transformers and PEFT."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.model_config import load_model_spec, spec_from_config
+from fitune.spec.model_table import find_known_model, known_model_names
+from fitune.spec.parameters import count_parameters, lora_parameters, resolve_targets
+
+HAND_COUNTS = {
+    # blocks · (q + k + v + o + gate, up, down + norms) + embeddings + final norm + head
+    "meta-llama/Llama-2-7b-hf": 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096)
+    + 2 * 32000 * 4096
+    + 4096,
+    "meta-llama/Llama-2-70b-hf": (
+        80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 2 * 32000 * 8192 + 8192
+    ),
+    "meta-llama/Llama-3.1-8B": (
+        32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 2 * 128256 * 4096 + 4096
+    ),
+    "meta-llama/Llama-3.2-1B": (
+        # tied: no head
+        16 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048) + 128256 * 2048 + 2048
+    ),
+    "Qwen/Qwen2.5-0.5B": (
+        # biases of q (896), k and v (2 heads of 64)
+        24 * (2 * 896 * 896 + 896 + 2 * (896 * 128 + 128) + 3 * 896 * 4864 + 2 * 896) + 151936 * 896 + 896
+    ),
+    "Qwen/Qwen3-8B": (
+        # q and k norms over 128
+        36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128)
+        + 2 * 151936 * 4096
+        + 4096
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        # 128 experts of 768, a router of 128 rows
+        48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 3 * 2048 * 768 + 128 * 2048 + 2 * 2048 + 2 * 128)
+        + 2 * 151936 * 2048
+        + 2048
+    ),
+    "mistralai/Mixtral-8x7B-v0.1": (
+        32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 8 * 3 * 4096 * 14336 + 8 * 4096 + 2 * 4096)
+        + 2 * 32000 * 4096
+        + 4096
+    ),
+    "google/gemma-2-2b": (
+        # four norms; 8 heads of 256 are narrower than the stream, 4 key-value heads
+        26 * (2 * 2304 * 2048 + 2 * 2304 * 1024 + 3 * 2304 * 9216 + 4 * 2304) + 256000 * 2304 + 2304
+    ),
+    "tiiuae/falcon-7b": (
+        # one key-value head of 64, fused; plain MLP; one LayerNorm (weight and bias); tied
+        32 * (4544 * (4544 + 2 * 64) + 4544 * 4544 + 2 * 4544 * 18176 + 2 * 4544) + 65024 * 4544 + 2 * 4544
+    ),
+    "microsoft/phi-2": (
+        # biases everywhere, the head's too
+        32 * (4 * (2560 * 2560 + 2560) + 2 * 2560 * 10240 + 10240 + 2560 + 2 * 2560)
+        + 2 * 51200 * 2560
+        + 51200
+        + 2 * 2560
+    ),
+    "microsoft/phi-4": (
+        40 * (5120 * (5120 + 2 * 1280) + 5120 * 5120 + 3 * 5120 * 17920 + 2 * 5120) + 2 * 100352 * 5120 + 5120
+    ),
+    "openai-community/gpt2": (
+        # 1024 learned positions, tied
+        12 * (768 * 2304 + 2304 + 768 * 768 + 768 + 2 * 768 * 3072 + 3072 + 768 + 4 * 768)
+        + (50257 + 1024) * 768
+        + 2 * 768
+    ),
+}
+
+PUBLISHED_TOTALS = {
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
+    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.1-405B": 405_853_388_800,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "mistralai/Mixtral-8x22B-v0.1": 140_620_634_112,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-3-1b-pt": 999_885_952,
+    "microsoft/phi-2": 2_779_683_840,
+    "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
+    "microsoft/phi-4": 14_659_507_200,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+    "01-ai/Yi-34B": 34_388_917_248,
+    "openai-community/gpt2": 124_439_808,
+    "openai-community/gpt2-xl": 1_557_611_200,
+}
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 160,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+SMALL_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "attention_bias": True, "mlp_bias": True},
+    "mistral": SMALL,
+    "mixtral": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": SMALL,
+    "qwen3": {**SMALL, "head_dim": 32},
+    "qwen3_moe": {**SMALL, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {**SMALL, "head_dim": 32},
+    "gemma3_text": {**SMALL, "head_dim": 32},
+    "phi": {**SMALL, "num_key_value_heads": 4, "qk_layernorm": True},
+    "phi3": SMALL,
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 96, "vocab_size": 160},
+    "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 160},
+}
+FALCONS = {
+    "one key-value head": {},
+    "grouped heads": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "grouped heads, one norm": {
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "num_ln_in_parallel_attn": 1,
+    },
+    "sequential, with biases": {
+        "multi_query": False,
+        "parallel_attn": False,
+        "bias": True,
+        "ffn_hidden_size": 96,
+    },
+}
+SMALL_CONFIGS = [
+    pytest.param({"model_type": family, **config}, id=family)
+    for family, config in SMALL_OF_FAMILY.items()
+    if family != "falcon"
+] + [
+    pytest.param({"model_type": "falcon", **SMALL_OF_FAMILY["falcon"], **kind}, id=f"falcon, {name}")
+    for name, kind in FALCONS.items()
+]
+
+
+def build(config: dict[str, Any], *, device: str = "meta") -> PreTrainedModel:
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**config))
+
+
+def number_of_parameters(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def blocks(model: PreTrainedModel) -> torch.nn.ModuleList:
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+def distinct_shapes() -> list[Any]:
+    configs = {id(find_known_model(name).config): name for name in reversed(known_model_names())}
+    return [pytest.param(name, id=name) for name in reversed(configs.values())]
+
+
+@pytest.mark.parametrize("name", HAND_COUNTS)
+def test_the_hand_count(name: str) -> None:
+    assert count_parameters(load_model_spec(name)).total == HAND_COUNTS[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED_TOTALS)
+def test_the_published_total(name: str) -> None:
+    assert count_parameters(load_model_spec(name)).total == PUBLISHED_TOTALS[name]
+
+
+def test_components_of_qwen3_8b() -> None:
+    counts = count_parameters(load_model_spec("Qwen/Qwen3-8B"))
+    assert counts.attention == 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
+    assert counts.mlp == 36 * 3 * 4096 * 12288
+    assert counts.norms == 36 * (2 * 4096 + 2 * 128) + 4096
+    assert counts.embeddings == counts.head == 151936 * 4096
+    assert (counts.experts, counts.router) == (0, 0)
+    assert counts.active == counts.total
+
+
+def test_a_token_of_mixtral_goes_through_two_of_eight_experts() -> None:
+    counts = count_parameters(load_model_spec("mixtral-8x7b"))
+    assert counts.experts == 32 * 8 * 3 * 4096 * 14336
+    assert counts.total - counts.active == 32 * 6 * 3 * 4096 * 14336
+    assert counts.router == 32 * 8 * 4096
+
+
+@pytest.mark.parametrize("name", distinct_shapes())
+def test_table_entry_is_the_transformers_model(name: str) -> None:
+    """Two blocks are built, the rest is arithmetic: what a block adds is the same for every block."""
+    known = find_known_model(name)
+    layers = "n_layer" if "n_layer" in known.config else "num_hidden_layers"
+    shallow = {**known.config, layers: 2}
+    model = build(shallow)
+    two_blocks = number_of_parameters(model)
+    block = sum(parameter.numel() for parameter in blocks(model)[0].parameters())
+    counts = count_parameters(load_model_spec(name))
+    assert count_parameters(spec_from_config(shallow, name=name)).total == two_blocks
+    assert counts.total == two_blocks + (known.config[layers] - 2) * block
+
+
+@pytest.mark.parametrize("config", SMALL_CONFIGS)
+def test_the_linears_are_those_of_the_first_block(config: dict[str, Any]) -> None:
+    spec, model = spec_from_config(config, name="small"), build(config)
+    assert count_parameters(spec).total == number_of_parameters(model)
+    block = blocks(model)[0]
+    for linear in spec.linears:
+        assert shape_in(block, linear) == shape_of(linear), linear.name
+    matrices = {name for name, p in block.named_parameters() if p.dim() > 1}
+    assert {name.removesuffix(".weight") for name in matrices} == {linear.name for linear in spec.linears}
+    assert spec.tied_embeddings == (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )
+
+
+@pytest.mark.parametrize("config", SMALL_CONFIGS)
+def test_lora_trains_exactly_what_is_counted(config: dict[str, Any]) -> None:
+    spec = spec_from_config(config, name="small")
+    for targets in (
+        resolve_targets(spec, ["all-linear"]),
+        spec.adaptable_names[:1],
+        spec.adaptable_names[-1:],
+    ):
+        lora = LoraConfig(r=4, target_modules=list(targets), fan_in_fan_out=config["model_type"] == "gpt2")
+        adapted = get_peft_model(build(config, device="cpu"), lora)
+        trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+        assert trained == lora_parameters(spec, rank=4, targets=targets) > 0
+
+
+def test_lora_on_llama_3_1_8b_by_hand() -> None:
+    """q, k, v, o, gate, up, down of 32 blocks at rank 16: 41.9 million, the figure PEFT prints."""
+    spec = load_model_spec("meta-llama/Llama-3.1-8B")
+    by_hand = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert lora_parameters(spec, rank=16, targets=spec.adaptable_names) == by_hand == 41_943_040
+
+
+def shape_of(linear: Linear) -> tuple[int, ...]:
+    matrix = (linear.out_features, linear.in_features)
+    return (linear.copies, *matrix) if linear.copies > 1 else matrix
+
+
+def shape_in(block: torch.nn.Module, linear: Linear) -> tuple[int, ...]:
+    """The shape transformers has under that name, turned where Conv1D keeps it transposed."""
+    found = block
+    for part in linear.name.split("."):
+        found = getattr(found, part)
+    if isinstance(found, torch.Tensor):
+        return tuple(found.shape)
+    assert (getattr(found, "bias", None) is not None) == linear.bias
+    shape = tuple(found.weight.shape)
+    return shape[::-1] if type(found).__name__ == "Conv1D" else shape
+
+
+def test_spec_is_a_value() -> None:
+    first, again = load_model_spec("qwen3-8b"), load_model_spec("Qwen/Qwen3-8B")
+    assert isinstance(first, ModelSpec)
+    assert first == again
