@@ -1,0 +1,123 @@
+"""Folders in Hugging Face's layout: a place to build one, and the files that belong into it."""
+
+import copy
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from fitune.checkpoint.adapters import WEIGHTS
+from fitune.checkpoint.durable import remove, require_space, sync_tree, temporary_sibling
+from fitune.errors import CheckpointError, RunDirectoryError
+from fitune.units import MIB
+
+_MARGIN_BYTES = 32 * MIB
+"""Tokenizer, configs and card."""
+
+
+@contextmanager
+def staged(target: Path, weights: Mapping[str, Tensor], *, replace: bool) -> Iterator[Path]:
+    """A temporary folder that becomes ``target`` when the block ends well and vanishes when it does not.
+
+    Raises RunDirectoryError when ``target`` has content and ``replace`` is off, CheckpointError when the disk
+    is too small or fails.
+    """
+    if target.exists() and not (target.is_dir() and (replace or not any(target.iterdir()))):
+        raise RunDirectoryError(f"{target} already exists and is not empty", hint="choose another folder")
+    temporary = temporary_sibling(target)
+    transformers_logging.disable_progress_bar()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        require_space(target.parent, _stored_bytes(weights) + _MARGIN_BYTES, what=f"export {target.name}")
+        remove(temporary)
+        temporary.mkdir()
+        yield temporary
+        sync_tree(temporary)
+        _replace(target, temporary)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{target} could not be exported: {error}") from error
+    finally:
+        remove(temporary)
+
+
+def write_adapter(model: PeftModel, folder: Path, weights: dict[str, Tensor], base: str) -> None:
+    """adapter_model.safetensors and adapter_config.json naming ``base``."""
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    config = copy.copy(model.peft_config[model.active_adapter])
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.task_type = config.task_type or "CAUSAL_LM"
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # the same file from every process
+    config.save_pretrained(folder)
+
+
+def write_model(
+    model: PreTrainedModel, folder: Path, weights: dict[str, Tensor], max_shard_size: int | str
+) -> None:
+    """config.json, generation_config.json, safetensors under the names of the Hub, an index when there are shards."""
+    model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=max_shard_size)
+    # save_pretrained describes the model in memory: its type, and its adapters among the parameters.
+    _change(folder / "config.json", {"dtype": _dtype_name(weights)})
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        metadata = json.loads(index.read_bytes())["metadata"]
+        count = sum(tensor.numel() for tensor in _distinct(weights))
+        _change(index, {"metadata": {**metadata, "total_parameters": count}})
+
+
+def write_texts(folder: Path, tokenizer: PreTrainedTokenizerBase, chat_template: str, card: str) -> None:
+    """Tokenizer files, chat_template.jinja (empty: the tokenizer's own) and README.md."""
+    tokenizer.save_pretrained(folder)
+    if chat_template:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def cast(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Floating tensors in ``dtype`` (None: as they are); tied weights stay tied, each storage is cast once."""
+    if dtype is None:
+        return dict(weights)
+    done = {_storage(t): t.to(dtype) if t.is_floating_point() else t for t in _distinct(weights)}
+    return {name: done[_storage(tensor)] for name, tensor in weights.items()}
+
+
+def _distinct(weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Tied weights once."""
+    return list({_storage(tensor): tensor for tensor in weights.values()}.values())
+
+
+def _storage(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.data_ptr()
+
+
+def _stored_bytes(weights: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in _distinct(weights))
+
+
+def _dtype_name(weights: Mapping[str, Tensor]) -> str:
+    dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+    return str(dtype).removeprefix("torch.")
+
+
+def _change(file: Path, values: dict[str, Any]) -> None:
+    content = json.loads(file.read_bytes())
+    file.write_text(json.dumps({**content, **values}, indent=2) + "\n", encoding="utf-8")
+
+
+def _replace(target: Path, temporary: Path) -> None:
+    aside = temporary_sibling(target.with_name(f"replaced-{target.name}"))
+    if target.exists():
+        os.rename(target, aside)
+    os.rename(temporary, target)
+    remove(aside)

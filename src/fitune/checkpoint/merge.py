@@ -1,0 +1,76 @@
+"""The weights of a model with its adapters folded in; the model itself is left as it is."""
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from fitune.errors import CheckpointError
+
+
+def merged_weights(model: PeftModel) -> dict[str, Tensor]:
+    """The base's state dict, with W + scaling · B A in place of every adapted W, under the base's names.
+
+    Merged matrices are new and on the host, one after the other, so the device holds one update at a time;
+    everything else is the model's own storage, tied weights included. The sum is made in fp32 and rounded
+    once to the type of W. (Merging in place and subtracting again would not give W back bit for bit.)
+    Raises CheckpointError for a quantised base and for adapters that are not plain LoRA.
+    """
+    refuse_quantised_base(model)
+    base, adapter = model.get_base_model(), model.active_adapter
+    weights = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in base.state_dict().items()
+        if ".lora_" not in name
+    }
+    for name, layer in _adapted_layers(base):
+        _require_plain_lora(name, layer)
+        weights[f"{name}.weight"] = _merged(layer, adapter)
+    return weights
+
+
+def refuse_quantised_base(model: PeftModel) -> None:
+    """Raises CheckpointError when adapters sit on quantised linears: rounding again would lose what they learned."""
+    base = model.get_base_model()
+    config = getattr(base.config, "quantization_config", None)
+    narrow = [
+        name
+        for name, layer in _adapted_layers(base)
+        if not _is_wide_float(layer.get_base_layer().weight.dtype)
+    ]
+    if config is not None or narrow:
+        method = (
+            config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+        )
+        found = (
+            method or f"{narrow[0]}.weight is {base.get_submodule(narrow[0]).get_base_layer().weight.dtype}"
+        )
+        raise CheckpointError(
+            f"export: merged would fold the adapter into a quantised base ({found}) and round it away",
+            hint="export: adapter, then merge that adapter into the 16-bit base",
+        )
+
+
+def _is_wide_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
+def _adapted_layers(base: nn.Module) -> list[tuple[str, LoraLayer]]:
+    return [(name, module) for name, module in base.named_modules() if isinstance(module, LoraLayer)]
+
+
+def _require_plain_lora(name: str, layer: LoraLayer) -> None:
+    if layer.lora_variant or any(layer.lora_bias.values()) or not layer.lora_A or layer.merged:
+        raise CheckpointError(
+            f"{name}: merging is defined here for plain LoRA that is not merged yet", hint="export: adapter"
+        )
+
+
+@torch.no_grad()
+def _merged(layer: LoraLayer, adapter: str) -> Tensor:
+    weight = layer.get_base_layer().weight
+    update = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
+    update *= layer.scaling[adapter]
+    if layer.fan_in_fan_out:  # GPT-2 keeps its weights transposed
+        update = update.T
+    return (weight.float() + update).to(dtype=weight.dtype, device="cpu")
