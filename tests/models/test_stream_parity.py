@@ -27,7 +27,9 @@ def reference(family: str) -> tuple[float, dict[str, torch.Tensor]]:
     return total.item() / count, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def ours(family: str, *, attention: str, loss: PlainLoss | ChunkedLoss, blocks: int) -> tuple[float, dict[str, torch.Tensor]]:
+def ours(
+    family: str, *, attention: str, loss: PlainLoss | ChunkedLoss, blocks: int
+) -> tuple[float, dict[str, torch.Tensor]]:
     model = tiny_model(family).train()
     use_attention(model, attention)
     parts = language_model(model, loss)
@@ -36,21 +38,31 @@ def ours(family: str, *, attention: str, loss: PlainLoss | ChunkedLoss, blocks: 
     hidden = parts.hidden_states(stream)
     total, gradient = parts.loss_and_gradient(hidden.detach(), stream, scale=1 / stream.supervised_tokens)
     hidden.backward(gradient)
-    return total.item() / stream.supervised_tokens, {n: p.grad for n, p in parts.trained.items() if p.grad is not None}
+    return total.item() / stream.supervised_tokens, {
+        n: p.grad for n, p in parts.trained.items() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("attention", "loss", "blocks"),
-    [("sdpa", PlainLoss(), 0), ("sdpa", ChunkedLoss(chunk_tokens=5), 2), ("eager", ChunkedLoss(chunk_tokens=7), 3)],
+    [
+        ("sdpa", PlainLoss(), 0),
+        ("sdpa", ChunkedLoss(chunk_tokens=5), 2),
+        ("eager", ChunkedLoss(chunk_tokens=7), 3),
+    ],
 )
-def test_stream_equals_rows_alone(family: str, attention: str, loss: PlainLoss | ChunkedLoss, blocks: int) -> None:
+def test_stream_equals_rows_alone(
+    family: str, attention: str, loss: PlainLoss | ChunkedLoss, blocks: int
+) -> None:
     expected_loss, expected = reference(family)
     found_loss, found = ours(family, attention=attention, loss=loss, blocks=blocks)
     assert found_loss == pytest.approx(expected_loss, abs=2e-6)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], gradient, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_evaluation_loss_is_the_training_loss() -> None:

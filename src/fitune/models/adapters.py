@@ -36,7 +36,11 @@ def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
     """Put a saved adapter on ``model`` for inference. Only safetensors are read."""
     folder = Path(path)
     if not (folder / "adapter_config.json").is_file():
-        raise CheckpointError(f"{folder}: no adapter_config.json", hint="name the folder that `fitune train` exported")
+        raise CheckpointError(
+            f"{folder}: no adapter_config.json", hint="name the folder that `fitune train` exported"
+        )
     if not (folder / "adapter_model.safetensors").is_file():
-        raise CheckpointError(f"{folder}: no adapter_model.safetensors; other formats can run code and are not read")
+        raise CheckpointError(
+            f"{folder}: no adapter_model.safetensors; other formats can run code and are not read"
+        )
     return PeftModel.from_pretrained(model, str(folder), is_trainable=False, autocast_adapter_dtype=False)

@@ -43,7 +43,12 @@ def loss_and_gradient(
 
 
 def loss_sum(
-    hidden_TD: Tensor, labels_T: Tensor, head: nn.Module, *, chunk_tokens: int | None, softcap: float | None = None
+    hidden_TD: Tensor,
+    labels_T: Tensor,
+    head: nn.Module,
+    *,
+    chunk_tokens: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Summed negative log-likelihood without gradients, for evaluation."""
     chosen = torch.nonzero(labels_T != IGNORED).squeeze(1)
@@ -56,7 +61,12 @@ def loss_sum(
 
 
 def _chunk(
-    input_SD: Tensor, target_S: Tensor, gradient_SD: Tensor, head: nn.Module, scale: float, softcap: float | None
+    input_SD: Tensor,
+    target_S: Tensor,
+    gradient_SD: Tensor,
+    head: nn.Module,
+    scale: float,
+    softcap: float | None,
 ) -> Tensor:
     """One chunk: writes its input gradient into ``gradient_SD`` and returns its summed loss."""
     leaf_SD = input_SD.detach().requires_grad_()

@@ -79,6 +79,13 @@ def _tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:
 def _has_dropout(parts: LanguageModel) -> bool:
     """Whether anything in the model draws random numbers while training."""
     config = parts.body.config
-    configured = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout")
+    configured = (
+        "attention_dropout",
+        "hidden_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "resid_dropout",
+    )
     in_config = any(getattr(config, name, 0.0) or 0.0 > 0 for name in configured)
     return in_config or any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in parts.whole.modules())

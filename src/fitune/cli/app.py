@@ -1,0 +1,137 @@
+"""The commands. Each parses its words, calls the rooms that do the work, and prints what they answer."""
+
+import json as json_text
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fitune.errors import FituneError
+
+app = typer.Typer(
+    name="fitune",
+    help="Fine-tune large language models within the memory you have: predicted, trained, measured.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_RECIPE_WORDS: dict[str, Any] = {"ignore_unknown_options": True}
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE.yaml] [--KEY VALUE]...",
+        help="A recipe file, and any key of a recipe as an option (--model, --data, --tuning, --gpu, --seq-len, …).",
+    ),
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change one setting of the recipe; repeatable.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@app.command(context_settings=_RECIPE_WORDS)
+def plan(words: Words = None, settings: Settings = None, json: Json = False) -> None:
+    """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
+    from fitune.cli.planning import plan_for, print_plan
+    from fitune.cli.options import recipe_from
+
+    print_plan(plan_for(recipe_from(words or [], settings or [])), json=json)
+
+
+@app.command(context_settings=_RECIPE_WORDS)
+def train(
+    words: Words = None,
+    settings: Settings = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove an earlier run in output_dir first.")] = False,
+) -> None:
+    """Plan, train exactly that, and show what was measured next to what was predicted."""
+    from fitune.cli.options import recipe_from
+    from fitune.cli.training import train_recipe
+
+    raise typer.Exit(train_recipe(recipe_from(words or [], settings or []), overwrite=overwrite))
+
+
+@app.command()
+def score(
+    model: Annotated[str, typer.Option(help="Model folder or Hub id.")],
+    data: Annotated[str, typer.Option(help="Questions with reference answers: a file, folder or Hub id.")],
+    out: Annotated[Path, typer.Option(help="Folder for answers.jsonl, grades.jsonl and report.json.")],
+    adapter: Annotated[str, typer.Option(help="Adapter folder to put on the model.")] = "",
+    columns: Annotated[
+        list[str] | None, typer.Option(help="role=column, e.g. prompt=question; repeatable.")
+    ] = None,
+    grader: Annotated[
+        list[str] | None, typer.Option(help="exact_match, contains, rouge or number; repeatable. Default: by data.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    json: Json = False,
+) -> None:
+    """Answer a dataset with a model and grade the answers."""
+    from fitune.cli.scoring import score_dataset
+
+    score_dataset(
+        model=model, adapter=adapter, data=data, out=out, columns=columns or [], graders=grader or [],
+        max_new_tokens=max_new_tokens, batch_size=batch_size, temperature=temperature, json=json,
+    )  # fmt: skip
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Directory of a finished LoRA run.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write; default: RUN/merged.")] = None,
+) -> None:
+    """Fold a run's adapter into its base: a model that transformers loads alone."""
+    from fitune.cli.exporting import export_merged_model
+
+    export_merged_model(run, out)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="Directory of a run.")], json: Json = False) -> None:
+    """Lay predicted and measured side by side, and write the run's report.html."""
+    from fitune.cli.reporting import show_report
+
+    show_report(run, json=json)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Show what is here: devices, memory, libraries, and what each missing part would add."""
+    from fitune.cli.doctor import examine
+
+    examine(json=json)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where to write the demo's files.")] = Path("demo"),
+) -> None:
+    """See everything work in three minutes, without network or GPU: a small model learns a task."""
+    from fitune.cli.demo import run_demo
+
+    run_demo(out)
+
+
+def main() -> None:
+    """Run a command; a FituneError is printed for people (or as JSON), never as a traceback."""
+    try:
+        app()
+    except FituneError as error:
+        _print_error(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _print_error(error: FituneError) -> None:
+    if "--json" in sys.argv:
+        content = {"kind": error.kind, "message": error.message, "hint": error.hint}
+        print(json_text.dumps({"error": content}, indent=2, ensure_ascii=False))
+    else:
+        print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,35 @@
+"""``fitune export``."""
+
+from pathlib import Path
+
+from fitune.checkpoint.export import export_merged
+from fitune.data.templates import load_template
+from fitune.errors import RecipeError, RunDirectoryError
+from fitune.models.adapters import load_adapter
+from fitune.models.weights import compute_dtype, load_model, load_tokenizer
+from fitune.report.run_files import read_run
+from fitune.spec.plan import Lora
+from fitune.train.export import FOLDERS, model_card
+from fitune.train.prepare import training_device
+
+
+def export_merged_model(run: Path, out: Path | None) -> None:
+    """Merge the adapter of a finished run into its 16-bit or fp32 base and verify it by reloading."""
+    files = read_run(run)
+    plan = files.plan
+    if not isinstance(plan.tuning, Lora):
+        raise RecipeError(f"{run} trained every parameter: there is no adapter to merge", hint=f"use {run / FOLDERS['full']}")
+    if files.run is None or files.run.status != "complete":
+        raise RunDirectoryError(f"{run} is not complete, so it has no adapter yet", hint="fitune train … --resume")
+    device = training_device(plan)
+    base = load_model(plan.model_path, dtype=compute_dtype(plan.precision), device=device)
+    tokenizer = load_tokenizer(plan.model_path)
+    exported = export_merged(
+        load_adapter(base, run / FOLDERS["adapter"]),
+        tokenizer,
+        out or run / FOLDERS["merged"],
+        chat_template=load_template(tokenizer, plan.data.chat_template).source,
+        card=model_card(plan, files.run),
+        replace=True,
+    )
+    print(f"merged model: {exported.path} (largest logit difference after reloading {exported.max_logit_difference:.2g})")

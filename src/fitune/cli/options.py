@@ -1,0 +1,47 @@
+"""Every key of a recipe is also an option: ``--seq-len 4096``, ``--learning_rate=1e-4``, ``--lora-r 32``."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fitune.errors import RecipeError
+from fitune.spec.recipe import ALIASES, Recipe, parse_value, read_recipe
+
+_TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "chat_template"}
+"""Kept as typed: ``--gpu 4090`` is a name, not a number."""
+
+
+def recipe_from(words: Sequence[str], settings: Sequence[str], *, defaults: dict[str, Any] | None = None) -> Recipe:
+    """A recipe file and ``--key value`` pairs, in any order, on top of ``defaults``."""
+    path, options = split_words(words)
+    return read_recipe(path, settings=settings, options={**(defaults or {}), **options})
+
+
+def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
+    """The one word that is no option is the recipe's path. An option without a value is a switch turned on.
+
+    Raises RecipeError for a second path or an option given twice.
+    """
+    path: Path | None = None
+    options: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            if path is not None:
+                raise RecipeError(f"two recipes are named: {path} and {word}", hint="put values after their --key")
+            path = Path(word)
+            continue
+        key, equals, value = word.lstrip("-").partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        name = key.replace("-", "_")
+        if name in options:
+            raise RecipeError(f"--{key} is given twice")
+        options[name] = value if ALIASES.get(name, name) in _TEXT_KEYS else parse_value(value, where=word)
+    return path, options
+
+
+def option_help() -> str:
+    """The keys a recipe knows, for --help."""
+    return "Any recipe key is an option too: " + ", ".join(f"--{k.replace('_', '-')}" for k in Recipe.model_fields) + "."

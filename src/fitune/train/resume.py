@@ -1,0 +1,101 @@
+"""Where a run begins, and how it goes on as if it had never stopped."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fitune.checkpoint.commit import FOLDER
+from fitune.checkpoint.differences import require_resumable
+from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
+from fitune.checkpoint.state import TrainState
+from fitune.data.loader import LoaderState
+from fitune.engine.protocol import EngineState
+from fitune.errors import CheckpointError, RunDirectoryError
+from fitune.spec.plan import Plan
+from fitune.spec.serial import from_data, to_data
+from fitune.train.prepare import Prepared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """``state`` None: from the beginning."""
+
+    state: TrainState | None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return 0 if self.state is None else self.state.step
+
+
+def where_to_start(directory: Path, plan: Plan, *, resume: bool | str) -> Start:
+    """The checkpoint to go on from, checked and compatible with ``plan``.
+
+    Raises CheckpointError when it is damaged or the plan changed too much, and RunDirectoryError when there
+    are steps of an earlier run that nobody asked to continue.
+    """
+    if isinstance(resume, str):
+        return Start(state=_compatible(load_checkpoint(Path(resume)), plan))
+    if resume:
+        found = newest_checkpoint(directory)
+        if found.path is None:
+            return Start(state=None, warnings=found.warnings)
+        note = f"resuming from {found.path}"
+        state = load_checkpoint(found.path, verified=True)
+        return Start(state=_compatible(state, plan), warnings=(*found.warnings, note))
+    if any((directory / FOLDER).glob("step-*")) or (directory / "report.json").exists():
+        raise RunDirectoryError(
+            f"output_dir {directory} holds an earlier run",
+            hint="resume: true to continue it, --overwrite to start anew, or another output_dir",
+        )
+    return Start(state=None)
+
+
+def _compatible(state: TrainState, plan: Plan) -> TrainState:
+    require_resumable(from_data(Plan, state.facts["plan"]), plan)
+    return state
+
+
+def capture(
+    plan: Plan, prepared: Prepared, *, step: int, position: LoaderState, best_eval_loss: float
+) -> TrainState:
+    """Everything the next step depends on."""
+    engine = prepared.engine.state()
+    rng = {"cpu": torch.get_rng_state()}
+    if prepared.model.device.type == "cuda":
+        rng["cuda"] = torch.cuda.get_rng_state(prepared.model.device)
+    return TrainState(
+        step=step,
+        tensors={
+            "model": {name: p.detach() for name, p in prepared.model.trained.items()},
+            "optimizer": engine.tensors,
+            "rng": rng,
+        },
+        facts={
+            "plan": to_data(plan),
+            "engine": dict(engine.facts),
+            "epoch": position.epoch,
+            "position": position.position,
+            "best_eval_loss": None if math.isinf(best_eval_loss) else best_eval_loss,
+        },
+    )
+
+
+def restore(prepared: Prepared, state: TrainState) -> tuple[LoaderState, float]:
+    """Put ``state`` back; returns the position in the data and the best evaluation loss so far."""
+    saved, trained = state.tensors["model"], prepared.model.trained
+    if saved.keys() != trained.keys():
+        odd = sorted(saved.keys() ^ trained.keys())
+        raise CheckpointError(f"the checkpoint trains other parameters than the plan, e.g. {odd[:3]}")
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(saved[name])
+    prepared.engine.restore(EngineState(tensors=state.tensors["optimizer"], facts=state.facts["engine"]))
+    torch.set_rng_state(state.tensors["rng"]["cpu"])
+    if prepared.model.device.type == "cuda" and "cuda" in state.tensors["rng"]:
+        torch.cuda.set_rng_state(state.tensors["rng"]["cuda"], prepared.model.device)
+    best = state.facts["best_eval_loss"]
+    position = LoaderState(epoch=state.facts["epoch"], position=state.facts["position"])
+    return position, math.inf if best is None else best

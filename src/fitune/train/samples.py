@@ -1,0 +1,47 @@
+"""Held-out prompts answered before and after training: what a reader of the report looks at first."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fitune.checkpoint.durable import write_atomically
+from fitune.data.formats import Conversation
+from fitune.models.attention import cached_attention
+from fitune.models.language_model import LanguageModel
+from fitune.spec.reports import Sample
+
+Answer = Callable[[LanguageModel, Sequence[Conversation]], list[str]]
+"""Answers to the last user message of each conversation, by the model as it is now."""
+
+_BEFORE = "samples_before.json"
+
+
+def answer_before(
+    directory: Path, model: LanguageModel, conversations: Sequence[Conversation], answer: Answer
+) -> None:
+    """Answer with the untrained model and keep the answers on disk: a resumed run cannot ask again."""
+    with cached_attention(model.whole):
+        answers = answer(model, conversations)
+    write_atomically(directory / _BEFORE, json.dumps(answers, ensure_ascii=False))
+
+
+def compare_samples(
+    directory: Path, model: LanguageModel, conversations: Sequence[Conversation], answer: Answer
+) -> tuple[Sample, ...]:
+    """Answer the same prompts with the trained model and lay both answers side by side."""
+    before = json.loads((directory / _BEFORE).read_text(encoding="utf-8"))
+    with cached_attention(model.whole):
+        after = answer(model, conversations)
+    (directory / _BEFORE).unlink()
+    return tuple(
+        Sample(prompt=_prompt(c), expected=c.messages[-1].content, before=was, after=now)
+        for c, was, now in zip(conversations, before, after, strict=True)
+    )
+
+
+def _prompt(conversation: Conversation) -> str:
+    """What was said before the answer; the role is named where it is not the user's."""
+    lines = [
+        m.content if m.role == "user" else f"[{m.role}] {m.content}" for m in conversation.messages[:-1]
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""metrics.jsonl becomes the RunReport: whatever it says was measured, step by step."""
+
+import importlib.metadata
+import platform
+from collections.abc import Sequence
+from typing import Literal
+
+from fitune.data.dataset import PreparedData
+from fitune.measure.memory import process_bytes
+from fitune.spec.reports import MeasuredMemory, Phase, RunReport, StepReport
+from fitune.train.prepare import Prepared
+
+
+def summarise(
+    steps: Sequence[StepReport],
+    prepared: Prepared,
+    data: PreparedData,
+    *,
+    status: Literal["complete", "interrupted", "failed"],
+    reason: str,
+    meter_kind: Literal["live tensors", "cuda allocated"],
+    seconds: float,
+) -> RunReport:
+    """Speed is taken over the steps nobody disturbed: not the first, nor those slowed by counting bytes."""
+    steady = [s for s in steps[1:] if not s.memory_bytes or meter_kind == "cuda allocated"] or list(steps)
+    busy, waited = sum(s.step_seconds for s in steady), sum(s.data_seconds for s in steady)
+    tokens = sum(s.tokens for s in steady)
+    evaluated = [s.eval_loss for s in steps if s.eval_loss is not None]
+    parameters = list(prepared.model.whole.parameters())
+    return RunReport(
+        status=status,
+        reason=reason,
+        steps=steps[-1].step if steps else 0,
+        total_steps=steps[-1].total_steps if steps else 0,
+        first_loss=steps[0].loss if steps else 0.0,
+        final_loss=steps[-1].loss if steps else 0.0,
+        best_eval_loss=min(evaluated, default=None),
+        seconds=seconds,
+        tokens=sum(s.tokens for s in steps),
+        supervised_tokens=sum(s.supervised_tokens for s in steps),
+        tokens_per_second=tokens / busy if busy else 0.0,
+        tokens_per_second_with_data=tokens / (busy + waited) if busy else 0.0,
+        mfu=sum(s.mfu * s.step_seconds for s in steady) / busy if busy else 0.0,
+        memory=_measured_memory(steps, meter_kind, process_bytes(prepared.model.device)),
+        train_data=data.train_ledger,
+        eval_data=data.eval_ledger,
+        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        total_parameters=sum(p.numel() for p in parameters),
+        versions=_versions(),
+    )
+
+
+def _measured_memory(
+    steps: Sequence[StepReport], kind: Literal["live tensors", "cuda allocated"], process: int
+) -> MeasuredMemory | None:
+    peaks: dict[Phase, int] = {}
+    for step in steps:
+        for phase, size in step.memory_bytes.items():
+            peaks[phase] = max(peaks.get(phase, 0), size)
+    return MeasuredMemory(kind=kind, phases=peaks, process_bytes=process) if peaks else None
+
+
+def _versions() -> dict[str, str]:
+    libraries = ("fitune", "torch", "transformers", "peft")
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in libraries}}

@@ -1,0 +1,165 @@
+"""The engine against torch written out by hand."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fitune.engine.plain import PlainEngine
+from fitune.errors import TrainingFailed
+from fitune.spec.plan import AdamW, Optimizer, Precision, Sgd
+from fitune.spec.reports import Phase
+
+
+class Regression(nn.Module):
+    """The smallest thing with a hidden state and a loss: squares of a linear map."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 4, dtype=dtype)
+
+    def hidden_states(self, batch: Tensor) -> Tensor:
+        return self.linear(batch.to(self.linear.weight.dtype))
+
+    def loss_and_gradient(self, hidden_TD: Tensor, batch: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        wide = hidden_TD.float()
+        return (wide**2).sum(), (2 * wide * scale).to(hidden_TD.dtype)
+
+
+def batches(count: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(5, 6, generator=generator) for _ in range(count)]
+
+
+def engine_for(
+    model: Regression, optimizer: Optimizer, *, precision: Precision = Precision.FP32, clip: float = 0.0
+) -> PlainEngine:
+    return PlainEngine(
+        model, dict(model.named_parameters()), optimizer=optimizer, precision=precision, max_grad_norm=clip
+    )
+
+
+def run(engine: PlainEngine, data: list[Tensor], *, rate: float = 0.1) -> None:
+    for batch in data:
+        engine.forward_backward(batch, supervised_tokens=5, enter_phase=lambda phase: None)
+        engine.update(learning_rate=rate, enter_phase=lambda phase: None)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Sgd(), lambda p: torch.optim.SGD(p, lr=0.1)),
+        (Sgd(momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        (AdamW(), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0)),
+    ],
+)
+def test_equals_torch_written_out(ours: Optimizer, theirs: object) -> None:
+    model, reference = Regression(), Regression()
+    run(engine_for(model, ours), batches())
+    optimizer = theirs(reference.parameters())
+    for batch in batches():
+        ((reference.linear(batch) ** 2).sum() / 5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, dict(reference.named_parameters())[name], rtol=1e-5, atol=1e-6)
+
+
+def test_accumulation_equals_one_large_batch() -> None:
+    whole, parts = Regression(), Regression()
+    big = torch.cat(batches(2))
+    one, two = engine_for(whole, AdamW()), engine_for(parts, AdamW())
+    one.forward_backward(big, supervised_tokens=10, enter_phase=lambda phase: None)
+    for micro in batches(2):
+        two.forward_backward(micro, supervised_tokens=10, enter_phase=lambda phase: None)
+    norms = [e.update(learning_rate=0.1, enter_phase=lambda phase: None).grad_norm for e in (one, two)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    torch.testing.assert_close(whole.linear.weight, parts.linear.weight)
+
+
+def test_clipping_bounds_the_step_and_reports_the_norm_before() -> None:
+    model = Regression()
+    before = copy.deepcopy(model.linear.weight.data), copy.deepcopy(model.linear.bias.data)
+    engine = engine_for(model, Sgd(), clip=0.5)
+    engine.forward_backward(batches()[0] * 10, supervised_tokens=1, enter_phase=lambda phase: None)
+    update = engine.update(learning_rate=1.0, enter_phase=lambda phase: None)
+    moved = torch.cat([(model.linear.weight - before[0]).flatten(), model.linear.bias - before[1]])
+    assert update.grad_norm > 0.5
+    assert moved.norm().item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_bf16_master_keeps_steps_that_bf16_alone_would_lose() -> None:
+    """A weight near 1 in bf16 moves in steps of 2⁻⁷ or so; a hundred updates of 1e-4 add up only in the master."""
+    lost, kept = Regression(torch.bfloat16), Regression(torch.bfloat16)
+    for model in (lost, kept):
+        nn.init.ones_(model.linear.weight)
+    data = [torch.ones(5, 6)] * 100
+    run(engine_for(lost, Sgd(), precision=Precision.BF16), data, rate=1e-5)
+    run(engine_for(kept, Sgd(), precision=Precision.BF16_MASTER), data, rate=1e-5)
+    assert torch.all(lost.linear.weight == 1)
+    assert torch.all(kept.linear.weight < 1)
+
+
+def test_fp16_overflow_skips_the_update_and_halves_the_scale() -> None:
+    model = Regression(torch.float16)
+    engine = engine_for(model, Sgd(), precision=Precision.FP16)
+    before = copy.deepcopy(model.linear.weight.data)
+    engine.forward_backward(batches()[0] * 1000, supervised_tokens=1, enter_phase=lambda phase: None)
+    update = engine.update(learning_rate=0.1, enter_phase=lambda phase: None)
+    assert update.skipped
+    assert engine.loss_scale is not None
+    assert engine.loss_scale.value == update.loss_scale / 2
+    assert torch.equal(model.linear.weight, before)
+
+
+def test_fp16_unscales_before_clipping() -> None:
+    model, reference = Regression(torch.float16), Regression()
+    reference.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
+    norms = []
+    for m, precision in ((model, Precision.FP16), (reference, Precision.FP32)):
+        engine = engine_for(m, Sgd(), precision=precision, clip=0.1)
+        if engine.loss_scale is not None:
+            engine.loss_scale.value = 128.0
+        engine.forward_backward(batches()[0], supervised_tokens=5, enter_phase=lambda phase: None)
+        norms.append(engine.update(learning_rate=0.1, enter_phase=lambda phase: None).grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=5e-3)
+    torch.testing.assert_close(model.linear.weight.float(), reference.linear.weight, rtol=2e-3, atol=1e-3)
+
+
+def test_non_finite_gradients_stop_before_the_update() -> None:
+    model = Regression()
+    engine = engine_for(model, AdamW())
+    before = copy.deepcopy(model.state_dict())
+    engine.forward_backward(
+        torch.full((5, 6), float("inf")), supervised_tokens=5, enter_phase=lambda phase: None
+    )
+    with pytest.raises(TrainingFailed, match="not finite"):
+        engine.update(learning_rate=0.1, enter_phase=lambda phase: None)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MASTER, Precision.FP16])
+@pytest.mark.parametrize("optimizer", [AdamW(weight_decay=0.1), Sgd(momentum=0.9), Sgd()])
+def test_state_restores_bit_for_bit(precision: Precision, optimizer: Optimizer) -> None:
+    dtype = {Precision.FP32: torch.float32, Precision.FP16: torch.float16}.get(precision, torch.bfloat16)
+    straight, resumed = Regression(dtype), Regression(dtype)
+    first, second = batches(6)[:3], batches(6)[3:]
+    engine = engine_for(straight, optimizer, precision=precision)
+    run(engine, first, rate=1e-2)
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    other = engine_for(resumed, optimizer, precision=precision)
+    other.restore(copy.deepcopy(engine.state()))
+    run(engine, second, rate=1e-2)
+    run(other, second, rate=1e-2)
+    assert torch.equal(straight.linear.weight, resumed.linear.weight)
+    assert torch.equal(straight.linear.bias, resumed.linear.bias)
+
+
+def test_phases_come_in_order() -> None:
+    engine = engine_for(Regression(), Sgd())
+    seen: list[Phase] = []
+    engine.forward_backward(batches()[0], supervised_tokens=5, enter_phase=seen.append)
+    engine.update(learning_rate=0.1, enter_phase=seen.append)
+    assert seen == [Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.UPDATE]

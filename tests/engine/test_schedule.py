@@ -1,0 +1,40 @@
+"""The learning rate is a pure function of the step."""
+
+import math
+
+import pytest
+
+from fitune.engine.schedule import learning_rate, total_steps, warmup_steps
+from fitune.spec.plan import Epochs, Fraction, Schedule, Steps
+
+
+def schedule(kind: str = "cosine", **changes: object) -> Schedule:
+    settings = {
+        "learning_rate": 1e-3, "kind": kind, "warmup": Steps(count=4), "duration": Steps(count=20), "max_grad_norm": 1.0,
+    }  # fmt: skip
+    return Schedule(**{**settings, **changes})
+
+
+def test_warmup_rises_linearly_and_never_starts_at_zero() -> None:
+    rates = [learning_rate(schedule(), step=step, total=20) for step in range(4)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+
+
+@pytest.mark.parametrize(("kind", "middle"), [("constant", 1e-3), ("linear", 0.5e-3), ("cosine", 0.5e-3)])
+def test_decay_is_half_way_in_the_middle(kind: str, middle: float) -> None:
+    assert learning_rate(schedule(kind), step=4, total=20) == pytest.approx(1e-3)
+    assert learning_rate(schedule(kind), step=12, total=20) == pytest.approx(middle)
+
+
+def test_cosine_follows_its_formula_and_the_last_update_still_moves() -> None:
+    last = learning_rate(schedule(), step=19, total=20)
+    assert last == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 15 / 16)))
+    assert last > 0
+
+
+def test_durations() -> None:
+    assert total_steps(schedule(duration=Epochs(count=2.5)), steps_per_epoch=10) == 25
+    assert total_steps(schedule(duration=Epochs(count=0.01)), steps_per_epoch=10) == 1
+    assert total_steps(schedule(duration=Epochs(count=3.0)), steps_per_epoch=7) == 21
+    assert warmup_steps(schedule(warmup=Fraction(of=0.03)), total=100) == 3
+    assert warmup_steps(schedule(warmup=Steps(count=50)), total=10) == 10

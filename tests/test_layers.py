@@ -1,0 +1,94 @@
+"""The architecture as a test: who may import whom. The table is the one in the README's map."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import fitune
+
+ROOT = Path(fitune.__file__).parent
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "spec": set(),
+    "estimate": {"spec"},
+    "planner": {"spec", "estimate"},
+    "track": {"spec"},
+    "report": {"spec", "track"},
+    # below this line torch is allowed
+    "data": {"spec"},
+    "models": {"spec"},
+    "measure": {"spec"},
+    "engine": {"spec"},
+    "checkpoint": {"spec", "models"},
+    "train": {"spec", "data", "models", "engine", "checkpoint", "measure", "track"},
+    "score": {"spec", "data", "models"},
+    "demo": {"spec", "data"},
+}
+WITHOUT_TORCH = {"spec", "estimate", "planner", "track", "report"}
+OPEN_TO_ALL = {"units", "errors"}
+HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "safetensors"}
+FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "base"}
+
+
+def modules() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def imported_names(path: Path, *, only_at_import: bool) -> set[str]:
+    """Dotted names a module imports; optionally only those that run when it is imported."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names: set[str] = set()
+    nodes = _module_level(tree) if only_at_import else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def _module_level(tree: ast.AST) -> list[ast.AST]:
+    found: list[ast.AST] = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        found.append(node)
+        found.extend(_module_level(node))
+    return found
+
+
+def room_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_room_imports_only_the_rooms_it_may(path: Path) -> None:
+    room = room_of(path)
+    if room in {"cli", "__main__", "__init__"}:
+        return
+    allowed = OPEN_TO_ALL | {room} | MAY_IMPORT.get(room, set())
+    for name in imported_names(path, only_at_import=False):
+        parts = name.split(".")
+        if parts[0] == "fitune" and len(parts) > 1:
+            assert parts[1] in allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_planning_needs_no_torch(path: Path) -> None:
+    if room_of(path) not in WITHOUT_TORCH | OPEN_TO_ALL | {"cli"}:
+        return
+    for name in imported_names(path, only_at_import=True):
+        assert name.split(".")[0] not in HEAVY, f"{path.relative_to(ROOT)} imports {name} when it is imported"
+
+
+def test_every_room_is_in_the_table() -> None:
+    rooms = {p.name for p in ROOT.iterdir() if p.is_dir() and (p / "__init__.py").exists()}
+    assert rooms - {"cli"} == set(MAY_IMPORT)
+
+
+def test_no_room_has_a_name_that_says_nothing() -> None:
+    assert not {p.stem for p in ROOT.rglob("*") if p.suffix in {"", ".py"}} & FORBIDDEN_NAMES
