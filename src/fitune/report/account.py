@@ -45,9 +45,8 @@ def remarks(ledger: Ledger, *, seq_len: int) -> str:
     parts = [f"Read as {', '.join(ledger.formats)}" if ledger.formats else ""]
     parts.append(f"the longest row has {ledger.longest_row:,} tokens")
     if ledger.tokens_kept:
-        parts.append(
-            f"{format_percent(ledger.tokens_supervised / ledger.tokens_kept)} of the kept tokens are supervised"
-        )
+        supervised = format_percent(ledger.tokens_supervised / ledger.tokens_kept)
+        parts.append(f"{supervised} of the kept tokens are supervised")
     if ledger.packs:
         full = ledger.tokens_kept / (ledger.packs * seq_len)
         parts.append(f"{ledger.packs:,} packs of up to {seq_len:,} tokens, {format_percent(full)} full")

@@ -17,6 +17,7 @@ PHASE_NAMES = {
     Phase.BACKWARD: "Backward",
     Phase.UPDATE: "Update",
 }
+PEAK = "Peak of tensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,7 @@ def _phase_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:
 
 def _peak_row(estimate: Estimate | None, measured: Measured) -> Row:
     predicted = None if estimate is None else estimate.memory.tensor_peak_bytes
-    return Row(what="Peak of tensors", predicted=predicted, measured=measured.peak_bytes, unit="bytes")
+    return Row(what=PEAK, predicted=predicted, measured=measured.peak_bytes, unit="bytes")
 
 
 def _process_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from string import Template
 
 from fitune.errors import MissingExtra, RunDirectoryError
-from fitune.report import sections
+from fitune.report import headline, sections
 from fitune.report.compare import compare, measure
 from fitune.report.pictures import Pictures, draw_pictures
 from fitune.report.pieces import element, join, safe
@@ -34,7 +34,7 @@ def render(run: RunFiles) -> str:
     pictures, advice = _pictures(run)
     body = join(
         [
-            sections.header(run, measured),
+            headline.header(run, measured),
             sections.prediction(rows, run, pictures, advice),
             sections.curves(run, pictures),
             sections.samples(run),

@@ -22,13 +22,17 @@ class Pictures:
 def draw_pictures(run: RunFiles) -> Pictures:
     """Raises MissingExtra without matplotlib."""
     phases = measure(run.run, run.steps).phases
+    memory = plots.memory_bars(run.estimate, phases) if run.estimate or phases else ""
+    if not run.steps:
+        return Pictures(
+            memory=Html(memory), loss=Html(), learning_rate=Html(), throughput=Html(), grad_norm=Html()
+        )
     predicted = run.estimate.tokens_per_second if run.estimate else None
+    clipped_at = run.plan.schedule.max_grad_norm
     return Pictures(
-        memory=Html(plots.memory_bars(run.estimate, phases) if run.estimate or phases else ""),
-        loss=Html(plots.loss_curve(run.steps) if run.steps else ""),
-        learning_rate=Html(plots.learning_rate_curve(run.steps) if run.steps else ""),
-        throughput=Html(plots.throughput_curve(run.steps, predicted=predicted) if run.steps else ""),
-        grad_norm=Html(
-            plots.grad_norm_curve(run.steps, clipped_at=run.plan.schedule.max_grad_norm) if run.steps else ""
-        ),
+        memory=Html(memory),
+        loss=Html(plots.loss_curve(run.steps)),
+        learning_rate=Html(plots.learning_rate_curve(run.steps)),
+        throughput=Html(plots.throughput_curve(run.steps, predicted=predicted)),
+        grad_norm=Html(plots.grad_norm_curve(run.steps, clipped_at=clipped_at)),
     )

@@ -38,7 +38,7 @@ def memory_bars(estimate: Estimate | None, measured: dict[Phase, int]) -> str:
         name="memory",
         label="Memory by phase, predicted and measured",
         grid="x",
-        height_in=0.8 + 0.62 * len(phases),
+        height_in=0.9 + 0.76 * len(phases),
     )
 
 
@@ -175,7 +175,7 @@ def _bar(axes: Axes, place: float, start: float, length: float, fill: str, label
 def _bar_label(axes: Axes, place: float, value: int, unit: int) -> None:
     axes.annotate(
         format_bytes(value), (value / unit, place), xytext=(4, 0), textcoords="offset points", va="center",
-        color=colour("ink"), fontsize=7.5,
+        color=colour("ink"), fontsize=8.5,
     )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def _legend_above(axes: Axes) -> None:
     unique = dict(sorted(zip(labels, handles, strict=True), key=lambda entry: entry[0] == "measured"))
     if len(unique) > 1:
         axes.figure.legend(
-            unique.values(), unique.keys(), loc="outside upper left", ncols=min(len(unique), 4),
-            frameon=False, fontsize=8, labelcolor=colour("ink"), handlelength=1.2, columnspacing=1.4,
+            unique.values(), unique.keys(), loc="outside upper left", ncols=min(len(unique), 3),
+            frameon=False, fontsize=9, labelcolor=colour("ink"), handlelength=1.2, columnspacing=1.4,
             borderaxespad=0.2,
         )  # fmt: skip

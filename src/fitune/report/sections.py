@@ -1,105 +1,53 @@
-"""The parts of the page, in the order of reading."""
+"""The parts of the page below its head, in the order of reading."""
 
 from collections.abc import Sequence
 
 from fitune.report import plan_words
 from fitune.report.account import account, remarks
-from fitune.report.compare import Measured, Row, row_texts
+from fitune.report.compare import PEAK, PHASE_NAMES, Row, row_texts
+from fitune.report.headline import loss_sentence
 from fitune.report.pictures import Pictures
-from fitune.report.pieces import Html, code, details, element, figure, items, join, section, table
+from fitune.report.pieces import Content, Html, code, details, element, figure, items, join, section, table
 from fitune.report.run_files import RunFiles
 from fitune.spec.reports import Ledger, Sample
-from fitune.units import (
-    format_bytes,
-    format_count,
-    format_number,
-    format_percent,
-    format_rate,
-    format_seconds,
-)
-
-
-def header(run: RunFiles, measured: Measured) -> Html:
-    status = run.run.status if run.run else "unfinished"
-    badge = element("span", status, class_=f"badge {status}")
-    reason = run.run.reason if run.run else _without_report(run)
-    return element(
-        "header",
-        element("p", "fitune run report", badge, class_="eyebrow"),
-        element("h1", run.plan.model.name),
-        element("p", plan_words.headline(run.plan), class_="subtitle"),
-        element("p", verdict(run, measured), class_="verdict"),
-        element("p", reason, class_="reason") if reason else None,
-        element("dl", *_tiles(run, measured), class_="tiles"),
-    )
-
-
-def verdict(run: RunFiles, measured: Measured) -> str:
-    """The one sentence the page is about."""
-    predicted = None if run.estimate is None else run.estimate.memory.tensor_peak_bytes
-    peak = measured.peak_bytes
-    if predicted is None and peak is None:
-        return "Memory was neither predicted nor measured."
-    if predicted is None:
-        return f"Measured {format_bytes(peak or 0)} at the peak; there was no prediction."
-    if not peak:
-        return f"Predicted {format_bytes(predicted)} at the peak; nothing was measured."
-    error = format_percent(predicted / peak - 1, signed=True)
-    return f"Predicted {format_bytes(predicted)}, measured {format_bytes(peak)} ({error})"
+from fitune.units import format_bytes, format_number, format_rate, format_seconds
 
 
 def prediction(rows: Sequence[Row], run: RunFiles, pictures: Pictures | None, advice: str) -> Html:
+    """``advice`` stands in for the pictures: how to get them."""
     bars = figure("Memory of one step by phase", pictures.memory) if pictures and pictures.memory else None
-    note = "The error says how far the prediction lies above the measurement. "
-    if run.run and run.run.memory:
-        note += f"Measured were {run.run.memory.kind}, the peak within each phase. "
-    if run.estimate:
-        note += f"{format_bytes(run.estimate.usable_bytes)} may be filled."
-    numbers = table(("", "predicted", "measured", "error"), [row_texts(row) for row in rows], numbers=3)
+    numbers = table(("", "predicted", "measured", "error"), map(_row_cells, rows), numbers=3)
     return section(
         "Predicted and measured",
         element("p", advice, class_="note") if advice else None,
         element("div", element("div", numbers, _phase_times(run)), bars, class_="pair"),
-        note=note,
+        note=_how_it_was_measured(run),
     )
 
 
 def curves(run: RunFiles, pictures: Pictures | None) -> Html:
     if not run.steps:
         return section("Training", element("p", "No step was recorded."))
-    if pictures is None:
-        return section("Training", _curve_ends(run))
     skipped = sum(step.skipped for step in run.steps)
     return section(
         "Training",
-        element(
-            "div",
-            figure("Loss", pictures.loss),
-            figure("Throughput", pictures.throughput),
-            figure("Learning rate", pictures.learning_rate),
-            figure("Gradient norm", pictures.grad_norm),
-            class_="pair",
-        ),
+        _curve_ends(run) if pictures is None else _curve_figures(pictures),
         element("p", f"{skipped:,} steps were skipped because fp16 gradients overflowed.")
         if skipped
         else None,
+        note=loss_sentence(run),
     )
 
 
 def samples(run: RunFiles) -> Html:
     answered = run.run.samples if run.run else ()
-    return section(
-        "Before and after",
-        *map(_sample, answered),
-        note="Held-out prompts, answered by the model before and after training.",
-    )
+    note = "Held-out prompts, answered by the model before and after training."
+    return section("Before and after", *map(_sample, answered), note=note)
 
 
 def plan(run: RunFiles) -> Html:
-    lines = [
-        element("div", element("dt", name), element("dd", value))
-        for name, value in plan_words.settings(run.plan)
-    ]
+    settings = plan_words.settings(run.plan)
+    lines = [element("div", element("dt", name), element("dd", value)) for name, value in settings]
     decisions = run.prediction.decisions if run.prediction else ()
     return section(
         "The plan",
@@ -110,26 +58,19 @@ def plan(run: RunFiles) -> Html:
 
 
 def alternatives(run: RunFiles) -> Html:
-    prediction = run.prediction
-    if prediction is None or not (prediction.runners_up or prediction.rejected):
+    said = run.prediction
+    if said is None or not (said.runners_up or said.rejected):
         return Html("")
-    estimate = prediction.estimate
-    taken = (
-        "This plan",
-        format_bytes(estimate.peak_bytes),
-        format_seconds(estimate.step_seconds),
-        _yes(estimate.fits),
+    taken = _alternative(
+        "This plan", said.estimate.peak_bytes, said.estimate.step_seconds, said.estimate.fits
     )
-    others = [
-        (other.summary, format_bytes(other.peak_bytes), format_seconds(other.step_seconds), _yes(other.fits))
-        for other in prediction.runners_up
-    ]
-    rejected = [(item.what, item.why) for item in prediction.rejected]
+    others = [_alternative(it.summary, it.peak_bytes, it.step_seconds, it.fits) for it in said.runners_up]
+    rejected = [(item.what, item.why) for item in said.rejected]
     head = ("", "peak", "time of a step", "fits")
     return section(
         "What else was possible",
-        table(head, [taken, *others], numbers=3),
-        join([element("h3", "Rejected"), table(("", ""), rejected)]) if rejected else None,
+        table(head, [[element("strong", cell) for cell in taken], *others], numbers=3),
+        join([element("h3", "Rejected"), table(("", ""), rejected, class_="reasons")]) if rejected else None,
         note="All figures are predictions.",
     )
 
@@ -146,106 +87,55 @@ def reproduce(run: RunFiles) -> Html:
     versions = run.run.versions if run.run else {}
     version = versions.get("fitune", "")
     commands = f"pip install fitune{f'=={version}' if version else ''}\nfitune train recipe.yaml"
-    exported = f"The trained weights are in {run.run.exported}." if run.run and run.run.exported else None
+    exported = f"The trained weights are in {run.run.exported}." if run.run and run.run.exported else ""
+    recipe = element("div", element("h3", "recipe.yaml"), code(run.recipe)) if run.recipe else None
+    used = element("div", element("h3", "Versions"), table(("", ""), list(versions.items()), numbers=1))
     return section(
         "Do it again",
         element("p", exported) if exported else None,
         code(commands),
-        join([element("h3", "recipe.yaml"), code(run.recipe)]) if run.recipe else None,
-        join([element("h3", "Versions"), table(("", ""), list(versions.items()))]) if versions else None,
+        element("div", recipe, used if versions else None, class_="pair"),
         note=f"The seed is {run.plan.run.seed}; plan.json holds every setting as it was run.",
     )
 
 
-def _tiles(run: RunFiles, measured: Measured) -> list[Html]:
-    report = run.run
-    tiles = [
-        _tile("Peak memory", format_bytes(measured.peak_bytes), _predicted(run))
-        if measured.peak_bytes
-        else None
-    ]
-    if losses := _first_and_last_loss(run):
-        tiles.append(_tile("Loss", " → ".join(map(format_number, losses)), _held_out(run)))
-    if measured.tokens_per_second:
-        tiles.append(_tile("Throughput", format_rate(measured.tokens_per_second), _mfu(run)))
-    if report:
-        tiles.append(
-            _tile("Time", format_seconds(report.seconds), f"{report.steps:,} of {report.total_steps:,} steps")
-        )
-        tiles.append(
-            _tile(
-                "Tokens",
-                format_count(report.tokens),
-                _share(report.supervised_tokens, report.tokens, "supervised"),
-            )
-        )
-        share = _share(report.trainable_parameters, report.total_parameters, "of all parameters")
-        tiles.append(_tile("Trained", format_count(report.trainable_parameters), share))
-    elif run.steps:
-        last = run.steps[-1]
-        tiles.append(_tile("Progress", f"{last.step:,} steps", f"of {last.total_steps:,}"))
-    return [tile for tile in tiles if tile]
+def _how_it_was_measured(run: RunFiles) -> str:
+    parts = ["The error says how far the prediction lies above the measurement."]
+    if run.run and run.run.memory:
+        what = {"live tensors": "the bytes of live tensors", "cuda allocated": "the bytes CUDA had allocated"}
+        parts.append(f"Measured are {what[run.run.memory.kind]}, at the peak within each phase.")
+    if run.estimate:
+        parts.append(f"The plan may fill {format_bytes(run.estimate.usable_bytes)}.")
+    return " ".join(parts)
 
 
-def _tile(name: str, value: str, below: str) -> Html:
-    return element(
-        "div", element("dt", name), element("dd", value, class_="value"), element("dd", below), class_="tile"
-    )
-
-
-def _predicted(run: RunFiles) -> str:
-    return (
-        f"predicted {format_bytes(run.estimate.memory.tensor_peak_bytes)}"
-        if run.estimate
-        else "not predicted"
-    )
-
-
-def _first_and_last_loss(run: RunFiles) -> tuple[float, float] | None:
-    if run.run and run.run.steps:
-        return run.run.first_loss, run.run.final_loss
-    return (run.steps[0].loss, run.steps[-1].loss) if run.steps else None
-
-
-def _held_out(run: RunFiles) -> str:
-    best = (
-        run.run.best_eval_loss
-        if run.run
-        else min((s.eval_loss for s in run.steps if s.eval_loss is not None), default=None)
-    )
-    return "not evaluated" if best is None else f"held out {format_number(best)} at best"
-
-
-def _mfu(run: RunFiles) -> str:
-    mfu = run.run.mfu if run.run else run.steps[-1].mfu
-    return f"MFU {format_percent(mfu)}" if mfu else "MFU unknown: no peak of the device"
-
-
-def _share(part: int, whole: int, what: str) -> str:
-    return f"{format_percent(part / whole)} {what}" if whole else ""
-
-
-def _without_report(run: RunFiles) -> str:
-    return (
-        "There is no report.json: the run is still going, or it was stopped before it could write one. "
-        f"The page shows the {len(run.steps):,} steps recorded so far."
-    )
+def _row_cells(row: Row) -> Sequence[Content]:
+    """The peak decides whether a plan fits: it stands out."""
+    texts = row_texts(row)
+    return [element("strong", text) for text in texts] if row.what == PEAK else texts
 
 
 def _phase_times(run: RunFiles) -> Html:
-    """Where the step was expected to spend its time. Phases are not timed, so there is nothing to hold against it."""
+    """Where the step was expected to spend its time. Phases are not timed: nothing to hold against it."""
     if run.estimate is None:
         return Html("")
     time = run.estimate.time
     rows = [
-        (phase.value, time.limits.get(phase, ""), format_seconds(seconds))
+        (PHASE_NAMES[phase], time.limits.get(phase, ""), format_seconds(seconds))
         for phase, seconds in time.phases.items()
     ]
-    return join(
-        [
-            element("h3", "Where a step should spend its time"),
-            table(("phase", "limited by", "predicted"), rows, numbers=1),
-        ]
+    title = element("h3", "Where a step should spend its time")
+    return join([title, table(("", "limited by", "predicted"), rows, numbers=1)])
+
+
+def _curve_figures(pictures: Pictures) -> Html:
+    return element(
+        "div",
+        figure("Loss", pictures.loss),
+        figure("Throughput", pictures.throughput),
+        figure("Learning rate", pictures.learning_rate),
+        figure("Gradient norm", pictures.grad_norm),
+        class_="pair",
     )
 
 
@@ -254,64 +144,48 @@ def _curve_ends(run: RunFiles) -> Html:
     ends = [run.steps[0], run.steps[-1]] if len(run.steps) > 1 else [run.steps[0]]
     rows = [
         (
-            f"{step.step:,}",
-            format_number(step.loss),
-            format_number(step.grad_norm),
-            format_rate(step.tokens_per_second),
+            f"{it.step:,}",
+            format_number(it.loss),
+            format_number(it.grad_norm),
+            format_rate(it.tokens_per_second),
         )
-        for step in ends
+        for it in ends
     ]
     return table(("step", "loss", "gradient norm", "throughput"), rows, numbers=3)
 
 
 def _sample(sample: Sample) -> Html:
     as_expected = sample.after.strip() == sample.expected.strip()
-    return element(
+    answers = element(
         "div",
-        element("p", sample.prompt, class_="said prompt"),
-        element(
-            "div",
-            _answer("Before", sample.before),
-            _answer("After, as expected" if as_expected else "After", sample.after, class_=" after"),
-            _answer("Expected", sample.expected),
-            class_="answers",
-        ),
-        class_="sample",
+        _answer("Before", sample.before),
+        _answer("After, as expected" if as_expected else "After", sample.after, class_=" after"),
+        _answer("Expected", sample.expected),
+        class_="answers",
     )
+    return element("div", element("p", sample.prompt, class_="said prompt"), answers, class_="sample")
 
 
 def _answer(title: str, text: str, class_: str = "") -> Html:
-    return element(
-        "div",
-        element("h3", title),
-        element("p", text or "(nothing)", class_="said"),
-        class_="answer" + class_,
-    )
+    said = element("p", text or "(nothing)", class_="said")
+    return element("div", element("h3", title), said, class_="answer" + class_)
+
+
+def _alternative(summary: str, peak_bytes: int, step_seconds: float, fits: bool) -> Sequence[str]:
+    return summary, format_bytes(peak_bytes), format_seconds(step_seconds), "yes" if fits else "no"
 
 
 def _account(title: str, ledger: Ledger, seq_len: int) -> Html:
-    lines = [
-        element(
-            "tr",
-            element("th", entry.what),
-            element("td", _amount(entry.rows), class_="number"),
-            element("td", _amount(entry.tokens), class_="number"),
-            class_="sum" if entry.is_sum else "",
-        )
-        for entry in account(ledger)
+    rows = [(entry.what, _amount(entry.rows), _amount(entry.tokens)) for entry in account(ledger)]
+    sums = [entry.is_sum for entry in account(ledger)]
+    strong = [
+        tuple(element("strong", cell) for cell in row) if is_sum else row
+        for row, is_sum in zip(rows, sums, strict=True)
     ]
-    head = element(
-        "tr", *(element("th", name, class_="number" if name else "") for name in ("", "rows", "tokens"))
-    )
-    numbers = element("table", element("thead", head), element("tbody", *lines))
-    return element(
-        "div", element("h3", title), numbers, element("p", remarks(ledger, seq_len=seq_len), class_="lead")
-    )
+    numbers = table(("", "rows", "tokens"), strong, numbers=2)
+    note = element("p", remarks(ledger, seq_len=seq_len), class_="lead")
+    return element("div", element("h3", title), numbers, note)
 
 
 def _amount(value: int | None) -> str:
     return "" if value is None else f"{value:,}".replace("-", "−")
-
-
-def _yes(fits: bool) -> str:
-    return "yes" if fits else "no"

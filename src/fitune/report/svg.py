@@ -17,7 +17,7 @@ SERIES = 8
 _STAND_INS = {
     name: f"#0000{number:02x}" for number, name in enumerate(("ink", "muted", "line", "surface"), start=1)
 } | {f"series-{number}": f"#0001{number:02x}" for number in range(1, SERIES + 1)}
-_WIDTH_IN = 5.3
+_WIDTH_IN = 4.9
 
 Axes = Any  # matplotlib is optional and untyped here
 
@@ -43,7 +43,7 @@ def draw_svg(
     settings = {
         "svg.fonttype": "none",
         "svg.hashsalt": name,
-        "font.size": 8.5,
+        "font.size": 9,
         "axes.labelcolor": colour("muted"),
     }
     with matplotlib.rc_context(settings):
