@@ -1,0 +1,41 @@
+"""A Llama of 30 thousand parameters, a byte tokenizer and an adapter with something in it."""
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TARGETS = ("q_proj", "v_proj", "down_proj")
+
+
+def tiny_base(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Random weights written to ``folder`` and loaded from there, as a run would."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied, initializer_range=0.1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def with_adapter(base: PreTrainedModel, *, rank: int = 4, zero: bool = False) -> PeftModel:
+    """LoRA on ``TARGETS``; B is random unless ``zero``, so that the adapter changes the logits."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=rank, lora_alpha=8, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    model = get_peft_model(base, config, autocast_adapter_dtype=False)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name and not zero:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="!", pad_token="!")

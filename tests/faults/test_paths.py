@@ -1,0 +1,140 @@
+"""Rows 6 and 26 of the fault table: names that leave their folder, directories with another owner."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fitune.checkpoint.paths import inside, lock_run_directory
+from fitune.errors import RunDirectoryError
+
+# Row 26: names stay inside
+
+
+@pytest.mark.parametrize("name", ["run-1", "a/b", "./run", "ünï", "..hidden", "a..b"])
+def test_plain_names_are_inside(tmp_path, name):
+    assert inside(tmp_path, name) == tmp_path / name
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "..", "a/..", "/etc/x", "//x", "C:/x", "a\\..\\x", "", ".", "a\0b"])
+def test_names_that_leave_are_refused(tmp_path, name):
+    with pytest.raises(RunDirectoryError):
+        inside(tmp_path, name)
+
+
+@pytest.mark.parametrize("name", ["link", "link/deeper"])
+@pytest.mark.parametrize("target", ["/tmp", "real", "nowhere"])
+def test_symbolic_links_are_refused_wherever_they_lead(tmp_path, target, name):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(RunDirectoryError, match="is a symbolic link"):
+        inside(tmp_path, name)
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "runs").symlink_to("real")
+    assert inside(tmp_path / "runs", "one") == tmp_path / "runs" / "one"
+
+
+# Row 6: the output directory
+
+
+def test_the_directory_is_made_and_its_lock_names_the_owner(tmp_path):
+    with lock_run_directory(tmp_path / "a/b", attempt="first") as lock:
+        owner = json.loads((lock.directory / "run.lock").read_text())
+        assert (owner["pid"], owner["attempt"]) == (str(os.getpid()), "first")
+    assert (tmp_path / "a/b/run.lock").read_text() == ""
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "run").write_text("precious")
+    with pytest.raises(RunDirectoryError, match="is a file"), lock_run_directory(tmp_path / "run"):
+        pass
+    with pytest.raises(RunDirectoryError, match="cannot be written"), lock_run_directory(tmp_path / "run/below"):
+        pass
+    assert (tmp_path / "run").read_text() == "precious"
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_an_unwritable_directory_is_refused(tmp_path, monkeypatch, code):
+    """Injected, since nothing is unwritable for root."""
+
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(RunDirectoryError, match=f"cannot be written: {os.strerror(code)}"), lock_run_directory(tmp_path):
+        pass
+
+
+def test_a_second_run_in_this_process_is_refused_and_the_first_keeps_its_lock(tmp_path):
+    with lock_run_directory(tmp_path):
+        for _ in range(2):
+            with pytest.raises(RunDirectoryError, match="another run of this process"), lock_run_directory(tmp_path):
+                pass
+        assert try_elsewhere(tmp_path).startswith("RunDirectoryError")
+    assert try_elsewhere(tmp_path) == "owned"
+
+
+def test_a_failed_run_gives_its_lock_up(tmp_path):
+    with pytest.raises(ZeroDivisionError), lock_run_directory(tmp_path):
+        1 / 0  # noqa: B018
+    with lock_run_directory(tmp_path):
+        pass
+
+
+def test_another_live_process_is_named_and_a_killed_one_is_taken_over(tmp_path):
+    code = f"{_IMPORT}\nwith lock_run_directory(Path({str(tmp_path)!r}), attempt='older'): print('owned', flush=True); input()"
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    assert owner.stdout.readline() == "owned\n"
+    with pytest.raises(RunDirectoryError, match=f"in use by process {owner.pid} on .*, attempt older"):
+        lock_run_directory(tmp_path).__enter__()
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    assert "older" in (tmp_path / "run.lock").read_text()
+    with lock_run_directory(tmp_path, attempt="newer"):
+        assert "newer" in (tmp_path / "run.lock").read_text()
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / "run.lock").symlink_to("precious")
+    with pytest.raises(RunDirectoryError), lock_run_directory(tmp_path):
+        pass
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+@pytest.mark.parametrize(("pid", "host", "refused"), [("1", "", True), (str(2**22 + 1), "", False), ("1", "other", True)])
+def test_without_file_locks_the_text_of_the_lock_decides(tmp_path, monkeypatch, pid, host, refused):
+    import fcntl
+    import socket
+
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    (tmp_path / "run.lock").write_text(json.dumps({"pid": pid, "host": host or socket.gethostname(), "attempt": "x"}))
+    lock = lock_run_directory(tmp_path)
+    if refused:
+        with pytest.raises(RunDirectoryError, match="in use by process"):
+            lock.__enter__()
+    else:
+        with lock:
+            pass
+
+
+_IMPORT = "from pathlib import Path\nfrom fitune.checkpoint.paths import lock_run_directory"
+
+
+def try_elsewhere(folder: Path) -> str:
+    code = f"""{_IMPORT}
+try:
+    with lock_run_directory(Path({str(folder)!r})): print("owned")
+except Exception as error: print(type(error).__name__)"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
