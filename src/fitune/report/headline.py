@@ -64,7 +64,7 @@ def _tiles(run: RunFiles, measured: Measured) -> list[Html]:
         tiles.append(_tile("Loss", text, "nats per token"))
     if measured.tokens_per_second:
         rate, unit = format_rate(measured.tokens_per_second).split()
-        tiles.append(_tile("Throughput", rate, f"{unit}, {_mfu(run)}"))
+        tiles.append(_tile("Throughput", rate, unit + _mfu(run)))
     if run.run:
         return tiles + _report_tiles(run.run)
     if run.steps:
@@ -103,8 +103,9 @@ def _first_and_last_loss(run: RunFiles) -> tuple[float, float] | None:
 
 
 def _mfu(run: RunFiles) -> str:
+    """Empty when the peak of the device is not known."""
     mfu = run.run.mfu if run.run else run.steps[-1].mfu
-    return f"MFU {format_percent(mfu)}" if mfu else "MFU unknown"
+    return f", MFU {format_percent(mfu)}" if mfu else ""
 
 
 def _share(part: int, whole: int, what: str) -> str:

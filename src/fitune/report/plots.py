@@ -67,6 +67,7 @@ def learning_rate_curve(steps: Sequence[StepReport]) -> str:
 
     def draw(axes: Axes) -> None:
         _line(axes, points, "series-3", "learning rate", width=1.6)
+        axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
 
     return draw_svg(draw, name="learning-rate", label="Learning rate over the steps")

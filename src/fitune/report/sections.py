@@ -32,9 +32,7 @@ def curves(run: RunFiles, pictures: Pictures | None) -> Html:
     return section(
         "Training",
         _curve_ends(run) if pictures is None else _curve_figures(pictures),
-        element("p", f"{skipped:,} steps were skipped because fp16 gradients overflowed.")
-        if skipped
-        else None,
+        element("p", f"Steps skipped because fp16 gradients overflowed: {skipped:,}.") if skipped else None,
         note=loss_sentence(run),
     )
 

@@ -1,0 +1,150 @@
+"""Numbers as text: what is printed can be read back, and no unit is ever printed as a thousand of itself."""
+
+import math
+import random
+
+import pytest
+
+from fitune import units
+from fitune.errors import FituneError, MissingExtra, RecipeError, ScoringFailed, TrainingFailed, did_you_mean
+from fitune.units import GIB, MIB
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (12, "12 B"),
+        (1023.7, "1.0 KiB"),
+        (512 * MIB, "512.0 MiB"),
+        (GIB - 1, "1.00 GiB"),
+        (round(9.08 * GIB), "9.08 GiB"),
+        (1280 * GIB, "1,280.00 GiB"),
+        (-3 * MIB, "-3.0 MiB"),
+        (math.nan, "nan"),
+    ],
+)
+def test_bytes_print_in_the_unit_a_person_would_take(value: float, text: str) -> None:
+    assert units.format_bytes(value) == text
+
+
+def test_printed_bytes_read_back_within_the_printed_digits() -> None:
+    draw = random.Random(7)
+    for _ in range(2000):
+        value = int(2 ** draw.uniform(0, 50))
+        text = units.format_bytes(value)
+        number, unit = text.split()
+        last_digit = units.parse_bytes(f"1 {unit}") / 10 ** len(number.partition(".")[2])
+        assert abs(units.parse_bytes(text) - value) <= last_digit / 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("128GiB", 128 * GIB),
+        ("24 GB", 24 * 10**9),
+        ("512m", 512 * MIB),
+        ("1.5 TiB", 1536 * GIB),
+        ("80", 80),
+        (80, 80),
+        ("9007199254740993", 2**53 + 1),
+    ],
+)
+def test_sizes_are_exact(text: str | int, value: int) -> None:
+    assert units.parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1 GiB", "nan", "1e9", "24 GHz", "1,5 GB", "1,0000 GB", "١ GB"])
+def test_no_size_is_guessed(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size; write it like"):
+        units.parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (950, "950"),
+        (999_499, "999 K"),
+        (999_999, "1.00 M"),
+        (8_190_735_360, "8.19 B"),
+        (13_600_000, "13.6 M"),
+        (1.4e12, "1.40 T"),
+    ],
+)
+def test_counts_keep_three_digits(value: float, text: str) -> None:
+    assert units.format_count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 ms"),
+        (0.84, "840 ms"),
+        (0.99996, "1.00 s"),
+        (1.925, "1.93 s"),
+        (12.34, "12.3 s"),
+        (59.96, "1 min 0 s"),
+        (250, "4 min 10 s"),
+        (3599.6, "1 h 0 min"),
+        (12_300, "3 h 25 min"),
+        (200 * 3600, "8 d 8 h"),
+        (math.inf, "inf"),
+    ],
+)
+def test_durations_carry_into_the_next_unit(value: float, text: str) -> None:
+    assert units.format_seconds(value) == text
+
+
+def test_no_duration_prints_a_full_unit_of_its_own() -> None:
+    for tenths in range(0, 40_000):
+        text = units.format_seconds(tenths / 10)
+        assert not text.startswith(("1000 ms", "60.0 s"))
+        assert " 60 s" not in text
+        assert " 60 min" not in text
+
+
+def test_rates_and_percentages() -> None:
+    assert units.format_rate(12_473.2) == "12,473 tokens/s"
+    assert units.format_rate(99.96) == "100 tokens/s"
+    assert units.format_rate(3.14) == "3.1 tokens/s"
+    assert units.format_percent(0.0243) == "2.4 %"
+    assert units.format_percent(0.008, signed=True) == "+0.8 %"
+    assert units.format_percent(-1e-6, signed=True) == "+0.0 %"
+    assert units.format_percent(-1e-6) == "0.0 %"
+
+
+def test_losses_keep_their_digits_and_never_hide() -> None:
+    assert [units.format_number(value) for value in (2.3, 0.00041237, 1234.4, 0)] == [
+        "2.300",
+        "0.0004124",
+        "1234",
+        "0.000",
+    ]
+    assert units.format_number(math.nan) == "nan"
+    assert units.format_number(math.inf, digits=3) == "inf"
+    assert units.format_learning_rate(1.9e-4) == "1.9e-04"
+    assert units.format_learning_rate(0.0) == "0"
+
+
+def test_an_error_says_what_and_what_to_try() -> None:
+    error = RecipeError("lora_r = 0: must be positive", hint="lora_r: 16")
+    assert str(error) == "lora_r = 0: must be positive\n  try: lora_r: 16"
+    assert error.kind == "RecipeError"
+    assert str(RecipeError("no hint")) == "no hint"
+
+
+def test_a_refusal_exits_with_2_and_failed_work_with_1() -> None:
+    assert {kind.exit_code for kind in (RecipeError, MissingExtra, FituneError)} == {2}
+    assert {kind.exit_code for kind in (TrainingFailed, ScoringFailed)} == {1}
+
+
+def test_a_missing_extra_names_the_command() -> None:
+    assert MissingExtra("plots", extra="plots").hint == "pip install 'fitune[plots]'"
+
+
+def test_did_you_mean_offers_only_what_is_close() -> None:
+    known = ("learning_rate", "Lora_R")
+    assert did_you_mean("learning_rat", known) == "did you mean 'learning_rate'?"
+    assert did_you_mean("lora_r", known) == "did you mean 'Lora_R'?"
+    assert did_you_mean("zzz", known) is None

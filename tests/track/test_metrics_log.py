@@ -1,0 +1,155 @@
+"""metrics.jsonl is the truth: nothing is hidden in it, nothing is lost by a kill, nothing is left half-written."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fitune.errors import RunDirectoryError
+from fitune.spec.reports import StepReport
+from fitune.track.jsonl import MetricsLog, read_metrics, to_line
+
+MakeStep = Callable[..., StepReport]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+@pytest.fixture
+def log_of_five(path: Path, make_step: MakeStep) -> Path:
+    with MetricsLog(path) as log:
+        for step in range(1, 6):
+            log.append(make_step(step, eval_loss=2.5 if step == 5 else None))
+    return path
+
+
+def test_what_is_written_is_read_back(log_of_five: Path, make_step: MakeStep) -> None:
+    assert read_metrics(log_of_five) == [make_step(n, eval_loss=2.5 if n == 5 else None) for n in range(1, 6)]
+
+
+def test_a_line_is_there_before_the_log_is_closed(path: Path, make_step: MakeStep) -> None:
+    log = MetricsLog(path)
+    log.append(make_step(1))
+    assert read_metrics(path) == [make_step(1)]
+    log.close()
+    log.close()
+
+
+def test_a_loss_that_is_not_finite_is_visible_and_valid_json(path: Path, make_step: MakeStep) -> None:
+    line = to_line(make_step(3, loss=math.nan, grad_norm=math.inf, eval_loss=-math.inf))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    data = json.loads(line, parse_constant=refuse)
+    assert (data["loss"], data["grad_norm"], data["eval_loss"]) == ("nan", "inf", "-inf")
+    path.parent.mkdir()
+    path.write_bytes(line)
+    (again,) = read_metrics(path)
+    assert math.isnan(again.loss)
+    assert (again.grad_norm, again.eval_loss) == (math.inf, -math.inf)
+
+
+def test_no_file_is_no_steps(path: Path) -> None:
+    assert read_metrics(path) == []
+
+
+@pytest.mark.parametrize("cut", [1, 5, 100, -2, -1])
+def test_a_line_torn_anywhere_costs_only_itself(log_of_five: Path, cut: int) -> None:
+    content = log_of_five.read_bytes()
+    start = content.rindex(b"\n", 0, -1) + 1
+    end = start + cut if cut > 0 else len(content) + cut
+    log_of_five.write_bytes(content[:end])
+    whole = 5 if cut == -1 else 4  # without its newline only, the last line is still all there
+    assert [report.step for report in read_metrics(log_of_five)] == list(range(1, whole + 1))
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"step": 6, "lo', b"\x00\x00\x00\x00", b'{"text": "\xff\xfe', b'{"step": 6\n']
+)
+def test_the_log_goes_on_after_a_torn_line(log_of_five: Path, make_step: MakeStep, tail: bytes) -> None:
+    with log_of_five.open("ab") as file:
+        file.write(tail)
+    assert len(read_metrics(log_of_five)) == 5
+    with MetricsLog(log_of_five) as log:
+        log.append(make_step(6))
+    assert [report.step for report in read_metrics(log_of_five)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_last_line_that_lacks_only_its_newline_is_kept_on_reopening(
+    log_of_five: Path, make_step: MakeStep
+) -> None:
+    log_of_five.write_bytes(log_of_five.read_bytes()[:-1])
+    with MetricsLog(log_of_five) as log:
+        log.append(make_step(6))
+    assert [report.step for report in read_metrics(log_of_five)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_bad_line_in_the_middle_is_an_error_with_its_number(log_of_five: Path) -> None:
+    lines = log_of_five.read_bytes().splitlines(keepends=True)
+    log_of_five.write_bytes(b"".join([lines[0], b'{"step": \n', *lines[2:]]))
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: not a line of metrics"):
+        read_metrics(log_of_five)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"loss": "low"}, "expected float, found 'low'"),
+        ({"lost": 1}, "unknown key 'lost'"),
+        ({"step": 1.5}, "expected int"),
+    ],
+)
+def test_a_whole_line_with_wrong_values_is_an_error_even_at_the_end(
+    log_of_five: Path, change: dict[str, object], cause: str
+) -> None:
+    *lines, last = log_of_five.read_text().splitlines()
+    log_of_five.write_text("\n".join([*lines, json.dumps(json.loads(last) | change)]) + "\n")
+    with pytest.raises(RunDirectoryError, match=cause):
+        read_metrics(log_of_five)
+
+
+def test_resuming_drops_the_later_steps_and_writes_them_again(log_of_five: Path, make_step: MakeStep) -> None:
+    before = log_of_five.read_bytes().splitlines()
+    with MetricsLog(log_of_five) as log:
+        log.truncate_after(3)
+        assert log_of_five.read_bytes().splitlines() == before[:3]
+        log.append(make_step(4, loss=1.0))
+    assert [(r.step, r.loss) for r in read_metrics(log_of_five)] == [
+        (1, 2.314),
+        (2, 2.314),
+        (3, 2.314),
+        (4, 1.0),
+    ]
+    assert [file.name for file in log_of_five.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_kill_while_truncating_leaves_the_old_lines(
+    log_of_five: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = log_of_five.read_bytes()
+    log = MetricsLog(log_of_five)
+
+    def killed(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        log.truncate_after(2)
+    assert log_of_five.read_bytes() == before
+
+
+def test_truncating_to_nothing_leaves_an_empty_log(log_of_five: Path) -> None:
+    with MetricsLog(log_of_five) as log:
+        log.truncate_after(0)
+    assert log_of_five.read_bytes() == b""
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"file/metrics\.jsonl: cannot be used"):
+        MetricsLog(tmp_path / "file" / "metrics.jsonl")

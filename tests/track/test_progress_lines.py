@@ -1,0 +1,91 @@
+"""What a person sees of a run when nobody draws bars: one plain line a step."""
+
+import io
+import math
+from collections.abc import Callable
+
+import pytest
+
+from fitune.spec.reports import StepReport
+from fitune.track.progress import Pace, Progress, step_line
+
+MakeStep = Callable[..., StepReport]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def lines_of(reports: list[StepReport], *, log_every: int = 1) -> list[str]:
+    stream = io.StringIO()
+    with Progress(log_every=log_every, stream=stream) as progress:
+        for report in reports:
+            progress.step(report)
+    return stream.getvalue().splitlines()
+
+
+def test_a_line_says_everything_once(make_step: MakeStep) -> None:
+    assert step_line(make_step(12), memory_bytes=412 * 1024**2, remaining=190) == (
+        "step  12/200  loss 2.314  lr 1.9e-04  grad 0.820  1,234 tokens/s  mem 412.0 MiB  eta 3 min 10 s  epoch 0.40"
+    )
+
+
+def test_every_log_every_th_step_has_a_line_and_the_first_and_the_last(make_step: MakeStep) -> None:
+    lines = lines_of([make_step(step, total_steps=11) for step in range(1, 12)], log_every=4)
+    assert [line.split("/")[0].split()[1] for line in lines] == ["1", "4", "8", "11"]
+
+
+def test_an_evaluated_and_a_skipped_step_are_never_left_out(make_step: MakeStep) -> None:
+    reports = [
+        make_step(1),
+        make_step(2, eval_loss=2.5),
+        make_step(3, skipped=True, loss_scale=32768.0),
+        make_step(4),
+    ]
+    lines = lines_of(reports, log_every=100)
+    assert len(lines) == 3
+    assert "eval 2.500" in lines[1]
+    assert "skipped, loss scale 32768" in lines[2]
+
+
+def test_a_loss_that_is_not_finite_is_shown(make_step: MakeStep) -> None:
+    assert "loss nan  " in lines_of([make_step(1, loss=math.nan, grad_norm=math.inf)])[0]
+
+
+def test_the_highest_peak_stays_when_a_step_was_not_measured(make_step: MakeStep) -> None:
+    lines = lines_of([make_step(1), make_step(2, memory_bytes={})])
+    assert "mem 412.0 MiB" in lines[1]
+    assert "mem" not in lines_of([make_step(1, memory_bytes={})])[0]
+
+
+def test_the_time_left_leaves_the_first_step_out(make_step: MakeStep) -> None:
+    pace = Pace()
+    pace.add(make_step(1, step_seconds=60.0))
+    assert pace.remaining_seconds(make_step(1)) == pytest.approx(199 * 60.01)
+    for step in range(2, 6):
+        pace.add(make_step(step, step_seconds=2.0, data_seconds=0.5))
+    assert pace.remaining_seconds(make_step(5)) == pytest.approx(195 * 2.5)
+    assert pace.remaining_seconds(make_step(200)) == 0
+
+
+def test_the_last_line_has_no_time_left(make_step: MakeStep) -> None:
+    assert "eta" not in lines_of([make_step(1, total_steps=1)])[0]
+
+
+def fail_on_the_way(progress: Progress, reports: list[StepReport]) -> None:
+    with progress:
+        for report in reports:
+            progress.step(report)
+        raise RuntimeError("on the way")
+
+
+def test_a_terminal_gets_a_bar_and_is_given_back_when_training_fails(make_step: MakeStep) -> None:
+    stream = Terminal()
+    with pytest.raises(RuntimeError, match="on the way"):
+        fail_on_the_way(Progress(stream=stream), [make_step(1), make_step(2, eval_loss=2.25)])
+    text = stream.getvalue()
+    assert "2/200" in text
+    assert "loss 2.314" in text
+    assert "eval 2.250" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden and shown again
