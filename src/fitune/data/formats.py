@@ -1,0 +1,270 @@
+"""From a row's fields to a conversation or a text.
+
+| format            | fields                                              | becomes                                        |
+|-------------------|-----------------------------------------------------|------------------------------------------------|
+| messages          | messages: [{role, content}]                         | as written                                     |
+| sharegpt          | conversations: [{from, value}]                      | human -> user, gpt -> assistant                |
+| alpaca            | instruction, output[, input, system, history]       | user: instruction, a line break, input         |
+| prompt_completion | prompt, completion (texts, or lists of messages)    | user: prompt, assistant: completion            |
+| question_answer   | question, answer (GSM8K)                            | user: question, assistant: answer              |
+| dialogue_summary  | dialogue, summary (SAMSum, DialogSum)               | user: dialogue, assistant: summary             |
+| text              | text                                                | the text itself                                |
+| columns           | named by the source's column mapping                | as prompt_completion (with system), or as text |
+
+Nothing is added to what the fields say: an instruction in front of a dialogue is the data's to give.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fitune.data.rows import BadRow, Row
+from fitune.errors import DataError, did_you_mean
+
+Role = Literal["system", "user", "assistant"]
+Columns = tuple[tuple[str, str], ...]
+
+ROLES: dict[str, Role] = {
+    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+}  # fmt: skip
+"""Role names as they stand in data -> ours."""
+
+ACCEPTED = (
+    "accepted formats: messages [{role, content}], conversations [{from, value}], {instruction, output[, input]}, "
+    "{prompt, completion}, {question, answer}, {dialogue, summary}, {text}, or name the columns with columns:"
+)
+
+_RECOGNISED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("messages", ("messages",)),
+    ("sharegpt", ("conversations",)),
+    ("alpaca", ("instruction", "output")),
+    ("prompt_completion", ("prompt", "completion")),
+    ("question_answer", ("question", "answer")),
+    ("dialogue_summary", ("dialogue", "summary")),
+    ("text", ("text",)),
+)
+"""The first format all of whose fields are there is taken."""
+
+_INTERNAL = "".join(chr(code) for code in range(0xFDD0, 0xFDF0))
+"""Unicode noncharacters, reserved for a program's own use: rendering marks places in a text with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn; ``role`` is system, user or assistant."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """An optional system message, then user and assistant in turn; the last message is the answer."""
+
+    messages: tuple[Message, ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Plain text: every token is learned."""
+
+    text: str
+    where: str
+
+
+Example = Conversation | Text
+
+
+def detect_format(fields: Iterable[str], columns: Columns = ()) -> str:
+    """The format whose fields are all there; a column mapping goes before everything.
+
+    Raises DataError that lists the fields found and the formats accepted.
+    """
+    if columns:
+        return "columns"
+    names = set(fields)
+    for name, needed in _RECOGNISED:
+        if names.issuperset(needed):
+            return name
+    found = ", ".join(sorted(map(str, names))) or "no fields"
+    raise DataError(f"format auto: the row has {found}, which is no known format", hint=ACCEPTED)
+
+
+def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:
+    """Check a row and turn it into a conversation or a text.
+
+    Raises BadRow naming the row, the field, the value and the accepted formats; DataError when the mapping
+    of columns itself makes no sense.
+    """
+    if format == "auto":
+        format = detect_format(row.fields, columns)
+    if columns and format != "columns":
+        raise DataError(
+            f"columns are mapped but format is {format}", hint="leave format out, or set it to columns"
+        )
+    if format == "columns":
+        return _from_columns(row, _checked_columns(columns))
+    return _READERS[format](row)
+
+
+def _checked_columns(columns: Columns) -> dict[str, str]:
+    mapping = dict(columns)
+    if "text" in mapping and len(mapping) == 1:
+        return mapping
+    if not {"prompt", "completion"} <= set(mapping) <= {"system", "prompt", "completion"}:
+        raise DataError(
+            f"columns: {mapping} is not a mapping fitune can use",
+            hint="map prompt and completion (and system if there is one), or text alone",
+        )
+    return mapping
+
+
+def _from_columns(row: Row, mapping: Mapping[str, str]) -> Example:
+    if "text" in mapping:
+        return Text(_text(row, mapping["text"]), row.where)
+    system = _optional_text(row, mapping["system"]) if "system" in mapping else ""
+    return _question_and_answer(row, mapping["prompt"], mapping["completion"], system=system)
+
+
+def _question_and_answer(row: Row, prompt: str, completion: str, *, system: str = "") -> Conversation:
+    turns = [Message("user", _text(row, prompt)), Message("assistant", _text(row, completion))]
+    return _conversation(row, [*_system(system), *turns], field=completion)
+
+
+def _from_alpaca(row: Row) -> Conversation:
+    instruction, extra = _text(row, "instruction"), _optional_text(row, "input")
+    prompt = f"{instruction}\n{extra}" if extra else instruction
+    turns = [*_system(_optional_text(row, "system")), *_history(row)]
+    turns += [Message("user", prompt), Message("assistant", _text(row, "output"))]
+    return _conversation(row, turns, field="output")
+
+
+def _history(row: Row) -> list[Message]:
+    """Earlier turns: ``[[question, answer], ...]``."""
+    turns: list[Message] = []
+    for number, pair in enumerate(row.fields.get("history") or []):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise _bad(row, f"history[{number}]", "is not a pair of question and answer", "wrong type", pair)
+        for role, content in zip(("user", "assistant"), pair, strict=True):
+            turns.append(Message(ROLES[role], _checked_text(row, f"history[{number}]", content)))
+    return turns
+
+
+def _from_messages(row: Row, field: str = "messages") -> Conversation:
+    return _conversation(row, _turns(row, field), field=field)
+
+
+def _from_sharegpt(row: Row) -> Conversation:
+    turns = _turns(row, "conversations")
+    if not any(turn.role == "system" for turn in turns):
+        turns = [*_system(_optional_text(row, "system")), *turns]
+    return _conversation(row, turns, field="conversations")
+
+
+def _from_prompt_completion(row: Row) -> Conversation:
+    if isinstance(row.fields.get("prompt"), list):
+        return _conversation(row, _turns(row, "prompt") + _turns(row, "completion"), field="completion")
+    return _question_and_answer(row, "prompt", "completion")
+
+
+_READERS: dict[str, Callable[[Row], Example]] = {
+    "messages": _from_messages,
+    "sharegpt": _from_sharegpt,
+    "alpaca": _from_alpaca,
+    "prompt_completion": _from_prompt_completion,
+    "question_answer": lambda row: _question_and_answer(row, "question", "answer"),
+    "dialogue_summary": lambda row: _question_and_answer(row, "dialogue", "summary"),
+    "text": lambda row: Text(_text(row, "text"), row.where),
+}
+
+
+def _turns(row: Row, field: str) -> list[Message]:
+    """A list of ``{role, content}`` or ``{from, value}``. An empty system message says nothing and is left out."""
+    turns = _present(row, field)
+    if not isinstance(turns, list):
+        raise _bad(row, field, "is not a list of messages", "wrong type", turns)
+    messages = []
+    for number, turn in enumerate(turns):
+        name = f"{field}[{number}]"
+        if not isinstance(turn, dict):
+            raise _bad(row, name, "is not a message", "wrong type", turn)
+        role_key, text_key = ("from", "value") if "from" in turn else ("role", "content")
+        role = _role(row, f"{name}.{role_key}", turn.get(role_key))
+        if role == "system" and turn.get(text_key) == "":
+            continue
+        messages.append(Message(role, _checked_text(row, f"{name}.{text_key}", turn.get(text_key))))
+    return messages
+
+
+def _role(row: Row, field: str, value: Any) -> Role:
+    if not isinstance(value, str) or value not in ROLES:
+        guess = did_you_mean(value, tuple(ROLES)) if isinstance(value, str) else None
+        known = f"is none of {', '.join(ROLES)}" + (f" ({guess})" if guess else "")
+        raise _bad(row, field, known, "unknown role", value)
+    return ROLES[value]
+
+
+def _conversation(row: Row, messages: list[Message], *, field: str) -> Conversation:
+    """Check the order: at most one system message, first; then user, assistant, user, …, assistant."""
+    spoken = messages[1:] if messages and messages[0].role == "system" else messages
+    for number, message in enumerate(spoken):
+        expected = "assistant" if number % 2 else "user"
+        if message.role != expected:
+            place = f"message {len(messages) - len(spoken) + number + 1} is from {message.role}"
+            raise _bad(row, field, f"{place}, expected {expected}", "roles out of order")
+    if not spoken or spoken[-1].role != "assistant":
+        raise _bad(row, field, "does not end with an answer of the assistant", "no answer")
+    return Conversation(tuple(messages), row.where)
+
+
+def _system(content: str) -> list[Message]:
+    return [Message("system", content)] if content else []
+
+
+def _text(row: Row, field: str) -> str:
+    return _checked_text(row, field, _present(row, field))
+
+
+def _optional_text(row: Row, field: str) -> str:
+    value = row.fields.get(field)
+    return _checked_text(row, field, value) if value not in (None, "") else ""
+
+
+def _present(row: Row, field: str) -> Any:
+    if field not in row.fields:
+        found = ", ".join(map(str, row.fields)) or "no fields"
+        raise _bad(row, field, f"is missing; the row has {found}", "missing field")
+    return row.fields[field]
+
+
+def _checked_text(row: Row, field: str, value: Any) -> str:
+    if value is None:
+        raise _bad(row, field, "is null", "null field")
+    if not isinstance(value, str):
+        raise _bad(row, field, f"is {type(value).__name__}, expected text", "wrong type", value)
+    if not value.strip():
+        raise _bad(row, field, "is empty", "empty field", value)
+    if not value.isascii():
+        _check_characters(row, field, value)
+    return value
+
+
+def _check_characters(row: Row, field: str, value: str) -> None:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _bad(row, field, f"holds half a character at {error.start}", "half a character") from None
+    found = next((mark for mark in _INTERNAL if mark in value), None)
+    if found:
+        raise _bad(row, field, f"holds the noncharacter U+{ord(found):04X}", "noncharacter")
+
+
+def _bad(row: Row, field: str, what: str, reason: str, value: Any = None) -> BadRow:
+    shown = "" if value is None else f": {_short(value)}"
+    return BadRow(f"{row.where}: field {field!r} {what}{shown}", reason=reason, hint=ACCEPTED)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

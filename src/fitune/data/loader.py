@@ -1,0 +1,177 @@
+"""From a dataset to optimizer steps, without state: which rows a step holds follows from (seed, epoch, position).
+
+Shapes: T is the tokens of one micro-batch, N the rows of the dataset, U its units. A unit is what a batch
+counts: a row, or a pack of rows.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import numpy as np
+import torch
+
+from fitune.data.dataset import TokenDataset
+from fitune.data.packing import pack_rows
+from fitune.spec.plan import Batch
+
+IGNORED = -100
+"""The label of a position at which nothing is learned; torch's cross-entropy skips it."""
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderState:
+    """The next step begins at unit ``position`` of epoch ``epoch``'s order.
+
+    Units, not steps: the state stays right when the number of processes or the micro-batch changes.
+    """
+
+    epoch: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Rows end to end in one stream, without padding. All three tensors are torch.int64 of shape (T,)."""
+
+    input_ids_T: torch.Tensor
+    labels_T: torch.Tensor
+    """Already shifted: the token to be predicted at each position, or IGNORED; a row's last position has none."""
+    position_ids_T: torch.Tensor
+    """From 0 in every row: rows do not see one another."""
+    sequence_lengths: tuple[int, ...]
+    row_ids: tuple[int, ...]
+    """Rows of the dataset in the order of the stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """What one optimizer step sees. ``micro_batches`` are this process's; the counts are those of all processes."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    tokens: int
+    supervised_tokens: int
+    """Labels that are not IGNORED: what the sum of the losses is divided by, whatever the micro-batches hold."""
+
+
+class Loader:
+    """Steps of a dataset. Every unit of an epoch is in exactly one step; the last step may hold fewer."""
+
+    def __init__(
+        self, dataset: TokenDataset, batch: Batch, *, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self._dataset, self._batch, self._seed = dataset, batch, seed
+        self._rank, self._world_size = rank, world_size
+        self._packs = pack_rows(dataset.lengths, batch.seq_len) if batch.packing else None
+        self._labels_per_row_N = dataset.labels_per_row
+        self._cached_order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def num_units(self) -> int:
+        return len(self._dataset) if self._packs is None else len(self._packs)
+
+    @property
+    def num_packs(self) -> int:
+        """0 without packing, as the ledger counts."""
+        return 0 if self._packs is None else len(self._packs)
+
+    @property
+    def units_per_step(self) -> int:
+        return self._batch.global_batch_size * self._world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_units // self.units_per_step)
+
+    def batch_at(self, state: LoaderState) -> GlobalBatch:
+        """The step that begins at ``state``. The same units whatever the micro-batch size and the number of ranks."""
+        units = self._units(state)
+        rows = np.array([row for unit in units for row in self._rows_of(unit)], dtype=np.int64)
+        mine = units[self._rank :: self._world_size]
+        size = self._batch.micro_batch_size
+        return GlobalBatch(
+            micro_batches=tuple(self._micro_batch(mine[i : i + size]) for i in range(0, len(mine), size)),
+            tokens=int(self._dataset.lengths[rows].sum()),
+            supervised_tokens=int(self._labels_per_row_N[rows].sum()),
+        )
+
+    def after(self, state: LoaderState) -> LoaderState:
+        """The state of the next step."""
+        position = state.position + self.units_per_step
+        return (
+            LoaderState(state.epoch + 1, 0)
+            if position >= self.num_units
+            else LoaderState(state.epoch, position)
+        )
+
+    def _units(self, state: LoaderState) -> list[int]:
+        if not 0 <= state.position < self.num_units:
+            raise ValueError(f"{state} is outside of an epoch of {self.num_units} units")
+        order_U = self._order(state.epoch)
+        return order_U[state.position : state.position + self.units_per_step].tolist()
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if self._cached_order is None or self._cached_order[0] != epoch:
+            order_U = np.random.default_rng([self._seed, epoch]).permutation(self.num_units)
+            self._cached_order = (epoch, order_U)
+        return self._cached_order[1]
+
+    def _rows_of(self, unit: int) -> tuple[int, ...]:
+        return (unit,) if self._packs is None else self._packs[unit]
+
+    def _micro_batch(self, units: Sequence[int]) -> MicroBatch:
+        return micro_batch_of(self._dataset, [row for unit in units for row in self._rows_of(unit)])
+
+
+def micro_batch_of(dataset: TokenDataset, rows: Sequence[int]) -> MicroBatch:
+    """The given rows as one stream."""
+    pieces = [dataset.row(row) for row in rows]
+    lengths = np.array([len(ids) for ids, _ in pieces])
+    ids_T = np.concatenate([ids for ids, _ in pieces]).astype(np.int64)
+    ends = np.cumsum(lengths)
+    learned_T = np.concatenate([supervised for _, supervised in pieces])
+    learned_T[ends - lengths] = False  # nothing stands before a row's first token to predict it from
+    labels_T = np.roll(np.where(learned_T, ids_T, IGNORED), -1)
+    position_ids_T = np.arange(len(ids_T)) - np.repeat(ends - lengths, lengths)
+    return MicroBatch(
+        input_ids_T=torch.from_numpy(ids_T),
+        labels_T=torch.from_numpy(labels_T),
+        position_ids_T=torch.from_numpy(position_ids_T),
+        sequence_lengths=tuple(lengths.tolist()),
+        row_ids=tuple(rows),
+    )
+
+
+def eval_batches(dataset: TokenDataset, batch: Batch) -> Iterator[MicroBatch]:
+    """Every row once, in the order of the dataset: ``micro_batch_size`` rows at a time, or, with packing, as many
+    as the tokens of a micro-batch have room for. Never more memory than a training step."""
+    rows: list[int] = []
+    tokens = 0
+    for row, length in enumerate(dataset.lengths.tolist()):
+        full = (
+            tokens + length > batch.micro_batch_tokens
+            if batch.packing
+            else len(rows) == batch.micro_batch_size
+        )
+        if rows and full:
+            yield micro_batch_of(dataset, rows)
+            rows, tokens = [], 0
+        rows.append(row)
+        tokens += length
+    if rows:
+        yield micro_batch_of(dataset, rows)
+
+
+def prefetch(items: Iterable[Item], depth: int = 2) -> Iterator[Item]:
+    """The same items, made ``depth`` ahead by a thread. An error of the source is raised here, in its turn."""
+    source = iter(items)
+    end = object()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as worker:
+        ahead = deque(worker.submit(next, source, end) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not end:
+            ahead.append(worker.submit(next, source, end))
+            yield cast(Item, item)

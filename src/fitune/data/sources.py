@@ -1,0 +1,118 @@
+"""Rows of a source, one after another, whatever it is stored in."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+
+from fitune.data.files import Rows, read_file
+from fitune.data.locations import Files, HubDataset, locate, open_binary, sample_size
+from fitune.data.rows import BadRow, Row
+from fitune.errors import DataError
+from fitune.spec.plan import DataSource
+
+_SAMPLE_SEED = 500
+"""A sample is a property of the source, not of the run: two runs with other seeds train on the same rows."""
+
+
+def _ignore(_reason: str) -> None:
+    return None
+
+
+def read_rows(
+    source: DataSource,
+    *,
+    on_bad_row: Literal["error", "skip"] = "error",
+    count_bad: Callable[[str], None] = _ignore,
+) -> Iterator[Row]:
+    """The rows of a file, a folder, a Hub dataset or an fsspec URL, in order.
+
+    A row that cannot be read is raised as DataError ``file:line: cause``, or, under ``skip``, counted by
+    calling ``count_bad`` with its reason. ``path#500`` or ``source.sample`` takes that many rows, the same
+    ones every time, in the order of the file.
+    """
+    path, wanted = sample_size(source)
+    rows = _good_rows(_all_rows(path, source.split), on_bad_row=on_bad_row, count_bad=count_bad)
+    return iter(_sample(rows, wanted)) if wanted else rows
+
+
+def content_key(source: DataSource) -> str:
+    """A hash that changes when the content of the source changes.
+
+    Files on disk, those of a downloaded Hub dataset included, are hashed by their bytes; files behind a URL by
+    what their filesystem says of them (size, entity tag, time of change).
+    """
+    path, _ = sample_size(source)
+    place = locate(path, split=source.split)
+    digest = hashlib.blake2b(digest_size=16)
+    if isinstance(place, HubDataset):
+        paths: tuple[str, ...] = tuple(entry["filename"] for entry in _load_hub(place).cache_files)
+    else:
+        paths = place.paths
+    for name in paths:
+        digest.update(_file_key(name))
+    return digest.hexdigest()
+
+
+def _file_key(path: str) -> bytes:
+    if "://" in path:
+        import fsspec
+
+        filesystem, inner = fsspec.core.url_to_fs(path)
+        return str(filesystem.ukey(inner)).encode()
+    with open_binary(path) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+
+
+def _all_rows(path: str, split: str) -> Rows:
+    place = locate(path, split=split)
+    if isinstance(place, Files):
+        for name in place.paths:
+            yield from read_file(name)
+    else:
+        for number, fields in enumerate(_load_hub(place), start=1):
+            yield Row(f"{path} row {number}", fields)
+
+
+def _load_hub(place: HubDataset) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(place.name, place.config, split=place.split)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"{place.name}: neither a file here nor a dataset the Hub would give: {cause}",
+            hint="check the path; owner/name:configuration names one of several configurations",
+        ) from None
+
+
+def _good_rows(
+    rows: Rows, *, on_bad_row: Literal["error", "skip"], count_bad: Callable[[str], None]
+) -> Iterator[Row]:
+    for row in rows:
+        if isinstance(row, Row):
+            yield row
+        elif on_bad_row == "error":
+            raise with_skip_hint(row)
+        else:
+            count_bad(row.reason)
+
+
+def with_skip_hint(bad: BadRow) -> BadRow:
+    """The same error, with the way round it for someone who can spare the row."""
+    skip = "mend the row, or set on_bad_row: skip to leave such rows out and count them"
+    return BadRow(bad.message, reason=bad.reason, hint=f"{bad.hint}; {skip}" if bad.hint else skip)
+
+
+def _sample(rows: Iterator[Row], count: int) -> list[Row]:
+    """``count`` rows, each equally likely (reservoir sampling, Vitter 1985): only the sample is in memory."""
+    rng = np.random.default_rng(_SAMPLE_SEED)
+    kept: list[tuple[int, Row]] = []
+    for number, row in enumerate(rows):
+        if number < count:
+            kept.append((number, row))
+        elif (place := int(rng.integers(number + 1))) < count:
+            kept[place] = (number, row)
+    return [row for _, row in sorted(kept, key=lambda pair: pair[0])]

@@ -1,0 +1,170 @@
+"""Conversations to token ids, with a mask over what the model learns to write: its answers.
+
+Three things hold, whatever the template:
+
+* Training ids begin with exactly the ids that scoring feeds the model: the prompt is rendered and encoded by
+  itself in both, and the answer is encoded behind it.
+* Every answer is learned together with the token that ends it, and nothing else is.
+* Content is text: what looks like a special token inside it is encoded as plain text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fitune.data.answers import conversation_pieces, prompt_pieces
+from fitune.data.encoding import Piece, PieceEncoder
+from fitune.data.formats import Conversation, Example, Message, Text
+from fitune.data.rendering import Renderer
+from fitune.data.rows import BadRow
+from fitune.data.sandbox import SafeTemplate
+from fitune.errors import DataError
+
+PLAIN_TEMPLATE = """\
+{{- bos_token if bos_token else '' -}}
+{%- for message in messages -%}
+    {%- if message.role == 'assistant' -%}
+        {{- '### Assistant\\n' -}}
+        {%- generation -%}{{- message.content ~ eos_token -}}{%- endgeneration -%}
+        {{- '\\n\\n' -}}
+    {%- elif message.role == 'system' -%}
+        {{- '### System\\n' ~ message.content ~ '\\n\\n' -}}
+    {%- else -%}
+        {{- '### User\\n' ~ message.content ~ '\\n\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '### Assistant\\n' -}}{%- endif -%}
+"""
+"""For tokenizers that bring no template: headings in plain words, answers that end with EOS."""
+
+_PROBE = Conversation((Message("user", "ping"), Message("assistant", "pong")), "a first try of the template")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids of one row and, for each, whether the model learns to write it."""
+
+    ids: list[int]
+    supervised: list[bool]
+
+
+def load_template(tokenizer: Any, path: str = "") -> "ChatTemplate":
+    """The Jinja file at ``path``, else the tokenizer's own template, else ``PLAIN_TEMPLATE``.
+
+    The template is tried on a small conversation at once: raises DataError when it is missing, is no Jinja, fails,
+    or does not show the answer.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no EOS token: a model trained with it could never stop")
+    if path:
+        return _tried(ChatTemplate(tokenizer, _read_template(path), name=path))
+    if tokenizer.chat_template:
+        return _tried(ChatTemplate(tokenizer, _own_template(tokenizer), name="the tokenizer's chat template"))
+    return _tried(ChatTemplate(tokenizer, PLAIN_TEMPLATE, name="fitune's plain template"))
+
+
+class ChatTemplate:
+    """A chat template bound to its tokenizer; ``source`` is its Jinja text, to be saved with the model."""
+
+    def __init__(self, tokenizer: Any, source: str, *, name: str) -> None:
+        self.source = source
+        self.name = name
+        self._tokenizer = tokenizer
+        self._encoder = PieceEncoder(tokenizer)
+        specials = {
+            key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
+        }
+        self._renderer = Renderer(SafeTemplate(source, name=name), specials, self._encoder.special_pattern)
+        self._ends = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        self._text_start = _text_start(tokenizer)
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        """Ids of the conversation up to the end of its last answer: nothing after it can be learned.
+
+        Raises BadRow when the template refuses the conversation or leaves a part of it out.
+        """
+        return self.encode_rows([self.lay_out(conversation)])[0]
+
+    def encode_text(self, text: Text) -> Encoded:
+        """Ids of a plain text, all supervised. Special tokens its author wrote are special: the text is the whole row."""
+        return self.encode_rows([self.lay_out(text)])[0]
+
+    def encode_prompt(self, conversation: Conversation) -> list[int]:
+        """Ids of everything before the last answer and of the words that ask for it: what scoring feeds the model."""
+        messages = conversation.messages
+        if messages and messages[-1].role == "assistant":
+            messages = messages[:-1]
+        pieces = prompt_pieces(self._renderer, messages, where=conversation.where)
+        return [token for ids in self._encoder.encode(pieces) for token in ids]
+
+    def lay_out(self, example: Example) -> list[Piece]:
+        """The row as pieces of text that are encoded one by one. Raises BadRow."""
+        if isinstance(example, Conversation):
+            return conversation_pieces(self._renderer, example.messages, where=example.where)
+        return [Piece(example.text, supervised=True, plain=False, first=True)]
+
+    def encode_rows(self, rows: Sequence[list[Piece]]) -> list[Encoded]:
+        """Many rows in one call of the tokenizer, which is several times faster than one by one."""
+        encoded = iter(self._encoder.encode([piece for row in rows for piece in row]))
+        return [self._join(row, [next(encoded) for _ in row]) for row in rows]
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids at which generation has to stop: EOS, and the token that ends an answer in this template."""
+        return frozenset({self._tokenizer.eos_token_id, self.encode(_PROBE).ids[-1]})
+
+    def _join(self, row: list[Piece], piece_ids: list[list[int]]) -> Encoded:
+        ids: list[int] = []
+        supervised: list[bool] = []
+        for piece, part in zip(row, piece_ids, strict=True):
+            ids += part
+            supervised += [piece.supervised] * len(part)
+        is_text = len(row) == 1
+        if is_text and ids[: len(self._text_start)] != self._text_start:
+            ids, supervised = self._text_start + ids, [True] * len(self._text_start) + supervised
+        if ids[-1:] and ids[-1] in self._ends:
+            return Encoded(ids, supervised)
+        return Encoded([*ids, self._tokenizer.eos_token_id], [*supervised, True])
+
+
+def _text_start(tokenizer: Any) -> list[int]:
+    """BOS, where the tokenizer puts one in front of plain text."""
+    ids = tokenizer("a")["input_ids"]
+    return ids[:1] if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else []
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"chat_template {path!r} cannot be read: {cause}",
+            hint="give the path of a Jinja file, or leave chat_template out to use the tokenizer's own",
+        ) from None
+
+
+def _own_template(tokenizer: Any) -> str:
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:
+        raise DataError(
+            f"the tokenizer's chat template cannot be used: {error}",
+            hint="chat_template: path/to/template.jinja",
+        ) from None
+
+
+def _tried(template: ChatTemplate) -> ChatTemplate:
+    """The template, after it was seen to show an answer that decodes to what it should."""
+    try:
+        encoded = template.encode(_PROBE)
+    except BadRow as error:
+        raise DataError(f"{template.name} cannot be used: {error.message}", hint=error.hint) from None
+    learned = [token for token, wanted in zip(encoded.ids, encoded.supervised, strict=True) if wanted]
+    shown = template._tokenizer.decode(learned)
+    if "pong" not in "".join(shown.split()).lower():
+        raise DataError(
+            f"{template.name} cannot be used: for the answer 'pong' the model would learn {shown!r}"
+        )
+    return template
