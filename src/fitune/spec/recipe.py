@@ -9,90 +9,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError
 
 from fitune.errors import RecipeError, did_you_mean
+from fitune.spec.recipe_values import (
+    CountFloat,
+    CountInt,
+    Names,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    Size,
+    Text,
+    as_source,
+    as_sources,
+    switch_or_count,
+)
 from fitune.spec.recipe_words import ALIASES, PLANNED_TUNINGS, SWITCHES, canonical_value, read_switch
-from fitune.spec.recipe_yaml import load_yaml
-from fitune.units import parse_bytes
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads ``1e-4`` as text; people mean the number."""
-    if isinstance(value, bool):
-        raise ValueError("expected a number, found a boolean")
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError(f"expected a number, found {value!r}") from None
-    return value
-
-
-def _whole_number(value: Any) -> Any:
-    value = _number(value)
-    if isinstance(value, float):
-        if not value.is_integer():
-            raise ValueError(f"expected a whole number, found {value}")
-        return int(value)
-    return value
-
-
-def _size(value: Any) -> Any:
-    return parse_bytes(value) if isinstance(value, str) else value
-
-
-def _names(value: Any) -> Any:
-    """One name, a comma-separated text or a list."""
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return value
-
-
-def _sources(value: Any) -> Any:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
-
-
-def _source(value: Any) -> Any:
-    """``path#500`` is 500 rows of ``path``."""
-    source = {"path": value} if isinstance(value, str) else value
-    if not isinstance(source, dict) or not isinstance(source.get("path"), str):
-        return source
-    path, mark, rows = source["path"].rpartition("#")
-    if not mark or not rows.isdecimal():
-        return source
-    if source.get("sample", int(rows)) != int(rows):
-        raise ValueError(f"path asks for {rows} rows and sample for {source['sample']}")
-    return {**source, "path": path, "sample": int(rows)}
-
-
-def _switch_or_count(value: Any) -> bool | int:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in _SWITCH_WORDS:
-        return _SWITCH_WORDS[value.lower()]
-    try:
-        count = _whole_number(value)
-    except ValueError:
-        count = None
-    if type(count) is not int or count < 0:
-        raise ValueError("expected true, false or a number of blocks")
-    return count
-
-
-_SWITCH_WORDS = {"true": True, "on": True, "all": True, "false": False, "off": False, "none": False}
-
-
-PositiveInt = Annotated[int, BeforeValidator(_whole_number), Field(gt=0)]
-CountInt = Annotated[int, BeforeValidator(_whole_number), Field(ge=0)]
-PositiveFloat = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
-CountFloat = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1, allow_inf_nan=False)]
-Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
-Text = Annotated[str, Field(min_length=1)]
-Names = Annotated[list[Text], BeforeValidator(_names)]
+from fitune.spec.recipe_yaml import load_yaml, parse_value
 
 
 class _Strict(BaseModel):
@@ -111,8 +45,8 @@ class SourceRecipe(_Strict):
 
 
 Sources = Annotated[
-    list[Annotated[SourceRecipe, BeforeValidator(_source)]],
-    BeforeValidator(_sources),
+    list[Annotated[SourceRecipe, BeforeValidator(as_source)]],
+    BeforeValidator(as_sources),
 ]
 
 
@@ -167,7 +101,7 @@ class Recipe(_Strict):
     seed: CountInt = 42
 
     # to save memory
-    gradient_checkpointing: Annotated[bool | int, PlainValidator(_switch_or_count)] | None = None
+    gradient_checkpointing: Annotated[bool | int, PlainValidator(switch_or_count)] | None = None
     loss: Literal["plain", "chunked"] | None = None
     loss_chunk_tokens: PositiveInt | None = None
     attn_implementation: Literal["flash", "sdpa", "eager"] | None = None
@@ -208,6 +142,11 @@ def parse_recipe(wanted: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
         raise RecipeError(
             f"{where}: no model is named",
             hint="model: meta-llama/Llama-3.1-8B, or --model on the command line",
+        )
+    if wanted.get("tuning") in PLANNED_TUNINGS:
+        raise RecipeError(
+            f"{where}: tuning = {wanted['tuning']!r} is known but not available in this version",
+            hint="tuning: lora",
         )
     try:
         return Recipe.model_validate(dict(wanted))
@@ -253,7 +192,7 @@ def _apply_setting(wanted: dict[str, Any], setting: str) -> None:
     value = parse_value(text, where=f"--set {setting}")
     if rest:
         name = ALIASES.get(head, head)
-        inside = _sources(wanted.get(name)) if name in ("data", "eval_data") else wanted.get(name)
+        inside = as_sources(wanted.get(name)) if name in ("data", "eval_data") else wanted.get(name)
         value = _set_inside(inside, rest, value, setting)
     wanted.update(canonical_keys({head: value}, where=f"--set {setting}"))
 
@@ -289,12 +228,11 @@ def _describe_one(item: Any, *, where: str) -> str:
     if item["type"] == "extra_forbidden":  # top-level keys were checked before: this is inside a source
         close = did_you_mean(str(item["loc"][-1]), [*SourceRecipe.model_fields])
         return f"{where}: unknown key {path}" + (f"; {close}" if close else "")
-    if path == "tuning" and item["input"] in PLANNED_TUNINGS:
-        return f"{where}: tuning = {item['input']!r} is known but not available in this version; try lora"
     return f"{where}: {path} = {item['input']!r}: {item['msg'].removeprefix('Value error, ')}"
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """YAML of the settings that differ from the defaults, in the order of the Recipe."""
     data = recipe.model_dump(exclude_defaults=True)
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    return text

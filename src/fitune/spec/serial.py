@@ -54,7 +54,9 @@ def _build(hint: Any, data: Any, *, path: str) -> Any:
         return _build_tuple(args, data, path=path)
     if origin is dict:
         _require(isinstance(data, dict), path, "an object", data)
-        return {_build(args[0], k, path=path): _build(args[1], v, path=f"{path}.{k}") for k, v in data.items()}
+        return {
+            _build(args[0], k, path=path): _build(args[1], v, path=f"{path}.{k}") for k, v in data.items()
+        }
     if dataclasses.is_dataclass(hint):
         return _build_dataclass(hint, data, path=path)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -86,13 +88,17 @@ def _build_tuple(args: tuple[Any, ...], data: Any, *, path: str) -> tuple[Any, .
     if len(args) == 2 and args[1] is Ellipsis:
         return tuple(_build(args[0], item, path=f"{path}[{i}]") for i, item in enumerate(data))
     _require(len(data) == len(args), path, f"{len(args)} items", data)
-    return tuple(_build(arg, item, path=f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, data, strict=True)))
+    return tuple(
+        _build(arg, item, path=f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, data, strict=True))
+    )
 
 
 def _build_dataclass(cls: Any, data: Any, *, path: str) -> Any:
     _require(isinstance(data, dict), path, "an object", data)
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
+    if "kind" in data and "kind" not in fields:
+        _require(data["kind"] == cls.__name__, f"{path}.kind", repr(cls.__name__), data["kind"])
     unknown = set(data) - set(fields) - {"kind"}
     if unknown:
         raise ValueError(f"{path}: unknown key {sorted(unknown)[0]!r}")
@@ -102,7 +108,9 @@ def _build_dataclass(cls: Any, data: Any, *, path: str) -> Any:
     ]
     if missing:
         raise ValueError(f"{path}: missing key {missing[0]!r}")
-    return cls(**{name: _build(hints[name], data[name], path=f"{path}.{name}") for name in fields if name in data})
+    return cls(
+        **{name: _build(hints[name], data[name], path=f"{path}.{name}") for name in fields if name in data}
+    )
 
 
 def _require(condition: bool, path: str, expected: str, data: Any) -> None:

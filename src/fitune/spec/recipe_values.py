@@ -1,0 +1,78 @@
+"""How values are written: ``1e-4`` as text, ``128GiB``, a list or a comma-separated text."""
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from fitune.units import parse_bytes
+
+
+def number(value: Any) -> Any:
+    """YAML 1.1 reads ``1e-4`` as text; people mean the number."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number, found a boolean")
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError(f"expected a number, found {value!r}") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    return value
+
+
+def whole_number(value: Any) -> Any:
+    value = number(value)
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise ValueError(f"expected a whole number, found {value}")
+        return int(value)
+    return value
+
+
+def as_size(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def as_names(value: Any) -> Any:
+    """One name, a comma-separated text or a list."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+def as_sources(value: Any) -> Any:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def as_source(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+def switch_or_count(value: Any) -> bool | int:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in _SWITCH_WORDS:
+        return _SWITCH_WORDS[value.lower()]
+    try:
+        count = whole_number(value)
+    except ValueError:
+        count = None
+    if type(count) is not int or count < 0:
+        raise ValueError("expected true, false or a number of blocks")
+    return count
+
+
+_SWITCH_WORDS = {"true": True, "on": True, "all": True, "false": False, "off": False, "none": False}
+
+PositiveInt = Annotated[int, BeforeValidator(whole_number), Field(gt=0)]
+CountInt = Annotated[int, BeforeValidator(whole_number), Field(ge=0)]
+PositiveFloat = Annotated[float, BeforeValidator(number), Field(gt=0)]
+CountFloat = Annotated[float, BeforeValidator(number), Field(ge=0)]
+Share = Annotated[float, BeforeValidator(number), Field(ge=0, lt=1)]
+Size = Annotated[int, BeforeValidator(as_size), Field(gt=0)]
+Text = Annotated[str, Field(min_length=1)]
+Names = Annotated[list[Text], BeforeValidator(as_names)]

@@ -1,0 +1,180 @@
+"""What a machine has, from what its driver and kernel print; torch is never asked."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fitune.errors import HardwareError
+from fitune.measure import hardware as detection
+from fitune.measure.hardware import describe_found, describe_hardware, detect_hardware, resolve_hardware
+from fitune.measure.host import cpu_cores, free_disk_bytes, host_memory_bytes, memory_limits
+from fitune.measure.nvidia import FoundGpu, parse_nvidia_smi, visible_gpus
+from fitune.spec.gpus import find_gpu, hardware_for
+from fitune.units import GIB, MIB
+
+TWO_A100 = """\
+0, GPU-5f1d0b0e-2c43-9d0a-7f2f-0a4d0a3c1a01, NVIDIA A100-SXM4-80GB, 81920, 8.0
+1, GPU-77aa1c9e-0d5b-4be2-1c6a-3b9d6c2f4b02, NVIDIA A100-SXM4-80GB, 81920, 8.0
+"""
+MIXED = """\
+0, GPU-11111111-aaaa-bbbb-cccc-000000000000, NVIDIA GeForce RTX 4090, 24564, 8.9
+1, GPU-22222222-aaaa-bbbb-cccc-000000000000, NVIDIA GeForce RTX 3060, 12288, 8.6
+"""
+
+
+def found(text: str) -> tuple[FoundGpu, ...]:
+    return parse_nvidia_smi(text)
+
+
+def machine_with(monkeypatch: pytest.MonkeyPatch, text: str, visible: str | None = None) -> None:
+    monkeypatch.setattr(detection, "query_gpus", lambda: parse_nvidia_smi(text))
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+def test_lines_of_nvidia_smi() -> None:
+    first, second = found(TWO_A100)
+    assert (first.index, first.name, first.capability) == (0, "NVIDIA A100-SXM4-80GB", (8, 0))
+    assert first.memory_bytes == 81920 * MIB
+    assert second.uuid.startswith("GPU-77aa")
+    assert found("") == ()
+
+
+@pytest.mark.parametrize(
+    "line", ["0, GPU-1, NVIDIA GB10, [N/A], 12.1", "0, GPU-1, NVIDIA A100", "No devices were found"]
+)
+def test_a_line_that_says_less_is_refused(line: str) -> None:
+    with pytest.raises(HardwareError, match="fitune cannot describe") as caught:
+        found(line)
+    assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        (None, [0, 1]),
+        ("1", [1]),
+        ("1,0", [1, 0]),
+        ("", []),
+        ("-1", []),
+        ("0,7,1", [0]),
+        ("0,0", [0]),
+        ("GPU-77aa", [1]),
+        (" 1 , 0 ", [1, 0]),
+    ],
+)
+def test_cuda_visible_devices(visible: str | None, indices: list[int]) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert [gpu.index for gpu in visible_gpus(found(TWO_A100), environment)] == indices
+
+
+def test_a_slice_of_a_gpu_is_refused() -> None:
+    with pytest.raises(HardwareError, match="MIG"):
+        visible_gpus(found(TWO_A100), {"CUDA_VISIBLE_DEVICES": "MIG-1234"})
+
+
+def test_a_known_device_has_the_tables_rates_and_its_own_memory() -> None:
+    gpu = describe_found(found("0, GPU-1, NVIDIA GeForce RTX 4090, 24217, 8.9")[0])
+    assert (gpu.name, gpu.memory_bytes) == ("rtx-4090", 24217 * MIB)
+    assert gpu.fp16_flops == find_gpu("rtx-4090").fp16_flops
+
+
+def test_a_name_without_its_size_is_settled_by_the_memory() -> None:
+    assert describe_found(found("0, GPU-1, Tesla V100-SXM2, 32510, 7.0")[0]).name == "v100-32gb"
+    assert describe_found(found("0, GPU-1, NVIDIA A100, 40536, 8.0")[0]).name == "a100-40gb"
+
+
+def test_an_unknown_device_still_works() -> None:
+    gpu = describe_found(found("0, GPU-1, NVIDIA GeForce RTX 3060, 12288, 8.6")[0])
+    assert (gpu.name, gpu.memory_bytes, gpu.has_bf16) == ("NVIDIA GeForce RTX 3060", 12288 * MIB, True)
+
+
+def test_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine_with(monkeypatch, TWO_A100)
+    hardware = detect_hardware(path=tmp_path)
+    assert (hardware.gpu.name, hardware.gpus_per_node, hardware.nodes) == ("a100-80gb", 2, 1)
+    assert hardware.host_memory_bytes > 0
+    assert hardware.cpu_cores >= 1
+    assert hardware.nvme_bytes > 0
+    assert describe_hardware(hardware).startswith(
+        "2 × a100-80gb, 80.00 GiB each, 312 TFLOP/s fp16, 2,039 GB/s\nhost: "
+    )
+
+
+def test_gpus_that_differ_must_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with(monkeypatch, MIXED)
+    with pytest.raises(HardwareError, match=r"0: NVIDIA GeForce RTX 4090, 1: NVIDIA GeForce RTX 3060"):
+        detect_hardware()
+    machine_with(monkeypatch, MIXED, visible="0")
+    assert detect_hardware().gpu.name == "rtx-4090"
+
+
+def test_a_machine_without_gpus_is_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with(monkeypatch, "")
+    hardware = detect_hardware()
+    assert hardware.gpu.is_cpu
+    assert hardware.gpu.memory_bytes == hardware.host_memory_bytes
+    assert describe_hardware(hardware).startswith(f"{hardware.cpu_cores} cores of cpu, ")
+
+
+def test_a_named_gpu_needs_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection, "query_gpus", lambda: pytest.fail("the driver was asked"))
+    hardware = resolve_hardware(gpu="V100 32GB", gpus=8, nodes=2, host_memory_bytes=128 * GIB)
+    assert (hardware.gpu.name, hardware.num_gpus, hardware.host_memory_bytes) == ("v100-32gb", 16, 128 * GIB)
+    assert describe_hardware(hardware) == (
+        "2 nodes of 8 × v100-32gb, 32.00 GiB each, 125 TFLOP/s fp16, 900 GB/s, no bf16, no FlashAttention-2\n"
+        "host: 128.00 GiB host memory"
+    )
+    assert resolve_hardware(gpu="cpu", host_memory_bytes=4 * GIB).gpu.memory_bytes == 4 * GIB
+
+
+def test_this_machine_has_only_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with(monkeypatch, TWO_A100)
+    assert resolve_hardware(gpus=1).num_gpus == 1
+    assert resolve_hardware(gpus=2).num_gpus == 2
+    with pytest.raises(HardwareError, match="gpus = 3, but this machine has 2 × a100-80gb"):
+        resolve_hardware(gpus=3)
+
+
+def test_one_line_when_the_host_is_unknown() -> None:
+    assert describe_hardware(hardware_for(gpu=find_gpu("t4"))) == (
+        "1 × t4, 15.00 GiB, 65 TFLOP/s fp16, 300 GB/s, no bf16, no FlashAttention-2"
+    )
+
+
+def test_limits_of_a_container(tmp_path: Path) -> None:
+    """Version 2: the process's own group and every group above it; version 1: the memory controller's."""
+    (tmp_path / "pod" / "job").mkdir(parents=True)
+    (tmp_path / "pod" / "job" / "memory.max").write_text("max\n")
+    (tmp_path / "pod" / "memory.max").write_text(f"{2 * GIB}\n")
+    assert memory_limits(tmp_path, "0::/pod/job\n") == [2 * GIB]
+    assert host_memory_bytes(cgroup=tmp_path, membership="0::/pod/job\n") == 2 * GIB
+    (tmp_path / "memory" / "job").mkdir(parents=True)
+    (tmp_path / "memory" / "job" / "memory.limit_in_bytes").write_text(f"{GIB}\n")
+    assert memory_limits(tmp_path, "9:cpu:/pod\n4:memory:/job\n0::/\n") == [GIB]
+    assert memory_limits(tmp_path, "") == []
+
+
+def test_cores_of_a_container(tmp_path: Path) -> None:
+    unlimited = cpu_cores(cgroup=tmp_path)
+    assert unlimited >= 1
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert cpu_cores(cgroup=tmp_path) == 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cpu_cores(cgroup=tmp_path) == unlimited
+
+
+def test_free_disk_of_a_folder_to_be(tmp_path: Path) -> None:
+    assert free_disk_bytes(tmp_path / "not" / "yet") > 0
+
+
+def test_detection_does_not_import_torch() -> None:
+    program = (
+        "import sys; from fitune.measure.hardware import detect_hardware, describe_hardware;"
+        "detect_hardware(use_gpus=False); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

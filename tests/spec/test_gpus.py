@@ -1,0 +1,112 @@
+"""The table of devices: spellings, what a device cannot do, figures that belong together."""
+
+import pytest
+
+from fitune.errors import HardwareError
+from fitune.spec.gpus import CARDS, cpu_gpu, find_gpu, gpu_names, hardware_for, similar_gpu
+from fitune.units import GIB, MIB
+
+SPELLINGS = {
+    "rtx-4090": ["RTX4090", "rtx 4090", "rtx_4090", "4090", "NVIDIA GeForce RTX 4090", "RTX 4090 24GB"],
+    "rtx-3090": ["3090", "GeForce RTX 3090"],
+    "rtx-5090": ["NVIDIA GeForce RTX 5090", "5090"],
+    "v100-32gb": ["V100 32GB", "v100-32g", "Tesla V100-SXM2-32GB", "NVIDIA V100-PCIE-32GB"],
+    "v100-16gb": ["Tesla V100-SXM2-16GB", "v100_16gb"],
+    "a100-80gb": ["A100 80GB", "a100-80g", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"],
+    "a100-40gb": ["NVIDIA A100-PCIE-40GB", "A100-40GB"],
+    "h100": ["H100", "NVIDIA H100 80GB HBM3", "h100-sxm", "H100 SXM5 80 GB", "h100-80gb"],
+    "h100-pcie": ["NVIDIA H100 PCIe", "H100-PCIE-80GB"],
+    "h200": ["NVIDIA H200", "H200 141GB"],
+    "b200": ["NVIDIA B200"],
+    "t4": ["Tesla T4", "NVIDIA T4"],
+    "l4": ["NVIDIA L4"],
+    "l40s": ["NVIDIA L40S"],
+    "a10g": ["NVIDIA A10G"],
+    "rtx-a6000": ["NVIDIA RTX A6000", "a6000"],
+}
+
+
+@pytest.mark.parametrize(("name", "spelled"), [(name, s) for name, all_ in SPELLINGS.items() for s in all_])
+def test_spellings(name: str, spelled: str) -> None:
+    assert find_gpu(spelled).name == name
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_a_canonical_name_is_itself(name: str) -> None:
+    assert find_gpu(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("v100", "v100-16gb or v100-32gb"),
+        ("NVIDIA A100", "a100-40gb or a100-80gb"),
+        ("rtx-4090-48gb", "4090 comes with 24 GB"),
+        ("rtx-4091", "did you mean 'rtx-4090'?"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "is not known; known are t4"),
+        ("gtx-1080", "is not known"),
+        ("", "is not known"),
+    ],
+)
+def test_what_is_not_one_device_is_refused(name: str, words: str) -> None:
+    with pytest.raises(HardwareError) as caught:
+        find_gpu(name)
+    assert words in str(caught.value)
+
+
+def test_what_devices_cannot_do() -> None:
+    old = {card.gpu.name for card in CARDS if not card.gpu.has_bf16}
+    assert old == {"t4", "v100-16gb", "v100-32gb"}
+    assert old == {card.gpu.name for card in CARDS if not card.gpu.has_flash_attention}
+
+
+def test_dense_rates_of_the_datasheets() -> None:
+    """Dense, fp32 accumulate: memory.md's list."""
+    rates = {"a100-80gb": 312, "h100": 989, "h200": 989, "v100-32gb": 125, "rtx-3090": 71, "rtx-4090": 165}
+    for name, tflops in rates.items():
+        assert round(find_gpu(name).fp16_flops / 1e12 - 0.2) == tflops
+
+
+def test_memory_is_what_the_driver_reports() -> None:
+    assert find_gpu("rtx-4090").memory_bytes == 24_564 * MIB
+    assert find_gpu("h100").memory_bytes == 81_559 * MIB
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.gpu.name)
+def test_figures_belong_together(card) -> None:
+    gpu = card.gpu
+    assert 0.89 < gpu.memory_bytes / (card.advertised_gb * GIB) <= 1.0
+    assert gpu.bf16_flops in (0.0, gpu.fp16_flops)
+    assert 1.9 < gpu.fp16_flops / gpu.fp32_flops < 31
+    assert gpu.host_bandwidth <= gpu.link_bandwidth < gpu.bandwidth
+    assert len(gpu.source) > 20
+    assert not gpu.is_cpu
+
+
+def test_a_device_outside_the_table_keeps_its_memory_and_gets_the_rates_of_its_kin() -> None:
+    found = similar_gpu("NVIDIA GeForce RTX 3060", memory_bytes=12 * GIB, capability=(8, 6))
+    assert (found.memory_bytes, found.capability) == (12 * GIB, (8, 6))
+    assert found.fp16_flops == find_gpu("rtx-3080").fp16_flops
+    assert "rtx-3080" in found.source
+    newest = similar_gpu("NVIDIA Next", memory_bytes=GIB, capability=(13, 0))
+    assert newest.fp16_flops == find_gpu("rtx-5090").fp16_flops
+    with pytest.raises(HardwareError, match=r"compute capability 6\.1"):
+        similar_gpu("NVIDIA GeForce GTX 1080", memory_bytes=8 * GIB, capability=(6, 1))
+
+
+def test_the_cpu_as_a_device() -> None:
+    cpu = cpu_gpu(memory_bytes=16 * GIB, cores=4)
+    assert cpu.is_cpu
+    assert cpu.has_bf16
+    assert not cpu.has_flash_attention
+    assert cpu.fp32_flops == 4 * 40e9 > cpu.bf16_flops > 0
+    assert cpu_gpu(memory_bytes=GIB, cores=64).bandwidth == cpu.bandwidth
+
+
+def test_hardware_counts_gpus_per_node() -> None:
+    hardware = hardware_for(gpu=find_gpu("h100"), gpus=8, nodes=4, host_memory_bytes=2**40)
+    assert hardware.num_gpus == 32
+    assert hardware.internode_bandwidth > 0
+    assert hardware_for(gpu=find_gpu("h100")).internode_bandwidth == 0
+    with pytest.raises(HardwareError, match="gpus = 0 must be at least 1"):
+        hardware_for(gpu=find_gpu("h100"), gpus=0)

@@ -1,0 +1,285 @@
+"""From a config.json to a ModelSpec: what is read, where it is looked for, what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.errors import ModelError, RecipeError
+from fitune.spec import model_config
+from fitune.spec.families import FAMILIES
+from fitune.spec.model_config import load_model_spec, spec_from_config
+from fitune.spec.model_table import find_known_model, known_model_names
+from fitune.spec.parameters import resolve_targets
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 160,
+    "max_position_embeddings": 64,
+}
+FALCON_7B = find_known_model("falcon-7b").config
+MOE = find_known_model("qwen3-30b-a3b").config
+
+
+def write_config(folder: Path, config: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return folder
+
+
+def test_the_table_is_large_and_every_entry_reads() -> None:
+    names = known_model_names()
+    assert len(names) >= 90
+    for name in names:
+        assert load_model_spec(name).name == name
+    families = {find_known_model(name).config["model_type"] for name in names}
+    assert families == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        ("llama-2-7b", "meta-llama/Llama-2-7b-hf"),
+        ("llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
+        ("llama-3.1-8b", "meta-llama/Llama-3.1-8B"),
+        ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("META-LLAMA/llama-3.1-8b", "meta-llama/Llama-3.1-8B"),
+        ("qwen3-8b", "Qwen/Qwen3-8B"),
+        ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
+        ("mistral-7b", "mistralai/Mistral-7B-v0.1"),
+        ("falcon-180b", "tiiuae/falcon-180B"),
+        ("gemma-3-4b", "google/gemma-3-4b-pt"),
+        ("tinyllama", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
+        ("gpt2", "gpt2"),
+    ],
+)
+def test_short_names(short: str, name: str) -> None:
+    assert load_model_spec(short).name == name
+
+
+def test_falcon_shapes() -> None:
+    small, large = load_model_spec("falcon-7b"), load_model_spec("falcon-40b")
+    assert (small.num_kv_heads, small.norms_per_block, small.parallel_blocks) == (1, 1, True)
+    assert (large.num_kv_heads, large.norms_per_block, large.parallel_blocks) == (8, 2, True)
+    assert small.linears[0].out_features == 4544 + 2 * 64
+
+
+def test_sliding_windows() -> None:
+    assert load_model_spec("mistralai/Mistral-7B-v0.1").sliding_window == 4096
+    assert load_model_spec("mistralai/Mistral-7B-v0.3").sliding_window == 0
+    assert load_model_spec("gemma-3-27b").sliding_window == 1024
+    qwen = {**find_known_model("qwen2.5-7b").config, "sliding_window": 131072}
+    assert spec_from_config(qwen, name="qwen").sliding_window == 0
+
+
+def test_gemma3_is_its_text_part() -> None:
+    """google/gemma-3-4b-pt as it is on the Hub: what equals the class's defaults is left out."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    whole = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
+    assert spec_from_config(whole, name="google/gemma-3-4b-pt") == load_model_spec("google/gemma-3-4b-pt")
+
+
+def test_experts_are_not_adaptable() -> None:
+    spec = load_model_spec("qwen3-30b-a3b")
+    assert spec.adaptable_names == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert spec.intermediate_size == 768
+    with pytest.raises(RecipeError, match="'down_proj' is a fused parameter in transformers"):
+        resolve_targets(spec, ["down_proj"])
+
+
+def test_targets() -> None:
+    spec = load_model_spec("llama-3.1-8b")
+    assert resolve_targets(spec, ["all"]) == resolve_targets(spec, ["all-linear"]) == spec.adaptable_names
+    assert resolve_targets(spec, ["v_proj", "q_proj", "v_proj"]) == ("q_proj", "v_proj")
+    with pytest.raises(RecipeError, match="did you mean 'q_proj'") as caught:
+        resolve_targets(spec, ["q_prj"])
+    assert "gate_proj, up_proj, down_proj" in str(caught.value)
+    with pytest.raises(RecipeError, match="lora_target_modules is empty"):
+        resolve_targets(spec, [])
+
+
+def test_a_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path / "gpt2", LLAMA)
+    spec = load_model_spec("gpt2")
+    assert (spec.name, spec.model_type, spec.dtype) == ("gpt2", "llama", "float32")
+    assert load_model_spec(str(tmp_path / "gpt2")).num_kv_heads == 4
+
+
+def test_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of a Hugging Face cache, written by hand."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--llama-mine"
+    write_config(repository / "snapshots" / ("a" * 40), LLAMA)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    assert load_model_spec("someone/llama-mine", offline=True).hidden_size == 64
+
+
+def test_offline_names_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="not in the Hugging Face cache, and the Hub is switched off"):
+        load_model_spec("someone/unheard-of")
+
+
+def test_a_hub_that_does_not_answer_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(ModelError, match=r"http://127.0.0.1:1 does not answer"):
+        load_model_spec("someone/unheard-of", offline=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("llama-3.1-9b", "did you mean 'llama-3.1-8b'?"),
+        ("meta-llama/Llama-3.1-8B-Instrukt", "did you mean 'meta-llama/Llama-3.1-8B-Instruct'?"),
+        ("zzz", "a Hub name"),
+        ("", "has no config.json"),
+        ("./nowhere", "no such folder"),
+        ("../../etc/passwd", "no such folder"),
+        ("https://example.com/model", "is not known"),
+    ],
+)
+def test_unknown_models(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        load_model_spec(name, offline=True)
+    assert words in str(caught.value)
+
+
+def test_folders_that_are_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"the folder has no config\.json"):
+        load_model_spec(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="is an adapter, not a model"):
+        load_model_spec(str(tmp_path))
+    with pytest.raises(ModelError, match="is a file"):
+        load_model_spec(str(tmp_path / "adapter_config.json"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", "expected an object, found list"),
+        ("{}", "model_type is missing"),
+        ('{"model_type": "bert"}', "model_type = 'bert' is not supported"),
+        ('{"model_type": 7}', "model_type = 7 is not supported"),
+        ('{"model_type": "gemma3"}', "text_config = None must be the config of the language model"),
+    ],
+)
+def test_a_config_that_is_none(tmp_path: Path, text: str, words: str) -> None:
+    folder = write_config(tmp_path / "model", text)
+    with pytest.raises(ModelError) as caught:
+        load_model_spec(str(folder))
+    assert words in str(caught.value)
+    assert str(folder / "config.json") in str(caught.value)
+
+
+def test_an_unsupported_architecture_names_the_supported() -> None:
+    with pytest.raises(ModelError) as caught:
+        spec_from_config({"model_type": "mamba"}, name="m")
+    assert all(family in str(caught.value) for family in (*FAMILIES, "gemma3"))
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "words"),
+    [
+        (LLAMA, {"hidden_size": None}, "hidden_size is missing"),
+        (LLAMA, {"hidden_size": 0}, "hidden_size = 0 must be a whole number of at least 1"),
+        (LLAMA, {"num_hidden_layers": -2}, "num_hidden_layers = -2 must be"),
+        (LLAMA, {"vocab_size": "160"}, "vocab_size = '160' must be"),
+        (LLAMA, {"vocab_size": True}, "vocab_size = True must be"),
+        (LLAMA, {"intermediate_size": 96.5}, "intermediate_size = 96.5 must be"),
+        (LLAMA, {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
+        (
+            LLAMA,
+            {"num_key_value_heads": 3},
+            "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3",
+        ),
+        (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes' must be true or false"),
+        (LLAMA, {"torch_dtype": "int8"}, "torch_dtype = 'int8' is not supported"),
+        (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "is no causal language model"),
+        (LLAMA, {"architectures": "LlamaForCausalLM"}, "must be a list of names"),
+        (LLAMA, {"is_encoder_decoder": True}, "decoder-only"),
+        (LLAMA, {"quantization_config": {"bits": 4}}, "already quantised"),
+        (
+            LLAMA,
+            {"auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}},
+            "brings its own model code",
+        ),
+        (LLAMA, {"auto_map": "modeling_llama"}, "brings its own model code"),
+        (LLAMA, {"trust_remote_code": True}, "is not for the model itself to say"),
+        (
+            FALCON_7B,
+            {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}},
+            "brings its own model code",
+        ),
+        (FALCON_7B, {"alibi": True}, "alibi = True is not supported"),
+        (FALCON_7B, {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2 must be 1 or 2"),
+        (FALCON_7B, {"num_attention_heads": 70}, "hidden_size = 4544 is not a multiple"),
+        (MOE, {"num_experts": None}, "num_local_experts is missing"),
+        (MOE, {"num_experts_per_tok": 129}, "num_experts_per_tok = 129 is more than the 128 experts"),
+        (MOE, {"mlp_only_layers": [0]}, "mixes dense and sparse blocks"),
+        (MOE, {"decoder_sparse_step": 2}, "mixes dense and sparse blocks"),
+    ],
+)
+def test_an_impossible_field_is_named(config: dict[str, Any], change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        spec_from_config({**config, **change}, name="mine")
+    assert words in str(caught.value)
+    assert "config.json of mine" in str(caught.value)
+
+
+def test_remote_code_that_transformers_adopted_is_not_run_and_not_refused() -> None:
+    """tiiuae/falcon-7b still carries its auto_map; transformers has the class of that name."""
+    remote = {
+        "AutoConfig": "configuration_falcon.FalconConfig",
+        "AutoModelForCausalLM": "modeling_falcon.FalconForCausalLM",
+    }
+    config = {**FALCON_7B, "architectures": ["FalconForCausalLM"], "auto_map": remote}
+    assert spec_from_config(config, name="tiiuae/falcon-7b") == load_model_spec("tiiuae/falcon-7b")
+
+
+def test_the_table_needs_no_heavy_library() -> None:
+    program = (
+        "import sys; from fitune.spec.model_config import load_model_spec; load_model_spec('llama-3.1-8b');"
+        "heavy = {'torch', 'transformers', 'huggingface_hub', 'numpy', 'pydantic'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_gated_and_missing_models_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's answers, without the Hub: huggingface_hub raises what the status codes mean."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def answer(kind: type[Exception]) -> Any:
+        def download(*_: Any, **__: Any) -> str:
+            raise kind.__new__(kind)
+
+        return download
+
+    monkeypatch.setattr(model_config, "_answers", lambda url: True)
+    for kind, words in (
+        (errors.GatedRepoError, "is gated"),
+        (errors.RepositoryNotFoundError, "the Hub has no such model"),
+        (ConnectionError, "could not be downloaded"),
+    ):
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", answer(kind))
+        with pytest.raises(ModelError, match=words):
+            load_model_spec("someone/unheard-of", offline=False)

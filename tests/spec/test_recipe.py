@@ -1,0 +1,257 @@
+"""A recipe says what is wanted in anybody's words, and refuses what it does not understand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.errors import RecipeError
+from fitune.spec.recipe import Recipe, SourceRecipe, dump_recipe, read_recipe
+
+ALIASES = {
+    # canonical name -> (value, what is read, every name other frameworks use)
+    "model": ("gpt2", "gpt2", ["base_model", "model_name_or_path", "model_name"]),
+    "tuning": ("lora", "lora", ["finetuning_type", "adapter", "train_type", "tuner_type"]),
+    "learning_rate": (1e-4, 1e-4, ["lr"]),
+    "micro_batch_size": (4, 4, ["per_device_train_batch_size", "batch_size"]),
+    "gradient_accumulation_steps": (8, 8, []),
+    "global_batch_size": (64, 64, []),
+    "seq_len": (
+        512,
+        512,
+        ["max_length", "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "context_length"],
+    ),
+    "lora_r": (8, 8, ["lora_rank"]),
+    "lora_alpha": (32, 32, []),
+    "lora_dropout": (0.1, 0.1, []),
+    "lora_target_modules": ("q_proj,v_proj", ["q_proj", "v_proj"], ["lora_target", "target_modules"]),
+    "num_epochs": (3, 3.0, ["num_train_epochs", "epochs"]),
+    "gradient_checkpointing": (True, True, ["recompute", "enable_activation_checkpointing"]),
+    "attn_implementation": (
+        "flash_attention_2",
+        "flash",
+        ["flash_attn", "attn_impl", "attention_implementation"],
+    ),
+    "output_dir": ("out", "out", ["out_dir", "output_directory"]),
+    "resume": (True, True, ["resume_from_checkpoint"]),
+    "report_to": ("tensorboard", ["tensorboard"], ["logger", "tracker", "log_to"]),
+    "val_fraction": (
+        0.1,
+        0.1,
+        ["val_size", "val_set_size", "validation_size", "split_dataset_ratio"],
+    ),
+}
+EVERY_NAME = [(name, spelled) for name, (_, _, others) in ALIASES.items() for spelled in (name, *others)]
+
+
+def recipe_of(tmp_path: Path, text: str, *settings: str) -> Recipe:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return read_recipe(path, settings=settings)
+
+
+def refusal(tmp_path: Path, text: str, *settings: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        recipe_of(tmp_path, text, *settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "spelled"), EVERY_NAME)
+def test_every_alias_is_the_canonical_setting(name: str, spelled: str) -> None:
+    value, expected, _ = ALIASES[name]
+    recipe = read_recipe(
+        None, options={"model": "gpt2", spelled: value} if name != "model" else {spelled: value}
+    )
+    assert getattr(recipe, name) == expected
+    assert name in dump_recipe(recipe)
+
+
+def test_the_defaults_leave_the_planner_its_choices() -> None:
+    recipe = read_recipe(None, options={"model": "gpt2"})
+    left_open = {name for name in Recipe.model_fields if getattr(recipe, name) is None}
+    assert {"tuning", "precision", "micro_batch_size", "gradient_checkpointing", "loss"} <= left_open
+    assert recipe.lora_dropout == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: gpt2\nlerning_rate: 1", ["unknown key 'lerning_rate'", "did you mean 'learning_rate'?"]),
+        ("model: gpt2\nmodel: gpt3", ["recipe.yaml:2", "duplicate key 'model'"]),
+        ("model: gpt2\ndata: [{path: a, wieght: 2}]", ["data.0.wieght", "did you mean 'weight'?"]),
+        ("model: gpt2\ndata: {path: a, path: b}", ["recipe.yaml:2", "duplicate key 'path'"]),
+        ("model: !!python/object/apply:os.system [ls]", ["recipe.yaml:1", "python/object/apply"]),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nmodel: *b", ["recipe.yaml:2", "aliases (*name) are not allowed"]),
+        ("model: gpt2\n? [a, b]\n: c", ["recipe.yaml:2", "is no key"]),
+        ("model: gpt2\nlearning_rate: .nan", ["learning_rate = nan", "finite"]),
+        ("model: gpt2\nlearning_rate: nan", ["learning_rate = 'nan'", "finite"]),
+        ("model: gpt2\nlearning_rate: .inf", ["learning_rate = inf", "finite"]),
+        ("model: gpt2\nlearning_rate: -1e-4", ["learning_rate = '-1e-4'", "greater than 0"]),
+        ("model: gpt2\nlearning_rate: fast", ["learning_rate = 'fast'", "expected a number"]),
+        ("model: gpt2\nlearning_rate: true", ["learning_rate = True", "expected a number"]),
+        ("model: gpt2\nseq_len: 0", ["seq_len = 0", "greater than 0"]),
+        ("model: gpt2\nseq_len: .nan", ["seq_len = nan", "finite"]),
+        ("model: gpt2\nlora_r: 1.5", ["lora_r = 1.5", "whole number"]),
+        ("model: gpt2\nseq_len: auto", ["seq_len = 'auto'", "expected a number"]),
+        ("model: gpt2\nval_fraction: 100", ["val_fraction = 100", "less than 1"]),
+        ("model: gpt2\nhost_memory: lots", ["host_memory = 'lots'", "is not a size"]),
+        ("model: gpt2\ntuning: lroa", ["tuning = 'lroa'", "'full' or 'lora'"]),
+        ("model: gpt2\ngradient_checkpointing: maybe", ["gradient_checkpointing = 'maybe'", "number of blocks"]),
+        ("model: gpt2\ngradient_checkpointing: -2", ["gradient_checkpointing = -2", "number of blocks"]),
+        ("model: gpt2\nbf16: yes please", ["bf16 = 'yes please'", "expected true or false"]),
+        ("model: gpt2\nload_in_4bit: 8", ["load_in_4bit = 8", "expected true or false"]),
+        ("model: gpt2\nquantization_bit: 8", ["quantization_bit = 8", "expected 4"]),
+        ("model: ''", ["model = ''", "at least 1 character"]),
+        ("tuning: lora", ["no model is named", "--model"]),
+        ("- model", ["`key: value` lines", "found list"]),
+        ("", ["`key: value` lines", "found NoneType"]),
+        ("model: [gpt2", ["recipe.yaml:1"]),
+        ("model: a\n---\nmodel: b", ["recipe.yaml"]),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    message = refusal(tmp_path, text)
+    for word in words:
+        assert word in message
+
+
+def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
+    assert "nested too deeply" in refusal(tmp_path, "model: " + "[" * 1000)
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no such recipe file"):
+        read_recipe(tmp_path / "none.yaml")
+    (tmp_path / "image.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        read_recipe(tmp_path / "image.yaml")
+
+
+def test_two_names_for_one_setting_must_agree(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "model: gpt2\nlr: 1e-4\nlearning_rate: 2e-4")
+    assert "'lr' and 'learning_rate' both set learning_rate" in message
+    assert "'1e-4' and '2e-4'" in message
+    recipe = recipe_of(tmp_path, "model: gpt2\nflash_attn: fa2\nattn_impl: flash_attention_2\n")
+    assert recipe.attn_implementation == "flash"
+
+
+def test_numbers_written_as_text_are_numbers(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "model: gpt2\nlearning_rate: 1e-4\nseq_len: '1024'\nhost_memory: 128GiB")
+    assert (recipe.learning_rate, recipe.seq_len) == (1e-4, 1024)
+    assert recipe.host_memory == 128 * 1024**3
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "value"),
+    [
+        ("bf16: true", "precision", "bf16-master"),
+        ("bf16: 'True'", "precision", "bf16-master"),
+        ("bf16: false\nfp16: true", "precision", "fp16"),
+        ("bf16: auto", "precision", None),
+        ("pure_bf16: true", "precision", "bf16"),
+        ("torch_dtype: bfloat16", "precision", "bf16"),
+        ("precision: 32", "precision", "fp32"),
+        ("optim: adamw_torch_fused", "optimizer", "adamw"),
+        ("flash_attn: true", "attn_implementation", "flash"),
+        ("lr_scheduler_type: constant_with_warmup", "lr_scheduler", "constant"),
+        ("tuning: LoRA", "tuning", "lora"),
+        ("load_in_4bit: false", "tuning", None),
+        ("gradient_checkpointing: 12", "gradient_checkpointing", 12),
+        ("gradient_checkpointing: 'off'", "gradient_checkpointing", False),
+        ("gradient_checkpointing: auto", "gradient_checkpointing", None),
+        ("lora_target: all", "lora_target_modules", ["all-linear"]),
+        ("target_modules: q_proj, v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
+        ("micro_batch_size: auto", "micro_batch_size", None),
+    ],
+)
+def test_values_of_other_frameworks(tmp_path: Path, text: str, setting: str, value: Any) -> None:
+    found = getattr(recipe_of(tmp_path, f"model: gpt2\n{text}"), setting)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["tuning: qlora", "adapter: QLoRA", "load_in_4bit: true", "quantization_bit: 4"]
+)
+def test_four_bit_training_is_known_and_refused(tmp_path: Path, text: str) -> None:
+    message = refusal(tmp_path, f"model: gpt2\n{text}")
+    assert "tuning = 'qlora' is known but not available in this version" in message
+    assert "tuning: lora" in message
+
+
+@pytest.mark.parametrize("method", ["lomo", "adalomo"])
+def test_other_planned_methods_are_known_and_refused(tmp_path: Path, method: str) -> None:
+    assert f"tuning = {method!r} is known" in refusal(tmp_path, f"model: gpt2\ntuning: {method}")
+
+
+def test_contradicting_switches(tmp_path: Path) -> None:
+    assert "both set precision" in refusal(tmp_path, "model: gpt2\nbf16: true\nfp16: true")
+
+
+def test_data_is_a_path_a_source_or_a_list(tmp_path: Path) -> None:
+    alone = SourceRecipe(path="a.jsonl")
+    assert recipe_of(tmp_path, "model: m\ndata: a.jsonl").data == [alone]
+    assert recipe_of(tmp_path, "model: m\ndata: {path: a.jsonl}").data == [alone]
+    assert recipe_of(tmp_path, "model: m\ndata:").data == []
+    mixed = recipe_of(
+        tmp_path, "model: m\ndata:\n- a.jsonl\n- {path: b, columns: {prompt: q, completion: a}}"
+    )
+    assert [source.path for source in mixed.data] == ["a.jsonl", "b"]
+    assert mixed.data[1].columns == {"prompt": "q", "completion": "a"}
+
+
+def test_set_reaches_inside(tmp_path: Path) -> None:
+    text = "model: m\ndata:\n- a.jsonl\n- {path: b.jsonl, weight: 2}\n"
+    recipe = recipe_of(tmp_path, text, "data.0.weight=3", "data.1.columns.prompt=question", "lr=1e-3")
+    assert recipe.data[0] == SourceRecipe(path="a.jsonl", weight=3)
+    assert recipe.data[1] == SourceRecipe(path="b.jsonl", weight=2, columns={"prompt": "question"})
+    assert recipe.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["dataset.format=alpaca"], SourceRecipe(path="a.jsonl", format="alpaca")),
+        (["data=b.jsonl", "data.sample=5"], SourceRecipe(path="b.jsonl", sample=5)),
+        (["data.0.path=c.jsonl"], SourceRecipe(path="c.jsonl")),
+    ],
+)
+def test_set_in_a_list_of_one(tmp_path: Path, settings: list[str], expected: SourceRecipe) -> None:
+    assert recipe_of(tmp_path, "model: m\ndata: a.jsonl", *settings).data == [expected]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("lora_r", "is not of the form key=value"),
+        ("=3", "is not of the form key=value"),
+        ("lora_q=3", "did you mean 'lora_r'?"),
+        ("data.7.path=x", "'7' is no position in a list of 2"),
+        ("data.path=x", "'path' is no position in a list of 2"),
+        ("lora_r.x=3", "there is nothing inside 4 to set"),
+        ("data.0.nmae=x", "unknown key data.0.nmae"),
+        ("model=!!python/name:os.system", "could not determine a constructor"),
+        ("seq_len=-1", "greater than 0"),
+    ],
+)
+def test_set_that_makes_no_sense(tmp_path: Path, setting: str, words: str) -> None:
+    assert words in refusal(tmp_path, "model: m\nlora_r: 4\ndata: [a, b]", setting)
+
+
+def test_later_wins(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: m\nlr: 1e-4\nseq_len: 128\nprecision: fp32\n")
+    recipe = read_recipe(
+        path,
+        settings=["seq_len=256", "learning_rate=2e-4", "precision=auto"],
+        options={"seq_len": 512, "gpu": None},
+    )
+    assert (recipe.learning_rate, recipe.seq_len, recipe.precision, recipe.gpu) == (2e-4, 512, None, None)
+
+
+def test_a_dumped_recipe_reads_back_the_same(tmp_path: Path) -> None:
+    text = "model: m\ndata: [a#5, {path: b, columns: {prompt: q}}]\nlr: 1e-4\nlora_target: q_proj,v_proj\nrecompute: 3"
+    recipe = recipe_of(tmp_path, text)
+    dumped = dump_recipe(recipe)
+    assert recipe_of(tmp_path, dumped) == recipe
+    assert "seed" not in dumped

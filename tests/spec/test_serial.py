@@ -1,0 +1,146 @@
+"""Values survive JSON exactly, and a file edited by hand fails where it is wrong."""
+
+import json
+from typing import Any
+
+import pytest
+
+from fitune.spec.gpus import find_gpu, hardware_for
+from fitune.spec.model import ModelSpec
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.plan import (
+    AdamW,
+    Batch,
+    ChunkedLoss,
+    DataPlan,
+    DataSource,
+    Epochs,
+    Fraction,
+    Full,
+    Lora,
+    PlainLoss,
+    Plan,
+    Precision,
+    Recompute,
+    RunPlan,
+    Schedule,
+    Sgd,
+    Single,
+    Steps,
+)
+from fitune.spec.reports import MemoryBreakdown, Phase, StepReport
+from fitune.spec.serial import from_data, from_json, to_data, to_json
+
+
+def plan(**different: Any) -> Plan:
+    values: dict[str, Any] = {
+        "model": load_model_spec("mixtral-8x7b"),
+        "model_path": "mistralai/Mixtral-8x7B-v0.1",
+        "hardware": hardware_for(gpu=find_gpu("h100"), gpus=8, nodes=2, host_memory_bytes=2**40),
+        "tuning": Lora(rank=16, alpha=32, dropout=0.0, targets=("q_proj", "v_proj")),
+        "precision": Precision.BF16_MASTER,
+        "optimizer": AdamW(weight_decay=0.01),
+        "sharding": Single(),
+        "recompute": Recompute(blocks=7),
+        "attention": "flash",
+        "loss": ChunkedLoss(chunk_tokens=1024),
+        "batch": Batch(micro_batch_size=2, accumulation=4, seq_len=2048, packing=True),
+        "schedule": Schedule(
+            learning_rate=1e-4,
+            kind="cosine",
+            warmup=Fraction(of=0.03),
+            duration=Epochs(count=1.5),
+            max_grad_norm=1.0,
+        ),
+        "data": DataPlan(sources=(DataSource(path="a.jsonl", columns=(("prompt", "question"),)),)),
+        "run": RunPlan(output_dir="runs/ä", report_to=("tensorboard",)),
+    }
+    return Plan(**{**values, **different})
+
+
+OTHER_CHOICES = {
+    "tuning": Full(),
+    "optimizer": Sgd(momentum=0.9),
+    "loss": PlainLoss(),
+    "precision": Precision.FP16,
+    "schedule": Schedule(
+        learning_rate=1.0, kind="constant", warmup=Steps(count=0), duration=Steps(count=3), max_grad_norm=0.0
+    ),
+}
+
+
+def test_a_plan_survives_json() -> None:
+    assert from_json(Plan, to_json(plan())) == plan()
+
+
+@pytest.mark.parametrize("name", OTHER_CHOICES)
+def test_every_choice_comes_back_as_itself(name: str) -> None:
+    chosen = plan(**{name: OTHER_CHOICES[name]})
+    back = from_json(Plan, to_json(chosen))
+    assert back == chosen
+    assert type(getattr(back, name)) is type(getattr(chosen, name))
+
+
+def test_json_is_plain_and_tells_choices_apart() -> None:
+    data = to_data(plan())
+    assert json.loads(json.dumps(data)) == data
+    assert data["tuning"]["kind"] == "Lora"
+    assert data["precision"] == "bf16-master"
+
+
+def test_phases_are_keys() -> None:
+    memory = MemoryBreakdown(phases={Phase.FORWARD: {"weights": 5}, Phase.UPDATE: {"states": 7}})
+    assert from_json(MemoryBreakdown, to_json(memory)) == memory
+
+
+def test_a_step_report_without_its_optional_parts() -> None:
+    report = StepReport(
+        step=1, total_steps=2, epoch=0.5, loss=2.0, learning_rate=1e-4, grad_norm=1.0, tokens=8,
+        supervised_tokens=4, step_seconds=0.5, data_seconds=0.0, tokens_per_second=16.0, mfu=0.0,
+    )  # fmt: skip
+    data = to_data(report)
+    del data["eval_loss"], data["memory_bytes"]
+    assert from_data(StepReport, data) == report
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    data = to_data(plan())
+    *outer, last = path.split(".")
+    place = data
+    for key in outer:
+        place = place[int(key) if key.isdecimal() else key]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("batch.seq_len", "long", "Plan.batch.seq_len: expected int, found 'long'"),
+        ("batch.seq_len", True, "Plan.batch.seq_len: expected int, found True"),
+        ("batch.seq_len", 1.5, "Plan.batch.seq_len: expected int"),
+        ("batch.packing", 1, "Plan.batch.packing: expected bool"),
+        ("batch.speed", 1, "Plan.batch: unknown key 'speed'"),
+        ("batch.seq_len", None, "Plan.batch: missing key 'seq_len'"),
+        ("batch", [], "Plan.batch: expected an object"),
+        ("batch.kind", "Bach", "Plan.batch.kind: expected 'Batch'"),
+        ("tuning.kind", "Magic", "Plan.tuning: kind 'Magic' is not one of Full, Lora"),
+        ("tuning.base.kind", "Nf4", "Plan.tuning.base.kind: expected 'Dense'"),
+        ("precision", "fp8", "Plan.precision"),
+        ("attention", "magic", "Plan.attention: 'magic' is not one of 'flash', 'sdpa', 'eager'"),
+        ("tuning.targets", "q_proj", "Plan.tuning.targets: expected a list"),
+        ("data.sources.0.columns", [["prompt"]], "expected 2 items"),
+        ("model.linears.0.part", "brain", "Plan.model.linears\\[0\\].part"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_path(path: str, value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        from_data(Plan, changed(path, value))
+
+
+def test_broken_json_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="Expecting"):
+        from_json(ModelSpec, "{")
