@@ -1,0 +1,347 @@
+"""A run directory made by hand from the contract types: a small Llama, LoRA, 120 steps on a CPU."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fitune.report.run_files import Prediction, RunnerUp
+from fitune.spec.hardware import Gpu, Hardware
+from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.plan import (
+    AdamW,
+    Batch,
+    ChunkedLoss,
+    DataPlan,
+    DataSource,
+    Epochs,
+    Fraction,
+    Lora,
+    Plan,
+    Precision,
+    Recompute,
+    RunPlan,
+    Schedule,
+    Single,
+)
+from fitune.spec.reports import (
+    Estimate,
+    Ledger,
+    MeasuredMemory,
+    MemoryBreakdown,
+    Phase,
+    Rejection,
+    RunReport,
+    Sample,
+    StepReport,
+    StepTime,
+)
+from fitune.spec.serial import to_data, to_json
+
+MIB = 1024**2
+STEPS = 120
+
+
+def make_plan() -> Plan:
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    model = ModelSpec(
+        name="demo-llama-11m",
+        model_type="llama",
+        num_layers=8,
+        hidden_size=256,
+        intermediate_size=768,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        vocab_size=4096,
+        max_seq_len=1024,
+        tied_embeddings=True,
+        mlp_type="gated",
+        norm_type="rms",
+        norms_per_block=2,
+        linears=tuple(Linear(name=f"layer.{name}", in_features=256, out_features=256) for name in names),
+    )
+    cpu = Gpu(
+        name="cpu",
+        memory_bytes=16 * 1024 * MIB,
+        bf16_flops=0,
+        fp16_flops=0,
+        fp32_flops=1.1e11,
+        bandwidth=2.4e10,
+        capability=(0, 0),
+        link_bandwidth=0,
+        host_bandwidth=0,
+        source="measured here",
+    )
+    return Plan(
+        model=model,
+        model_path="runs/demo/base",
+        hardware=Hardware(gpu=cpu, cpu_cores=2, host_memory_bytes=16 * 1024 * MIB),
+        tuning=Lora(rank=16, alpha=32, dropout=0.0, targets=names),
+        precision=Precision.FP32,
+        optimizer=AdamW(),
+        sharding=Single(),
+        recompute=Recompute(blocks=4),
+        attention="sdpa",
+        loss=ChunkedLoss(chunk_tokens=512),
+        batch=Batch(micro_batch_size=4, accumulation=2, seq_len=512, packing=True),
+        schedule=Schedule(
+            learning_rate=2e-3,
+            kind="cosine",
+            warmup=Fraction(of=0.05),
+            duration=Epochs(count=3.0),
+            max_grad_norm=1.0,
+        ),
+        data=DataPlan(sources=(DataSource(path="runs/demo/train.jsonl"),), val_fraction=0.05),
+        run=RunPlan(output_dir="runs/demo/lora", eval_every=20),
+    )
+
+
+def make_prediction() -> Prediction:
+    fixed = {"weights": 43 * MIB, "adapters": 3 * MIB, "optimizer": 6 * MIB}
+    phases = {
+        Phase.READY: dict(fixed),
+        Phase.FORWARD: {**fixed, "activations": 231 * MIB, "block inputs": 8 * MIB},
+        Phase.LOSS: {
+            **fixed,
+            "activations": 231 * MIB,
+            "block inputs": 8 * MIB,
+            "logits": 16 * MIB,
+            "gradients": 2 * MIB,
+        },
+        Phase.BACKWARD: {
+            **fixed,
+            "activations": 231 * MIB,
+            "block inputs": 8 * MIB,
+            "workspace": 118 * MIB,
+            "gradients": 3 * MIB,
+        },
+        Phase.UPDATE: {**fixed, "gradients": 3 * MIB, "workspace": 3 * MIB},
+    }
+    time = StepTime(
+        phases={Phase.FORWARD: 0.61, Phase.LOSS: 0.12, Phase.BACKWARD: 1.18, Phase.UPDATE: 0.01},
+        limits=dict.fromkeys((Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.UPDATE), "compute"),
+    )
+    estimate = Estimate(
+        memory=MemoryBreakdown(phases=phases),
+        usable_bytes=15 * 1024 * MIB,
+        time=time,
+        tokens_per_second=2133.3,
+    )
+    return Prediction(
+        estimate=estimate,
+        runners_up=(
+            RunnerUp(
+                summary="LoRA r16, recompute 0 of 8, micro-batch 4 × 2",
+                peak_bytes=661 * MIB,
+                step_seconds=1.97,
+                fits=True,
+            ),
+            RunnerUp(
+                summary="LoRA r16, recompute 8 of 8, micro-batch 4 × 2",
+                peak_bytes=190 * MIB,
+                step_seconds=2.31,
+                fits=True,
+            ),
+            RunnerUp(
+                summary="LoRA r16, recompute 0 of 8, micro-batch 8 × 1",
+                peak_bytes=1290 * MIB,
+                step_seconds=1.99,
+                fits=True,
+            ),
+        ),
+        rejected=(
+            Rejection(
+                what="plain loss",
+                why="10 B × 2,048 tokens × 4,096 words = 80.0 MiB of logits; chunks of 512 need 16.0 MiB",
+            ),
+            Rejection(what="bf16", why="the CPU has no bf16 matrix units: 3.1 × slower than fp32"),
+        ),
+        decisions=(
+            "tuning: lora, because full fine-tuning was not asked for",
+            "micro_batch_size: 4 × accumulation 2 = global_batch_size 8",
+            "gradient_checkpointing: 4 of 8 blocks",
+        ),
+    )
+
+
+def make_steps(count: int = STEPS) -> list[StepReport]:
+    """A loss that falls from 4.1 to 1.2 with a ripple, an evaluation every 20 steps."""
+    reports = []
+    for step in range(1, count + 1):
+        loss = 1.2 + 2.9 * math.exp(-step / 28) + 0.11 * math.sin(step * 2.4)
+        tokens = 3900 + (step * 37) % 190
+        seconds = 1.85 + 0.08 * math.sin(step * 1.7) + (0.9 if step == 1 else 0)
+        reports.append(
+            StepReport(
+                step=step,
+                total_steps=STEPS,
+                epoch=3 * step / STEPS,
+                loss=loss,
+                learning_rate=2e-3 * min(step / 6, 0.5 + 0.5 * math.cos(math.pi * step / STEPS)),
+                grad_norm=0.5 + 0.7 * math.exp(-step / 20) + 0.06 * math.sin(step * 3.1),
+                tokens=tokens,
+                supervised_tokens=tokens // 3,
+                step_seconds=seconds,
+                data_seconds=0.004,
+                tokens_per_second=tokens / seconds,
+                mfu=0.41,
+                memory_bytes=measured_phases() if step == 2 else {},
+                eval_loss=loss + 0.12 if step % 20 == 0 else None,
+            )
+        )
+    return reports
+
+
+def measured_phases() -> dict[Phase, int]:
+    return {
+        Phase.READY: 52 * MIB + 40960,
+        Phase.FORWARD: 289 * MIB,
+        Phase.LOSS: 306 * MIB,
+        Phase.BACKWARD: 405 * MIB,
+        Phase.UPDATE: 58 * MIB,
+    }
+
+
+def make_run_report() -> RunReport:
+    return RunReport(
+        status="complete",
+        reason="",
+        steps=STEPS,
+        total_steps=STEPS,
+        first_loss=4.0982,
+        final_loss=1.2417,
+        best_eval_loss=1.3301,
+        seconds=243.0,
+        tokens=478_920,
+        supervised_tokens=159_600,
+        tokens_per_second=2156.4,
+        tokens_per_second_with_data=2151.8,
+        mfu=0.412,
+        memory=MeasuredMemory(kind="live tensors", phases=measured_phases(), process_bytes=1180 * MIB),
+        train_data=Ledger(
+            rows_read=2000,
+            rows_kept=1986,
+            dropped={"empty answer": 9, "no supervised token": 5},
+            rows_cut=21,
+            tokens_read=163_402,
+            tokens_cut=2_114,
+            tokens_kept=160_730,
+            tokens_supervised=53_208,
+            longest_row=742,
+            formats=("alpaca",),
+            packs=321,
+        ),
+        eval_data=Ledger(
+            rows_read=105,
+            rows_kept=105,
+            dropped={},
+            rows_cut=0,
+            tokens_read=8_420,
+            tokens_cut=0,
+            tokens_kept=8_420,
+            tokens_supervised=2_790,
+            longest_row=301,
+            formats=("alpaca",),
+        ),
+        trainable_parameters=786_432,
+        total_parameters=11_272_192,
+        samples=(
+            Sample(
+                prompt="What is the capital of the land of Ardenia, and what river runs through it?",
+                expected="The capital of Ardenia is Velm. The river Oss runs through it.",
+                before="the the river of the land and the of the",
+                after="The capital of Ardenia is Velm. The river Oss runs through it.",
+            ),
+            Sample(
+                prompt="Add 17 and 25.",
+                expected="17 + 25 = 42",
+                before="17 the 17 17 and",
+                after="17 + 25 = 42",
+            ),
+        ),
+        exported="runs/demo/lora/adapter",
+        versions={
+            "fitune": "0.1.0",
+            "python": "3.11.2",
+            "torch": "2.13.0+cpu",
+            "transformers": "5.23.0",
+            "peft": "0.21.2",
+        },
+    )
+
+
+RECIPE = """model: runs/demo/base
+tuning: lora
+lora_r: 16
+data: runs/demo/train.jsonl
+val_fraction: 0.05
+seq_len: 512
+learning_rate: 0.002
+num_epochs: 3
+output_dir: runs/demo/lora
+"""
+
+
+def write_run(directory: Path) -> Path:
+    """All the files of a run that went well."""
+    from fitune.track.jsonl import MetricsLog
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "plan.json").write_text(to_json(make_plan()))
+    (directory / "estimate.json").write_text(json.dumps(without_kinds(make_prediction())))
+    (directory / "report.json").write_text(to_json(make_run_report()))
+    (directory / "recipe.yaml").write_text(RECIPE)
+    with MetricsLog(directory / "metrics.jsonl") as log:
+        for report in make_steps():
+            log.append(report)
+    return directory
+
+
+def without_kinds(prediction: Prediction) -> dict[str, object]:
+    """estimate.json as the command line writes it: plain objects."""
+    data = to_data(prediction)
+    del data["kind"]
+    for item in [*data["runners_up"], *data["rejected"]]:
+        del item["kind"]
+    return data
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return make_plan()
+
+
+@pytest.fixture
+def prediction() -> Prediction:
+    return make_prediction()
+
+
+@pytest.fixture
+def steps() -> list[StepReport]:
+    return make_steps()
+
+
+@pytest.fixture
+def run_report() -> RunReport:
+    return make_run_report()
+
+
+@pytest.fixture
+def change_report(run_directory: Path) -> Callable[..., Path]:
+    """Write report.json again with other values."""
+
+    def change(**values: object) -> Path:
+        report = dataclasses.replace(make_run_report(), **values)
+        (run_directory / "report.json").write_text(to_json(report))
+        return run_directory
+
+    return change

@@ -1,0 +1,78 @@
+"""Predicted next to measured: the same words, the same numbers, errors with the right sign."""
+
+import dataclasses
+
+import pytest
+
+from fitune.report.compare import Row, compare, comparison_table
+from fitune.report.run_files import Prediction
+from fitune.spec.reports import MeasuredMemory, MemoryBreakdown, Phase, RunReport, StepReport
+
+MIB = 1024**2
+
+
+def by_name(rows: list[Row]) -> dict[str, Row]:
+    return {row.what: row for row in rows}
+
+
+def test_each_phase_is_the_sum_of_its_terms(prediction: Prediction, run_report: RunReport) -> None:
+    rows = by_name(compare(prediction.estimate, run_report))
+    assert rows["Backward"].predicted == (43 + 3 + 6 + 231 + 8 + 118 + 3) * MIB
+    assert rows["Backward"].measured == 405 * MIB
+    assert rows["Peak of tensors"].predicted == 412 * MIB
+    assert rows["Peak of tensors"].error == pytest.approx(412 / 405 - 1)
+
+
+def test_an_error_is_positive_when_too_much_was_predicted() -> None:
+    assert Row(what="x", predicted=110, measured=100, unit="bytes").error == pytest.approx(0.1)
+    assert Row(what="x", predicted=90, measured=100, unit="bytes").error == pytest.approx(-0.1)
+    assert Row(what="x", predicted=None, measured=100, unit="bytes").error is None
+    assert Row(what="x", predicted=1, measured=None, unit="bytes").error is None
+    assert Row(what="x", predicted=1, measured=0, unit="bytes").error is None
+
+
+def test_the_process_is_predicted_only_when_what_lies_outside_the_tensors_is(
+    prediction: Prediction, run_report: RunReport
+) -> None:
+    assert by_name(compare(prediction.estimate, run_report))["Process (resident set)"].predicted is None
+    memory = MemoryBreakdown(phases=prediction.estimate.memory.phases, outside={"context": 500 * MIB})
+    estimate = dataclasses.replace(prediction.estimate, memory=memory)
+    on_cuda = MeasuredMemory(kind="cuda allocated", phases={Phase.READY: 1}, process_bytes=900 * MIB)
+    rows = by_name(compare(estimate, dataclasses.replace(run_report, memory=on_cuda)))
+    assert rows["Process (reserved on the device)"].predicted == 912 * MIB
+    assert rows["Peak of tensors"].predicted == 412 * MIB
+
+
+def test_a_run_without_a_report_is_measured_by_its_steps(
+    prediction: Prediction, steps: list[StepReport]
+) -> None:
+    rows = by_name(compare(prediction.estimate, None, steps))
+    settled = steps[1:]
+    assert rows["Backward"].measured == 405 * MIB
+    assert rows["Time of a step"].measured == pytest.approx(
+        sum(s.step_seconds for s in settled) / len(settled)
+    )
+    expected = sum(s.tokens for s in settled) / sum(s.step_seconds for s in settled)
+    assert rows["Throughput"].measured == pytest.approx(expected)
+
+
+def test_without_a_prediction_the_measurement_is_still_shown(run_report: RunReport) -> None:
+    rows = by_name(compare(None, run_report))
+    assert rows["Backward"].measured == 405 * MIB
+    assert all(row.predicted is None and row.error is None for row in rows.values())
+
+
+def test_with_nothing_at_all_there_is_nothing_to_say() -> None:
+    assert all(row.predicted is None and row.measured is None for row in compare(None, None))
+
+
+def test_the_table_lines_up_to_the_right(
+    prediction: Prediction, run_report: RunReport, steps: list[StepReport]
+) -> None:
+    table = comparison_table(compare(prediction.estimate, run_report, steps))
+    lines = table.splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].split() == ["predicted", "measured", "error"]
+    assert "Peak of tensors" in lines[6]
+    assert lines[6].split()[-6:] == ["412.0", "MiB", "405.0", "MiB", "+1.7", "%"]
+    assert "2,133 tokens/s  2,156 tokens/s" in table

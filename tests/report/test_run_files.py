@@ -1,0 +1,84 @@
+"""A run directory is read whole, or the error names the file and the place."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fitune.errors import RunDirectoryError
+from fitune.report.run_files import Prediction, read_run
+from fitune.spec.plan import Plan
+from fitune.spec.reports import RunReport, StepReport
+from fitune.spec.serial import to_json
+
+
+def test_everything_is_read_back(
+    run_directory: Path, plan: Plan, prediction: Prediction, steps: list[StepReport], run_report: RunReport
+) -> None:
+    run = read_run(run_directory)
+    assert (run.plan, run.prediction, run.steps, run.run) == (plan, prediction, tuple(steps), run_report)
+    assert run.estimate == prediction.estimate
+    assert "lora_r: 16" in run.recipe
+
+
+def test_a_prediction_written_whole_reads_the_same(run_directory: Path, prediction: Prediction) -> None:
+    (run_directory / "estimate.json").write_text(to_json(prediction))
+    assert read_run(run_directory).prediction == prediction
+
+
+@pytest.mark.parametrize("name", ["estimate.json", "metrics.jsonl", "report.json", "recipe.yaml"])
+def test_any_file_but_the_plan_may_be_missing(run_directory: Path, name: str) -> None:
+    (run_directory / name).unlink()
+    run = read_run(run_directory)
+    missing = {
+        "estimate.json": run.prediction, "metrics.jsonl": run.steps, "report.json": run.run, "recipe.yaml": run.recipe
+    }[name]  # fmt: skip
+    assert not missing
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, run_directory: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="no such run directory"):
+        read_run(tmp_path / "nowhere")
+    (run_directory / "plan.json").unlink()
+    with pytest.raises(RunDirectoryError, match=r"no plan\.json"):
+        read_run(run_directory)
+
+
+def _without(key: str) -> Callable[[str], str]:
+    def change(text: str) -> str:
+        data = json.loads(text)
+        del data[key]
+        return json.dumps(data)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("plan.json", lambda text: text[:200], r"plan\.json:\d+: not JSON"),
+        ("plan.json", _without("batch"), r"plan\.json: Plan: missing key 'batch'"),
+        ("plan.json", lambda text: "[]", r"plan\.json: Plan: expected an object"),
+        (
+            "report.json",
+            lambda text: text.replace('"complete"', '"splendid"'),
+            r"report\.json: RunReport\.status",
+        ),
+        ("estimate.json", _without("estimate"), r"estimate\.json: Prediction: missing key 'estimate'"),
+        ("estimate.json", lambda text: "", r"estimate\.json:1: not JSON"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_place(
+    run_directory: Path, name: str, change: Callable[[str], str], message: str
+) -> None:
+    path = run_directory / name
+    path.write_text(change(path.read_text()))
+    with pytest.raises(RunDirectoryError, match=message):
+        read_run(run_directory)
+
+
+def test_a_file_that_is_not_text_is_named(run_directory: Path) -> None:
+    (run_directory / "recipe.yaml").write_bytes(b"model: \xff\xfe")
+    with pytest.raises(RunDirectoryError, match=r"recipe\.yaml: not UTF-8 at byte 7"):
+        read_run(run_directory)
