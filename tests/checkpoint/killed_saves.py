@@ -23,14 +23,21 @@ _CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "symlink", "un
 
 def state_of(step: int) -> TrainState:
     generator = torch.Generator().manual_seed(step)
-    weights = {"w": torch.randn(5, 3, generator=generator), "b": torch.randn(3, generator=generator).bfloat16()}
+    weights = {
+        "w": torch.randn(5, 3, generator=generator),
+        "b": torch.randn(3, generator=generator).bfloat16(),
+    }
     moments = {f"exp_avg/{name}": torch.randn(3, generator=generator) for name in weights}
     tensors = {"model": weights, "optimizer": moments, "rng": {"cpu": generator.get_state()}}
     return TrainState(step=step, tensors=tensors, facts={"position": step * 8})
 
 
 def same(left: TrainState, right: TrainState) -> bool:
-    return (left.step, left.facts, left.tensors.keys()) == (right.step, right.facts, right.tensors.keys()) and all(
+    return (left.step, left.facts, left.tensors.keys()) == (
+        right.step,
+        right.facts,
+        right.tensors.keys(),
+    ) and all(
         left.tensors[group].keys() == tensors.keys()
         and all(torch.equal(left.tensors[group][name], tensor) for name, tensor in tensors.items())
         for group, tensors in right.tensors.items()

@@ -43,7 +43,9 @@ def test_every_dtype_and_shape_is_read_by_the_safetensors_library(tmp_path):
 
 def test_a_group_without_tensors_is_kept(tmp_path):
     state = TrainState(step=1, tensors={"model": {"w": torch.ones(2)}, "optimizer": {}}, facts={})
-    assert load_checkpoint(save_checkpoint(tmp_path, state, keep=1, eval_loss=None)).tensors["optimizer"] == {}
+    assert (
+        load_checkpoint(save_checkpoint(tmp_path, state, keep=1, eval_loss=None)).tensors["optimizer"] == {}
+    )
 
 
 def test_commit_holds_size_and_sha256_of_every_other_file(tmp_path):

@@ -36,15 +36,32 @@ def names(run):
 def test_killed_before_any_of_its_system_calls_a_save_is_whole_or_absent(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     printed = subprocess.run(
-        [sys.executable, killed_saves.__file__, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, killed_saves.__file__, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
     assert printed.returncode == 0, printed.stderr
     attempts = json.loads(printed.stdout)
     calls = [attempt["call"] for attempt in attempts]
-    commit = next(i for i, call in enumerate(calls) if call.startswith("replace") and call.endswith(".tmp-COMMIT"))
+    commit = next(
+        i for i, call in enumerate(calls) if call.startswith("replace") and call.endswith(".tmp-COMMIT")
+    )
     assert all(attempt["intact"] and attempt["tidy"] and not attempt["warnings"] for attempt in attempts)
-    assert [attempt["found"] for attempt in attempts] == [2] * (commit + 1) + [3] * (len(attempts) - commit - 1)
-    stages = ("mkdir", "model.safetensors", "write", "state.json", "rename", "symlink", "pruned-step-1", "rmdir")
+    assert [attempt["found"] for attempt in attempts] == [2] * (commit + 1) + [3] * (
+        len(attempts) - commit - 1
+    )
+    stages = (
+        "mkdir",
+        "model.safetensors",
+        "write",
+        "state.json",
+        "rename",
+        "symlink",
+        "pruned-step-1",
+        "rmdir",
+    )
     assert all(any(stage in call for call in calls) for stage in stages)
 
 
@@ -73,7 +90,9 @@ def empty(file: Path):
     os.truncate(file, 0)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
+)
 @pytest.mark.parametrize("damage", [truncate, flip_a_byte, Path.unlink, empty])
 def test_a_damaged_file_is_named_and_an_older_checkpoint_taken(two_saved, damage, file):
     damage(two_saved / "checkpoints/step-2" / file)
@@ -120,7 +139,9 @@ def test_a_path_that_is_no_checkpoint_says_so(tmp_path):
 def test_too_little_space_is_refused_before_anything_is_written(two_saved, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 1000))
-    with pytest.raises(CheckpointError, match=r"checkpoint step-3 needs 1.0 MiB, 1000 B free in .*, .* short"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint step-3 needs 1.0 MiB, 1000 B free in .*, .* short"
+    ):
         save_checkpoint(two_saved, state_of(3), keep=1, eval_loss=None)
     assert names(two_saved) == ["latest", "step-1", "step-2"]
 
@@ -140,7 +161,9 @@ def full_disk_after(writes: int, monkeypatch):
 @pytest.mark.parametrize("writes", range(13))
 def test_a_disk_that_fills_up_while_saving_keeps_what_was_there(two_saved, monkeypatch, writes):
     full_disk_after(writes, monkeypatch)
-    with pytest.raises(CheckpointError, match="No space left on device; it needs 1.0 MiB. The last saved one is step-2"):
+    with pytest.raises(
+        CheckpointError, match="No space left on device; it needs 1.0 MiB. The last saved one is step-2"
+    ):
         save_checkpoint(two_saved, state_of(3), keep=1, eval_loss=None)
     assert names(two_saved) == ["latest", "step-1", "step-2"]
     monkeypatch.undo()

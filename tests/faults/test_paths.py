@@ -21,7 +21,9 @@ def test_plain_names_are_inside(tmp_path, name):
     assert inside(tmp_path, name) == tmp_path / name
 
 
-@pytest.mark.parametrize("name", ["../x", "a/../../x", "..", "a/..", "/etc/x", "//x", "C:/x", "a\\..\\x", "", ".", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../x", "a/../../x", "..", "a/..", "/etc/x", "//x", "C:/x", "a\\..\\x", "", ".", "a\0b"]
+)
 def test_names_that_leave_are_refused(tmp_path, name):
     with pytest.raises(RunDirectoryError):
         inside(tmp_path, name)
@@ -56,7 +58,10 @@ def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "run").write_text("precious")
     with pytest.raises(RunDirectoryError, match="is a file"), lock_run_directory(tmp_path / "run"):
         pass
-    with pytest.raises(RunDirectoryError, match="cannot be written"), lock_run_directory(tmp_path / "run/below"):
+    with (
+        pytest.raises(RunDirectoryError, match="cannot be written"),
+        lock_run_directory(tmp_path / "run/below"),
+    ):
         pass
     assert (tmp_path / "run").read_text() == "precious"
 
@@ -69,14 +74,20 @@ def test_an_unwritable_directory_is_refused(tmp_path, monkeypatch, code):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(RunDirectoryError, match=f"cannot be written: {os.strerror(code)}"), lock_run_directory(tmp_path):
+    with (
+        pytest.raises(RunDirectoryError, match=f"cannot be written: {os.strerror(code)}"),
+        lock_run_directory(tmp_path),
+    ):
         pass
 
 
 def test_a_second_run_in_this_process_is_refused_and_the_first_keeps_its_lock(tmp_path):
     with lock_run_directory(tmp_path):
         for _ in range(2):
-            with pytest.raises(RunDirectoryError, match="another run of this process"), lock_run_directory(tmp_path):
+            with (
+                pytest.raises(RunDirectoryError, match="another run of this process"),
+                lock_run_directory(tmp_path),
+            ):
                 pass
         assert try_elsewhere(tmp_path).startswith("RunDirectoryError")
     assert try_elsewhere(tmp_path) == "owned"
@@ -90,8 +101,11 @@ def test_a_failed_run_gives_its_lock_up(tmp_path):
 
 
 def test_another_live_process_is_named_and_a_killed_one_is_taken_over(tmp_path):
-    code = f"{_IMPORT}\nwith lock_run_directory(Path({str(tmp_path)!r}), attempt='older'): print('owned', flush=True); input()"
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    hold = "print('owned', flush=True); input()"
+    code = f"{_IMPORT}\nwith lock_run_directory(Path({str(tmp_path)!r}), attempt='older'): {hold}"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
     assert owner.stdout.readline() == "owned\n"
     with pytest.raises(RunDirectoryError, match=f"in use by process {owner.pid} on .*, attempt older"):
         lock_run_directory(tmp_path).__enter__()
@@ -110,7 +124,9 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     assert (tmp_path / "precious").read_text() == "text"
 
 
-@pytest.mark.parametrize(("pid", "host", "refused"), [("1", "", True), (str(2**22 + 1), "", False), ("1", "other", True)])
+@pytest.mark.parametrize(
+    ("pid", "host", "refused"), [("1", "", True), (str(2**22 + 1), "", False), ("1", "other", True)]
+)
 def test_without_file_locks_the_text_of_the_lock_decides(tmp_path, monkeypatch, pid, host, refused):
     import fcntl
     import socket
@@ -119,7 +135,9 @@ def test_without_file_locks_the_text_of_the_lock_decides(tmp_path, monkeypatch, 
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", unsupported)
-    (tmp_path / "run.lock").write_text(json.dumps({"pid": pid, "host": host or socket.gethostname(), "attempt": "x"}))
+    (tmp_path / "run.lock").write_text(
+        json.dumps({"pid": pid, "host": host or socket.gethostname(), "attempt": "x"})
+    )
     lock = lock_run_directory(tmp_path)
     if refused:
         with pytest.raises(RunDirectoryError, match="in use by process"):
@@ -137,4 +155,6 @@ def try_elsewhere(folder: Path) -> str:
 try:
     with lock_run_directory(Path({str(folder)!r})): print("owned")
 except Exception as error: print(type(error).__name__)"""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()

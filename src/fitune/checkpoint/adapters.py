@@ -213,5 +213,5 @@ def _does_not_fit(
     return CheckpointError(
         f"{path}: the adapter (r {config['r']}) does not fit {name}, {len(problems)} keys:\n"
         + "\n".join(shown),
-        hint=f"it names the base {config.get('base_model_name_or_path')!r}; load that one",
+        hint=f"take it with the base it names, {config.get('base_model_name_or_path')!r}, or export it again",
     )

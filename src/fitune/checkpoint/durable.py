@@ -3,6 +3,7 @@
 A rename or a new name is durable only after its folder was synced too (man 2 fsync, NOTES).
 """
 
+import glob
 import hashlib
 import os
 import shutil
@@ -93,9 +94,9 @@ def temporary_sibling(target: Path) -> Path:
     return target.with_name(f"{_TEMPORARY}{target.name}-{os.getpid()}")
 
 
-def remove_stale_siblings(folder: Path) -> None:
-    """Remove what dead processes, or an earlier failure of this one, left half done in ``folder``."""
-    for path in folder.glob(f"{_TEMPORARY}*"):
+def remove_stale_siblings(folder: Path, name: str = "") -> None:
+    """Remove what dead processes, or an earlier failure of this one, left half done of ``name`` in ``folder``."""
+    for path in folder.glob(f"{_TEMPORARY}{glob.escape(name)}*"):
         owner = path.name.rpartition("-")[2]
         if not (owner.isdigit() and int(owner) != os.getpid() and process_lives(int(owner))):
             remove(path)

@@ -43,7 +43,7 @@ def export_adapter(
     Raises CheckpointError when the reloaded adapter differs, RunDirectoryError when ``target`` has content
     and ``replace`` is off.
     """
-    weights = _adapter_weights(model)
+    weights = adapter_weights(model)
     with staged(target, weights, replace=replace) as folder:
         write_adapter(model, folder, weights, base)
         write_texts(folder, tokenizer, chat_template, card)
@@ -110,7 +110,7 @@ def export_full(
     return Exported(path=target, max_logit_difference=difference)
 
 
-def _adapter_weights(model: PeftModel) -> dict[str, Tensor]:
+def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
     # Embeddings are never adapted here; PEFT would ask the Hub whether the vocabulary grew.
     state = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
@@ -137,7 +137,7 @@ def _reloaded_adapter_logits(
     # PEFT casts adapters to the base's type, or 16-bit ones to fp32: ask for whichever keeps what was trained.
     in_fp32 = all(tensor.dtype == torch.float32 for tensor in weights.values())
     reloaded = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=in_fp32)
-    parity.require_same_weights(_adapter_weights(reloaded), weights)
+    parity.require_same_weights(adapter_weights(reloaded), weights)
     return parity.logits(reloaded)
 
 

@@ -17,7 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from fitune.checkpoint.adapters import WEIGHTS
-from fitune.checkpoint.durable import remove, require_space, sync_tree, temporary_sibling
+from fitune.checkpoint.durable import (
+    remove,
+    remove_stale_siblings,
+    require_space,
+    sync_tree,
+    temporary_sibling,
+)
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.units import MIB
 
@@ -39,7 +45,7 @@ def staged(target: Path, weights: Mapping[str, Tensor], *, replace: bool) -> Ite
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         require_space(target.parent, _stored_bytes(weights) + _MARGIN_BYTES, what=f"export {target.name}")
-        remove(temporary)
+        remove_stale_siblings(target.parent, f"{target.name}-")
         temporary.mkdir()
         yield temporary
         sync_tree(temporary)

@@ -2,6 +2,7 @@
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
@@ -33,26 +34,21 @@ def refuse_quantised_base(model: PeftModel) -> None:
     """Raises CheckpointError when adapters sit on quantised linears: rounding again would lose what they learned."""
     base = model.get_base_model()
     config = getattr(base.config, "quantization_config", None)
-    narrow = [
-        name
-        for name, layer in _adapted_layers(base)
-        if not _is_wide_float(layer.get_base_layer().weight.dtype)
-    ]
+    narrow = [name for name, layer in _adapted_layers(base) if not _holds_wide_floats(layer.get_base_layer())]
     if config is not None or narrow:
         method = (
             config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
         )
-        found = (
-            method or f"{narrow[0]}.weight is {base.get_submodule(narrow[0]).get_base_layer().weight.dtype}"
-        )
+        found = method or f"{narrow[0]} holds no 16-bit or wider floats"
         raise CheckpointError(
             f"export: merged would fold the adapter into a quantised base ({found}) and round it away",
             hint="export: adapter, then merge that adapter into the 16-bit base",
         )
 
 
-def _is_wide_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize >= 2
+def _holds_wide_floats(layer: nn.Module) -> bool:
+    weights = [parameter.dtype for parameter in layer.parameters(recurse=False)]
+    return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in weights)
 
 
 def _adapted_layers(base: nn.Module) -> list[tuple[str, LoraLayer]]:
@@ -60,9 +56,14 @@ def _adapted_layers(base: nn.Module) -> list[tuple[str, LoraLayer]]:
 
 
 def _require_plain_lora(name: str, layer: LoraLayer) -> None:
-    if layer.lora_variant or any(layer.lora_bias.values()) or not layer.lora_A or layer.merged:
+    if (
+        not isinstance(layer, LoraLinear)
+        or layer.lora_variant
+        or any(layer.lora_bias.values())
+        or layer.merged
+    ):
         raise CheckpointError(
-            f"{name}: merging is defined here for plain LoRA that is not merged yet", hint="export: adapter"
+            f"{name}: only plain LoRA on a linear, not merged yet, can be merged here", hint="export: adapter"
         )
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fitune.errors import CheckpointError
-from fitune.models.attention import cached_attention
+from fitune.models.attention import attends_by_rows
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest |difference| of logits relative to the largest |logit|.
 
-A merge rounds each weight once: half a unit in the last place, 2⁻²⁵ (fp32), 2⁻¹² (fp16), 2⁻⁹ (bf16) relative.
+A merge rounds each weight once, by at most 2⁻²⁴ (fp32), 2⁻¹¹ (fp16), 2⁻⁸ (bf16) of its value.
 Over some 200 linears in a row such errors add up like a random walk, to about 15 times that, and each
 activation is rounded as often: 1e-6, 7e-3 and 6e-2 of a typical logit, less of the largest.
 """
@@ -49,8 +49,15 @@ def logits(model: PreTrainedModel | PeftModel) -> Tensor:
 @contextmanager
 def plain_attention(model: PreTrainedModel | PeftModel) -> Iterator[str]:
     """Transformers' own attention for a while; yields its name, for the reloaded model to use."""
-    with cached_attention(model):
-        yield _base(model).config._attn_implementation
+    base = _base(model)
+    before = base.config._attn_implementation
+    if attends_by_rows(base):
+        base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
+    try:
+        yield base.config._attn_implementation
+    finally:
+        if base.config._attn_implementation != before:
+            base.set_attn_implementation(before)
 
 
 def require_same_weights(reloaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,289 @@
+"""Row 38 of the fault table: what is exported is what was trained, read back without fitune."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from checkpoint.tiny_export import TEMPLATE, byte_tokenizer, tiny_base, with_adapter
+from fitune.checkpoint import export, parity
+from fitune.checkpoint.adapters import linear_shapes
+from fitune.checkpoint.export import export_adapter, export_full, export_merged
+from fitune.errors import CheckpointError, RunDirectoryError
+from fitune.models.attention import use_attention
+from models.tiny_models import tiny_model
+
+COMMON = {"chat_template": TEMPLATE, "card": "# what it is\n"}
+IDS = torch.arange(24).reshape(2, 12) * 11 % 260
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def answer(model):
+    return model.eval()(input_ids=IDS).logits
+
+
+def files(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def snapshot(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def unchanged(model, before):
+    after = model.state_dict()
+    return before.keys() == after.keys() and all(torch.equal(after[name], t) for name, t in before.items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_full_model_comes_back_bit_for_bit(tmp_path, tied):
+    model = tiny_base(tmp_path / "base", tied=tied)
+    torch.nn.init.normal_(
+        model.get_input_embeddings().weight
+    )  # trained: no longer what the base folder holds
+    done = export_full(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    assert done == export.Exported(path=tmp_path / "out", max_logit_difference=0.0)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(answer(reloaded), answer(model))
+    head, embeddings = reloaded.get_output_embeddings().weight, reloaded.get_input_embeddings().weight
+    assert (head.data_ptr() == embeddings.data_ptr()) is tied
+    assert ("lm_head.weight" in load_file(tmp_path / "out/model.safetensors")) is not tied
+
+
+def test_a_full_model_has_the_files_the_hub_expects(tmp_path):
+    export_full(tiny_base(tmp_path / "base"), byte_tokenizer(), tmp_path / "out", **COMMON)
+    assert files(tmp_path / "out") == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja", "README.md",
+    }  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.chat_template, tokenizer("hi!").input_ids) == (
+        TEMPLATE,
+        byte_tokenizer()("hi!").input_ids,
+    )
+    assert (tmp_path / "out/README.md").read_text() == COMMON["card"]
+
+
+def test_shards_have_an_index_with_every_tensor_and_the_exact_count(tmp_path):
+    model = tiny_base(tmp_path / "base")
+    export_full(model, byte_tokenizer(), tmp_path / "out", max_shard_size=40_000, **COMMON)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    shards = sorted((tmp_path / "out").glob("model-*-of-*.safetensors"))
+    assert len(shards) > 1
+    assert {name: shard.name for shard in shards for name in load_file(shard)} == index["weight_map"]
+    assert index["metadata"]["total_parameters"] == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_comes_back_bit_for_bit_on_its_base(tmp_path, tied):
+    model = with_adapter(tiny_base(tmp_path / "base", tied=tied))
+    done = export_adapter(
+        model, byte_tokenizer(), tmp_path / "out", base="org/tiny", base_path=str(tmp_path / "base"), **COMMON
+    )
+    assert done.max_logit_difference == 0.0
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    untrained = answer(base)
+    reloaded = PeftModel.from_pretrained(base, tmp_path / "out")
+    assert torch.equal(answer(reloaded), answer(model))
+    assert (answer(model) - untrained).abs().max() > 0.1
+
+
+def test_an_adapter_has_the_files_peft_expects_and_names_the_given_base(tmp_path):
+    model = with_adapter(tiny_base(tmp_path / "base"))
+    export_adapter(
+        model, byte_tokenizer(), tmp_path / "out", base="org/tiny", base_path=str(tmp_path / "base"), **COMMON
+    )
+    assert files(tmp_path / "out") == {
+        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja", "README.md",
+    }  # fmt: skip
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["r"], config["task_type"]) == (
+        "org/tiny",
+        4,
+        "CAUSAL_LM",
+    )
+    assert config["target_modules"] == ["down_proj", "q_proj", "v_proj"]
+    weights = load_file(tmp_path / "out/adapter_model.safetensors")
+    assert len(weights) == 2 * 2 * 3  # A and B × blocks × targets
+    assert all(tensor.numel() > 0 for tensor in weights.values())
+
+
+def test_a_16_bit_adapter_on_a_16_bit_base_keeps_its_bits(tmp_path):
+    model = with_adapter(tiny_base(tmp_path / "base", dtype=torch.bfloat16))
+    done = export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), **COMMON)
+    weights = load_file(tmp_path / "out/adapter_model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert done.max_logit_difference == 0.0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merged_model_answers_like_the_adapted_one(tmp_path, tied, dtype):
+    model = with_adapter(tiny_base(tmp_path / "base", tied=tied, dtype=dtype))
+    before, expected = snapshot(model), answer(model)
+    done = export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    assert unchanged(model, before)
+    assert torch.equal(answer(model), expected)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert reloaded.dtype == dtype
+    largest = (answer(reloaded) - expected).float().abs().max().item()
+    assert 0 < largest <= parity.TOLERANCE[dtype] * expected.abs().max()
+    assert done.warnings == ()
+    with model.disable_adapter():
+        assert (answer(model) - expected).abs().max() > 10 * largest
+
+
+@pytest.mark.parametrize("family", ["gpt2", "falcon", "gemma2", "phi3", "mixtral", "qwen3_moe"])
+def test_other_families_merge_too(tmp_path, family):
+    """Transposed, fused, tied and softcapped matrices; experts that lie on disk otherwise than in memory."""
+    tiny_model(family).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    targets = [name for name in linear_shapes(base) if ".mlp.experts" not in name and "head" not in name]
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapter = {**COMMON, "base": str(tmp_path / "base")}
+    assert (
+        export_adapter(model, byte_tokenizer(), tmp_path / "adapter", **adapter).max_logit_difference == 0.0
+    )
+    assert export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON).max_logit_difference < 1e-4
+    on_disk = [load_file(tmp_path / folder / "model.safetensors").keys() for folder in ("base", "merged")]
+    assert on_disk[0] == on_disk[1]
+
+
+def test_adapters_on_fused_experts_are_not_merged(tmp_path):
+    model = get_peft_model(
+        tiny_model("mixtral"), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    with pytest.raises(CheckpointError, match=r"only plain LoRA on a linear"):
+        export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+
+
+def test_a_merged_weight_is_base_plus_scaled_product_by_hand(tmp_path):
+    model = with_adapter(tiny_base(tmp_path / "base"))
+    layer = model.get_base_model().model.layers[1].mlp.down_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    merged = load_file(tmp_path / "out/model.safetensors")
+    by_hand = layer.base_layer.weight + (8 / 4) * (b @ a)
+    torch.testing.assert_close(
+        merged["model.layers.1.mlp.down_proj.weight"], by_hand.detach(), rtol=0, atol=1e-6
+    )
+    assert merged.keys() == load_file(tmp_path / "base/model.safetensors").keys()
+
+
+def test_a_merge_may_be_written_in_another_type(tmp_path):
+    model = with_adapter(tiny_base(tmp_path / "base", tied=True))
+    export_merged(model, byte_tokenizer(), tmp_path / "out", dtype=torch.bfloat16, **COMMON)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    assert {t.dtype for t in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}
+    assert model.dtype == torch.float32
+
+
+def test_a_merge_that_rounds_the_training_away_is_said_to(tmp_path):
+    model = with_adapter(tiny_base(tmp_path / "base", dtype=torch.bfloat16), zero=True)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.constant_(parameter, 1e-4)
+    done = export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    assert "much of what was learned is lost" in done.warnings[0]
+
+
+def test_a_merge_of_an_untrained_adapter_is_said_to_change_nothing(tmp_path):
+    model = with_adapter(tiny_base(tmp_path / "base"), zero=True)
+    done = export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    assert done.max_logit_difference == 0.0
+    assert "changes nothing" in done.warnings[0]
+
+
+def test_the_training_attention_is_neither_exported_nor_lost(tmp_path):
+    model = with_adapter(tiny_base(tmp_path / "base"))
+    use_attention(model.get_base_model(), "sdpa")
+    before = model.get_base_model().config._attn_implementation
+    model.train()
+    export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    assert (model.get_base_model().config._attn_implementation, model.training) == (before, True)
+    assert "attn_implementation" not in (tmp_path / "out/config.json").read_text()
+
+
+# What verification is for
+
+
+def test_weights_that_were_not_written_are_found(tmp_path, monkeypatch):
+    model = with_adapter(tiny_base(tmp_path / "base"))
+    base_weights = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict())
+    write = export.write_model
+    monkeypatch.setattr(
+        export, "write_model", lambda base, folder, _weights, size: write(base, folder, base_weights, size)
+    )
+    with pytest.raises(CheckpointError, match=r"do not hold the trained weights; 6 tensors .*down_proj"):
+        export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    assert files(tmp_path) == {"base"}
+
+
+def test_an_adapter_on_the_wrong_base_is_found(tmp_path):
+    model = with_adapter(tiny_base(tmp_path / "base"))
+    other = tiny_base(tmp_path / "other")
+    torch.nn.init.normal_(other.get_input_embeddings().weight)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="does not answer like the trained one: logits differ by"):
+        export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "other"), **COMMON)
+    assert not (tmp_path / "out").exists()
+
+
+def test_empty_tensors_are_found(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"full": torch.ones(1), "hollow": torch.zeros(0, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="hollow"):
+        parity.require_filled(tmp_path)
+
+
+def test_not_finite_weights_are_not_exported(tmp_path):
+    model = tiny_base(tmp_path / "base")
+    model.get_parameter("model.norm.weight").data[3] = float("nan")
+    with pytest.raises(CheckpointError, match=r"not finite.*model\.norm\.weight"):
+        export_full(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_content_is_only_replaced_on_request(tmp_path):
+    model, out = tiny_base(tmp_path / "base"), tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("precious")
+    with pytest.raises(RunDirectoryError, match="already exists and is not empty"):
+        export_full(model, byte_tokenizer(), out, **COMMON)
+    assert files(out) == {"thesis.tex"}
+    export_full(model, byte_tokenizer(), out, replace=True, **COMMON)
+    assert "thesis.tex" not in files(out)
+    assert files(tmp_path) == {"base", "out"}
+
+
+def test_too_little_space_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    model = tiny_base(tmp_path / "base")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(CheckpointError, match=r"export out needs 32\.\d MiB, 1000 B free"):
+        export_full(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    assert files(tmp_path) == {"base"}
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path):
+    for left in (f".tmp-out-{2**22 + 1}", f".tmp-outer-{2**22 + 1}"):  # above the largest pid Linux gives
+        (tmp_path / left).mkdir()
+    export_full(tiny_base(tmp_path / "base"), byte_tokenizer(), tmp_path / "out", **COMMON)
+    assert files(tmp_path) == {"base", "out", f".tmp-outer-{2**22 + 1}"}

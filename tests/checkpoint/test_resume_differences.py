@@ -1,0 +1,142 @@
+"""Row 7 of the fault table: what may change between a checkpoint and the run that goes on from it."""
+
+from dataclasses import replace
+
+import pytest
+
+from fitune.checkpoint.differences import compare_plans, require_resumable
+from fitune.errors import CheckpointError
+from fitune.spec.hardware import Gpu, Hardware
+from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.plan import (
+    AdamW,
+    Batch,
+    ChunkedLoss,
+    DataPlan,
+    DataSource,
+    Epochs,
+    Full,
+    Lora,
+    PlainLoss,
+    Plan,
+    Precision,
+    Recompute,
+    RunPlan,
+    Schedule,
+    Single,
+    Steps,
+)
+from fitune.spec.serial import from_json, to_json
+
+GPU = Gpu(
+    name="cpu", memory_bytes=2**34, bf16_flops=0, fp16_flops=0, fp32_flops=1e11, bandwidth=1e10,
+    capability=(0, 0), link_bandwidth=0, host_bandwidth=1e10, source="made up",
+)  # fmt: skip
+MODEL = ModelSpec(
+    name="tiny", model_type="llama", num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4,
+    num_kv_heads=2, head_dim=8, vocab_size=260, max_seq_len=128, tied_embeddings=False, mlp_type="gated",
+    norm_type="rms", norms_per_block=2,
+    linears=(Linear(name="self_attn.q_proj", in_features=32, out_features=32),),
+)  # fmt: skip
+PLAN = Plan(
+    model=MODEL,
+    model_path="/models/tiny",
+    hardware=Hardware(gpu=GPU),
+    tuning=Lora(rank=8, alpha=16, dropout=0.0, targets=("q_proj",)),
+    precision=Precision.FP32,
+    optimizer=AdamW(),
+    sharding=Single(),
+    recompute=Recompute(blocks=0),
+    attention="sdpa",
+    loss=PlainLoss(),
+    batch=Batch(micro_batch_size=2, accumulation=4, seq_len=64, packing=True),
+    schedule=Schedule(
+        learning_rate=1e-3,
+        kind="cosine",
+        warmup=Steps(count=3),
+        duration=Epochs(count=2.0),
+        max_grad_norm=1.0,
+    ),
+    data=DataPlan(sources=(DataSource(path="a.jsonl"),)),
+    run=RunPlan(output_dir="runs/a"),
+)
+
+
+def batch(**changes):
+    return replace(PLAN, batch=replace(PLAN.batch, **changes))
+
+
+def schedule(**changes):
+    return replace(PLAN, schedule=replace(PLAN.schedule, **changes))
+
+
+ALLOWED = {
+    "run.output_dir": replace(PLAN, run=replace(PLAN.run, output_dir="runs/b")),
+    "run.log_every": replace(PLAN, run=replace(PLAN.run, log_every=5)),
+    "run.eval_every": replace(PLAN, run=replace(PLAN.run, eval_every=5)),
+    "run.save_every": replace(PLAN, run=replace(PLAN.run, save_every=5)),
+    "run.keep_checkpoints": replace(PLAN, run=replace(PLAN.run, keep_checkpoints=9)),
+    "run.report_to[0]": replace(PLAN, run=replace(PLAN.run, report_to=("tensorboard",))),
+    "schedule.duration.count": schedule(duration=Epochs(count=3.0)),
+    "batch.micro_batch_size": batch(micro_batch_size=4, accumulation=2),
+    "batch.accumulation": batch(micro_batch_size=1, accumulation=8),
+    "hardware.gpus_per_node": replace(batch(accumulation=2), hardware=Hardware(gpu=GPU, gpus_per_node=2)),
+    "hardware.gpu.memory_bytes": replace(PLAN, hardware=Hardware(gpu=replace(GPU, memory_bytes=2**30))),
+    "recompute.blocks": replace(PLAN, recompute=Recompute(blocks=2)),
+    "loss.kind": replace(PLAN, loss=ChunkedLoss(chunk_tokens=8)),
+    "attention": replace(PLAN, attention="eager"),
+}
+REFUSED = {
+    "tuning.rank": replace(PLAN, tuning=replace(PLAN.tuning, rank=16)),
+    "tuning.kind": replace(PLAN, tuning=Full()),
+    "tuning.targets[1]": replace(PLAN, tuning=replace(PLAN.tuning, targets=("q_proj", "v_proj"))),
+    "model_path": replace(PLAN, model_path="/models/other"),
+    "model.linears": replace(PLAN, model=replace(MODEL, linears=(*MODEL.linears, *MODEL.linears))),
+    "data.sources[0].path": replace(PLAN, data=DataPlan(sources=(DataSource(path="b.jsonl"),))),
+    "data.val_fraction": replace(PLAN, data=replace(PLAN.data, val_fraction=0.1)),
+    "run.seed": replace(PLAN, run=replace(PLAN.run, seed=1)),
+    "precision": replace(PLAN, precision=Precision.BF16),
+    "optimizer.beta2": replace(PLAN, optimizer=AdamW(beta2=0.95)),
+    "schedule.learning_rate": schedule(learning_rate=1e-4),
+    "schedule.duration.count": schedule(duration=Epochs(count=1.0)),
+    "schedule.duration.kind": schedule(duration=Steps(count=100)),
+    "batch.seq_len": batch(seq_len=32),
+    "batch.packing": batch(packing=False),
+    "batch.micro_batch_size": batch(micro_batch_size=4),
+    "batch.accumulation": batch(accumulation=8),
+    "hardware.gpus_per_node": replace(PLAN, hardware=Hardware(gpu=GPU, gpus_per_node=2)),
+}
+
+
+def test_a_plan_does_not_differ_from_itself_read_back():
+    assert compare_plans(from_json(Plan, to_json(PLAN)), PLAN) == []
+
+
+@pytest.mark.parametrize("setting", ALLOWED)
+def test_allowed(setting):
+    differences = require_resumable(PLAN, ALLOWED[setting])
+    assert setting in [difference.setting for difference in differences]
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_refused(setting):
+    found = {d.setting: d for d in compare_plans(PLAN, REFUSED[setting])}
+    assert not found[setting].allowed
+    with pytest.raises(CheckpointError, match="forbid going on"):
+        require_resumable(PLAN, REFUSED[setting])
+
+
+def test_other_base_weights_are_harmless_when_all_weights_are_in_the_checkpoint():
+    full = replace(PLAN, tuning=Full())
+    assert all(d.allowed for d in require_resumable(full, replace(full, model_path="/elsewhere/tiny")))
+
+
+def test_the_refusal_is_a_table_of_every_difference_with_its_arithmetic():
+    wanted = replace(REFUSED["batch.accumulation"], run=replace(PLAN.run, output_dir="runs/b"))
+    with pytest.raises(CheckpointError) as refusal:
+        require_resumable(PLAN, wanted)
+    lines = [line.split() for line in refusal.value.message.splitlines()]
+    assert lines[1] == ["setting", "checkpoint", "now"]
+    assert lines[2][:4] == ["batch.accumulation", "4", "8", "refused:"]
+    assert "the global batch changes: 2 × 4 × 1 = 8, then 2 × 8 × 1 = 16" in refusal.value.message
+    assert lines[3][:4] == ["run.output_dir", "runs/a", "runs/b", "allowed:"]
