@@ -37,7 +37,7 @@ def test_bars_carry_the_predicted_and_the_measured_bytes(prediction: Prediction)
 
 
 def test_bars_are_as_long_as_their_bytes(prediction: Prediction) -> None:
-    """Pixels per byte are one number, over all terms and phases."""
+    """Pixels per byte are one number over all terms, and the terms of a phase stand end to end."""
     svg = plots.memory_bars(prediction.estimate, {Phase.BACKWARD: 412 * MIB})
     bars = re.findall(
         r'd="M ([\d.]+) [\d.]+ \nL ([\d.]+)[^"]*" clip-path="[^"]*" style="fill: var\(--([\w-]+)\)', svg
@@ -47,6 +47,9 @@ def test_bars_are_as_long_as_their_bytes(prediction: Prediction) -> None:
         next(length for name, length in lengths if name == wanted) for wanted in ("series-1", "ink")
     )
     assert measured / weights == pytest.approx(412 / 43, rel=1e-3)
+    ends = [(name, float(right)) for _, right, name in bars]
+    stack_end = max(end for name, end in ends if name != "ink")
+    assert stack_end == pytest.approx(max(end for name, end in ends if name == "ink"))  # 412 MiB in both
 
 
 def test_colours_are_variables_of_the_page_and_ids_are_not_repeated(
