@@ -83,12 +83,18 @@ def test_every_number_of_a_step_is_a_curve(make_step: MakeStep) -> None:
     assert "eval/loss" not in dict(scalars(make_step(8)))
 
 
-tensorboard = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.fixture
+def installed() -> None:
+    pytest.importorskip("tensorboard")
+
+
+tensorboard = pytest.mark.usefixtures("installed")
 
 
 def events_of(directory: Path) -> object:
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulators.EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     return events
 
