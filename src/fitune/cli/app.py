@@ -35,8 +35,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 @app.command(context_settings=_RECIPE_WORDS)
 def plan(words: Words = None, settings: Settings = None, json: Json = False) -> None:
     """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
-    from fitune.cli.planning import plan_for, print_plan
     from fitune.cli.options import recipe_from
+    from fitune.cli.planning import plan_for, print_plan
 
     print_plan(plan_for(recipe_from(words or [], settings or [])), json=json)
 

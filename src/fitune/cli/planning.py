@@ -2,10 +2,9 @@
 
 import json as json_text
 
-from fitune.measure.hardware import detect_hardware
+from fitune.measure.hardware import resolve_hardware
 from fitune.planner.explain import explain_plan, plan_data
 from fitune.planner.search import find_plan
-from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.recipe import Recipe
@@ -18,13 +17,8 @@ def plan_for(recipe: Recipe) -> PlanReport:
 
 
 def wanted_hardware(recipe: Recipe) -> Hardware:
-    if recipe.gpu is None:
-        return detect_hardware()
-    return hardware_for(
-        gpu=find_gpu(recipe.gpu),
-        gpus=recipe.gpus,
-        nodes=recipe.nodes,
-        host_memory_bytes=recipe.host_memory or 0,
+    return resolve_hardware(
+        gpu=recipe.gpu, gpus=recipe.gpus, nodes=recipe.nodes, host_memory_bytes=recipe.host_memory
     )
 
 

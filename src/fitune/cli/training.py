@@ -13,11 +13,15 @@ from fitune.cli.reporting import comparison
 from fitune.data.dataset import PreparedData
 from fitune.data.formats import Conversation
 from fitune.data.ledger import describe_ledger
+from fitune.data.templates import load_template
 from fitune.errors import RecipeError, RunDirectoryError
 from fitune.models.language_model import LanguageModel
+from fitune.models.weights import load_tokenizer
 from fitune.planner.explain import describe_plan, explain_plan
 from fitune.report.compare import comparison_table
 from fitune.report.html import write_report
+from fitune.score.generate_hf import Sampling, answer_all
+from fitune.score.tasks import to_task
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe, dump_recipe
 from fitune.spec.reports import PlanReport, RunReport
@@ -26,6 +30,7 @@ from fitune.track.progress import Progress
 from fitune.track.sinks import open_sinks
 from fitune.train.run import Callbacks, run
 
+_SAMPLE_TOKENS = 128
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -143,4 +148,13 @@ def stop_signals() -> Iterator[list[int]]:
 
 def answers_with(plan: Plan) -> Callable[[LanguageModel, Sequence[Conversation]], list[str]]:
     """Greedy answers to held-out prompts, in the plan's own template."""
-    raise NotImplementedError
+    tokenizer = load_tokenizer(plan.model_path)
+    template = load_template(tokenizer, plan.data.chat_template)
+    sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS)
+
+    def answer(model: LanguageModel, conversations: Sequence[Conversation]) -> list[str]:
+        tasks = [to_task(c, id=str(place), template=template) for place, c in enumerate(conversations)]
+        answers = answer_all(model.whole, tokenizer, template, tasks, sampling)
+        return [a.text or a.error for a in answers]
+
+    return answer

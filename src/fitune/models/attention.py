@@ -7,13 +7,12 @@ names registered here; ``sequence_lengths`` travels through the model's keyword 
 Shapes: B = 1, n heads, T tokens of the stream, d head size.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -49,21 +48,10 @@ def row_mask(sequence_lengths: Sequence[int], *, dtype: torch.dtype, device: tor
     return closed[None, None]
 
 
-@contextmanager
-def cached_attention(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """transformers' own attention and eval mode for the duration: generation needs its key/value cache."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    if not attends_by_rows(base):
-        yield
-        return
-    before, was_training = base.config._attn_implementation, model.training
-    base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
-    model.eval()
-    try:
-        yield
-    finally:
-        base.set_attn_implementation(before)
-        model.train(was_training)
+def use_cached_attention(model: PreTrainedModel) -> None:
+    """Switch to transformers' own attention, which generation with a key/value cache needs."""
+    if attends_by_rows(model):
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
 def rows_sdpa(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -34,7 +35,7 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device) -> PreTra
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{path}: the model cannot be loaded: {_first_line(error)}") from error
     _check_complete(path, report)
     model.to(device)

@@ -7,12 +7,15 @@ missing keys are errors: a file that was edited by hand fails where it is wrong.
 import dataclasses
 import enum
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def to_data(value: Any) -> Any:
@@ -22,6 +25,8 @@ def to_data(value: Any) -> Any:
         return {"kind": type(value).__name__, **fields}
     if isinstance(value, enum.Enum):
         return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no NaN; a loss that is one must still be readable
     if isinstance(value, Mapping):
         return {str(to_data(key)): to_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -64,7 +69,7 @@ def _build(hint: Any, data: Any, *, path: str) -> Any:
             return hint(data)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    if hint is float and isinstance(data, int) and not isinstance(data, bool):
+    if hint is float and (data in _NOT_FINITE or type(data) is int):
         return float(data)
     _require(type(data) is hint, path, hint.__name__, data)
     return data

@@ -1,7 +1,6 @@
 """metrics.jsonl: one line per optimizer step. The truth about a run: every curve and table comes from it."""
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 from fitune.errors import RunDirectoryError
 from fitune.spec.reports import StepReport
 from fitune.spec.serial import from_data, to_data
-
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLog:
@@ -87,15 +84,7 @@ def to_line(report: StepReport) -> bytes:
     """One JSON object and a newline. JSON has no NaN: such numbers are written as "nan", "inf" and "-inf"."""
     data = to_data(report)
     del data["kind"]
-    return json.dumps({key: _as_json(value) for key, value in data.items()}, allow_nan=False).encode() + b"\n"
-
-
-def _as_json(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _from_json(value: Any) -> Any:
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    return json.dumps(data, allow_nan=False).encode() + b"\n"
 
 
 def _reports(path: Path) -> Iterator[tuple[StepReport, bytes]]:
@@ -115,8 +104,6 @@ def _reports(path: Path) -> Iterator[tuple[StepReport, bytes]]:
 
 
 def _report(data: Any, *, where: str) -> StepReport:
-    if isinstance(data, dict):
-        data = {key: _from_json(value) for key, value in data.items()}
     try:
         return from_data(StepReport, data)
     except ValueError as error:

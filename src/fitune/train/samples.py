@@ -6,7 +6,6 @@ from pathlib import Path
 
 from fitune.checkpoint.durable import write_atomically
 from fitune.data.formats import Conversation
-from fitune.models.attention import cached_attention
 from fitune.models.language_model import LanguageModel
 from fitune.spec.reports import Sample
 
@@ -20,8 +19,7 @@ def answer_before(
     directory: Path, model: LanguageModel, conversations: Sequence[Conversation], answer: Answer
 ) -> None:
     """Answer with the untrained model and keep the answers on disk: a resumed run cannot ask again."""
-    with cached_attention(model.whole):
-        answers = answer(model, conversations)
+    answers = answer(model, conversations)
     write_atomically(directory / _BEFORE, json.dumps(answers, ensure_ascii=False))
 
 
@@ -30,8 +28,7 @@ def compare_samples(
 ) -> tuple[Sample, ...]:
     """Answer the same prompts with the trained model and lay both answers side by side."""
     before = json.loads((directory / _BEFORE).read_text(encoding="utf-8"))
-    with cached_attention(model.whole):
-        after = answer(model, conversations)
+    after = answer(model, conversations)
     (directory / _BEFORE).unlink()
     return tuple(
         Sample(prompt=_prompt(c), expected=c.messages[-1].content, before=was, after=now)

@@ -1,0 +1,101 @@
+"""Model folders that are not what they should be: one readable line, never a traceback, never a pickle."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fitune.errors import ModelError
+from fitune.models.weights import load_model, load_tokenizer
+from models.tiny_models import tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+        return (open, (str(Bomb.target), "w"))
+
+    target: Path
+
+
+def test_weights_come_in_the_dtype_asked_for(folder: Path) -> None:
+    model = load_model(str(folder), dtype=torch.bfloat16, device=CPU)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(model.lm_head.weight, tiny_model().lm_head.weight.bfloat16())
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no weights \(\*\.safetensors\)"):
+        load_model(str(folder), dtype=torch.float32, device=CPU)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickled_weights_are_refused_and_not_run(folder: Path, tmp_path: Path, name: str) -> None:
+    Bomb.target = tmp_path / "exploded"
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(ModelError, match="pickled"):
+        load_model(str(folder), dtype=torch.float32, device=CPU)
+    assert not Bomb.target.exists()
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(str(folder), dtype=torch.float32, device=CPU)
+
+
+def test_a_misshapen_tensor_is_named(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(5)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="model"):
+        load_model(str(folder), dtype=torch.float32, device=CPU)
+
+
+def test_truncated_safetensors(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(str(folder), dtype=torch.float32, device=CPU)
+
+
+def test_no_tokenizer(folder: Path) -> None:
+    with pytest.raises(ModelError, match="no tokenizer"):
+        load_tokenizer(str(folder))
+
+
+def test_a_tokenizer_that_is_not_json(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{ not json")
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_tokenizer(str(folder))
+
+
+def test_remote_code_in_the_config_is_not_imported(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_evil.Evil"}
+    config["trust_remote_code"] = True
+    config["model_type"] = "evil"
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling_evil.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+    with pytest.raises(ModelError):
+        load_model(str(folder), dtype=torch.float32, device=CPU)
+    assert not (tmp_path / "imported").exists()

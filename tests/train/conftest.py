@@ -1,0 +1,73 @@
+"""A tiny model folder, a small dataset and a recipe over them: what every training test starts from."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from fitune.spec.plan import Plan
+
+QUESTIONS = [
+    {"question": f"What is {a} plus {b}?", "answer": f"{a} plus {b} is {a + b}, and that is all."}
+    for a in range(2, 9)
+    for b in range(3, 11)
+]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-block Llama with its own byte-level BPE tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    texts = folder / "texts.txt"
+    texts.write_text("\n".join(f"{row['question']} {row['answer']}" for row in QUESTIONS))
+    bpe = ByteLevelBPETokenizer()
+    bpe.train([str(texts)], vocab_size=384, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False)
+    PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "questions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    return file
+
+
+@pytest.fixture
+def make_plan(model_folder: Path, data_file: Path, tmp_path: Path) -> Callable[..., Plan]:
+    """A plan from recipe settings, on this machine's CPU whatever else it has."""
+
+    def make(**settings: object) -> Plan:
+        from fitune.planner.search import find_plan
+        from fitune.spec.gpus import cpu_gpu, hardware_for
+        from fitune.spec.model_config import load_model_spec
+        from fitune.spec.recipe import canonical_keys, parse_recipe
+        from fitune.units import GIB
+
+        wanted = {
+            "model": str(model_folder), "data": [str(data_file)], "tuning": "lora", "lora_r": 4, "precision": "fp32",
+            "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+            "max_steps": 6, "samples": 0, "output_dir": str(tmp_path / "run"),
+        }  # fmt: skip
+        recipe = parse_recipe(canonical_keys({**wanted, **settings}, where="test"))
+        hardware = hardware_for(gpu=cpu_gpu(memory_bytes=4 * GIB, cores=2), gpus=1, nodes=1, host_memory_bytes=4 * GIB)
+        return find_plan(recipe, model=load_model_spec(recipe.model), hardware=hardware).chosen.plan
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))

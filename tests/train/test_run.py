@@ -1,0 +1,198 @@
+"""A whole run in one process: it learns, it stops and goes on as if it had not, it never lies about a bad end."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fitune.data.formats import Conversation
+from fitune.errors import RunDirectoryError, TrainingFailed
+from fitune.models.language_model import LanguageModel
+from fitune.spec.plan import Epochs, Plan, Steps
+from fitune.spec.reports import Phase, RunReport, StepReport
+from fitune.spec.serial import from_json
+from fitune.track.jsonl import read_metrics
+from fitune.train.run import Callbacks, run
+
+MakePlan = Callable[..., Plan]
+
+
+def no_answers(model: LanguageModel, conversations: Sequence[Conversation]) -> list[str]:
+    return ["" for _ in conversations]
+
+
+def callbacks(*, stop_after: int | None = None) -> Callbacks:
+    asked = [0]
+
+    def stop_asked() -> bool:
+        asked[0] += 1
+        return stop_after is not None and asked[0] >= stop_after
+
+    return Callbacks(
+        on_data=lambda data: None, on_note=lambda note: None, stop_asked=stop_asked, answer=no_answers
+    )
+
+
+def losses(plan: Plan) -> list[float]:
+    return [step.loss for step in steps_of(plan)]
+
+
+def steps_of(plan: Plan) -> list[StepReport]:
+    return read_metrics(Path(plan.run.output_dir) / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_training_learns(make_plan: MakePlan, tuning: str, packing: bool) -> None:
+    plan = make_plan(tuning=tuning, max_steps=25, packing=packing, val_fraction=0.1)
+    report = run(plan, callbacks=callbacks())
+    assert report.status == "complete"
+    assert report.final_loss < 0.6 * report.first_loss
+    assert report.best_eval_loss is not None
+    assert report.best_eval_loss < report.first_loss
+    assert (Path(report.exported) / "README.md").is_file()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora_dropout": 0.1},
+        {"tuning": "full"},
+        {"tuning": "full", "precision": "bf16-master"},
+        {"packing": True, "micro_batch_size": 1, "seq_len": 100, "lora_dropout": 0.1},
+    ],
+)
+def test_a_run_that_was_interrupted_mid_epoch_ends_bit_for_bit_the_same(
+    make_plan: MakePlan, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    common = {"max_steps": 9, "save_steps": 3, "optimizer": "adamw", **settings}
+    straight = make_plan(**common, output_dir=str(tmp_path / "straight"))
+    broken = make_plan(**common, output_dir=str(tmp_path / "broken"))
+    run(straight, callbacks=callbacks())
+    first = run(broken, callbacks=callbacks(stop_after=5))
+    assert (first.status, first.steps) == ("interrupted", 5)
+    second = run(broken, callbacks=callbacks(), resume=True)
+    assert second.status == "complete"
+    assert losses(broken) == losses(straight)
+    for name in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
+        if (tmp_path / "straight" / name).exists():
+            expected, found = load_file(tmp_path / "straight" / name), load_file(tmp_path / "broken" / name)
+            assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_steps_after_the_checkpoint_are_done_again_once(make_plan: MakePlan) -> None:
+    """A process killed between two saves: metrics.jsonl has steps that the checkpoint has not."""
+    plan = make_plan(max_steps=6, save_steps=2)
+    run(plan, callbacks=callbacks(stop_after=4))
+    log = Path(plan.run.output_dir) / "metrics.jsonl"
+    extra = replace(steps_of(plan)[-1], step=5, loss=99.0)
+    from fitune.track.jsonl import to_line
+
+    log.write_bytes(log.read_bytes() + to_line(extra))
+    run(plan, callbacks=callbacks(), resume=True)
+    assert [step.step for step in steps_of(plan)] == [1, 2, 3, 4, 5, 6]
+    assert 99.0 not in losses(plan)
+
+
+def test_the_same_rows_in_other_micro_batches_give_the_same_losses(make_plan: MakePlan, tmp_path: Path) -> None:
+    """Famous bug: accumulation normalised per micro-batch instead of per supervised token."""
+    found = []
+    for micro, accumulation in ((8, 1), (4, 2), (2, 4), (1, 8)):
+        plan = make_plan(
+            micro_batch_size=micro,
+            gradient_accumulation_steps=accumulation,
+            output_dir=str(tmp_path / f"micro-{micro}"),
+        )
+        run(plan, callbacks=callbacks())
+        found.append(losses(plan))
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=2e-5)
+
+
+def test_recompute_and_chunks_change_nothing_but_memory(make_plan: MakePlan, tmp_path: Path) -> None:
+    base = make_plan(tuning="full", gradient_checkpointing=False, loss="plain", output_dir=str(tmp_path / "a"))
+    frugal = make_plan(
+        tuning="full", gradient_checkpointing=True, loss="chunked", loss_chunk_tokens=16, output_dir=str(tmp_path / "b")
+    )
+    run(base, callbacks=callbacks())
+    run(frugal, callbacks=callbacks())
+    assert losses(frugal) == pytest.approx(losses(base), rel=2e-5)
+
+
+def test_the_second_step_is_measured_by_phase(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    report = run(plan, callbacks=callbacks())
+    assert [bool(step.memory_bytes) for step in steps_of(plan)] == [False, True, False, False, False, False]
+    assert report.memory is not None
+    assert set(report.memory.phases) == set(Phase)
+    assert report.memory.phases[Phase.READY] < report.memory.peak_bytes
+
+
+def test_every_figure_of_the_report_comes_from_the_log(make_plan: MakePlan) -> None:
+    plan = make_plan(max_steps=5)
+    report = run(plan, callbacks=callbacks())
+    steps = steps_of(plan)
+    assert report.tokens == sum(step.tokens for step in steps)
+    assert report.supervised_tokens == sum(step.supervised_tokens for step in steps)
+    assert report.final_loss == steps[-1].loss
+    on_disk = from_json(RunReport, (Path(plan.run.output_dir) / "report.json").read_text())
+    assert on_disk == report
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_so(make_plan: MakePlan) -> None:
+    plan = make_plan(tuning="full", optimizer="sgd", learning_rate=1e6, max_grad_norm=0, max_steps=50)
+    with pytest.raises(TrainingFailed, match=r"nothing was updated"):
+        run(plan, callbacks=callbacks())
+    report = from_json(RunReport, (Path(plan.run.output_dir) / "report.json").read_text())
+    assert report.status == "failed"
+    assert "finite" in report.reason or "loss is" in report.reason
+    assert report.steps == len(steps_of(plan))
+
+
+def test_an_earlier_run_is_not_overwritten_unasked(make_plan: MakePlan) -> None:
+    plan = make_plan(max_steps=2)
+    run(plan, callbacks=callbacks())
+    before = (Path(plan.run.output_dir) / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunDirectoryError, match="earlier run"):
+        run(plan, callbacks=callbacks())
+    assert (Path(plan.run.output_dir) / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_longer_schedule_may_go_on_from_the_end(make_plan: MakePlan) -> None:
+    plan = make_plan(max_steps=4, save_steps=4, lr_scheduler="constant", warmup_steps=0)
+    run(plan, callbacks=callbacks())
+    longer = replace(plan, schedule=replace(plan.schedule, duration=Steps(count=7)))
+    report = run(longer, callbacks=callbacks(), resume=True)
+    assert report.steps == 7
+    assert [step.step for step in steps_of(plan)] == list(range(1, 8))
+
+
+def test_epochs_count_rows(make_plan: MakePlan) -> None:
+    """56 rows, 8 a step: 7 steps an epoch."""
+    plan = make_plan()
+    plan = replace(plan, schedule=replace(plan.schedule, duration=Epochs(count=1.5)))
+    report = run(plan, callbacks=callbacks())
+    assert report.total_steps == 11
+    assert steps_of(plan)[6].epoch == pytest.approx(1.0)
+
+
+def test_samples_show_answers_before_and_after(make_plan: MakePlan) -> None:
+    plan = make_plan(samples=3, val_fraction=0.2, max_steps=2)
+    said = iter(["before"] * 3 + ["after"] * 3)
+    answering = replace(callbacks(), answer=lambda model, conversations: [next(said) for _ in conversations])
+    report = run(plan, callbacks=answering)
+    assert [(s.before, s.after) for s in report.samples] == [("before", "after")] * 3
+    assert all(s.prompt.startswith("What is") for s in report.samples)
+
+
+def test_plan_json_is_the_plan_that_ran(make_plan: MakePlan) -> None:
+    plan = make_plan(max_steps=1)
+    run(plan, callbacks=callbacks(), files={"recipe.yaml": "model: x\n"})
+    directory = Path(plan.run.output_dir)
+    assert from_json(Plan, (directory / "plan.json").read_text()) == plan
+    assert (directory / "recipe.yaml").read_text() == "model: x\n"
+    assert json.loads((directory / "plan.json").read_text())["kind"] == "Plan"
