@@ -1,15 +1,15 @@
 """From a row's fields to a conversation or a text.
 
-| format            | fields                                              | becomes                                        |
-|-------------------|-----------------------------------------------------|------------------------------------------------|
-| messages          | messages: [{role, content}]                         | as written                                     |
-| sharegpt          | conversations: [{from, value}]                      | human -> user, gpt -> assistant                |
-| alpaca            | instruction, output[, input, system, history]       | user: instruction, a line break, input         |
-| prompt_completion | prompt, completion (texts, or lists of messages)    | user: prompt, assistant: completion            |
-| question_answer   | question, answer (GSM8K)                            | user: question, assistant: answer              |
-| dialogue_summary  | dialogue, summary (SAMSum, DialogSum)               | user: dialogue, assistant: summary             |
-| text              | text                                                | the text itself                                |
-| columns           | named by the source's column mapping                | as prompt_completion (with system), or as text |
+| format            | fields                                           | becomes                                 |
+|-------------------|--------------------------------------------------|-----------------------------------------|
+| messages          | messages: [{role, content}]                      | as written                              |
+| sharegpt          | conversations: [{from, value}]                   | human -> user, gpt -> assistant         |
+| alpaca            | instruction, output[, input, system, history]    | user: instruction, a line break, input  |
+| prompt_completion | prompt, completion (texts, or lists of messages) | user: prompt, assistant: completion     |
+| question_answer   | question, answer (GSM8K)                         | user: question, assistant: answer       |
+| dialogue_summary  | dialogue, summary (SAMSum, DialogSum)            | user: dialogue, assistant: summary      |
+| text              | text                                             | the text itself                         |
+| columns           | named by the source's column mapping             | as prompt_completion, or as text        |
 
 Nothing is added to what the fields say: an instruction in front of a dialogue is the data's to give.
 """

@@ -85,9 +85,8 @@ def describe_ledger(ledger: Ledger) -> str:
 
 def describe_dropped(dropped: dict[str, int]) -> str:
     """``3 not JSON, 1 empty field``, the most frequent first."""
-    return ", ".join(
-        f"{count:,} {reason}" for reason, count in sorted(dropped.items(), key=lambda item: -item[1])
-    )
+    ordered = sorted(dropped.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {reason}" for reason, count in ordered)
 
 
 def _tokens(count: int) -> str:

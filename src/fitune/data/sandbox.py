@@ -176,7 +176,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         padding = isinstance(obj, str | bytes) and attr in _PADDING_METHODS
         return not padding and super().is_safe_attribute(obj, attr, value)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name == "replace" and len(args) >= 2:
             return _replace(owner, *args)

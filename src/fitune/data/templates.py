@@ -87,7 +87,7 @@ class ChatTemplate:
         return self.encode_rows([self.lay_out(conversation)])[0]
 
     def encode_text(self, text: Text) -> Encoded:
-        """Ids of a plain text, all supervised. Special tokens its author wrote are special: the text is the whole row."""
+        """Ids of a plain text and EOS, all supervised. Special tokens in it are special: the author wrote them."""
         return self.encode_rows([self.lay_out(text)])[0]
 
     def encode_prompt(self, conversation: Conversation) -> list[int]:

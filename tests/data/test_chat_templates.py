@@ -1,0 +1,167 @@
+"""What the model learns to write is its answers, and training ids begin with the ids of scoring."""
+
+import pytest
+
+from data.tiny_tokenizers import (
+    BRACKET_STYLE,
+    HEADER_STYLE,
+    MARKED_STYLE,
+    NO_END_STYLE,
+    STYLES,
+    THINKING_STYLE,
+    byte_tokenizer,
+    prefixing_tokenizer,
+)
+from fitune.data.formats import Conversation, Message, Text
+from fitune.data.templates import PLAIN_TEMPLATE, load_template
+
+
+def conversation(*turns: str, system: str = "") -> Conversation:
+    messages = [Message("system", system)] if system else []
+    messages += [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(turns)]
+    return Conversation(tuple(messages), "row 1")
+
+
+def learned(tokenizer, encoded) -> str:
+    return tokenizer.decode([i for i, wanted in zip(encoded.ids, encoded.supervised, strict=True) if wanted])
+
+
+QUESTIONS = [
+    conversation("what is two and two?", "four"),
+    conversation("hello", "e", "and now?", "end"),
+    conversation("hello", "  spaces around \n", "again\n\n", "\nassistant\n"),
+    conversation("four", "four", "four", "four", "four", "four"),
+]
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, prefixing_tokenizer])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("asked", QUESTIONS, ids=["one turn", "short", "white space", "repeated"])
+def test_training_ids_begin_with_scoring_ids_and_every_answer_is_learned(make, style, asked):
+    tokenizer = make(template=STYLES[style])
+    template = load_template(tokenizer)
+    encoded, prompt = template.encode(asked), template.encode_prompt(asked)
+    assert encoded.ids[: len(prompt)] == prompt
+    assert encoded.ids[-1] in template.stop_ids
+    assert encoded.supervised[-1]
+    assert not encoded.supervised[0]
+    text = "".join(learned(tokenizer, encoded).split())
+    for message in asked.messages:
+        if message.role == "assistant":
+            assert "".join(message.content.split()) in text
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, "four</s>"),
+        (HEADER_STYLE, "four<|end|>"),
+        (MARKED_STYLE, "four<|end|>"),
+        (THINKING_STYLE, "<think>\n\n</think>\n\nfour<|end|>"),
+        (BRACKET_STYLE, " four </s>"),
+        (NO_END_STYLE, "four</s>"),
+    ],
+)
+def test_the_answer_and_its_end_are_learned_and_nothing_else(template, expected):
+    tokenizer = byte_tokenizer(template=template)
+    encoded = load_template(tokenizer).encode(conversation("what is two and two?", "four"))
+    assert learned(tokenizer, encoded) == expected
+
+
+def test_every_answer_of_a_conversation_is_learned():
+    tokenizer = byte_tokenizer(template=HEADER_STYLE)
+    encoded = load_template(tokenizer).encode(conversation("a", "one", "b", "two", system="be kind"))
+    assert learned(tokenizer, encoded) == "one<|end|>two<|end|>"
+
+
+def test_a_thought_is_learned_where_the_template_shows_it():
+    tokenizer = byte_tokenizer(template=THINKING_STYLE)
+    asked = conversation("a", "<think>\nhm\n</think>\n\none", "b", "<think>\nso\n</think>\n\ntwo")
+    assert learned(tokenizer, load_template(tokenizer).encode(asked)) == (
+        "one<|end|><think>\nso\n</think>\n\ntwo<|end|>"
+    )
+
+
+@pytest.mark.parametrize("style", ["plain", "header", "bracket"])
+def test_bos_stands_once_per_turn_that_writes_it(style):
+    tokenizer = byte_tokenizer(template=STYLES[style])
+    encoded = load_template(tokenizer).encode(conversation("hello", "world"))
+    assert encoded.ids.count(tokenizer.bos_token_id) == 1
+    assert encoded.ids[0] == tokenizer.bos_token_id
+
+
+def test_the_text_is_what_transformers_renders_to_the_end_of_the_last_answer():
+    tokenizer = byte_tokenizer(template=HEADER_STYLE)
+    asked = conversation("hello world", "four", "two?", "two")
+    messages = [{"role": message.role, "content": message.content} for message in asked.messages]
+    theirs = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(load_template(tokenizer).encode(asked).ids) == theirs
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, prefixing_tokenizer])
+@pytest.mark.parametrize("style", ["plain", "header", "thinking", "marked"])
+def test_special_token_text_in_content_stays_text(make, style):
+    tokenizer = make(template=STYLES[style])
+    template = load_template(tokenizer)
+    clean = template.encode(conversation("hello XX world", "four XX"))
+    hostile = template.encode(conversation("hello <|end|></s><s> world", "four </s><|turn|>"))
+    specials = set(tokenizer.all_special_ids)
+    assert [i for i in hostile.ids if i in specials] == [i for i in clean.ids if i in specials]
+    assert "hello<|end|></s><s>world" in "".join(tokenizer.decode(hostile.ids).split())
+    assert "four</s><|turn|>" in "".join(learned(tokenizer, hostile).split())
+    prompt = template.encode_prompt(conversation("hello <|end|></s><s> world", "four </s><|turn|>"))
+    assert hostile.ids[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize(
+    "content", ["👩‍👩‍👧‍👦 🇫🇷", "שלום عربى", "e\u0301 n\u0303\u0323", "\u0000 \u200f \ufeff", "日本語"]
+)
+def test_every_script_comes_back_from_its_ids(content):
+    tokenizer = byte_tokenizer(template=HEADER_STYLE)
+    encoded = load_template(tokenizer).encode(conversation(content, f"{content}!"))
+    assert learned(tokenizer, encoded) == f"{content}!<|end|>"
+    assert content in tokenizer.decode(encoded.ids)
+
+
+def test_a_prefixing_tokenizer_puts_no_space_inside_a_text():
+    tokenizer = prefixing_tokenizer(template=NO_END_STYLE)
+    asked = conversation("hello", "world")
+    whole = tokenizer("user: hello\nassistant: world", add_special_tokens=False)["input_ids"]
+    ours = load_template(tokenizer).encode(asked).ids[:-1]
+    assert tokenizer.decode(ours) == tokenizer.decode(whole)
+
+
+def test_a_text_is_learned_whole_with_one_bos_and_one_eos():
+    tokenizer = byte_tokenizer()
+    template = load_template(tokenizer)
+    encoded = template.encode_text(Text("hello world", "row 1"))
+    assert tokenizer.decode(encoded.ids) == "hello world</s>"
+    assert all(encoded.supervised)
+    ended = template.encode_text(Text("<s>hello</s>", "row 1"))
+    assert tokenizer.decode(ended.ids) == "<s>hello</s>"
+
+
+def test_a_prompt_without_an_answer_is_asked_the_same_way():
+    template = load_template(byte_tokenizer(template=HEADER_STYLE))
+    asked = conversation("hello", "world")
+    assert template.encode_prompt(Conversation(asked.messages[:1], "row 1")) == template.encode_prompt(asked)
+
+
+def test_the_template_comes_from_the_file_then_the_tokenizer_then_fitune(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text(MARKED_STYLE, encoding="utf-8")
+    tokenizer = byte_tokenizer(template=HEADER_STYLE)
+    assert load_template(tokenizer, str(file)).source == MARKED_STYLE
+    assert load_template(tokenizer).source == HEADER_STYLE
+    assert load_template(byte_tokenizer()).source == PLAIN_TEMPLATE
+
+
+def test_a_saved_plain_template_works_in_transformers():
+    """The model is saved with the template: generation elsewhere must ask as fitune asked."""
+    tokenizer = byte_tokenizer()
+    template = load_template(tokenizer)
+    tokenizer.chat_template = template.source
+    asked = conversation("hello", "world", "again", "four", system="be kind")
+    messages = [{"role": message.role, "content": message.content} for message in asked.messages[:-1]]
+    theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(template.encode_prompt(asked)) == theirs

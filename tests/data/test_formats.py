@@ -1,0 +1,83 @@
+"""Every accepted format becomes the conversation it means."""
+
+import pytest
+
+from fitune.data.formats import Conversation, Message, Text, detect_format, to_example
+from fitune.data.rows import Row
+from fitune.errors import DataError
+
+USER, ANSWER = Message("user", "hi"), Message("assistant", "yo")
+SYSTEM = Message("system", "be kind")
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+def said(speaker, value):
+    return {"from": speaker, "value": value}
+
+
+def example(fields, columns=()):
+    return to_example(Row("f:1", fields), format=detect_format(fields, columns), columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "messages"),
+    [
+        ("alpaca", {"instruction": "hi", "input": "", "output": "yo"}, (USER, ANSWER)),
+        ("alpaca", {"instruction": "hi", "input": None, "output": "yo", "system": "be kind"}, (SYSTEM, USER, ANSWER)),
+        ("alpaca", {"instruction": "a", "input": "b", "output": "yo"}, (Message("user", "a\nb"), ANSWER)),
+        ("alpaca", {"instruction": "hi", "output": "yo", "history": [["hi", "yo"]]}, (USER, ANSWER, USER, ANSWER)),
+        ("sharegpt", {"conversations": [said("human", "hi"), said("gpt", "yo")]}, (USER, ANSWER)),
+        (
+            "sharegpt",
+            {"system": "be kind", "conversations": [said("user", "hi"), said("assistant", "yo")]},
+            (SYSTEM, USER, ANSWER),
+        ),
+        ("messages", {"messages": [turn("user", "hi"), turn("assistant", "yo")]}, (USER, ANSWER)),
+        (
+            "messages",
+            {"messages": [turn("system", ""), turn("user", "hi"), said("gpt", "yo")]},
+            (USER, ANSWER),
+        ),
+        ("prompt_completion", {"prompt": "hi", "completion": "yo"}, (USER, ANSWER)),
+        (
+            "prompt_completion",
+            {"prompt": [turn("user", "hi")], "completion": [turn("assistant", "yo")]},
+            (USER, ANSWER),
+        ),
+        ("question_answer", {"question": "hi", "answer": "yo"}, (USER, ANSWER)),
+        ("dialogue_summary", {"dialogue": "hi", "summary": "yo", "id": 3}, (USER, ANSWER)),
+    ],
+)  # fmt: skip
+def test_a_format_is_recognised_and_becomes_a_conversation(name, fields, messages):
+    assert detect_format(fields) == name
+    assert example(fields) == Conversation(messages, "f:1")
+
+
+def test_plain_text_stays_text():
+    assert example({"text": " hi "}) == Text(" hi ", "f:1")
+
+
+def test_columns_can_be_named():
+    fields = {"q": "hi", "a": "yo", "s": "be kind", "text": "not this"}
+    columns = (("prompt", "q"), ("completion", "a"), ("system", "s"))
+    assert detect_format(fields, columns) == "columns"
+    assert example(fields, columns) == Conversation((SYSTEM, USER, ANSWER), "f:1")
+    assert example(fields, (("text", "q"),)) == Text("hi", "f:1")
+
+
+def test_fields_of_no_format_are_an_error_that_lists_them():
+    with pytest.raises(DataError, match="chosen, rejected") as caught:
+        detect_format({"chosen": 1, "rejected": 2})
+    assert "instruction" in caught.value.hint
+    assert "columns" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "columns", [(("prompt", "q"),), (("text", "q"), ("prompt", "q")), (("system", "q"),)]
+)
+def test_a_mapping_that_makes_no_row_is_refused(columns):
+    with pytest.raises(DataError, match="is not a mapping"):
+        to_example(Row("f:1", {"q": "hi"}), format="columns", columns=columns)

@@ -1,0 +1,158 @@
+"""Steps follow from a small value, hold every row once, and do not depend on how they are cut."""
+
+import numpy as np
+import pytest
+import torch
+
+from fitune.data.dataset import TokenDataset
+from fitune.data.loader import IGNORED, Loader, LoaderState, eval_batches, micro_batch_of, prefetch
+from fitune.spec.plan import Batch
+
+
+def make_dataset(rows=23, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, 12, rows)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    ids = rng.integers(3, 99, offsets[-1]).astype(np.int32)
+    supervised = rng.random(offsets[-1]) < 0.5
+    supervised[offsets[1:] - 1] = True
+    return TokenDataset(ids, supervised, offsets)
+
+
+def make_batch(size=2, accumulation=2, packing=False):
+    return Batch(micro_batch_size=size, accumulation=accumulation, seq_len=16, packing=packing)
+
+
+def epoch_of(loader, epoch=0):
+    state, steps = LoaderState(epoch), []
+    while state.epoch == epoch:
+        steps.append(loader.batch_at(state))
+        state = loader.after(state)
+    assert state == LoaderState(epoch + 1, 0)
+    return steps
+
+
+def rows_of(step):
+    return [row for micro_batch in step.micro_batches for row in micro_batch.row_ids]
+
+
+def test_labels_positions_and_lengths_by_hand():
+    offsets = np.array([0, 3, 5])
+    supervised = np.array([False, True, True, True, True])
+    dataset = TokenDataset(np.array([10, 11, 12, 20, 21], np.int32), supervised, offsets)
+    stream = micro_batch_of(dataset, [1, 0])
+    assert stream.input_ids_T.tolist() == [20, 21, 10, 11, 12]
+    assert stream.labels_T.tolist() == [21, IGNORED, 11, 12, IGNORED]
+    assert stream.position_ids_T.tolist() == [0, 1, 0, 1, 2]
+    assert stream.sequence_lengths == (2, 3)
+    assert {stream.input_ids_T.dtype, stream.labels_T.dtype, stream.position_ids_T.dtype} == {torch.int64}
+    assert dataset.labels_per_row.tolist() == [2, 1]
+
+
+def test_labels_are_the_next_supervised_token_of_the_same_row():
+    dataset = make_dataset()
+    for row in range(len(dataset)):
+        ids, supervised = dataset.row(row)
+        labels = micro_batch_of(dataset, [row]).labels_T.tolist()
+        expected = [int(ids[i + 1]) if supervised[i + 1] else IGNORED for i in range(len(ids) - 1)]
+        assert labels == [*expected, IGNORED]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_an_epoch_holds_every_row_once(packing):
+    dataset = make_dataset()
+    loader = Loader(dataset, make_batch(packing=packing), seed=1)
+    steps = epoch_of(loader)
+    assert len(steps) == loader.steps_per_epoch == -(-loader.num_units // 4)
+    assert sorted(row for step in steps for row in rows_of(step)) == list(range(23))
+    assert sum(step.tokens for step in steps) == dataset.lengths.sum()
+    assert (loader.num_packs > 0) == packing
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_step_counts_its_tokens_and_its_labels(packing):
+    for step in epoch_of(Loader(make_dataset(), make_batch(packing=packing), seed=1)):
+        assert step.tokens == sum(len(m.input_ids_T) for m in step.micro_batches)
+        assert step.supervised_tokens == sum(int((m.labels_T != IGNORED).sum()) for m in step.micro_batches)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_no_stream_is_longer_than_the_plan_says(packing):
+    batch = make_batch(size=3, packing=packing)
+    for step in epoch_of(Loader(make_dataset(60), batch, seed=1)):
+        assert all(len(m.input_ids_T) <= batch.micro_batch_tokens for m in step.micro_batches)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_global_batch_does_not_depend_on_the_micro_batch(packing):
+    dataset = make_dataset()
+    wide = epoch_of(Loader(dataset, make_batch(4, 1, packing), seed=3))
+    narrow = epoch_of(Loader(dataset, make_batch(1, 4, packing), seed=3))
+    assert [rows_of(step) for step in wide] == [rows_of(step) for step in narrow]
+    assert [step.supervised_tokens for step in wide] == [step.supervised_tokens for step in narrow]
+
+
+def test_ranks_share_the_steps_of_one_process():
+    dataset = make_dataset()
+    alone = epoch_of(Loader(dataset, make_batch(2, 2), seed=3))
+    ranks = [epoch_of(Loader(dataset, make_batch(2, 1), seed=3, rank=r, world_size=2)) for r in range(2)]
+    for step, parts in zip(alone, zip(*ranks, strict=True), strict=True):
+        assert sorted(rows_of(step)) == sorted(row for part in parts for row in rows_of(part))
+        assert {part.supervised_tokens for part in parts} == {step.supervised_tokens}
+
+
+def test_the_order_follows_from_the_seed_and_the_epoch():
+    dataset = make_dataset()
+
+    def order(seed, epoch):
+        return [
+            row for step in epoch_of(Loader(dataset, make_batch(), seed=seed), epoch) for row in rows_of(step)
+        ]
+
+    assert order(1, 0) == order(1, 0) == np.random.default_rng([1, 0]).permutation(23).tolist()
+    assert order(1, 0) != order(1, 1)
+    assert order(1, 0) != order(2, 0)
+
+
+def test_a_loader_made_anew_goes_on_where_the_other_was():
+    dataset = make_dataset()
+    state = LoaderState()
+    first = Loader(dataset, make_batch(), seed=5)
+    for _ in range(8):
+        state = first.after(state)
+    again = Loader(dataset, make_batch(), seed=5)
+    assert state == LoaderState(1, 8)
+    assert rows_of(again.batch_at(state)) == rows_of(first.batch_at(state))
+
+
+def test_a_state_outside_of_the_epoch_is_refused():
+    with pytest.raises(ValueError, match="outside of an epoch of 23 units"):
+        Loader(make_dataset(), make_batch(), seed=5).batch_at(LoaderState(0, 23))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_evaluation_goes_through_the_rows_in_order(packing):
+    dataset, batch = make_dataset(), make_batch(size=3, packing=packing)
+    streams = list(eval_batches(dataset, batch))
+    assert [row for stream in streams for row in stream.row_ids] == list(range(23))
+    assert all(len(stream.input_ids_T) <= batch.micro_batch_tokens for stream in streams)
+    assert len(streams) == 8 if not packing else len(streams) < 8
+
+
+def test_prefetch_gives_the_same_items_and_the_error_in_its_turn():
+    def numbers():
+        yield 1
+        yield 2
+        raise KeyError("broken row")
+
+    items = prefetch(numbers())
+    assert [next(items), next(items)] == [1, 2]
+    with pytest.raises(KeyError, match="broken row"):
+        next(items)
+    assert list(prefetch(range(50), depth=3)) == list(range(50))
+
+
+def test_prefetch_can_be_left_early():
+    items = prefetch(iter(range(10**9)))
+    assert next(items) == 0
+    items.close()

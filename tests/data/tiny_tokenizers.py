@@ -1,0 +1,125 @@
+"""Tokenizers trained on the spot, and templates built like those on the Hub (in our words)."""
+
+from functools import cache
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPECIALS = ["<s>", "</s>", "<pad>", "<|turn|>", "<|end|>", "<unk>"]
+_TEXT = ["hello world, what is two and two? the answer is four. ping pong system user assistant"] * 20
+
+HEADER_STYLE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{- '<|turn|>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|turn|>assistant\\n\\n' -}}{%- endif -%}
+"""
+"""Llama-3.1's way: headers, trimmed content, no generation marks."""
+
+THINKING_STYLE = """\
+{%- for message in messages -%}
+{%- if message.role == 'assistant' and loop.last -%}
+    {%- set thought = message.content.split('</think>')[0].split('<think>')[-1] -%}
+    {%- if '</think>' not in message.content -%}{%- set thought = '' -%}{%- endif -%}
+    {{- '<|turn|>assistant\\n<think>\\n' + thought.strip() + '\\n</think>\\n\\n' -}}
+    {{- message.content.split('</think>')[-1].lstrip('\\n') + '<|end|>\\n' -}}
+{%- elif message.role == 'assistant' -%}
+    {{- '<|turn|>assistant\\n' + message.content.split('</think>')[-1].lstrip('\\n') + '<|end|>\\n' -}}
+{%- else -%}
+    {{- '<|turn|>' + message.role + '\\n' + message.content + '<|end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|turn|>assistant\\n' -}}{%- endif -%}
+"""
+"""Qwen3's way: the last answer gets a thought, empty if need be; earlier answers lose theirs."""
+
+NO_SYSTEM_STYLE = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for message in messages %}
+{%- set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{- '<|turn|>' + role + '\\n' + message['content'] | trim + '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn|>model\\n' }}{% endif %}
+"""
+"""Gemma's way: no system messages."""
+
+BRACKET_STYLE = """\
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{{- bos_token + '[ ' + message.content.strip() + ' ]' -}}
+{%- elif message.role == 'assistant' -%}{{- ' ' + message.content.strip() + ' ' + eos_token -}}{%- endif -%}
+{%- endfor -%}
+"""
+"""Llama-2's way: BOS in every turn, EOS after white space, system messages forgotten."""
+
+MARKED_STYLE = """\
+{%- for message in messages %}
+{{- '<|turn|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}
+{%- else %}{{ message.content }}{% endif %}
+{{- '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}
+"""
+"""With generation marks that leave out the token that ends the turn."""
+
+NO_END_STYLE = """\
+{%- for message in messages -%}{{- message.role + ': ' + message.content + '\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}
+"""
+"""Nothing ends a turn."""
+
+UNMARKED_STYLES = {
+    "header": HEADER_STYLE,
+    "thinking": THINKING_STYLE,
+    "no system": NO_SYSTEM_STYLE,
+    "bracket": BRACKET_STYLE,
+    "no end": NO_END_STYLE,
+}
+STYLES = {"plain": None, "marked": MARKED_STYLE, **UNMARKED_STYLES}
+
+
+def byte_tokenizer(*, template: str | None = None, **changes) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, as Llama-3 and Qwen have: any text comes back from its ids."""
+    return _wrapped(_trained_bytes(), template, changes)
+
+
+def prefixing_tokenizer(*, template: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer that puts a space before all it encodes, as SentencePiece does."""
+    return _wrapped(_trained_words(), template, {})
+
+
+def _wrapped(trained: str, template: str | None, changes: dict) -> PreTrainedTokenizerFast:
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained), **(names | changes))
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>", "<|end|>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@cache
+def _trained_bytes() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return _train(
+        tokenizer, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet)
+    )
+
+
+@cache
+def _trained_words() -> str:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    alphabet = [chr(code) for code in range(33, 127)] + ["\n", "\u2581"]
+    return _train(
+        tokenizer, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet)
+    )
+
+
+def _train(tokenizer: Tokenizer, trainer: trainers.BpeTrainer) -> str:
+    trainer.show_progress = False
+    tokenizer.train_from_iterator(_TEXT, trainer)
+    return tokenizer.to_str()

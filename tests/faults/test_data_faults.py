@@ -1,0 +1,414 @@
+"""Rows 10 to 15, 23 and 28 of the fault table: bad data is refused with its place, or skipped and counted."""
+
+import json
+import pickle
+import time
+
+import pytest
+
+from data.tiny_tokenizers import (
+    BRACKET_STYLE,
+    HEADER_STYLE,
+    NO_SYSTEM_STYLE,
+    UNMARKED_STYLES,
+    byte_tokenizer,
+)
+from fitune.data import files, sandbox
+from fitune.data.dataset import prepare_data
+from fitune.data.formats import Conversation, Message, to_example
+from fitune.data.rows import BadRow, Row
+from fitune.data.sources import read_rows
+from fitune.data.templates import load_template
+from fitune.errors import DataError
+from fitune.spec.plan import DataPlan, DataSource
+
+GOOD = b'{"prompt": "hi", "completion": "yo"}\n'
+
+
+def read(path, *, on_bad_row="error"):
+    counted = []
+    rows = list(read_rows(DataSource(path=str(path)), on_bad_row=on_bad_row, count_bad=counted.append))
+    return rows, counted
+
+
+def prepare(tmp_path, *lines, seq_len=64, template=None, **settings):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(
+        b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+    )
+    data = DataPlan(sources=(DataSource(path=str(file)),), cache_dir=str(tmp_path / "cache"), **settings)
+    tokenizer = byte_tokenizer(template=template)
+    return prepare_data(data, tokenizer=tokenizer, tokenizer_path="tiny", seq_len=seq_len, seed=0)
+
+
+# 10: nothing to train on
+
+
+def test_an_empty_file_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"no rows to train on: .*rows.jsonl gave none"):
+        prepare(tmp_path)
+
+
+def test_no_row_left_is_an_error_that_says_why(tmp_path):
+    long = {"prompt": "why? " * 90, "completion": "so"}
+    lines = [long, long, b"{bad}\n", {"prompt": "hi", "completion": ""}]
+    with pytest.raises(DataError) as caught:
+        prepare(tmp_path, *lines, on_bad_row="skip")
+    assert "gave 4, and all were dropped" in caught.value.message
+    assert "2 no answer left after truncation, 1 empty field, 1 not JSON" in caught.value.message
+
+
+def test_an_empty_evaluation_set_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="no rows to evaluate") as caught:
+        prepare(tmp_path, GOOD, val_fraction=0.0001)
+    assert "val_fraction" in caught.value.hint
+    (tmp_path / "none.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"no rows to evaluate: .*none.jsonl gave none"):
+        prepare(tmp_path, GOOD, eval_sources=(DataSource(path=str(tmp_path / "none.jsonl")),))
+
+
+def test_two_ways_of_holding_out_are_refused(tmp_path):
+    with pytest.raises(DataError, match="both eval_data and val_fraction"):
+        prepare(tmp_path, GOOD, val_fraction=0.1, eval_sources=(DataSource(path="x"),))
+
+
+# 11: broken files
+
+BROKEN_LINES = {
+    "torn": (b'{"prompt": "hi", "compl', "torn last line", "the file ends in the middle of a row"),
+    "mid-file": (b'{"prompt": hi}\n' + GOOD, "not JSON", "not JSON: Expecting value at column 12"),
+    "not UTF-8": (b'{"prompt": "\xff"}\n' + GOOD, "not UTF-8", "not UTF-8: byte 0xff at column 13"),
+    "NUL": (b'{"prompt": "\x00"}\n' + GOOD, "NUL byte", "a NUL byte at column 13"),
+    "list": (b"[1, 2]\n" + GOOD, "not an object", "a row is an object with named fields, found list"),
+    "deep": (b"[" * 100_000 + b"\n" + GOOD, "not JSON", "not JSON: nested too deeply"),
+    "digits": (b'{"prompt": ' + b"1" * 5000 + b"}\n" + GOOD, "not JSON", "not JSON: Exceeds the limit"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_LINES)
+def test_a_broken_line_is_named_or_counted(tmp_path, case):
+    line, reason, cause = BROKEN_LINES[case]
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(GOOD + GOOD + line)
+    with pytest.raises(DataError) as caught:
+        read(file)
+    assert caught.value.message.startswith(f"{file}:3: {cause}")
+    assert "on_bad_row: skip" in caught.value.hint
+    rows, counted = read(file, on_bad_row="skip")
+    assert counted == [reason]
+    assert len(rows) == (GOOD + GOOD + line).count(GOOD)
+
+
+def test_a_line_of_20_mb_is_named_or_counted(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(GOOD + b'{"prompt": "' + b"a" * 20_000_000 + b'"}\n' + GOOD)
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the line is longer than 16.0 MiB"):
+        read(file)
+    rows, counted = read(file, on_bad_row="skip")
+    assert [row.where for row in rows] == [f"{file}:1", f"{file}:3"]
+    assert counted == ["line longer than 16.0 MiB"]
+
+
+def test_a_long_last_line_without_an_end_is_counted_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 100)
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(GOOD + b"a" * 1000)
+    assert read(file, on_bad_row="skip")[1] == ["line longer than 100 B"]
+
+
+def test_broken_csv_rows_are_named_or_counted(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_bytes(b"prompt,completion\nhi,yo\none\n\xff,yo\nhi,yo\n")
+    with pytest.raises(DataError, match=r"rows.csv:3: 1 fields, the header names 2"):
+        read(file)
+    rows, counted = read(file, on_bad_row="skip")
+    assert len(rows) == 2
+    assert counted == ["wrong number of fields", "not UTF-8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "cause"),
+    [
+        ("rows.json", b'[{"a": 1},\n{"a": }]', r"rows.json:2: not JSON: Expecting value at column 7"),
+        ("rows.json", b'{"rows": []}', "expected a list of rows"),
+        ("rows.json", b"\xff", r"rows.json:1: not UTF-8"),
+        ("rows.parquet", b"PAR1 not really", "not a parquet file"),
+        ("rows.arrow", b"ARROW1 not really", "not an arrow file"),
+        ("rows.csv", b"a,a\n1,2\n", "two columns are named 'a'"),
+    ],
+)
+def test_a_file_that_is_broken_as_a_whole_is_an_error_even_when_skipping(tmp_path, name, content, cause):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=cause):
+        read(tmp_path / name, on_bad_row="skip")
+
+
+def test_broken_rows_are_in_the_ledger(tmp_path):
+    prepared = prepare(
+        tmp_path, GOOD, b"{bad}\n", {"prompt": "hi", "completion": None}, GOOD, on_bad_row="skip"
+    )
+    assert prepared.train_ledger.dropped == {"not JSON": 1, "null field": 1}
+    assert (prepared.train_ledger.rows_read, prepared.train_ledger.rows_kept) == (4, 2)
+
+
+# 12: rows that say nothing fitune understands
+
+BAD_ROWS = {
+    "missing": ("alpaca", {"instruction": "hi"}, "'output' is missing; the row has instruction"),
+    "null": ("prompt_completion", {"prompt": "hi", "completion": None}, "'completion' is null"),
+    "type": ("prompt_completion", {"prompt": "hi", "completion": 4}, "'completion' is int, expected text: 4"),
+    "empty answer": ("question_answer", {"question": "hi", "answer": " \n"}, "'answer' is empty"),
+    "no list": ("messages", {"messages": "hi"}, "'messages' is not a list of messages: 'hi'"),
+    "no message": ("messages", {"messages": ["hi"]}, r"'messages\[0\]' is not a message: 'hi'"),
+    "no messages": ("messages", {"messages": []}, "'messages' does not end with an answer"),
+    "role": (
+        "messages",
+        {"messages": [{"role": "usr", "content": "hi"}]},
+        r"'messages\[0\].role' .* 'user'.*: 'usr'",
+    ),
+    "no role": ("sharegpt", {"conversations": [{"value": "hi"}]}, r"'conversations\[0\].role' is none of"),
+    "null content": (
+        "messages",
+        {"messages": [{"role": "user", "content": None}]},
+        r"'messages\[0\].content' is null",
+    ),
+    "order": (
+        "messages",
+        {"messages": [{"role": "assistant", "content": "yo"}]},
+        "message 1 is from assistant, expected user",
+    ),
+    "twice": (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "human", "value": "b"}]},
+        "message 2 is from user, expected assistant",
+    ),
+    "late system": (
+        "messages",
+        {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]},
+        "message 2 is from system, expected assistant",
+    ),
+    "unanswered": (
+        "messages",
+        {"messages": [{"role": "user", "content": "hi"}]},
+        "does not end with an answer",
+    ),
+    "history": (
+        "alpaca",
+        {"instruction": "a", "output": "b", "history": [["x"]]},
+        r"'history\[0\]' is not a pair",
+    ),
+    "surrogate": ("text", {"text": "a\ud83d"}, "'text' holds half a character at 1"),
+    "noncharacter": ("text", {"text": "a\ufdd0"}, r"'text' holds the noncharacter U\+FDD0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_bad_row_is_named_with_its_field_its_value_and_what_is_accepted(case):
+    format, fields, message = BAD_ROWS[case]
+    with pytest.raises(BadRow, match=f"^rows.jsonl:7: field .*{message}") as caught:
+        to_example(Row("rows.jsonl:7", fields), format=format)
+    assert "accepted formats: messages" in caught.value.hint
+
+
+def test_a_first_row_of_no_format_is_an_error_even_when_skipping(tmp_path):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: format auto: the row has chosen, rejected"):
+        prepare(tmp_path, {"chosen": "a", "rejected": "b"}, GOOD, on_bad_row="skip")
+
+
+# 13: rows that do not fit
+
+
+def test_a_row_with_nothing_to_learn_is_never_trained(tmp_path):
+    long = {"prompt": "why? " * 90, "completion": "so"}
+    for policy in ("truncate", "drop"):
+        prepared = prepare(tmp_path, GOOD, long, on_long_row=policy)
+        assert len(prepared.train) == 1
+        assert sum(prepared.train_ledger.dropped.values()) == 1
+        assert prepared.train_ledger.tokens_cut == 0
+    split = prepare(tmp_path, GOOD, long, on_long_row="split")
+    assert len(split.train) == 2
+    assert split.train_ledger.rows_cut == 1
+    assert split.train.labels_per_row.min() >= 1
+
+
+def test_an_answer_of_which_only_the_first_token_is_left_is_kept(tmp_path):
+    """The last token kept is the answer's first: there is one label, and one token less is none."""
+    tokenizer = byte_tokenizer()
+    asked = Conversation((Message("user", "hi"), Message("assistant", "yo yo yo yo")), "row 1")
+    prompt = len(load_template(tokenizer).encode_prompt(asked))
+    row = {"prompt": "hi", "completion": "yo yo yo yo"}
+    assert prepare(tmp_path, row, seq_len=prompt + 1).train_ledger.tokens_supervised == 1
+    with pytest.raises(DataError, match="1 no answer left after truncation"):
+        prepare(tmp_path, row, seq_len=prompt)
+
+
+# 15: templates
+
+ENDLESS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "condition": "{% for i in range(99999) if range(99999) | sum %}{% endfor %}",
+    "macro": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "tree": "{% for x in [1, 1] recursive %}{% if loop.depth < 80 %}{{ loop([1, 1]) }}{% endif %}{% endfor %}",
+}
+
+HUGE = {
+    "text": "{{ 'a' * 10**10 }}",
+    "number": "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "joined": "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "added": "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "replaced": "{% set n = namespace(x='aa') %}{% for i in 'abcde' %}{% set n.x = n.x.replace('',n.x) %}{% endfor %}",
+    "filtered": "{% set n = namespace(x='aa') %}{% for i in 'abcde' %}{% set n.x = n.x|replace('',n.x) %}{% endfor %}",
+    "captured": "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set b %}{{ n.x }}{{ n.x }}{% endset %}"
+    "{% set n.x = b %}{% endfor %}",
+    "padded": "{{ 'a'.ljust(10**10) }}",
+    "formatted": "{{ '%0999999999d' % 1 }}",
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_template_that_never_ends_is_stopped(monkeypatch, case):
+    monkeypatch.setattr(sandbox, "TIME_LIMIT_S", 0.1)
+    started = time.thread_time()
+    with pytest.raises(DataError, match="still running after 0.1 s"):
+        load_template(byte_tokenizer(template=ENDLESS[case]))
+    assert time.thread_time() - started < 5
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_a_template_that_grows_without_end_is_stopped(monkeypatch, case):
+    monkeypatch.setattr(sandbox, "SIZE_LIMIT", 1_000_000)
+    with pytest.raises(DataError, match="makes a |unsafe|for numbers only"):
+        load_template(byte_tokenizer(template=HUGE[case]))
+
+
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        ("{% if %}", "line 1: Expected an expression"),
+        ("{{ raise_exception('not today') }}", "the template failed: .*not today"),
+        ("{{ messages[0].content.nothing.there }}", "has no attribute 'nothing'"),
+        ("{{ messages | center }}", "No filter named 'center'"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
+        ("{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", "recursion"),
+        ("nothing of what was said", "leaves out the user message 'ping'"),
+        ("{{ messages[0].content }}", "cannot find the answers"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "leaves out the user message"),
+        (
+            "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}{% if add_generation_prompt %}model{% endif %}",
+            "asks for an answer with 'model' but writes 'assistant",
+        ),
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+            "1 answers are marked as 2",
+        ),
+    ],
+)
+def test_a_template_that_does_not_work_is_refused_at_once(template, cause):
+    with pytest.raises(DataError, match=cause):
+        load_template(byte_tokenizer(template=template))
+
+
+def test_a_template_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="chat_template 'llama3' cannot be read: No such file") as caught:
+        load_template(byte_tokenizer(), "llama3")
+    assert "Jinja file" in caught.value.hint
+    (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_template(byte_tokenizer(), str(tmp_path / "binary.jinja"))
+
+
+def test_a_tokenizer_without_eos_is_refused():
+    with pytest.raises(DataError, match="no EOS token"):
+        load_template(byte_tokenizer(eos_token=None))
+
+
+@pytest.mark.parametrize("template", UNMARKED_STYLES.values(), ids=UNMARKED_STYLES)
+def test_stock_templates_without_marks_supervise_something_in_every_row(tmp_path, template):
+    prepared = prepare(tmp_path, GOOD, {"prompt": "why?", "completion": "so"}, template=template)
+    assert prepared.train.labels_per_row.min() >= 2
+
+
+@pytest.mark.parametrize(
+    ("template", "cause", "reason"),
+    [
+        (
+            NO_SYSTEM_STYLE,
+            "does not support a system message",
+            "system message not supported by the template",
+        ),
+        (BRACKET_STYLE, "leaves out the system message 'be kind'", "system message left out by the template"),
+    ],
+)
+def test_a_system_message_the_template_has_no_place_for_is_named_or_counted(
+    tmp_path, template, cause, reason
+):
+    row = {"messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a"}]}
+    row["messages"].append({"role": "assistant", "content": "b"})
+    plain = {"messages": row["messages"][1:]}
+    with pytest.raises(DataError, match=f"rows.jsonl:2: .*{cause}"):
+        prepare(tmp_path, plain, row, template=template)
+    prepared = prepare(tmp_path, plain, row, template=template, on_bad_row="skip")
+    assert prepared.train_ledger.dropped == {reason: 1}
+    assert len(prepared.train) == 1
+
+
+def test_the_date_in_a_template_does_not_move(monkeypatch):
+    monkeypatch.setattr(time, "localtime", lambda *_: pytest.fail("asked for today"))
+    tokenizer = byte_tokenizer(template="{{ strftime_now('%d %b %Y') }} " + HEADER_STYLE)
+    template = load_template(tokenizer)
+    asked = Conversation((Message("user", "hi"), Message("assistant", "yo")), "row 1")
+    assert "26 Jul 2024" in tokenizer.decode(template.encode(asked).ids)
+
+
+# 23 and 28: what is not opened
+
+
+class _Payload:
+    def __reduce__(self):
+        return (pytest.fail, ("the payload ran",))
+
+
+@pytest.mark.parametrize("suffix", ["pkl", "pt", "bin"])
+def test_pickled_data_is_refused_and_not_run(tmp_path, suffix):
+    file = tmp_path / f"rows.{suffix}"
+    file.write_bytes(pickle.dumps(_Payload()))
+    with pytest.raises(DataError, match="are pickles, and opening a pickle runs the code inside it"):
+        read(file)
+    with pytest.raises(DataError, match="no data files in this folder"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://10.0.0.1/a.jsonl", "https://x.org/a.jsonl", "file:///etc/passwd", "s3::http://x/a.jsonl"]
+)
+def test_addresses_that_are_not_opened(url):
+    with pytest.raises(DataError, match="not opened in this version") as caught:
+        read(url)
+    assert "download" in caught.value.hint
+
+
+@pytest.mark.parametrize("path", ["nothing.jsonl", "no/such/folder", "./no/folder", "rows.txt"])
+def test_a_path_to_nothing_is_an_error(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.txt").write_text("hi")
+    with pytest.raises(DataError, match="no such file or folder|not a data file"):
+        read(path)
+
+
+@pytest.mark.parametrize("count", ["0", "many", "-5"])
+def test_a_sample_of_no_number_is_refused(tmp_path, count):
+    (tmp_path / "rows.jsonl").write_bytes(GOOD)
+    with pytest.raises(DataError, match="is no number of rows"):
+        read(f"{tmp_path / 'rows.jsonl'}#{count}")
+
+
+def test_a_hub_that_does_not_answer_is_an_error(monkeypatch):
+    import datasets
+
+    def fail(*_args, **_kwargs):
+        raise ConnectionError("cannot reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match="owner/name: neither a file here nor .*: cannot reach the Hub"):
+        read("owner/name")
