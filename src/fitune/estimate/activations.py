@@ -1,0 +1,175 @@
+"""What autograd keeps of a decoder block from forward to backward.
+
+Symbols, everywhere in these files: t tokens in the micro-batch, h hidden size, q = heads · head size,
+k = key/value heads · head size, n heads, f MLP width, e bytes of one element of the compute type.
+Each function counts storages once, as the allocator does; the modules are those of transformers 5,
+the counts were checked storage by storage with a dispatch mode on CPU (tests/estimate).
+"""
+
+FP32 = 4
+INDEX = 8
+"""An int64 index."""
+
+
+def rms_norm_kept(
+    *,
+    tokens: int,
+    size: int,
+    groups: int,
+    element_bytes: int,
+    gradient_passes: bool,
+    trained: bool,
+    scaled_in_fp32: bool,
+) -> int:
+    """t · (4·size + 4·groups) for the fp32 input and the reciprocal root; + e·size (4·size) when the weight trains.
+
+    The input is squared and scaled in fp32: a copy under 16 bit, the residual stream itself under fp32, so
+    4·size either way. The weight's gradient needs what it multiplies: e·size in Llama's order (cast, then
+    weight), 4·size in Gemma's (weight, then cast). ``groups`` is 1, or the heads of a q/k norm. Nothing is kept
+    when no gradient passes (the first block under LoRA). LlamaRMSNorm, GemmaRMSNorm.
+    """
+    if not (gradient_passes or trained):
+        return 0
+    scaled = (FP32 if scaled_in_fp32 else element_bytes) * size if trained else 0
+    return tokens * (FP32 * size + FP32 * groups + scaled)
+
+
+def layer_norm_kept(
+    *, tokens: int, size: int, element_bytes: int, gradient_passes: bool, trained: bool
+) -> int:
+    """t · (e·size + 8): the input and fp32 mean and reciprocal deviation (aten::native_layer_norm)."""
+    if not (gradient_passes or trained):
+        return 0
+    return tokens * (element_bytes * size + 2 * FP32)
+
+
+def linear_input_kept(*, tokens: int, size: int, element_bytes: int, needed: bool) -> int:
+    """e·size per token, once for all linears that read it; kept when a weight or an adapter's A trains on it."""
+    return tokens * size * element_bytes if needed else 0
+
+
+def adapter_kept(
+    *, tokens: int, in_features: int, rank: int, element_bytes: int, dropout: float, mask_bytes: int
+) -> int:
+    """e·r per token for A's output; with dropout also the dropped input and its mask, (e + mask)·in.
+
+    CUDA's masks take 1 byte, the CPU's have the compute type. peft.tuners.lora.Linear.
+    """
+    dropped = (element_bytes + mask_bytes) * in_features if dropout > 0 else 0
+    return tokens * (element_bytes * rank + dropped)
+
+
+def queries_keys_values_kept(
+    *, tokens: int, q_dim: int, kv_dim: int, element_bytes: int, rotary: bool, fused: bool
+) -> int:
+    """e·(q + 2k) per token: what attention's backward reads; + e·(q + k) when one fused, rotated projection.
+
+    Rotary positions write queries and keys anew and keep only their shared table; values stay as projected.
+    Where one linear makes all three (Phi-3), the values are a view that keeps the whole projection alive.
+    """
+    copies = q_dim + kv_dim if rotary and fused else 0
+    return tokens * element_bytes * (q_dim + 2 * kv_dim + copies)
+
+
+def queries_kept(*, tokens: int, q_dim: int, kv_dim: int, element_bytes: int, rotary: bool) -> int:
+    """e·q per token when attention is written out: keys and values are kept repeated, not as projected.
+
+    Without rotary positions the queries are a view that keeps the fused projection alive, e·(q + 2k).
+    """
+    return tokens * element_bytes * (q_dim if rotary else q_dim + 2 * kv_dim)
+
+
+def fused_attention_kept(
+    *, tokens: int, rows: int, q_dim: int, num_heads: int, element_bytes: int, output_needed: bool
+) -> int:
+    """t · (e·q + 4n): output and fp32 log-sum-exp (Dao 2023, arXiv 2307.08691, section 3.1).
+
+    With several rows the outputs are joined into one more copy of e·q, kept if the output projection trains.
+    """
+    joined = element_bytes * q_dim if rows > 1 and output_needed else 0
+    return tokens * (element_bytes * q_dim + FP32 * num_heads + joined)
+
+
+def eager_attention_kept(
+    *,
+    tokens: int,
+    rows: int,
+    row_tokens: int,
+    q_dim: int,
+    num_heads: int,
+    element_bytes: int,
+    output_needed: bool,
+    softcapped: bool,
+) -> int:
+    """Per row n·s²·(4, + e when 16 bit) probabilities in fp32 and in the compute type, s² mask; t·2e·q repeated K, V.
+
+    Capped scores (Gemma-2) keep their hyperbolic tangent too, e·n·s². models/attention.py ``rows_eager``;
+    s is the length of a row.
+    """
+    probabilities = (
+        FP32 + (element_bytes if element_bytes < FP32 else 0) + (element_bytes if softcapped else 0)
+    )
+    scores = rows * row_tokens**2 * (num_heads * probabilities + 1)
+    output = element_bytes * q_dim if output_needed else 0
+    return scores + tokens * (2 * element_bytes * q_dim + output)
+
+
+def multi_query_attention_kept(
+    *, tokens: int, q_dim: int, kv_dim: int, num_heads: int, element_bytes: int, output_needed: bool
+) -> int:
+    """4·n·t² + t · (4·q + 2·4·k [+ e·q]): Falcon-7B's attention, which no fused kernel takes.
+
+    Its one key head is broadcast over n heads, so SDPA writes the softmax out, in fp32, over the whole stream
+    (rows are masked, not separate). aten::_scaled_dot_product_attention_math.
+    """
+    output = element_bytes * q_dim if output_needed else 0
+    return FP32 * num_heads * tokens**2 + tokens * (FP32 * (q_dim + 2 * kv_dim) + output)
+
+
+def stream_mask_bytes(*, tokens: int, element_bytes: int) -> int:
+    """e·t²: the mask over the whole stream that architectures with their own attention build once."""
+    return element_bytes * tokens**2
+
+
+def gated_mlp_kept(*, tokens: int, width: int, element_bytes: int) -> int:
+    """3·e·f per token: gate, activated gate, up (their product belongs to the down projection's input)."""
+    return 3 * tokens * width * element_bytes
+
+
+def plain_mlp_kept(*, tokens: int, width: int, element_bytes: int, composed_gelu: bool) -> int:
+    """e·f per token, the input of a fused GELU; 4·e·f where GELU is composed of small operations (GPT-2, Phi).
+
+    NewGELUActivation keeps x, ½x, tanh and 1 + tanh.
+    """
+    return (4 if composed_gelu else 1) * tokens * width * element_bytes
+
+
+def expert_inputs_kept(
+    *, tokens: int, chosen: int, hidden: int, num_experts: int, element_bytes: int, trained: bool
+) -> int:
+    """Into a mixture of fused experts; S = t · chosen pairs of token and expert.
+
+    S · e·h, the input of the grouped product, when the experts train; + S · 28 for routing weights and three
+    index lists; + t · num_experts · (4 + 4) for the router's softmax.
+    transformers.integrations.moe.grouped_mm_experts_forward.
+    """
+    pairs = tokens * chosen
+    inputs = pairs * element_bytes * hidden if trained else 0
+    return inputs + pairs * (FP32 + 3 * INDEX) + tokens * num_experts * 2 * FP32
+
+
+def expert_outputs_kept(
+    *, tokens: int, chosen: int, hidden: int, width: int, element_bytes: int, trained: bool
+) -> int:
+    """S · e·h, the output that the routing weight multiplies; + S · e·f, the product's input, when it trains."""
+    return tokens * chosen * element_bytes * (hidden + (width if trained else 0))
+
+
+def block_input_kept(*, tokens: int, hidden: int, element_bytes: int) -> int:
+    """e·h per token: all that a recomputed block keeps (Chen et al. 2016, arXiv 1604.06174)."""
+    return tokens * hidden * element_bytes
+
+
+def rotary_table_bytes(*, tokens: int, head_dim: int, element_bytes: int) -> int:
+    """2·e·d per token: cosines and sines, made once and read by every block."""
+    return 2 * tokens * head_dim * element_bytes

@@ -1,0 +1,55 @@
+"""What no tensor explains, by name, and how much of a device may be filled.
+
+None of these figures was measured by us yet; each says where it comes from.
+"""
+
+from fitune.spec.hardware import Gpu, Hardware
+from fitune.units import GIB, MIB
+
+
+def outside_terms(gpu: Gpu, *, tensor_bytes: int) -> dict[str, int]:
+    """Bytes beside the tensors: nothing on a CPU, where live tensors are what is compared."""
+    if gpu.is_cpu:
+        return {}
+    return {
+        "CUDA context": cuda_context_bytes(gpu),
+        "cuBLAS workspace": cublas_workspace_bytes(gpu),
+        "allocator slack": allocator_slack_bytes(tensor_bytes),
+    }
+
+
+def cuda_context_bytes(gpu: Gpu) -> int:
+    """Driver state and loaded kernels: 500 MiB from Ampere on, 300 MiB before.
+
+    Others report 400–550 MiB on A100 and H100 and 141 MiB on a T4 without torch's libraries. Not measured by us.
+    """
+    return 500 * MIB if gpu.capability >= (8, 0) else 300 * MIB
+
+
+def cublas_workspace_bytes(gpu: Gpu) -> int:
+    """32 MiB per handle and stream on compute capability 9 and newer, 8.125 MiB before.
+
+    aten/src/ATen/cuda/CUDABlas workspace defaults, read in the source. Not measured by us.
+    """
+    return 32 * MIB if gpu.capability >= (9, 0) else 8 * MIB + 128 * 1024
+
+
+def allocator_slack_bytes(tensor_bytes: int) -> int:
+    """2 % of the tensors: blocks round to 512 B, segments to 2 MiB, and freed ones do not always fit again.
+
+    Holds with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; fragmentation can be much more without. Not
+    measured by us.
+    """
+    return tensor_bytes // 50
+
+
+def usable_bytes(hardware: Hardware) -> int:
+    """Total memory less a reserve for the driver, the display, other processes and what the estimate misses.
+
+    GPU: 1/16 of it, at most 2 GiB (24 GiB -> 22.5 GiB). CPU: the interpreter and the libraries take 1 GiB, and
+    1/8 stays for the rest of the machine.
+    """
+    total = hardware.gpu.memory_bytes
+    if hardware.gpu.is_cpu:
+        return max(0, total - total // 8 - GIB)
+    return total - min(total // 16, 2 * GIB)

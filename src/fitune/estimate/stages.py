@@ -1,0 +1,69 @@
+"""A block is a row of stages; backward visits them in reverse. The timeline is computed over these."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One moment of a block. Bytes.
+
+    ``kept``: held by autograd from this stage's forward until its backward.
+    ``forward``: alive at the worst moment of its forward when nothing is kept (a recomputed block).
+    ``backward``: alive at the worst moment of its backward, beyond what this and earlier stages keep and
+    beyond the gradients of parameters; negative when more is let go than made.
+    ``gradients``: gradients of the parameters trained in this stage; ``largest_gradient`` of one of them.
+    """
+
+    name: str
+    kept: int
+    forward: int
+    backward: int
+    gradients: int = 0
+    largest_gradient: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardPeak:
+    """The worst moment of going back through some stages."""
+
+    kept: int
+    gradients: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.gradients + self.temporaries
+
+
+def kept_bytes(stages: Sequence[Stage]) -> int:
+    return sum(stage.kept for stage in stages)
+
+
+def gradient_bytes(stages: Sequence[Stage]) -> int:
+    return sum(stage.gradients for stage in stages)
+
+
+def forward_working_bytes(stages: Sequence[Stage]) -> int:
+    return max(stage.forward for stage in stages)
+
+
+def backward_peak(stages: Sequence[Stage], *, gradients_exist: bool) -> BackwardPeak:
+    """The worst moment of a block's backward, which goes from the last stage to the first.
+
+    At stage j it holds what stages 0…j keep, its own temporaries, and the gradients of stages j…last. When they
+    ``gradients_exist`` from an earlier micro-batch (the caller counts those), the fresh gradient of one
+    parameter is a temporary until it is added in place.
+    """
+    kept = kept_bytes(stages)
+    gradients = 0
+    worst: BackwardPeak | None = None
+    for stage in reversed(stages):
+        fresh = stage.largest_gradient if gradients_exist else 0
+        gradients += 0 if gradients_exist else stage.gradients
+        moment = BackwardPeak(kept=kept, gradients=gradients, temporaries=stage.backward + fresh)
+        if worst is None or moment.total > worst.total:
+            worst = moment
+        kept -= stage.kept
+    assert worst is not None
+    return worst

@@ -1,0 +1,111 @@
+"""One optimizer step described for the timeline: its stages, its shape, what stays in memory throughout."""
+
+from dataclasses import dataclass, replace
+
+from fitune.estimate import activations
+from fitune.estimate.block import block_stages, final_norm_stage, masks_whole_stream
+from fitune.estimate.parameters import adapters_bytes, gradients_bytes, head_parameters, weights_bytes
+from fitune.estimate.shape import BatchShape
+from fitune.estimate.stages import Stage, kept_bytes
+from fitune.estimate.states import master_bytes, optimizer_bytes
+from fitune.spec.plan import Full, Loss, Plan, Recompute
+
+Terms = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStages:
+    """The stages of one micro-batch and the sizes the phases share."""
+
+    plan: Plan
+    shape: BatchShape
+    first_block: tuple[Stage, ...]
+    other_block: tuple[Stage, ...]
+    final_norm: Stage
+    resident: Terms
+    gradients: int
+    hidden: int
+    """The last hidden state, t · e · h; also the size of a block's input and of their gradients."""
+
+    @property
+    def element_bytes(self) -> int:
+        return self.plan.precision.compute_bytes
+
+    @property
+    def full(self) -> bool:
+        return isinstance(self.plan.tuning, Full)
+
+    @property
+    def gradients_exist(self) -> bool:
+        """From the second micro-batch on."""
+        return self.plan.batch.accumulation > 1
+
+    @property
+    def num_layers(self) -> int:
+        return self.plan.model.num_layers
+
+    @property
+    def recomputed(self) -> int:
+        return min(self.plan.recompute.blocks, self.num_layers)
+
+    @property
+    def head_gradient(self) -> int:
+        return head_parameters(self.plan.model) * self.element_bytes if self.full else 0
+
+    def block(self, index: int) -> tuple[Stage, ...]:
+        return self.first_block if index == 0 else self.other_block
+
+    def kept_before(self, index: int) -> int:
+        """What the blocks 0…index−1 keep that do not recompute."""
+        kept = max(0, index - self.recomputed) * kept_bytes(self.other_block)
+        if index > 0 and self.recomputed == 0:
+            kept += kept_bytes(self.first_block) - kept_bytes(self.other_block)
+        return kept
+
+    def inputs_before(self, index: int) -> int:
+        """The inputs that the recomputed ones of blocks 0…index−1 keep."""
+        return min(index, self.recomputed) * self.hidden
+
+    def around(self) -> Terms:
+        """The micro-batch itself and the rotary table that every block reads."""
+        model, tokens = self.plan.model, self.shape.tokens
+        table = activations.rotary_table_bytes(
+            tokens=tokens, head_dim=model.head_dim, element_bytes=self.element_bytes
+        )
+        mask = activations.stream_mask_bytes(tokens=tokens, element_bytes=self.element_bytes)
+        return {
+            "batch": 3 * activations.INDEX * tokens
+            + (0 if model.learned_positions else table)
+            + (mask if masks_whole_stream(model) else 0)
+        }
+
+    def varied(self, *, recompute: Recompute, loss: Loss) -> "StepStages":
+        """The same step with other blocks recomputed or another loss: what a search tries most."""
+        return replace(self, plan=replace(self.plan, recompute=recompute, loss=loss))
+
+
+def describe_step(plan: Plan, shape: BatchShape) -> StepStages:
+    """What memory_of needs and what does not depend on recompute or loss."""
+    other = block_stages(plan, shape, first=False)
+    return StepStages(
+        plan=plan,
+        shape=shape,
+        first_block=other if isinstance(plan.tuning, Full) else block_stages(plan, shape, first=True),
+        other_block=other,
+        final_norm=final_norm_stage(plan, shape),
+        resident=resident_terms(plan),
+        gradients=gradients_bytes(plan),
+        hidden=activations.block_input_kept(
+            tokens=shape.tokens, hidden=plan.model.hidden_size, element_bytes=plan.precision.compute_bytes
+        ),
+    )
+
+
+def resident_terms(plan: Plan) -> Terms:
+    """What stays between two steps: weights, adapters, fp32 masters, optimizer states."""
+    return {
+        "weights": weights_bytes(plan),
+        "adapters": adapters_bytes(plan),
+        "masters": master_bytes(plan),
+        "optimizer": optimizer_bytes(plan),
+    }

@@ -1,0 +1,179 @@
+"""Seconds of one optimizer step: a roofline per phase.
+
+Matrix products and everything else run one after the other on one stream, so a phase takes
+FLOPs / (peak · efficiency) + bytes / (bandwidth · efficiency), and never less than its kernels take to launch.
+Peaks are datasheet figures; the efficiencies are our assumptions, not measured by us yet.
+"""
+
+from dataclasses import dataclass
+
+from fitune.estimate import loss
+from fitune.estimate.block import block_stages, is_multi_query, materialises_scores
+from fitune.estimate.parameters import gradients_bytes, trained_parameters, weights_bytes
+from fitune.estimate.shape import BatchShape, largest_batch
+from fitune.estimate.stages import kept_bytes
+from fitune.estimate.states import states_per_parameter
+from fitune.spec.flops import (
+    attention_flops_per_pair,
+    head_flops_per_token,
+    linear_flops_per_token,
+    model_flops,
+    peak_flops,
+)
+from fitune.spec.hardware import Gpu
+from fitune.spec.plan import Full, Plan
+from fitune.spec.reports import Phase, StepTime
+
+MATMUL_EFFICIENCY = 0.60
+"""Share of the datasheet peak that large 16-bit products reach; others report 0.5–0.75. Not measured by us."""
+ATTENTION_EFFICIENCY = 0.40
+"""Share reached by fused attention, forward and backward together (Dao 2023, arXiv 2307.08691: 0.5–0.73 on A100
+at 2k tokens and more, less when rows are short). Not measured by us."""
+BANDWIDTH_EFFICIENCY = 0.75
+"""Share of the datasheet bandwidth that elementwise kernels reach. Not measured by us."""
+KERNELS_PER_BLOCK = 60
+"""Operations of one block's forward in transformers' eager code (Llama: 2 norms of 6, rotary 12, 7 linears, …)."""
+LAUNCH_SECONDS = 6e-6
+"""Between two small kernels or CPU operations, Python included. Not measured by us."""
+TRAFFIC_FORWARD, TRAFFIC_BACKWARD = 3, 5
+"""Each kept byte is written once and read about twice in forward; backward reads it and moves gradients of its size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What one micro-batch (or one update) asks of the device in one phase."""
+
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    bytes: float = 0.0
+    kernels: float = 0.0
+
+
+def model_flops_per_token(plan: Plan) -> float:
+    """FLOPs that the mathematics needs per token of full rows: 6·P_active + 6·L·q·T for full fine-tuning.
+
+    4·P + 6·P_lora for LoRA, whose base weights get no gradient. Recompute is not counted (Chowdhery et al. 2022,
+    arXiv 2204.02311, appendix B; causal attention, T = seq_len). spec/flops.py has the definition.
+    """
+    shape = largest_batch(plan)
+    flops = model_flops(
+        plan.model,
+        plan.tuning,
+        row_lengths=[shape.row_tokens] * shape.rows,
+        supervised_tokens=shape.supervised_tokens,
+    )
+    return flops / shape.tokens
+
+
+def predict_step_time(plan: Plan, shape: BatchShape | None = None) -> StepTime:
+    """Seconds by phase of one optimizer step: ``accumulation`` micro-batches and one update."""
+    shape = shape or largest_batch(plan)
+    per_micro_batch = {
+        Phase.FORWARD: forward_work(plan, shape),
+        Phase.LOSS: loss_work(plan, shape),
+        Phase.BACKWARD: backward_work(plan, shape),
+    }
+    seconds, limits = {}, {}
+    for phase, work in per_micro_batch.items():
+        once, limits[phase] = _roofline(plan, work)
+        seconds[phase] = once * plan.batch.accumulation
+    seconds[Phase.UPDATE], limits[Phase.UPDATE] = _roofline(plan, update_work(plan))
+    return StepTime(phases=seconds, limits=limits)
+
+
+def forward_work(plan: Plan, shape: BatchShape) -> _Work:
+    """Per token 2 FLOPs per active weight and adapter, per causal pair a third of attention's; weights read once."""
+    return _Work(
+        matmul_flops=shape.tokens * plan.model.num_layers * _forward_flops_per_token(plan),
+        attention_flops=plan.model.num_layers
+        * _attention_pairs(plan, shape)
+        * attention_flops_per_pair(plan.model)
+        / 3,
+        bytes=weights_bytes(plan) + TRAFFIC_FORWARD * _activation_bytes(plan, shape),
+        kernels=plan.model.num_layers * (KERNELS_PER_BLOCK + 2 * shape.rows),
+    )
+
+
+def loss_work(plan: Plan, shape: BatchShape) -> _Work:
+    """Head forward and backward for supervised tokens; each logit's bytes move about four times."""
+    logits = shape.supervised_tokens * plan.model.vocab_size
+    chunks = loss.num_chunks(plan.loss, shape)
+    e = plan.precision.compute_bytes
+    head = plan.model.vocab_size * plan.model.hidden_size * e
+    return _Work(
+        matmul_flops=shape.supervised_tokens * head_flops_per_token(plan.model, plan.tuning),
+        bytes=4.0 * logits * loss.bytes_per_logit(element_bytes=e)
+        + chunks * head * (4 if _is_full(plan) else 2),
+        kernels=20.0 * chunks,
+    )
+
+
+def backward_work(plan: Plan, shape: BatchShape) -> _Work:
+    """All that model_flops counts beside forward, + the forward of the recomputed blocks; gradients written."""
+    layers = plan.model.num_layers
+    again = min(plan.recompute.blocks, layers) / layers
+    forward = forward_work(plan, shape)
+    total = shape.tokens * layers * sum(linear_flops_per_token(m, plan.tuning) for m in plan.model.linears)
+    return _Work(
+        matmul_flops=total - forward.matmul_flops + again * forward.matmul_flops,
+        attention_flops=(2.5 + again) * forward.attention_flops,
+        bytes=weights_bytes(plan)
+        + 2 * gradients_bytes(plan)
+        + (TRAFFIC_BACKWARD + again * TRAFFIC_FORWARD) * _activation_bytes(plan, shape),
+        kernels=(2 + again) * forward.kernels,
+    )
+
+
+def update_work(plan: Plan) -> _Work:
+    """Weight and states are read and written, the gradient read twice; with masters its fp32 copy too."""
+    e = plan.precision.compute_bytes
+    width = 4 if plan.precision.has_master else e
+    states = states_per_parameter(plan.optimizer)
+    per_parameter = 2 * e + 2 * width * (1 + states) + (3 * 4 + e if plan.precision.has_master else 0)
+    return _Work(
+        bytes=float(trained_parameters(plan) * per_parameter),
+        kernels=len(plan.model.linears) * plan.model.num_layers,
+    )
+
+
+def _roofline(plan: Plan, work: _Work) -> tuple[float, str]:
+    gpu = plan.hardware.gpu
+    compute = work.matmul_flops / (matmul_rate(gpu, plan)) + work.attention_flops / (
+        matmul_rate(gpu, plan) * ATTENTION_EFFICIENCY / MATMUL_EFFICIENCY
+    )
+    traffic = work.bytes / (gpu.bandwidth * BANDWIDTH_EFFICIENCY)
+    launch = work.kernels * LAUNCH_SECONDS
+    if launch >= compute + traffic:
+        return launch, "launch"
+    return compute + traffic, "compute" if compute >= traffic else "memory bandwidth"
+
+
+def matmul_rate(gpu: Gpu, plan: Plan) -> float:
+    """FLOP/s that matrix products reach: the peak of the compute type × MATMUL_EFFICIENCY."""
+    return max(peak_flops(gpu, plan.precision), 1.0) * MATMUL_EFFICIENCY
+
+
+def _forward_flops_per_token(plan: Plan) -> float:
+    """2 per active weight of a block, and 2·r·(in + out) per adapter: of linear_flops_per_token's 6 (or 4 + 6)."""
+    base = sum(2.0 * m.in_features * m.out_features * m.active_copies for m in plan.model.linears)
+    if _is_full(plan):
+        return base
+    total = sum(linear_flops_per_token(m, plan.tuning) for m in plan.model.linears)
+    return base + (total - 2 * base) / 3
+
+
+def _attention_pairs(plan: Plan, shape: BatchShape) -> float:
+    """Pairs attended to: causal within rows; all of row × row (or stream × stream) where scores are written out."""
+    if is_multi_query(plan.model):
+        return float(shape.tokens**2)
+    if materialises_scores(plan):
+        return float(shape.rows * shape.row_tokens**2)
+    return shape.rows * shape.row_tokens * (shape.row_tokens + 1) / 2
+
+
+def _activation_bytes(plan: Plan, shape: BatchShape) -> int:
+    return plan.model.num_layers * kept_bytes(block_stages(plan, shape, first=False))
+
+
+def _is_full(plan: Plan) -> bool:
+    return isinstance(plan.tuning, Full)

@@ -1,0 +1,141 @@
+"""What lives for a moment inside a block's forward or backward, beyond what autograd keeps.
+
+Symbols as in activations.py. Backward figures hold at the worst moment of the stage and count the
+gradient of the residual stream, e·h per token, that lives through the whole block.
+"""
+
+from fitune.estimate.activations import FP32
+
+
+def rms_norm_forward(*, tokens: int, hidden: int, element_bytes: int) -> int:
+    """t · (e·h + 12·h): residual, fp32 copy, its square, or the scaled copy before it is cast."""
+    return tokens * hidden * (element_bytes + 3 * FP32)
+
+
+def rms_norm_backward(*, tokens: int, hidden: int, element_bytes: int, freed_sizes: int) -> int:
+    """t · h · (e + 20 − freed·e): five fp32 tensors of the input's size at once.
+
+    They are the gradient through the scale, the spread-out gradient of the mean, and the three factors of the
+    square's derivative. ``freed_sizes`` counts the 16-bit tensors of this stage already let go of:
+    the norm's output and, when it trains, what the weight multiplied.
+    """
+    return tokens * hidden * (element_bytes + 5 * FP32 - freed_sizes * element_bytes)
+
+
+def layer_norm_backward(*, tokens: int, hidden: int, element_bytes: int, freed_sizes: int) -> int:
+    """t · e·h · (3 − freed): residual gradient, gradient of the output, gradient of the input."""
+    return tokens * hidden * element_bytes * (3 - freed_sizes)
+
+
+def projections_forward(*, tokens: int, hidden: int, q_dim: int, kv_dim: int, element_bytes: int) -> int:
+    """t · e · (2h + 4q + 3k): residual, norm output, projections, and rotary's products for the queries."""
+    return tokens * element_bytes * (2 * hidden + 4 * q_dim + 3 * kv_dim)
+
+
+def projections_backward(*, tokens: int, hidden: int, q_dim: int, kv_dim: int, element_bytes: int) -> int:
+    """t · e · (h + max(2q + 2k + 2q, q + 2k + 2h)): through the rotation of the queries, or into the input.
+
+    Rotation: gradients of q, k and v, and two to three tensors of the query's size; projection: the gradient
+    of its input from one linear and their sum so far.
+    """
+    rotation = 4 * q_dim + 2 * kv_dim
+    projection = q_dim + 2 * kv_dim + 2 * hidden
+    return tokens * element_bytes * (hidden + max(rotation, projection))
+
+
+def fused_attention_backward(
+    *,
+    tokens: int,
+    rows: int,
+    hidden: int,
+    q_dim: int,
+    kv_dim: int,
+    num_heads: int,
+    element_bytes: int,
+    on_cuda: bool,
+) -> int:
+    """t · (e·(h + q + q + 2k) [+ e·(q + 2k) joining rows] [+ 4·q + 4n on CUDA]).
+
+    Gradient of the output, gradients of q, k, v; with several rows theirs are made one by one and joined. The
+    CUDA kernel accumulates dq in fp32 (flash-attention's ``dq_accum``, read in its source, not measured by us).
+    """
+    joined = q_dim + 2 * kv_dim if rows > 1 else 0
+    workspace = FP32 * (q_dim + num_heads) if on_cuda else 0
+    return tokens * (element_bytes * (hidden + 2 * q_dim + 2 * kv_dim + joined) + workspace)
+
+
+def eager_attention_working(
+    *, tokens: int, row_tokens: int, hidden: int, q_dim: int, num_heads: int, element_bytes: int
+) -> int:
+    """n·s²·(8 + e) for one row (gradient of the probabilities, of the softmax and of the scores); + t·e·(h + 4q)."""
+    scores = num_heads * row_tokens**2 * (2 * FP32 + element_bytes)
+    return scores + tokens * element_bytes * (hidden + 4 * q_dim)
+
+
+def multi_query_attention_working(*, tokens: int, num_heads: int, hidden: int, element_bytes: int) -> int:
+    """8·n·t² + t·e·h: gradients of the probabilities and of the scores, in fp32 over the whole stream."""
+    return 2 * FP32 * num_heads * tokens**2 + tokens * element_bytes * hidden
+
+
+def output_projection_backward(
+    *, tokens: int, hidden: int, q_dim: int, element_bytes: int, adapted: bool
+) -> int:
+    """t · e · (h + q); an adapter adds its scaled gradient h."""
+    return tokens * element_bytes * (hidden + q_dim + (hidden if adapted else 0))
+
+
+def mlp_forward(*, tokens: int, hidden: int, width: int, element_bytes: int, tensors: int) -> int:
+    """t · e · (2h + tensors·f): residual, norm output, and ``tensors`` of the MLP's width at once.
+
+    Gated: 3 (activated gate, up, product); an adapter on its inputs adds 1 (base and scaled low-rank output).
+    """
+    return tokens * element_bytes * (2 * hidden + tensors * width)
+
+
+def down_projection_backward(
+    *, tokens: int, hidden: int, width: int, element_bytes: int, adapted: bool
+) -> int:
+    """t · e · (h + f): the gradient of the product appears while the product is still kept.
+
+    An adapter adds its scaled gradient, h, or the second of two partial gradients after the product is gone.
+    """
+    return tokens * element_bytes * (hidden + width + (hidden if adapted else 0))
+
+
+def gate_backward(*, tokens: int, hidden: int, width: int, element_bytes: int) -> int:
+    """t · e · (h + 3f): gradients of the product, of the activated gate and of up."""
+    return tokens * element_bytes * (hidden + 3 * width)
+
+
+def mlp_inputs_backward(
+    *, tokens: int, hidden: int, width: int, element_bytes: int, partial_gradients: int
+) -> int:
+    """t · e · (h + 2f + p·h): gradients of gate and up, and ``p`` partial gradients of their shared input."""
+    return tokens * element_bytes * (hidden + 2 * width + partial_gradients * hidden)
+
+
+def activation_backward(
+    *, tokens: int, hidden: int, width: int, element_bytes: int, composed_gelu: bool
+) -> int:
+    """t · e · (h + 2f), or h + 3f where GELU is composed of small operations."""
+    return tokens * element_bytes * (hidden + (3 if composed_gelu else 2) * width)
+
+
+def expert_inputs_backward(*, tokens: int, chosen: int, hidden: int, width: int, element_bytes: int) -> int:
+    """t·e·h + S·e·(2f + h): gradients of gate and up together, and of the grouped product's input."""
+    return element_bytes * (tokens * hidden + tokens * chosen * (2 * width + hidden))
+
+
+def expert_outputs_backward(*, tokens: int, chosen: int, hidden: int, width: int, element_bytes: int) -> int:
+    """t·e·h + S·e·max(3h, h + f): back to pairs of token and expert, or through the grouped product."""
+    return element_bytes * (tokens * hidden + tokens * chosen * max(3 * hidden, hidden + width))
+
+
+def final_norm_forward(*, tokens: int, hidden: int, element_bytes: int, trained: bool) -> int:
+    """t · h · (4 + e, + e while frozen): the scaled fp32 copy, the norm's input, the cast copy unless it is kept.
+
+    In fp32 the casts are no copies: the scaled one alone, and nothing extra when it is kept.
+    """
+    if element_bytes == FP32:
+        return 0 if trained else tokens * hidden * FP32
+    return tokens * hidden * (FP32 + element_bytes + (0 if trained else element_bytes))
