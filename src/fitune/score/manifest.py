@@ -1,0 +1,115 @@
+"""What makes two scorings the same: a fingerprint of model, adapter, data and sampling beside the answers."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from fitune.errors import RunDirectoryError
+from fitune.score.generate_hf import Sampling
+from fitune.score.lines import Line, prompt_fingerprint, write_whole
+from fitune.score.tasks import Task
+from fitune.spec.plan import DataSource
+from fitune.units import MIB
+
+MANIFEST = "manifest.json"
+_OURS = {MANIFEST, "answers.jsonl", "grades.jsonl", "report.json", ".lock"}
+_MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
+
+
+def manifest(*, model: str, adapter: str, data: DataSource, sampling: Sampling, dtype: str) -> dict[str, Any]:
+    """The settings that an answer depends on. Prompts are hashed one by one, in the answers themselves:
+    so a dataset may grow, and a changed prompt, template or tokenizer still shows.
+    """
+    return {
+        "model": identity(model),
+        "adapter": identity(adapter),
+        "data": f"{Path(data.path).name}, split {data.split}, sample {data.sample}",
+        "dtype": dtype,
+        "sampling": dataclasses.asdict(sampling),
+    }
+
+
+def claim(directory: Path, wanted: dict[str, Any]) -> None:
+    """Write the manifest into a new directory, or agree with the one that is there.
+
+    Raises RunDirectoryError with the table of differences, or when the directory holds foreign files.
+    """
+    path = directory / MANIFEST
+    if path.exists():
+        _refuse_differences(directory, _read(path), wanted)
+        return
+    foreign = sorted(
+        entry.name for entry in directory.iterdir() if entry.name not in _OURS and entry.name[0] != "."
+    )
+    if foreign or (directory / "answers.jsonl").exists():
+        found = ", ".join(foreign[:3]) or "answers.jsonl without a manifest"
+        raise RunDirectoryError(
+            f"{directory}: not a scoring directory, it holds {found}", hint="name a new one"
+        )
+    write_whole(path, json.dumps(wanted, indent=2, ensure_ascii=False) + "\n")
+
+
+def require_same_prompts(directory: Path, done: dict[str, Line], tasks: list[Task]) -> None:
+    """Every answer on disk must belong to a row of the data, with the same prompt. Raises RunDirectoryError."""
+    by_id = {task.id: task for task in tasks}
+    lost = [id_ for id_ in done if id_ not in by_id]
+    changed = [
+        id_ for id_ in done if id_ in by_id and prompt_fingerprint(done[id_]) != by_id[id_].fingerprint
+    ]
+    for ids, what in ((lost, "are no longer in the data"), (changed, "have another prompt now")):
+        if ids:
+            raise RunDirectoryError(
+                f"{directory}: {len(ids)} rows answered there {what}: {', '.join(ids[:5])}",
+                hint="score into a new directory; data, template and tokenizer may only grow by new rows here",
+            )
+
+
+def identity(path: str) -> str:
+    """A Hub id as it is; a folder's name and a hash of its files, wherever it lies now.
+
+    Small files count by their bytes; larger ones by size, first and last MiB: training changes weights everywhere.
+    """
+    folder = Path(path)
+    if not path or not folder.is_dir():
+        return path
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(folder.iterdir()):
+        if file.suffix in _MODEL_FILES and file.is_file():
+            digest.update(f"{file.name} {file.stat().st_size}".encode())
+            digest.update(_ends(file))
+    return f"{folder.resolve().name}, files {digest.hexdigest()}"
+
+
+def _ends(file: Path) -> bytes:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        if size <= 2 * MIB:
+            return stream.read()
+        first = stream.read(MIB)
+        stream.seek(size - MIB)
+        return first + stream.read()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunDirectoryError(
+            f"{path}: cannot be read: {error}", hint="score into a new directory"
+        ) from None
+    return dict(found)
+
+
+def _refuse_differences(directory: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    differences = [
+        f"  {key}: {found.get(key)!r} there, {wanted.get(key)!r} now"
+        for key in sorted(found.keys() | wanted.keys())
+        if found.get(key) != wanted.get(key)
+    ]
+    if differences:
+        raise RunDirectoryError(
+            f"{directory} holds answers of other settings:\n" + "\n".join(differences),
+            hint="name a new directory, or the settings that began this one",
+        )

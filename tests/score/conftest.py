@@ -1,0 +1,40 @@
+"""A tiny random model with its own tokenizer and template, in a folder and loaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fitune.data.templates import ChatTemplate, load_template
+from fitune.demo.base_model import Shape, write_base_model
+from fitune.demo.text import training_exercises
+from fitune.models.weights import load_model, load_tokenizer
+
+TINY = Shape(
+    vocab_size=384,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=192,
+)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    folder: Path
+    model: Any
+    tokenizer: Any
+    template: ChatTemplate
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    torch.set_num_threads(1)  # the model is too small to share
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_base_model(folder, [row.prompt for row in training_exercises(200, seed=0)], shape=TINY, seed=0)
+    tokenizer = load_tokenizer(str(folder))
+    model = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    return Tiny(folder, model, tokenizer, load_template(tokenizer))

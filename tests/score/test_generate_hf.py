@@ -1,0 +1,151 @@
+"""Answers depend on their prompt alone: not on the batch, not on the order, not on the model's own settings."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from fitune.data.formats import Conversation, Message
+from fitune.demo.text import training_exercises
+from fitune.models.attention import use_attention
+from fitune.score.generate_hf import Answer, Sampling, answer_all
+from fitune.score.tasks import Task, to_task
+
+GREEDY = Sampling(max_new_tokens=12)
+WARM = Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=3)
+
+
+@pytest.fixture(scope="module")
+def tasks(tiny) -> list[Task]:
+    """17 prompts of very different length."""
+    rows = training_exercises(17, seed=1)
+    texts = [row.prompt[: 3 + 5 * place] for place, row in enumerate(rows)]
+    conversations = [
+        Conversation((Message("user", text), Message("assistant", "x")), "here") for text in texts
+    ]
+    return [
+        to_task(c, id=f"row-{place * 7 % 17}", template=tiny.template)
+        for place, c in enumerate(conversations)
+    ]
+
+
+def ask(tiny, tasks: list[Task], sampling: Sampling, **more: int) -> list[Answer]:
+    return answer_all(tiny.model, tiny.tokenizer, tiny.template, tasks, sampling, **more)
+
+
+@torch.no_grad()
+def most_likely(model, prompt: tuple[int, ...], count: int, stop: set[int]) -> list[int]:
+    """Greedy decoding written out: the whole text again for every token, no cache, no padding."""
+    ids = list(prompt)
+    while len(ids) - len(prompt) < count:
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] in stop:
+            break
+    return ids[len(prompt) :]
+
+
+def test_answers_are_the_most_likely_tokens(tiny, tasks: list[Task]) -> None:
+    answers = ask(tiny, tasks, GREEDY, batch_size=5)
+    for task, answer in zip(tasks, answers, strict=True):
+        expected = most_likely(tiny.model, task.prompt_ids, 12, set(tiny.template.stop_ids))
+        assert answer.completion_tokens == len(expected)
+        assert answer.text == tiny.tokenizer.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+def test_the_batch_changes_no_answer(tiny, tasks: list[Task], sampling: Sampling) -> None:
+    alone = ask(tiny, tasks, sampling, batch_size=1)
+    assert alone == ask(tiny, tasks, sampling, batch_size=7)
+    assert alone[::-1] == ask(tiny, tasks[::-1], sampling, batch_size=4)
+    assert len({answer.text for answer in alone}) > 3, (
+        "a model that says the same to everything proves nothing"
+    )
+
+
+def test_sampled_answers_follow_the_seed(tiny, tasks: list[Task]) -> None:
+    texts = [answer.text for answer in ask(tiny, tasks, WARM)]
+    assert texts == [answer.text for answer in ask(tiny, tasks, WARM)]
+    assert texts != [answer.text for answer in ask(tiny, tasks, replace(WARM, seed=4))]
+    assert texts != [answer.text for answer in ask(tiny, tasks, GREEDY)]
+
+
+def test_sampling_draws_from_the_softmax(tiny, tasks: list[Task]) -> None:
+    """First tokens of 3000 rows with one prompt: the likeliest as often as its probability says, within 5 sigma."""
+    draws = 3000
+    one = [replace(tasks[0], id=str(number)) for number in range(draws)]
+    answers = ask(tiny, one, Sampling(max_new_tokens=1, temperature=0.5), batch_size=draws)
+    with torch.no_grad():
+        logits = tiny.model(input_ids=torch.tensor([tasks[0].prompt_ids])).logits[0, -1]
+    chances = (logits / 0.5).softmax(-1).tolist()
+    texts = tiny.tokenizer.batch_decode([[token] for token in range(len(chances))], skip_special_tokens=True)
+    text = texts[chances.index(max(chances))]
+    chance = sum(c for c, other in zip(chances, texts, strict=True) if other == text)
+    seen = sum(answer.text == text for answer in answers)
+    assert abs(seen - chance * draws) < 5 * (draws * chance * (1 - chance)) ** 0.5
+
+
+def test_an_answer_ends_at_every_end_of_turn_id(tiny, tasks: list[Task]) -> None:
+    whole = most_likely(tiny.model, tasks[16].prompt_ids, 12, set(tiny.template.stop_ids))
+    turn_end = whole[3]
+    before = tiny.model.generation_config
+    tiny.model.generation_config = GenerationConfig(eos_token_id=[tiny.tokenizer.eos_token_id, turn_end])
+    try:
+        (answer,) = ask(tiny, [tasks[16]], GREEDY)
+    finally:
+        tiny.model.generation_config = before
+    length = whole.index(turn_end) + 1
+    assert (answer.finish_reason, answer.completion_tokens) == ("stop", length)
+    assert answer.text == tiny.tokenizer.decode(whole[: length - 1], skip_special_tokens=True)
+
+
+def test_the_models_own_generation_settings_are_set_aside_and_put_back(tiny, tasks: list[Task]) -> None:
+    plain = ask(tiny, tasks, GREEDY)
+    before = tiny.model.generation_config
+    tiny.model.generation_config = own = GenerationConfig(
+        do_sample=True,
+        temperature=2.0,
+        repetition_penalty=5.0,
+        max_new_tokens=1,
+        eos_token_id=before.eos_token_id,
+    )
+    try:
+        assert ask(tiny, tasks, GREEDY) == plain
+        assert tiny.model.generation_config is own
+    finally:
+        tiny.model.generation_config = before
+
+
+def test_a_model_in_training_answers_and_goes_on_training(tiny, tasks: list[Task]) -> None:
+    plain = ask(tiny, tasks, GREEDY)
+    before = tiny.model.config._attn_implementation
+    try:
+        use_attention(tiny.model, "sdpa")
+        own = tiny.model.config._attn_implementation
+        tiny.model.train()
+        assert own != before
+        assert ask(tiny, tasks, GREEDY) == plain
+        assert tiny.model.training
+        assert tiny.model.config._attn_implementation == own
+    finally:
+        tiny.model.eval()
+        tiny.model.set_attn_implementation(before)
+
+
+def test_a_prompt_without_room_for_an_answer_carries_the_arithmetic(tiny, tasks: list[Task]) -> None:
+    room = 192  # max_position_embeddings of the tiny model
+    ids = (tasks[0].prompt_ids * room)[: room - 12 + 1]
+    long, fits = replace(tasks[0], prompt_ids=ids), replace(tasks[0], prompt_ids=ids[1:])
+    first, second, third = ask(tiny, [long, fits, tasks[1]], GREEDY)
+    assert first.finish_reason == "error"
+    assert first.error == "prompt 181 + max_new_tokens 12 = 193 tokens, the model has room for 192"
+    assert not second.error
+    assert third == ask(tiny, [tasks[1]], GREEDY)[0]
+
+
+def test_progress_adds_up(tiny, tasks: list[Task]) -> None:
+    counts: list[int] = []
+    answer_all(
+        tiny.model, tiny.tokenizer, tiny.template, tasks, GREEDY, batch_size=4, on_answers=counts.append
+    )
+    assert sum(counts) == len(tasks)

@@ -1,0 +1,276 @@
+"""Scoring from start to end: what is written, and that a stopped run goes on with every id exactly once."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from fitune.demo.text import training_exercises
+from fitune.errors import DataError, FituneError, RecipeError, RunDirectoryError
+from fitune.score.generate_hf import Sampling
+from fitune.score.run import ScorePlan, score
+from fitune.spec.plan import DataSource
+from fitune.spec.reports import ScoreReport
+from fitune.spec.serial import from_json
+
+ROWS = 20
+
+
+def write_data(path: Path, *, count: int = ROWS, changed: str = "") -> Path:
+    rows = [
+        {"id": r.id, "prompt": r.prompt, "completion": r.completion}
+        for r in training_exercises(count, seed=2)
+    ]
+    if changed:
+        rows[3]["prompt"] = changed
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def plan_for(model: Path, data: DataSource, out: Path) -> ScorePlan:
+    """One row a batch, so that answers are written eight rows at a time."""
+    sampling = Sampling(max_new_tokens=8)
+    return ScorePlan(model=str(model), data=data, output_dir=str(out), sampling=sampling, batch_size=1)
+
+
+@pytest.fixture
+def plan(tiny, tmp_path: Path) -> ScorePlan:
+    data = DataSource(path=str(write_data(tmp_path / "rows.jsonl")))
+    return plan_for(tiny.folder, data, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def finished_once(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of the plan below."""
+    folder = tmp_path_factory.mktemp("finished")
+    data = DataSource(path=str(write_data(folder / "rows.jsonl")))
+    quietly(plan_for(tiny.folder, data, folder / "out"))
+    return folder / "out"
+
+
+@pytest.fixture
+def finished(plan: ScorePlan, finished_once: Path) -> ScorePlan:
+    """The plan, with its directory as a run left it."""
+    shutil.copytree(finished_once, plan.output_dir)
+    return plan
+
+
+def quietly(plan: ScorePlan, progress: Callable[[int, int], None] = lambda done, total: None) -> ScoreReport:
+    return score(plan, say=lambda line: None, progress=progress)
+
+
+def answers(plan: ScorePlan) -> Path:
+    return Path(plan.output_dir) / "answers.jsonl"
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_are_openai_batch_lines_in_the_order_of_the_data(plan: ScorePlan) -> None:
+    quietly(replace(plan, batch_size=3))
+    written = lines(answers(plan))
+    assert [line["custom_id"] for line in written] == [f"train-{number:04d}" for number in range(1, ROWS + 1)]
+    for line in written:
+        assert set(line) == {"id", "custom_id", "response", "error"}
+        assert line["error"] is None
+        assert line["response"]["status_code"] == 200
+        body = line["response"]["body"]
+        assert (body["object"], body["model"]) == ("chat.completion", plan.model)
+        (choice,) = body["choices"]
+        assert choice["index"] == 0
+        assert choice["message"]["role"] == "assistant"
+        assert choice["finish_reason"] in ("stop", "length")
+        usage = body["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert 1 <= usage["completion_tokens"] <= 8
+
+
+def test_the_report_is_the_mean_of_the_grades(plan: ScorePlan) -> None:
+    said: list[str] = []
+    report = score(plan, say=said.append)
+    assert said == ["graders: exact_match, contains (no reference is longer than 11 words)"]
+    graded = lines(Path(plan.output_dir) / "grades.jsonl")
+    assert [row["id"] for row in graded] == [line["custom_id"] for line in lines(answers(plan))]
+    for name, mean in report.grades.items():
+        assert mean == pytest.approx(sum(row["grades"][name] for row in graded) / ROWS)
+    assert (report.rows, report.answered, report.failed) == (ROWS, ROWS, 0)
+    usage = [line["response"]["body"]["usage"]["completion_tokens"] for line in lines(answers(plan))]
+    assert report.generated_tokens == sum(usage)
+    assert from_json(ScoreReport, (Path(plan.output_dir) / "report.json").read_text()) == report
+
+
+def test_right_answers_score_one_and_wrong_ones_nothing(finished: ScorePlan, tmp_path: Path) -> None:
+    said = [line["response"]["body"]["choices"][0]["message"]["content"] for line in lines(answers(finished))]
+    rows = [json.loads(line) for line in Path(finished.data.path).read_text().splitlines()]
+    right = [
+        row | {"completion": text if text.strip() else "blank"} for row, text in zip(rows, said, strict=True)
+    ]
+    spoken = [place for place, text in enumerate(said) if text.strip()]
+    right[spoken[0]]["completion"] += " and more"
+    share = (len(spoken) - 1) / ROWS
+    path = tmp_path / "right.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in right))
+    again = replace(finished, data=DataSource(path=str(path)), output_dir=str(tmp_path / "again"))
+    report = quietly(replace(again, graders=("exact_match", "contains")))
+    assert report.grades["exact_match"] == pytest.approx(share) == report.grades["contains"]
+    assert 0.3 < share < 1
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.77, 0.999])
+def test_a_stopped_run_answers_each_id_exactly_once(finished: ScorePlan, kept: float) -> None:
+    """Cut answers.jsonl anywhere, mid-line included: what is whole stays, the rest is answered, the bytes are equal."""
+    whole = answers(finished).read_bytes()
+    torn = whole[: int(len(whole) * kept)]
+    answers(finished).write_bytes(torn)
+    (Path(finished.output_dir) / "report.json").unlink()
+    seen: list[int] = []
+    report = quietly(finished, progress=lambda done, total: seen.append(done))
+    assert answers(finished).read_bytes() == whole
+    assert seen[0] == torn.count(b"\n"), "rows that have an answer are not asked again"
+    assert seen[-1] == report.answered == ROWS
+
+
+class Killed(BaseException):
+    """As abrupt as a signal."""
+
+
+@pytest.mark.parametrize("after", [1, 8, 9, 19])
+def test_a_run_killed_between_batches_loses_nothing_written(plan: ScorePlan, after: int) -> None:
+    def kill(done: int, total: int) -> None:
+        if done == after:
+            raise Killed
+
+    with pytest.raises(Killed):
+        quietly(plan, progress=kill)
+    assert len(lines(answers(plan)) if answers(plan).exists() else []) == (after - 1) // 8 * 8
+    quietly(plan)
+    ids = [line["custom_id"] for line in lines(answers(plan))]
+    assert ids == [f"train-{number:04d}" for number in range(1, ROWS + 1)]
+
+
+def test_a_finished_run_changes_nothing_when_started_again(plan: ScorePlan) -> None:
+    first = quietly(plan)
+    before = answers(plan).read_bytes()
+    seen: list[int] = []
+    again = quietly(plan, progress=lambda done, total: seen.append(done))
+    assert seen == [ROWS]
+    assert answers(plan).read_bytes() == before
+    assert replace(again, seconds=first.seconds) == first
+
+
+def test_data_that_grew_is_answered_where_it_grew(finished: ScorePlan) -> None:
+    before = answers(finished).read_bytes()
+    write_data(Path(finished.data.path), count=ROWS + 3)
+    assert quietly(finished).answered == ROWS + 3
+    assert answers(finished).read_bytes().startswith(before)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"sampling": Sampling(max_new_tokens=9)}, "sampling"),
+        ({"sampling": Sampling(max_new_tokens=8, temperature=0.5)}, "sampling"),
+        ({"data": "other.jsonl"}, "data"),
+    ],
+)
+def test_other_settings_are_refused_in_the_same_directory(
+    finished: ScorePlan, tmp_path: Path, change: dict, named: str
+) -> None:
+    before = answers(finished).read_bytes()
+    if "data" in change:
+        change = {"data": DataSource(path=str(write_data(tmp_path / change["data"])))}
+    with pytest.raises(RunDirectoryError, match=f"other settings:\n  {named}: ") as caught:
+        quietly(replace(finished, **change))
+    assert "8" in caught.value.message or "rows.jsonl" in caught.value.message
+    assert answers(finished).read_bytes() == before
+
+
+def test_another_model_of_the_same_name_is_refused(finished: ScorePlan, tiny, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(tiny.folder, tmp_path / "elsewhere" / tiny.folder.name))
+    assert quietly(replace(finished, model=str(other))).answered == ROWS, (
+        "the same files in another place are the same"
+    )
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunDirectoryError, match="model: 'tiny, files"):
+        quietly(replace(finished, model=str(other)))
+
+
+def test_a_changed_or_missing_row_is_refused_by_its_id(finished: ScorePlan) -> None:
+    write_data(Path(finished.data.path), changed="Tell me something else.")
+    with pytest.raises(RunDirectoryError, match="1 rows answered there have another prompt now: train-0004"):
+        quietly(finished)
+    write_data(Path(finished.data.path), count=ROWS - 1)
+    with pytest.raises(
+        RunDirectoryError, match="1 rows answered there are no longer in the data: train-0020"
+    ):
+        quietly(finished)
+
+
+def test_a_damaged_line_further_up_is_an_error_with_its_place(finished: ScorePlan) -> None:
+    content = answers(finished).read_text().splitlines(keepends=True)
+    answers(finished).write_text("".join([content[0], "{broken\n", *content[2:]]))
+    with pytest.raises(RunDirectoryError, match=r"answers.jsonl:2: not a line of answers"):
+        quietly(finished)
+
+
+def test_a_prompt_that_is_too_long_fails_alone(plan: ScorePlan) -> None:
+    write_data(Path(plan.data.path), changed="very " * 300 + "long")
+    report = quietly(plan)
+    assert (report.answered, report.failed) == (ROWS - 1, 1)
+    line = lines(answers(plan))[3]
+    assert line["response"] is None
+    assert line["error"]["code"] == "prompt_too_long"
+    assert "the model has room for 192" in line["error"]["message"]
+    before = answers(plan).read_bytes()
+    assert quietly(plan).failed == 1
+    assert answers(plan).read_bytes() == before
+
+
+def test_bad_ids_and_bad_graders_stop_everything_before_the_weights_are_read(plan: ScorePlan, tiny) -> None:
+    rows = [{"id": "a", "prompt": "p", "completion": "c"}] * 2
+    Path(plan.data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    weights = tiny.folder / "model.safetensors"
+    hidden = weights.rename(weights.with_suffix(".hidden"))
+    try:
+        with pytest.raises(DataError, match="repeat an id"):
+            quietly(plan)
+        with pytest.raises(RecipeError, match="bleu"):
+            quietly(replace(plan, graders=("bleu",)))
+    finally:
+        hidden.rename(weights)
+    assert not Path(plan.output_dir).exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "foreign", "answers without a manifest"])
+def test_a_directory_that_is_not_ours_is_left_alone(plan: ScorePlan, kind: str) -> None:
+    out = Path(plan.output_dir)
+    if kind == "file":
+        out.write_text("mine")
+    else:
+        out.mkdir()
+        (out / ("thesis.tex" if kind == "foreign" else "answers.jsonl")).write_text("mine")
+    with pytest.raises(RunDirectoryError):
+        quietly(plan)
+    assert [p.read_text() for p in (out.iterdir() if out.is_dir() else [out]) if p.name != ".lock"] == [
+        "mine"
+    ]
+
+
+def test_two_scorings_do_not_write_into_one_directory(plan: ScorePlan) -> None:
+    refusals: list[FituneError] = []
+
+    def start_a_second(done: int, total: int) -> None:
+        if done == 0:
+            with pytest.raises(RunDirectoryError, match="another process") as caught:
+                quietly(plan)
+            refusals.append(caught.value)
+
+    quietly(plan, progress=start_a_second)
+    assert len(refusals) == 1
