@@ -1,0 +1,77 @@
+"""Everything the demo needs, written into one folder without a network."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fitune.demo.base_model import write_base_model
+from fitune.demo.recipes import recipe_text
+from fitune.demo.settings import FULL, HELD_OUT_ROWS, LORA, PRETRAIN, PRETRAINING_TEXTS, SHAPE, TRAINING_ROWS
+from fitune.demo.text import held_out_exercises, pretraining_texts, training_exercises
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoFiles:
+    """Where the demo's parts lie. All but ``base`` are there when ``write_demo`` returns."""
+
+    start: Path
+    """The model folder with random weights."""
+    base: Path
+    """The base model: what the pretraining recipe exports."""
+    pretrain_text: Path
+    train: Path
+    test: Path
+    pretrain_recipe: Path
+    lora_recipe: Path
+    full_recipe: Path
+
+
+def demo_files(directory: Path) -> DemoFiles:
+    return DemoFiles(
+        start=directory / "start",
+        base=directory / "base" / "model",
+        pretrain_text=directory / "pretrain.jsonl",
+        train=directory / "train.jsonl",
+        test=directory / "test.jsonl",
+        pretrain_recipe=directory / "pretrain.yaml",
+        lora_recipe=directory / "lora.yaml",
+        full_recipe=directory / "full.yaml",
+    )
+
+
+def write_demo(directory: Path, *, seed: int) -> DemoFiles:
+    """Write texts, rows, recipes and the model with random weights; the same bytes for the same seed."""
+    files = demo_files(directory)
+    texts = list(pretraining_texts(PRETRAINING_TEXTS, seed=seed))
+    write_base_model(files.start, texts, shape=SHAPE, seed=seed)
+    _write_rows(files.pretrain_text, ({"text": text} for text in texts))
+    _write_rows(files.train, map(dataclasses.asdict, training_exercises(TRAINING_ROWS, seed=seed)))
+    _write_rows(files.test, map(dataclasses.asdict, held_out_exercises(HELD_OUT_ROWS, seed=seed)))
+    _write_recipes(files)
+    return files
+
+
+def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _write_recipes(files: DemoFiles) -> None:
+    base_run = files.base.parent
+    pretrain = recipe_text(
+        PRETRAIN, purpose="A base model: every parameter trained on plain text, from random weights",
+        path=str(files.pretrain_recipe), model=str(files.start), data=str(files.pretrain_text),
+        output_dir=str(base_run),
+    )  # fmt: skip
+    files.pretrain_recipe.write_text(pretrain, encoding="utf-8")
+    for path, training, purpose in (
+        (files.lora_recipe, LORA, "The task, by low-rank adapters on the frozen base"),
+        (files.full_recipe, FULL, "The task, by training every parameter of the base"),
+    ):
+        text = recipe_text(
+            training, purpose=purpose, path=str(path), model=str(files.base), data=str(files.train),
+            eval_data=str(files.test), output_dir=str(path.with_suffix("")),
+        )  # fmt: skip
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,125 @@
+"""The demo's folder: a model every tool can load, rows fitune can read, recipes fitune can run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fitune.data.formats import Conversation, Message, Text
+from fitune.data.templates import load_template
+from fitune.demo.base_model import let_values_pass
+from fitune.demo.files import DemoFiles, write_demo
+from fitune.demo.recipes import recipe_text
+from fitune.demo.settings import (
+    FULL,
+    HELD_OUT_ROWS,
+    LORA,
+    MAX_NEW_TOKENS,
+    PRETRAIN,
+    PRETRAINING_TEXTS,
+    TRAINING_ROWS,
+)
+from fitune.spec.recipe import read_recipe
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoFiles:
+    torch.set_num_threads(1)
+    return write_demo(tmp_path_factory.mktemp("demo") / "one", seed=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo: DemoFiles):
+    return AutoTokenizer.from_pretrained(demo.start)
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_same_seed_writes_the_same_bytes(demo: DemoFiles, tmp_path: Path) -> None:
+    again = write_demo(tmp_path / "one", seed=1)
+    first, second = demo.start.parent, again.start.parent
+    names = sorted(str(path.relative_to(first)) for path in first.rglob("*") if path.is_file())
+    assert names == sorted(str(path.relative_to(second)) for path in second.rglob("*") if path.is_file())
+    for name in names:
+        if not name.endswith(".yaml"):  # those name their folder
+            assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_the_base_model_is_a_small_llama(demo: DemoFiles, tokenizer) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo.start)
+    assert model.config.model_type == "llama"
+    assert 2e6 < model.num_parameters() < 4e6
+    assert len(tokenizer) <= model.config.vocab_size <= 1024
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert not any(path.suffix in (".bin", ".pt") for path in demo.start.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The goods are lamps.", "  two  spaces\n\ttab", "naïve Zürich — 漢字 🙂 עברית", "3+4=7, 1,234.50", ""],
+)
+def test_the_tokenizer_gives_every_text_back(tokenizer, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_a_text_row_begins_with_bos_and_ends_with_eos_once(tokenizer) -> None:
+    template = load_template(tokenizer)
+    (encoded,) = template.encode_rows([template.lay_out(Text("The city is Oslo.", "here"))])
+    special = [token for token in encoded.ids if token in tokenizer.all_special_ids]
+    assert special == [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    assert all(encoded.supervised)
+
+
+def test_the_template_teaches_the_answer_and_its_end(demo: DemoFiles, tokenizer) -> None:
+    template = load_template(tokenizer)
+    for row in rows(demo.test)[:5]:
+        messages = (Message("user", row["prompt"]), Message("assistant", row["completion"]))
+        encoded = template.encode(Conversation(messages, "here"))
+        learned = [token for token, yes in zip(encoded.ids, encoded.supervised, strict=True) if yes]
+        assert tokenizer.decode(learned) == row["completion"] + tokenizer.eos_token
+        assert len(learned) < MAX_NEW_TOKENS
+
+
+def test_rows_are_written_as_counted(demo: DemoFiles) -> None:
+    texts, train, test = rows(demo.pretrain_text), rows(demo.train), rows(demo.test)
+    assert (len(texts), len(train), len(test)) == (PRETRAINING_TEXTS, TRAINING_ROWS, HELD_OUT_ROWS)
+    assert all(set(row) == {"text"} for row in texts)
+    assert all(set(row) == {"id", "prompt", "completion"} for row in train + test)
+
+
+def test_the_recipes_are_recipes(demo: DemoFiles) -> None:
+    for path, training in (
+        (demo.pretrain_recipe, PRETRAIN),
+        (demo.lora_recipe, LORA),
+        (demo.full_recipe, FULL),
+    ):
+        recipe = read_recipe(path)
+        assert recipe.tuning == training.tuning
+        assert recipe.learning_rate == training.learning_rate
+        assert (recipe.max_steps, recipe.micro_batch_size) == (training.max_steps, training.micro_batch_size)
+        assert (recipe.seq_len, recipe.precision) == (training.seq_len, "fp32")
+    pretrain, lora, full = map(read_recipe, (demo.pretrain_recipe, demo.lora_recipe, demo.full_recipe))
+    assert pretrain.model == str(demo.start)
+    assert lora.model == full.model == str(demo.base)
+    assert str(demo.base).startswith(pretrain.output_dir)
+    assert lora.data[0].path == full.data[0].path == str(demo.train)
+    assert len({pretrain.output_dir, lora.output_dir, full.output_dir}) == 3
+
+
+def test_a_recipe_survives_any_folder_name(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    odd = "it's: a #folder, [really]"
+    path.write_text(recipe_text(LORA, purpose="p", path="x", model=odd, data=odd, output_dir=odd))
+    recipe = read_recipe(path)
+    assert (recipe.model, recipe.data[0].path, recipe.output_dir) == (odd, odd, odd)
+
+
+def test_attention_begins_as_a_copy() -> None:
+    value, output = torch.empty(12, 12), torch.empty(12, 12)
+    let_values_pass(value, output)
+    torch.testing.assert_close(output @ value, torch.eye(12), atol=1e-5, rtol=0)
