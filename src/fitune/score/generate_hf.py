@@ -190,7 +190,7 @@ def _choosers(tasks: Sequence[Task], sampling: Sampling) -> LogitsProcessorList:
 
 
 class RowNoise(LogitsProcessor):
-    """Gumbel noise on the logits: then the largest is a draw from their softmax (Maddison et al. 2014, arXiv 1411.0030).
+    """Gumbel noise on the logits: then the largest is a draw from their softmax (Maddison et al., arXiv 1411.0030).
 
     The noise is −log of exponential noise. Each row has a generator seeded by the sampling seed and its id, so the
     same row draws the same answer in any batch and after any restart; ``generate``'s own sampling draws for the
