@@ -1,6 +1,7 @@
 """What the model learns to write is its answers, and training ids begin with the ids of scoring."""
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from data.tiny_tokenizers import (
     BRACKET_STYLE,
@@ -139,6 +140,16 @@ def test_a_text_is_learned_whole_with_one_bos_and_one_eos():
     assert all(encoded.supervised)
     ended = template.encode_text(Text("<s>hello</s>", "row 1"))
     assert tokenizer.decode(ended.ids) == "<s>hello</s>"
+
+
+def test_a_text_begins_with_bos_where_the_tokenizer_puts_one():
+    tokenizer = byte_tokenizer()
+    bos = ("<s>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    template = load_template(tokenizer)
+    for text in ("hello", "<s>hello", "<s>hello</s>"):
+        assert tokenizer.decode(template.encode_text(Text(text, "row 1")).ids) == "<s>hello</s>"
+    assert template.encode(conversation("hello", "world")).ids.count(tokenizer.bos_token_id) == 1
 
 
 def test_a_prompt_without_an_answer_is_asked_the_same_way():

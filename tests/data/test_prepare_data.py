@@ -109,6 +109,14 @@ def test_split_keeps_every_token_that_is_learned(tmp_path, prepare):
     assert split.train.lengths.sum() == whole.train.lengths.sum()
 
 
+def test_a_part_whose_only_token_has_nothing_before_it_is_cut(tmp_path, prepare):
+    source = write_rows(tmp_path / "rows.jsonl", 1, length=20)
+    tokens = prepare(source, seq_len=4096).train_ledger.tokens_read
+    split = prepare(source, seq_len=tokens - 1, on_long_row="split")
+    assert len(split.train) == 1
+    assert (split.train_ledger.tokens_kept, split.train_ledger.tokens_cut) == (tokens - 1, 1)
+
+
 def test_rows_too_long_are_dropped_or_refused(tmp_path, prepare):
     source = write_rows(tmp_path / "rows.jsonl", 6, length=20)
     short = write_rows(tmp_path / "short.jsonl", 2)
@@ -188,6 +196,9 @@ def test_whatever_changes_the_tokens_changes_the_cache_entry(tmp_path, prepare):
     for number, change in enumerate(changes, start=1):
         prepare(source, **change)
         assert len(list(entries.iterdir())) == number
+    template.write_text(HEADER_STYLE + " ")
+    prepare(source, chat_template=str(template))
+    assert len(list(entries.iterdir())) == len(changes) + 1
     write_rows(tmp_path / "rows.jsonl", 31)
     assert len(prepare(source).train) == 31
 

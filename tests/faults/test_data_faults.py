@@ -246,7 +246,7 @@ def test_an_answer_of_which_only_the_first_token_is_left_is_kept(tmp_path):
 
 ENDLESS = {
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "condition": "{% for i in range(99999) if range(99999) | sum %}{% endfor %}",
+    "condition": "{% for i in range(99999) if (range(99999) | sum) < 0 %}{% endfor %}",
     "macro": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "tree": "{% for x in [1, 1] recursive %}{% if loop.depth < 80 %}{{ loop([1, 1]) }}{% endif %}{% endfor %}",
 }

@@ -33,7 +33,7 @@ class PieceEncoder:
         self._tokenizer = tokenizer
         specials = sorted((t for t in tokenizer.all_special_tokens if t), key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._special_ids = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         self._line_break = self._encode(["\n"], plain=False)[0]
         after_break, alone = self._encode(["\na", "a"], plain=False)
         self._prefixes = after_break != self._line_break + alone
