@@ -239,18 +239,18 @@ def masks_whole_stream(model: ModelSpec) -> bool:
 
 
 def materialises_scores(plan: Plan) -> bool:
-    """Eager attention; Gemma-2, whose capped scores no fused kernel computes; a window that cuts rows on CUDA.
+    """Whether scores n·s² are written out: eager attention, and where no fused kernel takes the model's attention.
 
-    A window shorter than a row needs a mask, and with grouped heads and a mask torch falls back to its math
-    kernel there (models/attention.py, aten's sdp_utils; not measured by us on a GPU). Gemma-3's global blocks
-    are counted like its windowed ones.
+    Gemma-2 caps its scores. On CUDA, grouped heads are taken by FlashAttention alone, so before Ampere, or with
+    the mask that a sliding window shorter than the rows needs, torch falls back to its math kernel (aten's
+    sdp_utils; not measured by us on a GPU). Gemma-3's global blocks are counted like its windowed ones.
     """
-    on_gpu = not plan.hardware.gpu.is_cpu
-    return (
-        plan.attention == "eager"
-        or plan.model.model_type == "gemma2"
-        or (on_gpu and window_cuts(plan.model, plan.batch.seq_len))
-    )
+    model, gpu = plan.model, plan.hardware.gpu
+    if plan.attention == "eager" or model.model_type == "gemma2":
+        return True
+    if gpu.is_cpu or model.num_kv_heads == model.num_heads or masks_whole_stream(model):
+        return False
+    return not gpu.has_flash_attention or window_cuts(model, plan.batch.seq_len)
 
 
 def window_cuts(model: ModelSpec, seq_len: int) -> bool:

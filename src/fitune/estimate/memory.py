@@ -8,7 +8,6 @@ from fitune.estimate import activations, overhead, transient
 from fitune.estimate import loss as loss_terms
 from fitune.estimate.parameters import embedding_parameters
 from fitune.estimate.shape import BatchShape, largest_batch
-from fitune.estimate.stages import backward_peak, forward_working_bytes, gradient_bytes
 from fitune.estimate.states import update_temporaries_bytes
 from fitune.estimate.step import StepStages, Terms, describe_step
 from fitune.spec.plan import Plan
@@ -31,9 +30,9 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
         Phase.UPDATE: {**resident, **_update_terms(step)},
     }
     kept = {phase: {name: size for name, size in terms.items() if size} for phase, terms in phases.items()}
-    peak = max(sum(terms.values()) for terms in kept.values())
+    moving = max(sum(terms.values()) for terms in kept.values()) - sum(resident.values())
     return MemoryBreakdown(
-        phases=kept, outside=overhead.outside_terms(step.plan.hardware.gpu, tensor_bytes=peak)
+        phases=kept, outside=overhead.outside_terms(step.plan.hardware.gpu, moving_bytes=moving)
     )
 
 
@@ -53,7 +52,7 @@ def _forward_terms(step: StepStages) -> Terms:
     }
     in_a_block: Terms = {
         "recompute inputs": step.inputs_before(layers),
-        "temporaries": forward_working_bytes(step.other_block) if step.recomputed else 0,
+        "temporaries": step.other_block.forward if step.recomputed else 0,
     }
     gradients = {"gradients": step.gradients if step.gradients_exist else 0}
     return {**step.around(), **gradients, **_larger(at_the_end, in_a_block)}
@@ -137,9 +136,9 @@ def _final_norm_moment(step: StepStages) -> Terms:
 def _block_moment(step: StepStages, index: int) -> Terms:
     """Block ``index`` going back: blocks before it still keep theirs, those behind it left their gradients."""
     block = step.block(index)
-    peak = backward_peak(block, gradients_exist=step.gradients_exist)
+    peak = block.peak
     later = step.num_layers - 1 - index
-    done = step.head_gradient + step.final_norm.gradients + later * gradient_bytes(step.other_block)
+    done = step.head_gradient + step.final_norm.gradients + later * step.other_block.gradients
     kept = peak.kept
     if index < step.recomputed and _input_is_kept_by_norm(step):
         kept -= step.hidden  # the block's input, counted with the recomputed ones' inputs

@@ -7,14 +7,17 @@ from fitune.spec.hardware import Gpu, Hardware
 from fitune.units import GIB, MIB
 
 
-def outside_terms(gpu: Gpu, *, tensor_bytes: int) -> dict[str, int]:
-    """Bytes beside the tensors: nothing on a CPU, where live tensors are what is compared."""
+def outside_terms(gpu: Gpu, *, moving_bytes: int) -> dict[str, int]:
+    """Bytes beside the tensors: nothing on a CPU, where live tensors are what is compared.
+
+    ``moving_bytes``: what comes and goes within a step at its peak.
+    """
     if gpu.is_cpu:
         return {}
     return {
         "CUDA context": cuda_context_bytes(gpu),
         "cuBLAS workspace": cublas_workspace_bytes(gpu),
-        "allocator slack": allocator_slack_bytes(tensor_bytes),
+        "allocator slack": allocator_slack_bytes(moving_bytes),
     }
 
 
@@ -34,13 +37,13 @@ def cublas_workspace_bytes(gpu: Gpu) -> int:
     return 32 * MIB if gpu.capability >= (9, 0) else 8 * MIB + 128 * 1024
 
 
-def allocator_slack_bytes(tensor_bytes: int) -> int:
-    """2 % of the tensors: blocks round to 512 B, segments to 2 MiB, and freed ones do not always fit again.
+def allocator_slack_bytes(moving_bytes: int) -> int:
+    """5 % of what comes and goes: blocks round to 512 B, segments to 2 MiB, and freed ones do not always fit again.
 
-    Holds with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; fragmentation can be much more without. Not
-    measured by us.
+    What stays (weights, states) is packed once. Holds with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True;
+    fragmentation can be more without. Not measured by us.
     """
-    return tensor_bytes // 50
+    return moving_bytes // 20
 
 
 def usable_bytes(hardware: Hardware) -> int:

@@ -36,16 +36,24 @@ class BackwardPeak:
         return self.kept + self.gradients + self.temporaries
 
 
-def kept_bytes(stages: Sequence[Stage]) -> int:
-    return sum(stage.kept for stage in stages)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The stages of one block in sum: all that the timeline asks of it."""
+
+    kept: int
+    gradients: int
+    forward: int
+    """The worst moment of its forward when nothing is kept."""
+    peak: BackwardPeak
 
 
-def gradient_bytes(stages: Sequence[Stage]) -> int:
-    return sum(stage.gradients for stage in stages)
-
-
-def forward_working_bytes(stages: Sequence[Stage]) -> int:
-    return max(stage.forward for stage in stages)
+def block_of(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
+    return Block(
+        kept=sum(stage.kept for stage in stages),
+        gradients=sum(stage.gradients for stage in stages),
+        forward=max(stage.forward for stage in stages),
+        peak=backward_peak(stages, gradients_exist=gradients_exist),
+    )
 
 
 def backward_peak(stages: Sequence[Stage], *, gradients_exist: bool) -> BackwardPeak:
@@ -55,7 +63,7 @@ def backward_peak(stages: Sequence[Stage], *, gradients_exist: bool) -> Backward
     ``gradients_exist`` from an earlier micro-batch (the caller counts those), the fresh gradient of one
     parameter is a temporary until it is added in place.
     """
-    kept = kept_bytes(stages)
+    kept = sum(stage.kept for stage in stages)
     gradients = 0
     worst: BackwardPeak | None = None
     for stage in reversed(stages):

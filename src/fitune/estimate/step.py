@@ -6,7 +6,7 @@ from fitune.estimate import activations
 from fitune.estimate.block import block_stages, final_norm_stage, masks_whole_stream
 from fitune.estimate.parameters import adapters_bytes, gradients_bytes, head_parameters, weights_bytes
 from fitune.estimate.shape import BatchShape
-from fitune.estimate.stages import Stage, kept_bytes
+from fitune.estimate.stages import Block, Stage, block_of
 from fitune.estimate.states import master_bytes, optimizer_bytes
 from fitune.spec.plan import Full, Loss, Plan, Recompute
 
@@ -15,12 +15,13 @@ Terms = dict[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStages:
-    """The stages of one micro-batch and the sizes the phases share."""
+    """The blocks of one micro-batch and the sizes the phases share."""
 
     plan: Plan
     shape: BatchShape
-    first_block: tuple[Stage, ...]
-    other_block: tuple[Stage, ...]
+    first_block: Block
+    """Differs from the others under LoRA: nothing before it needs a gradient."""
+    other_block: Block
     final_norm: Stage
     resident: Terms
     gradients: int
@@ -52,14 +53,14 @@ class StepStages:
     def head_gradient(self) -> int:
         return head_parameters(self.plan.model) * self.element_bytes if self.full else 0
 
-    def block(self, index: int) -> tuple[Stage, ...]:
+    def block(self, index: int) -> Block:
         return self.first_block if index == 0 else self.other_block
 
     def kept_before(self, index: int) -> int:
         """What the blocks 0…index−1 keep that do not recompute."""
-        kept = max(0, index - self.recomputed) * kept_bytes(self.other_block)
+        kept = max(0, index - self.recomputed) * self.other_block.kept
         if index > 0 and self.recomputed == 0:
-            kept += kept_bytes(self.first_block) - kept_bytes(self.other_block)
+            kept += self.first_block.kept - self.other_block.kept
         return kept
 
     def inputs_before(self, index: int) -> int:
@@ -86,11 +87,15 @@ class StepStages:
 
 def describe_step(plan: Plan, shape: BatchShape) -> StepStages:
     """What memory_of needs and what does not depend on recompute or loss."""
-    other = block_stages(plan, shape, first=False)
+    gradients_exist = plan.batch.accumulation > 1
+    other = block_of(block_stages(plan, shape, first=False), gradients_exist=gradients_exist)
+    first = other
+    if not isinstance(plan.tuning, Full):
+        first = block_of(block_stages(plan, shape, first=True), gradients_exist=gradients_exist)
     return StepStages(
         plan=plan,
         shape=shape,
-        first_block=other if isinstance(plan.tuning, Full) else block_stages(plan, shape, first=True),
+        first_block=first,
         other_block=other,
         final_norm=final_norm_stage(plan, shape),
         resident=resident_terms(plan),

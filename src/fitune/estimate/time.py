@@ -7,12 +7,11 @@ Peaks are datasheet figures; the efficiencies are our assumptions, not measured 
 
 from dataclasses import dataclass
 
-from fitune.estimate import loss
-from fitune.estimate.block import block_stages, is_multi_query, materialises_scores
-from fitune.estimate.parameters import gradients_bytes, trained_parameters, weights_bytes
+from fitune.estimate.block import is_multi_query, materialises_scores
+from fitune.estimate.loss import bytes_per_logit, num_chunks
 from fitune.estimate.shape import BatchShape, largest_batch
-from fitune.estimate.stages import kept_bytes
 from fitune.estimate.states import states_per_parameter
+from fitune.estimate.step import StepStages, describe_step
 from fitune.spec.flops import (
     attention_flops_per_pair,
     head_flops_per_token,
@@ -20,7 +19,6 @@ from fitune.spec.flops import (
     model_flops,
     peak_flops,
 )
-from fitune.spec.hardware import Gpu
 from fitune.spec.plan import Full, Plan
 from fitune.spec.reports import Phase, StepTime
 
@@ -40,7 +38,7 @@ TRAFFIC_FORWARD, TRAFFIC_BACKWARD = 3, 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class Work:
     """What one micro-batch (or one update) asks of the device in one phase."""
 
     matmul_flops: float = 0.0
@@ -67,79 +65,88 @@ def model_flops_per_token(plan: Plan) -> float:
 
 def predict_step_time(plan: Plan, shape: BatchShape | None = None) -> StepTime:
     """Seconds by phase of one optimizer step: ``accumulation`` micro-batches and one update."""
-    shape = shape or largest_batch(plan)
+    return step_time_of(describe_step(plan, shape or largest_batch(plan)))
+
+
+def step_time_of(step: StepStages) -> StepTime:
+    """The same for a step that is already described."""
+    plan = step.plan
+    forward = forward_work(step)
     per_micro_batch = {
-        Phase.FORWARD: forward_work(plan, shape),
-        Phase.LOSS: loss_work(plan, shape),
-        Phase.BACKWARD: backward_work(plan, shape),
+        Phase.FORWARD: forward,
+        Phase.LOSS: loss_work(step),
+        Phase.BACKWARD: backward_work(step, forward),
     }
     seconds, limits = {}, {}
     for phase, work in per_micro_batch.items():
         once, limits[phase] = _roofline(plan, work)
         seconds[phase] = once * plan.batch.accumulation
-    seconds[Phase.UPDATE], limits[Phase.UPDATE] = _roofline(plan, update_work(plan))
+    seconds[Phase.UPDATE], limits[Phase.UPDATE] = _roofline(plan, update_work(step))
     return StepTime(phases=seconds, limits=limits)
 
 
-def forward_work(plan: Plan, shape: BatchShape) -> _Work:
-    """Per token 2 FLOPs per active weight and adapter, per causal pair a third of attention's; weights read once."""
-    return _Work(
-        matmul_flops=shape.tokens * plan.model.num_layers * _forward_flops_per_token(plan),
-        attention_flops=plan.model.num_layers
-        * _attention_pairs(plan, shape)
-        * attention_flops_per_pair(plan.model)
-        / 3,
-        bytes=weights_bytes(plan) + TRAFFIC_FORWARD * _activation_bytes(plan, shape),
-        kernels=plan.model.num_layers * (KERNELS_PER_BLOCK + 2 * shape.rows),
+def forward_work(step: StepStages) -> Work:
+    """Per token 2 FLOPs per active weight and adapter, per pair a third of attention's; weights are read once."""
+    plan, layers = step.plan, step.num_layers
+    return Work(
+        matmul_flops=step.shape.tokens * layers * _forward_flops_per_token(plan),
+        attention_flops=layers * _attention_pairs(step) * attention_flops_per_pair(plan.model) / 3,
+        bytes=step.resident["weights"] + TRAFFIC_FORWARD * layers * step.other_block.kept,
+        kernels=layers * (KERNELS_PER_BLOCK + 2 * step.shape.rows),
     )
 
 
-def loss_work(plan: Plan, shape: BatchShape) -> _Work:
+def loss_work(step: StepStages) -> Work:
     """Head forward and backward for supervised tokens; each logit's bytes move about four times."""
-    logits = shape.supervised_tokens * plan.model.vocab_size
-    chunks = loss.num_chunks(plan.loss, shape)
-    e = plan.precision.compute_bytes
-    head = plan.model.vocab_size * plan.model.hidden_size * e
-    return _Work(
-        matmul_flops=shape.supervised_tokens * head_flops_per_token(plan.model, plan.tuning),
-        bytes=4.0 * logits * loss.bytes_per_logit(element_bytes=e)
-        + chunks * head * (4 if _is_full(plan) else 2),
+    plan, supervised = step.plan, step.shape.supervised_tokens
+    chunks = num_chunks(plan.loss, step.shape)
+    head = plan.model.vocab_size * plan.model.hidden_size * step.element_bytes
+    per_logit = bytes_per_logit(element_bytes=step.element_bytes)
+    return Work(
+        matmul_flops=supervised * head_flops_per_token(plan.model, plan.tuning),
+        bytes=4.0 * supervised * plan.model.vocab_size * per_logit + chunks * head * (4 if step.full else 2),
         kernels=20.0 * chunks,
     )
 
 
-def backward_work(plan: Plan, shape: BatchShape) -> _Work:
-    """All that model_flops counts beside forward, + the forward of the recomputed blocks; gradients written."""
-    layers = plan.model.num_layers
-    again = min(plan.recompute.blocks, layers) / layers
-    forward = forward_work(plan, shape)
-    total = shape.tokens * layers * sum(linear_flops_per_token(m, plan.tuning) for m in plan.model.linears)
-    return _Work(
+def backward_work(step: StepStages, forward: Work) -> Work:
+    """What training needs beside forward, + the forward of the recomputed blocks; gradients written and read.
+
+    Attention's backward makes the scores again: 5 products to forward's 2 (Dao 2023, arXiv 2307.08691).
+    """
+    layers, again = step.num_layers, step.recomputed / step.num_layers
+    total = (
+        step.shape.tokens
+        * layers
+        * sum(linear_flops_per_token(m, step.plan.tuning) for m in step.plan.model.linears)
+    )
+    return Work(
         matmul_flops=total - forward.matmul_flops + again * forward.matmul_flops,
         attention_flops=(2.5 + again) * forward.attention_flops,
-        bytes=weights_bytes(plan)
-        + 2 * gradients_bytes(plan)
-        + (TRAFFIC_BACKWARD + again * TRAFFIC_FORWARD) * _activation_bytes(plan, shape),
+        bytes=step.resident["weights"]
+        + 2 * step.gradients
+        + (TRAFFIC_BACKWARD + again * TRAFFIC_FORWARD) * layers * step.other_block.kept,
         kernels=(2 + again) * forward.kernels,
     )
 
 
-def update_work(plan: Plan) -> _Work:
+def update_work(step: StepStages) -> Work:
     """Weight and states are read and written, the gradient read twice; with masters its fp32 copy too."""
-    e = plan.precision.compute_bytes
+    plan, e = step.plan, step.element_bytes
     width = 4 if plan.precision.has_master else e
     states = states_per_parameter(plan.optimizer)
     per_parameter = 2 * e + 2 * width * (1 + states) + (3 * 4 + e if plan.precision.has_master else 0)
-    return _Work(
-        bytes=float(trained_parameters(plan) * per_parameter),
+    return Work(
+        bytes=step.gradients / e * per_parameter,
         kernels=len(plan.model.linears) * plan.model.num_layers,
     )
 
 
-def _roofline(plan: Plan, work: _Work) -> tuple[float, str]:
+def _roofline(plan: Plan, work: Work) -> tuple[float, str]:
     gpu = plan.hardware.gpu
-    compute = work.matmul_flops / (matmul_rate(gpu, plan)) + work.attention_flops / (
-        matmul_rate(gpu, plan) * ATTENTION_EFFICIENCY / MATMUL_EFFICIENCY
+    peak = max(peak_flops(gpu, plan.precision), 1.0)
+    compute = work.matmul_flops / (peak * MATMUL_EFFICIENCY) + work.attention_flops / (
+        peak * ATTENTION_EFFICIENCY
     )
     traffic = work.bytes / (gpu.bandwidth * BANDWIDTH_EFFICIENCY)
     launch = work.kernels * LAUNCH_SECONDS
@@ -148,32 +155,20 @@ def _roofline(plan: Plan, work: _Work) -> tuple[float, str]:
     return compute + traffic, "compute" if compute >= traffic else "memory bandwidth"
 
 
-def matmul_rate(gpu: Gpu, plan: Plan) -> float:
-    """FLOP/s that matrix products reach: the peak of the compute type × MATMUL_EFFICIENCY."""
-    return max(peak_flops(gpu, plan.precision), 1.0) * MATMUL_EFFICIENCY
-
-
 def _forward_flops_per_token(plan: Plan) -> float:
     """2 per active weight of a block, and 2·r·(in + out) per adapter: of linear_flops_per_token's 6 (or 4 + 6)."""
     base = sum(2.0 * m.in_features * m.out_features * m.active_copies for m in plan.model.linears)
-    if _is_full(plan):
+    if isinstance(plan.tuning, Full):
         return base
     total = sum(linear_flops_per_token(m, plan.tuning) for m in plan.model.linears)
     return base + (total - 2 * base) / 3
 
 
-def _attention_pairs(plan: Plan, shape: BatchShape) -> float:
+def _attention_pairs(step: StepStages) -> float:
     """Pairs attended to: causal within rows; all of row × row (or stream × stream) where scores are written out."""
-    if is_multi_query(plan.model):
+    shape = step.shape
+    if is_multi_query(step.plan.model):
         return float(shape.tokens**2)
-    if materialises_scores(plan):
+    if materialises_scores(step.plan):
         return float(shape.rows * shape.row_tokens**2)
     return shape.rows * shape.row_tokens * (shape.row_tokens + 1) / 2
-
-
-def _activation_bytes(plan: Plan, shape: BatchShape) -> int:
-    return plan.model.num_layers * kept_bytes(block_stages(plan, shape, first=False))
-
-
-def _is_full(plan: Plan) -> bool:
-    return isinstance(plan.tuning, Full)

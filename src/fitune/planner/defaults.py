@@ -1,0 +1,104 @@
+"""What fitune takes when the recipe leaves a number open, and why."""
+
+from fitune.spec.model import ModelSpec
+from fitune.spec.plan import (
+    AdamW,
+    DataPlan,
+    DataSource,
+    Epochs,
+    Fraction,
+    Lora,
+    Optimizer,
+    RunPlan,
+    Schedule,
+    Sgd,
+    Steps,
+    Tuning,
+)
+from fitune.spec.recipe import Recipe, SourceRecipe
+
+GLOBAL_BATCH_SIZE = 16
+"""Rows (packs) per optimizer step: small enough that a few thousand rows make hundreds of steps."""
+MOST_MICRO_BATCH = 16
+CHUNK_TOKENS = (4096, 1024, 256)
+"""Tokens per chunk of the loss that are tried: products stay large, logits small."""
+SGD_RATE_FACTOR = 100
+"""SGD's steps are not normalised by the gradient's size, so its rates are about this much larger."""
+
+
+def default_learning_rate(tuning: Tuning, optimizer: Optimizer) -> float:
+    """LoRA 2e-4 (Dettmers et al. 2023, arXiv 2305.14314, table 9), full 2e-5 (Touvron et al. 2023, arXiv
+    2307.09288, section 3.1) with AdamW; 100 × that with SGD."""
+    rate = 2e-4 if isinstance(tuning, Lora) else 2e-5
+    return rate if isinstance(optimizer, AdamW) else rate * SGD_RATE_FACTOR
+
+
+def optimizer_of(recipe: Recipe) -> Optimizer:
+    match recipe.optimizer:
+        case "adamw":
+            return AdamW(
+                beta1=recipe.adam_beta1,
+                beta2=recipe.adam_beta2,
+                eps=recipe.adam_epsilon,
+                weight_decay=recipe.weight_decay,
+            )
+        case "sgd":
+            return Sgd(weight_decay=recipe.weight_decay)
+        case "momentum":
+            return Sgd(momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+
+
+def schedule_of(recipe: Recipe, *, learning_rate: float) -> Schedule:
+    return Schedule(
+        learning_rate=learning_rate,
+        kind=recipe.lr_scheduler,
+        warmup=Fraction(of=recipe.warmup_ratio)
+        if recipe.warmup_steps is None
+        else Steps(count=recipe.warmup_steps),
+        duration=Epochs(count=recipe.num_epochs)
+        if recipe.max_steps is None
+        else Steps(count=recipe.max_steps),
+        max_grad_norm=recipe.max_grad_norm,
+    )
+
+
+def data_of(recipe: Recipe) -> DataPlan:
+    return DataPlan(
+        sources=tuple(_source(source) for source in recipe.data),
+        eval_sources=tuple(_source(source) for source in recipe.eval_data),
+        val_fraction=recipe.val_fraction,
+        chat_template=recipe.chat_template,
+        train_on_prompt=recipe.train_on_prompt,
+        on_bad_row=recipe.on_bad_row,
+        on_long_row=recipe.on_long_row,
+    )
+
+
+def _source(source: SourceRecipe) -> DataSource:
+    return DataSource(
+        path=source.path,
+        format=source.format,
+        split=source.split,
+        columns=tuple(source.columns.items()),
+        sample=source.sample,
+        weight=source.weight,
+    )
+
+
+def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
+    return RunPlan(
+        output_dir=recipe.output_dir or default_output_dir(model, tuning),
+        seed=recipe.seed,
+        log_every=recipe.log_steps,
+        eval_every=recipe.eval_steps,
+        save_every=recipe.save_steps,
+        keep_checkpoints=recipe.keep_checkpoints,
+        export=recipe.export or ("adapter" if isinstance(tuning, Lora) else "full"),
+        report_to=tuple(recipe.report_to),
+        samples=recipe.samples,
+    )
+
+
+def default_output_dir(model: ModelSpec, tuning: Tuning) -> str:
+    short = model.name.rstrip("/").rsplit("/", 1)[-1].lower()
+    return f"runs/{short}-{'lora' if isinstance(tuning, Lora) else 'full'}"

@@ -1,0 +1,146 @@
+"""A PlanReport as text for people and as data for programs."""
+
+from typing import Any
+
+from fitune.planner.describe import describe_plan, memory_sum, unit_for, wrapped
+from fitune.spec.parameters import count_parameters, lora_parameters
+from fitune.spec.plan import Lora, Plan
+from fitune.spec.reports import Estimate, MemoryBreakdown, Phase, PlanReport, Priced
+from fitune.spec.serial import to_data
+from fitune.units import format_bytes, format_count, format_rate, format_seconds
+
+__all__ = ["describe_plan", "explain_plan", "explain_priced", "plan_data"]
+
+
+def explain_plan(report: PlanReport) -> str:
+    """The winner with its memory and time, the runners-up, what was rejected, what was decided."""
+    sections = [explain_priced(report.chosen)]
+    if report.runners_up:
+        lines = [line for priced in report.runners_up for line in _runner_up(priced, report.chosen)]
+        sections.append("\n".join(["Also fits", *lines]))
+    if report.rejected:
+        lines = [f"{wrapped(item.what)}\n{wrapped(item.why, indent=4)}" for item in report.rejected]
+        sections.append("\n".join(["Does not fit", *lines]))
+    if report.decisions:
+        sections.append(
+            "\n".join(["Decided for you", *(wrapped(line, hanging=2) for line in report.decisions)])
+        )
+    return "\n\n".join(sections)
+
+
+def explain_priced(priced: Priced) -> str:
+    """One plan: what it is, bytes by phase, seconds by phase."""
+    plan, estimate = priced.plan, priced.estimate
+    return "\n".join(
+        [
+            _title(plan),
+            wrapped(describe_plan(plan)),
+            "",
+            _memory_table(estimate.memory),
+            "",
+            wrapped(memory_sum(estimate)),
+            wrapped(_time_line(estimate)),
+        ]
+    )
+
+
+def _title(plan: Plan) -> str:
+    total = count_parameters(plan.model).total
+    trained = total
+    if isinstance(plan.tuning, Lora):
+        trained = lora_parameters(plan.model, rank=plan.tuning.rank, targets=plan.tuning.targets)
+    share = f"{format_count(trained)} trained ({trained / total:.2%})" if trained < total else "all trained"
+    gpu = plan.hardware.gpu
+    device = f"{gpu.name}, {format_bytes(gpu.memory_bytes)}"
+    return f"{plan.model.name} · {format_count(total)} parameters, {share} · on 1 × {device}"
+
+
+def _memory_table(memory: MemoryBreakdown) -> str:
+    """Terms × phases; terms that never reach a hundredth of the unit are summed up as others."""
+    unit, name = unit_for(memory.peak_bytes)
+    phases = list(memory.phases.values())
+    terms = list(dict.fromkeys(term for sizes in phases for term in sizes))
+    large = [term for term in terms if any(sizes.get(term, 0) >= unit / 100 for sizes in phases)]
+    rows = [[name, *(phase.value for phase in memory.phases)]]
+    rows += [[term, *(_cell(sizes.get(term, 0), unit) for sizes in phases)] for term in large]
+    others = [sum(size for term, size in sizes.items() if term not in large) for sizes in phases]
+    if any(size >= unit / 200 for size in others):
+        rows.append(["others", *(_cell(size, unit) for size in others)])
+    rows.append(["tensors", *(_cell(sum(sizes.values()), unit) for sizes in phases)])
+    lines = _columns(rows)
+    peak = list(memory.phases).index(memory.peak_phase)
+    lines.append("  " + " " * (_LABEL + _COLUMN * peak) + "peak".rjust(_COLUMN))
+    return "\n".join(lines)
+
+
+_LABEL, _COLUMN = 18, 11
+
+
+def _cell(size: int, unit: int) -> str:
+    return f"{size / unit:,.2f}" if size >= unit / 200 else "·"
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    return ["  " + row[0].ljust(_LABEL) + "".join(cell.rjust(_COLUMN) for cell in row[1:]) for row in rows]
+
+
+def _time_line(estimate: Estimate) -> str:
+    phases = ", ".join(
+        f"{phase.value} {format_seconds(seconds)} ({estimate.time.limits[phase]})"
+        for phase, seconds in estimate.time.phases.items()
+        if seconds >= 0.005 * estimate.step_seconds
+    )
+    return f"{format_rate(estimate.tokens_per_second)}, a step takes {format_seconds(estimate.step_seconds)}: {phases}"
+
+
+def _runner_up(priced: Priced, chosen: Priced) -> list[str]:
+    estimate = priced.estimate
+    faster = estimate.tokens_per_second / chosen.estimate.tokens_per_second - 1
+    return [
+        wrapped(describe_plan(priced.plan)),
+        f"    {format_bytes(estimate.peak_bytes)}, {format_rate(estimate.tokens_per_second)} ({faster:+.0%})",
+    ]
+
+
+def plan_data(report: PlanReport) -> dict[str, Any]:
+    """The object that ``--json`` prints."""
+    plan = report.chosen.plan
+    counts = count_parameters(plan.model)
+    return {
+        "model": {
+            "name": plan.model.name,
+            "num_params": counts.total,
+            "num_params_active": counts.active,
+            "parameters": {k: v for k, v in to_data(counts).items() if k not in ("kind", "active")},
+            "num_layers": plan.model.num_layers,
+            "hidden_size": plan.model.hidden_size,
+            "model_type": plan.model.model_type,
+        },
+        "plan": to_data(plan),
+        "summary": describe_plan(plan),
+        "estimate": estimate_data(report.chosen.estimate),
+        "runners_up": [
+            {
+                "summary": describe_plan(priced.plan),
+                "plan": to_data(priced.plan),
+                "estimate": estimate_data(priced.estimate),
+            }
+            for priced in report.runners_up
+        ],
+        "rejected": [{"what": item.what, "why": item.why} for item in report.rejected],
+        "decisions": list(report.decisions),
+    }
+
+
+def estimate_data(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "peak_bytes": estimate.peak_bytes,
+        "usable_bytes": estimate.usable_bytes,
+        "peak_phase": estimate.memory.peak_phase.value,
+        "phases": {phase.value: dict(terms) for phase, terms in estimate.memory.phases.items()},
+        "outside": dict(estimate.memory.outside),
+        "step_seconds": estimate.step_seconds,
+        "phase_seconds": {phase.value: seconds for phase, seconds in estimate.time.phases.items()},
+        "limits": {Phase(phase).value: limit for phase, limit in estimate.time.limits.items()},
+        "tokens_per_second": estimate.tokens_per_second,
+    }
