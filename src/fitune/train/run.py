@@ -112,6 +112,8 @@ def _set_up(plan: Plan, callbacks: Callbacks, sinks: Sequence[Sink], log: Metric
         seq_len=plan.batch.seq_len,
         seed=plan.run.seed,
     )
+    loader = Loader(data.train, plan.batch, seed=plan.run.seed)
+    data = replace(data, train_ledger=replace(data.train_ledger, packs=loader.num_packs))
     callbacks.on_data(data)
     prepared = prepare(plan)
     return _Run(
@@ -120,7 +122,7 @@ def _set_up(plan: Plan, callbacks: Callbacks, sinks: Sequence[Sink], log: Metric
         tokenizer=tokenizer,
         data=data,
         prepared=prepared,
-        loader=Loader(data.train, plan.batch, seed=plan.run.seed),
+        loader=loader,
         meter=memory_meter(prepared.model.device),
         log=log,
         sinks=sinks,

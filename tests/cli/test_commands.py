@@ -1,0 +1,123 @@
+"""The commands as a user types them: what they print, how they exit, what they import."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fitune.cli import main
+
+LLAMA_8B = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090"]
+
+
+def fitune(*words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["fitune", *words])
+    code = 0
+    try:
+        main()
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    return lambda *words: fitune(*words, capsys=capsys, monkeypatch=monkeypatch)
+
+
+def test_planning_imports_no_torch() -> None:
+    """In a fresh process, as a user starts it."""
+    program = (
+        "import sys; sys.argv = ['fitune', 'plan', *%r, '--tuning', 'lora']\n"
+        "from fitune.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'peft', 'datasets', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    ) % LLAMA_8B
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert "LoRA" in finished.stdout
+
+
+def test_plan_json_is_one_object(call) -> None:
+    code, out, _ = call("plan", *LLAMA_8B, "--tuning", "lora", "--json")
+    content = json.loads(out)
+    assert code == 0
+    assert content["model"]["num_params"] == 8_030_261_248
+    phases = content["estimate"]["phases"]
+    peak = max(sum(terms.values()) for terms in phases.values()) + sum(content["estimate"]["outside"].values())
+    assert peak == content["estimate"]["peak_bytes"] <= content["estimate"]["usable_bytes"]
+    assert content["plan"]["tuning"]["kind"] == "Lora"
+    assert content["runners_up"]
+    assert all({"what", "why"} <= set(entry) for entry in content["rejected"])
+
+
+def test_a_refusal_is_an_error_object_and_exit_code_2(call) -> None:
+    code, out, _ = call(
+        "plan", "--model", "meta-llama/Llama-2-70b-hf", "--gpu", "v100-32gb", "--tuning", "full", "--json"
+    )
+    error = json.loads(out)["error"]
+    assert code == 2
+    assert error["kind"] == "NothingFits"
+    assert "GiB" in error["message"]
+    assert error["hint"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4900"], "rtx-4090"),
+        (["plan", "--model", "meta-lama/Llama-3.1-8B", "--gpu", "rtx-4090"], "did you mean"),
+        (["plan", *LLAMA_8B, "--tuning", "lore"], "tuning"),
+        (["plan", *LLAMA_8B, "--seq-len", "0"], "seq_len"),
+        (["train", "--model", "nowhere"], "no data is named"),
+        (["report", "nowhere"], "no such run directory"),
+        (["export", "nowhere"], "no such run directory"),
+    ],
+)
+def test_mistakes_are_one_readable_error(call, words: list[str], said: str) -> None:
+    code, out, err = call(*words)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err + out
+
+
+def test_train_report_export_score(call, model_folder: Path, data_file: Path, tmp_path: Path) -> None:
+    """The commands of the README, one after another."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {model_folder}\ntuning: lora\nprecision: fp32\ndata: {data_file}\nval_fraction: 0.1\nseq_len: 64\n"
+        f"micro_batch_size: 4\nlearning_rate: 1e-2\nmax_steps: 4\nsamples: 1\noutput_dir: {tmp_path / 'run'}\n"
+    )
+    code, out, err = call("train", str(recipe))
+    assert (code, err) == (0, "")
+    assert "predicted" in out
+    assert (tmp_path / "run" / "report.html").is_file()
+
+    code, out, _ = call("train", str(recipe))
+    assert code == 0
+    assert "already complete" in out
+
+    code, out, _ = call("report", str(tmp_path / "run"), "--json")
+    assert {row["what"] for row in json.loads(out)["comparison"]} >= {"Forward", "Loss", "Backward", "Update"}
+
+    code, out, _ = call("export", str(tmp_path / "run"))
+    assert code == 0
+    assert (tmp_path / "run" / "merged" / "model.safetensors").is_file()
+
+    for arguments in (["--adapter", str(tmp_path / "run" / "adapter")], []):
+        model = str(model_folder) if arguments else str(tmp_path / "run" / "merged")
+        out_dir = tmp_path / f"scores{len(arguments)}"
+        code, out, _ = call(
+            "score", "--model", model, *arguments, "--data", f"{data_file}#6", "--out", str(out_dir),
+            "--max-new-tokens", "8", "--json",
+        )  # fmt: skip
+        assert code == 0
+        assert json.loads(out)["answered"] == 6
+    first, second = ((tmp_path / f"scores{n}" / "answers.jsonl").read_text().splitlines() for n in (2, 0))
+    contents = [[json.loads(line)["response"]["body"]["choices"][0]["message"] for line in lines] for lines in (first, second)]
+    assert contents[0] == contents[1]

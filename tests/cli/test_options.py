@@ -1,0 +1,50 @@
+"""Words of the command line to a recipe."""
+
+from pathlib import Path
+
+import pytest
+
+from fitune.cli.options import recipe_from, split_words
+from fitune.errors import RecipeError
+
+
+def test_a_path_and_options_in_any_order() -> None:
+    words = ["--seq-len", "4096", "recipe.yaml", "--learning_rate=1e-4", "--packing"]
+    assert split_words(words) == (
+        Path("recipe.yaml"),
+        {"seq_len": 4096, "learning_rate": "1e-4", "packing": True},
+    )
+
+
+def test_names_are_kept_as_typed() -> None:
+    """YAML would read 4090 as a number and `off` as False."""
+    _, options = split_words(["--gpu", "4090", "--model", "off", "--output-dir", "1e3"])
+    assert options == {"gpu": "4090", "model": "off", "output_dir": "1e3"}
+
+
+def test_options_win_over_settings_and_settings_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: a\nlora_r: 4\nseq_len: 128\nseed: 1\n")
+    recipe = recipe_from([str(file), "--seq-len", "512"], ["seq_len=256", "lora_r=8"])
+    assert (recipe.model, recipe.lora_r, recipe.seq_len, recipe.seed) == ("a", 8, 512, 1)
+
+
+def test_names_of_other_frameworks_are_options_too() -> None:
+    recipe = recipe_from(["--base-model", "a", "--cutoff_len", "77", "--finetuning-type", "lora"], [])
+    assert (recipe.model, recipe.seq_len, recipe.tuning) == ("a", 77, "lora")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["a.yaml", "b.yaml"], "two recipes"),
+        (["--model", "a", "--model", "b"], "given twice"),
+        (["--model", "a", "--sequnce-len", "5"], "did you mean"),
+        (["--seq-len", "5"], "no model is named"),
+        (["--model", "a", "--seq-len", "many"], "seq_len"),
+        (["missing.yaml"], "no such recipe"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        recipe_from(words, [])
