@@ -37,7 +37,7 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
 
 
 def _forward_terms(step: StepStages) -> Terms:
-    """The larger of two moments: the final norm with everything kept, or a recomputed block at work."""
+    """The larger of two moments: the final norm with everything kept, or the last block at work."""
     layers = step.num_layers
     at_the_end: Terms = {
         "activations": step.kept_before(layers) + step.final_norm.kept,
@@ -50,12 +50,13 @@ def _forward_terms(step: StepStages) -> Terms:
             trained=step.full,
         ),
     }
-    in_a_block: Terms = {
+    in_the_last_block: Terms = {
+        "activations": step.kept_before(layers - 1),
         "recompute inputs": step.inputs_before(layers),
-        "temporaries": step.other_block.forward if step.recomputed else 0,
+        "temporaries": step.other_block.forward,
     }
     gradients = {"gradients": step.gradients if step.gradients_exist else 0}
-    return {**step.around(), **gradients, **_larger(at_the_end, in_a_block)}
+    return {**step.around(), **gradients, **_larger(at_the_end, in_the_last_block)}
 
 
 def _loss_terms(step: StepStages) -> Terms:

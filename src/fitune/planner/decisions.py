@@ -70,8 +70,11 @@ def _batch(recipe: Recipe, plan: Plan) -> Iterator[str]:
     yield (
         f"batch: {batch.micro_batch_size} × {batch.accumulation} accumulated = {batch.global_batch_size} {unit} "
         f"({whole}) of at most {batch.seq_len} tokens; "
-        "the fastest split that fits (within 1 %, the one that needs least memory)"
+        f"the fastest split that fits (within 1 %, the one {'that needs least memory' if batch.packing else _BUSY})"
     )
+
+
+_BUSY = "with most rows at once: unpacked rows are short"
 
 
 def _recompute(recipe: Recipe, plan: Plan) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Keep every choice of the user, decide the rest: the best family that fits, and in it the fastest plan."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -73,7 +73,7 @@ def search_family(recipe: Recipe, family: Family, *, model: ModelSpec, hardware:
         rejection = Rejection(what=describe_family(smallest), why=why)
         return SearchedFamily(family=family, plans=(), smallest=smallest, rejection=rejection)
     found = [step for batch in _steps(recipe, first) if (step := _fastest(recipe, batch, usable)) is not None]
-    best = _preferred(found)
+    best = _preferred(found, by=_least_memory if recipe.packing else _most_rows)
     others = sorted((step for step in found if step is not best), key=_tokens_per_second, reverse=True)
     plans = tuple(step.plan for step in (best, *others))
     return SearchedFamily(family=family, plans=plans, smallest=smallest, rejection=None)
@@ -101,16 +101,23 @@ def _fastest(recipe: Recipe, step: StepStages, usable: int) -> StepStages | None
         blocks = fewest_blocks(_bytes_with(step, loss), counts, usable=usable)
         if blocks is not None:
             fitting.append(step.varied(recompute=Recompute(blocks=blocks), loss=loss))
-    return _preferred(fitting) if fitting else None
+    return _preferred(fitting, by=_least_memory) if fitting else None
 
 
-def _preferred(fitting: Sequence[StepStages]) -> StepStages:
-    """The fastest; of those within 1 % of it, which no estimate tells apart, the one with the fewest bytes."""
+def _preferred(fitting: Sequence[StepStages], *, by: Callable[[StepStages], int]) -> StepStages:
+    """The fastest; among those within 1 % of it, which no estimate tells apart, the one with the least ``by``."""
     speeds = [_tokens_per_second(step) for step in fitting]
-    close = [
-        step for step, speed in zip(fitting, speeds, strict=True) if speed >= INDISTINGUISHABLE * max(speeds)
-    ]
-    return min(close, key=lambda step: memory_of(step).peak_bytes)
+    fast_enough = INDISTINGUISHABLE * max(speeds)
+    return min((step for step, speed in zip(fitting, speeds, strict=True) if speed >= fast_enough), key=by)
+
+
+def _least_memory(step: StepStages) -> int:
+    return memory_of(step).peak_bytes
+
+
+def _most_rows(step: StepStages) -> int:
+    """Rows that are not packed are mostly shorter than seq_len: more of them at once keep the device busy."""
+    return -step.plan.batch.micro_batch_size
 
 
 def _bytes_with(step: StepStages, loss: Loss) -> BytesOf:

@@ -1,0 +1,180 @@
+"""Terms against hand counts: each number here was worked out on paper from the formula's source."""
+
+import pytest
+
+from estimate.tiny_plans import gpu, known, plan_for, small_llama
+from fitune.estimate.activations import fused_attention_kept, gated_mlp_kept, rms_norm_kept
+from fitune.estimate.block import block_stages
+from fitune.estimate.loss import bytes_per_logit, logits_bytes
+from fitune.estimate.memory import predict_memory
+from fitune.estimate.overhead import usable_bytes
+from fitune.estimate.shape import BatchShape, largest_batch
+from fitune.estimate.states import update_temporaries_bytes
+from fitune.spec.parameters import count_parameters
+from fitune.spec.plan import AdamW, Sgd
+from fitune.spec.reports import Phase
+from fitune.units import MIB
+
+
+def kept_per_token(plan, *, rows: int = 1) -> float:
+    shape = BatchShape(tokens=1024, supervised_tokens=1024, rows=rows)
+    return sum(stage.kept for stage in block_stages(plan, shape, first=False)) / 1024
+
+
+def test_llama_block_in_bf16_keeps_the_published_sum():
+    """t·(16h + 4q + 4k + 8f + 4n + 8) for Llama-3-8B with one row: no joined copy of the attention output."""
+    h, q, k, f, n = 4096, 4096, 1024, 14336, 32
+    plan = plan_for(known("llama-3-8b"), precision="bf16")
+    assert kept_per_token(plan) == 16 * h + 4 * q + 4 * k + 8 * f + 4 * n + 8
+
+
+def test_several_rows_keep_one_more_copy_of_the_attention_output():
+    plan = plan_for(known("llama-3-8b"), precision="bf16")
+    assert kept_per_token(plan, rows=4) - kept_per_token(plan) == 2 * 4096
+
+
+def test_query_and_key_norms_add_their_share():
+    """+ 6(q + k) + 4(n + kv heads) for Qwen3."""
+    plan = plan_for(known("qwen3-4b"), precision="bf16")
+    h, q, k, f, n, kv = 2560, 4096, 1024, 9728, 32, 8
+    assert kept_per_token(plan) == 16 * h + 4 * q + 4 * k + 8 * f + 4 * n + 8 + 6 * (q + k) + 4 * (n + kv)
+
+
+def test_lora_on_all_linears_saves_the_frozen_norms_and_adds_the_low_rank_outputs():
+    """full − 4h + 14r."""
+    model = known("llama-3-8b")
+    full = kept_per_token(plan_for(model, precision="bf16"))
+    lora = kept_per_token(plan_for(model, precision="bf16", tuning="lora", rank=16))
+    assert lora == full - 4 * 4096 + 14 * 16
+
+
+def test_lora_on_queries_and_values_alone_drops_the_inputs_nobody_needs():
+    """No input of the MLP norm, of the down and of the output projection: 2h + 2f + 2q less than all linears."""
+    model = known("llama-3-8b")
+    every = kept_per_token(plan_for(model, precision="bf16", tuning="lora", rank=16), rows=2)
+    two = kept_per_token(
+        plan_for(model, precision="bf16", tuning="lora", rank=16, targets=("q_proj", "v_proj")), rows=2
+    )
+    assert every - two == 2 * 4096 + 2 * 14336 + 2 * 4096 + 2 * 16 * 5
+
+
+def test_lora_dropout_costs_more_than_full_fine_tuning():
+    """Each target keeps its own dropped copy and a mask of one byte on CUDA: + 3·in per target, − 4h − 2f."""
+    model, card = known("llama-3-8b"), gpu("h100")
+    full = kept_per_token(plan_for(model, precision="bf16", hardware=card, attention="flash"))
+    dropped = kept_per_token(
+        plan_for(model, precision="bf16", hardware=card, attention="flash", tuning="lora", dropout=0.1)
+    )
+    undropped = kept_per_token(
+        plan_for(model, precision="bf16", hardware=card, attention="flash", tuning="lora")
+    )
+    inputs = 6 * 4096 + 14336
+    shared = 2 * 4096 + 14336  # the output projection's input is kept by attention in any case
+    assert dropped - undropped == 3 * inputs - 2 * shared
+    assert dropped > full
+
+
+def test_the_first_block_keeps_no_norm_under_lora():
+    plan = plan_for(known("llama-3-8b"), precision="bf16", tuning="lora")
+    shape = BatchShape(tokens=1, supervised_tokens=1, rows=1)
+    first = block_stages(plan, shape, first=True)[0].kept
+    other = block_stages(plan, shape, first=False)[0].kept
+    assert other - first == 4 * 4096 + 4
+
+
+def test_fp32_norm_keeps_as_many_bytes_of_its_input_as_16_bit():
+    both = [
+        rms_norm_kept(
+            tokens=1,
+            size=64,
+            groups=1,
+            element_bytes=e,
+            gradient_passes=True,
+            trained=False,
+            scaled_in_fp32=False,
+        )
+        for e in (2, 4)
+    ]
+    assert both == [260, 260]
+
+
+def test_small_formulas():
+    assert gated_mlp_kept(tokens=10, width=7, element_bytes=2) == 3 * 10 * 7 * 2
+    one_row = {"tokens": 3, "q_dim": 8, "num_heads": 2, "element_bytes": 2, "output_needed": True}
+    assert fused_attention_kept(rows=1, **one_row) == 3 * (16 + 8)
+    assert fused_attention_kept(rows=2, **one_row) == 3 * (16 + 8 + 16)
+    assert bytes_per_logit(element_bytes=2) == 8
+    assert logits_bytes(tokens=5, vocab_size=11, element_bytes=4, softcapped=False) == 5 * 11 * 4
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "per_parameter"),
+    [
+        ("bf16-master", AdamW(), 16),
+        ("fp16", AdamW(), 16),
+        ("fp32", AdamW(), 16),
+        ("bf16", AdamW(), 8),
+        ("bf16-master", Sgd(), 8),
+        ("bf16-master", Sgd(momentum=0.9), 12),
+        ("fp32", Sgd(), 8),
+        ("bf16", Sgd(momentum=0.9), 6),
+    ],
+)
+def test_bytes_per_trained_parameter(precision, optimizer, per_parameter):
+    """ZeRO's 2 + 2 + K with K = 12 for Adam, 4 for SGD, 8 with momentum; without masters all in one type."""
+    model = known("llama-2-7b")
+    plan = plan_for(model, hardware=gpu("h100"), precision=precision, optimizer=optimizer)
+    update = predict_memory(plan).phases[Phase.UPDATE]
+    assert (
+        sum(update.values()) - update.get("temporaries", 0) == per_parameter * count_parameters(model).total
+    )
+
+
+def test_seven_and_a_half_billion_parameters_make_120_gigabytes():
+    model = known("llama-2-7b")
+    plan = plan_for(model, precision="bf16-master")
+    update = predict_memory(plan).phases[Phase.UPDATE]
+    states = sum(update.values()) - update["temporaries"]
+    assert states / count_parameters(model).total * 7.5e9 == 120e9
+
+
+def test_masters_are_stepped_bucket_by_bucket():
+    tiny = plan_for(small_llama(), precision="bf16-master")
+    trained = count_parameters(tiny.model).total
+    assert update_temporaries_bytes(tiny) == max(2 * trained + 2 * 600 * 64, 4 * 600 * 64)
+    adapters = plan_for(known("llama-3-8b"), precision="bf16-master", tuning="lora", rank=16)
+    assert update_temporaries_bytes(adapters) == 32 * MIB
+    whole = plan_for(known("llama-3-8b"), precision="bf16-master")
+    assert update_temporaries_bytes(whole) == 4 * 128256 * 4096
+    assert update_temporaries_bytes(plan_for(small_llama(), precision="bf16")) == 0
+
+
+def test_ready_holds_weights_and_states_alone():
+    plan = plan_for(known("llama-3-8b"), precision="bf16-master", tuning="lora", rank=16)
+    adapters = 41_943_040
+    assert predict_memory(plan).phases[Phase.READY] == {
+        "weights": 8_030_261_248 * 2,
+        "adapters": adapters * 2,
+        "masters": adapters * 4,
+        "optimizer": adapters * 8,
+    }
+
+
+def test_a_24_gib_card_lets_22_and_a_half_be_used():
+    card = gpu("rtx-3090")
+    assert card.gpu.memory_bytes == 24 * 1024 * MIB
+    assert usable_bytes(card) == 22.5 * 1024 * MIB
+
+
+def test_on_a_cpu_nothing_is_beside_the_tensors():
+    assert predict_memory(plan_for(small_llama())).outside == {}
+    assert set(predict_memory(plan_for(small_llama(), hardware=gpu("t4"))).outside) == {
+        "CUDA context",
+        "cuBLAS workspace",
+        "allocator slack",
+    }
+
+
+def test_the_largest_batch_supervises_all_but_the_first_token_of_each_row():
+    shape = largest_batch(plan_for(small_llama(), rows=4, seq_len=64))
+    assert (shape.tokens, shape.supervised_tokens, shape.rows, shape.row_tokens) == (256, 252, 4, 64)

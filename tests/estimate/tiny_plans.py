@@ -1,0 +1,86 @@
+"""Plans by hand for tests: any model, any choice, no hub and no torch."""
+
+from dataclasses import replace
+from typing import Any
+
+from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for
+from fitune.spec.hardware import Hardware
+from fitune.spec.model import ModelSpec
+from fitune.spec.model_config import load_model_spec, spec_from_config
+from fitune.spec.parameters import resolve_targets
+from fitune.spec.plan import (
+    AdamW,
+    Batch,
+    ChunkedLoss,
+    Full,
+    Lora,
+    PlainLoss,
+    Plan,
+    Precision,
+    Recompute,
+    RunPlan,
+    Schedule,
+    Single,
+    Steps,
+)
+from fitune.units import GIB
+
+CPU = hardware_for(gpu=cpu_gpu(memory_bytes=16 * GIB, cores=2))
+
+
+def gpu(name: str, *, gpus: int = 1) -> Hardware:
+    return hardware_for(gpu=find_gpu(name), gpus=gpus)
+
+
+def known(name: str) -> ModelSpec:
+    return load_model_spec(name, offline=True)
+
+
+def small_llama(**different: Any) -> ModelSpec:
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 600, "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    return spec_from_config({**config, **different}, name="tiny/llama")
+
+
+def plan_for(
+    model: ModelSpec,
+    *,
+    hardware: Hardware = CPU,
+    tuning: str = "full",
+    precision: str = "fp32",
+    rank: int = 8,
+    dropout: float = 0.0,
+    targets: tuple[str, ...] = ("all-linear",),
+    recompute: int = 0,
+    chunk: int = 0,
+    rows: int = 4,
+    accumulation: int = 1,
+    seq_len: int = 64,
+    **different: Any,
+) -> Plan:
+    lora = Lora(rank=rank, alpha=rank, dropout=dropout, targets=resolve_targets(model, targets))
+    plan = Plan(
+        model=model,
+        model_path=model.name,
+        hardware=hardware,
+        tuning=Full() if tuning == "full" else lora,
+        precision=Precision(precision),
+        optimizer=AdamW(),
+        sharding=Single(),
+        recompute=Recompute(blocks=recompute),
+        attention="sdpa",
+        loss=ChunkedLoss(chunk_tokens=chunk) if chunk else PlainLoss(),
+        batch=Batch(micro_batch_size=rows, accumulation=accumulation, seq_len=seq_len, packing=True),
+        schedule=Schedule(
+            learning_rate=1e-4,
+            kind="constant",
+            warmup=Steps(count=0),
+            duration=Steps(count=2),
+            max_grad_norm=1.0,
+        ),
+        run=RunPlan(output_dir="runs/test"),
+    )
+    return replace(plan, **different)
