@@ -28,7 +28,9 @@ RATES = {"lora": 2e-4, "full": 2e-5}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", required=True)
     parser.add_argument("--methods", nargs="+", default=["lora", "full"], choices=["lora", "full"])
     parser.add_argument("--steps", type=int, default=30)
@@ -58,7 +60,16 @@ def compare_method(folder: Path, options: argparse.Namespace, method: str) -> di
     runs: dict[str, list[dict[str, Any]]] = {"fitune": [], "trl": []}
     for turn in range(options.repeats + 1):
         for side, results in runs.items():
-            command = [sys.executable, __file__, "--side", side, "--folder", str(folder), "--data", options.data]
+            command = [
+                sys.executable,
+                __file__,
+                "--side",
+                side,
+                "--folder",
+                str(folder),
+                "--data",
+                options.data,
+            ]
             command += ["--methods", method, "--steps", str(options.steps)]
             finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             if turn > 0:
@@ -76,7 +87,10 @@ def compare_method(folder: Path, options: argparse.Namespace, method: str) -> di
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, float]:
-    return {key: median(runs, key) for key in ("speed", "peak_bytes", "process_bytes", "first_loss", "last_losses")}
+    return {
+        key: median(runs, key)
+        for key in ("speed", "peak_bytes", "process_bytes", "first_loss", "last_losses")
+    }
 
 
 def median(runs: list[dict[str, Any]], key: str) -> float:
@@ -198,9 +212,13 @@ def run_trl(folder: Path, data: str, method: str, steps: int) -> dict[str, Any]:
             self.tracker: LiveTensors | None = None
             self.peak = 0
 
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any) -> None:
+        def on_step_begin(
+            self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+        ) -> None:
             if state.global_step == MEASURED_STEP - 1:
-                kept = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+                kept = [
+                    v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)
+                ]
                 self.tracker = LiveTensors([*model.parameters(), *model.buffers(), *kept])
                 self.tracker.__enter__()
 

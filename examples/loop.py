@@ -22,7 +22,10 @@ RANK, RATE, ROWS_PER_STEP, STEPS, WARMUP, CLIP, SEED, CHUNK = 4, 1e-2, 8, 6, 1, 
 def attend_by_rows(module, query, key, value, mask, *, sequence_lengths, scaling=None, **_):
     """Each row of the stream attends to itself: no mask of T × T, no padding."""
     rows = zip(*(x.split(sequence_lengths, dim=2) for x in (query, key, value)), strict=True)
-    out = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in rows]
+    out = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        for q, k, v in rows
+    ]
     return torch.cat([o.transpose(1, 2) for o in out], dim=1), None
 
 
@@ -73,7 +76,9 @@ def main(folder: str, data: str) -> list[float]:
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen_bytes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     trained_bytes = sum(p.nbytes for p in trained)
-    print(f"between steps: weights {frozen_bytes:,} + adapters and two Adam states {3 * trained_bytes:,} bytes")
+    print(
+        f"between steps: weights {frozen_bytes:,} + adapters and two Adam states {3 * trained_bytes:,} bytes"
+    )
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
 
     losses = []

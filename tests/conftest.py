@@ -62,7 +62,9 @@ def make_plan(model_folder: Path, data_file: Path, tmp_path: Path) -> Callable[.
             "max_steps": 6, "samples": 0, "output_dir": str(tmp_path / "run"),
         }  # fmt: skip
         recipe = parse_recipe(canonical_keys({**wanted, **settings}, where="test"))
-        hardware = hardware_for(gpu=cpu_gpu(memory_bytes=4 * GIB, cores=2), gpus=1, nodes=1, host_memory_bytes=4 * GIB)
+        hardware = hardware_for(
+            gpu=cpu_gpu(memory_bytes=4 * GIB, cores=2), gpus=1, nodes=1, host_memory_bytes=4 * GIB
+        )
         return find_plan(recipe, model=load_model_spec(recipe.model), hardware=hardware).chosen.plan
 
     return make

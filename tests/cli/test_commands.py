@@ -12,7 +12,9 @@ from fitune.cli import main
 LLAMA_8B = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090"]
 
 
-def fitune(*words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+def fitune(
+    *words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["fitune", *words])
     code = 0
     try:
@@ -31,13 +33,13 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
 def test_planning_imports_no_torch() -> None:
     """In a fresh process, as a user starts it."""
     program = (
-        "import sys; sys.argv = ['fitune', 'plan', *%r, '--tuning', 'lora']\n"
+        f"import sys; sys.argv = ['fitune', 'plan', *{LLAMA_8B!r}, '--tuning', 'lora']\n"
         "from fitune.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'peft', 'datasets', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-    ) % LLAMA_8B
+    )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert "LoRA" in finished.stdout
@@ -49,7 +51,9 @@ def test_plan_json_is_one_object(call) -> None:
     assert code == 0
     assert content["model"]["num_params"] == 8_030_261_248
     phases = content["estimate"]["phases"]
-    peak = max(sum(terms.values()) for terms in phases.values()) + sum(content["estimate"]["outside"].values())
+    peak = max(sum(terms.values()) for terms in phases.values()) + sum(
+        content["estimate"]["outside"].values()
+    )
     assert peak == content["estimate"]["peak_bytes"] <= content["estimate"]["usable_bytes"]
     assert content["plan"]["tuning"]["kind"] == "Lora"
     assert content["runners_up"]
@@ -119,5 +123,8 @@ def test_train_report_export_score(call, model_folder: Path, data_file: Path, tm
         assert code == 0
         assert json.loads(out)["answered"] == 6
     first, second = ((tmp_path / f"scores{n}" / "answers.jsonl").read_text().splitlines() for n in (2, 0))
-    contents = [[json.loads(line)["response"]["body"]["choices"][0]["message"] for line in lines] for lines in (first, second)]
-    assert contents[0] == contents[1]
+    assert messages(first) == messages(second)
+
+
+def messages(lines: list[str]) -> list[dict[str, str]]:
+    return [json.loads(line)["response"]["body"]["choices"][0]["message"] for line in lines]

@@ -10,7 +10,8 @@ from fitune.spec.plan import Epochs, Fraction, Schedule, Steps
 
 def schedule(kind: str = "cosine", **changes: object) -> Schedule:
     settings = {
-        "learning_rate": 1e-3, "kind": kind, "warmup": Steps(count=4), "duration": Steps(count=20), "max_grad_norm": 1.0,
+        "learning_rate": 1e-3, "kind": kind, "warmup": Steps(count=4), "duration": Steps(count=20),
+        "max_grad_norm": 1.0,
     }  # fmt: skip
     return Schedule(**{**settings, **changes})
 

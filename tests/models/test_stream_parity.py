@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from models.streams import make_rows, stream_of
-from models.tiny_models import FAMILIES, tiny_model
 
 from fitune.models.attention import use_attention
 from fitune.models.language_model import language_model
 from fitune.models.recompute import recompute_blocks
 from fitune.spec.plan import ChunkedLoss, PlainLoss, Recompute
+from models.streams import make_rows, stream_of
+from models.tiny_models import FAMILIES, tiny_model
 
 ROWS = make_rows((9, 4, 13))
 PREFIX = 3

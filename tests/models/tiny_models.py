@@ -23,7 +23,10 @@ _CONFIGS = {
         "vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
     },
-    "falcon": {**_COMMON, "multi_query": True, "parallel_attn": True, "new_decoder_architecture": False, "bias": False, "alibi": False},
+    "falcon": {
+        **_COMMON, "multi_query": True, "parallel_attn": True, "new_decoder_architecture": False, "bias": False,
+        "alibi": False,
+    },
 }  # fmt: skip
 FAMILIES = tuple(_CONFIGS)
 

@@ -98,7 +98,9 @@ def test_steps_after_the_checkpoint_are_done_again_once(make_plan: MakePlan) -> 
     assert 99.0 not in losses(plan)
 
 
-def test_the_same_rows_in_other_micro_batches_give_the_same_losses(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_the_same_rows_in_other_micro_batches_give_the_same_losses(
+    make_plan: MakePlan, tmp_path: Path
+) -> None:
     """Famous bug: accumulation normalised per micro-batch instead of per supervised token."""
     found = []
     for micro, accumulation in ((8, 1), (4, 2), (2, 4), (1, 8)):
@@ -114,9 +116,15 @@ def test_the_same_rows_in_other_micro_batches_give_the_same_losses(make_plan: Ma
 
 
 def test_recompute_and_chunks_change_nothing_but_memory(make_plan: MakePlan, tmp_path: Path) -> None:
-    base = make_plan(tuning="full", gradient_checkpointing=False, loss="plain", output_dir=str(tmp_path / "a"))
+    base = make_plan(
+        tuning="full", gradient_checkpointing=False, loss="plain", output_dir=str(tmp_path / "a")
+    )
     frugal = make_plan(
-        tuning="full", gradient_checkpointing=True, loss="chunked", loss_chunk_tokens=16, output_dir=str(tmp_path / "b")
+        tuning="full",
+        gradient_checkpointing=True,
+        loss="chunked",
+        loss_chunk_tokens=16,
+        output_dir=str(tmp_path / "b"),
     )
     run(base, callbacks=callbacks())
     run(frugal, callbacks=callbacks())

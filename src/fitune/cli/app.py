@@ -27,7 +27,8 @@ Words = Annotated[
     ),
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change one setting of the recipe; repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Change one setting of the recipe; repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
@@ -45,7 +46,9 @@ def plan(words: Words = None, settings: Settings = None, json: Json = False) -> 
 def train(
     words: Words = None,
     settings: Settings = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove an earlier run in output_dir first.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove an earlier run in output_dir first.")
+    ] = False,
 ) -> None:
     """Plan, train exactly that, and show what was measured next to what was predicted."""
     from fitune.cli.options import recipe_from
@@ -64,7 +67,8 @@ def score(
         list[str] | None, typer.Option(help="role=column, e.g. prompt=question; repeatable.")
     ] = None,
     grader: Annotated[
-        list[str] | None, typer.Option(help="exact_match, contains, rouge or number; repeatable. Default: by data.")
+        list[str] | None,
+        typer.Option(help="exact_match, contains, rouge or number; repeatable. Default: by data."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,

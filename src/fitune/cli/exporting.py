@@ -18,9 +18,14 @@ def export_merged_model(run: Path, out: Path | None) -> None:
     files = read_run(run)
     plan = files.plan
     if not isinstance(plan.tuning, Lora):
-        raise RecipeError(f"{run} trained every parameter: there is no adapter to merge", hint=f"use {run / FOLDERS['full']}")
+        raise RecipeError(
+            f"{run} trained every parameter: there is no adapter to merge",
+            hint=f"use {run / FOLDERS['full']}",
+        )
     if files.run is None or files.run.status != "complete":
-        raise RunDirectoryError(f"{run} is not complete, so it has no adapter yet", hint="fitune train … --resume")
+        raise RunDirectoryError(
+            f"{run} is not complete, so it has no adapter yet", hint="fitune train … --resume"
+        )
     device = training_device(plan)
     base = load_model(plan.model_path, dtype=compute_dtype(plan.precision), device=device)
     tokenizer = load_tokenizer(plan.model_path)
@@ -32,4 +37,7 @@ def export_merged_model(run: Path, out: Path | None) -> None:
         card=model_card(plan, files.run),
         replace=True,
     )
-    print(f"merged model: {exported.path} (largest logit difference after reloading {exported.max_logit_difference:.2g})")
+    print(f"merged model: {exported.path}")
+    print(f"largest difference of its logits from the adapter's: {exported.max_logit_difference:.2g}")
+    for warning in exported.warnings:
+        print(f"warning: {warning}")

@@ -11,7 +11,9 @@ _TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "chat_template"
 """Kept as typed: ``--gpu 4090`` is a name, not a number."""
 
 
-def recipe_from(words: Sequence[str], settings: Sequence[str], *, defaults: dict[str, Any] | None = None) -> Recipe:
+def recipe_from(
+    words: Sequence[str], settings: Sequence[str], *, defaults: dict[str, Any] | None = None
+) -> Recipe:
     """A recipe file and ``--key value`` pairs, in any order, on top of ``defaults``."""
     path, options = split_words(words)
     return read_recipe(path, settings=settings, options={**(defaults or {}), **options})
@@ -29,7 +31,9 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
         word = rest.pop(0)
         if not word.startswith("-"):
             if path is not None:
-                raise RecipeError(f"two recipes are named: {path} and {word}", hint="put values after their --key")
+                raise RecipeError(
+                    f"two recipes are named: {path} and {word}", hint="put values after their --key"
+                )
             path = Path(word)
             continue
         key, equals, value = word.lstrip("-").partition("=")
@@ -40,8 +44,3 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
             raise RecipeError(f"--{key} is given twice")
         options[name] = value if ALIASES.get(name, name) in _TEXT_KEYS else parse_value(value, where=word)
     return path, options
-
-
-def option_help() -> str:
-    """The keys a recipe knows, for --help."""
-    return "Any recipe key is an option too: " + ", ".join(f"--{k.replace('_', '-')}" for k in Recipe.model_fields) + "."

@@ -64,7 +64,9 @@ def run_plan(report: PlanReport, recipe: Recipe, *, stop_asked: Callable[[], boo
     sinks = [Progress(log_every=plan.run.log_every), *open_sinks(plan.run.report_to, directory)]
     return run(
         plan,
-        callbacks=Callbacks(on_data=print_data, on_note=print, stop_asked=stop_asked, answer=answers_with(plan)),
+        callbacks=Callbacks(
+            on_data=print_data, on_note=print, stop_asked=stop_asked, answer=answers_with(plan)
+        ),
         sinks=sinks,
         resume=recipe.resume,
         files={"recipe.yaml": dump_recipe(recipe), "estimate.json": prediction_text(report)},
@@ -107,7 +109,9 @@ def is_complete(directory: Path) -> bool:
     try:
         return from_json(RunReport, file.read_text(encoding="utf-8")).status == "complete"
     except ValueError as error:
-        raise RunDirectoryError(f"{file} cannot be read: {error}", hint="--overwrite, or another output_dir") from None
+        raise RunDirectoryError(
+            f"{file} cannot be read: {error}", hint="--overwrite, or another output_dir"
+        ) from None
 
 
 def remove_run(directory: Path) -> None:

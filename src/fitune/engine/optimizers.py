@@ -37,7 +37,9 @@ class DirectOptimizer:
 
     def step(self, *, learning_rate: float, gradient_factor: float) -> None:
         if gradient_factor != 1.0:
-            torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], gradient_factor)
+            torch._foreach_mul_(
+                [p.grad for p in self.parameters.values() if p.grad is not None], gradient_factor
+            )
         _set_learning_rate(self.torch_optimizer, learning_rate)
         self.torch_optimizer.step()
         self.torch_optimizer.zero_grad(set_to_none=True)
@@ -99,7 +101,10 @@ def build_torch_optimizer(parameters: Mapping[str, Parameter], optimizer: Optimi
     """Weight decay is for matrices: norms and biases are left alone, as transformers' Trainer does."""
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     others = [p for p in parameters.values() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": optimizer.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     match optimizer:
         case AdamW(beta1=beta1, beta2=beta2, eps=eps):
@@ -113,7 +118,9 @@ def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -
         group["lr"] = learning_rate
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+def _state_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter]
+) -> dict[str, Tensor]:
     """``exp_avg/<parameter>`` -> tensor, for every state of every parameter."""
     return {
         f"{key}/{name}": value

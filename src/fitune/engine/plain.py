@@ -53,7 +53,9 @@ class PlainEngine:
         norm = global_norm(self._gradients()).item() / scale
         finite = math.isfinite(norm)
         if not finite and self.loss_scale is None:
-            raise TrainingFailed(f"the gradients are not finite (norm {norm}); nothing was updated", hint=_HINT)
+            raise TrainingFailed(
+                f"the gradients are not finite (norm {norm}); nothing was updated", hint=_HINT
+            )
         if finite:
             factor = clip_factor(norm, max_norm=self.max_grad_norm) / scale
             self.optimizer.step(learning_rate=learning_rate, gradient_factor=factor)

@@ -39,12 +39,15 @@ def export_result(
 def model_card(plan: Plan, report: RunReport) -> str:
     """README.md of the export: what it is, what it was trained on, what was measured."""
     method = f"LoRA r={plan.tuning.rank}" if isinstance(plan.tuning, Lora) else "full fine-tuning"
-    eval_line = "" if report.best_eval_loss is None else f"- best held-out loss: {report.best_eval_loss:.4f}\n"
+    eval_line = (
+        "" if report.best_eval_loss is None else f"- best held-out loss: {report.best_eval_loss:.4f}\n"
+    )
     memory = "not measured" if report.memory is None else format_bytes(report.memory.peak_bytes)
     sources = ", ".join(Path(source.path).name for source in plan.data.sources)
+    library = "peft" if plan.run.export == "adapter" else "transformers"
     return (
-        f"---\nbase_model: {plan.model.name}\nlibrary_name: {'peft' if plan.run.export == 'adapter' else 'transformers'}\n"
-        f"tags:\n- fitune\n---\n\n# {plan.model.name}, {method}\n\n"
+        f"---\nbase_model: {plan.model.name}\nlibrary_name: {library}\ntags:\n- fitune\n---\n\n"
+        f"# {plan.model.name}, {method}\n\n"
         f"Fine-tuned with fitune on {sources}.\n\n"
         f"- precision: {plan.precision}, learning rate {plan.schedule.learning_rate:g} ({plan.schedule.kind})\n"
         f"- {report.steps} steps, {format_count(report.tokens)} tokens, "

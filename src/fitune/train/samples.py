@@ -38,7 +38,5 @@ def compare_samples(
 
 def _prompt(conversation: Conversation) -> str:
     """What was said before the answer; the role is named where it is not the user's."""
-    lines = [
-        m.content if m.role == "user" else f"[{m.role}] {m.content}" for m in conversation.messages[:-1]
-    ]
+    lines = [m.content if m.role == "user" else f"[{m.role}] {m.content}" for m in conversation.messages[:-1]]
     return "\n".join(lines)

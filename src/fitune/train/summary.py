@@ -62,4 +62,7 @@ def _measured_memory(
 
 def _versions() -> dict[str, str]:
     libraries = ("fitune", "torch", "transformers", "peft")
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in libraries}}
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in libraries},
+    }
