@@ -1,0 +1,75 @@
+"""What people read fits 100 columns and says everything; what programs read has every promised key."""
+
+import json
+
+import pytest
+
+from estimate.tiny_plans import CPU, gpu, known
+from fitune.planner.explain import describe_plan, explain_plan, explain_priced, plan_data
+from fitune.planner.search import find_plan
+from fitune.spec.plan import Plan
+from fitune.spec.recipe import parse_recipe
+from fitune.spec.serial import from_data
+
+
+def report_of(model: str, hardware, **settings):
+    return find_plan(parse_recipe({"model": model, **settings}), model=known(model), hardware=hardware)
+
+
+@pytest.fixture(scope="module")
+def report():
+    return report_of("llama-3.1-8b", gpu("rtx-4090"))
+
+
+def test_the_text_has_every_part_and_fits_100_columns(report):
+    text = explain_plan(report)
+    for words in (
+        "8.03 B parameters",
+        "41.9 M trained",
+        "Also fits",
+        "Does not fit",
+        "Decided for you",
+        "tokens/s",
+    ):
+        assert words in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert explain_priced(report.chosen) in text
+
+
+def test_the_table_holds_the_figures_of_the_estimate(report):
+    memory = report.chosen.estimate.memory
+    lines = {line.split("  ")[1]: line for line in explain_plan(report).splitlines() if line.startswith("  ")}
+    totals = [float(cell) for cell in lines["tensors"].split()[1:]]
+    assert totals == [round(sum(terms.values()) / 2**30, 2) for terms in memory.phases.values()]
+
+
+def test_one_line_for_a_plan():
+    report = report_of(
+        "llama-3.1-8b", gpu("h100"), tuning="lora", precision="bf16-master", micro_batch_size=4,
+        gradient_accumulation_steps=4, gradient_checkpointing=False, loss="chunked", loss_chunk_tokens=1024,
+    )  # fmt: skip
+    assert describe_plan(report.chosen.plan) == (
+        "LoRA r16 on 7 linears, bf16-master, AdamW, 0 of 32 blocks recomputed, chunked loss (1024), "
+        "flash attention, micro-batch 4 × 2048 tokens × 4 accumulated"
+    )
+
+
+def test_small_models_are_told_in_mib():
+    report = report_of("gpt2", CPU, tuning="lora", seq_len=32, micro_batch_size=1)
+    assert "MiB" in explain_plan(report)
+
+
+def test_the_json_object_keeps_its_promise(report):
+    data = json.loads(json.dumps(plan_data(report)))
+    assert {"model", "plan", "estimate", "runners_up", "rejected", "decisions"} <= set(data)
+    assert (data["model"]["name"], data["model"]["num_params"]) == ("meta-llama/Llama-3.1-8B", 8_030_261_248)
+    estimate = data["estimate"]
+    assert {"peak_bytes", "phases", "step_seconds", "tokens_per_second", "usable_bytes", "outside"} <= set(
+        estimate
+    )
+    tensors = max(sum(terms.values()) for terms in estimate["phases"].values())
+    assert estimate["peak_bytes"] == tensors + sum(estimate["outside"].values()) <= estimate["usable_bytes"]
+    assert set(estimate["phases"]) == {"ready", "forward", "loss", "backward", "update"}
+    assert all({"what", "why"} == set(item) for item in data["rejected"])
+    assert all({"summary", "plan", "estimate"} <= set(item) for item in data["runners_up"])
+    assert from_data(Plan, data["plan"]) == report.chosen.plan

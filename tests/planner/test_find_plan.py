@@ -1,0 +1,279 @@
+"""The planner keeps every pin, decides the rest, and refuses what contradicts itself."""
+
+import time
+
+import pytest
+
+from estimate.tiny_plans import CPU, gpu, known
+from fitune.errors import HardwareError, NothingFits, RecipeError
+from fitune.planner.candidates import families
+from fitune.planner.search import find_plan
+from fitune.spec.plan import AdamW, ChunkedLoss, Full, Lora, PlainLoss, Precision, Sgd, Steps
+from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.serial import from_json, to_json
+
+
+def recipe_of(model: str, **settings) -> Recipe:
+    return parse_recipe(canonical_keys({"model": model, **settings}, where="test"))
+
+
+def plan_of(model: str, card: str, **settings):
+    return report_of(model, card, **settings).chosen.plan
+
+
+def report_of(model: str, card: str, **settings):
+    hardware = CPU if card == "cpu" else gpu(card)
+    return find_plan(recipe_of(model, **settings), model=known(model), hardware=hardware)
+
+
+def test_an_8b_model_on_a_24_gib_card_gets_lora_and_says_why():
+    report = report_of("llama-3.1-8b", "rtx-4090")
+    assert isinstance(report.chosen.plan.tuning, Lora)
+    assert report.chosen.plan.precision is Precision.BF16_MASTER
+    assert report.chosen.plan.attention == "flash"
+    assert report.chosen.estimate.fits
+    assert {item.what for item in report.rejected} == {"full, bf16-master, AdamW", "full, bf16, AdamW"}
+    assert all("short" in item.why and "weights 15.0" in item.why for item in report.rejected)
+    assert any(line.startswith("tuning: lora") for line in report.decisions)
+
+
+def test_a_small_model_is_trained_in_full():
+    report = report_of("qwen3-0.6b", "h100")
+    assert isinstance(report.chosen.plan.tuning, Full)
+    assert report.chosen.plan.recompute.blocks == 0
+    assert not report.rejected
+    assert len(report.runners_up) == 3
+    assert all(runner.estimate.fits for runner in report.runners_up)
+    assert len({runner.plan for runner in report.runners_up} | {report.chosen.plan}) == 4
+
+
+def test_full_with_masters_then_lora_then_full_in_pure_bf16():
+    order = [
+        (type(f.tuning), f.precision)
+        for f in families(recipe_of("llama-3.1-8b"), model=known("llama-3.1-8b"), gpu=gpu("h100").gpu)
+    ]
+    master, pure = Precision.BF16_MASTER, Precision.BF16
+    assert order == [(Full, master), (Lora, master), (Lora, pure), (Full, pure)]
+    asked = families(
+        recipe_of("llama-3.1-8b", tuning="full"), model=known("llama-3.1-8b"), gpu=gpu("h100").gpu
+    )
+    assert [f.precision for f in asked] == [master, pure]
+
+
+@pytest.mark.parametrize(
+    ("card", "precision", "attention"),
+    [
+        ("v100-32gb", "fp16", "sdpa"),
+        ("t4", "fp16", "sdpa"),
+        ("a100-40gb", "bf16-master", "flash"),
+        ("cpu", "fp32", "sdpa"),
+    ],
+)
+def test_precision_and_attention_follow_the_device(card, precision, attention):
+    plan = plan_of("tinyllama", card, tuning="lora", seq_len=256)
+    assert (plan.precision, plan.attention) == (precision, attention)
+
+
+def test_every_pin_is_kept():
+    plan = plan_of(
+        "llama-3.2-1b", "h100",
+        tuning="lora", precision="bf16", lora_r=4, lora_alpha=12, lora_dropout=0.1,
+        lora_target_modules=["q_proj", "v_proj"],
+        micro_batch_size=3, gradient_accumulation_steps=5, seq_len=777, packing=True,
+        optimizer="momentum", momentum=0.8,
+        learning_rate=3e-5, gradient_checkpointing=5, loss="chunked", loss_chunk_tokens=123,
+        attn_implementation="sdpa",
+        max_steps=7, warmup_steps=2, max_grad_norm=0.5, output_dir="somewhere", export="merged", seed=1,
+        lr_scheduler="linear",
+        data=["a.jsonl#50"], val_fraction=0.1, eval_steps=3, save_steps=4, keep_checkpoints=1,
+        report_to=["tensorboard"],
+    )  # fmt: skip
+    assert plan.tuning == Lora(rank=4, alpha=12, dropout=0.1, targets=("q_proj", "v_proj"))
+    assert (plan.precision, plan.optimizer) == (Precision.BF16, Sgd(momentum=0.8))
+    assert (plan.batch.micro_batch_size, plan.batch.accumulation, plan.batch.seq_len) == (3, 5, 777)
+    assert plan.batch.packing
+    assert plan.recompute.blocks == 5
+    assert plan.loss == ChunkedLoss(chunk_tokens=123)
+    assert plan.attention == "sdpa"
+    assert (plan.schedule.learning_rate, plan.schedule.kind, plan.schedule.max_grad_norm) == (
+        3e-5,
+        "linear",
+        0.5,
+    )
+    assert (plan.schedule.duration, plan.schedule.warmup) == (Steps(count=7), Steps(count=2))
+    assert (plan.run.output_dir, plan.run.export, plan.run.seed) == ("somewhere", "merged", 1)
+    assert (plan.run.eval_every, plan.run.save_every, plan.run.keep_checkpoints) == (3, 4, 1)
+    assert plan.run.report_to == ("tensorboard",)
+    assert plan.data.sources[0].path.startswith("a.jsonl")
+    assert plan.data.val_fraction == 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "blocks"), [({"gradient_checkpointing": True}, 16), ({"gradient_checkpointing": False}, 0)]
+)
+def test_recompute_can_be_pinned_to_all_or_none(settings, blocks):
+    assert plan_of("llama-3.2-1b", "h100", tuning="lora", **settings).recompute.blocks == blocks
+
+
+def test_a_plain_loss_stays_plain():
+    assert plan_of("llama-3.2-1b", "h100", loss="plain").loss == PlainLoss()
+
+
+@pytest.mark.parametrize(
+    ("settings", "micro", "steps"),
+    [
+        ({"micro_batch_size": 4}, 4, 4),
+        ({"micro_batch_size": 3}, 3, 5),
+        ({"micro_batch_size": 40}, 40, 1),
+        ({"gradient_accumulation_steps": 8}, 2, 8),
+        ({"micro_batch_size": 2, "global_batch_size": 12}, 2, 6),
+        ({"gradient_accumulation_steps": 3, "global_batch_size": 12}, 4, 3),
+    ],
+)
+def test_the_batch_keeps_its_pins(settings, micro, steps):
+    batch = plan_of("llama-3.2-1b", "h100", tuning="lora", seq_len=128, **settings).batch
+    assert (batch.micro_batch_size, batch.accumulation) == (micro, steps)
+
+
+@pytest.mark.parametrize("whole", [1, 7, 16, 48, 64])
+def test_an_open_split_multiplies_to_the_global_batch(whole):
+    assert (
+        plan_of("llama-3.2-1b", "h100", tuning="lora", global_batch_size=whole).batch.global_batch_size
+        == whole
+    )
+
+
+def test_defaults_are_decided_and_printed():
+    report = report_of("llama-3.1-8b", "h100", tuning="lora")
+    plan = report.chosen.plan
+    assert plan.schedule.learning_rate == 2e-4
+    assert plan.tuning.alpha == 32
+    assert plan.run.output_dir == "runs/llama-3.1-8b-lora"
+    assert plan.run.export == "adapter"
+    text = "\n".join(report.decisions)
+    for words in (
+        "learning rate: 0.0002",
+        "lora_alpha: 32",
+        "runs/llama-3.1-8b-lora",
+        "batch: ",
+        "recompute: ",
+        "loss: ",
+    ):
+        assert words in text
+    assert plan_of("qwen3-0.6b", "h100", tuning="full").schedule.learning_rate == 2e-5
+
+
+def test_nothing_is_decided_in_silence_about_what_was_pinned():
+    report = report_of("qwen3-0.6b", "h100", tuning="full", precision="bf16-master", learning_rate=1e-5)
+    assert not [
+        line for line in report.decisions if line.startswith(("tuning", "precision", "learning rate"))
+    ]
+
+
+def test_pure_bf16_comes_with_a_note():
+    report = report_of("qwen3-0.6b", "h100", tuning="full", precision="bf16")
+    assert any("8 significant bits" in line for line in report.decisions)
+
+
+def test_more_devices_than_one_are_answered_honestly():
+    report = find_plan(recipe_of("llama-3.1-8b"), model=known("llama-3.1-8b"), hardware=gpu("h100", gpus=8))
+    assert report.chosen.plan.hardware.num_gpus == 1
+    assert "1 of the 8 h100" in report.decisions[0]
+
+
+def test_a_plan_survives_json():
+    plan = plan_of("qwen3-0.6b", "h100")
+    assert from_json(type(plan), to_json(plan)) == plan
+
+
+def test_rank_with_full_is_no_contradiction():
+    assert isinstance(plan_of("qwen3-0.6b", "h100", tuning="full", lora_r=8).tuning, Full)
+
+
+@pytest.mark.parametrize(
+    ("card", "settings", "error", "words"),
+    [
+        (
+            "h100",
+            {"micro_batch_size": 4, "gradient_accumulation_steps": 3, "global_batch_size": 16},
+            RecipeError,
+            "4 × .* 3 = 12",
+        ),
+        ("h100", {"micro_batch_size": 5, "global_batch_size": 16}, RecipeError, "16 / 5 = 3.20"),
+        ("v100-32gb", {"attn_implementation": "flash"}, HardwareError, "8.0 or newer .* 7.0"),
+        ("cpu", {"attn_implementation": "flash"}, HardwareError, "GPUs"),
+        ("t4", {"precision": "bf16"}, HardwareError, "7.5.* no bf16"),
+        ("v100-32gb", {"precision": "bf16-master"}, HardwareError, "no bf16"),
+        ("cpu", {"precision": "fp16"}, HardwareError, "CPU"),
+        ("h100", {"seq_len": 200_000}, RecipeError, "68928 more than the 131072"),
+        ("h100", {"gradient_checkpointing": 17}, RecipeError, "17 blocks.* has 16"),
+        ("h100", {"loss": "plain", "loss_chunk_tokens": 64}, RecipeError, "chunks"),
+        ("h100", {"tuning": "full", "export": "adapter"}, RecipeError, "adapter"),
+        ("h100", {"lora_target_modules": ["q_prj"], "tuning": "lora"}, RecipeError, "q_proj"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_with_the_arithmetic(card, settings, error, words):
+    with pytest.raises(error, match=words) as caught:
+        plan_of("llama-3.2-1b", card, **settings)
+    assert caught.value.hint
+
+
+def test_flash_is_refused_where_the_model_needs_a_mask():
+    with pytest.raises(RecipeError, match="sliding window of 4096"):
+        plan_of("mistral-7b", "h100", attn_implementation="flash", seq_len=8192)
+    assert plan_of("mistral-7b", "h100", tuning="lora", seq_len=4096).attention == "flash"
+    assert plan_of("mistral-7b", "h100", tuning="lora", seq_len=4224).attention == "sdpa"
+
+
+def test_nothing_fits_names_the_smallest_memory_the_device_and_the_change():
+    with pytest.raises(NothingFits) as caught:
+        plan_of("llama-3.1-8b", "rtx-4090", tuning="full")
+    text, hint = caught.value.message, caught.value.hint
+    assert "22.49 GiB usable" in text
+    assert "smallest memory that would do: 6" in text
+    assert "the smallest known GPU that holds it: h100" in text
+    assert hint == "tuning: lora"
+
+
+def test_nothing_fits_offers_a_shorter_row_that_is_true():
+    settings = {"tuning": "lora", "micro_batch_size": 16, "seq_len": 8192, "gradient_accumulation_steps": 1}
+    with pytest.raises(NothingFits) as caught:
+        plan_of("llama-3.1-8b", "rtx-4090", **settings)
+    offered = int(caught.value.hint.rsplit("seq_len: ", 1)[1])
+    assert plan_of("llama-3.1-8b", "rtx-4090", **{**settings, "seq_len": offered})
+    with pytest.raises(NothingFits):
+        plan_of("llama-3.1-8b", "rtx-4090", **{**settings, "seq_len": offered + 64})
+
+
+def test_seventy_billion_in_full_on_eight_v100_is_explained():
+    model = known("llama-2-70b")
+    with pytest.raises(NothingFits) as caught:
+        find_plan(recipe_of("llama-2-70b", tuning="full"), model=model, hardware=gpu("v100-32gb", gpus=8))
+    text = str(caught.value)
+    for words in (
+        "weights 128.5",
+        "optimizer 513.9",
+        "30.0 usable",
+        "no single known GPU",
+        "240.00 GiB",
+        "sharding",
+        "fp16",
+    ):
+        assert words in text
+    assert "tuning: lora would need" in text
+
+
+def test_a_whole_plan_takes_well_under_a_tenth_of_a_second():
+    recipe, model, hardware = recipe_of("llama-3.1-8b"), known("llama-3.1-8b"), gpu("rtx-4090")
+    find_plan(recipe, model=model, hardware=hardware)
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        find_plan(recipe, model=model, hardware=hardware)
+        times.append(time.process_time() - start)
+    assert min(times) < 0.1
+
+
+def test_adam_settings_reach_the_optimizer():
+    plan = plan_of("qwen3-0.6b", "h100", adam_beta2=0.95, adam_epsilon=1e-6, weight_decay=0.1)
+    assert plan.optimizer == AdamW(beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1)
