@@ -45,13 +45,14 @@ def steps_of(plan: Plan) -> list[StepReport]:
     return read_metrics(Path(plan.run.output_dir) / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("tuning", ["lora", "full"])
+@pytest.mark.parametrize(("tuning", "share"), [("lora", 0.95), ("full", 0.6)])
 @pytest.mark.parametrize("packing", [False, True])
-def test_training_learns(make_plan: MakePlan, tuning: str, packing: bool) -> None:
+def test_training_learns(make_plan: MakePlan, tuning: str, share: float, packing: bool) -> None:
+    """Adapters on a random frozen base cannot learn much; all weights can."""
     plan = make_plan(tuning=tuning, max_steps=25, packing=packing, val_fraction=0.1)
     report = run(plan, callbacks=callbacks())
     assert report.status == "complete"
-    assert report.final_loss < 0.6 * report.first_loss
+    assert report.final_loss < share * report.first_loss
     assert report.best_eval_loss is not None
     assert report.best_eval_loss < report.first_loss
     assert (Path(report.exported) / "README.md").is_file()
