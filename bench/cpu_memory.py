@@ -40,7 +40,7 @@ from fitune.spec.plan import (
 )
 from fitune.spec.reports import Phase
 from fitune.train.prepare import prepare_loaded
-from fitune.units import GIB, format_bytes, format_percent
+from fitune.units import GIB, format_bytes
 
 ROW_LENGTHS = (96, 64, 128, 80)
 LAYERS = 6
@@ -170,8 +170,7 @@ def main() -> int:
         loss = "chunked" if isinstance(plan.loss, ChunkedLoss) else "plain"
         name = f"{plan.precision.value} {tuning}, {plan.recompute.blocks} of {LAYERS} recomputed, {loss} loss"
         print(
-            f"{name:44} {format_bytes(predicted):>11} {format_bytes(measured):>11} "
-            f"{format_percent(error, signed=True):>8}",
+            f"{name:44} {format_bytes(predicted):>11} {format_bytes(measured):>11} {error:>+8.2%}",
             flush=True,
         )
     mean, worst = sum(errors) / len(errors), max(errors)

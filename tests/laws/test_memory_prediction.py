@@ -10,6 +10,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import torch
 
 from fitune.spec.plan import Sgd
 from fitune.spec.reports import Phase
@@ -22,6 +23,15 @@ _SPEC.loader.exec_module(bench)
 
 TOLERANCE = 0.01
 ROWS = (24, 16, 40, 32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiny tensors: two threads would only wait for each other when the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def block_stages(plan: Plan, shape: BatchShape, *, first: bool) -> tuple[Stage, 
             _norm(site, "attention norm", passes=enters, read_by=projections),
             *_attention(site, projections, output, passes=inside),
             *_sandwich_norm(site, "attention output norm", passes=after),
-            *_second_norm(site, passes=after, read_by=mlp),
+            *_second_norm(site, passes=after, read_by=mlp[:-1]),
             *(_experts(site, mlp) if plan.model.num_experts else _mlp(site, mlp, passes=after)),
             *_sandwich_norm(site, "MLP output norm", passes=after or site.trains(mlp)),
         ]
