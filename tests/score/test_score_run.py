@@ -190,6 +190,12 @@ def test_other_settings_are_refused_in_the_same_directory(
     assert answers(finished).read_bytes() == before
 
 
+def test_a_mistake_before_the_first_answer_does_not_claim_the_directory(plan: ScorePlan) -> None:
+    with pytest.raises(FituneError):
+        quietly(replace(plan, adapter="not/there"))
+    assert quietly(plan).answered == ROWS
+
+
 def test_another_model_of_the_same_name_is_refused(finished: ScorePlan, tiny, tmp_path: Path) -> None:
     other = Path(shutil.copytree(tiny.folder, tmp_path / "elsewhere" / tiny.folder.name))
     assert quietly(replace(finished, model=str(other))).answered == ROWS, (

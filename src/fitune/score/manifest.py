@@ -32,18 +32,18 @@ def manifest(*, model: str, adapter: str, data: DataSource, sampling: Sampling, 
 
 
 def claim(directory: Path, wanted: dict[str, Any]) -> None:
-    """Write the manifest into a new directory, or agree with the one that is there.
+    """Write the manifest into a directory without answers, or agree with the one its answers were made under.
 
     Raises RunDirectoryError with the table of differences, or when the directory holds foreign files.
     """
-    path = directory / MANIFEST
-    if path.exists():
+    path, answers = directory / MANIFEST, directory / "answers.jsonl"
+    if answers.exists() and path.exists():
         _refuse_differences(directory, _read(path), wanted)
         return
     foreign = sorted(
         entry.name for entry in directory.iterdir() if entry.name not in _OURS and entry.name[0] != "."
     )
-    if foreign or (directory / "answers.jsonl").exists():
+    if foreign or answers.exists():
         found = ", ".join(foreign[:3]) or "answers.jsonl without a manifest"
         raise RunDirectoryError(
             f"{directory}: not a scoring directory, it holds {found}", hint="name a new one"
