@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from fitune.estimate import activations
-from fitune.estimate.block import block_stages, final_norm_stage, masks_whole_stream
+from fitune.estimate.attention_traits import masks_whole_stream
+from fitune.estimate.block import block_stages, final_norm_stage
 from fitune.estimate.parameters import adapters_bytes, gradients_bytes, head_parameters, weights_bytes
 from fitune.estimate.shape import BatchShape
 from fitune.estimate.stages import Block, Stage, block_of

@@ -7,7 +7,7 @@ Peaks are datasheet figures; the efficiencies are our assumptions, not measured 
 
 from dataclasses import dataclass
 
-from fitune.estimate.block import is_multi_query, materialises_scores
+from fitune.estimate.attention_traits import is_multi_query, materialises_scores
 from fitune.estimate.loss import bytes_per_logit, num_chunks
 from fitune.estimate.shape import BatchShape, largest_batch
 from fitune.estimate.states import states_per_parameter

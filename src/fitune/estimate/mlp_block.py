@@ -1,0 +1,78 @@
+"""The MLP half of a block: gated, plain, or a mixture of experts."""
+
+from collections.abc import Iterator, Sequence
+
+from fitune.estimate import activations, transient
+from fitune.estimate.site import Site, linears_stage
+from fitune.estimate.stages import Stage
+from fitune.spec.model import Linear
+
+_COMPOSED_GELU = ("gpt2", "phi")
+"""Architectures whose GELU is written as small operations instead of one kernel."""
+
+
+def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterator[Stage]:
+    model, t, e = site.model, site.shape.tokens, site.element_bytes
+    inputs, down = linears[:-1], linears[-1:]
+    h, f = model.hidden_size, model.intermediate_size
+    gated = model.mlp_type == "gated"
+    composed = model.model_type in _COMPOSED_GELU
+    reaches = passes or site.trains(inputs)
+    yield linears_stage(
+        site, "MLP inputs", inputs,
+        kept=0,
+        forward=0,
+        backward=transient.mlp_inputs_backward(
+            tokens=t, hidden=h, width=f, element_bytes=e, partial_gradients=2 if gated else 1
+        ),
+    )  # fmt: skip
+    if gated:
+        kept = activations.gated_mlp_kept(tokens=t, width=f, element_bytes=e)
+        backward = transient.gate_backward(tokens=t, hidden=h, width=f, element_bytes=e)
+    else:
+        kept = activations.plain_mlp_kept(tokens=t, width=f, element_bytes=e, composed_gelu=composed)
+        backward = transient.activation_backward(
+            tokens=t, hidden=h, width=f, element_bytes=e, composed_gelu=composed
+        )
+    yield Stage(
+        name="MLP activation",
+        kept=kept if reaches else 0,
+        forward=transient.mlp_forward(
+            tokens=t, hidden=h, width=f, element_bytes=e,
+            tensors=(3 if gated or composed else 2) + bool(site.adapted(inputs)),
+        ),
+        backward=backward if reaches else 0,
+    )  # fmt: skip
+    yield linears_stage(
+        site, "MLP output", down,
+        kept=activations.linear_input_kept(tokens=t, size=f, element_bytes=e, needed=site.reads_input(down)),
+        forward=0,
+        backward=transient.down_projection_backward(
+            tokens=t, hidden=h, width=f, element_bytes=e, adapted=not site.full
+        ),
+    )  # fmt: skip
+
+
+def expert_stages(site: Site, linears: Sequence[Linear]) -> Iterator[Stage]:
+    """Router and fused experts: into the pairs of token and expert, through the gates, and back to tokens."""
+    model, t, e = site.model, site.shape.tokens, site.element_bytes
+    h, f, chosen = model.hidden_size, model.intermediate_size, model.experts_per_token
+    sizes = {"tokens": t, "chosen": chosen, "hidden": h, "element_bytes": e}
+    yield linears_stage(
+        site, "expert inputs", linears[:-1],
+        kept=activations.expert_inputs_kept(**sizes, num_experts=model.num_experts, trained=site.full),
+        forward=0,
+        backward=transient.expert_inputs_backward(**sizes, width=f),
+    )  # fmt: skip
+    yield Stage(
+        name="expert gates",
+        kept=chosen * activations.gated_mlp_kept(tokens=t, width=f, element_bytes=e),
+        forward=transient.mlp_forward(tokens=t, hidden=2 * h, width=f * chosen, element_bytes=e, tensors=4),
+        backward=transient.gate_backward(tokens=t, hidden=h, width=f * chosen, element_bytes=e),
+    )
+    yield linears_stage(
+        site, "expert outputs", linears[-1:],
+        kept=activations.expert_outputs_kept(**sizes, width=f, trained=site.full),
+        forward=0,
+        backward=transient.expert_outputs_backward(**sizes, width=f),
+    )  # fmt: skip

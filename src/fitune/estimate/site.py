@@ -1,0 +1,85 @@
+"""Where in the model a formula is applied, and what is trained there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fitune.estimate import activations
+from fitune.estimate.shape import BatchShape
+from fitune.estimate.stages import Stage
+from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.plan import Full, Lora, Plan
+
+SCALED_IN_FP32 = ("gemma2", "gemma3_text")
+"""RMSNorms that multiply by their weight before they cast back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What the formulas of one block share."""
+
+    plan: Plan
+    shape: BatchShape
+    first: bool
+    """No gradient goes further back than this block's adapters when only adapters train."""
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.plan.model
+
+    @property
+    def full(self) -> bool:
+        return isinstance(self.plan.tuning, Full)
+
+    @property
+    def element_bytes(self) -> int:
+        return self.plan.precision.compute_bytes
+
+    @property
+    def gradient_enters(self) -> bool:
+        return self.full or not self.first
+
+    @property
+    def dropout(self) -> float:
+        return self.plan.tuning.dropout if isinstance(self.plan.tuning, Lora) else 0.0
+
+    def adapted(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:
+        match self.plan.tuning:
+            case Lora(targets=targets):
+                return tuple(m for m in linears if m.adaptable and m.name.rsplit(".", 1)[-1] in targets)
+            case Full():
+                return ()
+
+    def trains(self, linears: Sequence[Linear]) -> bool:
+        return self.full or bool(self.adapted(linears))
+
+    def reads_input(self, linears: Sequence[Linear]) -> bool:
+        """Whether the linears keep the input they share; dropped-out adapters keep their own instead."""
+        return self.full or (bool(self.adapted(linears)) and self.dropout == 0)
+
+
+def linears_stage(
+    site: Site, name: str, linears: Sequence[Linear], *, kept: int, forward: int, backward: int
+) -> Stage:
+    """A stage whose parameters are those of ``linears``, or of their adapters."""
+    e = site.element_bytes
+    mask_bytes = e if site.plan.hardware.gpu.is_cpu else 1
+    sizes = [linear.parameters for linear in linears]
+    match site.plan.tuning:
+        case Lora(rank=rank, dropout=dropout):
+            adapted = site.adapted(linears)
+            sizes = [rank * (m.in_features + m.out_features) for m in adapted]
+            kept += sum(
+                activations.adapter_kept(
+                    tokens=site.shape.tokens, in_features=m.in_features, rank=rank, element_bytes=e,
+                    dropout=dropout, mask_bytes=mask_bytes,
+                )
+                for m in adapted
+            )  # fmt: skip
+    return Stage(
+        name=name,
+        kept=kept,
+        forward=forward,
+        backward=backward,
+        gradients=sum(sizes) * e,
+        largest_gradient=max(sizes, default=0) * e,
+    )
