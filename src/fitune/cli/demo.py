@@ -1,0 +1,141 @@
+"""``fitune demo``: the whole loop on a base model and a task made on the spot."""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from fitune.cli.planning import plan_for
+from fitune.cli.reporting import comparison
+from fitune.cli.training import run_plan
+from fitune.demo.files import DemoFiles, write_demo
+from fitune.demo.settings import HELD_OUT_ROWS, MAX_NEW_TOKENS
+from fitune.errors import RunDirectoryError
+from fitune.planner.explain import explain_plan
+from fitune.report.html import write_report
+from fitune.score.generate_hf import Sampling
+from fitune.score.run import ScorePlan, score
+from fitune.spec.plan import DataSource
+from fitune.spec.recipe import read_recipe
+from fitune.spec.reports import RunReport
+from fitune.units import format_bytes, format_percent, format_rate, format_seconds
+
+_SEED = 0
+_GRADER = "exact_match"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One row of the demo's table. The base was not trained here: it has no run."""
+
+    name: str
+    accuracy: float
+    run: RunReport | None
+    predicted_bytes: float | None
+    report: Path | None
+
+
+def run_demo(directory: Path) -> None:
+    """Write, pretrain, plan, train twice, score three times, compare."""
+    started = time.perf_counter()
+    _make_room(directory)
+    print(
+        f"1. A shop's orders as text, a task about them, and a small Llama with random weights, in {directory}/\n"
+    )
+    files = write_demo(directory, seed=_SEED)
+    print("2. The base model: pretrained for a moment on the text, by fitune itself\n")
+    _train(files.pretrain_recipe, explain=False)
+    outcomes = [
+        Outcome(
+            name="base", accuracy=_accuracy(files, files.base), run=None, predicted_bytes=None, report=None
+        )
+    ]
+    print("\n3. The task by LoRA: the plan first\n")
+    outcomes.append(_tuned(files, files.lora_recipe, "LoRA"))
+    print("\n4. The same by training every parameter\n")
+    outcomes.append(_tuned(files, files.full_recipe, "full"))
+    print(f"\n5. {HELD_OUT_ROWS} held-out orders, about goods and cities that no training row names\n")
+    print(outcome_table(outcomes))
+    print(f"\nThe whole demo took {format_seconds(time.perf_counter() - started)}. Open in a browser:")
+    for outcome in outcomes:
+        if outcome.report is not None:
+            print(f"  {outcome.report}")
+
+
+def outcome_table(outcomes: list[Outcome]) -> str:
+    """Right answers before and after, and what training took: predicted | measured."""
+    rows = [("", "right answers", "loss", "peak predicted", "measured", "error", "speed", "time")]
+    rows += [_cells(outcome) for outcome in outcomes]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+    run, right = outcome.run, format_percent(outcome.accuracy)
+    if run is None or run.memory is None or outcome.predicted_bytes is None:
+        return (outcome.name, right, "", "", "", "", "", "")
+    predicted, measured = outcome.predicted_bytes, run.memory.peak_bytes
+    return (
+        outcome.name,
+        right,
+        f"{run.first_loss:.2f} → {run.final_loss:.2f}",
+        format_bytes(predicted),
+        format_bytes(measured),
+        format_percent(predicted / measured - 1, signed=True),
+        format_rate(run.tokens_per_second),
+        format_seconds(run.seconds),
+    )
+
+
+def _tuned(files: DemoFiles, recipe: Path, name: str) -> Outcome:
+    """Train by ``recipe``, score the result, write its report."""
+    run = _train(recipe, explain=True)
+    directory = recipe.with_suffix("")
+    peak = next(row for row in comparison(directory) if row.what == "Peak of tensors")
+    report = write_report(directory)
+    return Outcome(
+        name=name,
+        accuracy=_accuracy(files, Path(run.exported)),
+        run=run,
+        predicted_bytes=peak.predicted,
+        report=report,
+    )
+
+
+def _train(path: Path, *, explain: bool) -> RunReport:
+    recipe = read_recipe(path, settings=["log_steps=25"])
+    report = plan_for(recipe)
+    if explain:
+        print(explain_plan(report), "\n")
+    return run_plan(report, recipe, stop_asked=lambda: False)
+
+
+def _accuracy(files: DemoFiles, exported: Path) -> float:
+    """Share of held-out rows that a model, or an adapter on the base, answers exactly."""
+    is_adapter = (exported / "adapter_config.json").is_file()
+    plan = ScorePlan(
+        model=str(files.base if is_adapter else exported),
+        adapter=str(exported) if is_adapter else "",
+        data=DataSource(path=str(files.test)),
+        output_dir=str(exported.parent / "scores"),
+        graders=(_GRADER,),
+        sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS),
+        batch_size=25,
+    )
+    return score(plan, say=lambda line: None).grades[_GRADER]
+
+
+def _make_room(directory: Path) -> None:
+    """Remove an earlier demo, and nothing else."""
+    if not directory.exists() or not any(directory.iterdir()):
+        return
+    if not (directory / "pretrain.yaml").is_file():
+        raise RunDirectoryError(
+            f"{directory} has files and is no earlier demo, so nothing was removed",
+            hint="--out with a new folder",
+        )
+    shutil.rmtree(directory)
