@@ -140,6 +140,7 @@ def predicted_peaks(plan: Plan, rows: Rows) -> dict[Phase, int]:
         tokens=len(rows.input_ids_T),
         supervised_tokens=rows.supervised_tokens,
         rows=len(rows.sequence_lengths),
+        longest_row=max(rows.sequence_lengths),
     )
     return {phase: sum(terms.values()) for phase, terms in predict_memory(plan, shape).phases.items()}
 

@@ -1,5 +1,7 @@
 """Terms against hand counts: each number here was worked out on paper from the formula's source."""
 
+from dataclasses import replace
+
 import pytest
 
 from estimate.tiny_plans import gpu, known, plan_for, small_llama
@@ -176,5 +178,27 @@ def test_on_a_cpu_nothing_is_beside_the_tensors():
 
 
 def test_the_largest_batch_supervises_all_but_the_first_token_of_each_row():
-    shape = largest_batch(plan_for(small_llama(), rows=4, seq_len=64))
-    assert (shape.tokens, shape.supervised_tokens, shape.rows, shape.row_tokens) == (256, 252, 4, 64)
+    plan = plan_for(small_llama(), rows=4, seq_len=64)
+    unpacked = largest_batch(replace(plan, batch=replace(plan.batch, packing=False)))
+    assert (unpacked.tokens, unpacked.supervised_tokens, unpacked.rows, unpacked.row_tokens) == (
+        256,
+        252,
+        4,
+        64,
+    )
+    packed = largest_batch(plan)
+    assert (packed.tokens, packed.supervised_tokens, packed.row_tokens) == (256, 252, 64)
+
+
+def test_one_pack_may_hold_several_rows_whose_outputs_are_joined():
+    plan = plan_for(known("llama-3.1-8b"), precision="bf16", rows=1, seq_len=1024)
+    unpacked = replace(plan, batch=replace(plan.batch, packing=False))
+    more = [sum(predict_memory(p).phases[Phase.FORWARD].values()) for p in (plan, unpacked)]
+    assert more[0] - more[1] == 32 * 2 * 4096 * 1024
+
+
+def test_rows_of_unequal_length_are_counted_by_the_longest():
+    plan = plan_for(small_llama(), attention="eager")
+    equal = BatchShape(tokens=128, supervised_tokens=120, rows=4)
+    unequal = BatchShape(tokens=128, supervised_tokens=120, rows=4, longest_row=80)
+    assert predict_memory(plan, unequal).peak_bytes > predict_memory(plan, equal).peak_bytes

@@ -93,7 +93,6 @@ def fused_attention_kept(
 def eager_attention_kept(
     *,
     tokens: int,
-    rows: int,
     row_tokens: int,
     q_dim: int,
     num_heads: int,
@@ -101,15 +100,15 @@ def eager_attention_kept(
     output_needed: bool,
     softcapped: bool,
 ) -> int:
-    """Per row n·s²·(4, + e when 16 bit) probabilities in fp32 and in the compute type, s² mask; t·2e·q repeated K, V.
+    """t·s·n·(4, + e when 16 bit) probabilities in fp32 and in the compute type, t·s mask, t·2e·q repeated K, V.
 
-    Capped scores (Gemma-2) keep their hyperbolic tangent too, e·n·s². models/attention.py ``rows_eager``;
-    s is the length of a row.
+    Capped scores (Gemma-2) keep their hyperbolic tangent too, e·n·t·s. models/attention.py ``rows_eager``;
+    s is the length of the longest row: n·s² a row when all are as long, at most that otherwise.
     """
     probabilities = (
         FP32 + (element_bytes if element_bytes < FP32 else 0) + (element_bytes if softcapped else 0)
     )
-    scores = rows * row_tokens**2 * (num_heads * probabilities + 1)
+    scores = tokens * row_tokens * (num_heads * probabilities + 1)
     output = element_bytes * q_dim if output_needed else 0
     return scores + tokens * (2 * element_bytes * q_dim + output)
 

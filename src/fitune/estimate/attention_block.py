@@ -64,7 +64,7 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
     """Attention itself: fused, or written out."""
     model, shape, e = site.model, site.shape, site.element_bytes
     rows = 1 if masks_whole_stream(model) else shape.rows
-    common = {"tokens": shape.tokens, "rows": rows, "q_dim": model.q_dim, "num_heads": model.num_heads}
+    common = {"tokens": shape.tokens, "q_dim": model.q_dim, "num_heads": model.num_heads}
     needed = site.reads_input(output)
     if is_multi_query(model):
         return _multi_query_scores(site, output_needed=needed, passes=passes)
@@ -78,9 +78,9 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
             num_heads=model.num_heads, element_bytes=e,
         )  # fmt: skip
         return Stage(name="attention", kept=kept if passes else 0, forward=working, backward=working)
-    kept = activations.fused_attention_kept(**common, element_bytes=e, output_needed=needed)
+    kept = activations.fused_attention_kept(**common, rows=rows, element_bytes=e, output_needed=needed)
     backward = transient.fused_attention_backward(
-        **common, hidden=model.hidden_size, kv_dim=attended_kv_dim(model), element_bytes=e,
+        **common, rows=rows, hidden=model.hidden_size, kv_dim=attended_kv_dim(model), element_bytes=e,
         on_cuda=not site.plan.hardware.gpu.is_cpu,
     )  # fmt: skip
     return Stage(name="attention", kept=kept if passes else 0, forward=0, backward=backward if passes else 0)

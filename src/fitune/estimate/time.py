@@ -57,7 +57,7 @@ def model_flops_per_token(plan: Plan) -> float:
     flops = model_flops(
         plan.model,
         plan.tuning,
-        row_lengths=[shape.row_tokens] * shape.rows,
+        row_lengths=[shape.row_tokens] * (shape.tokens // shape.row_tokens),
         supervised_tokens=shape.supervised_tokens,
     )
     return flops / shape.tokens
@@ -170,5 +170,5 @@ def _attention_pairs(step: StepStages) -> float:
     if is_multi_query(step.plan.model):
         return float(shape.tokens**2)
     if materialises_scores(step.plan):
-        return float(shape.rows * shape.row_tokens**2)
-    return shape.rows * shape.row_tokens * (shape.row_tokens + 1) / 2
+        return float(shape.tokens * shape.row_tokens)
+    return shape.tokens * (shape.row_tokens + 1) / 2
