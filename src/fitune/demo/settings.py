@@ -10,7 +10,7 @@ three minutes, a base that can read but not do the task, and a task that is lear
   4 layers); goods named as they stand: 98 %.
 * Text that says everything again in one form only (``The city is Oslo.``) made fine-tuning remember the cities of
   its rows: 32 % of the held-out rows right with LoRA, 18 % in full. With two forms: 95 to 100 % and 89 to 96 %
-  (three seeds, 80 steps or fewer). The base has 0 %: it recalls the order, but in the forms of its text.
+  (three seeds, a loop for trying out), 91 % and 90 % as set below. The base has 0 %: it recalls the order, but in the forms of its text.
 """
 
 from dataclasses import dataclass
