@@ -2,6 +2,7 @@
 
 import json as json_text
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,6 +124,8 @@ def demo(
 
 def main() -> None:
     """Run a command; a FituneError is printed for people (or as JSON), never as a traceback."""
+    # PEFT asks transformers for a property by its old name; that warning is not for our users.
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
     try:
         app()
     except FituneError as error:

@@ -1,8 +1,5 @@
 """LoRA adapters through PEFT, with their dtype chosen on purpose."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,8 +25,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(seed)
-    with _old_names_unmentioned():
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -47,13 +43,4 @@ def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
         raise CheckpointError(
             f"{folder}: no adapter_model.safetensors; other formats can run code and are not read"
         )
-    with _old_names_unmentioned():
-        return PeftModel.from_pretrained(model, str(folder), is_trainable=False, autocast_adapter_dtype=False)
-
-
-@contextmanager
-def _old_names_unmentioned() -> Iterator[None]:
-    """PEFT asks transformers for a property by its old name; the warning about that is not for our users."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        yield
+    return PeftModel.from_pretrained(model, str(folder), is_trainable=False, autocast_adapter_dtype=False)
