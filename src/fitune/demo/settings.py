@@ -8,10 +8,10 @@ three minutes, a base that can read but not do the task, and a task that is lear
 * A learning rate of 5e-3 kept it from learning to copy at all; 1e-3 to 2e-3 do.
 * Goods named in the singular after a plural sentence took longest to learn (81 % recalled after 130,000 tokens and
   4 layers); goods named as they stand: 98 %.
-* Text that says everything again in one form only (``The city is Oslo.``) made fine-tuning remember the cities of
-  its rows: 32 % of the held-out rows right with LoRA, 18 % in full. With two forms: 95 to 100 % and 89 to 96 % in
-  trials on three seeds, 91 % and 90 % with the settings below (``fitune train``, seed 0). The base has 0 %: it
-  recalls the order, but in the forms of its text.
+* Text that says everything again in one form only (``The city is Oslo.``), with 20 goods and cities, made
+  fine-tuning remember the cities of its rows: 32 % of the held-out rows right with LoRA, 18 % in full. Two forms and
+  28 goods and cities, changed together: 95 to 100 % and 89 to 96 % in trials on three seeds, 91 % and 90 % with the
+  settings below (``fitune train``, seed 0). The base has 0 %: it recalls the order, but in the forms of its text.
 """
 
 from dataclasses import dataclass
