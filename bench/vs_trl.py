@@ -102,7 +102,8 @@ def print_row(row: dict[str, Any]) -> None:
     for side in ("fitune", "trl"):
         found = row[side]
         print(
-            f"  {side:7} {found['speed']:8,.0f} supervised tokens/s   peak of tensors {found['peak_bytes'] / 2**20:7.1f} MiB"
+            f"  {side:7} {found['speed']:8,.0f} supervised tokens/s"
+            f"   peak of tensors {found['peak_bytes'] / 2**20:7.1f} MiB"
             f"   process {found['process_bytes'] / 2**20:6.0f} MiB"
             f"   loss {found['first_loss']:.4f} → {found['last_losses']:.4f} (mean of the last 5)"
         )
@@ -243,7 +244,8 @@ def run_trl(folder: Path, data: str, method: str, steps: int) -> dict[str, Any]:
         processing_class=tokenizer,
         callbacks=[watch],
         peft_config=None if lora is None else LoraConfig(
-            r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), task_type="CAUSAL_LM"
+            r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets),
+            task_type="CAUSAL_LM",
         ),
     )  # fmt: skip
     trainer.train()

@@ -38,7 +38,9 @@ def linear_flops_per_token(linear: Linear, tuning: Tuning) -> float:
             return 6.0 * active
         case Lora(rank=rank, targets=targets):
             adapted = linear.adaptable and linear.name.rsplit(".", 1)[-1] in targets
-            return 4.0 * active + (6.0 * rank * (linear.in_features + linear.out_features) if adapted else 0.0)
+            return 4.0 * active + (
+                6.0 * rank * (linear.in_features + linear.out_features) if adapted else 0.0
+            )
 
 
 def attention_flops_per_pair(model: ModelSpec) -> float:

@@ -48,7 +48,9 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
-        return self.attention + self.mlp + self.experts + self.router + self.norms + self.embeddings + self.head
+        return (
+            self.attention + self.mlp + self.experts + self.router + self.norms + self.embeddings + self.head
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
