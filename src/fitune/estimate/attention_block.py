@@ -18,7 +18,7 @@ def attention_stages(
     site: Site, projections: Sequence[Linear], output: Sequence[Linear], *, passes: bool
 ) -> Iterator[Stage]:
     model, t, e = site.model, site.shape.tokens, site.element_bytes
-    sizes = {"hidden": model.hidden_size, "q_dim": model.q_dim, "kv_dim": attended_kv_dim(model)}
+    sizes = {"hidden": model.hidden_size, "q_dim": model.q_dim, "kv_dim": attended_kv_dim(site.plan)}
     kept = _queries_keys_values(site, projections) if passes else 0
     yield linears_stage(
         site, "queries, keys, values", projections,
@@ -48,7 +48,7 @@ def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
         )
     else:
         kept = activations.queries_keys_values_kept(
-            tokens=t, q_dim=model.q_dim, kv_dim=attended_kv_dim(model), element_bytes=e,
+            tokens=t, q_dim=model.q_dim, kv_dim=attended_kv_dim(site.plan), element_bytes=e,
             rotary=rotary, fused=len(projections) == 1 and not masks_whole_stream(model),
         )  # fmt: skip
     if model.qk_norm == "none":
@@ -80,7 +80,7 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
         return Stage(name="attention", kept=kept if passes else 0, forward=working, backward=working)
     kept = activations.fused_attention_kept(**common, rows=rows, element_bytes=e, output_needed=needed)
     backward = transient.fused_attention_backward(
-        **common, rows=rows, hidden=model.hidden_size, kv_dim=attended_kv_dim(model), element_bytes=e,
+        **common, rows=rows, hidden=model.hidden_size, kv_dim=attended_kv_dim(site.plan), element_bytes=e,
         on_cuda=not site.plan.hardware.gpu.is_cpu,
     )  # fmt: skip
     return Stage(name="attention", kept=kept if passes else 0, forward=0, backward=backward if passes else 0)

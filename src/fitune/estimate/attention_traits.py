@@ -18,18 +18,17 @@ def masks_whole_stream(model: ModelSpec) -> bool:
 
 
 def materialises_scores(plan: Plan) -> bool:
-    """Whether scores n·s² are written out: eager attention, and where no fused kernel takes the model's attention.
+    """Whether scores n·s² are written out: eager attention, and Gemma-2, which caps them.
 
-    Gemma-2 caps its scores. On CUDA, grouped heads are taken by FlashAttention alone, so before Ampere, or with
-    the mask that a sliding window shorter than the rows needs, torch falls back to its math kernel (aten's
-    sdp_utils; not measured by us on a GPU). Gemma-3's global blocks are counted like its windowed ones.
+    A sliding window that cuts needs a mask, which on CUDA is counted like scores: more than the mask takes, and
+    not measured by us. Gemma-3's global blocks are counted like its windowed ones.
     """
-    model, gpu = plan.model, plan.hardware.gpu
+    model = plan.model
     if plan.attention == "eager" or model.model_type == "gemma2":
         return True
-    if gpu.is_cpu or model.num_kv_heads == model.num_heads or masks_whole_stream(model):
+    if plan.hardware.gpu.is_cpu or masks_whole_stream(model):
         return False
-    return not gpu.has_flash_attention or window_cuts(model, plan.batch.seq_len)
+    return model.num_kv_heads != model.num_heads and window_cuts(model, plan.batch.seq_len)
 
 
 def window_cuts(model: ModelSpec, seq_len: int) -> bool:
@@ -37,7 +36,13 @@ def window_cuts(model: ModelSpec, seq_len: int) -> bool:
     return 0 < model.sliding_window < seq_len
 
 
-def attended_kv_dim(model: ModelSpec) -> int:
-    """What attention reads as keys: Falcon repeats them to all heads where they are grouped."""
-    repeated = model.model_type in _OWN_ATTENTION and model.num_kv_heads > 1
-    return model.q_dim if repeated else model.kv_dim
+def attended_kv_dim(plan: Plan) -> int:
+    """What attention reads as keys: grouped heads as they are, or repeated to all heads.
+
+    Falcon repeats them itself. On GPUs before Ampere fitune does (models/attention.py), because the
+    memory-efficient kernel takes no groups.
+    """
+    model, gpu = plan.model, plan.hardware.gpu
+    if masks_whole_stream(model):
+        return model.q_dim if model.num_kv_heads > 1 else model.kv_dim
+    return model.kv_dim if gpu.is_cpu or gpu.has_flash_attention else model.q_dim

@@ -80,19 +80,27 @@ def rows_sdpa(
     outputs = []
     for q, k, v in _rows(query_BnTd, key_BnTd, value_BnTd, sequence_lengths):
         window = _window_mask(q.shape[2], sliding_window, q.device)
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and not _takes_groups(q, window):
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            grouped = False
         outputs.append(
             F.scaled_dot_product_attention(
                 q, k, v, attn_mask=window, dropout_p=dropout, is_causal=window is None, scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
+                enable_gqa=grouped,
             ).transpose(1, 2)
         )  # fmt: skip
     return _joined(outputs), None
 
 
 def rows_fused(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """``rows_sdpa`` that refuses any kernel but FlashAttention, so that a slow one cannot slip in."""
+    """``rows_sdpa`` by FlashAttention, or where a window needs a mask by the memory-efficient kernel.
+
+    Never by the one that writes the scores out: that would be slow and large without a word.
+    """
     on_gpu = args[0].device.type == "cuda"
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if on_gpu else nullcontext():
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    with sdpa_kernel(fused) if on_gpu else nullcontext():
         return rows_sdpa(module, *args, **kwargs)
 
 
@@ -130,6 +138,17 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> 
     if len(lengths) == 1:
         return [(query, key, value)]
     return zip(*(x.split(list(lengths), dim=2) for x in (query, key, value)), strict=True)
+
+
+def _takes_groups(query: Tensor, window: Tensor | None) -> bool:
+    """Whether the fused kernel for this row reads grouped key heads as they are.
+
+    The CPU's and FlashAttention's do. The memory-efficient one, which is left for GPUs before Ampere and for masks,
+    does not: with grouped heads torch would fall back to writing the scores out.
+    """
+    if query.device.type == "cpu":
+        return True
+    return window is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:
