@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fitune.spec.plan import Plan
 
+torch.set_num_threads(1)  # tiny models: threads that wait for one another cost ten times what they bring
+
 QUESTIONS = [
     {"question": f"What is {a} plus {b}?", "answer": f"{a} plus {b} is {a + b}, and that is all."}
     for a in range(2, 9)
