@@ -2,7 +2,7 @@
 
 from fitune.spec.model import ModelSpec
 from fitune.spec.parameters import count_parameters, lora_parameters
-from fitune.spec.plan import Full, Lora, Plan
+from fitune.spec.plan import Full, Lomo, Lora, Plan, trains_every_weight
 
 
 def base_parameters(model: ModelSpec) -> int:
@@ -15,13 +15,13 @@ def adapter_parameters(plan: Plan) -> int:
     match plan.tuning:
         case Lora(rank=rank, targets=targets):
             return lora_parameters(plan.model, rank=rank, targets=targets)
-        case Full():
+        case Full() | Lomo():
             return 0
 
 
 def trained_parameters(plan: Plan) -> int:
     """Parameters that get a gradient: all of them, or the adapters alone."""
-    return base_parameters(plan.model) if isinstance(plan.tuning, Full) else adapter_parameters(plan)
+    return base_parameters(plan.model) if trains_every_weight(plan.tuning) else adapter_parameters(plan)
 
 
 def weights_bytes(plan: Plan) -> int:

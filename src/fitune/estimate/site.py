@@ -7,7 +7,7 @@ from fitune.estimate import activations
 from fitune.estimate.shape import BatchShape
 from fitune.estimate.stages import Stage
 from fitune.spec.model import Linear, ModelSpec
-from fitune.spec.plan import Full, Lora, Plan
+from fitune.spec.plan import Full, Lomo, Lora, Plan, trains_every_weight
 
 SCALED_IN_FP32 = ("gemma2", "gemma3_text")
 """RMSNorms that multiply by their weight before they cast back."""
@@ -28,7 +28,7 @@ class Site:
 
     @property
     def full(self) -> bool:
-        return isinstance(self.plan.tuning, Full)
+        return trains_every_weight(self.plan.tuning)
 
     @property
     def element_bytes(self) -> int:
@@ -46,7 +46,7 @@ class Site:
         match self.plan.tuning:
             case Lora(targets=targets):
                 return tuple(m for m in linears if m.adaptable and m.name.rsplit(".", 1)[-1] in targets)
-            case Full():
+            case Full() | Lomo():
                 return ()
 
     def trains(self, linears: Sequence[Linear]) -> bool:

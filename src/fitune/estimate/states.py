@@ -1,7 +1,7 @@
 """What the optimizer keeps between steps, and what it needs during one."""
 
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
-from fitune.spec.plan import AdamW, Full, Optimizer, Plan, Sgd
+from fitune.spec.plan import AdamW, AdamW8bit, Optimizer, Plan, Sgd, trains_every_weight
 from fitune.units import MIB
 
 MASTER_BUCKET_BYTES = 64 * MIB
@@ -11,7 +11,7 @@ MASTER_BUCKET_BYTES = 64 * MIB
 def states_per_parameter(optimizer: Optimizer) -> int:
     """AdamW keeps two moments (Kingma & Ba, arXiv 1412.6980, algorithm 1), momentum SGD one, SGD none."""
     match optimizer:
-        case AdamW():
+        case AdamW() | AdamW8bit():
             return 2
         case Sgd(momentum=momentum):
             return 1 if momentum > 0 else 0
@@ -45,7 +45,7 @@ def update_temporaries_bytes(plan: Plan) -> int:
         return 0
     bucket = min(MASTER_BUCKET_BYTES, 4 * trained_parameters(plan))
     half_converted = bucket // 2
-    if isinstance(plan.tuning, Full):
+    if trains_every_weight(plan.tuning):
         table = embedding_parameters(plan.model)
         last = 2 * table if bucket < MASTER_BUCKET_BYTES and not plan.model.tied_embeddings else 0
         return max(half_converted + last, 4 * table)

@@ -9,7 +9,7 @@ from fitune.estimate.parameters import adapters_bytes, gradients_bytes, head_par
 from fitune.estimate.shape import BatchShape
 from fitune.estimate.stages import Block, Stage, block_of
 from fitune.estimate.states import master_bytes, optimizer_bytes
-from fitune.spec.plan import Full, Loss, Plan, Recompute
+from fitune.spec.plan import Loss, Plan, Recompute, trains_every_weight
 
 Terms = dict[str, int]
 
@@ -35,7 +35,7 @@ class StepStages:
 
     @property
     def full(self) -> bool:
-        return isinstance(self.plan.tuning, Full)
+        return trains_every_weight(self.plan.tuning)
 
     @property
     def gradients_exist(self) -> bool:
@@ -91,7 +91,7 @@ def describe_step(plan: Plan, shape: BatchShape) -> StepStages:
     gradients_exist = plan.batch.accumulation > 1
     other = block_of(block_stages(plan, shape, first=False), gradients_exist=gradients_exist)
     first = other
-    if not isinstance(plan.tuning, Full):
+    if not trains_every_weight(plan.tuning):
         first = block_of(block_stages(plan, shape, first=True), gradients_exist=gradients_exist)
     return StepStages(
         plan=plan,

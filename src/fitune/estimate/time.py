@@ -19,7 +19,7 @@ from fitune.spec.flops import (
     model_flops,
     peak_flops,
 )
-from fitune.spec.plan import Full, Plan
+from fitune.spec.plan import Plan, trains_every_weight
 from fitune.spec.reports import Phase, StepTime
 
 MATMUL_EFFICIENCY = 0.60
@@ -158,7 +158,7 @@ def _roofline(plan: Plan, work: Work) -> tuple[float, str]:
 def _forward_flops_per_token(plan: Plan) -> float:
     """2 per active weight of a block, and 2·r·(in + out) per adapter: of linear_flops_per_token's 6 (or 4 + 6)."""
     base = sum(2.0 * m.in_features * m.out_features * m.active_copies for m in plan.model.linears)
-    if isinstance(plan.tuning, Full):
+    if trains_every_weight(plan.tuning):
         return base
     total = sum(linear_flops_per_token(m, plan.tuning) for m in plan.model.linears)
     return base + (total - 2 * base) / 3

@@ -2,7 +2,28 @@
 
 import textwrap
 
-from fitune.spec.plan import AdamW, ChunkedLoss, Full, Lora, Loss, Optimizer, Plan, Sgd
+from fitune.spec.plan import (
+    AdamW,
+    AdamW8bit,
+    ChunkedLoss,
+    ClipByNorm,
+    Ddp,
+    Dense,
+    Full,
+    Hqq,
+    Lomo,
+    Lora,
+    Loss,
+    Nf4,
+    Offload,
+    Optimizer,
+    Plan,
+    Sgd,
+    Sharding,
+    Single,
+    Tuning,
+    Zero,
+)
 from fitune.spec.reports import Estimate, Phase
 from fitune.units import GIB, MIB
 
@@ -14,6 +35,7 @@ def describe_plan(plan: Plan) -> str:
     return ", ".join(
         (
             *family_words(plan),
+            *spread_words(plan),
             f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed",
             describe_loss(plan.loss),
             f"{plan.attention} attention",
@@ -27,19 +49,69 @@ def describe_family(plan: Plan) -> str:
     return ", ".join(family_words(plan))
 
 
-def family_words(plan: Plan) -> tuple[str, str, str]:
-    match plan.tuning:
+def family_words(plan: Plan) -> tuple[str, ...]:
+    optimizer = "" if isinstance(plan.tuning, Lomo) else describe_optimizer(plan.optimizer)
+    words = (describe_tuning(plan.tuning), plan.precision.value, optimizer)
+    return tuple(word for word in words if word)
+
+
+def describe_tuning(tuning: Tuning) -> str:
+    """``full``, ``AdaLomo clipped at norm 1``, ``DoRA r16 on 7 linears of an NF4 base``."""
+    match tuning:
         case Full():
-            tuning = "full"
-        case Lora(rank=rank, targets=targets):
-            tuning = f"LoRA r{rank} on {len(targets)} linears"
-    return tuning, plan.precision.value, describe_optimizer(plan.optimizer)
+            return "full"
+        case Lomo(adaptive=adaptive, clip=clip):
+            cut = f"at norm {clip.max_norm:g}" if isinstance(clip, ClipByNorm) else f"to ±{clip.value:g}"
+            return f"{'AdaLomo' if adaptive else 'LOMO'} clipped {cut}"
+        case Lora(rank=rank, targets=targets, base=base, dora=dora):
+            adapters = f"{'DoRA' if dora else 'LoRA'} r{rank} on {len(targets)} linears"
+            return adapters + ("" if isinstance(base, Dense) else f" of {describe_base(base)}")
+
+
+def describe_base(base: Dense | Nf4 | Hqq) -> str:
+    match base:
+        case Dense():
+            return "a dense base"
+        case Nf4(double_quant=double):
+            return f"an NF4 base{' with double quantisation' if double else ''}"
+        case Hqq(bits=bits, group_size=size):
+            return f"an HQQ base of {bits} bits in groups of {size}"
+
+
+def spread_words(plan: Plan) -> tuple[str, ...]:
+    """Sharding and offload, where there are any."""
+    return tuple(word for word in (describe_sharding(plan.sharding), describe_offload(plan.offload)) if word)
+
+
+def describe_sharding(sharding: Sharding) -> str:
+    """``ZeRO-3 by FSDP2``; nothing on a single device."""
+    match sharding:
+        case Single():
+            return ""
+        case Ddp():
+            return "DDP"
+        case Zero(stage=stage, backend=backend, hybrid=hybrid):
+            name = "FSDP2" if backend == "fsdp" else "DeepSpeed"
+            return f"ZeRO-{stage} by {name}{' within each node' if hybrid else ''}"
+
+
+def describe_offload(offload: Offload) -> str:
+    """``optimizer on the CPU, parameters on NVMe``; nothing when all stays on the device."""
+    names = {"cpu": "the CPU", "nvme": "NVMe"}
+    places = (
+        ("parameters", offload.parameters),
+        ("optimizer", offload.optimizer),
+        ("activations", offload.activations),
+    )
+    return ", ".join(f"{what} on {names[place]}" for what, place in places if place != "device")
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:
     match optimizer:
         case AdamW():
             return "AdamW"
+        case AdamW8bit():
+            return "8-bit AdamW"
         case Sgd(momentum=momentum):
             return "momentum SGD" if momentum > 0 else "SGD"
 

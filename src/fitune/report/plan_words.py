@@ -8,15 +8,23 @@ from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import (
     AdamW,
+    AdamW8bit,
     Batch,
     ChunkedLoss,
+    ClipByNorm,
     DataPlan,
     DataSource,
+    Ddp,
+    Dense,
     Epochs,
     Fraction,
     Full,
+    Hqq,
+    Lomo,
     Lora,
     Loss,
+    Nf4,
+    Offload,
     Optimizer,
     PlainLoss,
     Plan,
@@ -25,7 +33,10 @@ from fitune.spec.plan import (
     RunPlan,
     Schedule,
     Sgd,
+    Sharding,
+    Single,
     Tuning,
+    Zero,
 )
 from fitune.units import format_bytes, format_learning_rate
 
@@ -36,19 +47,37 @@ _PRECISIONS = {
     Precision.FP16: "fp16 with loss scaling, with fp32 copies of the trained weights for the optimizer",
 }
 
-_CONTAINERS = (Plan, ModelSpec, Hardware, Gpu, Recompute, Batch, Schedule, DataPlan, DataSource, RunPlan)
+_BASES = {Dense: "", Nf4: " on NF4", Hqq: " on HQQ"}
+_PLACES = {"cpu": "in host memory", "nvme": "on NVMe"}
+
+_CONTAINERS = (
+    Plan,
+    ModelSpec,
+    Hardware,
+    Gpu,
+    Offload,
+    Recompute,
+    Batch,
+    Schedule,
+    DataPlan,
+    DataSource,
+    RunPlan,
+)
 """Types that are always the same in their place, so that naming them says nothing."""
 
 
 def headline(plan: Plan) -> str:
     """``LoRA r16 · fp32 · AdamW · 1 × cpu``"""
     return " · ".join(
-        [
+        name
+        for name in (
             tuning_name(plan.tuning),
             plan.precision.value,
-            type(plan.optimizer).__name__,
+            "" if isinstance(plan.tuning, Lomo) else type(plan.optimizer).__name__,
+            sharding_name(plan.sharding),
             hardware_name(plan.hardware),
-        ]
+        )
+        if name
     )
 
 
@@ -56,9 +85,22 @@ def tuning_name(tuning: Tuning) -> str:
     match tuning:
         case Full():
             return "full fine-tuning"
+        case Lomo():
+            return "AdaLomo" if tuning.adaptive else "LOMO"
         case Lora():
-            return f"LoRA r{tuning.rank}"
+            return f"{'DoRA' if tuning.dora else 'LoRA'} r{tuning.rank}{_BASES[type(tuning.base)]}"
     return _any_name(tuning)
+
+
+def sharding_name(sharding: Sharding) -> str:
+    match sharding:
+        case Single():
+            return ""
+        case Ddp():
+            return "DDP"
+        case Zero():
+            return f"ZeRO-{sharding.stage} ({sharding.backend})"
+    return _any_name(sharding)
 
 
 def hardware_name(hardware: Hardware) -> str:
@@ -74,7 +116,8 @@ def sentences(plan: Plan) -> list[str]:
         _batch_sentence(plan),
         _recompute_sentence(plan),
         _loss_sentence(plan.loss),
-        _optimizer_sentence(plan.optimizer),
+        *([] if isinstance(plan.tuning, Lomo) else [_optimizer_sentence(plan.optimizer)]),
+        *_spread_sentences(plan),
         _schedule_sentence(plan.schedule),
     ]
 
@@ -88,12 +131,36 @@ def _tuning_sentence(tuning: Tuning) -> str:
     match tuning:
         case Full():
             return "Every parameter is trained."
+        case Lomo():
+            return _lomo_sentence(tuning)
         case Lora():
+            norms = " with the norms of the adapted weights (DoRA)" if tuning.dora else ""
             return (
                 f"Adapters of rank {tuning.rank} (alpha {tuning.alpha}, dropout {tuning.dropout:g}) are "
-                f"trained on {', '.join(tuning.targets)}; the base stays frozen."
+                f"trained on {', '.join(tuning.targets)}{norms}; the base stays frozen{_base_words(tuning.base)}."
             )
     return f"Tuning is {_any_name(tuning)}."
+
+
+def _lomo_sentence(lomo: Lomo) -> str:
+    name = "AdaLomo" if lomo.adaptive else "LOMO"
+    clip = lomo.clip
+    cut = (
+        f"a first pass measures the gradient's norm, which is kept to {clip.max_norm:g}"
+        if isinstance(clip, ClipByNorm)
+        else f"gradients are cut to ±{clip.value:g}"
+    )
+    return f"Every parameter is trained, each as soon as its gradient exists ({name}); {cut}."
+
+
+def _base_words(base: Dense | Nf4 | Hqq) -> str:
+    match base:
+        case Dense():
+            return ""
+        case Nf4():
+            return f" in 4-bit NormalFloat{', its scales in 8 bit' if base.double_quant else ''}"
+        case Hqq():
+            return f" in {base.bits}-bit HQQ, groups of {base.group_size}"
 
 
 def _batch_sentence(plan: Plan) -> str:
@@ -128,11 +195,33 @@ def _loss_sentence(loss: Loss) -> str:
 def _optimizer_sentence(optimizer: Optimizer) -> str:
     decay = f"weight decay {optimizer.weight_decay:g}"
     match optimizer:
+        case AdamW8bit():
+            return f"The optimizer is AdamW in 8 bit (β {optimizer.beta1:g}, {optimizer.beta2:g}; {decay})."
         case AdamW():
             return f"The optimizer is AdamW (β {optimizer.beta1:g}, {optimizer.beta2:g}; {decay})."
         case Sgd():
             return f"The optimizer is SGD (momentum {optimizer.momentum:g}; {decay})."
     return f"The optimizer is {_any_name(optimizer)}."
+
+
+def _spread_sentences(plan: Plan) -> Iterator[str]:
+    match plan.sharding:
+        case Ddp():
+            yield "Every device holds the whole model; gradients are averaged over all of them (DDP)."
+        case Zero(stage=stage, backend=backend, hybrid=hybrid):
+            shared = {1: "optimizer states", 2: "optimizer states and gradients", 3: "all states and weights"}
+            where = "the devices of a node" if hybrid else "all devices"
+            by = "torch's FSDP2" if backend == "fsdp" else "DeepSpeed"
+            yield f"ZeRO-{stage} by {by}: {shared[stage]} are divided among {where}."
+    offload = plan.offload
+    places = {
+        "weights": offload.parameters,
+        "optimizer states": offload.optimizer,
+        "activations": offload.activations,
+    }
+    away = [f"{what} {_PLACES[place]}" for what, place in places.items() if place != "device"]
+    if away:
+        yield f"Kept off the device until needed: {', '.join(away)}."
 
 
 def _schedule_sentence(schedule: Schedule) -> str:

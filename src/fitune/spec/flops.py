@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fitune.spec.hardware import Gpu
 from fitune.spec.model import Linear, ModelSpec
-from fitune.spec.plan import Full, Lora, Precision, Tuning
+from fitune.spec.plan import Full, Lomo, Lora, Precision, Tuning, trains_every_weight
 
 
 def model_flops(
@@ -34,7 +34,7 @@ def linear_flops_per_token(linear: Linear, tuning: Tuning) -> float:
     """Forward and backward of one linear of a block, with its adapter if it has one."""
     active = linear.in_features * linear.out_features * linear.active_copies
     match tuning:
-        case Full():
+        case Full() | Lomo():
             return 6.0 * active
         case Lora(rank=rank, targets=targets):
             adapted = linear.adaptable and linear.name.rsplit(".", 1)[-1] in targets
@@ -50,7 +50,7 @@ def attention_flops_per_pair(model: ModelSpec) -> float:
 
 def head_flops_per_token(model: ModelSpec, tuning: Tuning) -> float:
     weights = model.hidden_size * model.vocab_size
-    return (6.0 if isinstance(tuning, Full) else 4.0) * weights
+    return (6.0 if trains_every_weight(tuning) else 4.0) * weights
 
 
 def peak_flops(gpu: Gpu, precision: Precision) -> float:

@@ -2,7 +2,8 @@
 
 A Recipe says what the user wants and may leave things open; a Plan has no opening left. ``train``
 executes it, ``rehearse`` traces it, the estimate prices it. A choice carries its own settings, so a
-union of small types stands where other programs keep flags that contradict each other.
+union of small types stands where other programs keep flags that contradict each other. What is trained
+(tuning.py) and how it is spread (sharding.py) have files of their own; this module is the door to all of them.
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +12,61 @@ from typing import Literal
 
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
+from fitune.spec.sharding import Ddp, Offload, Place, Sharding, Single, Zero
+from fitune.spec.tuning import (
+    AdamW,
+    AdamW8bit,
+    ClipByNorm,
+    ClipByValue,
+    Dense,
+    Full,
+    Hqq,
+    Lomo,
+    Lora,
+    Nf4,
+    Optimizer,
+    Sgd,
+    Tuning,
+    trains_every_weight,
+)
+
+__all__ = [
+    "AdamW",
+    "AdamW8bit",
+    "Attention",
+    "Batch",
+    "ChunkedLoss",
+    "ClipByNorm",
+    "ClipByValue",
+    "DataPlan",
+    "DataSource",
+    "Ddp",
+    "Dense",
+    "Epochs",
+    "Fraction",
+    "Full",
+    "Hqq",
+    "Lomo",
+    "Lora",
+    "Loss",
+    "Nf4",
+    "Offload",
+    "Optimizer",
+    "Place",
+    "PlainLoss",
+    "Plan",
+    "Precision",
+    "Recompute",
+    "RunPlan",
+    "Schedule",
+    "Sgd",
+    "Sharding",
+    "Single",
+    "Steps",
+    "Tuning",
+    "Zero",
+    "trains_every_weight",
+]
 
 
 class Precision(StrEnum):
@@ -33,62 +89,6 @@ class Precision(StrEnum):
     @property
     def has_master(self) -> bool:
         return self in (Precision.BF16_MASTER, Precision.FP16)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Full:
-    """Train every parameter."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dense:
-    """The frozen base stays in the compute type."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lora:
-    """Train low-rank adapters on a frozen base (Hu et al. 2021, arXiv 2106.09685).
-
-    ``targets`` are the names of the adapted linears inside a block, the last part only (``q_proj``).
-    """
-
-    rank: int
-    alpha: int
-    dropout: float
-    targets: tuple[str, ...]
-    base: Dense = Dense()
-
-
-Tuning = Full | Lora
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW:
-    """Two states per trained parameter (Loshchilov & Hutter, arXiv 1711.05101)."""
-
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sgd:
-    """No state without momentum, one per trained parameter with it."""
-
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-
-
-Optimizer = AdamW | Sgd
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Single:
-    """One process, one device."""
-
-
-Sharding = Single
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +231,7 @@ class Plan:
     precision: Precision
     optimizer: Optimizer
     sharding: Sharding
+    offload: Offload = field(default_factory=Offload)
     recompute: Recompute
     attention: Attention
     loss: Loss

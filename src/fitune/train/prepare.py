@@ -15,7 +15,8 @@ from fitune.models.attention import use_attention
 from fitune.models.language_model import LanguageModel, language_model
 from fitune.models.recompute import recompute_blocks
 from fitune.models.weights import compute_dtype, load_model
-from fitune.spec.plan import Full, Lora, Plan
+from fitune.spec.plan import Full, Lomo, Lora, Plan
+from fitune.train.supported import require_supported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Prepared:
 
 def prepare(plan: Plan) -> Prepared:
     """Load the plan's model and change it into what the plan says."""
+    require_supported(plan)
     dtype = compute_dtype(plan.precision)
     model = load_model(plan.model_path, dtype=dtype, device=training_device(plan))
     return prepare_loaded(model, plan)
@@ -41,6 +43,7 @@ def prepare(plan: Plan) -> Prepared:
 
 def prepare_loaded(model: PreTrainedModel, plan: Plan) -> Prepared:
     """The same for a model that is already in memory, in the plan's compute dtype."""
+    require_supported(plan)
     use_attention(model, plan.attention)
     whole = _tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
     parts = language_model(whole, plan.loss)
@@ -70,7 +73,7 @@ def training_device(plan: Plan) -> torch.device:
 
 def _tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:
     match plan.tuning:
-        case Full():
+        case Full() | Lomo():
             return model.requires_grad_(True)
         case Lora() as lora:
             return add_adapters(model, lora, dtype=compute_dtype(plan.precision), seed=plan.run.seed)

@@ -1,0 +1,115 @@
+"""What is trained, on what base, and by which optimizer: the unions that spec/plan.py is made of."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Full:
+    """Train every parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipByValue:
+    """Every element of a gradient is cut to [−value, value]; one backward pass."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipByNorm:
+    """The whole gradient is scaled to this norm. LOMO holds one gradient at a time: a first pass measures the norm."""
+
+    max_norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lomo:
+    """Train every parameter, each updated in backward as soon as its gradient exists.
+
+    Lv et al. 2023, arXiv 2306.09782. The update is SGD without momentum, so the plan's optimizer is ``Sgd()``.
+    ``adaptive`` is AdaLomo (arXiv 2310.10195): a factored second moment per matrix. Gradients never add up: no
+    accumulation, no fp32 masters.
+    """
+
+    adaptive: bool
+    clip: ClipByValue | ClipByNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """The frozen base stays in the compute type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nf4:
+    """The linears of the blocks in 4-bit NormalFloat, one scale per 64 weights.
+
+    Dettmers et al. 2023, arXiv 2305.14314. With ``double_quant`` the scales are 8-bit numbers themselves, one
+    fp32 scale per 256 of them.
+    """
+
+    double_quant: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hqq:
+    """The linears of the blocks in ``bits``, scale and zero per ``group_size`` weights (Badri & Shaji 2023)."""
+
+    bits: Literal[2, 3, 4, 8]
+    group_size: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Train low-rank adapters on a frozen base (Hu et al. 2021, arXiv 2106.09685); a 4-bit base makes it QLoRA.
+
+    ``targets`` are the names of the adapted linears inside a block, the last part only (``q_proj``).
+    ``dora`` also trains the norm of each row of the adapted weights (Liu et al. 2024, arXiv 2402.09353).
+    """
+
+    rank: int
+    alpha: int
+    dropout: float
+    targets: tuple[str, ...]
+    base: Dense | Nf4 | Hqq = Dense()
+    dora: bool = False
+
+
+Tuning = Full | Lomo | Lora
+
+
+def trains_every_weight(tuning: Tuning) -> bool:
+    """Full fine-tuning, whether gradients are gathered or used at once."""
+    return not isinstance(tuning, Lora)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Two states per trained parameter (Loshchilov & Hutter, arXiv 1711.05101)."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW8bit:
+    """AdamW with both states in 8 bit, scaled in blocks of 256 (Dettmers et al. 2022, arXiv 2110.02861)."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sgd:
+    """No state without momentum, one per trained parameter with it."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
+Optimizer = AdamW | AdamW8bit | Sgd

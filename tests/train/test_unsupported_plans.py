@@ -1,0 +1,61 @@
+"""A plan that this version cannot run is refused before anything is loaded, and the refusal names every reason."""
+
+from dataclasses import replace
+
+import pytest
+
+from estimate.tiny_plans import plan_for, small_llama
+from fitune.errors import RecipeError
+from fitune.spec.plan import (
+    AdamW8bit,
+    ClipByNorm,
+    ClipByValue,
+    Ddp,
+    Hqq,
+    Lomo,
+    Lora,
+    Nf4,
+    Offload,
+    Plan,
+    Zero,
+)
+from fitune.train.prepare import prepare
+from fitune.train.supported import require_supported
+
+
+@pytest.fixture(scope="module")
+def any_plan() -> Plan:
+    return plan_for(small_llama())
+
+
+LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj",)}
+
+
+@pytest.mark.parametrize(
+    ("choice", "named"),
+    [
+        ({"tuning": Lomo(adaptive=False, clip=ClipByValue(value=1.0))}, "tuning LOMO"),
+        ({"tuning": Lomo(adaptive=True, clip=ClipByNorm(max_norm=1.0))}, "tuning AdaLomo"),
+        ({"tuning": Lora(**LORA, base=Nf4())}, "a base in Nf4"),
+        ({"tuning": Lora(**LORA, base=Hqq(bits=3))}, "a base in Hqq"),
+        ({"tuning": Lora(**LORA, dora=True)}, "DoRA"),
+        ({"optimizer": AdamW8bit()}, "optimizer AdamW8bit"),
+        ({"sharding": Ddp()}, "sharding DDP"),
+        ({"sharding": Zero(stage=3, backend="fsdp")}, r"sharding ZeRO-3 \(fsdp\)"),
+        ({"offload": Offload(optimizer="cpu")}, "offload"),
+    ],
+)
+def test_what_is_not_in_this_version_is_named(any_plan, choice, named):
+    plan = replace(any_plan, model_path="/nowhere", **choice)
+    with pytest.raises(RecipeError, match=f"cannot train yet: {named}"):
+        prepare(plan)
+
+
+def test_all_reasons_are_named_at_once(any_plan):
+    plan = replace(any_plan, sharding=Ddp(), optimizer=AdamW8bit())
+    with pytest.raises(RecipeError, match="AdamW8bit, sharding DDP"):
+        require_supported(plan)
+
+
+def test_what_is_in_this_version_passes(any_plan):
+    require_supported(any_plan)
