@@ -6,11 +6,11 @@ from dataclasses import replace
 from fitune.estimate import activations, transient
 from fitune.estimate.attention_block import attention_stages
 from fitune.estimate.mlp_block import expert_stages, mlp_stages
-from fitune.estimate.shape import BatchShape
 from fitune.estimate.site import SCALED_IN_FP32, Site
 from fitune.estimate.stages import Stage
 from fitune.spec.model import Linear
 from fitune.spec.plan import Plan
+from fitune.spec.shape import BatchShape
 
 
 def block_stages(plan: Plan, shape: BatchShape, *, first: bool) -> tuple[Stage, ...]:

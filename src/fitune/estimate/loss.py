@@ -4,9 +4,9 @@ The loss sees detached hidden states and only tokens that have a label; its grad
 logits, so forward and backward of a chunk are one moment.
 """
 
-from fitune.estimate.shape import BatchShape
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import ChunkedLoss, Loss, PlainLoss
+from fitune.spec.shape import BatchShape
 
 _SOFTCAPPED = ("gemma2",)
 """Logits capped by a hyperbolic tangent, which autograd keeps once more."""

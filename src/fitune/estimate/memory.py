@@ -7,11 +7,12 @@ are those of a step after the first, when optimizer states exist, and of its las
 from fitune.estimate import activations, overhead, transient
 from fitune.estimate import loss as loss_terms
 from fitune.estimate.parameters import embedding_parameters
-from fitune.estimate.shape import BatchShape, largest_batch
+from fitune.estimate.shape import largest_batch
 from fitune.estimate.states import update_temporaries_bytes
 from fitune.estimate.step import StepStages, Terms, describe_step
 from fitune.spec.plan import Plan
 from fitune.spec.reports import MemoryBreakdown, Phase
+from fitune.spec.shape import BatchShape
 
 
 def predict_memory(plan: Plan, shape: BatchShape | None = None) -> MemoryBreakdown:

@@ -1,8 +1,17 @@
 """Bytes of what is multiplied and of what is trained: weights, adapters, gradients."""
 
+from fitune.estimate.quantised import base_of
+from fitune.estimate.shares import (
+    base_bytes,
+    base_share_bytes,
+    num_shares,
+    share_elements,
+    weights_are_divided,
+)
+from fitune.estimate.tensors import adapter_tensors, base_tensors
 from fitune.spec.model import ModelSpec
-from fitune.spec.parameters import count_parameters, lora_parameters
-from fitune.spec.plan import Full, Lomo, Lora, Plan, trains_every_weight
+from fitune.spec.parameters import count_parameters
+from fitune.spec.plan import Dense, Plan, trains_every_weight
 
 
 def base_parameters(model: ModelSpec) -> int:
@@ -11,12 +20,11 @@ def base_parameters(model: ModelSpec) -> int:
 
 
 def adapter_parameters(plan: Plan) -> int:
-    """Σ over adapted linears and blocks of r·(in + out) (Hu et al. 2021, arXiv 2106.09685, section 4.1)."""
-    match plan.tuning:
-        case Lora(rank=rank, targets=targets):
-            return lora_parameters(plan.model, rank=rank, targets=targets)
-        case Full() | Lomo():
-            return 0
+    """Σ over adapted linears and blocks of r·(in + out), + out with DoRA.
+
+    Hu et al. 2021, arXiv 2106.09685, section 4.1; Liu et al. 2024, arXiv 2402.09353, section 4.1.
+    """
+    return sum(tensor.elements * tensor.count for tensor in adapter_tensors(plan))
 
 
 def trained_parameters(plan: Plan) -> int:
@@ -25,17 +33,40 @@ def trained_parameters(plan: Plan) -> int:
 
 
 def weights_bytes(plan: Plan) -> int:
-    """P · e: the model in the compute type; e = 4 for fp32, 2 for bf16 and fp16. Rotary tables are not in it."""
-    return base_parameters(plan.model) * plan.precision.compute_bytes
+    """P · e: the model in the compute type; e = 4 for fp32, 2 for bf16 and fp16. Rotary tables are not in it.
+
+    The linears of a quantised base are packed (quantised.py). Whole, however it is divided.
+    """
+    if isinstance(base_of(plan), Dense):
+        return base_parameters(plan.model) * plan.precision.compute_bytes
+    return base_bytes(base_tensors(plan.model), plan)
+
+
+def weights_share_bytes(plan: Plan) -> int:
+    """What one rank holds of them between two steps, wherever it keeps it."""
+    if weights_are_divided(plan) and num_shares(plan) > 1:
+        return base_share_bytes(plan)
+    return weights_bytes(plan)
+
+
+def weights_on_device_bytes(plan: Plan) -> int:
+    """The share between two steps, nothing when parameters are offloaded."""
+    return weights_share_bytes(plan) if plan.offload.parameters == "device" else 0
 
 
 def adapters_bytes(plan: Plan) -> int:
-    """Adapters in the compute type, P_lora · e (models/adapters.py keeps PEFT from casting them to fp32)."""
-    return adapter_parameters(plan) * plan.precision.compute_bytes
+    """Adapters in the compute type, P_lora · e (models/adapters.py keeps PEFT from casting them to fp32).
+
+    Divided like the base's weights; they stay on the device when those are offloaded.
+    """
+    parameters = adapter_parameters(plan)
+    if weights_are_divided(plan):
+        parameters = share_elements(adapter_tensors(plan), plan)
+    return parameters * plan.precision.compute_bytes
 
 
 def gradients_bytes(plan: Plan) -> int:
-    """P_trained · e: a gradient has the type of its weight."""
+    """P_trained · e: a gradient has the type of its weight. Whole; gradients.py says what rests where."""
     return trained_parameters(plan) * plan.precision.compute_bytes
 
 

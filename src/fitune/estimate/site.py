@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fitune.estimate import activations
-from fitune.estimate.shape import BatchShape
 from fitune.estimate.stages import Stage
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.plan import Full, Lomo, Lora, Plan, trains_every_weight
+from fitune.spec.shape import BatchShape
 
 SCALED_IN_FP32 = ("gemma2", "gemma3_text")
 """RMSNorms that multiply by their weight before they cast back."""

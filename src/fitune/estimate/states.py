@@ -1,11 +1,20 @@
 """What the optimizer keeps between steps, and what it needs during one."""
 
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
-from fitune.spec.plan import AdamW, AdamW8bit, Optimizer, Plan, Sgd, trains_every_weight
+from fitune.estimate.shares import num_shares, trained_share, uses_deepspeed, zero_stage
+from fitune.estimate.tensors import ParameterTensor, base_tensors, trained_tensors
+from fitune.spec.plan import AdamW, AdamW8bit, Ddp, Lomo, Optimizer, Plan, Sgd, trains_every_weight
 from fitune.units import MIB
 
 MASTER_BUCKET_BYTES = 64 * MIB
 """fp32 gradients exist for at most this many bytes of masters at a time (engine/optimizers.py)."""
+
+EIGHT_BIT_BLOCK = 256
+"""State elements per fp32 scale (bitsandbytes.functional.create_dynamic_map, blocksize of its 8-bit optimizers)."""
+EIGHT_BIT_LEAST = 4096
+"""Smaller tensors keep fp32 states (bitsandbytes' min_8bit_size)."""
+SUB_GROUP = 1_000_000_000
+"""DeepSpeed's sub_group_size: elements that stage 3 steps at a time."""
 
 
 def states_per_parameter(optimizer: Optimizer) -> int:
@@ -18,18 +27,70 @@ def states_per_parameter(optimizer: Optimizer) -> int:
 
 
 def master_bytes(plan: Plan) -> int:
-    """4 · P_trained: the fp32 copy the optimizer works on under bf16-master and fp16, else nothing.
+    """4 · P_trained / N: the fp32 copy the optimizer works on under bf16-master and fp16, else nothing.
+
+    N is 1, or the shares of ZeRO; the largest share counts. On the device: nothing when the optimizer is offloaded.
 
     With it, AdamW makes the K = 4 + 4 + 4 = 12 bytes per parameter of ZeRO (Rajbhandari et al. 2020,
     arXiv 1910.02054, section 3.1); 2 + 2 + 12 = 16 with weight and gradient.
     """
-    return 4 * trained_parameters(plan) if plan.precision.has_master else 0
+    return 4 * trained_share(plan) if has_masters(plan) and plan.offload.optimizer == "device" else 0
+
+
+def has_masters(plan: Plan) -> bool:
+    """By precision; always with an optimizer on the host and with DeepSpeed, whose partitions are fp32 copies.
+
+    Never with LOMO, which updates the weights themselves. deepspeed/runtime/zero/stage_1_and_2.py.
+    """
+    if isinstance(plan.tuning, Lomo):
+        return False
+    return plan.precision.has_master or plan.offload.optimizer != "device" or uses_deepspeed(plan)
 
 
 def optimizer_bytes(plan: Plan) -> int:
-    """states · P_trained · (4 with masters, else e): a state has the type of what is stepped."""
-    width = 4 if plan.precision.has_master else plan.precision.compute_bytes
-    return states_per_parameter(plan.optimizer) * trained_parameters(plan) * width
+    """states · P_trained / N · (4 with masters, else e): a state has the type of what is stepped.
+
+    8 bit: 1 byte and a scale, whatever is stepped. AdaLomo: a factored moment. Nothing when it is offloaded.
+    """
+    if isinstance(plan.tuning, Lomo):
+        return adalomo_state_bytes(plan) if plan.tuning.adaptive else 0
+    if plan.offload.optimizer != "device":
+        return 0
+    if isinstance(plan.optimizer, AdamW8bit):
+        return eight_bit_state_bytes(plan)
+    width = 4 if has_masters(plan) else plan.precision.compute_bytes
+    return states_per_parameter(plan.optimizer) * trained_share(plan) * width
+
+
+def eight_bit_state_bytes(plan: Plan) -> int:
+    """2 · (1 + 4/256) per element: two states of 1 byte and an fp32 scale per block of 256.
+
+    Tensors under 4096 elements keep 2 · 4 bytes. Dettmers et al. 2022, arXiv 2110.02861; sizes after division.
+    """
+    parts = num_shares(plan)
+    return sum(t.count * _eight_bit_bytes(_share_of(t, parts)) for t in trained_tensors(plan))
+
+
+def _share_of(tensor: ParameterTensor, parts: int) -> int:
+    return -(-tensor.rows // parts) * tensor.row_elements
+
+
+def _eight_bit_bytes(elements: int) -> int:
+    if elements < EIGHT_BIT_LEAST:
+        return 2 * 4 * elements
+    return 2 * (elements + 4 * -(-elements // EIGHT_BIT_BLOCK))
+
+
+def adalomo_state_bytes(plan: Plan) -> int:
+    """4 · (out + in) per matrix, 4 · n per vector: the second moment as the product of a row and a column.
+
+    Lv et al. 2023, arXiv 2310.10195, section 3.2. The rows are divided with the weights, the columns are not.
+    """
+    parts = num_shares(plan)
+    return sum(
+        4 * t.count * (-(-t.rows // parts) + (t.row_elements if t.is_matrix else 0))
+        for t in base_tensors(plan.model)
+    )
 
 
 def update_temporaries_bytes(plan: Plan) -> int:
@@ -41,8 +102,14 @@ def update_temporaries_bytes(plan: Plan) -> int:
     embedding: 4·V·h before its gradient is dropped, alone in its bucket when it is large; the last one, of the
     same size in a small model's only bucket, is still to be dropped when all others are: + 2·V·h.
     """
+    if isinstance(plan.tuning, Lomo) or plan.offload.optimizer != "device":
+        return 0
+    if uses_deepspeed(plan):
+        return deepspeed_step_bytes(plan)
     if not plan.precision.has_master:
         return 0
+    if num_shares(plan) > 1 or isinstance(plan.sharding, Ddp):
+        return _divided_step_bytes(plan)
     bucket = min(MASTER_BUCKET_BYTES, 4 * trained_parameters(plan))
     half_converted = bucket // 2
     if trains_every_weight(plan.tuning):
@@ -50,3 +117,19 @@ def update_temporaries_bytes(plan: Plan) -> int:
         last = 2 * table if bucket < MASTER_BUCKET_BYTES and not plan.model.tied_embeddings else 0
         return max(half_converted + last, 4 * table)
     return half_converted
+
+
+def deepspeed_step_bytes(plan: Plan) -> int:
+    """4 · P_trained / N: the share's gradient in fp32; stage 3 converts at most 1e9 elements at a time.
+
+    step() in deepspeed/runtime/zero/stage_1_and_2.py and stage3.py.
+    """
+    share = trained_share(plan)
+    return 4 * (min(SUB_GROUP, share) if zero_stage(plan) == 3 else share)
+
+
+def _divided_step_bytes(plan: Plan) -> int:
+    """A bucket of fp32 gradients, at least one tensor's share. DDP's gradients are views of its buckets: none goes."""
+    parts = num_shares(plan)
+    largest = max(_share_of(t, parts) for t in trained_tensors(plan))
+    return max(min(MASTER_BUCKET_BYTES, 4 * trained_share(plan)), 4 * largest)

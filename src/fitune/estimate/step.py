@@ -5,11 +5,16 @@ from dataclasses import dataclass, replace
 from fitune.estimate import activations
 from fitune.estimate.attention_traits import masks_whole_stream
 from fitune.estimate.block import block_stages, final_norm_stage
-from fitune.estimate.parameters import adapters_bytes, gradients_bytes, head_parameters, weights_bytes
-from fitune.estimate.shape import BatchShape
+from fitune.estimate.parameters import (
+    adapters_bytes,
+    gradients_bytes,
+    head_parameters,
+    weights_on_device_bytes,
+)
 from fitune.estimate.stages import Block, Stage, block_of
 from fitune.estimate.states import master_bytes, optimizer_bytes
 from fitune.spec.plan import Loss, Plan, Recompute, trains_every_weight
+from fitune.spec.shape import BatchShape
 
 Terms = dict[str, int]
 
@@ -110,7 +115,7 @@ def describe_step(plan: Plan, shape: BatchShape) -> StepStages:
 def resident_terms(plan: Plan) -> Terms:
     """What stays between two steps: weights, adapters, fp32 masters, optimizer states."""
     return {
-        "weights": weights_bytes(plan),
+        "weights": weights_on_device_bytes(plan),
         "adapters": adapters_bytes(plan),
         "masters": master_bytes(plan),
         "optimizer": optimizer_bytes(plan),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fitune.estimate.attention_traits import is_multi_query, materialises_scores
 from fitune.estimate.loss import bytes_per_logit, num_chunks
-from fitune.estimate.shape import BatchShape, largest_batch
+from fitune.estimate.shape import largest_batch
 from fitune.estimate.states import states_per_parameter
 from fitune.estimate.step import StepStages, describe_step
 from fitune.spec.flops import (
@@ -21,6 +21,7 @@ from fitune.spec.flops import (
 )
 from fitune.spec.plan import Plan, trains_every_weight
 from fitune.spec.reports import Phase, StepTime
+from fitune.spec.shape import BatchShape
 
 MATMUL_EFFICIENCY = 0.60
 """Share of the datasheet peak that large 16-bit products reach; others report 0.5–0.75. Not measured by us."""

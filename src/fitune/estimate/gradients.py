@@ -1,0 +1,45 @@
+"""Where gradients rest, and how many are whole at once, by sharding and tuning.
+
+A gradient is born whole in backward. Then it stays (one device, DDP, ZeRO-1), is divided (ZeRO-2 and 3), goes to
+the host (offloaded optimizer) or is used on the spot (LOMO).
+"""
+
+from fitune.estimate.parameters import gradients_bytes
+from fitune.estimate.shares import gradients_are_divided, trained_share, uses_fsdp
+from fitune.spec.plan import Ddp, Lomo, Plan, Single
+
+
+def resting_gradient_bytes(plan: Plan) -> int:
+    """All gradients on the device once backward is through: whole, the rank's share, or none."""
+    if isinstance(plan.tuning, Lomo) or _go_to_the_host(plan):
+        return 0
+    if gradients_are_divided(plan):
+        return trained_share(plan) * plan.precision.compute_bytes
+    return gradients_bytes(plan)
+
+
+def gradients_always_exist(plan: Plan) -> bool:
+    """DDP's are views of its buckets, which are never freed (gradient_as_bucket_view; torch/csrc reducer.cpp).
+
+    Without views its 25 MiB buckets would be a second copy of all gradients.
+    """
+    return isinstance(plan.sharding, Ddp)
+
+
+def one_gradient_at_a_time(plan: Plan) -> bool:
+    """Whether a fresh gradient is added, copied or used up before the next one is made.
+
+    So from the second micro-batch on, into DDP's and DeepSpeed's buckets, and with LOMO. FSDP2 reduces a block's
+    gradients together when the last of them is there (_fsdp_param_group.py, post_backward).
+    """
+    if uses_fsdp(plan) and gradients_are_divided(plan):
+        return False
+    if plan.batch.accumulation > 1 or isinstance(plan.tuning, Lomo):
+        return True
+    return not isinstance(plan.sharding, Single) and not uses_fsdp(plan)
+
+
+def _go_to_the_host(plan: Plan) -> bool:
+    """With an offloaded optimizer, block by block, unless all ranks sum them on the device first."""
+    alone = isinstance(plan.sharding, Single)
+    return plan.offload.optimizer != "device" and (alone or gradients_are_divided(plan))

@@ -1,0 +1,92 @@
+"""What one rank holds when the states are divided: the share of the rank that holds most."""
+
+from collections.abc import Iterable
+
+from fitune.estimate.quantised import base_of, is_quantised, stored_bytes
+from fitune.estimate.tensors import ParameterTensor, base_tensors, trained_tensors
+from fitune.spec.plan import Ddp, Plan, Single, Zero
+
+
+def num_ranks(plan: Plan) -> int:
+    """Processes that train together, one per device."""
+    match plan.sharding:
+        case Single():
+            return 1
+        case Ddp() | Zero():
+            return plan.hardware.num_gpus
+
+
+def num_shares(plan: Plan) -> int:
+    """Parts into which states are divided: all ranks, or those of one node when hybrid."""
+    match plan.sharding:
+        case Single() | Ddp():
+            return 1
+        case Zero(hybrid=hybrid):
+            return plan.hardware.gpus_per_node if hybrid else plan.hardware.num_gpus
+
+
+def uses_fsdp(plan: Plan) -> bool:
+    return isinstance(plan.sharding, Zero) and plan.sharding.backend == "fsdp"
+
+
+def uses_deepspeed(plan: Plan) -> bool:
+    return isinstance(plan.sharding, Zero) and plan.sharding.backend == "deepspeed"
+
+
+def zero_stage(plan: Plan) -> int:
+    """0 without ZeRO."""
+    return plan.sharding.stage if isinstance(plan.sharding, Zero) else 0
+
+
+def weights_are_divided(plan: Plan) -> bool:
+    """Between two steps: by FSDP2 at every stage, by DeepSpeed at stage 3."""
+    return uses_fsdp(plan) or zero_stage(plan) == 3
+
+
+def gradients_are_divided(plan: Plan) -> bool:
+    return zero_stage(plan) >= 2
+
+
+def share_elements(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
+    """Elements of the largest share, padding included.
+
+    FSDP2 divides the rows of every tensor: Σ ⌈rows / N⌉ · row (fully_shard, Shard(0)). DeepSpeed divides every
+    tensor's elements at stage 3, Σ ⌈n / N⌉ (partition_parameters.py), and one flat buffer of all before: ⌈Σ n / N⌉.
+    """
+    parts = num_shares(plan)
+    if parts == 1:
+        return sum(t.elements * t.count for t in tensors)
+    if uses_fsdp(plan):
+        return sum(-(-t.rows // parts) * t.row_elements * t.count for t in tensors)
+    if zero_stage(plan) == 3:
+        return sum(-(-t.elements // parts) * t.count for t in tensors)
+    return -(-sum(t.elements * t.count for t in tensors) // parts)
+
+
+def trained_share(plan: Plan) -> int:
+    """Trained elements whose masters and optimizer states one rank holds and steps."""
+    return share_elements(trained_tensors(plan), plan)
+
+
+def base_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
+    """Whole tensors of the base as they are stored: packed where quantised, else in the compute type."""
+    base, e = base_of(plan), plan.precision.compute_bytes
+    return sum(
+        t.count
+        * (
+            stored_bytes(t.elements, base, element_bytes=e)
+            if t.linear is not None and is_quantised(t.linear, base)
+            else t.elements * e
+        )
+        for t in tensors
+    )
+
+
+def base_share_bytes(plan: Plan) -> int:
+    """The base's weights on the rank that holds most; packed bytes are divided like one long row of bytes."""
+    base, e, parts = base_of(plan), plan.precision.compute_bytes, num_shares(plan)
+    tensors = base_tensors(plan.model)
+    packed = [t for t in tensors if t.linear is not None and is_quantised(t.linear, base)]
+    dense = [t for t in tensors if t not in packed]
+    divided = sum(-(-stored_bytes(t.elements, base, element_bytes=e) // parts) * t.count for t in packed)
+    return divided + share_elements(dense, plan) * e

@@ -1,0 +1,99 @@
+"""Every parameter tensor by its rows: sharding divides rows, 8-bit optimizers count by tensor."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.parameters import short_name
+from fitune.spec.plan import Lora, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterTensor:
+    """``count`` tensors of ``rows`` × ``row_elements``; ``rows`` is the dimension that FSDP2 divides."""
+
+    rows: int
+    row_elements: int = 1
+    count: int = 1
+    in_block: bool
+    """In one of the decoder blocks; else embedding, final norm or head, which FSDP2 gathers as the root group."""
+    linear: Linear | None = None
+    """Set for the matrices of blocks, which a quantiser may pack."""
+
+    @property
+    def elements(self) -> int:
+        """Of one of them."""
+        return self.rows * self.row_elements
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.row_elements > 1
+
+
+@lru_cache(maxsize=64)
+def base_tensors(model: ModelSpec) -> tuple[ParameterTensor, ...]:
+    """All parameters of the model without adapters; their sum is count_parameters(model).total."""
+    return (*_block_tensors(model), *_root_tensors(model))
+
+
+def adapter_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
+    """A: r × in, B: out × r, and DoRA's norm of each of the out rows, for every adapted linear of every block."""
+    if not isinstance(plan.tuning, Lora):
+        return ()
+    return tuple(_adapters(plan.model, plan.tuning))
+
+
+def trained_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
+    return adapter_tensors(plan) if isinstance(plan.tuning, Lora) else base_tensors(plan.model)
+
+
+def _adapters(model: ModelSpec, lora: Lora) -> Iterator[ParameterTensor]:
+    layers = model.num_layers
+    for m in model.linears:
+        if not (m.adaptable and short_name(m) in lora.targets):
+            continue
+        yield ParameterTensor(rows=lora.rank, row_elements=m.in_features, count=layers, in_block=True)
+        yield ParameterTensor(rows=m.out_features, row_elements=lora.rank, count=layers, in_block=True)
+        if lora.dora:
+            yield ParameterTensor(rows=m.out_features, count=layers, in_block=True)
+
+
+def _block_tensors(model: ModelSpec) -> Iterator[ParameterTensor]:
+    layers = model.num_layers
+    for m in model.linears:
+        rows, row = (m.copies, m.weights // m.copies) if m.copies > 1 else (m.out_features, m.in_features)
+        yield ParameterTensor(rows=rows, row_elements=row, count=layers, in_block=True, linear=m)
+        if m.bias:
+            yield ParameterTensor(rows=m.out_features * m.copies, count=layers, in_block=True)
+    norms = model.norms_per_block * _vectors(model)
+    yield ParameterTensor(rows=model.hidden_size, count=layers * norms, in_block=True)
+    for width in _qk_norm_widths(model):
+        yield ParameterTensor(rows=width, count=layers * _vectors(model), in_block=True)
+
+
+def _root_tensors(model: ModelSpec) -> Iterator[ParameterTensor]:
+    h, vocabulary = model.hidden_size, model.vocab_size
+    yield ParameterTensor(rows=vocabulary, row_elements=h, in_block=False)
+    if model.learned_positions:
+        yield ParameterTensor(rows=model.learned_positions, row_elements=h, in_block=False)
+    yield ParameterTensor(rows=h, count=_vectors(model), in_block=False)
+    if not model.tied_embeddings:
+        yield ParameterTensor(rows=vocabulary, row_elements=h, in_block=False)
+    if model.head_bias:
+        yield ParameterTensor(rows=vocabulary, in_block=False)
+
+
+def _vectors(model: ModelSpec) -> int:
+    """RMSNorm has a weight, LayerNorm a weight and a bias."""
+    return 1 if model.norm_type == "rms" else 2
+
+
+def _qk_norm_widths(model: ModelSpec) -> tuple[int, ...]:
+    match model.qk_norm:
+        case "none":
+            return ()
+        case "head":
+            return (model.head_dim, model.head_dim)
+        case "full":
+            return (model.q_dim, model.kv_dim)
