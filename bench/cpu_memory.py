@@ -17,7 +17,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fitune.estimate.memory import predict_memory
-from fitune.estimate.shape import BatchShape
 from fitune.measure.memory import LiveTensors
 from fitune.models.weights import compute_dtype
 from fitune.spec.gpus import cpu_gpu, hardware_for
@@ -39,6 +38,7 @@ from fitune.spec.plan import (
     Steps,
 )
 from fitune.spec.reports import Phase
+from fitune.spec.shape import BatchShape
 from fitune.train.prepare import prepare_loaded
 from fitune.units import GIB, format_bytes
 

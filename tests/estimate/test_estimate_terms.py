@@ -10,11 +10,12 @@ from fitune.estimate.block import block_stages
 from fitune.estimate.loss import bytes_per_logit, logits_bytes
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.overhead import usable_bytes
-from fitune.estimate.shape import BatchShape, largest_batch
+from fitune.estimate.shape import largest_batch
 from fitune.estimate.states import update_temporaries_bytes
 from fitune.spec.parameters import count_parameters
 from fitune.spec.plan import AdamW, Sgd
 from fitune.spec.reports import Phase
+from fitune.spec.shape import BatchShape
 from fitune.units import MIB
 
 

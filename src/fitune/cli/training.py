@@ -2,33 +2,40 @@
 
 import shutil
 import signal
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from fitune.checkpoint.durable import write_atomically
 from fitune.checkpoint.paths import lock_run_directory
 from fitune.cli.planning import plan_for
 from fitune.cli.reporting import comparison
 from fitune.data.dataset import PreparedData
 from fitune.data.formats import Conversation
 from fitune.data.ledger import describe_ledger
+from fitune.data.loader import Loader
 from fitune.data.templates import load_template
+from fitune.engine.schedule import total_steps
 from fitune.errors import RecipeError, RunDirectoryError
+from fitune.estimate.predict import predict
 from fitune.models.language_model import LanguageModel
 from fitune.models.weights import load_tokenizer
 from fitune.planner.explain import describe_plan, explain_plan
 from fitune.report.compare import comparison_table
 from fitune.report.html import write_report
+from fitune.report.run_files import Prediction, RunnerUp
 from fitune.score.generate_hf import Sampling, answer_all
 from fitune.score.tasks import to_task
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe, dump_recipe
 from fitune.spec.reports import PlanReport, RunReport
-from fitune.spec.serial import from_json, to_data
+from fitune.spec.serial import from_json, to_json
 from fitune.track.progress import Progress
 from fitune.track.sinks import open_sinks
 from fitune.train.run import Callbacks, run
+from fitune.units import format_bytes
 
 _SAMPLE_TOKENS = 128
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -62,43 +69,63 @@ def run_plan(report: PlanReport, recipe: Recipe, *, stop_asked: Callable[[], boo
     plan = report.chosen.plan
     directory = Path(plan.run.output_dir)
     sinks = [Progress(log_every=plan.run.log_every), *open_sinks(plan.run.report_to, directory)]
+
+    def on_data(data: PreparedData, loader: Loader) -> None:
+        print_data(data)
+        prediction = predict_run(report, loader)
+        print(describe_prediction(prediction))
+        write_atomically(directory / "estimate.json", to_json(prediction))
+
     return run(
         plan,
-        callbacks=Callbacks(
-            on_data=print_data, on_note=print, stop_asked=stop_asked, answer=answers_with(plan)
-        ),
+        callbacks=Callbacks(on_data=on_data, on_note=print, stop_asked=stop_asked, answer=answers_with(plan)),
         sinks=sinks,
         resume=recipe.resume,
-        files={"recipe.yaml": dump_recipe(recipe), "estimate.json": prediction_text(report)},
+        files={"recipe.yaml": dump_recipe(recipe)},
     )
 
 
-def prediction_text(report: PlanReport) -> str:
-    """estimate.json: what was predicted, and what else was considered."""
-    import json
+def predict_run(report: PlanReport, loader: Loader) -> Prediction:
+    """What is predicted for the batches this run will really see, and what else was considered.
 
-    runners_up = [
-        {
-            "summary": describe_plan(priced.plan),
-            "peak_bytes": priced.estimate.peak_bytes,
-            "step_seconds": priced.estimate.step_seconds,
-            "fits": priced.estimate.fits,
-        }
-        for priced in report.runners_up
-    ]
-    content = {
-        "estimate": to_data(report.chosen.estimate),
-        "runners_up": runners_up,
-        "rejected": [{"what": r.what, "why": r.why} for r in report.rejected],
-        "decisions": list(report.decisions),
-    }
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    The plan was made for the largest batch its settings allow; the heaviest of this data is known before it runs.
+    """
+    plan = report.chosen.plan
+    total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
+    step, heaviest = loader.heaviest(range(min(1, total - 1), total))
+    return Prediction(
+        estimate=predict(plan, largest=heaviest, usual=loader.usual()),
+        heaviest_step=step + 1,
+        heaviest_tokens=heaviest.tokens,
+        allowed_bytes=report.chosen.estimate.memory.tensor_peak_bytes,
+        runners_up=tuple(
+            RunnerUp(
+                summary=describe_plan(priced.plan),
+                peak_bytes=priced.estimate.peak_bytes,
+                step_seconds=priced.estimate.step_seconds,
+                fits=priced.estimate.fits,
+            )
+            for priced in report.runners_up
+        ),
+        rejected=report.rejected,
+        decisions=report.decisions,
+    )
+
+
+def describe_prediction(prediction: Prediction) -> str:
+    """One line before the run: where its peak will be."""
+    peak, allowed = prediction.estimate.memory.tensor_peak_bytes, prediction.allowed_bytes
+    return (
+        f"predicted for this data: {format_bytes(peak)} at the peak, in step {prediction.heaviest_step:,} with "
+        f"{prediction.heaviest_tokens:,} tokens in a micro-batch (the plan allows {format_bytes(allowed)})"
+    )
 
 
 def print_data(data: PreparedData) -> None:
-    print(f"train: {describe_ledger(data.train_ledger)}")
-    if data.eval_ledger is not None:
-        print(f"held out: {describe_ledger(data.eval_ledger)}")
+    """The ledger of each part, under its name."""
+    for name, ledger in (("train", data.train_ledger), ("held out", data.eval_ledger)):
+        if ledger is not None:
+            print(textwrap.indent(describe_ledger(ledger), " " * 10).replace(" " * 10, f"{name + ':':10}", 1))
 
 
 def is_complete(directory: Path) -> bool:

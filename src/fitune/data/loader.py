@@ -4,6 +4,7 @@ Shapes: T is the tokens of one micro-batch, N the rows of the dataset, U its uni
 counts: a row, or a pack of rows.
 """
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import torch
 from fitune.data.dataset import TokenDataset
 from fitune.data.packing import pack_rows
 from fitune.spec.plan import Batch
+from fitune.spec.shape import BatchShape
 
 IGNORED = -100
 """The label of a position at which nothing is learned; torch's cross-entropy skips it."""
@@ -106,6 +108,57 @@ class Loader:
             LoaderState(state.epoch + 1, 0)
             if position >= self.num_units
             else LoaderState(state.epoch, position)
+        )
+
+    def heaviest(self, steps: range) -> tuple[int, BatchShape]:
+        """The one of ``steps`` (0-based, from the start of the run) with the most tokens in one micro-batch.
+
+        Known before the first step, because the order follows from the seed: memory can be predicted for it.
+        """
+        best_step, best_tokens, best_units = steps.start, -1, np.empty(0, dtype=np.int64)
+        for epoch in range(steps.start // self.steps_per_epoch, (steps.stop - 1) // self.steps_per_epoch + 1):
+            mine_U = self._order(epoch)[self._is_mine()]
+            starts_M = np.arange(0, len(mine_U), self._batch.micro_batch_size)
+            step_M = epoch * self.steps_per_epoch + np.arange(len(starts_M)) // self._batch.accumulation
+            tokens_M = np.add.reduceat(self._tokens_per_unit[mine_U], starts_M)
+            tokens_M[(step_M < steps.start) | (step_M >= steps.stop)] = -1
+            place = int(tokens_M.argmax())
+            if tokens_M[place] > best_tokens:
+                best_step, best_tokens = int(step_M[place]), int(tokens_M[place])
+                best_units = mine_U[starts_M[place] : starts_M[place] + self._batch.micro_batch_size]
+        return best_step, self._shape(best_units.tolist())
+
+    def usual(self) -> BatchShape:
+        """The micro-batch of average size: what a step's time is made of."""
+        rows = len(self._dataset)
+        share = min(1.0, self._batch.micro_batch_size / self.num_units)
+        lengths_N = self._dataset.lengths
+        return BatchShape(
+            tokens=max(1, round(lengths_N.sum() * share)),
+            supervised_tokens=round(self._labels_per_row_N.sum() * share),
+            rows=max(1, round(rows * share)),
+            longest_row=round((lengths_N.astype(float) ** 2).sum() / lengths_N.sum()),
+        )
+
+    @functools.cached_property
+    def _tokens_per_unit(self) -> np.ndarray:
+        lengths_N = self._dataset.lengths
+        if self._packs is None:
+            return lengths_N
+        return np.array([lengths_N[list(pack)].sum() for pack in self._packs])
+
+    def _is_mine(self) -> np.ndarray:
+        """Which units of an epoch's order this process trains."""
+        return np.arange(self.num_units) % self.units_per_step % self._world_size == self._rank
+
+    def _shape(self, units: Sequence[int]) -> BatchShape:
+        rows = [row for unit in units for row in self._rows_of(unit)]
+        lengths = self._dataset.lengths[rows]
+        return BatchShape(
+            tokens=int(lengths.sum()),
+            supervised_tokens=int(self._labels_per_row_N[rows].sum()),
+            rows=len(rows),
+            longest_row=int(lengths.max()),
         )
 
     def _units(self, state: LoaderState) -> list[int]:

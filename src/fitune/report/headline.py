@@ -41,7 +41,18 @@ def verdict(run: RunFiles, measured: Measured) -> str:
     if not peak:
         return f"Predicted {format_bytes(predicted)} at the peak; nothing was measured."
     error = format_percent(predicted / peak - 1, signed=True)
-    return f"Predicted {format_bytes(predicted)}, measured {format_bytes(peak)} ({error})"
+    return f"Predicted {format_bytes(predicted)}, measured {format_bytes(peak)} ({error}){_where(run)}"
+
+
+def _where(run: RunFiles) -> str:
+    """At which step the peak was expected, and what the plan was fitted by; empty when the data was not known."""
+    prediction = run.prediction
+    if prediction is None or not prediction.heaviest_step:
+        return ""
+    return (
+        f", expected in step {prediction.heaviest_step:,} with {prediction.heaviest_tokens:,} tokens in a "
+        f"micro-batch; the plan allows {format_bytes(prediction.allowed_bytes)}"
+    )
 
 
 def loss_sentence(run: RunFiles) -> str:

@@ -29,9 +29,17 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """estimate.json: what was said before the run. ``serial.to_json`` writes it."""
+    """estimate.json: what was said before the first step. ``serial.to_json`` writes it.
+
+    ``estimate`` is for the run's own data: memory of its heaviest micro-batch, time of its usual one.
+    """
 
     estimate: Estimate
+    heaviest_step: int = 0
+    """The step (1-based) with the heaviest micro-batch; 0 when the data was not known."""
+    heaviest_tokens: int = 0
+    allowed_bytes: int = 0
+    """Peak of tensors of the largest micro-batch the plan allows: what the plan was fitted by."""
     runners_up: tuple[RunnerUp, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     decisions: tuple[str, ...] = ()

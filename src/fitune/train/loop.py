@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -34,13 +34,14 @@ def train(
     """
     total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
     state = start_at or LoaderState(epoch=0, position=0)
+    measured_steps = steps_to_measure(loader, start_step=start_step, total=total)
     for step in range(start_step, total):
         waiting_since = time.perf_counter()
         batch = loader.batch_at(state)
         started = time.perf_counter()
         rate = learning_rate(plan.schedule, step=step, total=total)
-        measured = _is_measured(step, start_step, total)
-        with meter.measuring(prepared.resident_tensors) if measured else nullcontext():
+        measured = meter.measuring(prepared.resident_tensors) if step in measured_steps else nullcontext()
+        with measured:
             loss, update = _one_step(prepared.engine, batch, rate, meter.enter)
         seconds = time.perf_counter() - started
         state = loader.after(state)
@@ -81,13 +82,14 @@ def _one_step(
     return loss, engine.update(learning_rate=rate, enter_phase=enter_phase)
 
 
-def _is_measured(step: int, start_step: int, total: int) -> bool:
-    """The second step of this process: optimizer states exist from then on. The only step if there is one."""
-    return step == min(start_step + 1, total - 1)
+def steps_to_measure(loader: Loader, *, start_step: int, total: int) -> set[int]:
+    """The second step of this process, when optimizer states exist, and the one with the heaviest micro-batch.
+
+    The peak of the run is the peak of that one; the second is for runs that end before.
+    """
+    first = min(start_step + 1, total - 1)
+    return {first, loader.heaviest(range(first, total))[0]} if first >= start_step else set()
 
 
 def _row_lengths(batch: GlobalBatch) -> list[int]:
     return [length for micro in batch.micro_batches for length in micro.sequence_lengths]
-
-
-StopAsked = Callable[[], bool]

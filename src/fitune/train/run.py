@@ -40,7 +40,8 @@ from fitune.train.summary import summarise
 class Callbacks:
     """What the caller is told and asked while the run goes on."""
 
-    on_data: Callable[[PreparedData], None]
+    on_data: Callable[[PreparedData, Loader], None]
+    """Once the data is read and before the model is: what every batch will hold is known from here on."""
     on_note: Callable[[str], None]
     """A line for people: what is being done, a checkpoint that was passed over."""
     stop_asked: Callable[[], bool]
@@ -114,7 +115,7 @@ def _set_up(plan: Plan, callbacks: Callbacks, sinks: Sequence[Sink], log: Metric
     )
     loader = Loader(data.train, plan.batch, seed=plan.run.seed)
     data = replace(data, train_ledger=replace(data.train_ledger, packs=loader.num_packs))
-    callbacks.on_data(data)
+    callbacks.on_data(data, loader)
     prepared = prepare(plan)
     return _Run(
         plan=plan,
