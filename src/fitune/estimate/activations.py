@@ -59,6 +59,14 @@ def adapter_kept(
     return tokens * (element_bytes * rank + dropped)
 
 
+def dora_kept(*, tokens: int, out_features: int, element_bytes: int) -> int:
+    """2·e·out per token: the base's and the adapter's output, which the gradient of the magnitude multiplies.
+
+    peft.tuners.lora.dora.DoraLinearLayer.forward.
+    """
+    return 2 * tokens * out_features * element_bytes
+
+
 def queries_keys_values_kept(
     *, tokens: int, q_dim: int, kv_dim: int, element_bytes: int, rotary: bool, fused: bool
 ) -> int:

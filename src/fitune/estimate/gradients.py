@@ -5,17 +5,39 @@ the host (offloaded optimizer) or is used on the spot (LOMO).
 """
 
 from fitune.estimate.parameters import gradients_bytes
-from fitune.estimate.shares import gradients_are_divided, trained_share, uses_fsdp
+from fitune.estimate.shares import gradients_are_divided, trained_share, uses_deepspeed, uses_fsdp
 from fitune.spec.plan import Ddp, Lomo, Plan, Single
 
 
 def resting_gradient_bytes(plan: Plan) -> int:
     """All gradients on the device once backward is through: whole, the rank's share, or none."""
-    if isinstance(plan.tuning, Lomo) or _go_to_the_host(plan):
+    if isinstance(plan.tuning, Lomo) or gradients_go_to_the_host(plan):
         return 0
     if gradients_are_divided(plan):
         return trained_share(plan) * plan.precision.compute_bytes
     return gradients_bytes(plan)
+
+
+def update_gradient_bytes(plan: Plan) -> int:
+    """What is left of them for the update: FSDP2's are divided by then at every stage."""
+    if uses_fsdp(plan) and not isinstance(plan.tuning, Lomo) and not gradients_go_to_the_host(plan):
+        return trained_share(plan) * plan.precision.compute_bytes
+    return resting_gradient_bytes(plan)
+
+
+def root_gradients_wait(plan: Plan) -> bool:
+    """Whether head and final norm keep whole gradients until the embedding's is made, although others do not.
+
+    FSDP2 sums its root group last; LOMO's head must wait when it is the embedding too.
+    """
+    if isinstance(plan.tuning, Lomo) and not uses_fsdp(plan):
+        return plan.model.tied_embeddings
+    return uses_fsdp(plan) and gradients_are_divided(plan)
+
+
+def adaptive_working_bytes(plan: Plan, elements: int) -> int:
+    """8 per element of the parameter at hand: AdaLomo's gradient and update in fp32. LOMO adds to the weight itself."""
+    return 8 * elements if isinstance(plan.tuning, Lomo) and plan.tuning.adaptive else 0
 
 
 def gradients_always_exist(plan: Plan) -> bool:
@@ -30,16 +52,19 @@ def one_gradient_at_a_time(plan: Plan) -> bool:
     """Whether a fresh gradient is added, copied or used up before the next one is made.
 
     So from the second micro-batch on, into DDP's and DeepSpeed's buckets, and with LOMO. FSDP2 reduces a block's
-    gradients together when the last of them is there (_fsdp_param_group.py, post_backward).
+    gradients together when the last of them is there (_fsdp_param_group.py, post_backward); to the host they go
+    by blocks too.
     """
     if uses_fsdp(plan) and gradients_are_divided(plan):
+        return False
+    if gradients_go_to_the_host(plan) and not isinstance(plan.tuning, Lomo) and not uses_deepspeed(plan):
         return False
     if plan.batch.accumulation > 1 or isinstance(plan.tuning, Lomo):
         return True
     return not isinstance(plan.sharding, Single) and not uses_fsdp(plan)
 
 
-def _go_to_the_host(plan: Plan) -> bool:
+def gradients_go_to_the_host(plan: Plan) -> bool:
     """With an offloaded optimizer, block by block, unless all ranks sum them on the device first."""
     alone = isinstance(plan.sharding, Single)
     return plan.offload.optimizer != "device" and (alone or gradients_are_divided(plan))

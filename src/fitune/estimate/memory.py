@@ -6,7 +6,12 @@ are those of a step after the first, when optimizer states exist, and of its las
 
 from fitune.estimate import activations, overhead, transient
 from fitune.estimate import loss as loss_terms
-from fitune.estimate.parameters import embedding_parameters
+from fitune.estimate.gradients import (
+    adaptive_working_bytes,
+    gradients_always_exist,
+    update_gradient_bytes,
+)
+from fitune.estimate.parameters import embedding_parameters, head_parameters
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.states import update_temporaries_bytes
 from fitune.estimate.step import StepStages, Terms, describe_step
@@ -22,9 +27,10 @@ def predict_memory(plan: Plan, shape: BatchShape | None = None) -> MemoryBreakdo
 
 def memory_of(step: StepStages) -> MemoryBreakdown:
     """The breakdown of a step that is already described; a search varies the description (``varied``)."""
-    resident = step.resident
+    resident = {**step.resident, "undivided tensors": step.buffers.resident}
+    always = step.gradients if gradients_always_exist(step.plan) else 0
     phases = {
-        Phase.READY: resident,
+        Phase.READY: {**resident, "gradients": always},
         Phase.FORWARD: {**resident, **_forward_terms(step)},
         Phase.LOSS: {**resident, **_loss_terms(step)},
         Phase.BACKWARD: {**resident, **_backward_terms(step)},
@@ -50,26 +56,31 @@ def _forward_terms(step: StepStages) -> Terms:
             element_bytes=step.element_bytes,
             trained=step.full,
         ),
+        "gathered weights": step.buffers.loss,
     }
     in_the_last_block: Terms = {
         "activations": step.kept_before(layers - 1),
         "recompute inputs": step.inputs_before(layers),
         "temporaries": step.other_block.forward,
+        "gathered weights": step.buffers.forward,
     }
-    gradients = {"gradients": step.gradients if step.gradients_exist else 0}
-    return {**step.around(), **gradients, **_larger(at_the_end, in_the_last_block)}
+    at_the_start: Terms = {"temporaries": step.hidden, "gathered weights": step.buffers.start}
+    gradients = {"gradients": step.gradients_before}
+    moments = [at_the_end, in_the_last_block, at_the_start]
+    return {**step.around(), **gradients, **_largest(moments)}
 
 
 def _loss_terms(step: StepStages) -> Terms:
     """Everything kept, the hidden states, and one chunk of logits at its worst moment."""
-    gradients = step.gradients if step.gradients_exist else 0
     alive: Terms = {
         **step.around(),
         "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
         "recompute inputs": step.inputs_before(step.num_layers),
         "hidden states": step.hidden,
+        "gathered weights": step.buffers.loss,
+        "reduce buffers": step.buffers.reduce if step.full else 0,
     }
-    return _largest([{**alive, **moment} for moment in _loss_moments(step, gradients)])
+    return _largest([{**alive, **moment} for moment in _loss_moments(step, step.gradients_before)])
 
 
 def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
@@ -91,12 +102,13 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
         supervised_tokens=step.shape.supervised_tokens, hidden=model.hidden_size, element_bytes=e
     )
     head = step.head_gradient
-    after_first = gradients or head
-    fresh = {"gradients": after_first, "temporaries": head if gradients else 0}
+    after_first = gradients if step.adds_in_place else gradients + head
+    fresh = {"gradients": after_first, "temporaries": head if step.adds_in_place else 0}
+    used = adaptive_working_bytes(plan, head_parameters(model) if step.full else 0)
     moments: list[Terms] = [
         {"gradients": gradients, "loss": buffers + softmax},
         {"loss": buffers + backward, **fresh},
-        {"gradients": after_first, "loss": buffers + step.hidden},
+        {"gradients": after_first, "loss": buffers + step.hidden, "temporaries": used},
     ]
     if loss_terms.num_chunks(plan.loss, step.shape) > 1:
         moments += [
@@ -116,6 +128,7 @@ def _backward_terms(step: StepStages) -> Terms:
     moments = [
         _final_norm_moment(step),
         *(_block_moment(step, index) for index in sorted(ends)),
+        *_block_end_moments(step),
         _embedding_moment(step),
     ]
     around: Terms = {
@@ -126,9 +139,10 @@ def _backward_terms(step: StepStages) -> Terms:
 
 
 def _final_norm_moment(step: StepStages) -> Terms:
-    gradients = step.gradients if step.gradients_exist else step.head_gradient
     return {
-        "gradients": gradients,
+        "gradients": _before_the_blocks(step, step.head_gradient),
+        "gathered weights": step.buffers.loss,
+        "reduce buffers": step.buffers.reduce if step.full else 0,
         "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
         "recompute inputs": step.inputs_before(step.num_layers),
         "temporaries": step.final_norm.backward - step.hidden,  # no residual gradient beside it yet
@@ -140,39 +154,76 @@ def _block_moment(step: StepStages, index: int) -> Terms:
     block = step.block(index)
     peak = block.peak
     later = step.num_layers - 1 - index
-    done = step.head_gradient + step.final_norm.gradients + later * step.other_block.gradients
+    root = step.head_gradient + step.final_norm.gradients
+    blocks = later * step.other_block.gradients
+    resting = step.gradients_before or step.settled(blocks if step.root_waits else root + blocks)
+    waiting = root if step.root_waits else 0
     kept = peak.kept
     if index < step.recomputed and _input_is_kept_by_norm(step):
         kept -= step.hidden  # the block's input, counted with the recomputed ones' inputs
     return {
-        "gradients": step.gradients if step.gradients_exist else done + peak.gradients,
+        "gradients": resting + waiting + peak.gradients,
         "activations": step.kept_before(index) + kept,
         "recompute inputs": step.inputs_before(index + 1),
         "temporaries": peak.temporaries,
+        "gathered weights": step.gathered_in_backward(index),
+        "reduce buffers": step.buffers.reduce,
     }
+
+
+def _block_end_moments(step: StepStages) -> list[Terms]:
+    """The last block has gone back: its gradients beside the buffer they are summed from. Only where there is one."""
+    if not step.buffers.block_end:
+        return []
+    last = step.num_layers - 1
+    root = step.head_gradient + step.final_norm.gradients
+    return [
+        {
+            "gradients": (step.gradients_before or step.settled(0 if step.root_waits else root))
+            + (root if step.root_waits else 0)
+            + step.other_block.gradients,
+            "activations": step.kept_before(last),
+            "recompute inputs": step.inputs_before(last),
+            "temporaries": step.hidden,
+            "gathered weights": step.gathered_in_backward(last),
+            "reduce buffers": step.buffers.block_end,
+        }
+    ]
 
 
 def _embedding_moment(step: StepStages) -> Terms:
     """All gradients, and the embedding's made last: beside the head's when tied, or the earlier micro-batches'."""
-    table = embedding_parameters(step.plan.model) * step.element_bytes if step.full else 0
-    adds = step.gradients_exist or step.plan.model.tied_embeddings
+    elements = embedding_parameters(step.plan.model) if step.full else 0
+    divided = step.gradients != step.whole_gradients
+    adds = step.gradients_exist or step.plan.model.tied_embeddings or divided
+    waiting = step.head_gradient + step.final_norm.gradients if step.root_waits else 0
+    table = elements * step.element_bytes if adds else 0
     return {
-        "gradients": step.gradients,
-        "temporaries": step.hidden + (table if adds else 0),
+        "gradients": step.gradients + waiting,
+        "temporaries": step.hidden + table + adaptive_working_bytes(step.plan, elements),
+        "gathered weights": step.buffers.root,
+        "reduce buffers": max(step.buffers.reduce, step.buffers.root_end),
     }
 
 
+def _before_the_blocks(step: StepStages, head: int) -> int:
+    """Gradients when only the head's is new: added to whole ones, waiting beside a share, or already settled."""
+    if step.root_waits:
+        return step.gradients_before + head
+    return step.gradients_before or step.settled(head)
+
+
 def _update_terms(step: StepStages) -> Terms:
-    return {"gradients": step.gradients, "temporaries": update_temporaries_bytes(step.plan)}
+    return {
+        "gradients": update_gradient_bytes(step.plan),
+        "temporaries": update_temporaries_bytes(step.plan),
+        "reduce buffers": step.buffers.update,
+    }
 
 
 def _input_is_kept_by_norm(step: StepStages) -> bool:
     """An fp32 RMSNorm or a LayerNorm keeps the residual stream itself, so a block's input is not held twice."""
     return step.element_bytes == activations.FP32 or step.plan.model.norm_type == "layer"
-
-
-def _larger(one: Terms, other: Terms) -> Terms:
-    return one if sum(one.values()) >= sum(other.values()) else other
 
 
 def _largest(moments: list[Terms]) -> Terms:

@@ -57,7 +57,7 @@ def share_elements(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
     if parts == 1:
         return sum(t.elements * t.count for t in tensors)
     if uses_fsdp(plan):
-        return sum(-(-t.rows // parts) * t.row_elements * t.count for t in tensors)
+        return sum(t.share(parts) * t.count for t in tensors)
     if zero_stage(plan) == 3:
         return sum(-(-t.elements // parts) * t.count for t in tensors)
     return -(-sum(t.elements * t.count for t in tensors) // parts)

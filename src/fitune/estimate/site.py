@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fitune.estimate import activations
+from fitune.estimate import activations, transient
+from fitune.estimate.gradients import adaptive_working_bytes
+from fitune.estimate.quantised import base_of, dequantisation_workspace_bytes, is_quantised
 from fitune.estimate.stages import Stage
 from fitune.spec.model import Linear, ModelSpec
-from fitune.spec.plan import Full, Lomo, Lora, Plan, trains_every_weight
+from fitune.spec.plan import Full, Hqq, Lomo, Lora, Plan, trains_every_weight
 from fitune.spec.shape import BatchShape
 
 SCALED_IN_FP32 = ("gemma2", "gemma3_text")
@@ -53,8 +55,16 @@ class Site:
         return self.full or bool(self.adapted(linears))
 
     def reads_input(self, linears: Sequence[Linear]) -> bool:
-        """Whether the linears keep the input they share; dropped-out adapters keep their own instead."""
+        """Whether the linears keep the input they share; dropped-out adapters keep their own instead.
+
+        HQQ's product keeps it although its weight is frozen (hqq.core.quantize, HQQMatmulNoCacheMul).
+        """
+        if isinstance(base_of(self.plan), Hqq) and self.quantised(linears):
+            return True
         return self.full or (bool(self.adapted(linears)) and self.dropout == 0)
+
+    def quantised(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:
+        return tuple(m for m in linears if is_quantised(m, base_of(self.plan)))
 
 
 def linears_stage(
@@ -64,10 +74,16 @@ def linears_stage(
     e = site.element_bytes
     mask_bytes = e if site.plan.hardware.gpu.is_cpu else 1
     sizes = [linear.parameters for linear in linears]
+    whole = _whole_weight_bytes(site, linears)
     match site.plan.tuning:
-        case Lora(rank=rank, dropout=dropout):
+        case Lora(rank=rank, dropout=dropout, dora=dora):
             adapted = site.adapted(linears)
-            sizes = [rank * (m.in_features + m.out_features) for m in adapted]
+            sizes = [rank * (m.in_features + m.out_features) + m.out_features * dora for m in adapted]
+            kept += sum(
+                activations.dora_kept(tokens=site.shape.tokens, out_features=m.out_features, element_bytes=e)
+                for m in adapted
+                if dora
+            )
             kept += sum(
                 activations.adapter_kept(
                     tokens=site.shape.tokens, in_features=m.in_features, rank=rank, element_bytes=e,
@@ -78,8 +94,39 @@ def linears_stage(
     return Stage(
         name=name,
         kept=kept,
-        forward=forward,
-        backward=backward,
+        forward=max(forward, _unpacked_bytes(site, linears)),
+        backward=backward + whole,
         gradients=sum(sizes) * e,
-        largest_gradient=max(sizes, default=0) * e,
+        largest_gradient=max(sizes, default=0) * e + adaptive_working_bytes(site.plan, max(sizes, default=0)),
     )
+
+
+def _whole_weight_bytes(site: Site, linears: Sequence[Linear]) -> int:
+    """The largest packed weight of the stage, dequantised for the product with the gradient."""
+    return max(
+        (
+            dequantisation_workspace_bytes(
+                in_features=m.in_features, out_features=m.out_features, element_bytes=site.element_bytes
+            )
+            for m in site.quantised(linears)
+        ),
+        default=0,
+    )
+
+
+def _unpacked_bytes(site: Site, linears: Sequence[Linear]) -> int:
+    """The worst product of the stage with a packed weight, or the worst norm that DoRA takes."""
+    packed, adapted = site.quantised(linears), site.adapted(linears)
+    dora = isinstance(site.plan.tuning, Lora) and site.plan.tuning.dora
+    counted = [(m, int(m in packed) + (3 if dora and m in adapted else 0)) for m in linears]
+    return max(
+        (
+            transient.unpacked_linear_working(
+                tokens=site.shape.tokens, hidden=site.model.hidden_size, in_features=m.in_features,
+                out_features=m.out_features, element_bytes=site.element_bytes, matrices=matrices,
+            )
+            for m, matrices in counted
+            if matrices
+        ),
+        default=0,
+    )  # fmt: skip

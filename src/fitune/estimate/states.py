@@ -2,7 +2,7 @@
 
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
 from fitune.estimate.shares import num_shares, trained_share, uses_deepspeed, zero_stage
-from fitune.estimate.tensors import ParameterTensor, base_tensors, trained_tensors
+from fitune.estimate.tensors import base_tensors, trained_tensors
 from fitune.spec.plan import AdamW, AdamW8bit, Ddp, Lomo, Optimizer, Plan, Sgd, trains_every_weight
 from fitune.units import MIB
 
@@ -68,11 +68,7 @@ def eight_bit_state_bytes(plan: Plan) -> int:
     Tensors under 4096 elements keep 2 · 4 bytes. Dettmers et al. 2022, arXiv 2110.02861; sizes after division.
     """
     parts = num_shares(plan)
-    return sum(t.count * _eight_bit_bytes(_share_of(t, parts)) for t in trained_tensors(plan))
-
-
-def _share_of(tensor: ParameterTensor, parts: int) -> int:
-    return -(-tensor.rows // parts) * tensor.row_elements
+    return sum(t.count * _eight_bit_bytes(t.share(parts)) for t in trained_tensors(plan))
 
 
 def _eight_bit_bytes(elements: int) -> int:
@@ -131,5 +127,5 @@ def deepspeed_step_bytes(plan: Plan) -> int:
 def _divided_step_bytes(plan: Plan) -> int:
     """A bucket of fp32 gradients, at least one tensor's share. DDP's gradients are views of its buckets: none goes."""
     parts = num_shares(plan)
-    largest = max(_share_of(t, parts) for t in trained_tensors(plan))
+    largest = max(t.share(parts) for t in trained_tensors(plan))
     return max(min(MASTER_BUCKET_BYTES, 4 * trained_share(plan)), 4 * largest)

@@ -5,6 +5,13 @@ from dataclasses import dataclass, replace
 from fitune.estimate import activations
 from fitune.estimate.attention_traits import masks_whole_stream
 from fitune.estimate.block import block_stages, final_norm_stage
+from fitune.estimate.buffers import Buffers, buffers_of
+from fitune.estimate.gradients import (
+    gradients_always_exist,
+    one_gradient_at_a_time,
+    resting_gradient_bytes,
+    root_gradients_wait,
+)
 from fitune.estimate.parameters import (
     adapters_bytes,
     gradients_bytes,
@@ -13,10 +20,13 @@ from fitune.estimate.parameters import (
 )
 from fitune.estimate.stages import Block, Stage, block_of
 from fitune.estimate.states import master_bytes, optimizer_bytes
-from fitune.spec.plan import Loss, Plan, Recompute, trains_every_weight
+from fitune.spec.plan import Lomo, Loss, Plan, Recompute, trains_every_weight
 from fitune.spec.shape import BatchShape
 
 Terms = dict[str, int]
+
+IN_FLIGHT = 2
+"""Blocks whose offloaded activations are on the device: one leaving or arriving, one at work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +41,10 @@ class StepStages:
     final_norm: Stage
     resident: Terms
     gradients: int
+    """What rests on the device when backward is through: all, the rank's share, or nothing."""
+    whole_gradients: int
+    """All of them, whole."""
+    buffers: Buffers
     hidden: int
     """The last hidden state, t · e · h; also the size of a block's input and of their gradients."""
 
@@ -44,8 +58,30 @@ class StepStages:
 
     @property
     def gradients_exist(self) -> bool:
-        """From the second micro-batch on."""
-        return self.plan.batch.accumulation > 1
+        """Before backward: from the second micro-batch on, always with DDP, never with LOMO."""
+        if isinstance(self.plan.tuning, Lomo):
+            return False
+        return self.plan.batch.accumulation > 1 or gradients_always_exist(self.plan)
+
+    @property
+    def gradients_before(self) -> int:
+        """Left by earlier micro-batches."""
+        return self.gradients if self.gradients_exist else 0
+
+    @property
+    def adds_in_place(self) -> bool:
+        """A fresh gradient is added to a whole one that is there already."""
+        return self.gradients_exist and self.gradients == self.whole_gradients
+
+    def settled(self, gradients: int) -> int:
+        """What is left of whole gradients once they are divided, carried off or used."""
+        if self.gradients == self.whole_gradients:
+            return gradients
+        return gradients * self.gradients // self.whole_gradients
+
+    def gathered_in_backward(self, index: int) -> int:
+        """Whole weights while block ``index`` goes back."""
+        return self.buffers.backward + (index + 1) * self.buffers.backward_per_block
 
     @property
     def num_layers(self) -> int:
@@ -59,6 +95,11 @@ class StepStages:
     def head_gradient(self) -> int:
         return head_parameters(self.plan.model) * self.element_bytes if self.full else 0
 
+    @property
+    def root_waits(self) -> bool:
+        """Head and final norm keep whole gradients to the end of backward, although the blocks' do not stay."""
+        return root_gradients_wait(self.plan)
+
     def block(self, index: int) -> Block:
         return self.first_block if index == 0 else self.other_block
 
@@ -67,11 +108,16 @@ class StepStages:
         kept = max(0, index - self.recomputed) * self.other_block.kept
         if index > 0 and self.recomputed == 0:
             kept += self.first_block.kept - self.other_block.kept
-        return kept
+        return min(kept, IN_FLIGHT * self.other_block.kept) if self.activations_leave else kept
 
     def inputs_before(self, index: int) -> int:
         """The inputs that the recomputed ones of blocks 0…index−1 keep."""
-        return min(index, self.recomputed) * self.hidden
+        kept = min(index, self.recomputed)
+        return (min(kept, IN_FLIGHT) if self.activations_leave else kept) * self.hidden
+
+    @property
+    def activations_leave(self) -> bool:
+        return self.plan.offload.activations != "device"
 
     def around(self) -> Terms:
         """The micro-batch itself and the rotary table that every block reads."""
@@ -93,11 +139,11 @@ class StepStages:
 
 def describe_step(plan: Plan, shape: BatchShape) -> StepStages:
     """What memory_of needs and what does not depend on recompute or loss."""
-    gradients_exist = plan.batch.accumulation > 1
-    other = block_of(block_stages(plan, shape, first=False), gradients_exist=gradients_exist)
+    at_once = one_gradient_at_a_time(plan)
+    other = block_of(block_stages(plan, shape, first=False), gradients_exist=at_once)
     first = other
     if not trains_every_weight(plan.tuning):
-        first = block_of(block_stages(plan, shape, first=True), gradients_exist=gradients_exist)
+        first = block_of(block_stages(plan, shape, first=True), gradients_exist=at_once)
     return StepStages(
         plan=plan,
         shape=shape,
@@ -105,7 +151,9 @@ def describe_step(plan: Plan, shape: BatchShape) -> StepStages:
         other_block=other,
         final_norm=final_norm_stage(plan, shape),
         resident=resident_terms(plan),
-        gradients=gradients_bytes(plan),
+        gradients=resting_gradient_bytes(plan),
+        whole_gradients=gradients_bytes(plan),
+        buffers=buffers_of(plan),
         hidden=activations.block_input_kept(
             tokens=shape.tokens, hidden=plan.model.hidden_size, element_bytes=plan.precision.compute_bytes
         ),

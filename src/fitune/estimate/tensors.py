@@ -30,6 +30,16 @@ class ParameterTensor:
     def is_matrix(self) -> bool:
         return self.row_elements > 1
 
+    def share(self, parts: int) -> int:
+        """Elements of the largest share of one when FSDP2 divides its rows, the last share padded.
+
+        Tensors with fewer rows than shares (fused experts, adapters of a low rank) are divided along the row where
+        that comes out even, by fully_shard's ``shard_placement_fn``: with whole rows some ranks would hold nothing.
+        """
+        if self.rows < parts and self.row_elements % parts == 0:
+            return self.elements // parts
+        return -(-self.rows // parts) * self.row_elements
+
 
 @lru_cache(maxsize=64)
 def base_tensors(model: ModelSpec) -> tuple[ParameterTensor, ...]:

@@ -131,6 +131,18 @@ def expert_outputs_backward(*, tokens: int, chosen: int, hidden: int, width: int
     return element_bytes * (tokens * hidden + tokens * chosen * max(3 * hidden, hidden + width))
 
 
+def unpacked_linear_working(
+    *, tokens: int, hidden: int, in_features: int, out_features: int, element_bytes: int, matrices: int
+) -> int:
+    """e·out·in·matrices + t · e · (h + in + out): a frozen weight made whole, beside residual, input and output.
+
+    ``matrices`` is 1 while a packed weight is multiplied, and 3 (4 when packed) with DoRA, which forms B·A, its
+    scaled copy and their sum with the weight to take the norms of the rows (peft.tuners.lora.dora, get_weight_norm).
+    """
+    whole = matrices * in_features * out_features
+    return element_bytes * (whole + tokens * (hidden + in_features + out_features))
+
+
 def final_norm_forward(*, tokens: int, hidden: int, element_bytes: int, trained: bool) -> int:
     """t · h · (4 + e, + e while frozen): the scaled fp32 copy, the norm's input, the cast copy unless it is kept.
 

@@ -1,0 +1,140 @@
+"""What dividing the states costs in return: weights gathered for a moment, and buffers that sums pass through."""
+
+from dataclasses import dataclass
+
+from fitune.estimate.gradients import gradients_go_to_the_host
+from fitune.estimate.parameters import trained_parameters, weights_bytes
+from fitune.estimate.shares import base_bytes, num_shares, uses_deepspeed, uses_fsdp, zero_stage
+from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tensors
+from fitune.spec.plan import Plan
+
+REDUCE_BUCKET = 500_000_000
+GATHER_BUCKET = 500_000_000
+MAX_LIVE = 1_000_000_000
+PERSISTENCE_THRESHOLD = 100_000
+"""DeepSpeed's defaults, in elements (deepspeed/runtime/zero/config.py). Its prefetch of 5e7 is within MAX_LIVE."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffers:
+    """Bytes alive beside shares and activations, by moment. All zero on one device that keeps its weights."""
+
+    resident: int = 0
+    """Small tensors that DeepSpeed never divides."""
+    start: int = 0
+    """Gathered weights when the embedding begins."""
+    forward: int = 0
+    """Gathered weights at the last block's forward."""
+    loss: int = 0
+    backward: int = 0
+    backward_per_block: int = 0
+    """More for each block that has not gone back yet."""
+    root: int = 0
+    """Gathered weights when only the embedding is left."""
+    reduce: int = 0
+    """Being summed or carried off while blocks go back."""
+    block_end: int = 0
+    """The copy that a block's gradients are summed from, made while they are still there."""
+    root_end: int = 0
+    update: int = 0
+
+
+def buffers_of(plan: Plan) -> Buffers:
+    streamed = plan.offload.parameters != "device"
+    if uses_fsdp(plan):
+        return _fsdp(plan)
+    if uses_deepspeed(plan):
+        return _deepspeed(plan, streamed=streamed)
+    carried = group_gradient_bytes(plan) if gradients_go_to_the_host(plan) else 0
+    return _streamed(plan, reduce=carried) if streamed else Buffers(reduce=carried)
+
+
+def block_weight_bytes(plan: Plan) -> int:
+    """One decoder block as it is gathered: packed where quantised, adapters included."""
+    e, layers = plan.precision.compute_bytes, plan.model.num_layers
+    base = base_bytes([t for t in base_tensors(plan.model) if t.in_block], plan)
+    return (base + e * sum(t.elements * t.count for t in adapter_tensors(plan))) // layers
+
+
+def root_weight_bytes(plan: Plan) -> int:
+    """Embedding, final norm and head: FSDP2's root group."""
+    return base_bytes([t for t in base_tensors(plan.model) if not t.in_block], plan)
+
+
+def group_gradient_bytes(plan: Plan, *, root: bool = False, width: int = 0) -> int:
+    """Gradients of one block (or of the root), rows padded to the shares, ``width`` bytes each (0: their own type)."""
+    tensors = [t for t in trained_tensors(plan) if t.in_block is not root]
+    parts = num_shares(plan)
+    elements = sum(t.share(parts) * parts * t.count for t in tensors)
+    return elements * (width or plan.precision.compute_bytes) // (1 if root else plan.model.num_layers)
+
+
+def reduce_width(plan: Plan) -> int:
+    """Bytes of an element while FSDP2 sums it: 4 when the optimizer works in fp32, else the compute type's."""
+    return 4 if plan.precision.has_master else plan.precision.compute_bytes
+
+
+def _fsdp(plan: Plan) -> Buffers:
+    """Groups alive: forward 3 (unsharded copy, its all-gather buffer until the next copy-out, the prefetched buffer),
+    backward 2 (copy, prefetched buffer) + the reduce-scatter input of the block before, in the reduce type.
+
+    The root group is gathered first, buffer beside copy, and stays whole until the end of backward; its gradients
+    are summed last. Below stage 3 no block lets its weights go in forward. _fsdp_param_group.py (wait_for_unshard,
+    post_backward), _fsdp_state.py (_post_forward frees the last buffer), torch 2.9–2.13. Offloaded shares pass
+    through the device: two more shares of a block.
+    """
+    block, root, layers = block_weight_bytes(plan), root_weight_bytes(plan), plan.model.num_layers
+    stage, width = zero_stage(plan), reduce_width(plan)
+    passing = 2 * -(-block // num_shares(plan)) if plan.offload.parameters != "device" else 0
+    whole = root + layers * block
+    summed = group_gradient_bytes(plan, width=width)
+    held = {1: whole, 2: root, 3: root + min(2, layers) * block}
+    return Buffers(
+        start=2 * root + 2 * block + passing,
+        forward=(root + min(3, layers + 1) * block if stage == 3 else whole + block) + passing,
+        loss=(root if stage == 3 else whole) + block,
+        backward=held[stage] + passing,
+        backward_per_block=block if stage == 2 else 0,
+        root=whole if stage == 1 else root,
+        reduce=summed,
+        block_end=summed,
+        root_end=group_gradient_bytes(plan, root=True, width=width),
+    )
+
+
+def _deepspeed(plan: Plan, *, streamed: bool) -> Buffers:
+    """Sums: a bucket of 5e8 elements, twice at stage 3, where overlap_comm is on by default; weights after the step:
+    an all-gather bucket of 5e8 at stages 1 and 2. Gathered at stage 3: at most 1e9 elements.
+
+    Each capped by what the model has, as the configuration that fitune writes must be (DeepSpeed allocates what it
+    is told to). Tensors of at most 1e5 elements are never divided. deepspeed/runtime/zero/stage_1_and_2.py, stage3.py.
+    """
+    e, stage = plan.precision.compute_bytes, zero_stage(plan)
+    trained = trained_parameters(plan)
+    bucket = min(REDUCE_BUCKET, trained) * e
+    if stage < 3:
+        update = min(GATHER_BUCKET, trained) * e
+        return (
+            _streamed(plan, reduce=bucket, update=update)
+            if streamed
+            else Buffers(reduce=bucket, update=update)
+        )
+    live = min(MAX_LIVE * e, weights_bytes(plan))
+    small = _small_tensor_bytes(plan)
+    return Buffers(
+        resident=small, start=live, forward=live, loss=live, backward=live, root=live, reduce=2 * bucket
+    )
+
+
+def _small_tensor_bytes(plan: Plan) -> int:
+    tensors = [t for t in base_tensors(plan.model) if t.elements <= PERSISTENCE_THRESHOLD]
+    return base_bytes(tensors, plan) * (num_shares(plan) - 1) // num_shares(plan)
+
+
+def _streamed(plan: Plan, *, reduce: int, update: int = 0) -> Buffers:
+    """Offloaded weights on a device that needs them whole: the root's, the block at work, and the next one."""
+    block, root = block_weight_bytes(plan), root_weight_bytes(plan)
+    two = root + min(2, plan.model.num_layers) * block
+    return Buffers(
+        start=two, forward=two, loss=root + block, backward=two, root=root, reduce=reduce, update=update
+    )

@@ -1,0 +1,223 @@
+"""Sharding, offload, quantisation and LOMO on the timeline: orders that always hold, and counts by hand."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+
+from estimate.tiny_plans import gpu, known, plan_for
+from fitune.estimate.buffers import block_weight_bytes, buffers_of, group_gradient_bytes, root_weight_bytes
+from fitune.estimate.memory import predict_memory
+from fitune.spec.gpus import find_gpu, hardware_for
+from fitune.spec.parameters import count_parameters
+from fitune.spec.plan import (
+    AdamW8bit,
+    ClipByNorm,
+    ClipByValue,
+    Ddp,
+    Hqq,
+    Lomo,
+    Lora,
+    Nf4,
+    Offload,
+    Sgd,
+    Single,
+    Zero,
+)
+from fitune.spec.reports import Phase
+
+MODELS = ("llama-3.1-8b", "qwen3-4b", "llama-3.2-1b", "mixtral-8x7b", "gpt2")
+SHARDINGS = (
+    Ddp(),
+    *(Zero(stage=stage, backend=backend) for stage in (1, 2, 3) for backend in ("fsdp", "deepspeed")),
+    Zero(stage=3, backend="fsdp", hybrid=True),
+)
+PLACES = [
+    Offload(parameters=p, optimizer=o, activations=a) for p, o, a in product(("device", "cpu"), repeat=3)
+]
+BLOCK_LINEARS = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+"""Of Llama-3.1-8B."""
+
+
+def cluster(nodes: int = 1, gpus: int = 8):
+    return hardware_for(gpu=find_gpu("h100"), gpus=gpus, nodes=nodes)
+
+
+def eight_b(**choice):
+    base = {"hardware": cluster(), "precision": "bf16-master", "rows": 1, "seq_len": 1024, "chunk": 256}
+    return plan_for(known("llama-3.1-8b"), **{**base, **choice})
+
+
+def peak(plan) -> int:
+    return predict_memory(plan).tensor_peak_bytes
+
+
+def total(plan, phase: Phase) -> int:
+    return sum(predict_memory(plan).phases[phase].values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_every_term_of_every_strategy_is_positive(name, sharding, tuning):
+    for offload, accumulation, recompute in product(PLACES, (1, 4), (0, 3)):
+        plan = plan_for(
+            known(name), hardware=cluster(), tuning=tuning, precision="bf16-master", sharding=sharding,
+            offload=offload, accumulation=accumulation, recompute=recompute,
+        )  # fmt: skip
+        for phase, terms in predict_memory(plan).phases.items():
+            assert all(size > 0 for size in terms.values()), (phase, terms)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sharding", [Single(), *SHARDINGS], ids=str)
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_offload_never_takes_more_of_the_device(name, sharding, tuning):
+    plan = plan_for(
+        known(name), hardware=cluster(), tuning=tuning, precision="bf16-master", sharding=sharding,
+        recompute=2, seq_len=512,
+    )  # fmt: skip
+    kept = peak(plan)
+    for offload in PLACES:
+        assert peak(replace(plan, offload=offload)) <= kept, offload
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+def test_more_nodes_never_take_more_of_a_device(name, sharding):
+    plans = [
+        plan_for(known(name), hardware=cluster(n), precision="bf16-master", sharding=sharding)
+        for n in (1, 2, 4)
+    ]
+    assert all(a >= b * 0.999 for a, b in pairwise(map(peak, plans)))  # row padding may add a little
+
+
+def test_fsdp_gathers_three_blocks_in_forward_and_two_in_backward():
+    plan = eight_b(sharding=Zero(stage=3, backend="fsdp"))
+    block, root = 2 * (BLOCK_LINEARS + 2 * 4096), 2 * (2 * 128256 * 4096 + 4096)
+    assert (block_weight_bytes(plan), root_weight_bytes(plan)) == (block, root)
+    buffers = buffers_of(plan)
+    assert buffers.forward == root + 3 * block
+    assert buffers.backward == root + 2 * block
+    assert buffers.reduce == 4 * (BLOCK_LINEARS + 2 * 4096) == group_gradient_bytes(plan, width=4)
+    assert buffers.root_end == 4 * (2 * 128256 * 4096 + 4096)
+
+
+def test_fsdp_below_stage_3_holds_all_weights_from_forward_to_backward():
+    whole = 2 * count_parameters(known("llama-3.1-8b")).total
+    stages = [predict_memory(eight_b(sharding=Zero(stage=stage, backend="fsdp"))) for stage in (2, 3)]
+    gathered = [memory.phases[Phase.LOSS]["gathered weights"] for memory in stages]
+    assert gathered[0] > whole > gathered[1]
+    assert [memory.phases[Phase.READY]["weights"] for memory in stages] == [whole // 8, whole // 8]
+
+
+def test_deepspeed_buffers_are_its_defaults_capped_by_the_model():
+    two, three = (buffers_of(eight_b(sharding=Zero(stage=s, backend="deepspeed"))) for s in (2, 3))
+    assert (two.reduce, two.update, two.forward) == (2 * 5 * 10**8, 2 * 5 * 10**8, 0)
+    assert (three.reduce, three.forward) == (2 * 2 * 5 * 10**8, 2 * 10**9)
+    small = plan_for(known("gpt2"), hardware=cluster(), sharding=Zero(stage=3, backend="deepspeed"))
+    assert buffers_of(small).forward == 4 * 124_439_808
+
+
+def test_zero_3_of_deepspeed_can_take_more_than_zero_2_on_a_small_model():
+    model = known("gpt2")
+    two, three = (
+        peak(plan_for(model, hardware=cluster(), precision="bf16-master", sharding=Zero(stage=s, backend="deepspeed")))
+        for s in (2, 3)
+    )  # fmt: skip
+    assert three > two
+
+
+def test_ddp_keeps_its_gradients_between_steps():
+    plan = eight_b(sharding=Ddp())
+    gradients = 2 * count_parameters(plan.model).total
+    phases = predict_memory(plan).phases
+    assert [phases[phase]["gradients"] for phase in (Phase.READY, Phase.FORWARD, Phase.UPDATE)] == [
+        gradients
+    ] * 3
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_lomo_holds_one_gradient(adaptive):
+    """The largest parameter, head or embedding, 1.05 GB of 16; AdaLomo also 8 fp32 bytes for each of its elements."""
+    lomo = Lomo(adaptive=adaptive, clip=ClipByValue(value=1.0))
+    plan = eight_b(hardware=gpu("h100"), precision="bf16", tuning="full", optimizer=Sgd(), recompute=32)
+    phases = predict_memory(replace(plan, tuning=lomo)).phases
+    table = 128256 * 4096
+    assert phases[Phase.BACKWARD].get("gradients", 0) <= 2 * table
+    assert "gradients" not in phases[Phase.UPDATE]
+    assert "masters" not in phases[Phase.READY]
+    used = phases[Phase.BACKWARD]
+    assert used["temporaries"] + used.get("gradients", 0) >= (2 + 8 * adaptive) * table
+    assert peak(replace(plan, tuning=lomo)) < peak(plan)
+
+
+def test_lomo_takes_less_than_lora_with_masters_takes_more_than_nothing():
+    lomo = eight_b(hardware=gpu("h100"), precision="bf16", optimizer=Sgd(), recompute=32)
+    lomo = replace(lomo, tuning=Lomo(adaptive=False, clip=ClipByNorm(max_norm=1.0)))
+    full = eight_b(hardware=gpu("h100"), recompute=32)
+    assert 2 * count_parameters(full.model).total < peak(lomo) < peak(full) / 5
+
+
+def quantised(base, **choice):
+    lora = Lora(
+        rank=16, alpha=16, dropout=choice.pop("dropout", 0.0), targets=("q_proj", "v_proj"), base=base
+    )
+    return replace(eight_b(hardware=gpu("rtx-4090"), precision="bf16", tuning="lora", **choice), tuning=lora)
+
+
+def test_the_largest_linear_is_whole_while_it_is_multiplied():
+    """2·out·in = 117 MB of Llama's MLP, where one block's tokens are few."""
+    from fitune.estimate.block import block_stages
+    from fitune.spec.shape import BatchShape
+
+    shape = BatchShape(tokens=1, supervised_tokens=1, rows=1)
+    plans = (
+        quantised(Nf4()),
+        eight_b(tuning="lora", precision="bf16", targets=("q_proj", "v_proj"), rank=16),
+    )
+    packed, dense = (block_stages(plan, shape, first=False) for plan in plans)
+    more = [a.backward - b.backward for a, b in zip(packed, dense, strict=True)]
+    assert max(more) == 2 * 4096 * 14336
+    assert max(stage.forward for stage in packed) == 2 * (4096 * 14336 + 4096 + 4096 + 14336)
+
+
+def test_hqq_keeps_the_inputs_that_nf4_drops():
+    """Only q and v are adapted: HQQ keeps the inputs of the other linears too, 2h + 2f per token and block."""
+    memory = [predict_memory(quantised(base)).phases[Phase.LOSS] for base in (Hqq(bits=4), Nf4())]
+    kept = memory[0]["activations"] - memory[1]["activations"]
+    # MLP norm's output, the product into down, the joined copy of the attention's output
+    assert kept == 32 * 1024 * 2 * (4096 + 14336 + 4096)
+
+
+def test_dora_keeps_two_outputs_for_each_adapted_linear():
+    plan = quantised(Nf4())
+    dora = replace(plan, tuning=replace(plan.tuning, dora=True))
+    kept = [predict_memory(p).phases[Phase.LOSS]["activations"] for p in (dora, plan)]
+    assert kept[0] - kept[1] == 32 * 1024 * 2 * 2 * (4096 + 1024)
+    adapters = [predict_memory(p).phases[Phase.READY]["adapters"] for p in (dora, plan)]
+    assert adapters[0] - adapters[1] == 2 * 32 * (4096 + 1024)
+
+
+def test_offloaded_activations_leave_two_blocks_on_the_device():
+    plan = eight_b(hardware=gpu("h100"), tuning="lora", offload=Offload(activations="cpu"))
+    kept = predict_memory(plan).phases[Phase.LOSS]["activations"]
+    whole = predict_memory(replace(plan, offload=Offload())).phases[Phase.LOSS]["activations"]
+    assert kept < whole / 14
+
+
+def test_eight_bit_states_take_less_than_sixteen():
+    plan = eight_b(hardware=gpu("h100"), precision="bf16")
+    assert peak(replace(plan, optimizer=AdamW8bit())) < peak(plan)
+
+
+def test_qlora_of_70_b_fits_two_cards_of_24_gib():
+    """The case of "train a 70b at home": weights 2 × 18 GB, FSDP2, recompute everywhere."""
+    lora = Lora(rank=16, alpha=16, dropout=0.0, targets=("q_proj", "v_proj"), base=Nf4())
+    plan = plan_for(
+        known("llama-2-70b"), hardware=hardware_for(gpu=find_gpu("rtx-4090"), gpus=2), precision="bf16",
+        tuning="lora", rows=1, seq_len=512, chunk=256, recompute=80, sharding=Zero(stage=3, backend="fsdp"),
+    )  # fmt: skip
+    memory = predict_memory(replace(plan, tuning=lora))
+    assert 17.5e9 < memory.phases[Phase.READY]["weights"] < 18.5e9
+    assert memory.tensor_peak_bytes < 22 * 2**30
