@@ -1,10 +1,12 @@
 """LoRA adapters through PEFT, with their dtype chosen on purpose."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from fitune.errors import CheckpointError
 from fitune.spec.plan import Lora
@@ -21,6 +23,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
+        fan_in_fan_out=_stores_weights_transposed(model, lora.targets),
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -30,6 +33,15 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def _stores_weights_transposed(model: PreTrainedModel, targets: Sequence[str]) -> bool:
+    """GPT-2 keeps its linears as Conv1D, [in, out] instead of [out, in]; PEFT wants to be told."""
+    return any(
+        isinstance(module, Conv1D)
+        for name, module in model.named_modules()
+        if name.rsplit(".", 1)[-1] in targets
+    )
 
 
 def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:

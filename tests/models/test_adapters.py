@@ -1,0 +1,45 @@
+"""Adapters are where the plan says, in the dtype it says, and start as nothing."""
+
+import warnings
+
+import pytest
+import torch
+
+from fitune.models.adapters import add_adapters
+from fitune.spec.plan import Lora
+from models.tiny_models import tiny_model
+
+TARGETS = {"llama": ("q_proj", "down_proj"), "gpt2": ("c_attn", "c_fc")}
+
+
+def lora(family: str) -> Lora:
+    return Lora(rank=2, alpha=4, dropout=0.0, targets=TARGETS[family])
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_adapters_start_as_nothing_and_without_a_word(family: str) -> None:
+    ids = torch.arange(3, 20)[None]
+    before = tiny_model(family)(input_ids=ids).logits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        adapted = add_adapters(tiny_model(family), lora(family), dtype=torch.float32, seed=1)
+    torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, before)
+
+
+def test_only_adapters_train_and_in_the_dtype_asked_for() -> None:
+    adapted = add_adapters(tiny_model(dtype=torch.bfloat16), lora("llama"), dtype=torch.bfloat16, seed=1)
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert all("lora_" in name for name in trained)
+    assert {p.dtype for p in trained.values()} == {torch.bfloat16}
+    assert len(trained) == 2 * 2 * 3
+
+
+def test_the_seed_decides_the_start() -> None:
+    first, same, other = (
+        add_adapters(tiny_model(), lora("llama"), dtype=torch.float32, seed=seed).state_dict()
+        for seed in (1, 1, 2)
+    )
+    name = next(key for key in first if "lora_A" in key)
+    assert torch.equal(first[name], same[name])
+    assert not torch.equal(first[name], other[name])
