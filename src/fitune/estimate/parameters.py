@@ -1,11 +1,12 @@
 """Bytes of what is multiplied and of what is trained: weights, adapters, gradients."""
 
-from fitune.estimate.quantised import base_of
+from fitune.estimate.quantised import base_of, is_quantised
 from fitune.estimate.shares import (
     base_bytes,
     base_share_bytes,
     num_shares,
     share_elements,
+    uses_fsdp,
     weights_are_divided,
 )
 from fitune.estimate.tensors import adapter_tensors, base_tensors
@@ -63,6 +64,18 @@ def adapters_bytes(plan: Plan) -> int:
     if weights_are_divided(plan):
         parameters = share_elements(adapter_tensors(plan), plan)
     return parameters * plan.precision.compute_bytes
+
+
+def weights_read_bytes(plan: Plan) -> int:
+    """Stored bytes once; FSDP2 also reads and writes them when it copies them out of its all-gather buffer."""
+    return weights_bytes(plan) * (3 if uses_fsdp(plan) else 1)
+
+
+def unpacking_bytes(plan: Plan) -> int:
+    """2·e per packed weight: it is written in the compute type and read back by the product, in every pass."""
+    base, e = base_of(plan), plan.precision.compute_bytes
+    packed = [t for t in base_tensors(plan.model) if t.linear is not None and is_quantised(t.linear, base)]
+    return 2 * e * sum(t.elements * t.count for t in packed)
 
 
 def gradients_bytes(plan: Plan) -> int:

@@ -16,8 +16,11 @@ from fitune.estimate.parameters import (
     adapters_bytes,
     gradients_bytes,
     head_parameters,
+    unpacking_bytes,
     weights_on_device_bytes,
+    weights_read_bytes,
 )
+from fitune.estimate.shares import trained_share
 from fitune.estimate.stages import Block, Stage, block_of
 from fitune.estimate.states import master_bytes, optimizer_bytes
 from fitune.spec.plan import Lomo, Loss, Plan, Recompute, trains_every_weight
@@ -45,6 +48,12 @@ class StepStages:
     whole_gradients: int
     """All of them, whole."""
     buffers: Buffers
+    weights_read: int
+    """Bytes of device memory that one pass over the weights moves."""
+    unpacked: int
+    """More of them where packed weights are made whole first."""
+    stepped: int
+    """Elements that this device's optimizer updates once backward is through."""
     hidden: int
     """The last hidden state, t · e · h; also the size of a block's input and of their gradients."""
 
@@ -154,6 +163,11 @@ def describe_step(plan: Plan, shape: BatchShape) -> StepStages:
         gradients=resting_gradient_bytes(plan),
         whole_gradients=gradients_bytes(plan),
         buffers=buffers_of(plan),
+        weights_read=weights_read_bytes(plan),
+        unpacked=unpacking_bytes(plan),
+        stepped=0
+        if isinstance(plan.tuning, Lomo) or plan.offload.optimizer != "device"
+        else trained_share(plan),
         hidden=activations.block_input_kept(
             tokens=shape.tokens, hidden=plan.model.hidden_size, element_bytes=plan.precision.compute_bytes
         ),

@@ -2,16 +2,19 @@
 
 Matrix products and everything else run one after the other on one stream, so a phase takes
 FLOPs / (peak · efficiency) + bytes / (bandwidth · efficiency), and never less than its kernels take to launch.
+Transfers between ranks and to the host run beside that or are waited for (transfers.py).
 Peaks are datasheet figures; the efficiencies are our assumptions, not measured by us yet.
 """
 
 from dataclasses import dataclass
 
 from fitune.estimate.attention_traits import is_multi_query, materialises_scores
+from fitune.estimate.communication import passes_per_step
 from fitune.estimate.loss import bytes_per_logit, num_chunks
 from fitune.estimate.shape import largest_batch
-from fitune.estimate.states import states_per_parameter
+from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages, describe_step
+from fitune.estimate.transfers import Transfers, transfers_of
 from fitune.spec.flops import (
     attention_flops_per_pair,
     head_flops_per_token,
@@ -19,7 +22,7 @@ from fitune.spec.flops import (
     model_flops,
     peak_flops,
 )
-from fitune.spec.plan import Plan, trains_every_weight
+from fitune.spec.plan import AdamW8bit, Lomo, Plan, trains_every_weight
 from fitune.spec.reports import Phase, StepTime
 from fitune.spec.shape import BatchShape
 
@@ -78,12 +81,28 @@ def step_time_of(step: StepStages) -> StepTime:
         Phase.LOSS: loss_work(step),
         Phase.BACKWARD: backward_work(step, forward),
     }
+    transfers = transfers_of(step)
     seconds, limits = {}, {}
     for phase, work in per_micro_batch.items():
-        once, limits[phase] = _roofline(plan, work)
-        seconds[phase] = once * plan.batch.accumulation
-    seconds[Phase.UPDATE], limits[Phase.UPDATE] = _roofline(plan, update_work(step))
+        once, limit = _roofline(plan, work)
+        seconds[phase], limits[phase] = _with_transfers(
+            once * passes_per_step(plan), limit, transfers.get(phase)
+        )
+    update, limit = _roofline(plan, update_work(step))
+    seconds[Phase.UPDATE], limits[Phase.UPDATE] = _with_transfers(update, limit, transfers.get(Phase.UPDATE))
     return StepTime(phases=seconds, limits=limits)
+
+
+def _with_transfers(own: float, limit: str, transfers: Transfers | None) -> tuple[float, str]:
+    """The longest of what runs side by side, and then what is waited for; the longest single part is the limit."""
+    if transfers is None:
+        return own, limit
+    together = max(own, *transfers.beside.values()) if transfers.beside else own
+    parts = [(own, limit)]
+    parts += [
+        (seconds, name) for each in (transfers.beside, transfers.waited) for name, seconds in each.items()
+    ]
+    return together + sum(transfers.waited.values()), max(parts, key=lambda part: part[0])[1]
 
 
 def forward_work(step: StepStages) -> Work:
@@ -92,7 +111,7 @@ def forward_work(step: StepStages) -> Work:
     return Work(
         matmul_flops=step.shape.tokens * layers * _forward_flops_per_token(plan),
         attention_flops=layers * _attention_pairs(step) * attention_flops_per_pair(plan.model) / 3,
-        bytes=step.resident["weights"] + TRAFFIC_FORWARD * layers * step.other_block.kept,
+        bytes=step.weights_read + step.unpacked + TRAFFIC_FORWARD * layers * step.other_block.kept,
         kernels=layers * (KERNELS_PER_BLOCK + 2 * step.shape.rows),
     )
 
@@ -113,6 +132,8 @@ def loss_work(step: StepStages) -> Work:
 def backward_work(step: StepStages, forward: Work) -> Work:
     """What training needs beside forward, + the forward of the recomputed blocks; gradients written and read.
 
+    LOMO's update is in it: the weight read and written once more. Packed weights are made whole for every pass.
+
     Attention's backward makes the scores again: 5 products to forward's 2 (Dao 2023, arXiv 2307.08691).
     """
     layers, again = step.num_layers, step.recomputed / step.num_layers
@@ -124,21 +145,29 @@ def backward_work(step: StepStages, forward: Work) -> Work:
     return Work(
         matmul_flops=total - forward.matmul_flops + again * forward.matmul_flops,
         attention_flops=(2.5 + again) * forward.attention_flops,
-        bytes=step.resident["weights"]
-        + 2 * step.gradients
+        bytes=step.weights_read
+        + (1 + again) * step.unpacked
+        + (2 + 2 * isinstance(step.plan.tuning, Lomo)) * step.whole_gradients
         + (TRAFFIC_BACKWARD + again * TRAFFIC_FORWARD) * layers * step.other_block.kept,
         kernels=(2 + again) * forward.kernels,
     )
 
 
 def update_work(step: StepStages) -> Work:
-    """Weight and states are read and written, the gradient read twice; with masters its fp32 copy too."""
+    """Weight and states are read and written, the gradient read twice; with masters its fp32 copy too.
+
+    Of the rank's share; 8-bit states are one byte. Nothing is left for LOMO and for an optimizer on the host.
+    """
     plan, e = step.plan, step.element_bytes
-    width = 4 if plan.precision.has_master else e
+    if not step.stepped:
+        return Work()
+    masters = has_masters(plan)
+    width = 4 if masters else e
     states = states_per_parameter(plan.optimizer)
-    per_parameter = 2 * e + 2 * width * (1 + states) + (3 * 4 + e if plan.precision.has_master else 0)
+    moved = 2 * width + 2 * states * (1 if isinstance(plan.optimizer, AdamW8bit) else width)
+    per_parameter = 2 * e + moved + (3 * 4 + e if masters else 0)
     return Work(
-        bytes=step.gradients / e * per_parameter,
+        bytes=float(step.stepped * per_parameter),
         kernels=len(plan.model.linears) * plan.model.num_layers,
     )
 

@@ -48,7 +48,7 @@ class StepTime:
 
     phases: dict[Phase, float]
     limits: dict[Phase, str]
-    """``compute``, ``memory bandwidth`` or ``launch``."""
+    """``compute``, ``memory bandwidth``, ``launch``, ``communication``, ``host link``, ``NVMe``, ``CPU optimizer``."""
 
     @property
     def step_seconds(self) -> float:
@@ -64,10 +64,25 @@ class Estimate:
     """Device memory that may be filled: total less what the driver and the reserve keep."""
     time: StepTime
     tokens_per_second: float
+    """Of all devices together."""
+    host: dict[str, int] = field(default_factory=dict)
+    """Bytes of a node's own memory by term; empty on a CPU."""
+    usable_host_bytes: int = 0
+    """Of a node's memory; 0 when its size is not known or nothing leaves the device."""
+    nvme_bytes: int = 0
+    """On each node."""
+    checkpoint_bytes: int = 0
+    """One checkpoint on disk, over all devices; 0 in estimates made before it was counted."""
+    communication_bytes: int = 0
+    """What one device sends in one optimizer step."""
 
     @property
     def peak_bytes(self) -> int:
         return self.memory.peak_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
 
     @property
     def step_seconds(self) -> float:
@@ -75,7 +90,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.usable_bytes
+        on_host = not self.usable_host_bytes or self.host_bytes <= self.usable_host_bytes
+        return self.peak_bytes <= self.usable_bytes and on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

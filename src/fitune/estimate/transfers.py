@@ -1,0 +1,128 @@
+"""Seconds that data is on its way: between ranks, to the host and back, to NVMe; and the host's own optimizer.
+
+A transfer either runs beside the device's work, so that the longer of the two counts, or has to be waited for.
+None of the rates was measured by us yet.
+"""
+
+from dataclasses import dataclass, field
+
+from fitune.estimate.communication import Exchange, communication_of, passes_per_step
+from fitune.estimate.gradients import gradients_go_to_the_host
+from fitune.estimate.host import host_optimizer_bytes, offloaded_activation_bytes, ranks_per_node
+from fitune.estimate.parameters import weights_share_bytes
+from fitune.estimate.shares import trained_share, uses_deepspeed, zero_stage
+from fitune.estimate.step import StepStages
+from fitune.spec.hardware import Hardware
+from fitune.spec.plan import Lomo, Offload, Plan, Single
+from fitune.spec.reports import Phase
+
+LINK_EFFICIENCY = 0.75
+"""Share of a link's bandwidth that large collectives reach; others report 0.7–0.9 on NVLink. Not measured by us."""
+HOST_LINK_EFFICIENCY = 0.8
+"""Pinned copies over PCIe; others report 0.75–0.85 of its peak. Not measured by us."""
+COLLECTIVE_SECONDS, HOP_SECONDS = 15e-6, 3e-6
+"""Start of a collective, and each further rank of its ring. Not measured by us."""
+ETHERNET = 12.5e9
+"""Bytes/s between nodes when the hardware does not say: 100 Gbit/s, our assumption."""
+NVME_BANDWIDTH = 3e9
+"""Bytes/s of a node's NVMe, read or write, our assumption."""
+CPU_ADAM_PER_CORE, CPU_ADAM_MOST = 1e8, 4e9
+"""Parameters per second. ZeRO-Offload reports 4e9 on a node of 48 cores (Ren et al. 2021, arXiv 2101.06840)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """Seconds in one phase of the whole step, by what limits them."""
+
+    beside: dict[str, float] = field(default_factory=dict)
+    """Each runs beside the device's work and beside the others."""
+    waited: dict[str, float] = field(default_factory=dict)
+
+
+def transfers_of(step: StepStages) -> dict[Phase, Transfers]:
+    """Weights are prefetched, sums and copies run while the next block works: beside. Waited for are the first
+    gather of a pass, DeepSpeed's sums below stage 3 (overlap_comm off), and everything in the update."""
+    plan = step.plan
+    if isinstance(plan.sharding, Single) and plan.offload == Offload():
+        return {}
+    exchanged = communication_of(plan)
+    forward = exchange_seconds(plan.hardware, exchanged.forward)
+    backward = exchange_seconds(plan.hardware, exchanged.backward)
+    nodes = exchange_seconds(plan.hardware, exchanged.between_nodes)
+    sums_are_waited_for = uses_deepspeed(plan) and zero_stage(plan) < 3
+    back = {"communication": backward + nodes}
+    return {
+        Phase.FORWARD: Transfers(
+            beside={"communication": forward, **_host_links(step, backward=False)},
+            waited={"communication": _first(forward, exchanged.forward) * passes_per_step(plan)},
+        ),
+        Phase.BACKWARD: Transfers(
+            beside={**({} if sums_are_waited_for else back), **_host_links(step, backward=True)},
+            waited=back if sums_are_waited_for else {"communication": _first(backward, exchanged.backward)},
+        ),
+        Phase.UPDATE: Transfers(
+            waited={
+                "communication": exchange_seconds(plan.hardware, exchanged.update),
+                **_host_update(plan),
+            }
+        ),
+    }
+
+
+def exchange_seconds(hardware: Hardware, exchange: Exchange) -> float:
+    """bytes / (slowest link · efficiency) + calls · (start + hops): a ring is as fast as its slowest link."""
+    if exchange.calls == 0:
+        return 0.0
+    bandwidth = hardware.gpu.link_bandwidth
+    if exchange.crosses_nodes:
+        bandwidth = min(bandwidth, hardware.internode_bandwidth or ETHERNET)
+    latency = COLLECTIVE_SECONDS + HOP_SECONDS * (exchange.ranks - 1)
+    return exchange.bytes / (bandwidth * LINK_EFFICIENCY) + exchange.calls * latency
+
+
+def cpu_adam_seconds(plan: Plan) -> float:
+    """P_trained / N · ranks of the node / (1e8 · cores, at most 4e9): memory-bound, so cores stop helping."""
+    if isinstance(plan.tuning, Lomo) or plan.offload.optimizer == "device":
+        return 0.0
+    cores = plan.hardware.cpu_cores
+    rate = min(CPU_ADAM_MOST, CPU_ADAM_PER_CORE * cores) if cores else CPU_ADAM_MOST
+    return trained_share(plan) * ranks_per_node(plan) / rate
+
+
+def _first(seconds: float, exchange: Exchange) -> float:
+    """Nothing runs yet beside the first collective of a pass (in backward: after the last)."""
+    return seconds / exchange.calls if exchange.calls else 0.0
+
+
+def _host_links(step: StepStages, *, backward: bool) -> dict[str, float]:
+    """Weights come in every pass; gradients leave in backward; activations leave in forward and come in backward."""
+    plan, passes = step.plan, passes_per_step(step.plan)
+    offload = plan.offload
+    weights = passes * weights_share_bytes(plan) if offload.parameters != "device" else 0
+    gradients = 0
+    if backward and gradients_go_to_the_host(plan) and not isinstance(plan.tuning, Lomo):
+        gradients = passes * trained_share(plan) * plan.precision.compute_bytes
+    activations = passes * offloaded_activation_bytes(step)
+    stored = (weights if offload.parameters == "nvme" else 0) + (
+        activations if offload.activations == "nvme" else 0
+    )
+    return {
+        "host link": _host_seconds(plan, weights + gradients + activations),
+        "NVMe": ranks_per_node(plan) * stored / NVME_BANDWIDTH,
+    }
+
+
+def _host_update(plan: Plan) -> dict[str, float]:
+    """The host's Adam, or reading and writing its states on NVMe where that takes longer; then weights come back."""
+    adam = cpu_adam_seconds(plan)
+    if not adam:
+        return {}
+    moved = trained_share(plan) * plan.precision.compute_bytes
+    states = host_optimizer_bytes(plan) if plan.offload.optimizer == "nvme" else 0
+    stored = 2 * ranks_per_node(plan) * states / NVME_BANDWIDTH
+    slower = {"NVMe": stored} if stored > adam else {"CPU optimizer": adam}
+    return {**slower, "host link": _host_seconds(plan, moved)}
+
+
+def _host_seconds(plan: Plan, size: float) -> float:
+    return size / (plan.hardware.gpu.host_bandwidth * HOST_LINK_EFFICIENCY) if size else 0.0

@@ -1,0 +1,210 @@
+"""Bytes between ranks, on the host and on disk, and the seconds they take, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from estimate.tiny_plans import gpu, known, plan_for
+from fitune.estimate.checkpoint import checkpoint_bytes
+from fitune.estimate.communication import Exchange, communication_of
+from fitune.estimate.host import PROCESS_BYTES
+from fitune.estimate.predict import predict
+from fitune.estimate.transfers import (
+    COLLECTIVE_SECONDS,
+    HOP_SECONDS,
+    LINK_EFFICIENCY,
+    cpu_adam_seconds,
+    exchange_seconds,
+)
+from fitune.spec.gpus import find_gpu, hardware_for
+from fitune.spec.plan import (
+    AdamW8bit,
+    ClipByNorm,
+    ClipByValue,
+    Ddp,
+    Lomo,
+    Lora,
+    Nf4,
+    Offload,
+    Sgd,
+    Zero,
+)
+from fitune.spec.reports import Estimate, Phase
+from fitune.spec.serial import from_data, to_data
+
+P = 8_030_261_248
+EMBEDDING = 128256 * 4096
+GB = 10**9
+
+
+def cluster(nodes: int = 1, gpus: int = 8, **different):
+    return replace(hardware_for(gpu=find_gpu("h100"), gpus=gpus, nodes=nodes), **different)
+
+
+def eight_b(**choice):
+    base = {"hardware": cluster(), "precision": "bf16", "rows": 1, "seq_len": 1024, "recompute": 32}
+    return plan_for(known("llama-3.1-8b"), **{**base, **choice})
+
+
+@pytest.mark.parametrize(
+    ("sharding", "elements"),
+    [
+        (Ddp(), 2 * P),
+        (Zero(stage=1, backend="deepspeed"), 2 * P),
+        (Zero(stage=2, backend="deepspeed"), 2 * P),
+        (Zero(stage=3, backend="deepspeed"), 3 * P),
+        (Zero(stage=1, backend="fsdp"), 2 * P),
+        (Zero(stage=2, backend="fsdp"), 2 * P),
+        # embedding, head and final norm stay gathered until backward is through
+        (Zero(stage=3, backend="fsdp"), 3 * P - 2 * EMBEDDING - 4096),
+    ],
+    ids=str,
+)
+def test_a_full_step_sends_the_classic_2p_or_3p_elements(sharding, elements):
+    """Times (n−1)/n for a ring of n, times 2 bytes."""
+    assert communication_of(eight_b(sharding=sharding)).total_bytes == 2 * elements * 7 / 8
+
+
+def test_accumulation_repeats_gathers_and_sums_but_not_ddps():
+    once, thrice = (
+        [
+            communication_of(eight_b(sharding=sharding, accumulation=n)).total_bytes
+            for sharding in (Ddp(), Zero(stage=1, backend="fsdp"), Zero(stage=3, backend="fsdp"))
+        ]
+        for n in (1, 3)
+    )
+    assert [b / a for a, b in zip(once, thrice, strict=True)] == [1, 1, 3]
+
+
+def test_lora_sends_its_adapters_alone_unless_weights_are_divided():
+    choice = {"tuning": "lora", "rank": 16}
+    adapters = 41_943_040
+    ddp = communication_of(eight_b(sharding=Ddp(), **choice))
+    zero = communication_of(eight_b(sharding=Zero(stage=3, backend="deepspeed"), **choice))
+    assert ddp.total_bytes == 2 * 2 * adapters * 7 / 8
+    assert zero.total_bytes == pytest.approx(2 * (2 * (P + adapters) + adapters) * 7 / 8)
+
+
+def test_hybrid_sharding_sends_shares_between_the_nodes():
+    plan = eight_b(hardware=cluster(nodes=4), sharding=Zero(stage=3, backend="fsdp", hybrid=True))
+    found = communication_of(plan)
+    assert not found.forward.crosses_nodes
+    assert found.between_nodes.bytes == 2 * (2 * P / 8) * 3 / 4
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link():
+    exchange = Exchange(bytes=45e9, calls=10, ranks=8)
+    latency = 10 * (COLLECTIVE_SECONDS + 7 * HOP_SECONDS)
+    assert exchange_seconds(cluster(), exchange) == pytest.approx(45e9 / (450e9 * LINK_EFFICIENCY) + latency)
+    slow = cluster(nodes=2, internode_bandwidth=50e9)
+    across = exchange_seconds(slow, replace(exchange, crosses_nodes=True))
+    assert across == pytest.approx(45e9 / (50e9 * LINK_EFFICIENCY) + latency)
+
+
+def test_transfers_run_beside_the_work_or_are_waited_for():
+    fast, slow = (
+        predict(
+            eight_b(
+                sharding=Zero(stage=3, backend="fsdp"),
+                hardware=cluster(nodes=2, internode_bandwidth=bandwidth),
+                seq_len=8192,
+            )
+        ).time
+        for bandwidth in (400e9, 10e9)
+    )
+    assert fast.limits[Phase.FORWARD] == "compute"
+    assert slow.limits[Phase.FORWARD] == "communication"
+    sent = 2 * P * 15 / 16 / (10e9 * LINK_EFFICIENCY)
+    assert sent < slow.phases[Phase.FORWARD] < 1.1 * sent
+
+
+def test_the_host_steps_an_offloaded_optimizer_and_holds_16_bytes_a_parameter():
+    hardware = cluster(cpu_cores=96, host_memory_bytes=1024 * GB)
+    plan = eight_b(
+        hardware=hardware, sharding=Zero(stage=2, backend="deepspeed"), offload=Offload(optimizer="cpu")
+    )
+    estimate = predict(plan)
+    assert estimate.host["optimizer"] == pytest.approx(12 * P)
+    assert estimate.host["gradients"] == pytest.approx(4 * P)
+    assert estimate.host["processes"] == 8 * PROCESS_BYTES
+    assert cpu_adam_seconds(plan) == pytest.approx(P / 4e9)
+    assert estimate.time.limits[Phase.UPDATE] == "CPU optimizer"
+    assert estimate.usable_host_bytes == 1024 * GB * 15 // 16
+    assert estimate.fits
+    assert not predict(replace(plan, hardware=replace(hardware, host_memory_bytes=128 * GB))).fits
+
+
+def test_nvme_takes_what_the_host_would_have_held_but_for_staging():
+    choice = {"sharding": Zero(stage=3, backend="deepspeed"), "hardware": cluster()}
+    cpu, nvme = (
+        predict(eight_b(**choice, offload=Offload(parameters=place, optimizer=place)))
+        for place in ("cpu", "nvme")
+    )
+    assert cpu.nvme_bytes == 0
+    assert nvme.nvme_bytes == cpu.host_bytes - cpu.host["processes"]
+    assert nvme.host_bytes <= cpu.host_bytes
+    assert nvme.memory == cpu.memory
+    assert nvme.time.limits[Phase.UPDATE] == "NVMe"
+
+
+def test_offloaded_activations_are_all_that_the_blocks_keep():
+    estimate = predict(eight_b(hardware=gpu("h100"), offload=Offload(activations="cpu")))
+    assert estimate.host["activations"] == 32 * 1024 * 2 * 4096
+
+
+def test_nothing_is_on_the_host_of_a_cpu_and_little_on_that_of_a_gpu():
+    assert predict(plan_for(known("gpt2"))).host == {}
+    alone = predict(eight_b(hardware=gpu("h100")))
+    assert (alone.host, alone.nvme_bytes, alone.communication_bytes) == ({"processes": PROCESS_BYTES}, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("choice", "per_parameter"),
+    [
+        ({"precision": "bf16-master"}, 14),
+        ({"precision": "bf16"}, 6),
+        ({"precision": "bf16-master", "sharding": Zero(stage=3, backend="fsdp")}, 14),
+        ({"precision": "bf16", "offload": Offload(optimizer="cpu")}, 14),
+        ({"precision": "bf16", "optimizer": Sgd()}, 2),
+        ({"precision": "bf16", "optimizer": AdamW8bit()}, 2 + 2 * (1 + 4 / 256)),
+    ],
+)
+def test_a_checkpoint_holds_trained_weights_masters_and_states(choice, per_parameter):
+    assert checkpoint_bytes(eight_b(**choice)) == pytest.approx(per_parameter * P, rel=1e-5)
+
+
+def test_a_checkpoint_of_adapters_is_small():
+    assert checkpoint_bytes(eight_b(tuning="lora", rank=16, precision="bf16-master")) == 14 * 41_943_040
+
+
+def test_measuring_the_norm_first_doubles_lomos_step():
+    lomo = {
+        clip: Lomo(adaptive=False, clip=clip) for clip in (ClipByValue(value=1.0), ClipByNorm(max_norm=1.0))
+    }
+    once, twice = (
+        predict(replace(eight_b(hardware=gpu("h100"), optimizer=Sgd()), tuning=tuning)).time
+        for tuning in lomo.values()
+    )
+    assert twice.step_seconds == pytest.approx(2 * once.step_seconds)
+    assert once.phases[Phase.UPDATE] == 0
+
+
+def test_packed_weights_take_longer_than_dense_ones():
+    dense = eight_b(hardware=gpu("rtx-4090"), tuning="lora", rank=16)
+    lora = Lora(rank=16, alpha=16, dropout=0.0, targets=dense.tuning.targets, base=Nf4())
+    seconds = [predict(plan).step_seconds for plan in (dense, replace(dense, tuning=lora))]
+    assert seconds[0] < seconds[1] < 1.5 * seconds[0]
+
+
+def test_eight_devices_see_eight_times_the_tokens():
+    one = predict(eight_b(hardware=gpu("h100"), tuning="lora"))
+    eight = predict(eight_b(tuning="lora", sharding=Ddp()))
+    assert 7 < eight.tokens_per_second / one.tokens_per_second <= 8
+
+
+def test_an_estimate_written_before_there_was_a_host_still_reads():
+    estimate = predict(eight_b(hardware=gpu("h100")))
+    data = to_data(estimate)
+    for new in ("host", "usable_host_bytes", "nvme_bytes", "checkpoint_bytes", "communication_bytes"):
+        del data[new]
+    assert from_data(Estimate, data).memory == estimate.memory
