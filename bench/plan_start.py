@@ -27,7 +27,8 @@ def main() -> None:
     found = {name: seconds(arguments) for name, arguments in CASES.items()}
     for name, value in found.items():
         print(f"{name:14} {value:6.3f} s")
-    print(f"a plan takes {found['fitune plan'] / found['import torch']:.2f} of the time that importing torch alone takes")
+    ratio = found["fitune plan"] / found["import torch"]
+    print(f"a plan takes {ratio:.2f} of the time that importing torch alone takes")
 
 
 if __name__ == "__main__":

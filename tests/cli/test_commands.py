@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from fitune.cli import main
+from fitune.train.run import run
+from train.test_run import callbacks
 
 LLAMA_8B = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090"]
 
@@ -128,3 +130,22 @@ def test_train_report_export_score(call, model_folder: Path, data_file: Path, tm
 
 def messages(lines: list[str]) -> list[dict[str, str]]:
     return [json.loads(line)["response"]["body"]["choices"][0]["message"] for line in lines]
+
+
+def test_an_adapter_of_another_rank_is_refused_before_the_model_is_loaded(
+    call, make_plan, model_folder: Path, data_file: Path, tmp_path: Path
+) -> None:
+    """Fault 21, as a user meets it."""
+    plan = make_plan(max_steps=1)
+    run(plan, callbacks=callbacks())
+    adapter = tmp_path / "run" / "adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
+    code, _, err = call(
+        "score", "--model", str(model_folder), "--adapter", str(adapter), "--data", str(data_file),
+        "--out", str(tmp_path / "scores"),
+    )  # fmt: skip
+    assert code == 2
+    assert "does not fit" in err
+    assert "and 20 more" in err
+    assert not (tmp_path / "scores").exists()

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from fitune.checkpoint.adapters import check_adapter
 from fitune.checkpoint.export import export_merged
 from fitune.data.templates import load_template
 from fitune.errors import RecipeError, RunDirectoryError
@@ -26,6 +27,8 @@ def export_merged_model(run: Path, out: Path | None) -> None:
         raise RunDirectoryError(
             f"{run} is not complete, so it has no adapter yet", hint="fitune train … --resume"
         )
+    for warning in check_adapter(run / FOLDERS["adapter"], base=plan.model):
+        print(f"warning: {warning}")
     device = training_device(plan)
     base = load_model(plan.model_path, dtype=compute_dtype(plan.precision), device=device)
     tokenizer = load_tokenizer(plan.model_path)

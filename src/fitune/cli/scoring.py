@@ -5,9 +5,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fitune.checkpoint.adapters import check_adapter
 from fitune.errors import RecipeError
 from fitune.score.generate_hf import Sampling
 from fitune.score.run import ScorePlan, score
+from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import to_data
@@ -21,6 +23,9 @@ def score_dataset(
     max_new_tokens: int, batch_size: int, temperature: float, json: bool,
 ) -> None:  # fmt: skip
     """Answer, grade, print. With ``json`` only the report goes to standard output."""
+    if adapter:
+        for warning in check_adapter(Path(adapter), base=load_model_spec(model)):
+            print(f"warning: {warning}", file=sys.stderr)
     plan = ScorePlan(
         model=model,
         adapter=adapter,
