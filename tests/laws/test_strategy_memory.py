@@ -113,8 +113,8 @@ def test_fsdp_below_stage_3_holds_all_weights_from_forward_to_backward():
 
 def test_deepspeed_buffers_are_its_defaults_capped_by_the_model():
     two, three = (buffers_of(eight_b(sharding=Zero(stage=s, backend="deepspeed"))) for s in (2, 3))
-    assert (two.reduce, two.update, two.forward) == (2 * 5 * 10**8, 2 * 5 * 10**8, 0)
-    assert (three.reduce, three.forward) == (2 * 2 * 5 * 10**8, 2 * 10**9)
+    assert (two.buckets, two.update, two.forward) == (2 * 5 * 10**8, 2 * 5 * 10**8, 0)
+    assert (three.buckets, three.forward) == (2 * 2 * 5 * 10**8, 2 * 10**9)
     small = plan_for(known("gpt2"), hardware=cluster(), sharding=Zero(stage=3, backend="deepspeed"))
     assert buffers_of(small).forward == 4 * 124_439_808
 

@@ -1,6 +1,6 @@
 """What dividing the states costs in return: weights gathered for a moment, and buffers that sums pass through."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fitune.estimate.gradients import gradients_go_to_the_host
 from fitune.estimate.parameters import trained_parameters, weights_bytes
@@ -26,16 +26,19 @@ class Buffers:
     forward: int = 0
     """Gathered weights at the last block's forward."""
     loss: int = 0
+    final_norm: int = 0
+    """Before the last block goes back."""
     backward: int = 0
     backward_per_block: int = 0
     """More for each block that has not gone back yet."""
     root: int = 0
     """Gathered weights when only the embedding is left."""
+    buckets: int = 0
+    """Stand ready for sums from the loss to the end of backward."""
     reduce: int = 0
-    """Being summed or carried off while blocks go back."""
-    block_end: int = 0
-    """The copy that a block's gradients are summed from, made while they are still there."""
+    """Gradients of the block behind, being summed or carried off."""
     root_end: int = 0
+    """The copy that the root's gradients are summed from, made once its weights are let go."""
     update: int = 0
 
 
@@ -46,7 +49,7 @@ def buffers_of(plan: Plan) -> Buffers:
     if uses_deepspeed(plan):
         return _deepspeed(plan, streamed=streamed)
     carried = group_gradient_bytes(plan) if gradients_go_to_the_host(plan) else 0
-    return _streamed(plan, reduce=carried) if streamed else Buffers(reduce=carried)
+    return replace(_streamed(plan) if streamed else Buffers(), reduce=carried)
 
 
 def block_weight_bytes(plan: Plan) -> int:
@@ -75,13 +78,14 @@ def reduce_width(plan: Plan) -> int:
 
 
 def _fsdp(plan: Plan) -> Buffers:
-    """Groups alive: forward 3 (unsharded copy, its all-gather buffer until the next copy-out, the prefetched buffer),
-    backward 2 (copy, prefetched buffer) + the reduce-scatter input of the block before, in the reduce type.
+    """Groups alive: forward 3 (unsharded copy, its all-gather buffer, and the one before, let go after the copy),
+    backward 2 (copy, prefetched buffer) + the reduce-scatter input of the block behind, in the reduce type.
 
     The root group is gathered first, buffer beside copy, and stays whole until the end of backward; its gradients
-    are summed last. Below stage 3 no block lets its weights go in forward. _fsdp_param_group.py (wait_for_unshard,
-    post_backward), _fsdp_state.py (_post_forward frees the last buffer), torch 2.9–2.13. Offloaded shares pass
-    through the device: two more shares of a block.
+    are summed last, once its weights are gone. Below stage 3 no block lets its weights go in forward.
+    _fsdp_param_group.py (wait_for_unshard, post_backward), _fsdp_state.py (_post_forward frees the last buffer);
+    counted on a fake process group in tests/laws/test_fsdp_memory.py. Offloaded shares pass through the device:
+    two more shares of a block.
     """
     block, root, layers = block_weight_bytes(plan), root_weight_bytes(plan), plan.model.num_layers
     stage, width = zero_stage(plan), reduce_width(plan)
@@ -91,13 +95,13 @@ def _fsdp(plan: Plan) -> Buffers:
     held = {1: whole, 2: root, 3: root + min(2, layers) * block}
     return Buffers(
         start=2 * root + 2 * block + passing,
-        forward=(root + min(3, layers + 1) * block if stage == 3 else whole + block) + passing,
+        forward=(root + min(3, layers + 1) * block if stage == 3 else whole + 2 * block) + passing,
         loss=(root if stage == 3 else whole) + block,
+        final_norm=root if stage == 3 else whole,
         backward=held[stage] + passing,
         backward_per_block=block if stage == 2 else 0,
         root=whole if stage == 1 else root,
         reduce=summed,
-        block_end=summed,
         root_end=group_gradient_bytes(plan, root=True, width=width),
     )
 
@@ -114,15 +118,19 @@ def _deepspeed(plan: Plan, *, streamed: bool) -> Buffers:
     bucket = min(REDUCE_BUCKET, trained) * e
     if stage < 3:
         update = min(GATHER_BUCKET, trained) * e
-        return (
-            _streamed(plan, reduce=bucket, update=update)
-            if streamed
-            else Buffers(reduce=bucket, update=update)
-        )
+        weights = _streamed(plan) if streamed else Buffers()
+        return replace(weights, buckets=bucket, update=update)
     live = min(MAX_LIVE * e, weights_bytes(plan))
     small = _small_tensor_bytes(plan)
     return Buffers(
-        resident=small, start=live, forward=live, loss=live, backward=live, root=live, reduce=2 * bucket
+        resident=small,
+        start=live,
+        forward=live,
+        loss=live,
+        final_norm=live,
+        backward=live,
+        root=live,
+        buckets=2 * bucket,
     )
 
 
@@ -131,10 +139,10 @@ def _small_tensor_bytes(plan: Plan) -> int:
     return base_bytes(tensors, plan) * (num_shares(plan) - 1) // num_shares(plan)
 
 
-def _streamed(plan: Plan, *, reduce: int, update: int = 0) -> Buffers:
+def _streamed(plan: Plan) -> Buffers:
     """Offloaded weights on a device that needs them whole: the root's, the block at work, and the next one."""
     block, root = block_weight_bytes(plan), root_weight_bytes(plan)
     two = root + min(2, plan.model.num_layers) * block
     return Buffers(
-        start=two, forward=two, loss=root + block, backward=two, root=root, reduce=reduce, update=update
+        start=two, forward=two, loss=root + block, final_norm=root + block, backward=two, root=root
     )

@@ -78,7 +78,7 @@ def _loss_terms(step: StepStages) -> Terms:
         "recompute inputs": step.inputs_before(step.num_layers),
         "hidden states": step.hidden,
         "gathered weights": step.buffers.loss,
-        "reduce buffers": step.buffers.reduce if step.full else 0,
+        "reduce buffers": step.buffers.buckets,
     }
     return _largest([{**alive, **moment} for moment in _loss_moments(step, step.gradients_before)])
 
@@ -124,12 +124,13 @@ def _backward_terms(step: StepStages) -> Terms:
     Of the blocks the ends of both kinds suffice: from one to the next of a kind everything changes by the same.
     """
     layers, split = step.num_layers, step.recomputed
-    ends = {0, 1, split - 1, split, split + 1, layers - 1} & set(range(layers))
+    summed_from = layers - 2 if step.buffers.reduce else 0  # the first block that has sums beside it
+    ends = {0, 1, split - 1, split, split + 1, summed_from, layers - 1} & set(range(layers))
     moments = [
         _final_norm_moment(step),
         *(_block_moment(step, index) for index in sorted(ends)),
-        *_block_end_moments(step),
         _embedding_moment(step),
+        _root_sum_moment(step),
     ]
     around: Terms = {
         **step.around(),
@@ -141,8 +142,8 @@ def _backward_terms(step: StepStages) -> Terms:
 def _final_norm_moment(step: StepStages) -> Terms:
     return {
         "gradients": _before_the_blocks(step, step.head_gradient),
-        "gathered weights": step.buffers.loss,
-        "reduce buffers": step.buffers.reduce if step.full else 0,
+        "gathered weights": step.buffers.final_norm,
+        "reduce buffers": step.buffers.buckets,
         "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
         "recompute inputs": step.inputs_before(step.num_layers),
         "temporaries": step.final_norm.backward - step.hidden,  # no residual gradient beside it yet
@@ -167,28 +168,8 @@ def _block_moment(step: StepStages, index: int) -> Terms:
         "recompute inputs": step.inputs_before(index + 1),
         "temporaries": peak.temporaries,
         "gathered weights": step.gathered_in_backward(index),
-        "reduce buffers": step.buffers.reduce,
+        "reduce buffers": step.buffers.buckets + (step.buffers.reduce if later else 0),
     }
-
-
-def _block_end_moments(step: StepStages) -> list[Terms]:
-    """The last block has gone back: its gradients beside the buffer they are summed from. Only where there is one."""
-    if not step.buffers.block_end:
-        return []
-    last = step.num_layers - 1
-    root = step.head_gradient + step.final_norm.gradients
-    return [
-        {
-            "gradients": (step.gradients_before or step.settled(0 if step.root_waits else root))
-            + (root if step.root_waits else 0)
-            + step.other_block.gradients,
-            "activations": step.kept_before(last),
-            "recompute inputs": step.inputs_before(last),
-            "temporaries": step.hidden,
-            "gathered weights": step.gathered_in_backward(last),
-            "reduce buffers": step.buffers.block_end,
-        }
-    ]
 
 
 def _embedding_moment(step: StepStages) -> Terms:
@@ -196,14 +177,33 @@ def _embedding_moment(step: StepStages) -> Terms:
     elements = embedding_parameters(step.plan.model) if step.full else 0
     divided = step.gradients != step.whole_gradients
     adds = step.gradients_exist or step.plan.model.tied_embeddings or divided
-    waiting = step.head_gradient + step.final_norm.gradients if step.root_waits else 0
     table = elements * step.element_bytes if adds else 0
     return {
-        "gradients": step.gradients + waiting,
+        "gradients": _blocks_and_waiting(step),
         "temporaries": step.hidden + table + adaptive_working_bytes(step.plan, elements),
         "gathered weights": step.buffers.root,
-        "reduce buffers": max(step.buffers.reduce, step.buffers.root_end),
+        "reduce buffers": step.buffers.buckets + step.buffers.reduce,
     }
+
+
+def _root_sum_moment(step: StepStages) -> Terms:
+    """FSDP2 at the end: the root's whole gradients beside the buffer they are summed from."""
+    if not step.buffers.root_end:
+        return {}
+    table = embedding_parameters(step.plan.model) * step.element_bytes
+    return {
+        "gradients": _blocks_and_waiting(step) + (0 if step.plan.model.tied_embeddings else table),
+        "reduce buffers": step.buffers.root_end,
+    }
+
+
+def _blocks_and_waiting(step: StepStages) -> int:
+    """The blocks' gradients as they rest, and the whole ones of head and final norm where they wait."""
+    if not step.root_waits:
+        return step.gradients
+    blocks = step.num_layers * step.other_block.gradients
+    resting = step.gradients_before or step.settled(blocks)
+    return resting + step.head_gradient + step.final_norm.gradients
 
 
 def _before_the_blocks(step: StepStages, head: int) -> int:
