@@ -165,7 +165,7 @@ def _sample(sample: Sample) -> Html:
 
 
 def _answer(title: str, text: str, class_: str = "") -> Html:
-    said = element("p", text or "(nothing)", class_="said")
+    said = element("p", text if text.strip() else "(nothing)", class_="said")
     return element("div", element("h3", title), said, class_="answer" + class_)
 
 
