@@ -274,7 +274,7 @@ def test_gated_and_missing_models_are_told_apart(monkeypatch: pytest.MonkeyPatch
 
         return download
 
-    monkeypatch.setattr(model_config, "_answers", lambda url: True)
+    monkeypatch.setattr(model_config, "answers", lambda url: True)
     for kind, words in (
         (errors.GatedRepoError, "is gated"),
         (errors.RepositoryNotFoundError, "the Hub has no such model"),

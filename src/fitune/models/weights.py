@@ -1,6 +1,9 @@
 """A model folder or Hub id to a transformers model and its tokenizer. Only safetensors are read."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -8,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from fitune.errors import ModelError
+from fitune.spec.hub import no_waiting_for_the_hub
 from fitune.spec.plan import Precision
 
 _DTYPES = {
@@ -31,12 +35,14 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device) -> PreTra
     if Path(path).is_dir():
         _check_weight_files(Path(path))
     transformers_logging.disable_progress_bar()
-    try:
+    with _looked_up(path, "the model cannot be loaded", hint=_FETCH_AGAIN):
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, use_safetensors=True, output_loading_info=True
+            path,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{path}: the model cannot be loaded: {_first_line(error)}") from error
     _check_complete(path, report)
     model.to(device)
     return model
@@ -50,13 +56,34 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"{path}: no tokenizer ({', '.join(_TOKENIZER_FILES)} are all missing)",
             hint="copy the tokenizer files of the base model into the folder",
         )
-    try:
+    with _looked_up(
+        path, "the tokenizer cannot be loaded", hint="copy the base model's tokenizer files again"
+    ):
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{path}: the tokenizer has no end-of-sequence token, so answers could never end")
     return tokenizer
+
+
+_FETCH_AGAIN = "the files may be cut short or of another model: fetch them again"
+
+
+@contextmanager
+def _looked_up(path: str, what: str, *, hint: str) -> Iterator[None]:
+    """What transformers raises while it loads ``path`` becomes a ModelError. A folder needs no Hub."""
+    is_folder = Path(path).is_dir()
+    if not is_folder and path.startswith(("/", ".", "~")):
+        raise ModelError(f"{path}: no such folder", hint="name a folder with a config.json, or a Hub id")
+    with nullcontext("") if is_folder else no_waiting_for_the_hub() as unreachable:
+        try:
+            yield
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            if unreachable:
+                raise ModelError(
+                    f"{path}: {what}: no such folder, not whole in the Hugging Face cache, and {unreachable}",
+                    hint=f"name a folder, or run `hf download {path}` where there is a network",
+                ) from error
+            raise ModelError(f"{path}: {what}: {_first_line(error)}", hint=hint) from error
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -81,12 +108,22 @@ def _check_complete(path: str, report: dict[str, object]) -> None:
         f"{title}: {', '.join(map(str, list(names)[:5]))}"
         for title, names in (
             ("missing", report.get("missing_keys")),
-            ("of another shape", report.get("mismatched_keys")),
+            ("of another shape", _shapes(report.get("mismatched_keys"))),
         )
         if names
     ]
     if problems:
-        raise ModelError(f"{path}: the weights do not match config.json; {'; '.join(problems)}")
+        raise ModelError(
+            f"{path}: the weights do not match config.json; {'; '.join(problems)}",
+            hint="config.json and weights must be of the same model: fetch them again",
+        )
+
+
+def _shapes(mismatched: Any) -> list[str]:
+    """``name (384, 32), config.json says (100, 32)``, in a fixed order."""
+    return sorted(
+        f"{name} {tuple(found)}, config.json says {tuple(wanted)}" for name, found, wanted in mismatched or ()
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """ModelSpec from a Hugging Face config.json: a folder, the built-in table, the cache or the Hub."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from fitune.errors import ModelError, did_you_mean
 from fitune.spec.config_fields import ConfigFields
 from fitune.spec.families import FAMILIES
+from fitune.spec.hub import HUB_TIMEOUT_S, answers, is_offline
 from fitune.spec.model import ModelSpec
 from fitune.spec.model_table import accepted_model_names, find_known_model
 
@@ -22,7 +22,6 @@ _ADOPTED_FROM_REMOTE_CODE = {
 only that one is ever used."""
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_TIMEOUT_S = 5.0
 
 
 def load_model_spec(name: str, *, offline: bool | None = None) -> ModelSpec:
@@ -43,7 +42,7 @@ def load_model_spec(name: str, *, offline: bool | None = None) -> ModelSpec:
         raise _unknown(name)
     found = _cached_config(name)
     if found is None:
-        if _is_offline() if offline is None else offline:
+        if is_offline() if offline is None else offline:
             raise _unknown(name, why="it is not in the Hugging Face cache, and the Hub is switched off")
         found = _download_config(name)
     return _spec_from_file(found, name=name)
@@ -151,10 +150,10 @@ def _download_config(name: str) -> Path:
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
-    if not _answers(constants.ENDPOINT):
+    if not answers(constants.ENDPOINT):
         raise _unknown(name, why=f"not in the Hugging Face cache, and {constants.ENDPOINT} does not answer")
     try:
-        return Path(hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S))
+        return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT_S))
     except GatedRepoError:
         raise ModelError(
             f"model = {name!r} is gated",
@@ -166,22 +165,3 @@ def _download_config(name: str) -> Path:
         ) from None
     except (HfHubHTTPError, OSError) as error:
         raise _unknown(name, why=f"its config.json could not be downloaded ({error})") from None
-
-
-def _answers(url: str) -> bool:
-    """Whether the host answers at all. huggingface_hub itself retries for half a minute when it does not."""
-    from urllib.error import HTTPError, URLError
-    from urllib.request import Request, urlopen
-
-    try:
-        urlopen(Request(url, method="HEAD"), timeout=_HUB_TIMEOUT_S).close()
-    except HTTPError:
-        return True
-    except (URLError, OSError):
-        return False
-    return True
-
-
-def _is_offline() -> bool:
-    switches = (os.environ.get(key, "").lower() for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-    return any(value in ("1", "true", "yes", "on") for value in switches)
