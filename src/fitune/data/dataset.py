@@ -70,6 +70,14 @@ class TokenDataset:
         counts = np.add.reduceat(self._supervised, begins, dtype=np.int64) if len(begins) else begins
         return counts - self._supervised[begins]
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of every id, mark and offset: a resumed run must go on with the same rows."""
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self._ids, self._supervised, self._offsets):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
 
 _ARRAYS = ("ids", "supervised", "offsets")
 
@@ -122,6 +130,11 @@ def _prepare(data: DataPlan, template: ChatTemplate, *, seq_len: int, seed: int)
     eval_formats = tuple(
         _read_source(source, data, None, held_out, seed=seed) for source in data.eval_sources
     )
+    if data.val_fraction and not train.has_rows and held_out.has_rows:
+        raise DataError(
+            f"no rows to train on: val_fraction {data.val_fraction:g} holds out every row of the data",
+            hint="lower val_fraction, or name eval_data",
+        )
     ledger, dataset = _closed(train, formats, "train on", data.sources)
     if not data.eval_sources and not data.val_fraction:
         return PreparedData(train=dataset, train_ledger=ledger, eval=None, eval_ledger=None, eval_examples=[])

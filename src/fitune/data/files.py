@@ -26,7 +26,28 @@ def read_file(path: str) -> Rows:
     """The rows of one file, read as its suffix says. Raises DataError when the file cannot be opened or parsed."""
     suffix = path.lower().rsplit(".", 1)[-1]
     with open_binary(path) as file:
+        if suffix not in _BINARY:
+            _refuse_other_encodings(file, path)
         yield from _READERS[suffix](file, path)
+
+
+def _refuse_other_encodings(file: BinaryIO, path: str) -> None:
+    """Say at once what a file is that would otherwise be thousands of bad rows."""
+    start = file.read(2)
+    file.seek(0)
+    if start in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(
+            f"{path}: the text is UTF-16, expected UTF-8",
+            hint=f"iconv -f utf-16 -t utf-8 {path} > utf8-{_name(path)}",
+        )
+    if start == b"\x1f\x8b":
+        raise DataError(
+            f"{path}: the file is compressed with gzip", hint=f"gunzip -c {path} > plain-{_name(path)}"
+        )
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def _read_jsonl(file: BinaryIO, path: str) -> Rows:
@@ -55,7 +76,8 @@ def _numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             while rest and not rest.endswith(b"\n"):
                 rest = file.readline(MAX_LINE_BYTES)
             raw = BadLine(raw[:64])
-        yield number, raw.removeprefix(_BOM) if number == 1 else raw
+        # removeprefix would make plain bytes of a BadLine
+        yield number, raw.removeprefix(_BOM) if number == 1 and raw.startswith(_BOM) else raw
 
 
 def _decode(line: bytes, where: str) -> str:
@@ -160,7 +182,8 @@ def _read_csv(file: BinaryIO, path: str) -> Rows:
     reader = csv.reader(lines, strict=True)
     header = _header(reader, path)
     while True:
-        where = f"{path}:{lines.number + 1}"
+        first = lines.number + 1
+        where = f"{path}:{first}"
         try:
             values = next(reader, None)
             if values is None:
@@ -170,7 +193,17 @@ def _read_csv(file: BinaryIO, path: str) -> Rows:
         except BadRow as bad:
             yield bad
         except csv.Error as error:
-            yield BadRow(f"{where}: not CSV: {error}", reason="not CSV")
+            yield _bad_record(error, where, first=first, last=lines.number)
+
+
+def _bad_record(error: csv.Error, where: str, *, first: int, last: int) -> BadRow:
+    if "unexpected end" not in str(error):
+        return BadRow(f"{where}: not CSV: {error}", reason="not CSV")
+    lost = last - first + 1
+    return BadRow(
+        f"{where}: a quote opens in this row and is never closed: {lost} lines to the end of the file are lost",
+        reason=f"quote never closed ({lost} lines lost)",
+    )
 
 
 def _header(reader: Any, path: str) -> list[str]:
@@ -178,6 +211,11 @@ def _header(reader: Any, path: str) -> list[str]:
         header = next(reader, [])
     except csv.Error as error:
         raise DataError(f"{path}:1: not CSV: {error}") from None
+    if len(header) == 1 and (other := next((mark for mark in ";\t|" if mark in header[0]), "")):
+        raise DataError(
+            f"{path}:1: the header is one column, {header[0]!r}: fitune reads columns parted by commas, not {other!r}",
+            hint="save the file with commas, or as JSON lines",
+        )
     doubled = [name for name in header if header.count(name) > 1]
     if doubled:
         raise DataError(f"{path}:1: two columns are named {doubled[0]!r}")
@@ -224,6 +262,8 @@ def _arrow_rows(batches: Any, path: str) -> Rows:
         yield from _numbered_objects(batch.to_pylist(), path, start=start)
         start += batch.num_rows
 
+
+_BINARY = ("parquet", "arrow")
 
 _READERS: dict[str, Callable[[BinaryIO, str], Rows]] = {
     "jsonl": _read_jsonl,

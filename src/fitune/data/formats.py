@@ -31,7 +31,7 @@ ROLES: dict[str, Role] = {
 
 ACCEPTED = (
     "accepted formats: messages [{role, content}], conversations [{from, value}], {instruction, output[, input]}, "
-    "{prompt, completion}, {question, answer}, {dialogue, summary}, {text}, or name the columns with columns:"
+    "{prompt, completion}, {question, answer}, {dialogue, summary}, {text}, or columns: {prompt: …, completion: …}"
 )
 
 _RECOGNISED: tuple[tuple[str, tuple[str, ...]], ...] = (

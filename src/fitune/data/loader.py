@@ -60,6 +60,11 @@ class GlobalBatch:
     """Labels that are not IGNORED: what the sum of the losses is divided by, whatever the micro-batches hold."""
 
 
+_EPOCHS_LOOKED_AT = 1_000
+_UNITS_LOOKED_AT = 20_000_000
+"""About two seconds of shuffling, whichever comes first."""
+
+
 class Loader:
     """Steps of a dataset. Every unit of an epoch is in exactly one step; the last step may hold fewer."""
 
@@ -114,9 +119,12 @@ class Loader:
         """The one of ``steps`` (0-based, from the start of the run) with the most tokens in one micro-batch.
 
         Known before the first step, because the order follows from the seed: memory can be predicted for it.
+        Of a run of very many epochs the first ones are looked at, so that it begins within seconds.
         """
         best_step, best_tokens, best_units = steps.start, -1, np.empty(0, dtype=np.int64)
-        for epoch in range(steps.start // self.steps_per_epoch, (steps.stop - 1) // self.steps_per_epoch + 1):
+        first, last = steps.start // self.steps_per_epoch, (steps.stop - 1) // self.steps_per_epoch
+        looked_at = max(1, min(_EPOCHS_LOOKED_AT, _UNITS_LOOKED_AT // len(self._tokens_per_unit)))
+        for epoch in range(first, min(last + 1, first + looked_at)):
             mine_U = self._order(epoch)[self._is_mine()]
             starts_M = np.arange(0, len(mine_U), self._batch.micro_batch_size)
             step_M = epoch * self.steps_per_epoch + np.arange(len(starts_M)) // self._batch.accumulation

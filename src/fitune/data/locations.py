@@ -14,6 +14,7 @@ READABLE = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
 """Suffixes that are read, in the words of the error messages."""
 
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib")
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _REMOTE = {"hdfs": "pyarrow", "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs"}
 """URL scheme -> the package that reads it."""
 _SPLIT_NAMES = {
@@ -72,6 +73,11 @@ def locate(path: str, *, split: str) -> Files | HubDataset:
     hub_id = _HUB_ID.fullmatch(path)
     if hub_id and not path.startswith(".") and not path.endswith(READABLE):
         return HubDataset(name=hub_id[1], config=hub_id[2], split=split)
+    if any(mark in path for mark in "*?["):
+        raise DataError(
+            f"{path}: no such file or folder; patterns are not expanded",
+            hint="name the folder, or give a list: data: [a.jsonl, b.jsonl]",
+        )
     raise DataError(
         f"{path}: no such file or folder", hint=f"a path to {', '.join(READABLE)}, or owner/name on the Hub"
     )
@@ -99,6 +105,8 @@ def _refuse_pickle(path: str) -> None:
 
 
 def _require_readable(path: str) -> None:
+    if path.lower().endswith(_COMPRESSED):
+        raise DataError(f"{path}: compressed files are not read in this version", hint="decompress it first")
     if not path.lower().endswith(READABLE):
         raise DataError(f"{path}: not a data file this version reads", hint=f"one of {', '.join(READABLE)}")
 

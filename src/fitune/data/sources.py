@@ -10,7 +10,8 @@ from fitune.data.files import Rows, read_file
 from fitune.data.locations import Files, HubDataset, locate, open_binary, sample_size
 from fitune.data.rows import BadRow, Row
 from fitune.errors import DataError
-from fitune.spec.plan import DataSource
+from fitune.spec.hub import no_waiting_for_the_hub
+from fitune.spec.plan import DataPlan, DataSource
 
 _SAMPLE_SEED = 500
 """A sample is a property of the source, not of the run: two runs with other seeds train on the same rows."""
@@ -55,6 +56,12 @@ def content_key(source: DataSource) -> str:
     return digest.hexdigest()
 
 
+def trained_and_evaluated(data: DataPlan) -> tuple[str, ...]:
+    """Paths of evaluation sources whose content is also trained on: their loss says nothing about new rows."""
+    trained = {content_key(source) for source in data.sources}
+    return tuple(source.path for source in data.eval_sources if content_key(source) in trained)
+
+
 def _file_key(path: str) -> bytes:
     if "://" in path:
         import fsspec
@@ -76,16 +83,22 @@ def _all_rows(path: str, split: str) -> Rows:
 
 
 def _load_hub(place: HubDataset) -> Any:
-    import datasets
+    import datasets  # before the Hub is tried: the library remembers whether the Hub was off when it was imported
 
-    try:
-        return datasets.load_dataset(place.name, place.config, split=place.split)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        cause = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"{place.name}: neither a file here nor a dataset the Hub would give: {cause}",
-            hint="check the path; owner/name:configuration names one of several configurations",
-        ) from None
+    was_offline = datasets.config.HF_HUB_OFFLINE
+    with no_waiting_for_the_hub() as unreachable:
+        datasets.config.HF_HUB_OFFLINE = was_offline or bool(unreachable)
+        try:
+            return datasets.load_dataset(place.name, place.config, split=place.split)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            cause = f"{first_line}; {unreachable}" if unreachable else first_line
+            raise DataError(
+                f"{place.name}: neither a file here nor a dataset the Hub would give: {cause}",
+                hint="check the path; owner/name:configuration names one of several configurations",
+            ) from None
+        finally:
+            datasets.config.HF_HUB_OFFLINE = was_offline
 
 
 def _good_rows(

@@ -40,6 +40,11 @@ class RowTokeniser:
         if len(self._waiting) == _BATCH_ROWS:
             self._tokenise()
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether any row came here, kept or dropped."""
+        return bool(self._waiting or self.book.rows_read)
+
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """ids int32, supervised bool, offsets int64 of all rows added."""
         self._tokenise()
