@@ -6,7 +6,7 @@ another base is then silently ignored (vllm#34186). Here every key must find its
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ def check_adapter(path: Path, *, base: ModelSpec | Shapes) -> tuple[str, ...]:
     config = _read_config(path)
     pairs, problems, is_zero = _read_weights(path, config)
     problems += [problem for pair in pairs.values() for problem in _mismatches(pair, config, base)]
+    problems += [
+        f"{name}: not among target_modules, so it would be ignored" for name in _untargeted(pairs, config)
+    ]
     problems += [f"{name}: missing" for name in _missing(set(pairs), config, base)]
     if problems:
         raise _does_not_fit(path, config, base, problems)
@@ -165,11 +168,23 @@ def _shape_in_base(module: str, base: ModelSpec | Shapes) -> tuple[int, int] | N
     return (found[0].in_features, found[0].out_features) if found else None
 
 
-def _missing(present: set[str], config: dict[str, Any], base: ModelSpec | Shapes) -> list[str]:
-    """Linears that the config says are adapted and that have no key. Only plain lists of names can be checked."""
+def _untargeted(present: Iterable[str], config: dict[str, Any]) -> list[str]:
+    """Linears that have keys and that the config does not adapt: PEFT drops such keys without a word."""
+    targets = _plain_targets(config)
+    return [] if targets is None else [name for name in present if not _is_target(name, targets)]
+
+
+def _plain_targets(config: dict[str, Any]) -> list[str] | None:
+    """Names of the adapted linears; None where they are a pattern or narrowed to some layers."""
     targets = config.get("target_modules")
     narrowed = any(config.get(key) for key in ("layers_to_transform", "layers_pattern", "exclude_modules"))
-    if not isinstance(targets, list) or narrowed:
+    return targets if isinstance(targets, list) and not narrowed else None
+
+
+def _missing(present: set[str], config: dict[str, Any], base: ModelSpec | Shapes) -> list[str]:
+    """Linears that the config says are adapted and that have no key. Only plain lists of names can be checked."""
+    targets = _plain_targets(config)
+    if targets is None:
         return []
     tails = {_tail(name) for name in present}
     return [name for name in _names(base) if _is_target(name, targets) and _tail(name) not in tails]

@@ -70,14 +70,21 @@ def lock_run_directory(path: Path, *, attempt: str | None = None) -> Iterator[Ru
     try:
         _acquire(handle, directory)
         _write_owner(handle, attempt)
-        yield RunLock(directory=directory, attempt=attempt)
-        os.ftruncate(handle, 0)  # an empty lock has no owner
+        try:
+            yield RunLock(directory=directory, attempt=attempt)
+        finally:
+            os.ftruncate(handle, 0)  # an empty lock has no owner, however the run ended
     finally:
         os.close(handle)  # closing releases the lock
         _held.discard(file)
 
 
 def _make_directory(path: Path) -> Path:
+    if path.is_symlink() and not path.exists():
+        raise RunDirectoryError(
+            f"output_dir {path} is a symbolic link to {os.readlink(path)}, which is not there",
+            hint="make that folder, or remove the link",
+        )
     if path.exists() and not path.is_dir():
         raise RunDirectoryError(f"output_dir {path} is a file", hint="choose another output_dir")
     try:

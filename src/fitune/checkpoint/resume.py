@@ -45,6 +45,12 @@ def load_checkpoint(path: Path, *, verified: bool = False) -> TrainState:
         raise CheckpointError(
             f"{path}: no such checkpoint", hint="resume: true takes the newest one of output_dir"
         )
+    if (path / FOLDER).is_dir():
+        found = newest_checkpoint(path).path
+        raise CheckpointError(
+            f"{path} is the directory of a run, not a checkpoint",
+            hint=f"resume: {found}" if found else "it holds no checkpoint; start a new run",
+        )
     commit = read_commit(path) if verified else verify(path)
     groups = [name for name in commit.files if name.endswith(".safetensors")]
     return TrainState(

@@ -40,8 +40,14 @@ def where_to_start(directory: Path, plan: Plan, *, resume: bool | str) -> Start:
         return Start(state=_compatible(load_checkpoint(Path(resume)), plan))
     if resume:
         found = newest_checkpoint(directory)
+        if found.path is None and found.warnings:
+            raise CheckpointError(
+                f"no checkpoint of {directory} can be used:\n  " + "\n  ".join(found.warnings),
+                hint="put the files back, or --overwrite to start anew",
+            )
         if found.path is None:
-            return Start(state=None, warnings=found.warnings)
+            note = f"nothing to resume: no checkpoint in {directory}; starting from the beginning"
+            return Start(state=None, warnings=(note,))
         note = f"resuming from {found.path}"
         state = load_checkpoint(found.path, verified=True)
         return Start(state=_compatible(state, plan), warnings=(*found.warnings, note))
@@ -58,10 +64,25 @@ def _compatible(state: TrainState, plan: Plan) -> TrainState:
     return state
 
 
+def require_same_rows(state: TrainState, fingerprint: str) -> None:
+    """Raises CheckpointError when the training rows are not those of the checkpoint: same path, other content."""
+    if state.facts.get("rows", fingerprint) != fingerprint:
+        raise CheckpointError(
+            f"the training rows changed since step {state.step} was saved: the files, the template or the tokenizer",
+            hint="put the data back as it was, or start a new run in another output_dir",
+        )
+
+
 def capture(
-    plan: Plan, prepared: Prepared, *, step: int, position: LoaderState, best_eval_loss: float
+    plan: Plan,
+    prepared: Prepared,
+    *,
+    step: int,
+    position: LoaderState,
+    best_eval_loss: float,
+    rows: str,
 ) -> TrainState:
-    """Everything the next step depends on."""
+    """Everything the next step depends on. ``rows`` is the fingerprint of the training rows."""
     engine = prepared.engine.state()
     rng = {"cpu": torch.get_rng_state()}
     if prepared.model.device.type == "cuda":
@@ -75,6 +96,7 @@ def capture(
         },
         facts={
             "plan": to_data(plan),
+            "rows": rows,
             "engine": dict(engine.facts),
             "epoch": position.epoch,
             "position": position.position,

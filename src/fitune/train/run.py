@@ -27,11 +27,12 @@ from fitune.spec.reports import RunReport, Sample, StepReport
 from fitune.spec.serial import to_json
 from fitune.track.jsonl import MetricsLog, read_metrics
 from fitune.track.sinks import Sink
+from fitune.train.directory import require_own_directory
 from fitune.train.evaluate import evaluate
 from fitune.train.export import export_result
 from fitune.train.loop import train
 from fitune.train.prepare import Prepared, prepare
-from fitune.train.resume import Start, capture, restore, where_to_start
+from fitune.train.resume import Start, capture, require_same_rows, restore, where_to_start
 from fitune.train.samples import Answer, answer_before, compare_samples
 from fitune.train.summary import summarise
 
@@ -90,6 +91,7 @@ def run(
     Raises FituneError; report.json then says what happened and how far the run came.
     """
     directory = Path(plan.run.output_dir)
+    require_own_directory(plan)
     with lock_run_directory(directory):
         start = where_to_start(directory, plan, resume=resume)
         for warning in start.warnings:
@@ -99,11 +101,11 @@ def run(
         began = time.perf_counter()
         with MetricsLog(directory / "metrics.jsonl") as log:
             log.truncate_after(start.step)
-            current = _set_up(plan, callbacks, sinks, log)
+            current = _set_up(plan, callbacks, sinks, log, start)
             return _train_and_report(current, start, began)
 
 
-def _set_up(plan: Plan, callbacks: Callbacks, sinks: Sequence[Sink], log: MetricsLog) -> _Run:
+def _set_up(plan: Plan, callbacks: Callbacks, sinks: Sequence[Sink], log: MetricsLog, start: Start) -> _Run:
     """Tokenise before the model is loaded: bad data should not cost the wait for the weights."""
     tokenizer = load_tokenizer(plan.model_path)
     data = prepare_data(
@@ -113,6 +115,8 @@ def _set_up(plan: Plan, callbacks: Callbacks, sinks: Sequence[Sink], log: Metric
         seq_len=plan.batch.seq_len,
         seed=plan.run.seed,
     )
+    if start.state is not None:
+        require_same_rows(start.state, data.train.fingerprint)
     loader = Loader(data.train, plan.batch, seed=plan.run.seed)
     data = replace(data, train_ledger=replace(data.train_ledger, packs=loader.num_packs))
     callbacks.on_data(data, loader)
@@ -202,6 +206,7 @@ def _save(current: _Run, report: StepReport) -> None:
         step=report.step,
         position=current.position,
         best_eval_loss=current.best_eval_loss,
+        rows=current.data.train.fingerprint,
     )
     save_checkpoint(
         current.directory, state, keep=current.plan.run.keep_checkpoints, eval_loss=report.eval_loss

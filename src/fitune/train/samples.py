@@ -27,13 +27,25 @@ def compare_samples(
     directory: Path, model: LanguageModel, conversations: Sequence[Conversation], answer: Answer
 ) -> tuple[Sample, ...]:
     """Answer the same prompts with the trained model and lay both answers side by side."""
-    before = json.loads((directory / _BEFORE).read_text(encoding="utf-8"))
+    before = _answers_before(directory, len(conversations))
     after = answer(model, conversations)
-    (directory / _BEFORE).unlink()
     return tuple(
         Sample(prompt=_prompt(c), expected=c.messages[-1].content, before=was, after=now)
         for c, was, now in zip(conversations, before, after, strict=True)
     )
+
+
+def _answers_before(directory: Path, wanted: int) -> list[str]:
+    """What the untrained model said. A run resumed elsewhere, or with more samples, was never asked all of them.
+
+    The file stays: a finished run may be made longer.
+    """
+    file = directory / _BEFORE
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    return [*found, *[_NOT_ASKED] * wanted][:wanted]
+
+
+_NOT_ASKED = "(not asked: the run was resumed from elsewhere)"
 
 
 def _prompt(conversation: Conversation) -> str:

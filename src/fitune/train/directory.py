@@ -1,0 +1,61 @@
+"""The run directory is for the run alone: nothing that goes into a run may lie where its results go."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fitune.errors import RunDirectoryError
+from fitune.spec.plan import Plan
+
+FILES = (
+    "plan.json", "recipe.yaml", "estimate.json", "metrics.jsonl", "samples_before.json", "report.json", "report.html",
+    "run.lock",
+)  # fmt: skip
+FOLDERS = ("checkpoints", "adapter", "merged", "model", "tensorboard")
+"""What a run writes into its directory; --overwrite removes these and nothing else."""
+
+
+def require_own_directory(plan: Plan) -> None:
+    """Raises RunDirectoryError when output_dir would mix with the model or the data, or replace files of others."""
+    directory = Path(plan.run.output_dir).expanduser().resolve()
+    for setting, path in _inputs(plan):
+        _refuse_overlap(directory, setting, path)
+    try:
+        if not (directory / "plan.json").exists():
+            _refuse_foreign_folders(directory)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"output_dir {directory} cannot be used: {error.strerror}", hint="choose another output_dir"
+        ) from None
+
+
+def _inputs(plan: Plan) -> Iterator[tuple[str, Path]]:
+    """What the plan reads from this disk; Hub ids and URLs name no such path."""
+    named = [("model", plan.model_path)]
+    named += [("data", source.path.rpartition("#")[0] or source.path) for source in plan.data.sources]
+    named += [
+        ("eval_data", source.path.rpartition("#")[0] or source.path) for source in plan.data.eval_sources
+    ]
+    for setting, name in named:
+        path = Path(name).expanduser()
+        if path.exists():
+            yield setting, path.resolve()
+
+
+def _refuse_overlap(directory: Path, setting: str, path: Path) -> None:
+    is_read_from_within = path.is_dir() and path in (directory, *directory.parents) and setting != "model"
+    is_replaced = any(directory / name in (path, *path.parents) for name in (*FILES, *FOLDERS))
+    if path == directory or is_read_from_within or is_replaced:
+        raise RunDirectoryError(
+            f"output_dir {directory} and {setting} {path} are in one another's way: what is read would be written over",
+            hint=f"an output_dir of its own, e.g. {directory.parent / 'runs' / directory.name}",
+        )
+
+
+def _refuse_foreign_folders(directory: Path) -> None:
+    foreign = [name for name in FOLDERS if (directory / name).is_dir() and any((directory / name).iterdir())]
+    if foreign:
+        raise RunDirectoryError(
+            f"output_dir {directory} has {', '.join(f'{name}/' for name in foreign)} and no plan.json, so it is no "
+            "run; its results would replace them",
+            hint="choose another output_dir",
+        )
