@@ -124,6 +124,12 @@ def _lora(recipe: Recipe, plan: Plan) -> Iterator[str]:
         case Lora(rank=rank, alpha=alpha, targets=targets):
             if recipe.lora_alpha is None:
                 yield f"lora_alpha: {alpha} = 2 · lora_r {rank}"
+            narrowest = max(min(m.in_features, m.out_features) for m in plan.model.linears if m.adaptable)
+            if rank > narrowest:
+                yield (
+                    f"note on lora_r: no linear has more than {narrowest} dimensions on its narrow side; a rank "
+                    f"of {rank} costs memory and can say no more than {narrowest}"
+                )
             if recipe.lora_target_modules == ["all-linear"]:
                 yield f"LoRA targets: all linears of a block: {', '.join(targets)}"
 

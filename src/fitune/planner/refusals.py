@@ -13,6 +13,7 @@ def refuse_contradictions(recipe: Recipe, *, model: ModelSpec, hardware: Hardwar
     _refuse_blocks(recipe, model)
     _refuse_loss(recipe)
     _refuse_export(recipe)
+    _refuse_evaluation_of_nothing(recipe)
     _refuse_precision(recipe, hardware.gpu)
     _refuse_attention(recipe, model, hardware.gpu)
 
@@ -72,6 +73,14 @@ def _refuse_export(recipe: Recipe) -> None:
         )
     if recipe.tuning == "lora" and recipe.export == "full":
         raise RecipeError("export: full is for tuning: full; LoRA trains an adapter", hint="export: merged")
+
+
+def _refuse_evaluation_of_nothing(recipe: Recipe) -> None:
+    if recipe.eval_steps and recipe.data and not recipe.eval_data and not recipe.val_fraction:
+        raise RecipeError(
+            f"eval_steps = {recipe.eval_steps}, and there is nothing to evaluate on",
+            hint="val_fraction: 0.05 holds rows out, eval_data names a file of them",
+        )
 
 
 def _refuse_precision(recipe: Recipe, gpu: Gpu) -> None:

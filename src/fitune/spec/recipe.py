@@ -18,6 +18,7 @@ from fitune.spec.recipe_values import (
     Names,
     PositiveFloat,
     PositiveInt,
+    Seed,
     Share,
     Size,
     Text,
@@ -98,7 +99,7 @@ class Recipe(_Strict):
     max_grad_norm: CountFloat = 1.0
     num_epochs: PositiveFloat = 1.0
     max_steps: PositiveInt | None = None
-    seed: CountInt = 42
+    seed: Seed = 42
 
     # to save memory
     gradient_checkpointing: Annotated[bool | int, PlainValidator(switch_or_count)] | None = None

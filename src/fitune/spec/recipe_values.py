@@ -70,6 +70,7 @@ _SWITCH_WORDS = {"true": True, "on": True, "all": True, "false": False, "off": F
 
 PositiveInt = Annotated[int, BeforeValidator(whole_number), Field(gt=0)]
 CountInt = Annotated[int, BeforeValidator(whole_number), Field(ge=0)]
+Seed = Annotated[int, BeforeValidator(whole_number), Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, BeforeValidator(number), Field(gt=0)]
 CountFloat = Annotated[float, BeforeValidator(number), Field(ge=0)]
 Share = Annotated[float, BeforeValidator(number), Field(ge=0, lt=1)]

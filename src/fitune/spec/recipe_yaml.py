@@ -54,5 +54,7 @@ def parse_value(text: str, *, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = f":{mark.line + 1}" if mark is not None else ""
         raise RecipeError(f"{where}{place}: {getattr(error, 'problem', None) or error}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise RecipeError(f"{where}: {error}") from None
     except RecursionError:
         raise RecipeError(f"{where}: nested too deeply") from None
