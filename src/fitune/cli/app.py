@@ -1,6 +1,7 @@
 """The commands. Each parses its words, calls the rooms that do the work, and prints what they answer."""
 
 import json as json_text
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -131,9 +132,27 @@ def main() -> None:
     except FituneError as error:
         _print_error(error)
         sys.exit(error.exit_code)
+    except BrokenPipeError:  # `fitune plan … | head` closed the pipe: what was asked for was shown
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:  # a disk that fills up, a file that goes away: nothing a command can foresee
+        _print_error(_SystemFailed(error))
+        sys.exit(_SystemFailed.exit_code)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
+
+
+class _SystemFailed(FituneError):
+    """The operating system refused something in the middle of the work."""
+
+    exit_code = 1
+
+    def __init__(self, error: OSError) -> None:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        super().__init__(
+            f"{where}{error.strerror or error}", hint="check the path, its rights and the free disk space"
+        )
 
 
 def _print_error(error: FituneError) -> None:

@@ -38,7 +38,7 @@ def export_merged_model(run: Path, out: Path | None) -> None:
         out or run / FOLDERS["merged"],
         chat_template=load_template(tokenizer, plan.data.chat_template).source,
         card=model_card(plan, files.run),
-        replace=True,
+        replace=out is None,  # a folder of the run's own; any other may hold what somebody needs
     )
     print(f"merged model: {exported.path}")
     print(f"largest difference of its logits from the adapter's: {exported.max_logit_difference:.2g}")

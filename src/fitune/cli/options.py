@@ -41,6 +41,8 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         name = key.replace("-", "_")
         if name in options:
-            raise RecipeError(f"--{key} is given twice")
+            raise RecipeError(f"--{key} is given twice", hint="keep one of them")
+        if not equals and value == "true" and ALIASES.get(name, name) in _TEXT_KEYS:
+            raise RecipeError(f"--{key} has no value", hint=f"--{key} VALUE")
         options[name] = value if ALIASES.get(name, name) in _TEXT_KEYS else parse_value(value, where=word)
     return path, options

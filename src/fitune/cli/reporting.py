@@ -13,6 +13,11 @@ def show_report(directory: Path, *, json: bool) -> None:
     path = write_report(directory)
     if not json:
         print(comparison_table(comparison(directory)))
+        run = read_run(directory).run
+        if run is None:
+            print("the run has not ended: it is still going, or was killed (fitune train … --resume)")
+        elif run.status != "complete":
+            print(f"the run is {run.status}: {run.reason}")
         print(f"report: {path}")
         return
     rows = [

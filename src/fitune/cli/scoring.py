@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fitune.checkpoint.adapters import check_adapter
-from fitune.errors import RecipeError
+from fitune.errors import RecipeError, ScoringFailed
 from fitune.score.generate_hf import Sampling
 from fitune.score.run import ScorePlan, score
 from fitune.spec.model_config import load_model_spec
@@ -40,6 +40,13 @@ def score_dataset(
         print(json_text.dumps(to_data(report), indent=2, ensure_ascii=False))
     else:
         print(describe_score(report, out))
+    if report.failed:
+        failed = ScoringFailed(
+            f"{report.failed} of {report.rows} rows have no answer; they are graded 0",
+            hint=f"see the error of those rows in {out / 'answers.jsonl'}",
+        )
+        print(f"error: {failed}", file=sys.stderr)  # the report stays the one object on standard output
+        sys.exit(failed.exit_code)
 
 
 def describe_score(report: ScoreReport, out: Path) -> str:

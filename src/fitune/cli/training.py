@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
+from fitune.checkpoint.differences import compare_plans, difference_table
 from fitune.checkpoint.durable import write_atomically
-from fitune.checkpoint.paths import lock_run_directory
+from fitune.checkpoint.paths import LOCK, lock_run_directory
 from fitune.cli.planning import plan_for
 from fitune.cli.reporting import comparison
 from fitune.data.dataset import PreparedData
 from fitune.data.formats import Conversation
 from fitune.data.ledger import describe_ledger
 from fitune.data.loader import Loader
+from fitune.data.sources import trained_and_evaluated
 from fitune.data.templates import load_template
 from fitune.engine.schedule import total_steps
 from fitune.errors import RecipeError, RunDirectoryError
@@ -34,8 +37,11 @@ from fitune.spec.reports import PlanReport, RunReport
 from fitune.spec.serial import from_json, to_json
 from fitune.track.progress import Progress
 from fitune.track.sinks import open_sinks
+from fitune.train.directory import FILES, FOLDERS, require_own_directory
 from fitune.train.run import Callbacks, run
 from fitune.units import format_bytes
+
+T = TypeVar("T")
 
 _SAMPLE_TOKENS = 128
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -49,9 +55,10 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
     plan = report.chosen.plan
     print(describe_plan(plan) if quiet_plan else explain_plan(report))
     directory = Path(plan.run.output_dir)
+    require_own_directory(plan)
     if overwrite:
         remove_run(directory)
-    elif recipe.resume is False and is_complete(directory):
+    elif is_finished(directory, plan, resume=recipe.resume):
         print(f"{directory}: already complete; --overwrite starts anew")
         return 0
     with stop_signals() as received:
@@ -72,6 +79,8 @@ def run_plan(report: PlanReport, recipe: Recipe, *, stop_asked: Callable[[], boo
 
     def on_data(data: PreparedData, loader: Loader) -> None:
         print_data(data)
+        for path in trained_and_evaluated(plan.data):
+            print(f"note: eval_data {path} is also trained on, so its loss says nothing about new rows")
         prediction = predict_run(report, loader)
         print(describe_prediction(prediction))
         write_atomically(directory / "estimate.json", to_json(prediction))
@@ -128,34 +137,60 @@ def print_data(data: PreparedData) -> None:
             print(textwrap.indent(describe_ledger(ledger), " " * 10).replace(" " * 10, f"{name + ':':10}", 1))
 
 
-def is_complete(directory: Path) -> bool:
-    """Whether ``directory`` holds a run that reached its end."""
-    file = directory / "report.json"
-    if not file.is_file():
+def is_finished(directory: Path, plan: Plan, *, resume: bool | str) -> bool:
+    """Whether ``directory`` holds this very run, complete. A longer one is left to ``resume``.
+
+    Raises RunDirectoryError when it holds a complete run of other settings that nobody asked to continue.
+    """
+    if isinstance(resume, str) or not _is_complete(directory):
         return False
+    saved = _read_or_refuse(Plan, directory / "plan.json")
+    differences = [
+        d for d in compare_plans(saved, plan) if not d.allowed or d.setting.startswith("schedule.duration")
+    ]
+    if not differences:
+        return True
+    if resume:
+        return False
+    longer = " --resume to make it longer," if all(d.allowed for d in differences) else ""
+    raise RunDirectoryError(
+        f"{directory} holds a complete run of other settings\n{difference_table(differences)}",
+        hint=f"{longer} --overwrite to start anew, or another output_dir".strip(),
+    )
+
+
+def _is_complete(directory: Path) -> bool:
+    if not (directory / "report.json").is_file():
+        return False
+    return _read_or_refuse(RunReport, directory / "report.json").status == "complete"
+
+
+def _read_or_refuse(cls: type[T], file: Path) -> T:
     try:
-        return from_json(RunReport, file.read_text(encoding="utf-8")).status == "complete"
-    except ValueError as error:
+        return from_json(cls, file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise RunDirectoryError(
             f"{file} cannot be read: {error}", hint="--overwrite, or another output_dir"
         ) from None
 
 
 def remove_run(directory: Path) -> None:
-    """Remove an earlier run, and nothing that is not one."""
+    """Remove what an earlier run wrote, and nothing else that lies there."""
     if not directory.exists():
         return
+    if not directory.is_dir():
+        raise RunDirectoryError(f"output_dir {directory} is a file", hint="choose another output_dir")
     if not (directory / "plan.json").is_file() and any(directory.iterdir()):
         raise RunDirectoryError(
             f"output_dir {directory} has files and no plan.json, so it is no run and is not removed",
             hint="choose another output_dir",
         )
     with lock_run_directory(directory):
-        for entry in directory.iterdir():
+        for entry in (directory / name for name in (*FOLDERS, *FILES) if name != LOCK):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
-            elif entry.name != "run.lock":
-                entry.unlink()
+            else:
+                entry.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -112,10 +112,15 @@ def only_writer(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / ".lock").open("w")
     except OSError as error:
-        raise RunDirectoryError(f"{directory}: cannot be written: {error.strerror}") from None
+        raise RunDirectoryError(
+            f"{directory}: cannot be written: {error.strerror}", hint="choose another folder for the answers"
+        ) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunDirectoryError(f"{directory}: another process is scoring into it") from None
+            raise RunDirectoryError(
+                f"{directory}: another process is scoring into it",
+                hint="wait for it, or choose another folder",
+            ) from None
         yield

@@ -1,0 +1,381 @@
+"""Mistakes as users make them, through the command line: one readable error, a non-zero exit code, nothing lost."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fitune.cli import app as command_line
+from fitune.cli import main
+from fitune.data.dataset import TokenDataset
+from fitune.data.loader import Loader
+from fitune.spec import hub
+from fitune.spec.plan import Batch
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fitune", *map(str, words)])
+        code = 0
+        try:
+            main()
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err + printed.out
+        return code, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def train(call: Call, model_folder: Path, data_file: Path, tmp_path: Path) -> Call:
+    """``fitune train`` of two steps; keywords are settings on top, words are further options."""
+
+    def run(*words: object, **settings: object) -> tuple[int, str, str]:
+        wanted = {
+            "model": model_folder, "data": data_file, "tuning": "lora", "lora_r": 4, "precision": "fp32", "gpu": "cpu",
+            "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+            "max_steps": 2, "samples": 0, "output_dir": tmp_path / "run",
+        }  # fmt: skip
+        chosen = [
+            word for key, value in {**wanted, **settings}.items() for word in ("--set", f"{key}={value}")
+        ]
+        return call("train", *chosen, *words)
+
+    return run
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    to.mkdir(parents=True)
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+# A directory that is somebody's (rows 6 and 26)
+
+
+@pytest.mark.parametrize("words", [(), ("--overwrite",)])
+def test_a_run_in_the_model_folder_is_refused(train: Call, model_folder: Path, tmp_path: Path, words) -> None:
+    model = copy_of(model_folder, tmp_path / "model")
+    before = contents(model)
+    code, _, err = train(*words, model=model, output_dir=model)
+    assert code == 2
+    assert "output_dir" in err
+    assert str(model) in err
+    assert contents(model) == before
+
+
+def test_a_run_in_the_folder_its_rows_are_read_from_is_refused(
+    train: Call, data_file: Path, tmp_path: Path
+) -> None:
+    rows = copy_of(data_file.parent, tmp_path / "rows")
+    code, _, err = train(data=rows, output_dir=rows / "run")
+    assert code == 2
+    assert "output_dir" in err
+    assert "data" in err
+    assert not (rows / "run").exists()
+
+
+def test_results_do_not_replace_a_folder_that_no_run_wrote(train: Call, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "model").mkdir(parents=True)
+    (project / "model" / "weights").write_text("mine")
+    code, _, err = train(tuning="full", output_dir=project)
+    assert code == 2
+    assert "model/" in err
+    assert contents(project) == {"model/weights": b"mine"}
+
+
+def test_overwrite_removes_what_a_run_wrote_and_nothing_else(train: Call, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "thesis.txt").write_text("three years")
+    assert train(max_steps=1)[0] == 0
+    assert train("--overwrite", max_steps=1)[0] == 0
+    assert (run / "thesis.txt").read_text() == "three years"
+    assert (run / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_export_does_not_replace_a_folder_it_was_pointed_at(
+    call: Call, train: Call, data_file: Path, tmp_path: Path
+) -> None:
+    assert train(max_steps=1)[0] == 0
+    rows = copy_of(data_file.parent, tmp_path / "rows")
+    before = contents(rows)
+    code, _, err = call("export", tmp_path / "run", "--out", rows)
+    assert code == 2
+    assert "not empty" in err
+    assert contents(rows) == before
+    assert [call("export", tmp_path / "run")[0] for _ in range(2)] == [0, 0]  # its own may be made again
+
+
+@pytest.mark.parametrize("words", [(), ("--overwrite",)])
+def test_an_output_dir_that_cannot_be(train: Call, tmp_path: Path, words) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for output_dir in (
+        tmp_path / "file",
+        tmp_path / ("x" * 300),
+        tmp_path / "file" / "run",
+        tmp_path / "link",
+    ):
+        code, _, err = train(*words, output_dir=output_dir)
+        assert code == 2
+        assert "output_dir" in err
+        assert "try:" in err
+
+
+# A run that is there already (rows 4, 7 and 9)
+
+
+def test_a_complete_run_is_left_alone_unless_other_settings_are_wanted(train: Call, tmp_path: Path) -> None:
+    assert train(save_steps=1)[0] == 0
+    before = contents(tmp_path / "run")
+    for words in ((), ("--resume",)):
+        code, out, _ = train(*words, save_steps=1)
+        assert code == 0
+        assert "already complete" in out
+    code, _, err = train(save_steps=1, learning_rate=5e-3)
+    assert code == 2
+    assert "schedule.learning_rate" in err
+    assert "0.005" in err
+    code, _, err = train(save_steps=1, max_steps=4)
+    assert code == 2
+    assert "--resume" in err
+    assert contents(tmp_path / "run") == before
+    assert train("--resume", save_steps=1, max_steps=4)[0] == 0
+
+
+def test_a_run_made_longer_still_compares_its_samples(train: Call, tmp_path: Path) -> None:
+    settings = {"save_steps": 1, "val_fraction": 0.2}
+    assert train(**settings, samples=1)[0] == 0
+    assert train("--resume", **settings, samples=2, max_steps=3)[0] == 0
+    first, second = json.loads((tmp_path / "run" / "report.json").read_text())["samples"]
+    assert "not asked" not in first["before"]
+    assert "not asked" in second["before"]
+
+
+def test_resume_refuses_rows_that_changed_under_the_same_name(
+    train: Call, data_file: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(data_file.read_text())
+    assert train(data=rows, save_steps=1)[0] == 0
+    rows.write_text(data_file.read_text().replace("plus", "minus"))
+    code, _, err = train("--resume", data=rows, save_steps=1, max_steps=4)
+    assert code == 2
+    assert "training rows changed" in err
+
+
+def test_resume_starts_anew_only_when_there_was_nothing(train: Call, tmp_path: Path) -> None:
+    code, out, _ = train("--resume", save_steps=1)
+    assert code == 0
+    assert "nothing to resume" in out
+    for file in (tmp_path / "run" / "checkpoints").glob("step-*/model.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    before = contents(tmp_path / "run")
+    code, _, err = train("--resume", save_steps=1, max_steps=4)
+    assert code == 2
+    assert "no checkpoint" in err
+    assert "step-2" in err
+    assert contents(tmp_path / "run") == before
+
+
+def test_resume_from_the_directory_of_a_run_names_its_checkpoint(train: Call, tmp_path: Path) -> None:
+    assert train(save_steps=1)[0] == 0
+    code, _, err = train(output_dir=tmp_path / "other", resume=tmp_path / "run")
+    assert code == 2
+    assert "checkpoints/step-2" in err
+
+
+def test_the_report_says_when_a_run_has_not_ended(call: Call, train: Call, tmp_path: Path) -> None:
+    assert train(data=tmp_path / "missing.jsonl")[0] == 2
+    code, out, _ = call("report", tmp_path / "run")
+    assert code == 0
+    assert "has not ended" in out
+
+
+# Data (rows 10 to 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.jsonl", '{"question": "a", "answer": "b"}\n'.encode("utf-16"), "UTF-16"),
+        ("rows.csv", "question,answer\na,b\n".encode("utf-16"), "UTF-16"),
+        ("rows.jsonl", b"\x1f\x8b\x08\0\0\0\0", "gzip"),
+        ("rows.jsonl.gz", b"\x1f\x8b\x08\0\0\0\0", "compressed"),
+        ("rows.csv", b"question;answer\na;b\n", "commas"),
+        ("rows.csv", b'question,answer\na,b\n"c,d\ne,f\n', "rows.csv:3: a quote opens"),
+        ("rows.jsonl", b'{"question": "' + b"a" * 17_000_000 + b'"}\n', "longer than 16.0 MiB"),
+    ],
+)
+def test_files_of_another_kind_are_named(train: Call, tmp_path: Path, name, content, said) -> None:
+    (tmp_path / name).write_bytes(content)
+    code, _, err = train(data=tmp_path / name)
+    assert code == 2
+    assert said in err
+    assert "try:" in err
+
+
+def test_an_unclosed_quote_counts_the_lines_it_swallowed(train: Call, tmp_path: Path) -> None:
+    rows = "".join(f"what is {n}?,it is {n}\n" for n in range(4))
+    (tmp_path / "rows.csv").write_text(f'question,answer\n{rows}"broken,row\n{rows}')
+    code, out, _ = train(data=tmp_path / "rows.csv", on_bad_row="skip")
+    assert code == 0
+    assert "quote never closed (5 lines lost)" in out
+
+
+def test_a_pattern_is_no_path(train: Call, tmp_path: Path) -> None:
+    code, _, err = train(data=tmp_path / "*.jsonl")
+    assert code == 2
+    assert "patterns are not expanded" in err
+
+
+def test_val_fraction_that_leaves_nothing_to_train_on(train: Call) -> None:
+    code, _, err = train(val_fraction=0.9999)
+    assert code == 2
+    assert "val_fraction 0.9999 holds out every row" in err
+
+
+def test_evaluating_on_the_training_rows_is_said(train: Call, data_file: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text(data_file.read_text())
+    code, out, _ = train(eval_data=copy, max_steps=1)
+    assert code == 0
+    assert f"note: eval_data {copy} is also trained on" in out
+
+
+# Settings (row 25)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"seed": 2**70}, "seed"),
+        ({"max_steps": "1" + "0" * 5000}, "max_steps"),
+        ({"eval_steps": 1}, "nothing to evaluate on"),
+    ],
+)
+def test_settings_that_cannot_be_honoured(train: Call, tmp_path: Path, settings, said) -> None:
+    code, _, err = train(**settings)
+    assert code == 2
+    assert said in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_beyond_the_width_of_the_model_is_remarked_on(call: Call, model_folder: Path) -> None:
+    code, out, _ = call(
+        "plan", "--model", model_folder, "--gpu", "cpu", "--seq-len", 64, "--lora-r", 64, "--tuning", "lora"
+    )
+    assert code == 0
+    assert "note on lora_r" in out
+
+
+def test_an_option_without_its_value_is_no_model_called_true(call: Call) -> None:
+    code, out, _ = call("plan", "--model", "--json")
+    assert code == 2
+    assert json.loads(out)["error"]["message"] == "--model has no value"
+
+
+def test_a_run_of_very_many_epochs_begins_at_once() -> None:
+    import numpy as np
+
+    rows = TokenDataset(np.ones(8, np.int32), np.ones(8, np.bool_), np.arange(0, 9, 2))
+    loader = Loader(rows, Batch(micro_batch_size=2, accumulation=1, seq_len=8, packing=False), seed=0)
+    step, heaviest = loader.heaviest(range(1, 10**9))
+    assert step < 10_000
+    assert heaviest.tokens == 4
+
+
+# Models
+
+
+def test_weights_of_another_shape_are_named(train: Call, model_folder: Path, tmp_path: Path) -> None:
+    model = copy_of(model_folder, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    code, _, err = train(model=model)
+    assert code == 2
+    assert "lm_head.weight (384, 32), config.json says (100, 32)" in err
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(
+    call: Call, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "answers", lambda url: False)
+    code, out, _ = call(
+        "score", "--model", "no/such-model", "--data", data_file, "--out", tmp_path / "out", "--json"
+    )
+    error = json.loads(out)["error"]
+    assert code == 2
+    assert "does not answer" in error["message"]
+    assert error["hint"]
+    assert constants.HF_HUB_OFFLINE is False
+    assert not (tmp_path / "out").exists()
+
+
+# Scoring (rows 21 and 33)
+
+
+def test_rows_without_an_answer_make_the_exit_code(
+    call: Call, model_folder: Path, data_file: Path, tmp_path: Path
+) -> None:
+    code, out, err = call(
+        "score", "--model", model_folder, "--data", data_file, "--out", tmp_path / "out",
+        "--max-new-tokens", 1000, "--json",
+    )  # fmt: skip
+    report = json.loads(out)
+    assert code == 1
+    assert report["failed"] == report["rows"]
+    assert "have no answer" in err
+
+
+def test_adapter_keys_that_peft_would_drop_are_refused(
+    call: Call, train: Call, model_folder: Path, data_file: Path, tmp_path: Path
+) -> None:
+    assert train(max_steps=1)[0] == 0
+    file = tmp_path / "run" / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": ["q_proj"]}))
+    code, _, err = call(
+        "score",
+        "--model",
+        model_folder,
+        "--adapter",
+        file.parent,
+        "--data",
+        data_file,
+        "--out",
+        tmp_path / "out",
+    )
+    assert code == 2
+    assert "not among target_modules" in err
+
+
+# The system
+
+
+def test_an_error_of_the_system_is_no_traceback(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/somewhere/report.html")
+
+    monkeypatch.setattr("fitune.cli.reporting.show_report", full)
+    code, out, _ = call("report", "run", "--json")
+    assert code == command_line._SystemFailed.exit_code == 1
+    assert json.loads(out)["error"]["message"] == "/somewhere/report.html: No space left on device"
