@@ -14,6 +14,7 @@ from fitune.checkpoint.durable import write_atomically
 from fitune.checkpoint.paths import LOCK, lock_run_directory
 from fitune.cli.planning import plan_for
 from fitune.cli.reporting import comparison
+from fitune.cli.room_on_disk import require_room_on_disk
 from fitune.data.dataset import PreparedData
 from fitune.data.formats import Conversation
 from fitune.data.ledger import describe_ledger
@@ -61,6 +62,7 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
     elif is_finished(directory, plan, resume=recipe.resume):
         print(f"{directory}: already complete; --overwrite starts anew")
         return 0
+    require_room_on_disk(plan)
     with stop_signals() as received:
         finished = run_plan(report, recipe, stop_asked=lambda: bool(received))
     print(comparison_table(comparison(directory)))

@@ -19,7 +19,7 @@ from fitune.checkpoint.save import save_checkpoint
 from fitune.data.dataset import PreparedData, prepare_data
 from fitune.data.formats import Conversation
 from fitune.data.loader import Loader, LoaderState
-from fitune.errors import FituneError
+from fitune.errors import FituneError, TrainingFailed
 from fitune.measure.memory import MemoryMeter, memory_meter
 from fitune.models.weights import load_tokenizer
 from fitune.spec.plan import Plan
@@ -144,6 +144,7 @@ def _train_and_report(current: _Run, start: Start, began: float) -> RunReport:
         return report
     except FituneError as error:
         report = _finish(current, "failed", error.message, began)
+        error.exit_code = TrainingFailed.exit_code  # whatever it is, work was under way
         raise
     finally:
         for sink in current.sinks:

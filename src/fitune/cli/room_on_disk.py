@@ -1,0 +1,46 @@
+"""Is there room for what a run will write? Asked before it begins: a full disk at the end loses the training."""
+
+from pathlib import Path
+
+from fitune.checkpoint.durable import require_space
+from fitune.estimate.checkpoint import checkpoint_bytes
+from fitune.estimate.parameters import trained_parameters
+from fitune.spec.plan import Plan
+from fitune.train.directory import FOLDERS
+from fitune.units import MIB
+
+_SMALL_FILES_BYTES = 48 * MIB
+"""Logs, report, tokenizer; the exporter alone keeps 32 MiB for its texts."""
+
+
+def require_room_on_disk(plan: Plan) -> None:
+    """Raises CheckpointError with the arithmetic when the disk of output_dir cannot hold checkpoints and export."""
+    directory = Path(plan.run.output_dir).expanduser().absolute()
+    existing = next(path for path in (directory, *directory.parents) if path.is_dir())
+    kept = _checkpoints_at_once(plan)
+    needed = kept * checkpoint_bytes(plan) + export_bytes(plan) + _SMALL_FILES_BYTES
+    require_space(
+        existing,
+        max(_SMALL_FILES_BYTES, needed - _already_written(directory)),
+        what=f"this run, with {kept} checkpoints at once and its {plan.run.export} model,",
+    )
+
+
+def export_bytes(plan: Plan) -> int:
+    """P · e: all weights in the compute type, or the trained ones where an adapter is exported."""
+    count = trained_parameters(plan) if plan.run.export == "adapter" else plan.model.num_params
+    return count * plan.precision.compute_bytes
+
+
+def _checkpoints_at_once(plan: Plan) -> int:
+    """The newest k, the best one, and the one being written; one is written when the run is interrupted."""
+    if not plan.run.save_every:
+        return 1
+    has_evaluation = bool(plan.data.eval_sources or plan.data.val_fraction)
+    return plan.run.keep_checkpoints + has_evaluation + 1
+
+
+def _already_written(directory: Path) -> int:
+    """Bytes that an earlier attempt of this run takes: they are replaced, not added to."""
+    files = (file for name in FOLDERS for file in (directory / name).rglob("*"))
+    return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
