@@ -136,6 +136,37 @@ def test_an_output_dir_that_cannot_be(train: Call, tmp_path: Path, words) -> Non
         assert "try:" in err
 
 
+def test_a_disk_too_small_is_found_before_training(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fitune.checkpoint import durable
+
+    usage = durable.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(durable.shutil, "disk_usage", lambda path: usage._replace(free=1024**2))
+    code, out, err = train(save_steps=1)
+    assert code == 2
+    assert "3 checkpoints" in err
+    assert "1.0 MiB free" in err
+    assert "step 1" not in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_fills_up_on_the_way_is_a_failure(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fitune.checkpoint import durable
+
+    monkeypatch.setattr("fitune.cli.training.require_room_on_disk", lambda plan: None)
+    usage = durable.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(durable.shutil, "disk_usage", lambda path: usage._replace(free=1024))
+    code, out, err = train(save_steps=1)
+    assert code == 1
+    assert "step 1" in out
+    assert "checkpoint step-1 needs" in err
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["status"] == "failed"
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
 # A run that is there already (rows 4, 7 and 9)
 
 
@@ -176,6 +207,20 @@ def test_resume_refuses_rows_that_changed_under_the_same_name(
     code, _, err = train("--resume", data=rows, save_steps=1, max_steps=4)
     assert code == 2
     assert "training rows changed" in err
+
+
+def test_resume_refuses_a_base_that_changed_under_the_same_name(
+    train: Call, model_folder: Path, tmp_path: Path
+) -> None:
+    model = copy_of(model_folder, tmp_path / "model")
+    assert train(model=model, save_steps=1)[0] == 0
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[:-4] + bytes(4))
+    code, _, err = train("--resume", model=model, save_steps=1, max_steps=4)
+    assert code == 2
+    assert "weights in" in err
+    (model / "model.safetensors").write_bytes(weights)
+    assert train("--resume", model=model, save_steps=1, max_steps=4)[0] == 0
 
 
 def test_resume_starts_anew_only_when_there_was_nothing(train: Call, tmp_path: Path) -> None:
@@ -281,6 +326,14 @@ def test_a_rank_beyond_the_width_of_the_model_is_remarked_on(call: Call, model_f
     )
     assert code == 0
     assert "note on lora_r" in out
+
+
+def test_a_setting_that_another_overrules_is_named(call: Call, model_folder: Path) -> None:
+    code, out, _ = call(
+        "plan", "--model", model_folder, "--gpu", "cpu", "--seq-len", 64, "--max-steps", 3, "--num-epochs", 2
+    )
+    assert code == 0
+    assert "note on num_epochs: max_steps 3" in out
 
 
 def test_an_option_without_its_value_is_no_model_called_true(call: Call) -> None:

@@ -21,6 +21,7 @@ def decisions_of(recipe: Recipe, plan: Plan, *, model: ModelSpec, hardware: Hard
         _loss(recipe, plan),
         _attention(recipe, plan),
         _learning_rate(recipe, plan),
+        _unused(recipe),
         _lora(recipe, plan),
         _output(recipe, plan),
     ]
@@ -117,6 +118,13 @@ def _attention(recipe: Recipe, plan: Plan) -> Iterator[str]:
 def _learning_rate(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if recipe.learning_rate is None:
         yield f"learning rate: {plan.schedule.learning_rate:g}, fitune's default for this tuning and optimizer"
+
+
+def _unused(recipe: Recipe) -> Iterator[str]:
+    """Settings that were given and that another one overrules."""
+    for ruling, unused in (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio")):
+        if getattr(recipe, ruling) is not None and unused in recipe.model_fields_set:
+            yield f"note on {unused}: {ruling} {getattr(recipe, ruling)} is set too, and it is the one that counts"
 
 
 def _lora(recipe: Recipe, plan: Plan) -> Iterator[str]:

@@ -1,21 +1,19 @@
 """What makes two scorings the same: a fingerprint of model, adapter, data and sampling beside the answers."""
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import RunDirectoryError
+from fitune.models.identity import identity
 from fitune.score.generate_hf import Sampling
 from fitune.score.lines import Line, prompt_fingerprint, write_whole
 from fitune.score.tasks import Task
 from fitune.spec.plan import DataSource
-from fitune.units import MIB
 
 MANIFEST = "manifest.json"
 _OURS = {MANIFEST, "answers.jsonl", "grades.jsonl", "report.json", ".lock"}
-_MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 
 
 def manifest(*, model: str, adapter: str, data: DataSource, sampling: Sampling, dtype: str) -> dict[str, Any]:
@@ -64,32 +62,6 @@ def require_same_prompts(directory: Path, done: dict[str, Line], tasks: list[Tas
                 f"{directory}: {len(ids)} rows answered there {what}: {', '.join(ids[:5])}",
                 hint="score into a new directory; data, template and tokenizer may only grow by new rows here",
             )
-
-
-def identity(path: str) -> str:
-    """A Hub id as it is; a folder's name and a hash of its files, wherever it lies now.
-
-    Small files count by their bytes; larger ones by size, first and last MiB: training changes weights everywhere.
-    """
-    folder = Path(path)
-    if not path or not folder.is_dir():
-        return path
-    digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(folder.iterdir()):
-        if file.suffix in _MODEL_FILES and file.is_file():
-            digest.update(f"{file.name} {file.stat().st_size}".encode())
-            digest.update(_ends(file))
-    return f"{folder.resolve().name}, files {digest.hexdigest()}"
-
-
-def _ends(file: Path) -> bytes:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        if size <= 2 * MIB:
-            return stream.read()
-        first = stream.read(MIB)
-        stream.seek(size - MIB)
-        return first + stream.read()
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from fitune.checkpoint.state import TrainState
 from fitune.data.loader import LoaderState
 from fitune.engine.protocol import EngineState
 from fitune.errors import CheckpointError, RunDirectoryError
-from fitune.spec.plan import Plan
+from fitune.models.identity import weights_identity
+from fitune.spec.plan import Lora, Plan
 from fitune.spec.serial import from_data, to_data
 from fitune.train.prepare import Prepared
 
@@ -61,6 +62,7 @@ def where_to_start(directory: Path, plan: Plan, *, resume: bool | str) -> Start:
 
 def _compatible(state: TrainState, plan: Plan) -> TrainState:
     require_resumable(from_data(Plan, state.facts["plan"]), plan)
+    require_same_base(state, plan)
     return state
 
 
@@ -70,6 +72,19 @@ def require_same_rows(state: TrainState, fingerprint: str) -> None:
         raise CheckpointError(
             f"the training rows changed since step {state.step} was saved: the files, the template or the tokenizer",
             hint="put the data back as it was, or start a new run in another output_dir",
+        )
+
+
+def require_same_base(state: TrainState, plan: Plan) -> None:
+    """Raises CheckpointError when an adapter's frozen base is no longer what it was: same path, other weights.
+
+    Full fine-tuning has all its weights in the checkpoint.
+    """
+    base = weights_identity(plan.model_path)
+    if isinstance(plan.tuning, Lora) and state.facts.get("base", base) != base:
+        raise CheckpointError(
+            f"the weights in {plan.model_path} changed since step {state.step} was saved",
+            hint="put them back as they were, or start a new run in another output_dir",
         )
 
 
@@ -97,6 +112,7 @@ def capture(
         facts={
             "plan": to_data(plan),
             "rows": rows,
+            "base": weights_identity(plan.model_path),
             "engine": dict(engine.facts),
             "epoch": position.epoch,
             "position": position.position,
