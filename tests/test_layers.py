@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"spec"},
     "checkpoint": {"spec", "models"},
     "train": {"spec", "data", "models", "engine", "checkpoint", "measure", "track"},
+    "rehearse": {"spec", "models", "engine", "train", "measure"},  # measure: one counter of live storages
     "score": {"spec", "data", "models"},
     "demo": {"spec", "data"},
 }

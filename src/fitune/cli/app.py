@@ -45,6 +45,22 @@ def plan(words: Words = None, settings: Settings = None, json: Json = False) -> 
 
 
 @app.command(context_settings=_RECIPE_WORDS)
+def rehearse(
+    words: Words = None,
+    settings: Settings = None,
+    json: Json = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Trace every block instead of a few that stand for all.")
+    ] = False,
+) -> None:
+    """Plan, then run the plan's own step on tensors without content: every allocation, no GPU, no weights."""
+    from fitune.cli.options import recipe_from
+    from fitune.cli.rehearsing import rehearse_recipe
+
+    rehearse_recipe(recipe_from(words or [], settings or []), exact=exact, json=json)
+
+
+@app.command(context_settings=_RECIPE_WORDS)
 def train(
     words: Words = None,
     settings: Settings = None,

@@ -7,8 +7,9 @@ names registered here; ``sequence_lengths`` travels through the model's keyword 
 Shapes: B = 1, n heads, T tokens of the stream, d head size.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -146,9 +147,25 @@ def _takes_groups(query: Tensor, window: Tensor | None) -> bool:
     The CPU's and FlashAttention's do. The memory-efficient one, which is left for GPUs before Ampere and for masks,
     does not: with grouped heads torch would fall back to writing the scores out.
     """
-    if query.device.type == "cpu":
-        return True
-    return window is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    capability = _capability(query.device)
+    return capability is None or (window is None and capability >= (8, 0))
+
+
+_stands_for: ContextVar[tuple[int, int] | None] = ContextVar("_stands_for", default=None)
+
+
+@contextmanager
+def attending_as(capability: tuple[int, int]) -> Iterator[None]:
+    """Attend on the CPU as a GPU of this compute capability would, (0, 0) for a CPU: what a rehearsal is for."""
+    token = _stands_for.set(capability if capability > (0, 0) else None)
+    try:
+        yield
+    finally:
+        _stands_for.reset(token)
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return _stands_for.get() if device.type == "cpu" else torch.cuda.get_device_capability(device)
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:

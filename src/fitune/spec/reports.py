@@ -95,6 +95,29 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What the Plan's own step took on fake tensors, on one device."""
+
+    phases: dict[Phase, dict[str, int]]
+    """At the worst moment of each phase, bytes by kind: weights, optimizer, batch, gradients, activations, loss,
+    temporaries."""
+    outside: dict[str, int] = field(default_factory=dict)
+    """What no tensor explains, as the estimate has it: a trace cannot see it."""
+    reserved_bytes: int
+    """What torch's caching allocator would reserve for the tensors."""
+    layers_traced: int
+    """Blocks that were traced; what the others do was repeated."""
+
+    @property
+    def tensor_peak_bytes(self) -> int:
+        return max(sum(kinds.values()) for kinds in self.phases.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.tensor_peak_bytes + sum(self.outside.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
     """A family of plans that was not taken, and the arithmetic why."""
 

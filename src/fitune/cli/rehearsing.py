@@ -1,0 +1,82 @@
+"""``fitune rehearse``."""
+
+import json as json_text
+from typing import Any
+
+from fitune.cli.planning import plan_for
+from fitune.planner.describe import describe_plan, unit_for, wrapped
+from fitune.planner.explain import plan_data
+from fitune.spec.recipe import Recipe
+from fitune.spec.reports import Estimate, PlanReport, Rehearsal
+from fitune.units import format_bytes, format_percent
+
+
+def rehearse_recipe(recipe: Recipe, *, exact: bool, json: bool) -> None:
+    """Plan, rehearse what was chosen, print estimated | rehearsed."""
+    from fitune.rehearse.run import rehearse
+
+    report = plan_for(recipe)
+    chosen = report.chosen
+    rehearsal = rehearse(chosen.plan, exact=exact, outside=chosen.estimate.memory.outside)
+    if json:
+        data = {**plan_data(report), "rehearsal": rehearsal_data(rehearsal)}
+        print(json_text.dumps(data, indent=2, ensure_ascii=False))
+    else:
+        print(explain_rehearsal(report, rehearsal))
+
+
+def rehearsal_data(rehearsal: Rehearsal) -> dict[str, Any]:
+    """The object ``rehearsal`` of ``--json``."""
+    return {
+        "peak_bytes": rehearsal.peak_bytes,
+        "tensor_peak_bytes": rehearsal.tensor_peak_bytes,
+        "reserved_bytes": rehearsal.reserved_bytes,
+        "layers_traced": rehearsal.layers_traced,
+        "phases": {phase.value: dict(kinds) for phase, kinds in rehearsal.phases.items()},
+        "outside": dict(rehearsal.outside),
+    }
+
+
+def explain_rehearsal(report: PlanReport, rehearsal: Rehearsal) -> str:
+    """Estimated and rehearsed bytes of every phase, then what the peak is made of."""
+    plan, estimate = report.chosen.plan, report.chosen.estimate
+    traced, layers = rehearsal.layers_traced, plan.model.num_layers
+    how = "every block traced" if traced == layers else f"{traced} of {layers} blocks traced"
+    return "\n".join(
+        [
+            f"{plan.model.name} · the second step of",
+            wrapped(describe_plan(plan)),
+            wrapped(f"on fake tensors, {how}"),
+            "",
+            *_table(estimate, rehearsal),
+            "",
+            wrapped(_kinds_line(rehearsal)),
+            wrapped(
+                f"torch's allocator would reserve {format_bytes(rehearsal.reserved_bytes)} for these tensors "
+                "(expandable segments)"
+            ),
+        ]
+    )
+
+
+def _table(estimate: Estimate, rehearsal: Rehearsal) -> list[str]:
+    rows = [("", "estimated", "rehearsed", "error")]
+    for phase, kinds in rehearsal.phases.items():
+        rows.append(_row(phase.value, sum(estimate.memory.phases[phase].values()), sum(kinds.values())))
+    rows.append(_row("peak of tensors", estimate.memory.tensor_peak_bytes, rehearsal.tensor_peak_bytes))
+    if rehearsal.outside:
+        rows.append(_row("with overheads", estimate.peak_bytes, rehearsal.peak_bytes))
+    return [f"  {name:<16}{one:>14}{other:>14}{error:>11}" for name, one, other, error in rows]
+
+
+def _row(name: str, estimated: int, rehearsed: int) -> tuple[str, str, str, str]:
+    error = format_percent(estimated / rehearsed - 1, signed=True)
+    return name, format_bytes(estimated), format_bytes(rehearsed), error
+
+
+def _kinds_line(rehearsal: Rehearsal) -> str:
+    """``backward: weights 15.0 + activations 2.1 + … = 17.4 GiB``."""
+    phase = max(rehearsal.phases, key=lambda p: sum(rehearsal.phases[p].values()))
+    unit, name = unit_for(rehearsal.tensor_peak_bytes)
+    shown = [f"{kind} {size / unit:,.2f}" for kind, size in rehearsal.phases[phase].items()]
+    return f"{phase.value}: {' + '.join(shown)} = {rehearsal.tensor_peak_bytes / unit:,.2f} {name}"

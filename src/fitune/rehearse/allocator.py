@@ -1,0 +1,165 @@
+"""A model of torch's caching allocator: how much it reserves to serve a step's allocations.
+
+c10/cuda/CUDACachingAllocator.cpp: requests round to 512 B; up to 1 MiB come from segments of 2 MiB, up to 10 MiB from
+segments of 20 MiB, larger ones from segments of their own size rounded to 2 MiB. The smallest free block that is
+large enough is taken and split; a freed block joins its free neighbours. Segments are never given back. With
+expandable segments each pool is one range of addresses that grows in pages of 2 or 20 MiB.
+"""
+
+import bisect
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from fitune.rehearse.events import Allocated, Freed, Trace
+from fitune.units import MIB
+
+_BLOCK = 512
+_SMALL = MIB
+_SMALL_SEGMENT = 2 * MIB
+_MEDIUM = 10 * MIB
+_MEDIUM_SEGMENT = 20 * MIB
+_ROUND_LARGE = 2 * MIB
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A piece of a segment. ``before`` and ``after`` are its neighbours there."""
+
+    address: int
+    size: int
+    free: bool = True
+    before: "_Block | None" = None
+    after: "_Block | None" = None
+
+
+class _Pool:
+    """Small or large requests, which never share a segment."""
+
+    def __init__(self, *, small: bool, expandable: bool) -> None:
+        self.small = small
+        self.expandable = expandable
+        self.reserved_bytes = 0
+        self._free: list[tuple[int, int]] = []
+        self._blocks: dict[int, _Block] = {}
+        self._next_address = 0
+        self._last: _Block | None = None
+
+    def take(self, size: int) -> _Block:
+        block = self._best_fit(size) or self._grow(size)
+        block.free = False
+        rest = block.size - size
+        if rest >= _BLOCK if self.small or self.expandable else rest > _SMALL:
+            self._split(block, size)
+        return block
+
+    def give_back(self, block: _Block) -> None:
+        block.free = True
+        if block.before is not None and block.before.free:
+            self._forget(block.before)
+            block = self._join(block.before, block)
+        if block.after is not None and block.after.free:
+            self._forget(block.after)
+            block = self._join(block, block.after)
+        self._remember(block)
+
+    def _best_fit(self, size: int) -> _Block | None:
+        index = bisect.bisect_left(self._free, (size, -1))
+        if index == len(self._free):
+            return None
+        return self._blocks[self._free.pop(index)[1]]
+
+    def _grow(self, size: int) -> _Block:
+        if self.expandable:
+            return self._extend(size)
+        segment = _segment_size(size)
+        self.reserved_bytes += segment
+        block = _Block(self._next_address, segment)
+        self._blocks[block.address] = block
+        self._next_address += segment + 1  # segments do not touch
+        return block
+
+    def _extend(self, size: int) -> _Block:
+        """Map as many pages behind the end as the free block there lacks."""
+        page = _SMALL_SEGMENT if self.small else _MEDIUM_SEGMENT
+        last = self._last if self._last is not None and self._last.free else None
+        lacking = size - (last.size if last is not None else 0)
+        mapped = -(-lacking // page) * page
+        self.reserved_bytes += mapped
+        block = _Block(self._next_address, mapped, before=self._last)
+        self._next_address += mapped
+        self._blocks[block.address] = block
+        if self._last is not None:
+            self._last.after = block
+        self._last = block
+        if last is not None:
+            self._forget(last)
+            block = self._join(last, block)
+        return block
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.address + size, block.size - size, before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = rest
+        if self._last is block:
+            self._last = rest
+        block.after, block.size = rest, size
+        self._remember(rest)
+
+    def _join(self, first: _Block, second: _Block) -> _Block:
+        first.size += second.size
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        if self._last is second:
+            self._last = first
+        del self._blocks[second.address]
+        return first
+
+    def _remember(self, block: _Block) -> None:
+        self._blocks[block.address] = block
+        bisect.insort(self._free, (block.size, block.address))
+
+    def _forget(self, block: _Block) -> None:
+        del self._free[bisect.bisect_left(self._free, (block.size, block.address))]
+
+
+class CachingAllocator:
+    """Serves requests as torch does on one stream, and counts what it had to reserve."""
+
+    def __init__(self, *, expandable: bool) -> None:
+        self._small = _Pool(small=True, expandable=expandable)
+        self._large = _Pool(small=False, expandable=expandable)
+        self._taken: dict[Hashable, tuple[_Pool, _Block]] = {}
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._small.reserved_bytes + self._large.reserved_bytes
+
+    def allocate(self, storage: Hashable, size: int) -> None:
+        needed = max(_BLOCK, -(-size // _BLOCK) * _BLOCK)
+        pool = self._small if needed <= _SMALL else self._large
+        self._taken[storage] = (pool, pool.take(needed))
+
+    def free(self, storage: Hashable) -> None:
+        pool, block = self._taken.pop(storage)
+        pool.give_back(block)
+
+
+def reserved_peak(trace: Trace, *, expandable: bool = True) -> int:
+    """Bytes reserved after the step: segments stay, so the end is the peak."""
+    allocator = CachingAllocator(expandable=expandable)
+    for storage, (_, size) in trace.resident.items():
+        allocator.allocate(storage, size)
+    for event in trace.events:
+        match event:
+            case Allocated(storage=storage, size=size):
+                allocator.allocate(storage, size)
+            case Freed(storage=storage):
+                allocator.free(storage)
+    return allocator.reserved_bytes
+
+
+def _segment_size(size: int) -> int:
+    if size <= _SMALL:
+        return _SMALL_SEGMENT
+    return _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _ROUND_LARGE) * _ROUND_LARGE

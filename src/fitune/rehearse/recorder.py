@@ -1,0 +1,101 @@
+"""Records every storage a step makes and lets go of, by the same counter that measures real steps."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fitune.measure.memory import LiveTensors
+from fitune.rehearse.events import Allocated, Entered, Freed, Reached, Trace
+from fitune.rehearse.stand_ins import StandIns
+from fitune.spec.reports import Phase
+
+
+class Recorder(LiveTensors):
+    """LiveTensors that also writes down what happened, and answers what a fake tensor cannot (StandIns)."""
+
+    def __init__(self, resident: Mapping[str, Iterable[Tensor]], stand_ins: StandIns) -> None:
+        self.trace = Trace()
+        self._numbers = itertools.count()
+        self._serials: dict[int, int] = {}
+        self._stand_ins = stand_ins
+        self._kind: str | None = None
+        super().__init__(())
+        self.trace.events.clear()
+        for self._kind, tensors in resident.items():
+            for tensor in tensors:
+                self._add(tensor)
+        self._kind = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args, **(kwargs or {}))
+        workspace = self._stand_ins.workspace_bytes(func, args)
+        serial = self._allocate(workspace) if workspace else None
+        result = super().__torch_dispatch__(self._stand_ins.instead_of(func), types, args, kwargs)
+        if serial is not None:
+            self._release(serial, workspace)
+        return result
+
+    def enter(self, phase: Phase) -> None:
+        self.trace.events.append(Entered(phase))
+        super().enter(phase)
+
+    def mark_blocks(self, blocks: Iterable[nn.Module]) -> None:
+        """From now on write down when a block begins, forward and backward."""
+        last: nn.Module | None = None
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(self._mark("forward", index))
+            block.register_forward_hook(self._mark_gradient(index))
+            last = block
+        if last is not None:
+            last.register_forward_hook(self._mark("forward", None))
+
+    def finished(self) -> Trace:
+        """What was recorded; the storages that die from now on are no part of the step."""
+        trace, self.trace = self.trace, Trace()
+        return trace
+
+    def serial_of(self, tensor: Tensor) -> int:
+        return self._serials[tensor.untyped_storage()._cdata]
+
+    def _mark(self, direction: str, block: int | None) -> Callable[..., None]:
+        def note(*_: Any) -> None:
+            self.trace.events.append(Reached(direction, block))
+
+        return note
+
+    def _mark_gradient(self, block: int) -> Callable[..., None]:
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            hidden = output if isinstance(output, Tensor) else output[0]
+            hidden.register_hook(self._mark("backward", block))
+
+        return note
+
+    def _add(self, tensor: Tensor) -> None:
+        count = len(self._sizes)
+        super()._add(tensor)
+        if len(self._sizes) == count:
+            return
+        key = tensor.untyped_storage()._cdata
+        serial = self._serials[key] = next(self._numbers)
+        if self._kind is not None:
+            self.trace.resident[serial] = (self._kind, self._sizes[key])
+        else:
+            self.trace.events.append(Allocated(serial, self._sizes[key]))
+
+    def _remove(self, key: int) -> None:
+        super()._remove(key)
+        self.trace.events.append(Freed(self._serials.pop(key)))
+
+    def _allocate(self, size: int) -> int:
+        serial = next(self._numbers)
+        self.trace.events.append(Allocated(serial, size))
+        self.current_bytes += size
+        return serial
+
+    def _release(self, serial: int, size: int) -> None:
+        self.current_bytes -= size
+        self.trace.events.append(Freed(serial))

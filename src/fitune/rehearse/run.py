@@ -1,0 +1,53 @@
+"""A rehearsal: what the Plan's own step takes, without its device and without weights."""
+
+from transformers import PretrainedConfig
+
+from fitune.models.build import model_config
+from fitune.rehearse.allocator import reserved_peak
+from fitune.rehearse.events import Trace
+from fitune.rehearse.peaks import peaks_by_kind
+from fitune.rehearse.step import record_step, record_update, shallow_config, shallow_plan
+from fitune.rehearse.stretch import Depth, Irregular, stretched
+from fitune.spec.plan import Plan
+from fitune.spec.reports import Rehearsal
+
+
+def rehearse(plan: Plan, *, exact: bool = False, outside: dict[str, int] | None = None) -> Rehearsal:
+    """Trace the second step of ``plan``; ``exact`` traces every block instead of a few that stand for all.
+
+    ``outside`` is what no tensor explains (contexts, workspaces), by name: it is taken as given.
+    """
+    trace, traced = trace_plan(plan, model_config(plan.model_path), exact=exact)
+    on_cuda = not plan.hardware.gpu.is_cpu
+    return Rehearsal(
+        phases=peaks_by_kind(trace, on_cuda=on_cuda),
+        outside=outside or {},
+        reserved_bytes=reserved_peak(trace),
+        layers_traced=traced,
+    )
+
+
+def trace_plan(plan: Plan, config: PretrainedConfig, *, exact: bool) -> tuple[Trace, int]:
+    """The step's events and how many blocks were traced for them."""
+    layers = plan.model.num_layers
+    recomputed = min(plan.recompute.blocks, layers)
+    depth = Depth(recomputed=recomputed, kept=layers - recomputed)
+    if not exact and depth.shallow() != depth and _blocks_are_alike(config):
+        try:
+            return _stretched(plan, config, depth), depth.shallow().layers
+        except Irregular:
+            pass  # traced whole instead
+    return record_step(plan, config), layers
+
+
+def _stretched(plan: Plan, config: PretrainedConfig, depth: Depth) -> Trace:
+    few = depth.shallow()
+    shallow = record_step(
+        shallow_plan(plan, layers=few.layers, recomputed=few.recomputed), shallow_config(config, few.layers)
+    )
+    return stretched(shallow, record_update(plan, config), depth)
+
+
+def _blocks_are_alike(config: PretrainedConfig) -> bool:
+    """Not where windowed and global attention take turns."""
+    return len(set(getattr(config, "layer_types", None) or ())) <= 1

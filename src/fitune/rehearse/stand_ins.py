@@ -1,0 +1,108 @@
+"""What a step on fake tensors must be told, because it depends on data or on the device it stands for.
+
+Shapes: B rows, n heads, k key heads, T tokens, d head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from fitune.spec.hardware import Gpu
+
+_aten = torch.ops.aten
+
+_LARGE_NORM = 1e9
+"""Every number that a step reads is the gradients' norm: large, so that clipping is rehearsed too."""
+
+_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_EFFICIENT_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandIns:
+    """Answers for one plan: ``gpu`` it is for, and how many tokens have labels."""
+
+    gpu: Gpu
+    supervised_tokens: int
+
+    def instead_of(self, func: Any) -> Callable[..., Any]:
+        """The operation itself, or what answers in its place."""
+        if func is _aten._local_scalar_dense.default:
+            return lambda tensor: _LARGE_NORM
+        if func is _aten.nonzero.default:
+            return self._supervised_positions
+        if func is _aten._fused_sdp_choice.default:
+            return self._attention_kernel
+        if func is _aten._grouped_mm.default:
+            return _grouped_product
+        if func._schema.name in _UPDATES_IN_PLACE:
+            return lambda *_, **__: None
+        return func  # type: ignore[no-any-return]
+
+    def workspace_bytes(self, func: Any, args: Any) -> int:
+        """What a CUDA attention kernel allocates inside its backward, where no trace can look.
+
+        FlashAttention-2: the fp32 gradient of the queries, padded to 128 tokens, and a sum per query; with grouped
+        heads also the gradients of keys and values for every query head, before they are added up (flash_api.cpp,
+        mha_bwd: dq_accum, softmax_d, dk_expanded, dv_expanded). The memory-efficient kernel accumulates alike.
+        Read in the sources, not measured by us.
+        """
+        if self.gpu.is_cpu or func not in (_FLASH_BACKWARD, _EFFICIENT_BACKWARD):
+            return 0
+        query_BnTd, key_BkTd = args[1], args[2]
+        B, n, T, d = query_BnTd.shape
+        padded = -(-T // 128) * 128
+        accumulated = 4 * B * n * padded * (d + 1)
+        expanded = 2 * B * n * T * d * query_BnTd.element_size() if key_BkTd.shape[1] != n else 0
+        return int(accumulated + expanded)
+
+    def _supervised_positions(self, mask: Tensor) -> Tensor:
+        """The models' only data-dependent shape: the positions that have a label."""
+        if mask.dim() != 1:
+            raise NotImplementedError("nonzero of a tensor that is not the mask of labels")
+        return torch.empty((self.supervised_tokens, 1), dtype=torch.int64)
+
+    def _attention_kernel(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> int:
+        """The kernel torch would choose: fused where one takes the shapes, written out where none does.
+
+        torch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.cpp.
+        """
+        alike = query.shape[1] == key.shape[1]
+        if self.gpu.is_cpu:
+            flash, efficient = (alike or enable_gqa) and dropout_p == 0, False
+        else:
+            half = query.dtype in (torch.float16, torch.bfloat16)
+            able = self.gpu.has_flash_attention and half and attn_mask is None and query.shape[-1] <= 256
+            flash, efficient = able and (alike or enable_gqa), alike
+        if flash:
+            return int(SDPBackend.FLASH_ATTENTION.value)
+        return int((SDPBackend.EFFICIENT_ATTENTION if efficient else SDPBackend.MATH).value)
+
+
+def _grouped_product(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Products of groups of rows; the fake kernel would refuse every dtype but bf16, the real ones do not."""
+    if one.dim() == 2 and other.dim() == 2:
+        assert offs is not None
+        return one.new_empty((len(offs), one.shape[0], other.shape[1]))
+    if one.dim() == 2:
+        return one.new_empty((one.shape[0], other.shape[2]))
+    return one.new_empty((*one.shape[:-1], other.shape[-1]))
+
+
+_UPDATES_IN_PLACE = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_")
+"""They write over what they are given and allocate nothing, whatever their fake kernels say."""

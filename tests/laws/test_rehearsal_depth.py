@@ -1,0 +1,54 @@
+"""A few blocks traced and repeated say the same as all blocks traced: every phase, every kind, every byte."""
+
+import pytest
+
+from estimate.tiny_plans import CPU, gpu, plan_for
+from fitune.rehearse.allocator import reserved_peak
+from fitune.rehearse.events import Reached
+from fitune.rehearse.peaks import peaks_by_kind
+from fitune.rehearse.run import trace_plan
+from fitune.rehearse.stretch import ROW, Depth
+from rehearse.tiny_configs import tiny
+
+
+def both(family, *, layers, **choice):
+    config, spec = tiny(family, num_hidden_layers=layers)
+    plan = plan_for(spec, chunk=100, seq_len=32, rows=2, **choice)
+    return trace_plan(plan, config, exact=False), trace_plan(plan, config, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "tuning", "precision", "recompute", "layers", "accumulation", "hardware"),
+    [
+        ("llama", "full", "bf16-master", 0, 7, 2, CPU),
+        ("llama", "lora", "bf16", 6, 12, 1, gpu("h100")),
+        ("qwen3", "lora", "bf16-master", 6, 6, 2, CPU),
+        ("mixtral", "full", "fp32", 6, 12, 1, CPU),
+        ("mistral", "lora", "fp32", 1, 8, 1, CPU),
+    ],
+)
+def test_repeated_blocks_are_the_traced_ones(
+    family, tuning, precision, recompute, layers, accumulation, hardware
+):
+    (short, few), (exact, all_of_them) = both(
+        family, layers=layers, tuning=tuning, recompute=recompute, precision=precision,
+        accumulation=accumulation, hardware=hardware,
+    )  # fmt: skip
+    assert few < all_of_them == layers
+    for on_cuda in (False, True):
+        assert peaks_by_kind(short, on_cuda=on_cuda) == peaks_by_kind(exact, on_cuda=on_cuda)
+    assert reserved_peak(short) == reserved_peak(exact)
+    assert len(short.events) == sum(not isinstance(event, Reached) for event in exact.events)
+
+
+def test_blocks_that_take_turns_are_traced_whole():
+    (_, traced), _ = both("gemma3_text", layers=7, tuning="lora")
+    assert traced == 7
+
+
+@pytest.mark.parametrize(("recomputed", "kept"), [(0, 3), (5, 5), (0, 40), (17, 15), (80, 0), (2, 6)])
+def test_every_block_is_stood_for_once(recomputed, kept):
+    depth = Depth(recomputed=recomputed, kept=kept)
+    small = depth.shallow()
+    assert small.layers <= 2 * ROW
+    assert [b for block in range(small.layers) for b in depth.copies(block)] == list(range(depth.layers))

@@ -1,0 +1,29 @@
+"""Small models of many families: transformers' config and the ModelSpec of the same shapes."""
+
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from fitune.spec.model import ModelSpec
+from fitune.spec.model_config import spec_from_config
+
+_GATED = {
+    "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 176, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "phi3": {},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 512},
+    "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
+    "qwen3_moe": {"num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 64, "num_experts": 8},
+}
+
+
+def tiny(family: str, **different: Any) -> tuple[PretrainedConfig, ModelSpec]:
+    config = AutoConfig.for_model(family, **{**_GATED, **FAMILIES[family], **different})
+    values = {**config.to_dict(), "dtype": None, "torch_dtype": None}
+    return config, spec_from_config(values, name=f"tiny/{family}")
