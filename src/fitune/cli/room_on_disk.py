@@ -5,6 +5,7 @@ from pathlib import Path
 from fitune.checkpoint.durable import require_space
 from fitune.estimate.checkpoint import checkpoint_bytes
 from fitune.estimate.parameters import trained_parameters
+from fitune.spec.parameters import count_parameters
 from fitune.spec.plan import Plan
 from fitune.train.directory import FOLDERS
 from fitune.units import MIB
@@ -28,7 +29,8 @@ def require_room_on_disk(plan: Plan) -> None:
 
 def export_bytes(plan: Plan) -> int:
     """P · e: all weights in the compute type, or the trained ones where an adapter is exported."""
-    count = trained_parameters(plan) if plan.run.export == "adapter" else plan.model.num_params
+    is_adapter = plan.run.export == "adapter"
+    count = trained_parameters(plan) if is_adapter else count_parameters(plan.model).total
     return count * plan.precision.compute_bytes
 
 

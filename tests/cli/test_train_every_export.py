@@ -1,0 +1,29 @@
+"""`fitune train` ends well for each thing a run can hand over."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fitune.cli import main
+
+
+@pytest.mark.parametrize(
+    ("settings", "written"),
+    [
+        (["--tuning", "full"], "model/model.safetensors"),
+        (["--tuning", "lora", "--export", "merged"], "merged/model.safetensors"),
+        (["--tuning", "lora"], "adapter/adapter_model.safetensors"),
+    ],
+)
+def test_the_export_is_there(
+    settings: list[str], written: str, model_folder: Path, data_file: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    words = ["--model", str(model_folder), "--data", str(data_file), "--output-dir", str(tmp_path / "run")]
+    words += ["--gpu", "cpu", "--seq-len", "64", "--max-steps", "2", "--samples", "0", *settings]
+    monkeypatch.setattr(sys, "argv", ["fitune", "train", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert (tmp_path / "run" / written).is_file()
