@@ -57,12 +57,13 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
     print(describe_plan(plan) if quiet_plan else explain_plan(report))
     directory = Path(plan.run.output_dir)
     require_own_directory(plan)
-    if overwrite:
-        remove_run(directory)
-    elif is_finished(directory, plan, resume=recipe.resume):
+    if not overwrite and is_finished(directory, plan, resume=recipe.resume):
         print(f"{directory}: already complete; --overwrite starts anew")
         return 0
     require_room_on_disk(plan)
+    open_sinks(plan.run.report_to, directory)  # a tracker's name is checked before an earlier run is removed
+    if overwrite:
+        remove_run(directory)
     with stop_signals() as received:
         finished = run_plan(report, recipe, stop_asked=lambda: bool(received))
     print(comparison_table(comparison(directory)))
