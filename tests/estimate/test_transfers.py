@@ -147,6 +147,14 @@ def test_nvme_takes_what_the_host_would_have_held_but_for_staging():
     assert nvme.time.limits[Phase.UPDATE] == "NVMe"
 
 
+def test_states_on_a_disk_twice_as_fast_take_half_the_time():
+    choice = {"sharding": Zero(stage=3, backend="deepspeed"), "offload": Offload(optimizer="nvme")}
+    assumed, named = (predict(eight_b(**choice, hardware=cluster(nvme_bandwidth=b))) for b in (0.0, 6e9))
+    read_and_written = 2 * 12 * P
+    saved = assumed.time.phases[Phase.UPDATE] - named.time.phases[Phase.UPDATE]
+    assert saved == pytest.approx(read_and_written / 3e9 - read_and_written / 6e9)
+
+
 def test_offloaded_activations_are_all_that_the_blocks_keep():
     estimate = predict(eight_b(hardware=gpu("h100"), offload=Offload(activations="cpu")))
     assert estimate.host["activations"] == 32 * 1024 * 2 * 4096

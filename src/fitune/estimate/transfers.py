@@ -25,7 +25,7 @@ COLLECTIVE_SECONDS, HOP_SECONDS = 15e-6, 3e-6
 ETHERNET = 12.5e9
 """Bytes/s between nodes when the hardware does not say: 100 Gbit/s, our assumption."""
 NVME_BANDWIDTH = 3e9
-"""Bytes/s of a node's NVMe, read or write, our assumption."""
+"""Bytes/s of a node's NVMe, read or write, when the hardware does not say: our assumption."""
 CPU_ADAM_PER_CORE, CPU_ADAM_MOST = 1e8, 4e9
 """Parameters per second. ZeRO-Offload reports 4e9 on a node of 48 cores (Ren et al. 2021, arXiv 2101.06840)."""
 
@@ -108,7 +108,7 @@ def _host_links(step: StepStages, *, backward: bool) -> dict[str, float]:
     )
     return {
         "host link": _host_seconds(plan, weights + gradients + activations),
-        "NVMe": ranks_per_node(plan) * stored / NVME_BANDWIDTH,
+        "NVMe": _nvme_seconds(plan, stored),
     }
 
 
@@ -119,10 +119,15 @@ def _host_update(plan: Plan) -> dict[str, float]:
         return {}
     moved = trained_share(plan) * plan.precision.compute_bytes
     states = host_optimizer_bytes(plan) if plan.offload.optimizer == "nvme" else 0
-    stored = 2 * ranks_per_node(plan) * states / NVME_BANDWIDTH
+    stored = _nvme_seconds(plan, 2 * states)
     slower = {"NVMe": stored} if stored > adam else {"CPU optimizer": adam}
     return {**slower, "host link": _host_seconds(plan, moved)}
 
 
 def _host_seconds(plan: Plan, size: float) -> float:
     return size / (plan.hardware.gpu.host_bandwidth * HOST_LINK_EFFICIENCY) if size else 0.0
+
+
+def _nvme_seconds(plan: Plan, size: float) -> float:
+    """``size`` of every rank; those of a node share its disk."""
+    return ranks_per_node(plan) * size / (plan.hardware.nvme_bandwidth or NVME_BANDWIDTH)

@@ -52,6 +52,8 @@ class Hardware:
     """Per node; 0 when not known."""
     cpu_cores: int = 0
     nvme_bytes: int = 0
+    nvme_bandwidth: float = 0.0
+    """Of a node's disk, bytes/s, read or write; 0 when not known."""
     internode_bandwidth: float = 0.0
 
     @property
