@@ -1,0 +1,146 @@
+"""NF4 linears: bit-equal to bitsandbytes' own module, nothing saved for backward, bytes that survive every journey."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fitune.errors import MissingExtra
+from fitune.measure.memory import LiveTensors
+from fitune.models.quantised_linear import QuantisedLinear
+from fitune.models.quantize import quantise_linears, quantised_base
+from fitune.rehearse.fake import fake_tensors
+from fitune.spec.plan import Dense, Nf4
+from models.tiny_models import tiny_model
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+
+
+def dense_linear(dtype: torch.dtype, *, bias: bool = True, sizes: tuple[int, int] = (96, 64)) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(*sizes, bias=bias, dtype=dtype).requires_grad_(False)
+
+
+def packed(linear: nn.Linear, base: Nf4) -> QuantisedLinear:
+    holder = nn.Sequential(linear)
+    quantise_linears(holder, base)
+    return holder[0]
+
+
+def library_linear(linear: nn.Linear, base: Nf4) -> nn.Module:
+    theirs = bitsandbytes.nn.Linear4bit(
+        linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=linear.weight.dtype,
+        compress_statistics=base.double_quant, quant_type="nf4", quant_storage=linear.weight.dtype,
+    )  # fmt: skip
+    theirs.load_state_dict(linear.state_dict())
+    return theirs.to(linear.weight.dtype).to("cpu")
+
+
+def forward_and_gradient(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 5, 96, generator=generator).to(dtype).requires_grad_()
+    out = module(x)
+    out.backward(torch.randn(out.shape, generator=generator).to(dtype))
+    return out.detach(), x.grad
+
+
+@pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_forward_and_gradient_are_the_librarys_bit_for_bit(
+    dtype: torch.dtype, bias: bool, double: bool
+) -> None:
+    linear, base = dense_linear(dtype, bias=bias), Nf4(double_quant=double)
+    ours = forward_and_gradient(packed(linear, base), dtype)
+    theirs = forward_and_gradient(library_linear(linear, base), dtype)
+    for found, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_backward_keeps_no_activation_and_one_whole_weight() -> None:
+    linear = packed(dense_linear(torch.float32, sizes=(256, 256)), Nf4())
+    x = torch.randn(4, 256, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = linear(linear(x))
+    assert not kept
+    tracker = LiveTensors([*linear.parameters(), *linear.buffers(), x, out])
+    before = tracker.current_bytes
+    with tracker:
+        out.sum().backward()
+    whole = 256 * 256 * 4
+    assert whole < max(tracker.peaks.values()) - before < 1.5 * whole
+
+
+def test_bytes_are_those_of_the_paper() -> None:
+    """4.127 bit per weight with double quantisation, for a matrix whose scales fill whole blocks."""
+    linear = packed(dense_linear(torch.bfloat16, bias=False, sizes=(1024, 1024)), Nf4())
+    held = linear.weight.nbytes + sum(b.nbytes for name, b in linear.named_buffers() if name != "code")
+    assert held - 4 == pytest.approx(1024 * 1024 * 4.127 / 8, rel=1e-4)  # 4: the mean of the scales
+
+
+@pytest.mark.parametrize("journey", ["copy", "casts", "meta view", "safetensors"])
+def test_packed_bytes_come_back_bit_identical(journey: str, tmp_path) -> None:
+    """What leaves the device and comes back is never quantised again, and no cast touches it."""
+    linear = packed(dense_linear(torch.bfloat16), Nf4())
+    before = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
+    whole = linear.dequantised()
+    match journey:
+        case "copy":
+            linear = copy.deepcopy(linear).to("cpu")
+        case "casts":
+            linear = linear.half().float().to(torch.bfloat16)
+        case "meta view":
+            linear._apply(lambda tensor: tensor.clone())
+        case "safetensors":
+            save_file(before, tmp_path / "packed.safetensors")
+            linear = packed(nn.Linear(96, 64, dtype=torch.bfloat16), Nf4())
+            linear.load_state_dict(load_file(tmp_path / "packed.safetensors"))
+    for name, tensor in linear.state_dict().items():
+        assert tensor.dtype == before[name].dtype
+        assert tensor.view(torch.uint8).equal(before[name].view(torch.uint8)), name
+    assert torch.equal(linear.dequantised(), whole)
+
+
+def test_only_the_blocks_linears_are_packed() -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    quantise_linears(model.model.layers, Nf4())
+    packed_names = {n for n, m in model.named_modules() if isinstance(m, QuantisedLinear)}
+    assert len(packed_names) == 3 * 7
+    assert all(".layers." in name for name in packed_names)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert quantised_base(model) == Nf4()
+    assert quantised_base(tiny_model()) == Dense()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "falcon", "qwen3_moe"])
+def test_other_shapes_of_linears(family: str) -> None:
+    """Transposed weights, linears of the family's own class, and experts that are no linears."""
+    model = tiny_model(family)
+    ids = torch.arange(12).reshape(1, 12)
+    dense = model(input_ids=ids).logits
+    blocks = model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    quantise_linears(blocks, Nf4(double_quant=False))
+    close = model(input_ids=ids).logits
+    agreement = torch.nn.functional.cosine_similarity(dense.flatten(), close.flatten(), dim=0)
+    assert 0.8 < agreement < 1
+
+
+def test_packing_on_fake_tensors_gives_the_same_shapes() -> None:
+    real = packed(dense_linear(torch.bfloat16), Nf4())
+    with fake_tensors():
+        fake = packed(nn.Linear(96, 64, dtype=torch.bfloat16), Nf4())
+        out = fake(torch.empty(3, 96, dtype=torch.bfloat16, requires_grad=True))
+        out.sum().backward()
+    assert out.shape == (3, 64)
+    shapes = {name: (t.shape, t.dtype) for name, t in real.state_dict().items()}
+    assert {name: (t.shape, t.dtype) for name, t in fake.state_dict().items()} == shapes
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(MissingExtra, match=r"fitune\[quant\]"):
+        packed(dense_linear(torch.float32), Nf4())
