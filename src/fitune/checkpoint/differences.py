@@ -26,7 +26,7 @@ def compare_plans(saved: Plan, wanted: Plan) -> list[Difference]:
     differences = []
     for setting in dict.fromkeys([*before, *after]):
         old, new = before.get(setting, _ABSENT), after.get(setting, _ABSENT)
-        if old != new and setting not in _OF_THE_MOMENT:
+        if old != new and not any(_below(setting, moment) for moment in _OF_THE_MOMENT):
             allowed, reason = _verdict(setting, saved, wanted)
             differences.append(
                 Difference(
@@ -63,7 +63,7 @@ def difference_table(differences: list[Difference]) -> str:
 _WORD = {True: "allowed", False: "refused"}
 _ABSENT = object()
 
-_OF_THE_MOMENT = ("hardware.nvme_bytes", "hardware.host_memory_bytes")
+_OF_THE_MOMENT = ("hardware.nvme_bytes", "hardware.host_memory_bytes", "hardware.calibration")
 """Measured when the plan is made and different every time: no setting of anybody's."""
 
 _FREE = {

@@ -122,10 +122,18 @@ def report(run: Annotated[Path, typer.Argument(help="Directory of a run.")], jso
 
 
 @app.command()
-def doctor(json: Json = False) -> None:
-    """Show what is here: devices, memory, libraries, and what each missing part would add."""
-    from fitune.cli.doctor import examine
+def doctor(
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Measure this device in under a minute; plans use it from then on."),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Show what is here: devices, memory, measured rates, libraries, and what each missing part would add."""
+    from fitune.cli.doctor import calibrate_device, examine
 
+    if calibrate and not calibrate_device(json=json):
+        return
     examine(json=json)
 
 

@@ -4,10 +4,14 @@ import importlib.metadata
 import importlib.util
 import json as json_text
 import platform
+import time
 
 from fitune import __version__
-from fitune.measure.hardware import describe_hardware, detect_hardware
+from fitune.measure.calibrations import store_calibration
+from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware
+from fitune.spec.calibration import Calibration
 from fitune.spec.serial import to_data
+from fitune.units import format_seconds
 
 _NEEDED = ("torch", "transformers", "peft", "safetensors", "datasets")
 _EXTRAS = {
@@ -18,8 +22,8 @@ _EXTRAS = {
 
 
 def examine(*, json: bool) -> None:
-    """Print devices, memory, libraries and missing extras."""
-    hardware = detect_hardware()
+    """Print devices, memory, measured rates, libraries and missing extras."""
+    hardware = calibrated(detect_hardware())
     versions = {"python": platform.python_version(), "fitune": __version__}
     versions |= {name: importlib.metadata.version(name) for name in _NEEDED}
     missing = {name: extra for name, extra in _EXTRAS.items() if importlib.util.find_spec(name) is None}
@@ -32,6 +36,54 @@ def examine(*, json: bool) -> None:
         print(json_text.dumps(content, indent=2))
         return
     print(describe_hardware(hardware))
+    print(describe_calibration(hardware.calibration))
     print("  ".join(f"{name} {version}" for name, version in versions.items()))
     for extra, what in missing.values():
         print(f"missing: {what}; pip install 'fitune[{extra}]'")
+
+
+def calibrate_device(*, json: bool) -> bool:
+    """Measure this machine's device and store it; False on every rank but the first, which has nothing to show."""
+    from fitune.measure.calibrate import calibrate
+    from fitune.measure.ranks import process_group
+
+    start = time.perf_counter()
+    with process_group() as rank:
+        found = calibrate(detect_hardware())
+    if rank != 0:
+        return False
+    path = store_calibration(found)
+    if not json:
+        print(f"measured {found.device} in {format_seconds(time.perf_counter() - start)}: {path}")
+    return True
+
+
+def describe_calibration(calibration: Calibration | None) -> str:
+    """A few lines: products, attention, memory, launches, links."""
+    if calibration is None:
+        return "not calibrated: times come from the datasheet; fitune doctor --calibrate measures them"
+    small, large = calibration.traffic[0], calibration.traffic[-1]
+    rates = [("products", calibration.products), ("attention", calibration.attention)]
+    lines = [f"calibrated on {calibration.date} as {calibration.device}"]
+    lines += [
+        f"{what} " + ", ".join(f"{rate.flops / 1e12:,.3g} TFLOP/s {rate.numbers}" for rate in found)
+        for what, found in rates
+    ]
+    lines.append(
+        f"memory {small.bandwidth / 1e9:,.3g} GB/s on small tensors, {large.bandwidth / 1e9:,.3g} GB/s on large; "
+        f"an operation every {calibration.forward_launch_seconds * 1e6:,.0f} µs in forward, "
+        f"{calibration.backward_launch_seconds * 1e6:,.0f} µs in backward"
+    )
+    return "\n  ".join([*lines, _describe_links(calibration)])
+
+
+def _describe_links(calibration: Calibration) -> str:
+    parts = [f"CPU Adam {calibration.cpu_adam / 1e6:,.0f} M parameters/s"]
+    if calibration.host_bandwidth:
+        parts.append(f"host link {calibration.host_bandwidth / 1e9:,.3g} GB/s")
+    if calibration.collectives is not None:
+        found = calibration.collectives
+        parts.append(
+            f"{found.ranks} ranks: {found.start_seconds * 1e6:,.0f} µs a collective, {found.bandwidth / 1e9:,.3g} GB/s"
+        )
+    return ", ".join(parts)

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from fitune.errors import HardwareError
+from fitune.measure.calibrations import device_key, stored_calibration
 from fitune.measure.host import cpu_cores, free_disk_bytes, host_memory_bytes
 from fitune.measure.nvidia import FoundGpu, query_gpus, visible_gpus
 from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for, similar_gpu
@@ -23,11 +24,14 @@ def resolve_hardware(
     """The hardware a user names, or this machine when no GPU is named.
 
     ``cpu`` is this machine's processor. Host memory given by the user always wins; for a processor it is
-    the device memory too. On this machine ``gpus`` may not exceed what was found.
+    the device memory too. On this machine ``gpus`` may not exceed what was found. A device that was calibrated
+    here counts as measured, also when it is named.
     """
     if gpu is not None and gpu.lower() != "cpu":
         named = find_gpu(gpu)
-        return hardware_for(gpu=named, gpus=gpus, nodes=nodes, host_memory_bytes=host_memory_bytes or 0)
+        return calibrated(
+            hardware_for(gpu=named, gpus=gpus, nodes=nodes, host_memory_bytes=host_memory_bytes or 0)
+        )
     here = detect_hardware(path=path, use_gpus=gpu is None)
     if gpus > here.gpus_per_node:
         raise HardwareError(
@@ -36,10 +40,17 @@ def resolve_hardware(
         )
     host = host_memory_bytes or here.host_memory_bytes
     device = dataclasses.replace(here.gpu, memory_bytes=host) if here.gpu.is_cpu else here.gpu
-    return hardware_for(
+    wanted = hardware_for(
         gpu=device, gpus=gpus, nodes=nodes, host_memory_bytes=host,
         cpu_cores=here.cpu_cores, nvme_bytes=here.nvme_bytes,
     )  # fmt: skip
+    return calibrated(wanted)
+
+
+def calibrated(hardware: Hardware) -> Hardware:
+    """The same with what its device was measured to do on this machine, if it was."""
+    found = stored_calibration(device_key(hardware.gpu, cores=hardware.cpu_cores))
+    return hardware if found is None else dataclasses.replace(hardware, calibration=found)
 
 
 def detect_hardware(*, path: Path = Path("."), use_gpus: bool = True) -> Hardware:

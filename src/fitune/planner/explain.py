@@ -39,7 +39,7 @@ def explain_priced(priced: Priced) -> str:
             _memory_table(estimate.memory),
             "",
             wrapped(memory_sum(estimate)),
-            wrapped(_time_line(estimate)),
+            wrapped(f"{_time_line(estimate)} · {plan.hardware.rates}"),
         ]
     )
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from fitune.spec.calibration import Calibration
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
@@ -55,6 +57,15 @@ class Hardware:
     nvme_bandwidth: float = 0.0
     """Of a node's disk, bytes/s, read or write; 0 when not known."""
     internode_bandwidth: float = 0.0
+    calibration: Calibration | None = None
+    """What the device was measured to do; without it, its datasheet counts."""
+
+    @property
+    def rates(self) -> str:
+        """Where the rates come from, for people."""
+        if self.calibration is not None:
+            return f"calibrated on {self.calibration.date}"
+        return "assumed rates" if self.gpu.is_cpu else "datasheet rates"
 
     @property
     def num_gpus(self) -> int:

@@ -1,0 +1,95 @@
+"""Calibrations on disk, one JSON file for each device. Without torch: every plan reads them."""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from fitune.errors import HardwareError
+from fitune.spec.calibration import Calibration
+from fitune.spec.hardware import Gpu
+from fitune.spec.serial import from_data, to_json
+
+
+def calibrations_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """In $FITUNE_CACHE, else in fitune's folder of $XDG_CACHE_HOME, else of ~/.cache."""
+    root = environment.get("FITUNE_CACHE") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "fitune"
+    return Path(root).expanduser() / "calibration"
+
+
+def device_key(gpu: Gpu, *, cores: int, environment: Mapping[str, str] = os.environ) -> str:
+    """What a calibration is stored under: a processor is another device with another number of threads."""
+    return f"cpu-{processor_threads(cores, environment)}-threads" if gpu.is_cpu else gpu.name
+
+
+def processor_threads(cores: int, environment: Mapping[str, str] = os.environ) -> int:
+    """OMP_NUM_THREADS as torch reads it, else one for each core."""
+    wanted = environment.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else max(1, cores)
+
+
+def stored_calibration(device: str) -> Calibration | None:
+    """The calibration of a device, or None when it was never measured here.
+
+    Raises HardwareError for a file that cannot be read: silence would quietly change every plan.
+    """
+    path = _file_of(device)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _damaged(path, error) from None
+    try:
+        calibration = from_data(Calibration, json.loads(text))
+        _require_sense(calibration)
+    except ValueError as error:
+        raise _damaged(path, error) from None
+    return calibration
+
+
+def store_calibration(calibration: Calibration) -> Path:
+    """Replace what was stored for the device: the file is the old one or the new one, never a part."""
+    path = _file_of(calibration.device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(to_json(calibration))
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise HardwareError(
+            f"the calibration cannot be written to {path}: {error.strerror or error}",
+            hint="free some space, or name another folder with FITUNE_CACHE",
+        ) from None
+    return path
+
+
+def _file_of(device: str) -> Path:
+    return calibrations_folder() / f"{re.sub(r'[^a-zA-Z0-9._-]+', '-', device)}.json"
+
+
+def _require_sense(calibration: Calibration) -> None:
+    """Rates that a device can have: an edited or foreign file must not divide by zero later."""
+    rates = [*calibration.products, *calibration.attention]
+    positive = [*(rate.flops for rate in rates), *(each.bandwidth for each in calibration.traffic)]
+    if not calibration.products or not calibration.attention or not calibration.traffic:
+        raise ValueError("products, attention and traffic may not be empty")
+    if any(not value > 0 for value in (*positive, *(each.tensor_bytes for each in calibration.traffic))):
+        raise ValueError("rates must be above 0")
+    sizes = [each.tensor_bytes for each in calibration.traffic]
+    if sizes != sorted(set(sizes)):
+        raise ValueError("traffic must go from small tensors to large ones")
+
+
+def _damaged(path: Path, error: Exception) -> HardwareError:
+    return HardwareError(
+        f"the calibration in {path} cannot be read: {error}",
+        hint="measure again with fitune doctor --calibrate, or remove the file",
+    )

@@ -1,0 +1,159 @@
+"""One function for each rate of a device. Every one takes the least of several times: others only slow it down.
+
+Shapes are those of language models. T tokens, D hidden size, F width of the MLP, H heads, N tokens of a row.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fitune.spec.calibration import Traffic, worked_pairs
+from fitune.units import MIB
+
+PRODUCTS_TDF = (
+    (64, 256, 704), (256, 512, 1408), (512, 1024, 2816), (2048, 2048, 5632), (4096, 4096, 14336),
+)  # fmt: skip
+ROW_LENGTHS = (64, 256, 1024, 4096)
+HEADS, HEAD_SIZE = 32, 128
+TENSOR_MIB_CPU, TENSOR_MIB_CUDA = (0.25, 1, 4, 16, 64), (16, 64, 256)
+"""On CUDA small tensors only measure the launch, which has a rate of its own."""
+SLOW_SECONDS = 0.25
+"""Larger shapes are left out where one call takes longer."""
+TRIAL_SECONDS, TRIALS = 0.01, 7
+ADAM_PARAMETERS = 16 * 1024**2
+COPY_BYTES = 256 * MIB
+_ATTENTION_PASSES = 3.5
+"""Two products forward, five backward (Dao 2023, arXiv 2307.08691)."""
+
+
+def fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call: the least over trials of as many calls as a clock needs."""
+    once = seconds_of(work, 1, device)
+    if once > SLOW_SECONDS:
+        return min(once, seconds_of(work, 1, device))
+    once = seconds_of(work, 1, device)  # the first call found cold caches
+    calls = max(1, round(TRIAL_SECONDS / once))
+    return min(seconds_of(work, calls, device) / calls for _ in range(TRIALS))
+
+
+def seconds_of(work: Callable[[], Any], calls: int, device: torch.device) -> float:
+    """All calls together, until the device is through with them."""
+    _finish(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    _finish(device)
+    return time.perf_counter() - start
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def product_samples(device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:
+    """(FLOPs, seconds) of x · Wᵀ from small to large, until one takes too long."""
+    samples = []
+    for tokens, inner, outer in PRODUCTS_TDF:
+        x_TD = torch.randn(tokens, inner, device=device).to(dtype)
+        weight_FD = torch.randn(outer, inner, device=device).to(dtype)
+        seconds = fastest_seconds(lambda x=x_TD, w=weight_FD: torch.nn.functional.linear(x, w), device)
+        samples.append((2.0 * tokens * inner * outer, seconds))
+        if seconds > SLOW_SECONDS:
+            break
+    return samples
+
+
+def attention_samples(device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:
+    """(FLOPs, seconds) of one row forward and backward, from short to long; spec/calibration.py counts the pairs."""
+    samples = []
+    for length in ROW_LENGTHS:
+        q, k, v = (
+            torch.randn(1, HEADS, length, HEAD_SIZE, device=device).to(dtype).requires_grad_() for _ in "qkv"
+        )
+        gradient = torch.ones_like(q)
+
+        def row(q: Any = q, k: Any = k, v: Any = v, gradient: Any = gradient) -> None:
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, (q, k, v), gradient)
+
+        seconds = fastest_seconds(row, device)
+        samples.append((_ATTENTION_PASSES * 4 * HEADS * HEAD_SIZE * worked_pairs(1, length), seconds))
+        if seconds > SLOW_SECONDS:
+            break
+    return samples
+
+
+def traffic(device: torch.device) -> tuple[Traffic, ...]:
+    """x · y into a new tensor, as eager code does: three times its bytes, fresh memory included."""
+    found = []
+    for mib in TENSOR_MIB_CPU if device.type == "cpu" else TENSOR_MIB_CUDA:
+        size = int(mib * MIB)
+        x, y = torch.ones(2, size // 4, device=device)
+        seconds = fastest_seconds(lambda x=x, y=y: x * y, device)
+        found.append(Traffic(tensor_bytes=size, bandwidth=3 * size / seconds))
+    return tuple(found)
+
+
+def launch_seconds(device: torch.device) -> tuple[float, float]:
+    """Seconds from one operation to the next in forward and in backward, of a model too small to compute."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    model = LlamaModel(config).to(device)
+    weights = list(model.parameters())
+    ids = torch.zeros(1, 8, dtype=torch.int64, device=device)
+
+    def forward() -> torch.Tensor:
+        return model(input_ids=ids, use_cache=False).last_hidden_state.sum()
+
+    with CountedOperations() as in_forward:
+        out = forward()
+    with CountedOperations() as in_backward:
+        torch.autograd.grad(out, weights)
+    forward_seconds = fastest_seconds(forward, device)
+    both = fastest_seconds(lambda: torch.autograd.grad(forward(), weights), device)
+    return forward_seconds / in_forward.count, max(0.0, both - forward_seconds) / in_backward.count
+
+
+class CountedOperations(TorchDispatchMode):
+    """Operations that compute something: not views, not empty tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += computes(func)
+        return func(*args, **(kwargs or {}))
+
+
+def computes(func: Any) -> bool:
+    """Whether an operation reads or writes elements: its result is new or written to, and not left empty."""
+    schema = func._schema
+    if "empty" in schema.name or not schema.returns or torch.Tag.inplace_view in func.tags:
+        return False
+    return all(r.alias_info is None or r.alias_info.is_write for r in schema.returns)
+
+
+def host_bandwidth(device: torch.device) -> float:
+    """Pinned copies of a quarter GiB, the slower of both directions, bytes/s."""
+    on_host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    out = fastest_seconds(lambda: on_host.copy_(on_device, non_blocking=True), device)
+    back = fastest_seconds(lambda: on_device.copy_(on_host, non_blocking=True), device)
+    return COPY_BYTES / max(out, back)
+
+
+def cpu_adam_rate() -> float:
+    """Parameters/s of torch's fused AdamW in fp32 on the processor."""
+    parameter = torch.nn.Parameter(torch.zeros(ADAM_PARAMETERS))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return ADAM_PARAMETERS / fastest_seconds(optimizer.step, torch.device("cpu"))

@@ -1,0 +1,94 @@
+"""What a device was measured to do, in the few numbers that the estimate of time is made of."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Numbers = Literal["fp32", "bf16", "fp16"]
+
+ATTENTION_BLOCK = 64
+"""Fused kernels work in square blocks; those on the diagonal are worked whole (Dao 2023, arXiv 2307.08691: 64 or 128).
+"""
+
+
+def worked_pairs(rows: float, length: float) -> float:
+    """n²/2 + n·b/2 of each row: half of the pairs, and the other half of the blocks on the diagonal."""
+    return rows * length * (length + min(ATTENTION_BLOCK, length)) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """Seconds of one product: ``start_seconds`` + FLOPs / ``flops``. Attention's are without a start.
+
+    Small ones reach less of the rate: half of it where FLOPs = start_seconds · flops.
+    """
+
+    numbers: Numbers
+    flops: float
+    start_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes/s of elementwise operations, read and written, on tensors of ``tensor_bytes``."""
+
+    tensor_bytes: int
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives:
+    """Between ``ranks`` processes, as a ring sends: calls · start_seconds + bytes sent by one rank / bandwidth."""
+
+    ranks: int
+    start_seconds: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """One device measured on one day; measure/calibrate.py says how. 0 stands for what a device does not have."""
+
+    device: str
+    date: str
+    """YYYY-MM-DD."""
+    threads: int
+    """The processor's, while it was measured."""
+    products: tuple[Rate, ...]
+    """Matrix products, one entry for each kind of numbers."""
+    attention: tuple[Rate, ...]
+    """Fused causal attention, forward and backward together, over ``worked_pairs``."""
+    traffic: tuple[Traffic, ...]
+    """Small tensors first."""
+    forward_launch_seconds: float
+    """From one small operation of a model's forward to the next, modules and Python included."""
+    backward_launch_seconds: float
+    host_bandwidth: float = 0.0
+    """Pinned copies, the slower direction, bytes/s."""
+    cpu_adam: float = 0.0
+    """Parameters/s, fp32, with all threads."""
+    collectives: Collectives | None = None
+
+    def product_rate(self, numbers: str) -> Rate | None:
+        return _of(self.products, numbers)
+
+    def attention_rate(self, numbers: str) -> Rate | None:
+        return _of(self.attention, numbers)
+
+    def bandwidth_for(self, tensor_bytes: float) -> float:
+        """Between two measured sizes along the logarithm of the size; outside, the nearest."""
+        known = self.traffic
+        if tensor_bytes <= known[0].tensor_bytes:
+            return known[0].bandwidth
+        for low, high in itertools.pairwise(known):
+            if tensor_bytes <= high.tensor_bytes:
+                share = math.log(tensor_bytes / low.tensor_bytes) / math.log(
+                    high.tensor_bytes / low.tensor_bytes
+                )
+                return low.bandwidth * math.exp(share * math.log(high.bandwidth / low.bandwidth))
+        return known[-1].bandwidth
+
+
+def _of(rates: tuple[Rate, ...], numbers: str) -> Rate | None:
+    return next((rate for rate in rates if rate.numbers == numbers), None)

@@ -1,0 +1,121 @@
+"""Calibrations on disk: what was stored is what is read, and a damaged file says what to do."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from fitune.errors import HardwareError
+from fitune.measure.calibrations import (
+    calibrations_folder,
+    device_key,
+    processor_threads,
+    store_calibration,
+    stored_calibration,
+)
+from fitune.measure.hardware import resolve_hardware
+from fitune.spec.calibration import Calibration, Collectives, Rate, Traffic, worked_pairs
+from fitune.spec.gpus import cpu_gpu, find_gpu
+
+
+def calibration(**different) -> Calibration:
+    made = Calibration(
+        device="rtx-4090",
+        date="2026-11-21",
+        threads=8,
+        products=(Rate(numbers="bf16", flops=150e12, start_seconds=5e-6),),
+        attention=(Rate(numbers="bf16", flops=100e12),),
+        traffic=(Traffic(tensor_bytes=2**20, bandwidth=900e9), Traffic(tensor_bytes=2**24, bandwidth=600e9)),
+        forward_launch_seconds=15e-6,
+        backward_launch_seconds=10e-6,
+        host_bandwidth=25e9,
+        cpu_adam=4e8,
+        collectives=Collectives(ranks=2, start_seconds=3e-5, bandwidth=20e9),
+    )
+    return replace(made, **different)
+
+
+def test_what_is_stored_is_read_again_and_replaced():
+    assert stored_calibration("rtx-4090") is None
+    first = store_calibration(calibration())
+    assert stored_calibration("rtx-4090") == calibration()
+    assert store_calibration(calibration(date="2026-12-01")) == first
+    assert stored_calibration("rtx-4090").date == "2026-12-01"
+    assert [path.name for path in first.parent.iterdir()] == ["rtx-4090.json"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[:-20],
+        lambda text: "",
+        lambda text: text.replace('"date"', '"dat"'),
+        lambda text: text.replace("150000000000000.0", "0.0"),
+        lambda text: text.replace("900000000000.0", "NaN"),
+        lambda text: json.dumps({**json.loads(text), "traffic": []}),
+        lambda text: json.dumps({**json.loads(text), "traffic": json.loads(text)["traffic"][::-1]}),
+        lambda text: "[1]",
+    ],
+    ids=["cut off", "empty", "misspelled", "zero", "not a number", "nothing", "out of order", "foreign"],
+)
+def test_a_damaged_file_is_named_with_what_to_do(change):
+    path = store_calibration(calibration())
+    path.write_text(change(path.read_text()))
+    with pytest.raises(HardwareError) as refused:
+        stored_calibration("rtx-4090")
+    assert str(path) in str(refused.value)
+    assert "fitune doctor --calibrate" in refused.value.hint
+
+
+def test_a_file_that_is_not_text_is_damaged_too():
+    path = store_calibration(calibration())
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(HardwareError, match="cannot be read"):
+        stored_calibration("rtx-4090")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(HardwareError, match="cannot be written"):
+        store_calibration(calibration())
+
+
+def test_where_calibrations_are():
+    assert str(calibrations_folder({"FITUNE_CACHE": "/a", "XDG_CACHE_HOME": "/b"})) == "/a/calibration"
+    assert str(calibrations_folder({"XDG_CACHE_HOME": "/b"})) == "/b/fitune/calibration"
+    assert str(calibrations_folder({})) == os.path.expanduser("~/.cache/fitune/calibration")
+
+
+def test_a_processor_is_another_device_with_another_number_of_threads():
+    processor = cpu_gpu(memory_bytes=2**34, cores=8)
+    assert device_key(processor, cores=8, environment={}) == "cpu-8-threads"
+    assert device_key(processor, cores=8, environment={"OMP_NUM_THREADS": "2"}) == "cpu-2-threads"
+    assert device_key(find_gpu("h100"), cores=8, environment={"OMP_NUM_THREADS": "2"}) == "h100"
+    assert processor_threads(8, {"OMP_NUM_THREADS": "4,2"}) == 4
+    assert processor_threads(8, {"OMP_NUM_THREADS": "many"}) == 8
+
+
+def test_a_device_that_was_calibrated_here_counts_as_measured():
+    assert resolve_hardware(gpu="rtx-4090").rates == "datasheet rates"
+    store_calibration(calibration())
+    assert resolve_hardware(gpu="RTX 4090").rates == "calibrated on 2026-11-21"
+    assert resolve_hardware(gpu="rtx-3090").calibration is None
+    here = resolve_hardware(gpu="cpu")
+    assert here.rates == "assumed rates"
+    store_calibration(calibration(device=device_key(here.gpu, cores=here.cpu_cores)))
+    assert resolve_hardware(gpu="cpu").calibration.products[0].flops == 150e12
+
+
+def test_bandwidth_between_two_measured_sizes():
+    found = calibration()
+    assert found.bandwidth_for(1) == found.bandwidth_for(2**20) == 900e9
+    assert found.bandwidth_for(2**22) == pytest.approx((900e9 * 600e9) ** 0.5)
+    assert found.bandwidth_for(2**24) == found.bandwidth_for(2**40) == pytest.approx(600e9)
+
+
+def test_blocks_on_the_diagonal_are_worked_whole():
+    assert worked_pairs(1, 64) == 64 * 64
+    assert worked_pairs(3, 16) == 3 * 16 * 16
+    assert worked_pairs(2, 1024) == 1024 * (1024 + 64)
