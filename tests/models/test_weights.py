@@ -99,3 +99,11 @@ def test_remote_code_in_the_config_is_not_imported(folder: Path, tmp_path: Path)
     with pytest.raises(ModelError):
         load_model(str(folder), dtype=torch.float32, device=CPU)
     assert not (tmp_path / "imported").exists()
+
+
+def test_an_extra_tensor_is_named(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.side_proj.weight"] = torch.ones(5)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"unknown to the model: model\.layers\.1\.mlp\.side_proj\.weight"):
+        load_model(str(folder), dtype=torch.float32, device=CPU)

@@ -83,7 +83,7 @@ def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageMo
     return LanguageModel(
         whole=whole,
         body=body,
-        blocks=decoder_blocks(body, count=base.config.get_text_config().num_hidden_layers),
+        blocks=blocks_of(base),
         head=head,
         softcap=getattr(base.config.get_text_config(), "final_logit_softcapping", None),
         chunk_tokens=loss.chunk_tokens if isinstance(loss, ChunkedLoss) else None,
@@ -91,6 +91,11 @@ def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageMo
         device=base.device,
         dtype=base.dtype,
     )
+
+
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder blocks of a model without adapters."""
+    return decoder_blocks(model.base_model, count=model.config.get_text_config().num_hidden_layers)
 
 
 def decoder_blocks(body: nn.Module, *, count: int) -> nn.ModuleList:

@@ -4,7 +4,7 @@ Another quantiser is a file with its linear and a row in ``LINEARS``. Embedding,
 compute type; so do routers and experts, which transformers holds as bare parameters.
 """
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fitune.models.nf4 import Nf4Linear
@@ -20,15 +20,20 @@ def quantise_linears(blocks: nn.Module, base: Dense | Nf4 | Hqq) -> None:
         return
     for parent in list(blocks.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear | Conv1D) and not isinstance(child, QuantisedLinear):
-                setattr(parent, name, _packed(child, base))
+            if is_dense_linear(child):
+                setattr(parent, name, packed_linear(child, child.weight.detach(), base))
 
 
-def _packed(linear: nn.Linear | Conv1D, base: Nf4 | Hqq) -> QuantisedLinear:
-    """GPT-2's Conv1D keeps its weight transposed, [in, out]; packed it is a linear like all others."""
-    weight_OI = linear.weight.detach()
-    if isinstance(linear, Conv1D):
-        weight_OI = weight_OI.T
+def is_dense_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, QuantisedLinear)
+
+
+def packed_linear(linear: nn.Module, weight: Tensor, base: Nf4 | Hqq) -> QuantisedLinear:
+    """A linear like ``linear`` that holds ``weight`` in few bits.
+
+    GPT-2's Conv1D keeps its weight transposed, [in, out]; packed it is a linear like all others.
+    """
+    weight_OI = weight.T if isinstance(linear, Conv1D) else weight
     out_features, in_features = weight_OI.shape
     packed = LINEARS[type(base)](
         in_features, out_features, bias=linear.bias, base=base, dtype=weight_OI.dtype

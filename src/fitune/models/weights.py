@@ -11,8 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from fitune.errors import ModelError
+from fitune.models.arrival import PackOnArrival
 from fitune.spec.hub import no_waiting_for_the_hub
-from fitune.spec.plan import Precision
+from fitune.spec.plan import Dense, Hqq, Nf4, Precision
+
+_DENSE = Dense()
 
 _DTYPES = {
     Precision.FP32: torch.float32,
@@ -27,24 +30,29 @@ def compute_dtype(precision: Precision) -> torch.dtype:
     return _DTYPES[precision]
 
 
-def load_model(path: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(
+    path: str, *, dtype: torch.dtype, device: torch.device, base: Dense | Nf4 | Hqq = _DENSE
+) -> PreTrainedModel:
     """The causal language model at ``path`` with its weights in ``dtype`` on ``device``, in training order.
 
+    Read tensor by tensor to where they belong; the linears of a quantised ``base`` are packed as they arrive.
     Raises ModelError when there are no weights, only pickled ones, or weights that do not match the config.
     """
     if Path(path).is_dir():
         _check_weight_files(Path(path))
     transformers_logging.disable_progress_bar()
+    packing = None if isinstance(base, Dense) else PackOnArrival(base)
     with _looked_up(path, "the model cannot be loaded", hint=_FETCH_AGAIN):
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
+            quantization_config=packing,
+            device_map=None if device.type == "cpu" else {"": device},
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     _check_complete(path, report)
-    model.to(device)
     return model
 
 
@@ -109,6 +117,7 @@ def _check_complete(path: str, report: dict[str, object]) -> None:
         for title, names in (
             ("missing", report.get("missing_keys")),
             ("of another shape", _shapes(report.get("mismatched_keys"))),
+            ("unknown to the model", sorted(report.get("unexpected_keys") or ())),
         )
         if names
     ]

@@ -1,0 +1,98 @@
+"""A quantised base is packed as it is read: the same bits as packed later, and never a dense model in memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from fitune.errors import ModelError
+from fitune.measure.memory import LiveTensors
+from fitune.models.language_model import blocks_of
+from fitune.models.quantize import quantise_linears
+from fitune.models.weights import load_model
+from fitune.spec.plan import Nf4
+from models.tiny_models import tiny_model
+
+pytest.importorskip("bitsandbytes")
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 500}
+
+
+class EveryTensor(LiveTensors):
+    """Counts what operations are given too: tensors that are read from a file are made by no operation."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _add(self, tensor: Tensor) -> None:
+        if tensor.device.type != "meta":
+            super()._add(tensor)
+
+
+def saved(folder: Path, family: str = "llama", **changes: object) -> Path:
+    tiny_model(family, **changes).save_pretrained(folder, max_shard_size="1MB")
+    return folder
+
+
+def packed_later(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    model = load_model(str(folder), dtype=dtype, device=CPU)
+    quantise_linears(blocks_of(model), Nf4())
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_on_arrival_is_packed_later(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    """Tied, sharded, biased, transposed and mixed models alike; nothing of the loader stays behind."""
+    folder = saved(tmp_path / "model", family)
+    found, expected = (
+        load_model(str(folder), dtype=dtype, device=CPU, base=Nf4()),
+        packed_later(folder, dtype),
+    )
+    ours, theirs = found.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.view(-1).view(torch.uint8).equal(theirs[name].view(-1).view(torch.uint8)), name
+    assert not hasattr(found, "hf_quantizer")
+    assert "quantization_config" not in found.config.to_dict()
+    assert all(m.training == found.training for m in found.modules())
+
+
+def test_never_more_than_the_packed_model_and_one_block(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", **SIZES)
+    tracker = EveryTensor(())
+    with tracker:
+        model = load_model(str(folder), dtype=torch.float32, device=CPU, base=Nf4())
+    storages = {t.untyped_storage()._cdata: t.nbytes for t in (*model.parameters(), *model.buffers())}
+    final = sum(storages.values())
+    dense = tiny_model(**SIZES)
+    block = sum(p.nbytes for p in blocks_of(dense)[0].parameters())
+    peak = max(tracker.peaks.values())
+    assert final < peak <= 1.05 * final + block
+    assert peak < sum(p.nbytes for p in dense.parameters()) / 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, r"missing: model\.layers\.1\.mlp\.up_proj\.weight"),
+        (torch.ones(5, 32), r"of another shape: model\.layers\.1\.mlp\.up_proj\.weight \(5, 32\)"),
+    ],
+)
+def test_a_tensor_that_does_not_match_is_named(tmp_path: Path, change: Tensor | None, message: str) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    if change is not None:
+        tensors["model.layers.1.mlp.up_proj.weight"] = change
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=message):
+        load_model(str(tmp_path), dtype=torch.float32, device=CPU, base=Nf4())
