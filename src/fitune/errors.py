@@ -56,6 +56,7 @@ class MissingExtra(FituneError):
     """An optional library is not installed; the hint is the pip command."""
 
     def __init__(self, what: str, *, extra: str) -> None:
+        self.what = what
         super().__init__(f"{what} needs an optional part of fitune", hint=f"pip install 'fitune[{extra}]'")
 
 
@@ -63,6 +64,10 @@ class TrainingFailed(FituneError):
     """Training had to stop: a loss that is not finite, memory that ran out."""
 
     exit_code = 1
+
+
+class OutOfMemory(TrainingFailed):
+    """The device, or the host, had no room for the next allocation."""
 
 
 class ScoringFailed(FituneError):

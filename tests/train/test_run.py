@@ -16,7 +16,8 @@ from fitune.spec.plan import Epochs, Plan, Steps
 from fitune.spec.reports import Phase, RunReport, StepReport
 from fitune.spec.serial import from_json
 from fitune.track.jsonl import read_metrics
-from fitune.train.run import Callbacks, run
+from fitune.train.current import Callbacks
+from fitune.train.run import run
 
 MakePlan = Callable[..., Plan]
 

@@ -159,7 +159,10 @@ def main() -> None:
     except BrokenPipeError:  # `fitune plan … | head` closed the pipe: what was asked for was shown
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except OSError as error:  # a disk that fills up, a file that goes away: nothing a command can foresee
+    except (
+        OSError,
+        MemoryError,
+    ) as error:  # a disk that fills up, a file that goes away: nobody can foresee it
         _print_error(_SystemFailed(error))
         sys.exit(_SystemFailed.exit_code)
     except KeyboardInterrupt:
@@ -172,7 +175,12 @@ class _SystemFailed(FituneError):
 
     exit_code = 1
 
-    def __init__(self, error: OSError) -> None:
+    def __init__(self, error: OSError | MemoryError) -> None:
+        if isinstance(error, MemoryError):
+            super().__init__(
+                f"out of memory: {error}".rstrip(": "), hint="end other programs, or take less data"
+            )
+            return
         where = f"{error.filename}: " if error.filename is not None else ""
         super().__init__(
             f"{where}{error.strerror or error}", hint="check the path, its rights and the free disk space"

@@ -1,17 +1,17 @@
 """``fitune train``: plan, run, compare."""
 
-import shutil
 import signal
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
+from fitune.checkpoint.commit import FOLDER as CHECKPOINTS
+from fitune.checkpoint.commit import is_committed, step_folders
 from fitune.checkpoint.differences import compare_plans, difference_table
 from fitune.checkpoint.durable import write_atomically
-from fitune.checkpoint.paths import LOCK, lock_run_directory
 from fitune.cli.planning import plan_for
 from fitune.cli.reporting import comparison
 from fitune.cli.room_on_disk import require_room_on_disk
@@ -22,7 +22,7 @@ from fitune.data.loader import Loader
 from fitune.data.sources import trained_and_evaluated
 from fitune.data.templates import load_template
 from fitune.engine.schedule import total_steps
-from fitune.errors import RecipeError, RunDirectoryError
+from fitune.errors import FituneError, RecipeError, RunDirectoryError, TrainingFailed
 from fitune.estimate.predict import predict
 from fitune.models.language_model import LanguageModel
 from fitune.models.weights import load_tokenizer
@@ -38,8 +38,9 @@ from fitune.spec.reports import PlanReport, RunReport
 from fitune.spec.serial import from_json, to_json
 from fitune.track.progress import Progress
 from fitune.track.sinks import open_sinks
-from fitune.train.directory import FILES, FOLDERS, require_own_directory
-from fitune.train.run import Callbacks, run
+from fitune.train.current import Callbacks
+from fitune.train.directory import require_own_directory
+from fitune.train.run import run
 from fitune.units import format_bytes
 
 T = TypeVar("T")
@@ -61,11 +62,8 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
         print(f"{directory}: already complete; --overwrite starts anew")
         return 0
     require_room_on_disk(plan)
-    open_sinks(plan.run.report_to, directory)  # a tracker's name is checked before an earlier run is removed
-    if overwrite:
-        remove_run(directory)
     with stop_signals() as received:
-        finished = run_plan(report, recipe, stop_asked=lambda: bool(received))
+        finished = _run_or_report(report, recipe, stop_asked=lambda: bool(received), overwrite=overwrite)
     print(comparison_table(comparison(directory)))
     print(f"report: {write_report(directory)}")
     if finished.status == "interrupted":
@@ -74,7 +72,22 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
     return 0
 
 
-def run_plan(report: PlanReport, recipe: Recipe, *, stop_asked: Callable[[], bool]) -> RunReport:
+def _run_or_report(
+    report: PlanReport, recipe: Recipe, *, stop_asked: Callable[[], bool], overwrite: bool
+) -> RunReport:
+    """``run_plan``; a run that fails has its page, too."""
+    try:
+        return run_plan(report, recipe, stop_asked=stop_asked, overwrite=overwrite)
+    except FituneError as error:
+        if error.exit_code == TrainingFailed.exit_code:
+            with suppress(FituneError, OSError):  # the cause is worth more than the page
+                print(f"report: {write_report(Path(report.chosen.plan.run.output_dir))}")
+        raise
+
+
+def run_plan(
+    report: PlanReport, recipe: Recipe, *, stop_asked: Callable[[], bool], overwrite: bool = False
+) -> RunReport:
     """Execute the chosen plan with its estimate written beside it, for the report to compare."""
     plan = report.chosen.plan
     directory = Path(plan.run.output_dir)
@@ -93,6 +106,7 @@ def run_plan(report: PlanReport, recipe: Recipe, *, stop_asked: Callable[[], boo
         callbacks=Callbacks(on_data=on_data, on_note=print, stop_asked=stop_asked, answer=answers_with(plan)),
         sinks=sinks,
         resume=recipe.resume,
+        overwrite=overwrite,
         files={"recipe.yaml": dump_recipe(recipe)},
     )
 
@@ -153,9 +167,16 @@ def is_finished(directory: Path, plan: Plan, *, resume: bool | str) -> bool:
     ]
     if not differences:
         return True
-    if resume:
+    has_checkpoint = any(map(is_committed, step_folders(directory / CHECKPOINTS)))
+    if resume and has_checkpoint:
         return False
-    longer = " --resume to make it longer," if all(d.allowed for d in differences) else ""
+    if resume:
+        raise RunDirectoryError(
+            f"{directory} holds a complete run and no checkpoint (save_steps was 0): there is nothing to go on from\n"
+            f"{difference_table(differences)}",
+            hint="--overwrite to start anew, or another output_dir; with save_steps a run can be made longer",
+        )
+    longer = " --resume to make it longer," if has_checkpoint and all(d.allowed for d in differences) else ""
     raise RunDirectoryError(
         f"{directory} holds a complete run of other settings\n{difference_table(differences)}",
         hint=f"{longer} --overwrite to start anew, or another output_dir".strip(),
@@ -175,25 +196,6 @@ def _read_or_refuse(cls: type[T], file: Path) -> T:
         raise RunDirectoryError(
             f"{file} cannot be read: {error}", hint="--overwrite, or another output_dir"
         ) from None
-
-
-def remove_run(directory: Path) -> None:
-    """Remove what an earlier run wrote, and nothing else that lies there."""
-    if not directory.exists():
-        return
-    if not directory.is_dir():
-        raise RunDirectoryError(f"output_dir {directory} is a file", hint="choose another output_dir")
-    if not (directory / "plan.json").is_file() and any(directory.iterdir()):
-        raise RunDirectoryError(
-            f"output_dir {directory} has files and no plan.json, so it is no run and is not removed",
-            hint="choose another output_dir",
-        )
-    with lock_run_directory(directory):
-        for entry in (directory / name for name in (*FOLDERS, *FILES) if name != LOCK):
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -218,11 +218,26 @@ class Sample:
     after: str
 
 
+Status = Literal["complete", "interrupted", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What ended a run before its time, and where it was then."""
+
+    error: str
+    """Name of the error, as in ``errors``: TrainingFailed, OutOfMemory, CheckpointError, …"""
+    doing: str
+    """A phase of the step (forward, loss, backward, update), or what was done between two: saving, evaluating, …"""
+    step: int
+    """Counted from 1; 0 before the first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """How a run went; written even when it ended badly."""
 
-    status: Literal["complete", "interrupted", "failed"]
+    status: Status
     reason: str
     steps: int
     total_steps: int
@@ -242,6 +257,8 @@ class RunReport:
     total_parameters: int
     samples: tuple[Sample, ...] = ()
     exported: str = ""
+    failure: Failure | None = None
+    """Only when the status is failed."""
     versions: dict[str, str] = field(default_factory=dict)
 
 

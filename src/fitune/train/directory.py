@@ -1,14 +1,16 @@
 """The run directory is for the run alone: nothing that goes into a run may lie where its results go."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from fitune.checkpoint.paths import LOCK
 from fitune.errors import RunDirectoryError
 from fitune.spec.plan import Plan
 
 FILES = (
     "plan.json", "recipe.yaml", "estimate.json", "metrics.jsonl", "samples_before.json", "report.json", "report.html",
-    "run.lock",
+    "traceback.txt", LOCK,
 )  # fmt: skip
 FOLDERS = ("checkpoints", "adapter", "merged", "model", "tensorboard")
 """What a run writes into its directory; --overwrite removes these and nothing else."""
@@ -26,6 +28,26 @@ def require_own_directory(plan: Plan) -> None:
         raise RunDirectoryError(
             f"output_dir {directory} cannot be used: {error.strerror}", hint="choose another output_dir"
         ) from None
+
+
+def require_removable(directory: Path) -> None:
+    """Raises RunDirectoryError when ``directory`` holds files and no run: --overwrite removes runs only."""
+    if not directory.is_dir() or (directory / "plan.json").is_file():
+        return
+    if any(entry.name != LOCK for entry in directory.iterdir()):
+        raise RunDirectoryError(
+            f"output_dir {directory} has files and no plan.json, so it is no run and is not removed",
+            hint="choose another output_dir",
+        )
+
+
+def remove_run(directory: Path) -> None:
+    """Remove what an earlier run wrote, and nothing else that lies there. The caller holds the lock."""
+    for entry in (directory / name for name in (*FOLDERS, *FILES) if name != LOCK):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def _inputs(plan: Plan) -> Iterator[tuple[str, Path]]:

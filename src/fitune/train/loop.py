@@ -14,7 +14,8 @@ from fitune.errors import TrainingFailed
 from fitune.measure.memory import MemoryMeter
 from fitune.measure.speed import achieved_mfu
 from fitune.spec.plan import Plan
-from fitune.spec.reports import StepReport
+from fitune.spec.reports import Phase, StepReport
+from fitune.train.failure import Whereabouts
 from fitune.train.prepare import Prepared
 
 
@@ -26,23 +27,28 @@ def train(
     meter: MemoryMeter,
     start_step: int = 0,
     start_at: LoaderState | None = None,
+    where: Whereabouts | None = None,
 ) -> Iterator[StepReport]:
     """One StepReport per optimizer step, from ``start_step`` to the end of the schedule.
 
     When a report is yielded its step is wholly done: the weights are new and the gradients forgotten.
+    ``where`` is kept up to date, for the caller to name the moment in which something fails.
     Raises TrainingFailed before the update when the loss or a gradient is not finite.
     """
     total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
     state = start_at or LoaderState(epoch=0, position=0)
+    where = where or Whereabouts()
+    enter_phase = _telling(where, meter.enter)
     measured_steps = steps_to_measure(loader, start_step=start_step, total=total)
     for step in range(start_step, total):
+        where.step, where.doing = step + 1, "reading a batch"
         waiting_since = time.perf_counter()
         batch = loader.batch_at(state)
         started = time.perf_counter()
         rate = learning_rate(plan.schedule, step=step, total=total)
         measured = meter.measuring(prepared.resident_tensors) if step in measured_steps else nullcontext()
         with measured:
-            loss, update = _one_step(prepared.engine, batch, rate, meter.enter)
+            loss, update = _one_step(prepared.engine, batch, rate, enter_phase)
         seconds = time.perf_counter() - started
         state = loader.after(state)
         yield StepReport(
@@ -62,6 +68,16 @@ def train(
             skipped=update.skipped,
             memory_bytes=meter.take_peaks(),
         )
+
+
+def _telling(where: Whereabouts, enter: EnterPhase) -> EnterPhase:
+    """``enter``, with every change of phase noted in ``where`` first."""
+
+    def enter_phase(phase: Phase) -> None:
+        where.doing = phase.value
+        enter(phase)
+
+    return enter_phase
 
 
 def _one_step(

@@ -52,12 +52,17 @@ def where_to_start(directory: Path, plan: Plan, *, resume: bool | str) -> Start:
         note = f"resuming from {found.path}"
         state = load_checkpoint(found.path, verified=True)
         return Start(state=_compatible(state, plan), warnings=(*found.warnings, note))
-    if any((directory / FOLDER).glob("step-*")) or (directory / "report.json").exists():
+    if any((directory / FOLDER).glob("step-*")) or _has_steps(directory / "metrics.jsonl"):
         raise RunDirectoryError(
             f"output_dir {directory} holds an earlier run",
             hint="resume: true to continue it, --overwrite to start anew, or another output_dir",
         )
     return Start(state=None)
+
+
+def _has_steps(metrics: Path) -> bool:
+    """A run that ended before its first step left nothing to protect."""
+    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def _compatible(state: TrainState, plan: Plan) -> TrainState:

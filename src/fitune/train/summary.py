@@ -7,26 +7,33 @@ from typing import Literal
 
 from fitune.data.dataset import PreparedData
 from fitune.measure.memory import process_bytes
-from fitune.spec.reports import MeasuredMemory, Phase, RunReport, StepReport
-from fitune.train.prepare import Prepared
+from fitune.models.language_model import LanguageModel
+from fitune.spec.reports import Failure, MeasuredMemory, Phase, RunReport, Status, StepReport
 
 
 def summarise(
     steps: Sequence[StepReport],
-    prepared: Prepared,
     data: PreparedData,
     *,
-    status: Literal["complete", "interrupted", "failed"],
+    model: LanguageModel | None,
+    status: Status,
     reason: str,
     meter_kind: Literal["live tensors", "cuda allocated"],
     seconds: float,
+    best_eval_loss: float | None,
+    failure: Failure | None = None,
 ) -> RunReport:
-    """Speed is taken over the steps nobody disturbed: not the first, nor those slowed by counting bytes."""
+    """``model`` None: the run ended before it was loaded. ``best_eval_loss`` is that of earlier attempts too.
+
+    Speed is taken over the steps nobody disturbed: not the first, nor those slowed by counting bytes.
+    """
     steady = [s for s in steps[1:] if not s.memory_bytes or meter_kind == "cuda allocated"] or list(steps)
     busy, waited = sum(s.step_seconds for s in steady), sum(s.data_seconds for s in steady)
     tokens = sum(s.tokens for s in steady)
     evaluated = [s.eval_loss for s in steps if s.eval_loss is not None]
-    parameters = list(prepared.model.whole.parameters())
+    if best_eval_loss is not None:
+        evaluated.append(best_eval_loss)
+    parameters = [] if model is None else list(model.whole.parameters())
     return RunReport(
         status=status,
         reason=reason,
@@ -41,11 +48,12 @@ def summarise(
         tokens_per_second=tokens / busy if busy else 0.0,
         tokens_per_second_with_data=tokens / (busy + waited) if busy else 0.0,
         mfu=sum(s.mfu * s.step_seconds for s in steady) / busy if busy else 0.0,
-        memory=_measured_memory(steps, meter_kind, process_bytes(prepared.model.device)),
+        memory=_measured_memory(steps, meter_kind, 0 if model is None else process_bytes(model.device)),
         train_data=data.train_ledger,
         eval_data=data.eval_ledger,
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         total_parameters=sum(p.numel() for p in parameters),
+        failure=failure,
         versions=_versions(),
     )
 

@@ -1,0 +1,74 @@
+"""The state of a run while it goes on, and what its caller is told and asked."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from fitune.data.dataset import PreparedData
+from fitune.data.formats import Conversation
+from fitune.data.loader import Loader, LoaderState
+from fitune.measure.memory import CpuMeter, MemoryMeter
+from fitune.models.language_model import LanguageModel
+from fitune.spec.plan import Plan
+from fitune.track.jsonl import MetricsLog
+from fitune.track.sinks import Sink
+from fitune.train.failure import Whereabouts
+from fitune.train.prepare import Prepared
+from fitune.train.samples import Answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """What the caller is told and asked while the run goes on."""
+
+    on_data: Callable[[PreparedData, Loader], None]
+    """Once the data is read and before the model is: what every batch will hold is known from here on."""
+    on_note: Callable[[str], None]
+    """A line for people: what is being done, a checkpoint that was passed over."""
+    stop_asked: Callable[[], bool]
+    """Asked after every step; True saves and ends the run as interrupted."""
+    answer: Answer
+    """Answers held-out prompts with the model as it is, for the samples before and after."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A run while it goes on: what its parts share."""
+
+    plan: Plan
+    callbacks: Callbacks
+    tokenizer: PreTrainedTokenizerBase
+    data: PreparedData
+    loader: Loader
+    log: MetricsLog
+    sinks: Sequence[Sink]
+    began: float
+    """``time.perf_counter`` when the run was asked for."""
+    where: Whereabouts = field(default_factory=Whereabouts)
+    prepared: Prepared | None = None
+    """None until the model is loaded."""
+    meter: MemoryMeter = field(default_factory=CpuMeter)
+    position: LoaderState = field(default_factory=lambda: LoaderState(epoch=0, position=0))
+    best_eval_loss: float = math.inf
+    """The lowest of all evaluations, those before a resume too."""
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.plan.run.output_dir)
+
+    @property
+    def model(self) -> LanguageModel:
+        return self.loaded.model
+
+    @property
+    def loaded(self) -> Prepared:
+        assert self.prepared is not None, "the model is loaded before anything asks for it"
+        return self.prepared
+
+    @property
+    def samples(self) -> Sequence[Conversation]:
+        """The held-out conversations that are answered before and after training."""
+        return self.data.eval_examples[: self.plan.run.samples]

@@ -1,0 +1,118 @@
+"""What stopped a run: where it was, why, and what to try. Whatever is raised becomes one error for people."""
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fitune.checkpoint.commit import FOLDER, is_committed, step_folders
+from fitune.errors import FituneError, OutOfMemory, TrainingFailed
+from fitune.spec.plan import ChunkedLoss, Dense, Lora, PlainLoss, Plan, trains_every_weight
+from fitune.spec.reports import Failure
+
+TRACEBACK = "traceback.txt"
+
+
+@dataclass(slots=True)
+class Whereabouts:
+    """What a run is doing at this moment."""
+
+    doing: str = "starting"
+    step: int = 0
+    """Counted from 1; 0 before the first."""
+
+    def __str__(self) -> str:
+        return f"{self.doing}, step {self.step}" if self.step else self.doing
+
+    def failure(self, error: FituneError) -> Failure:
+        return Failure(error=error.kind, doing=self.doing, step=self.step)
+
+
+def explain(error: Exception, plan: Plan, where: Whereabouts) -> FituneError:
+    """``error`` itself when it is one for people, else one that says where it happened and what to try.
+
+    What fails once steps are under way exits with 1: it is no refusal any more.
+    """
+    if isinstance(error, FituneError):
+        error.exit_code = TrainingFailed.exit_code if where.step else error.exit_code
+        return error
+    if is_out_of_memory(error):
+        return OutOfMemory(
+            f"out of memory ({where}): {_first_line(error)}\n  {memory_settings(plan)}", hint=_smaller(plan)
+        )
+    if isinstance(error, OSError):
+        file = f"{error.filename}: " if error.filename is not None else ""
+        return TrainingFailed(
+            f"{file}{error.strerror or error} ({where})",
+            hint=f"check the path, its rights and the free disk space{_going_on(plan)}",
+        )
+    return TrainingFailed(
+        f"{type(error).__name__} ({where}): {_first_line(error)}\n  {memory_settings(plan)}",
+        hint=f"the cause is in {Path(plan.run.output_dir) / TRACEBACK}{_going_on(plan)}",
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: torch has a type for CUDA alone; the others are told by their words."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, RuntimeError | OSError):
+        words = str(error).lower()
+        return any(sign in words for sign in _OUT_OF_MEMORY_WORDS)
+    return False
+
+
+_OUT_OF_MEMORY_WORDS = (
+    "can't allocate memory",  # torch's allocator on a CPU
+    "cannot allocate memory",  # the operating system (ENOMEM)
+    "not enough memory",
+    "cuda error: out of memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+
+
+def memory_settings(plan: Plan) -> str:
+    """The settings that decide about memory, in one line."""
+    loss = f"chunks of {plan.loss.chunk_tokens}" if isinstance(plan.loss, ChunkedLoss) else "plain"
+    return (
+        f"the plan: micro_batch_size {plan.batch.micro_batch_size} × seq_len {plan.batch.seq_len}, "
+        f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed, loss {loss}, {plan.precision}, "
+        f"on {plan.hardware.gpu.name}"
+    )
+
+
+def traceback_text(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _smaller(plan: Plan) -> str:
+    """Settings that take less memory, the cheapest in time first."""
+    batch, wanted = plan.batch, []
+    if batch.micro_batch_size > 1:
+        micro = next(m for m in range(batch.micro_batch_size // 2, 0, -1) if batch.micro_batch_size % m == 0)
+        steps = batch.accumulation * batch.micro_batch_size // micro
+        wanted.append(
+            f"micro_batch_size: {micro} with gradient_accumulation_steps: {steps} (the same global batch)"
+        )
+    if isinstance(plan.loss, PlainLoss):
+        wanted.append("loss: chunked")
+    if plan.recompute.blocks < plan.model.num_layers:
+        wanted.append("gradient_checkpointing: true")
+    wanted.append(f"seq_len: {max(1, batch.seq_len // 2)}")
+    if trains_every_weight(plan.tuning):
+        wanted.append("tuning: lora")
+    elif isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Dense):
+        wanted.append("tuning: qlora")
+    return "; ".join(wanted) + _going_on(plan)
+
+
+def _going_on(plan: Plan) -> str:
+    """What --resume would do, when there is anything to go on from."""
+    saved = [path.name for path in step_folders(Path(plan.run.output_dir) / FOLDER) if is_committed(path)]
+    return f"; --resume goes on from {saved[-1]}" if saved else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,45 @@
+"""The command line inside the test's process: exit code, standard output, standard error."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fitune.cli import main
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fitune", *map(str, words)])
+        code = 0
+        try:
+            main()
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err + printed.out
+        return code, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def train(call: Call, model_folder: Path, data_file: Path, tmp_path: Path) -> Call:
+    """``fitune train`` of two steps; keywords are settings on top, words are further options."""
+
+    def run(*words: object, **settings: object) -> tuple[int, str, str]:
+        wanted = {
+            "model": model_folder, "data": data_file, "tuning": "lora", "lora_r": 4, "precision": "fp32", "gpu": "cpu",
+            "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+            "max_steps": 2, "samples": 0, "output_dir": tmp_path / "run",
+        }  # fmt: skip
+        chosen = [
+            word for key, value in {**wanted, **settings}.items() for word in ("--set", f"{key}={value}")
+        ]
+        return call("train", *chosen, *words)
+
+    return run

@@ -1,0 +1,254 @@
+"""Whatever ends a run, it is written down: report.json, one readable error, an exit code (rows 5, 10 and 19)."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fitune.cli import app as command_line
+from fitune.errors import OutOfMemory
+from fitune.spec.plan import Plan
+from fitune.spec.reports import RunReport
+from fitune.spec.serial import from_json
+from fitune.train.failure import Whereabouts, explain, is_out_of_memory
+
+Call = Callable[..., tuple[int, str, str]]
+
+STEP = "fitune.models.language_model.LanguageModel.hidden_states"
+LOSS = "fitune.models.language_model.LanguageModel.loss_and_gradient"
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, target: str, error: BaseException, *, after: int = 0) -> None:
+    """Let ``target`` raise ``error`` from call ``after`` + 1 on."""
+    room, _, name = target.rpartition(".")
+    if room.endswith("LanguageModel"):
+        from fitune.models.language_model import LanguageModel as owner
+    else:
+        import importlib
+
+        owner = importlib.import_module(room)
+    real, calls = getattr(owner, name), [0]
+
+    def fail(*words: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > after:
+            raise error
+        return real(*words, **named)
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+def report_of(directory: Path) -> RunReport:
+    return from_json(RunReport, (directory / "report.json").read_text())
+
+
+CUDA = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 23.6 GiB in total.\nSee doc."
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "kind", "doing"),
+    [
+        (STEP, CUDA, "OutOfMemory", "forward"),
+        (STEP, MemoryError(), "OutOfMemory", "forward"),
+        (
+            LOSS,
+            RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "OutOfMemory",
+            "loss",
+        ),
+        (LOSS, RuntimeError("shapes cannot be multiplied"), "TrainingFailed", "loss"),
+        (LOSS, KeyError("lost"), "TrainingFailed", "loss"),
+        (
+            "fitune.train.run.evaluate",
+            OSError(5, "Input/output error", "/data"),
+            "TrainingFailed",
+            "evaluating",
+        ),
+    ],
+)
+def test_what_fails_in_a_step_is_reported(
+    train: Call,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    error: Exception,
+    kind: str,
+    doing: str,
+) -> None:
+    failing(
+        monkeypatch, target, error, after=0 if "evaluate" in target else 2
+    )  # two micro-batches make a step
+    code, _, err = train(val_fraction=0.2, eval_steps=2, max_steps=4)
+    assert code == 1
+    assert doing in err
+    assert "step 2" in err
+    assert "try: " in err
+    report = report_of(tmp_path / "run")
+    assert report.status == "failed"
+    assert report.failure is not None
+    assert (report.failure.error, report.failure.doing, report.failure.step) == (kind, doing, 2)
+    assert report.reason in err
+    assert report.steps == 1
+    assert report.total_steps == 4
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert type(error).__name__ in (tmp_path / "run" / "traceback.txt").read_text()
+
+
+def test_out_of_memory_names_the_plan_and_what_takes_less(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, STEP, CUDA, after=2)
+    _, _, err = train(tuning="full", save_steps=1, gradient_checkpointing=False, loss="plain")
+    assert "Tried to allocate 2.50 GiB" in err
+    assert "micro_batch_size 4 × seq_len 64, 0 of 2 blocks recomputed, loss plain" in err
+    assert "micro_batch_size: 2 with gradient_accumulation_steps: 4 (the same global batch)" in err
+    assert "loss: chunked" in err
+    assert "gradient_checkpointing: true" in err
+    assert "tuning: lora" in err
+    assert "--resume goes on from step-1" in err
+
+
+def test_the_advice_after_running_out_of_memory_can_be_followed(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        failing(broken, STEP, CUDA, after=2)
+        assert train(save_steps=1)[0] == 1
+    code, _, err = train("--resume", save_steps=1, micro_batch_size=2, gradient_accumulation_steps=4)
+    assert (code, err) == (0, "")
+    report = report_of(tmp_path / "run")
+    assert (report.status, report.steps, report.failure) == ("complete", 2, None)
+    assert not (tmp_path / "run" / "traceback.txt").exists()
+
+
+def test_a_model_that_does_not_fit_when_loaded_is_reported_and_no_run_to_protect(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        failing(broken, "fitune.train.run.prepare", CUDA)
+        code, _, err = train()
+    assert code == 1
+    assert "loading the model" in err
+    report = report_of(tmp_path / "run")
+    assert (report.status, report.steps, report.total_parameters) == ("failed", 0, 0)
+    assert report.failure is not None
+    assert (report.failure.doing, report.failure.step) == ("loading the model", 0)
+    assert train()[0] == 0
+
+
+def test_an_export_that_fails_is_a_failed_run(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, "fitune.train.ending.export_result", RuntimeError("broken"))
+    code, _, err = train(save_steps=1)
+    assert code == 1
+    assert "exporting, step 2" in err
+    assert "--resume goes on from step-2" in err
+    assert report_of(tmp_path / "run").status == "failed"
+
+
+def test_a_second_signal_is_written_down(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, LOSS, KeyboardInterrupt(), after=2)
+    code, _, _ = train()
+    assert code == 130
+    report = report_of(tmp_path / "run")
+    assert (report.status, report.reason) == ("interrupted", "stopped at once (loss, step 2)")
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_the_cause(
+    train: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, STEP, CUDA, after=2)
+    failing(monkeypatch, "fitune.train.ending.write_atomically", OSError(28, "No space left on device"))
+    code, out, err = train()
+    assert code == 1
+    assert "out of memory" in err
+    assert "report.json could not be written" in out
+
+
+def test_no_memory_outside_of_training_is_no_traceback(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, "fitune.cli.reporting.show_report", MemoryError())
+    code, out, _ = call("report", "run", "--json")
+    assert code == command_line._SystemFailed.exit_code == 1
+    assert json.loads(out)["error"]["message"] == "out of memory"
+
+
+def test_what_is_out_of_memory() -> None:
+    assert is_out_of_memory(OSError(12, "Cannot allocate memory"))
+    assert is_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+    )
+    assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+    assert not is_out_of_memory(ValueError("cannot allocate memory"))
+
+
+def test_a_micro_batch_that_has_no_half_is_divided_as_it_can(make_plan: Callable[..., Plan]) -> None:
+    odd = explain(MemoryError(), make_plan(micro_batch_size=9, gradient_accumulation_steps=1), Whereabouts())
+    assert isinstance(odd, OutOfMemory)
+    assert "micro_batch_size: 3 with gradient_accumulation_steps: 3 " in str(odd.hint)
+    one = explain(MemoryError(), make_plan(micro_batch_size=1, gradient_accumulation_steps=1), Whereabouts())
+    assert "micro_batch_size:" not in str(one.hint)
+    assert "seq_len: 32" in str(one.hint)
+
+
+# An earlier run is there until the new one can begin (rows 9 and 10)
+
+
+def test_overwrite_keeps_the_earlier_run_while_the_new_data_cannot_be_read(
+    train: Call, tmp_path: Path
+) -> None:
+    assert train()[0] == 0
+    run = tmp_path / "run"
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    (tmp_path / "broken.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question"\n')
+    for data in (tmp_path / "missing.jsonl", tmp_path / "broken.jsonl"):
+        assert train("--overwrite", data=data)[0] == 2
+        assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    assert train("--overwrite", max_steps=1)[0] == 0
+    assert report_of(run).steps == 1
+
+
+def test_a_refused_resume_changes_nothing(train: Call, data_file: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(data_file.read_text())
+    assert train(data=rows, save_steps=1)[0] == 0
+    rows.write_text(data_file.read_text().replace("plus", "minus"))
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert train("--resume", data=rows, save_steps=1, max_steps=4)[0] == 2
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+def test_data_that_cannot_be_read_leaves_a_directory_that_can_be_used(train: Call, tmp_path: Path) -> None:
+    assert train(data=tmp_path / "missing.jsonl")[0] == 2
+    assert train("--overwrite")[0] == 0
+
+
+# A complete run made longer
+
+
+def test_a_complete_run_without_checkpoints_is_not_said_to_be_extensible(train: Call, tmp_path: Path) -> None:
+    assert train()[0] == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    code, _, err = train(max_steps=4)
+    assert code == 2
+    assert "--resume" not in err
+    code, _, err = train("--resume", max_steps=4)
+    assert code == 2
+    assert "no checkpoint (save_steps was 0)" in err
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+def test_a_run_that_saves_saves_its_last_step(train: Call, tmp_path: Path) -> None:
+    assert train(save_steps=2, max_steps=3)[0] == 0
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == "step-3"
+    code, out, _ = train("--resume", save_steps=2, max_steps=5)
+    assert code == 0
+    assert "resuming from" in out
+    assert "step-3" in out

@@ -1,0 +1,50 @@
+"""The best evaluation counts wherever it was made: between two saves, before a resume, in another directory."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fitune.checkpoint.commit import read_commit
+from fitune.spec.plan import Plan
+from fitune.train.run import run
+from train.test_run import callbacks, steps_of
+
+MakePlan = Callable[..., Plan]
+
+
+def evaluating(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
+    said = iter(losses)
+    monkeypatch.setattr("fitune.train.run.evaluate", lambda model, dataset, batch: next(said))
+
+
+def test_the_best_checkpoint_is_of_the_best_evaluation_even_between_two_saves(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluating(monkeypatch, 3.0, 1.0, 2.0, 4.0)
+    plan = make_plan(max_steps=8, eval_steps=2, save_steps=3, val_fraction=0.2)
+    report = run(plan, callbacks=callbacks())
+    best = Path(plan.run.output_dir) / "checkpoints" / "best"
+    assert best.resolve().name == "step-4"
+    assert read_commit(best).eval_loss == 1.0
+    assert report.best_eval_loss == 1.0
+
+
+def test_without_save_steps_nothing_is_saved(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluating(monkeypatch, 3.0, 1.0)
+    plan = make_plan(max_steps=4, eval_steps=2, val_fraction=0.2)
+    run(plan, callbacks=callbacks())
+    assert not (Path(plan.run.output_dir) / "checkpoints").exists()
+
+
+def test_a_resumed_run_remembers_the_best_of_before(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In another directory there are no earlier lines of metrics: the checkpoint has to say it."""
+    evaluating(monkeypatch, 0.5, 0.75, 0.9)
+    settings = {"max_steps": 6, "eval_steps": 2, "save_steps": 3, "val_fraction": 0.2}
+    first, second = (make_plan(**settings, output_dir=str(tmp_path / name)) for name in ("first", "second"))
+    run(first, callbacks=callbacks(stop_after=4))
+    report = run(second, callbacks=callbacks(), resume=str(tmp_path / "first" / "checkpoints" / "step-4"))
+    assert [step.step for step in steps_of(second)] == [5, 6]
+    assert report.best_eval_loss == 0.5
