@@ -13,6 +13,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spec": set(),
     "estimate": {"spec"},
     "planner": {"spec", "estimate"},
+    "records": {"spec", "estimate"},
     "track": {"spec"},
     "report": {"spec", "track"},
     # below this line torch is allowed
@@ -26,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "score": {"spec", "data", "models"},
     "demo": {"spec", "data"},
 }
-WITHOUT_TORCH = {"spec", "estimate", "planner", "track", "report"}
+WITHOUT_TORCH = {"spec", "estimate", "planner", "records", "track", "report"}
 OPEN_TO_ALL = {"units", "errors"}
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "safetensors"}
 FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "base"}

@@ -19,6 +19,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+records = typer.Typer(
+    help="Measured runs, ours and published ones, held against the estimate.", no_args_is_help=True
+)
+app.add_typer(records, name="records")
+
 _RECIPE_WORDS: dict[str, Any] = {"ignore_unknown_options": True}
 
 Words = Annotated[
@@ -145,6 +150,21 @@ def demo(
     from fitune.cli.demo import run_demo
 
     run_demo(out)
+
+
+@records.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="Rows, one JSON object a line.")],
+    confidence: Annotated[
+        str, typer.Option(help="The least confidence that counts as evidence: high, medium, low or any.")
+    ] = "medium",
+    rows: Annotated[bool, typer.Option("--rows", help="Print every row, too.")] = False,
+    json: Json = False,
+) -> None:
+    """Predict every run of a file and print how far off memory, speed and verdicts are."""
+    from fitune.cli.records import check_records
+
+    check_records(file, confidence=confidence, rows=rows, json=json)
 
 
 def main() -> None:

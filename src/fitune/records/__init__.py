@@ -1,0 +1,1 @@
+"""Measured runs, ours and those that others published, held against the estimate."""

@@ -1,0 +1,198 @@
+"""What trainers do beside the mathematics: what they upcast, materialise and keep. Facts with sources, no fits.
+
+A row is given the habits of the trainer that its source or its author's remarks name, of the usual one (transformers'
+Trainer with PEFT) if none is named. What the row states itself always wins over a habit.
+"""
+
+from dataclasses import dataclass, replace
+
+from fitune.records.row import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logits:
+    """The loss hump: bytes per logit, and hidden-sized 16-bit copies per token, at its worst moment."""
+
+    per_logit: int
+    hidden_copies: int = 2
+    chunks: int = 1
+    """More than one: ``per_logit`` counts in one chunk only; ``whole`` counts for all logits."""
+    whole: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """One trainer. The defaults are those of transformers' Trainer with PEFT."""
+
+    name: str
+    source: str
+    adapter_bytes: int = 4
+    """Of an adapter's weight, gradient and states each; PEFT casts to fp32 (``autocast_adapter_dtype``)."""
+    dropout: float = 0.0
+    """Of adapters, where the row does not say and the trainer's published settings do."""
+    upcasts_packed: bool = True
+    """Quantised base: PEFT's prepare_model_for_kbit_training makes embedding, head and norms fp32."""
+    fp32_stream: bool = True
+    """… and so the residual stream; TRL casts embedding and head back, norms not."""
+    fused_norms: bool = False
+    """The kernel keeps the 16-bit input and a reciprocal root instead of fp32 copies (Liger, Unsloth)."""
+    fused_mlp: bool = False
+    """… and gate and up alone, product and activation are made again (Liger, Unsloth)."""
+    foreach: bool = True
+    """torch's AdamW of many tensors at once, which holds one more set of what it steps (adamw_torch)."""
+    own_fsdp: bool = False
+    """fully_shard (FSDP2) instead of FullyShardedDataParallel, FSDP1."""
+    fp32_shards: bool = False
+    """Sharded weights in fp32 whatever is computed in, as accelerate does it under mixed precision."""
+    logits: Logits = Logits(per_logit=14, hidden_copies=3)
+    """transformers 4.45 to 4.5x: 16-bit logits, their fp32 copy, its shifted copy, log-softmax: 2 + 4 + 4 + 4."""
+    missing: str = ""
+    """The fact that its tables do not give and that errors are owed to."""
+
+
+TRANSFORMERS = Habits(
+    name="transformers Trainer with PEFT",
+    source="transformers trainer.py, modeling_llama.py (loss); peft tuners/tuners_utils.py, utils/other.py",
+)
+
+FAST_LOGITS = Logits(per_logit=8, hidden_copies=2)
+"""Triton cross-entropy on logits in fp32: the logits and a shifted copy, over which the gradient is written."""
+
+_TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
+    (
+        ("fms-acceleration", "fms_accel"),
+        replace(
+            TRANSFORMERS,
+            name="fms-acceleration",
+            source="fms-acceleration: accelerated-peft and fused-ops-and-kernels plugins; transformers Trainer",
+            upcasts_packed=False,
+            fp32_stream=False,
+        ),
+    ),
+    (
+        ("fsdp_qlora",),
+        replace(
+            TRANSFORMERS,
+            name="fsdp_qlora",
+            source="AnswerDotAI/fsdp_qlora train.py: LoRA in the compute type, FSDP1, no upcast",
+            adapter_bytes=2,
+            upcasts_packed=False,
+            fp32_stream=False,
+            logits=Logits(per_logit=12, hidden_copies=3),
+        ),
+    ),
+    (
+        ("torchtune",),
+        Habits(
+            name="torchtune",
+            source="torchtune recipes: everything in bf16, fully_shard, chunked cross-entropy in 8 parts",
+            adapter_bytes=2,
+            upcasts_packed=False,
+            fp32_stream=False,
+            foreach=False,
+            own_fsdp=True,
+            logits=Logits(per_logit=12, hidden_copies=2, chunks=8, whole=4),
+        ),
+    ),
+    (
+        ("torchtitan",),
+        Habits(
+            name="torchtitan",
+            source="torchtitan: fully_shard with fp32 shards, fused AdamW, compiled cross-entropy in fp32",
+            upcasts_packed=False,
+            fp32_stream=False,
+            foreach=False,
+            own_fsdp=True,
+            fp32_shards=True,
+            logits=Logits(per_logit=8, hidden_copies=2),
+        ),
+    ),
+    (
+        ("unsloth",),
+        replace(
+            TRANSFORMERS,
+            name="unsloth",
+            source="unslothai/unsloth: Triton norms, SwiGLU and cross-entropy, norms and embedding stay 16 bit",
+            upcasts_packed=False,
+            fp32_stream=False,
+            fused_norms=True,
+            fused_mlp=True,
+            logits=FAST_LOGITS,
+        ),
+    ),
+    (
+        ("axolotl", "llama-factory", "llamafactory", "ms-swift"),
+        replace(
+            TRANSFORMERS,
+            name="transformers Trainer without upcast",
+            source="axolotl utils/models.py and LLaMA-Factory model/adapter.py cast back or never upcast",
+            upcasts_packed=False,
+            fp32_stream=False,
+        ),
+    ),
+    (
+        ("litgpt", "lit-gpt", "lit_gpt"),
+        replace(
+            TRANSFORMERS,
+            name="litgpt",
+            source="Lightning-AI/litgpt finetune scripts: bf16-true, LoRA in bf16, cross-entropy in chunks of 128",
+            adapter_bytes=2,
+            upcasts_packed=False,
+            fp32_stream=False,
+            logits=Logits(per_logit=2, hidden_copies=2, whole=4),
+        ),
+    ),
+    (
+        ("trl", "sfttrainer"),
+        replace(
+            TRANSFORMERS,
+            name="TRL SFTTrainer with PEFT",
+            source="trl trainer/utils.py, peft_module_casting_to_bf16: norms fp32, embedding and head cast back",
+            upcasts_packed=False,
+        ),
+    ),
+    (
+        ("llm-foundry", "mosaicml", "composer"),
+        Habits(
+            name="LLM Foundry",
+            source="mosaicml/llm-foundry: Composer, FSDP1 with fp32 shards, cross-entropy of flash-attention",
+            foreach=False,
+            fp32_shards=True,
+            logits=Logits(per_logit=6, hidden_copies=2),
+        ),
+    ),
+    (
+        ("llama-recipes", "llama-cookbook", "llama_cookbook"),
+        replace(
+            TRANSFORMERS,
+            name="llama-recipes",
+            source="meta-llama/llama-recipes: FSDP1, AnyPrecision or torch AdamW, PEFT",
+            logits=Logits(per_logit=12, hidden_copies=3),
+        ),
+    ),
+)
+
+
+def habits_of(row: Row) -> Habits:
+    """The trainer that is named, changed by the kernels that are."""
+    remarks = row.remarks
+    found = next(
+        (habits for names, habits in _TRAINERS if any(name in remarks for name in names)), TRANSFORMERS
+    )
+    return _with_kernels(row, found)
+
+
+def _with_kernels(row: Row, habits: Habits) -> Habits:
+    remarks = row.remarks + " " + row.words["fused_ce"]
+    if "foak" in remarks:
+        habits = replace(habits, fused_norms=True)
+    if "baseline-peft-bnb" in remarks and (row.size("n_gpus") or 1) == 1:
+        habits = replace(habits, fp32_stream=True)
+    if "granite" in remarks or "powerlm" in row.model.lower():
+        # GraniteForCausalLM divides its logits by a scale: the 16-bit ones are let go
+        habits = replace(habits, logits=Logits(per_logit=12, hidden_copies=4))
+    if row.says("fused_ce", "liger", "linear", "cut"):
+        return replace(habits, logits=Logits(per_logit=0, hidden_copies=2))
+    if row.switches["fused_ce"]:
+        return replace(habits, logits=FAST_LOGITS)
+    return habits

@@ -1,0 +1,65 @@
+"""The devices a row names."""
+
+import re
+
+from fitune.errors import HardwareError
+from fitune.records.row import Row
+from fitune.spec.gpus import find_gpu, hardware_for
+from fitune.spec.hardware import Gpu, Hardware
+from fitune.units import GIB
+
+GPUS_PER_NODE = 8
+"""Of the machines that published runs with more devices come from, unless they say otherwise."""
+
+_NODES = re.compile(r"(\d+) nodes? x (\d+)")
+_NETWORK = re.compile(r"(\d+) ?gbps")
+_USABLE = re.compile(r"(\d+(?:\.\d+)?) ?gib usable")
+_STAND_IN = "a100-80gb"
+
+
+def hardware_of(row: Row) -> Hardware:
+    """Raises HardwareError for a device that is not known."""
+    gpus = row.size("n_gpus") or 1
+    named = _NODES.search(row.words["sharding"])
+    nodes = int(named.group(1)) if named else -(-gpus // GPUS_PER_NODE)
+    network = _NETWORK.search(row.words["gpu"])
+    return hardware_for(
+        gpu=_gpu(row),
+        gpus=gpus // nodes,
+        nodes=nodes,
+        internode_bandwidth=float(network.group(1)) * 1e9 / 8 if network else 12.5e9,
+    )
+
+
+def device_is_named(row: Row) -> bool:
+    """Some accounts are of bytes alone: they can be held against bytes, not against a device's size or speed."""
+    return not row.says("gpu", "unspecified", "unknown") and bool(row.words["gpu"])
+
+
+def device_bytes(row: Row) -> int:
+    """What its author says can be used, else what the driver reports."""
+    usable = _USABLE.search(row.words["gpu"])
+    return int(float(usable.group(1)) * GIB) if usable else _gpu(row).memory_bytes
+
+
+def _gpu(row: Row) -> Gpu:
+    """By the words before any bracket. A product of two sizes: the smaller that holds what was measured."""
+    if not device_is_named(row):
+        return find_gpu(_STAND_IN)
+    name = row.words["gpu"].split("(")[0].strip()
+    try:
+        return find_gpu(name)
+    except HardwareError as error:
+        sized = [_found(choice) for choice in (error.hint or "").split(" or ")]
+        choices = sorted((gpu for gpu in sized if gpu), key=lambda gpu: gpu.memory_bytes)
+        if not choices:
+            raise
+        holding = [gpu for gpu in choices if gpu.memory_bytes >= (row.peak_mem_gib or 0) * GIB]
+        return holding[0] if holding and row.peak_mem_gib else choices[-1]
+
+
+def _found(name: str) -> Gpu | None:
+    try:
+        return find_gpu(name)
+    except HardwareError:
+        return None

@@ -1,0 +1,186 @@
+"""What a row says is what its plan does; what no plan can say is given back with the reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.records.mapping import Case, case_of
+from fitune.records.read import read_records
+from fitune.records.row import Row, row_from
+from fitune.records.timeline import allocated_terms, resident_terms
+from fitune.records.unrepresented import Unrepresented
+from fitune.spec.plan import AdamW8bit, ChunkedLoss, Ddp, Full, Hqq, Lomo, Lora, Nf4, Precision, Single, Zero
+from fitune.spec.reports import Phase
+
+RUNS = {
+    facts["id"]: facts
+    for facts in map(json.loads, Path(__file__).with_name("runs.jsonl").read_text().splitlines())
+}
+
+
+def row(name: str, **changed: Any) -> Row:
+    return row_from({**RUNS[name], **changed}, line=1, where="test", fallback_source="test")
+
+
+def case(name: str, **changed: Any) -> Case:
+    return case_of(row(name, **changed))
+
+
+def why_not(name: str, **changed: Any) -> str:
+    with pytest.raises(Unrepresented) as reason:
+        case(name, **changed)
+    return str(reason.value)
+
+
+def test_full_training_in_pure_bf16() -> None:
+    plan = case("full-one-device").plan
+    assert isinstance(plan.tuning, Full)
+    assert plan.precision is Precision.BF16
+    assert isinstance(plan.sharding, Single)
+    assert plan.recompute.blocks == 32
+    assert plan.batch.micro_batch_tokens == 4 * 4096
+
+
+def test_lora_on_a_packed_base() -> None:
+    tuning = case("qlora-fsdp-frozen").plan.tuning
+    assert tuning == Lora(
+        rank=16,
+        alpha=16,
+        dropout=0.0,
+        targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+        base=Nf4(double_quant=True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "sharding"),
+    [
+        ("FSDP FULL_SHARD", Zero(stage=3, backend="fsdp")),
+        ("FSDP2", Zero(stage=3, backend="fsdp")),
+        ("FSDP SHARD_GRAD_OP", Zero(stage=2, backend="fsdp")),
+        ("FSDP NO_SHARD (ddp)", Ddp()),
+        ("DDP", Ddp()),
+        ("HSDP", Zero(stage=3, backend="fsdp", hybrid=True)),
+        ("DeepSpeed ZeRO-2", Zero(stage=2, backend="deepspeed")),
+        ("deepspeed zero3", Zero(stage=3, backend="deepspeed")),
+    ],
+)
+def test_sharding_by_its_words(words: str, sharding: object) -> None:
+    assert case("full-fsdp-two", sharding=words).plan.sharding == sharding
+
+
+@pytest.mark.parametrize(
+    ("quant", "base"),
+    [
+        ("bnb nf4", Nf4(double_quant=True)),
+        ("bnb fp4", Nf4(double_quant=True)),
+        ("GPTQ int4", Nf4(double_quant=True)),
+        ("LLM.int8", Hqq(bits=8, group_size=4096)),
+        ("HQQ 2 bit", Hqq(bits=2)),
+    ],
+)
+def test_quantisers_by_their_words(quant: str, base: object) -> None:
+    tuning = case("qlora-fsdp-frozen", quant=quant).plan.tuning
+    assert isinstance(tuning, Lora)
+    assert tuning.base == base
+
+
+def test_lomo_and_eight_bit_states() -> None:
+    assert isinstance(case("full-one-device", optimizer="LOMO").plan.tuning, Lomo)
+    assert isinstance(case("full-one-device", optimizer="AdamW 8bit").plan.optimizer, AdamW8bit)
+
+
+def test_a_fused_linear_loss_is_a_chunked_one() -> None:
+    assert isinstance(case("lora-block-decides").plan.loss, ChunkedLoss)
+
+
+def test_targets_under_other_names() -> None:
+    tuning = case("lora-logits-decide", lora_targets="c_attn,c_proj,w1,w2 (all linear)").plan.tuning
+    assert isinstance(tuning, Lora)
+    assert len(tuning.targets) == 7
+    tuning = case("lora-logits-decide", lora_targets="wq,wv").plan.tuning
+    assert isinstance(tuning, Lora)
+    assert tuning.targets == ("q_proj", "v_proj")
+
+
+def test_nodes_and_network_in_words() -> None:
+    hardware = case("full-fsdp-two", n_gpus=4, sharding="DeepSpeed ZeRO-2, 2 nodes x 2 GPUs").plan.hardware
+    assert (hardware.nodes, hardware.gpus_per_node) == (2, 2)
+    hardware = case("full-fsdp-two", n_gpus=96, gpu="H100-80GB (800 Gbps)").plan.hardware
+    assert hardware.nodes == 12
+    assert hardware.internode_bandwidth == 100e9
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"tp": 8}, "tp = 8: no plan has tensor parallelism"),
+        ({"pp": 2}, "pipeline parallelism"),
+        ({"cp": 2}, "context parallelism"),
+        ({"seq_len": None}, "seq_len or micro_batch not stated"),
+        ({"gpu": "RTX 4091"}, "did you mean 'rtx-4090'"),
+        ({"optimizer": "Muon"}, "optimizer 'muon'"),
+        ({"method": "prompt tuning"}, "method 'prompt tuning'"),
+        ({"method": "lora", "lora_rank": None}, "lora_rank not stated"),
+        ({"precision_mode": "fp8"}, "8 bit"),
+        ({"model": "new/model", "hidden": None}, "hidden not stated"),
+        (
+            {"model": "new/mixture", "params_b": 46.7},
+            "its shapes make 7.24 B parameters, the row says 46.70 B",
+        ),
+    ],
+)
+def test_what_no_plan_can_say_is_given_back(changed: dict[str, Any], why: str) -> None:
+    assert why in why_not("full-one-device", **changed)
+
+
+def test_pure_bf16_adamw_of_many_tensors_is_five_times_the_weights() -> None:
+    """Weights, gradients, two moments, and one set of temporaries: 5 · 2 · P, by hand for Mistral-7B."""
+    parameters = 7_241_732_096
+    update = allocated_terms(case("full-one-device"))[Phase.UPDATE]
+    workspace = update.pop("cuBLAS workspace")
+    assert sum(update.values()) == 5 * 2 * parameters
+    assert workspace < 2**25
+
+
+def test_fp32_shards_are_divided_by_the_devices() -> None:
+    """4 weights + 8 moments of 8.03 B parameters, a quarter each."""
+    terms = resident_terms(case("full-fsdp-four-fp32-shards"))
+    assert terms["trained weights"] == 4 * 8_030_261_248 // 4
+    assert terms["optimizer"] == 8 * 8_030_261_248 // 4
+
+
+def test_logits_of_transformers_trainer_by_hand() -> None:
+    """14 bytes per logit and three copies of the hidden states, 16384 tokens, Mistral: V = 32000, h = 4096."""
+    loss = allocated_terms(case("lora-logits-decide"))[Phase.LOSS]
+    assert loss["loss"] == 16384 * (14 * 32000 + 6 * 4096)
+    assert loss["recompute inputs"] == 32 * 2 * 4096 * 16384
+
+
+def test_adapters_follow_peft_unless_the_row_says_otherwise() -> None:
+    """r · (in + out) of q, k, v, o over 32 blocks: 13,631,488 parameters, fp32."""
+    assert resident_terms(case("lora-logits-decide"))["trained weights"] == 4 * 13_631_488
+    assert (
+        resident_terms(case("lora-logits-decide", optimizer_dtype="bf16"))["trained weights"]
+        == 2 * 13_631_488
+    )
+
+
+def test_fsdp1_over_frozen_blocks_holds_inputs_and_their_gradients() -> None:
+    stream = 16 * 4096 * 4096 * 2
+    held = allocated_terms(case("qlora-fsdp-frozen"))[Phase.BACKWARD]
+    assert held["held gradients of inputs"] + held["recompute inputs"] == (2 * 32 - 1) * stream
+
+
+@pytest.mark.parametrize(
+    "name",
+    [r.id for r in read_records(Path(__file__).with_name("runs.jsonl")) if r.source.startswith("published")],
+)
+def test_runs_with_all_facts_stated_are_within_two_percent(name: str) -> None:
+    told = case(name)
+    if told.row.outcome == "oom" or told.row.peak_mem_gib is None:
+        return
+    predicted = max(sum(terms.values()) for terms in allocated_terms(told).values())
+    assert predicted / 2**30 == pytest.approx(told.row.peak_mem_gib, rel=0.02)
