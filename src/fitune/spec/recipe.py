@@ -138,7 +138,8 @@ def read_recipe(
 
 
 def parse_recipe(wanted: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
-    """Validate keys that are already canonical."""
+    """Validate keys that are already canonical; ``null`` leaves a setting as it is by itself."""
+    wanted = {name: value for name, value in wanted.items() if value is not None}
     if "model" not in wanted:
         raise RecipeError(
             f"{where}: no model is named",
@@ -150,7 +151,7 @@ def parse_recipe(wanted: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
             hint="tuning: lora",
         )
     try:
-        return Recipe.model_validate(dict(wanted))
+        return Recipe.model_validate(wanted)
     except ValidationError as error:
         raise RecipeError(_describe(error, where=where)) from None
 

@@ -26,7 +26,7 @@ ALIASES = {
     "eval_dataset": "eval_data", "val_data": "eval_data",
     "lr_scheduler_type": "lr_scheduler", "scheduler": "lr_scheduler",
     "optim": "optimizer",
-    "max_grad_norm": "max_grad_norm", "gradient_clipping": "max_grad_norm", "grad_clip": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm", "grad_clip": "max_grad_norm",
     "save_total_limit": "keep_checkpoints",
     "sample_packing": "packing",
     "logging_steps": "log_steps",
