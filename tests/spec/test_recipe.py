@@ -95,12 +95,15 @@ def test_the_defaults_leave_the_planner_its_choices() -> None:
         ("model: gpt2\nseq_len: auto", ["seq_len = 'auto'", "expected a number"]),
         ("model: gpt2\nval_fraction: 100", ["val_fraction = 100", "less than 1"]),
         ("model: gpt2\nhost_memory: lots", ["host_memory = 'lots'", "is not a size"]),
-        ("model: gpt2\ntuning: lroa", ["tuning = 'lroa'", "'full' or 'lora'"]),
+        ("model: gpt2\ntuning: lroa", ["tuning = 'lroa'", "'full', 'lora', 'qlora', 'lomo' or 'adalomo'"]),
         ("model: gpt2\ngradient_checkpointing: maybe", ["gradient_checkpointing = 'maybe'", "number of blocks"]),
         ("model: gpt2\ngradient_checkpointing: -2", ["gradient_checkpointing = -2", "number of blocks"]),
         ("model: gpt2\nbf16: yes please", ["bf16 = 'yes please'", "expected true or false"]),
         ("model: gpt2\nload_in_4bit: 8", ["load_in_4bit = 8", "expected true or false"]),
-        ("model: gpt2\nquantization_bit: 8", ["quantization_bit = 8", "expected 4"]),
+        ("model: gpt2\nquantization_bit: 5", ["quantization_bits = 5", "2, 3, 4 or 8"]),
+        ("model: gpt2\nzero: 4", ["zero = 4", "0, 1, 2 or 3"]),
+        ("model: gpt2\ndeepspeed: ds_z3.json", ["unknown key 'deepspeed'", "backend: deepspeed"]),
+        ("model: gpt2\noffload_optimizer: moon", ["offload_optimizer = 'moon'", "'device', 'cpu' or 'nvme'"]),
         ("model: ''", ["model = ''", "at least 1 character"]),
         ("tuning: lora", ["no model is named", "--model"]),
         ("- model", ["`key: value` lines", "found list"]),
@@ -155,35 +158,31 @@ def test_numbers_written_as_text_are_numbers(tmp_path: Path) -> None:
         ("flash_attn: true", "attn_implementation", "flash"),
         ("lr_scheduler_type: constant_with_warmup", "lr_scheduler", "constant"),
         ("tuning: LoRA", "tuning", "lora"),
-        ("load_in_4bit: false", "tuning", None),
+        ("load_in_4bit: false", "quantization", None),
+        ("load_in_4bit: true", "quantization", "nf4"),
+        ("quant_method: bnb", "quantization", "nf4"),
+        ("quantization_bit: 4", "quantization_bits", 4),
+        ("bnb_4bit_use_double_quant: false", "double_quantization", False),
+        ("adapter: QLoRA", "tuning", "qlora"),
+        ("tuning: LOMO", "tuning", "lomo"),
+        ("optim: adamw_bnb_8bit", "optimizer", "adamw-8bit"),
+        ("zero_stage: 3", "zero", 3),
+        ("offload_params: true", "offload_parameters", "cpu"),
+        ("activation_offloading: false", "offload_activations", "device"),
+        ("resume_from_checkpoint: null", "resume", False),
+        ("val_size: null", "val_fraction", 0.0),
         ("gradient_checkpointing: 12", "gradient_checkpointing", 12),
         ("gradient_checkpointing: 'off'", "gradient_checkpointing", False),
         ("gradient_checkpointing: auto", "gradient_checkpointing", None),
         ("lora_target: all", "lora_target_modules", ["all-linear"]),
         ("target_modules: q_proj, v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
         ("micro_batch_size: auto", "micro_batch_size", None),
-        ("resume_from_checkpoint: null", "resume", False),
-        ("val_size: null", "val_fraction", 0.0),
     ],
 )
 def test_values_of_other_frameworks(tmp_path: Path, text: str, setting: str, value: Any) -> None:
     found = getattr(recipe_of(tmp_path, f"model: gpt2\n{text}"), setting)
     assert found == value
     assert type(found) is type(value)
-
-
-@pytest.mark.parametrize(
-    "text", ["tuning: qlora", "adapter: QLoRA", "load_in_4bit: true", "quantization_bit: 4"]
-)
-def test_four_bit_training_is_known_and_refused(tmp_path: Path, text: str) -> None:
-    message = refusal(tmp_path, f"model: gpt2\n{text}")
-    assert "tuning = 'qlora' is known but not available in this version" in message
-    assert "tuning: lora" in message
-
-
-@pytest.mark.parametrize("method", ["lomo", "adalomo"])
-def test_other_planned_methods_are_known_and_refused(tmp_path: Path, method: str) -> None:
-    assert f"tuning = {method!r} is known" in refusal(tmp_path, f"model: gpt2\ntuning: {method}")
 
 
 def test_contradicting_switches(tmp_path: Path) -> None:

@@ -4,16 +4,16 @@ import json as json_text
 import os
 import sys
 import warnings
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fitune.errors import FituneError, RecipeError
+from fitune.errors import FituneError
 
 app = typer.Typer(
     name="fitune",
+    help="Fine-tune large language models within the memory you have: predicted, trained, measured.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,28 +40,46 @@ Settings = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"fitune {installed_version('fitune')}")
-        raise typer.Exit
-
-
-@app.callback()
-def fitune(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
+@app.command(context_settings=_RECIPE_WORDS)
+def plan(
+    words: Words = None,
+    settings: Settings = None,
+    why: Annotated[
+        str, typer.Option("--why", metavar="CHANGE", help='What another choice would cost: --why "zero: 3".')
+    ] = "",
+    largest: Annotated[
+        str,
+        typer.Option(
+            "--largest", metavar="WHAT", help="The largest seq_len, micro_batch or model that fits."
+        ),
+    ] = "",
+    json: Json = False,
 ) -> None:
-    """Fine-tune large language models within the memory you have: predicted, trained, measured."""
+    """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
+    from fitune.cli import planning
+    from fitune.cli.options import recipe_from
+
+    recipe = recipe_from(words or [], settings or [])
+    if why:
+        planning.print_alternative(recipe, why, json=json)
+    elif largest:
+        planning.print_largest(recipe, largest, json=json)
+    else:
+        planning.print_plan(planning.plan_for(recipe), json=json)
 
 
 @app.command(context_settings=_RECIPE_WORDS)
-def plan(words: Words = None, settings: Settings = None, json: Json = False) -> None:
-    """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
+def why(
+    change: Annotated[str, typer.Argument(help='Settings as in a recipe: "zero: 3, backend: fsdp".')],
+    words: Words = None,
+    settings: Settings = None,
+    json: Json = False,
+) -> None:
+    """What another choice would cost, in bytes and seconds, beside the plan that is taken."""
     from fitune.cli.options import recipe_from
-    from fitune.cli.planning import plan_for, print_plan
+    from fitune.cli.planning import print_alternative
 
-    print_plan(plan_for(recipe_from(words or [], settings or [])), json=json)
+    print_alternative(recipe_from(words or [], settings or []), change, json=json)
 
 
 @app.command(context_settings=_RECIPE_WORDS)
@@ -111,14 +129,6 @@ def score(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws; idle at temperature 0.")] = 0,
-    chat_template: Annotated[str, typer.Option(help="Jinja file; default: the tokenizer's own.")] = "",
-    id_column: Annotated[
-        str, typer.Option(help="Column that names each row; default: custom_id, id, or its number.")
-    ] = "",
     json: Json = False,
 ) -> None:
     """Answer a dataset with a model and grade the answers."""
@@ -126,8 +136,7 @@ def score(
 
     score_dataset(
         model=model, adapter=adapter, data=data, out=out, columns=columns or [], graders=grader or [],
-        sampling={"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
-        batch_size=batch_size, chat_template=chat_template, id_column=id_column, json=json,
+        max_new_tokens=max_new_tokens, batch_size=batch_size, temperature=temperature, json=json,
     )  # fmt: skip
 
 
@@ -196,7 +205,7 @@ def main() -> None:
     # PEFT asks transformers for a property by its old name; that warning is not for our users.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
     try:
-        _run_command()
+        app()
     except FituneError as error:
         _print_error(error)
         sys.exit(error.exit_code)
@@ -212,24 +221,6 @@ def main() -> None:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
-
-
-def _run_command() -> None:
-    """A word typer does not know is told to people by typer itself, to programs like every other error."""
-    if "--json" not in sys.argv:
-        app()
-        return
-    usage_error: Any = (
-        typer.BadParameter.__base__
-    )  # typer brings its own click since 0.26 and does not export this
-    try:
-        sys.exit(app(standalone_mode=False))
-    except usage_error as error:
-        raise RecipeError(error.format_message(), hint=f"{_command_of(error)} --help") from None
-
-
-def _command_of(error: Any) -> str:
-    return "fitune" if error.ctx is None else str(error.ctx.command_path)
 
 
 class _SystemFailed(FituneError):

@@ -19,6 +19,7 @@ from fitune.data.dataset import PreparedData
 from fitune.data.formats import Conversation
 from fitune.data.ledger import describe_ledger
 from fitune.data.loader import Loader
+from fitune.data.sources import trained_and_evaluated
 from fitune.data.templates import load_template
 from fitune.engine.schedule import total_steps
 from fitune.errors import FituneError, RecipeError, RunDirectoryError, TrainingFailed
@@ -40,6 +41,7 @@ from fitune.track.sinks import open_sinks
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
 from fitune.train.run import run
+from fitune.train.supported import is_supported
 from fitune.units import format_bytes
 
 T = TypeVar("T")
@@ -52,7 +54,7 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
     """The whole of ``fitune train``; returns the exit code."""
     if not recipe.data:
         raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
-    report = plan_for(recipe)
+    report = plan_for(recipe, runnable=is_supported)
     plan = report.chosen.plan
     print(describe_plan(plan) if quiet_plan else explain_plan(report))
     directory = Path(plan.run.output_dir)
@@ -94,7 +96,7 @@ def run_plan(
 
     def on_data(data: PreparedData, loader: Loader) -> None:
         print_data(data)
-        for path in data.also_trained:
+        for path in trained_and_evaluated(plan.data):
             print(f"note: eval_data {path} is also trained on, so its loss says nothing about new rows")
         prediction = predict_run(report, loader)
         print(describe_prediction(prediction))

@@ -9,11 +9,9 @@ from fitune.estimate import loss as loss_terms
 from fitune.estimate.gradients import (
     adaptive_working_bytes,
     gradients_always_exist,
-    update_gradient_bytes,
 )
 from fitune.estimate.parameters import embedding_parameters, head_parameters
 from fitune.estimate.shape import largest_batch
-from fitune.estimate.states import update_temporaries_bytes
 from fitune.estimate.step import StepStages, Terms, describe_step
 from fitune.spec.plan import Plan
 from fitune.spec.reports import MemoryBreakdown, Phase
@@ -34,7 +32,7 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
         Phase.FORWARD: {**resident, **_forward_terms(step)},
         Phase.LOSS: {**resident, **_loss_terms(step)},
         Phase.BACKWARD: {**resident, **_backward_terms(step)},
-        Phase.UPDATE: {**resident, **_update_terms(step)},
+        Phase.UPDATE: {**resident, **step.update, "reduce buffers": step.buffers.update},
     }
     kept = {phase: {name: size for name, size in terms.items() if size} for phase, terms in phases.items()}
     moving = max(sum(terms.values()) for terms in kept.values()) - sum(resident.values())
@@ -211,14 +209,6 @@ def _before_the_blocks(step: StepStages, head: int) -> int:
     if step.root_waits:
         return step.gradients_before + head
     return step.gradients_before or step.settled(head)
-
-
-def _update_terms(step: StepStages) -> Terms:
-    return {
-        "gradients": update_gradient_bytes(step.plan),
-        "temporaries": update_temporaries_bytes(step.plan),
-        "reduce buffers": step.buffers.update,
-    }
 
 
 def _input_is_kept_by_norm(step: StepStages) -> bool:

@@ -11,6 +11,7 @@ from fitune.estimate.gradients import (
     one_gradient_at_a_time,
     resting_gradient_bytes,
     root_gradients_wait,
+    update_gradient_bytes,
 )
 from fitune.estimate.parameters import (
     adapters_bytes,
@@ -22,7 +23,7 @@ from fitune.estimate.parameters import (
 )
 from fitune.estimate.shares import trained_share
 from fitune.estimate.stages import Block, Stage, block_of
-from fitune.estimate.states import master_bytes, optimizer_bytes
+from fitune.estimate.states import master_bytes, optimizer_bytes, update_temporaries_bytes
 from fitune.spec.plan import Lomo, Loss, Plan, Recompute, trains_every_weight
 from fitune.spec.shape import BatchShape
 
@@ -54,6 +55,8 @@ class StepStages:
     """More of them where packed weights are made whole first."""
     stepped: int
     """Elements that this device's optimizer updates once backward is through."""
+    update: Terms
+    """What the update holds beside what stays."""
     hidden: int
     """The last hidden state, t · e · h; also the size of a block's input and of their gradients."""
 
@@ -146,23 +149,47 @@ class StepStages:
         return replace(self, plan=replace(self.plan, recompute=recompute, loss=loss))
 
 
-def describe_step(plan: Plan, shape: BatchShape) -> StepStages:
-    """What memory_of needs and what does not depend on recompute or loss."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStages:
+    """The stages of the model for one micro-batch: the same however its states are divided or offloaded."""
+
+    first_block: tuple[Stage, ...]
+    other_block: tuple[Stage, ...]
+    final_norm: Stage
+
+
+def model_stages(plan: Plan, shape: BatchShape) -> ModelStages:
+    other = tuple(block_stages(plan, shape, first=False))
+    alike = trains_every_weight(plan.tuning)
+    return ModelStages(
+        first_block=other if alike else tuple(block_stages(plan, shape, first=True)),
+        other_block=other,
+        final_norm=final_norm_stage(plan, shape),
+    )
+
+
+def describe_step(plan: Plan, shape: BatchShape, stages: ModelStages | None = None) -> StepStages:
+    """What memory_of needs and what does not depend on recompute or loss.
+
+    A search over ways to divide the states hands in the ``stages`` that all of them share.
+    """
+    stages = stages or model_stages(plan, shape)
     at_once = one_gradient_at_a_time(plan)
-    other = block_of(block_stages(plan, shape, first=False), gradients_exist=at_once)
+    other = block_of(stages.other_block, gradients_exist=at_once)
     first = other
-    if not trains_every_weight(plan.tuning):
-        first = block_of(block_stages(plan, shape, first=True), gradients_exist=at_once)
+    if stages.first_block is not stages.other_block:
+        first = block_of(stages.first_block, gradients_exist=at_once)
     return StepStages(
         plan=plan,
         shape=shape,
         first_block=first,
         other_block=other,
-        final_norm=final_norm_stage(plan, shape),
+        final_norm=stages.final_norm,
         resident=resident_terms(plan),
         gradients=resting_gradient_bytes(plan),
         whole_gradients=gradients_bytes(plan),
         buffers=buffers_of(plan),
+        update={"gradients": update_gradient_bytes(plan), "temporaries": update_temporaries_bytes(plan)},
         weights_read=weights_read_bytes(plan),
         unpacked=unpacking_bytes(plan),
         stepped=0

@@ -51,11 +51,16 @@ def adapter_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
     """A: r × in, B: out × r, and DoRA's norm of each of the out rows, for every adapted linear of every block."""
     if not isinstance(plan.tuning, Lora):
         return ()
-    return tuple(_adapters(plan.model, plan.tuning))
+    return _adapters_of(plan.model, plan.tuning)
 
 
 def trained_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
     return adapter_tensors(plan) if isinstance(plan.tuning, Lora) else base_tensors(plan.model)
+
+
+@lru_cache(maxsize=64)
+def _adapters_of(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
+    return tuple(_adapters(model, lora))
 
 
 def _adapters(model: ModelSpec, lora: Lora) -> Iterator[ParameterTensor]:

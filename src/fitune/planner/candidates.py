@@ -1,7 +1,7 @@
-"""What may be decided: families in order of quality, and what can be tried inside one of them."""
+"""What can be tried inside one family: splits of the batch, losses, numbers of recomputed blocks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fitune.planner.defaults import (
     CHUNK_TOKENS,
@@ -9,97 +9,55 @@ from fitune.planner.defaults import (
     MOST_MICRO_BATCH,
     data_of,
     default_learning_rate,
-    optimizer_of,
     run_of,
     schedule_of,
 )
+from fitune.planner.families import Family
 from fitune.planner.refusals import flash_refused_by_device, flash_refused_by_model
+from fitune.planner.spreads import Spread
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.model import ModelSpec
-from fitune.spec.parameters import resolve_targets
 from fitune.spec.plan import (
     Attention,
     Batch,
     ChunkedLoss,
-    Full,
-    Lora,
+    Lomo,
     Loss,
     PlainLoss,
     Plan,
-    Precision,
     Recompute,
     Single,
-    Tuning,
 )
 from fitune.spec.recipe import Recipe
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """What decides quality. Between families the better is taken, inside one the faster."""
-
-    tuning: Tuning
-    precision: Precision
-
-
-def families(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> tuple[Family, ...]:
-    """All families the recipe and the device allow, the preferred first.
-
-    Full before LoRA; fp32 masters before pure bf16, where updates smaller than 1/256 of a weight are rounded
-    away. That loss is worse for full fine-tuning, whose steps are small, than training fewer parameters: full
-    in pure bf16 comes last unless ``tuning: full`` is asked for.
-    """
-    tunings = _tunings(recipe, model)
-    precisions = _precisions(recipe, gpu)
-    found = [Family(tuning=t, precision=p) for t in tunings for p in precisions]
-    last = [f for f in found if f.precision is Precision.BF16 and isinstance(f.tuning, Full)]
-    if recipe.tuning is None and recipe.precision is None:
-        found = [f for f in found if f not in last] + last
-    return tuple(found)
-
-
-def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:
-    if recipe.tuning == "full":
-        return (Full(),)
-    lora = Lora(
-        rank=recipe.lora_r,
-        alpha=recipe.lora_alpha or 2 * recipe.lora_r,
-        dropout=recipe.lora_dropout,
-        targets=resolve_targets(model, recipe.lora_target_modules),
-    )
-    if recipe.tuning == "lora" or recipe.export in ("adapter", "merged"):
-        return (lora,)
-    return (Full(),) if recipe.export == "full" else (Full(), lora)
-
-
-def _precisions(recipe: Recipe, gpu: Gpu) -> tuple[Precision, ...]:
-    if recipe.precision is not None:
-        return (Precision(recipe.precision),)
-    if gpu.is_cpu:
-        return (Precision.FP32,)
-    return (Precision.BF16_MASTER, Precision.BF16) if gpu.has_bf16 else (Precision.FP16,)
-
-
-def draft(recipe: Recipe, family: Family, *, model: ModelSpec, hardware: Hardware) -> Plan:
+def draft(recipe: Recipe, family: Family, spread: Spread, *, model: ModelSpec, hardware: Hardware) -> Plan:
     """The plan of a family with the smallest batch and nothing recomputed: what the search varies."""
-    optimizer = optimizer_of(recipe)
-    rate = recipe.learning_rate or default_learning_rate(family.tuning, optimizer)
+    rate = recipe.learning_rate or default_learning_rate(family.tuning, family.optimizer)
     return Plan(
         model=model,
         model_path=model.name,
-        hardware=replace(hardware, gpus_per_node=1, nodes=1, internode_bandwidth=0.0),
+        hardware=devices_of(spread, hardware),
         tuning=family.tuning,
         precision=family.precision,
-        optimizer=optimizer,
-        sharding=Single(),
-        recompute=Recompute(blocks=0),
+        optimizer=family.optimizer,
+        sharding=spread.sharding,
+        offload=spread.offload,
+        recompute=Recompute(blocks=block_counts(recipe, layers=model.num_layers)[0]),
         attention=attention_of(recipe, model=model, gpu=hardware.gpu),
         loss=losses(recipe)[-1],
-        batch=min(batches(recipe), key=lambda batch: batch.micro_batch_size),
+        batch=Batch(micro_batch_size=1, accumulation=1, seq_len=recipe.seq_len, packing=recipe.packing),
         schedule=schedule_of(recipe, learning_rate=rate),
         data=data_of(recipe),
         run=run_of(recipe, model=model, tuning=family.tuning),
     )
+
+
+def devices_of(spread: Spread, hardware: Hardware) -> Hardware:
+    """One process has one device."""
+    if isinstance(spread.sharding, Single):
+        return replace(hardware, gpus_per_node=1, nodes=1, internode_bandwidth=0.0)
+    return hardware
 
 
 def attention_of(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> Attention:
@@ -113,40 +71,46 @@ def attention_of(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> Attention:
     return "flash"
 
 
-def batches(recipe: Recipe) -> tuple[Batch, ...]:
-    """Every split of the global batch into micro-batches that the pins allow, the largest first."""
+def batches(recipe: Recipe, family: Family, *, ranks: int) -> tuple[Batch, ...]:
+    """Every split of the global batch over the ranks and into micro-batches that the pins allow, the largest first.
+
+    Empty when there is none. LOMO cannot add gradients up: its micro-batch is the rank's whole share.
+    """
+    at_once = isinstance(family.tuning, Lomo)
     return tuple(
-        Batch(
-            micro_batch_size=micro,
-            accumulation=steps,
-            seq_len=recipe.seq_len,
-            packing=recipe.packing,
-        )
-        for micro, steps in _splits(recipe)
+        Batch(micro_batch_size=micro, accumulation=steps, seq_len=recipe.seq_len, packing=recipe.packing)
+        for micro, steps in _splits(recipe, ranks, steps=1 if at_once else recipe.gradient_accumulation_steps)
+        if steps == 1 or not at_once
     )
 
 
-def _splits(recipe: Recipe) -> Iterator[tuple[int, int]]:
-    micro, steps, whole = (
-        recipe.micro_batch_size,
-        recipe.gradient_accumulation_steps,
-        recipe.global_batch_size,
-    )
+def _splits(recipe: Recipe, ranks: int, *, steps: int | None) -> Iterator[tuple[int, int]]:
+    micro = recipe.micro_batch_size
     if micro is not None and steps is not None:
         yield micro, steps
-    elif micro is not None:
-        yield micro, (whole or _nearest_multiple(GLOBAL_BATCH_SIZE, of=micro)) // micro
+        return
+    rows = rows_per_rank(recipe, ranks)
+    if rows is None:
+        return
+    if micro is not None:
+        yield from [(micro, rows // micro)] if rows % micro == 0 else []
     elif steps is not None:
-        yield (whole or _nearest_multiple(GLOBAL_BATCH_SIZE, of=steps)) // steps, steps
+        yield from [(rows // steps, steps)] if rows % steps == 0 else []
     else:
-        whole = whole or GLOBAL_BATCH_SIZE
-        for size in range(min(whole, MOST_MICRO_BATCH), 0, -1):
-            if whole % size == 0:
-                yield size, whole // size
+        for size in range(min(rows, MOST_MICRO_BATCH), 0, -1):
+            if rows % size == 0:
+                yield size, rows // size
 
 
-def _nearest_multiple(target: int, *, of: int) -> int:
-    return max(1, round(target / of)) * of
+def rows_per_rank(recipe: Recipe, ranks: int) -> int | None:
+    """Rows of one rank in one optimizer step; None when the global batch cannot be divided evenly.
+
+    Left open, the global batch is the multiple of ranks and pins that is nearest to the default.
+    """
+    if recipe.global_batch_size is not None:
+        return None if recipe.global_batch_size % ranks else recipe.global_batch_size // ranks
+    pinned = recipe.micro_batch_size or recipe.gradient_accumulation_steps or 1
+    return max(1, round(GLOBAL_BATCH_SIZE / (ranks * pinned))) * pinned
 
 
 def losses(recipe: Recipe) -> tuple[Loss, ...]:

@@ -1,49 +1,110 @@
 """One line for each thing the user left open: what was taken, why, and the arithmetic."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from fitune.planner.describe import describe_loss
+from fitune.estimate.shares import num_ranks
+from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
+from fitune.planner.describe import (
+    describe_base_of,
+    describe_loss,
+    describe_offload,
+    describe_sharding,
+    method_name,
+)
+from fitune.planner.families import ORDER
 from fitune.planner.refusals import flash_refused_by_device, flash_refused_by_model
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import ModelSpec
-from fitune.spec.plan import ChunkedLoss, Full, Lora, PlainLoss, Plan, Precision
+from fitune.spec.plan import (
+    AdamW,
+    AdamW8bit,
+    ChunkedLoss,
+    Ddp,
+    Full,
+    Hqq,
+    Lomo,
+    Lora,
+    Nf4,
+    PlainLoss,
+    Plan,
+    Precision,
+    Zero,
+)
 from fitune.spec.recipe import Recipe
+from fitune.spec.reports import Priced
 from fitune.units import format_bytes
 
 
-def decisions_of(recipe: Recipe, plan: Plan, *, model: ModelSpec, hardware: Hardware) -> tuple[str, ...]:
+def faster_method(chosen: Priced, others: Sequence[Priced]) -> Iterator[str]:
+    """Quality comes first; what that costs is said when it is much."""
+    for other in others:
+        ratio = other.estimate.tokens_per_second / chosen.estimate.tokens_per_second
+        name = method_name(other.plan.tuning)
+        if ratio >= _MUCH_FASTER and name != method_name(chosen.plan.tuning):
+            yield f"note on tuning: {name} fits too and is {ratio:.1f} × as fast; tuning: {name} takes it"
+
+
+_MUCH_FASTER = 2
+
+
+def decisions_of(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
     lines: list[Iterator[str]] = [
-        _devices(hardware),
         _tuning(recipe, plan),
+        _spread(recipe, plan),
         _precision(recipe, plan),
         _batch(recipe, plan),
         _recompute(recipe, plan),
         _loss(recipe, plan),
         _attention(recipe, plan),
         _learning_rate(recipe, plan),
-        _unused(recipe),
+        _overruled(recipe),
+        _idle(recipe, plan),
         _lora(recipe, plan),
         _output(recipe, plan),
     ]
     return tuple(line for group in lines for line in group)
 
 
-def _devices(hardware: Hardware) -> Iterator[str]:
-    if hardware.num_gpus > 1:
-        yield (
-            f"devices: 1 of the {hardware.num_gpus} {hardware.gpu.name}; this version trains in one process, "
-            "sharding over devices is not in it"
-        )
-
-
 def _tuning(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    if recipe.tuning is not None:
+    if recipe.tuning is not None and not (recipe.tuning == "qlora" and recipe.quantization is None):
         return
-    order = "full with fp32 masters before LoRA, full in pure bf16 last"
-    if isinstance(plan.tuning, Full):
-        yield f"tuning: full, every weight is trained; it fits (order: {order})"
+    name = method_name(plan.tuning)
+    if recipe.tuning is not None:
+        yield f"quantization: {describe_base_of(plan.tuning)}, fitune's default for {recipe.tuning}"
+    elif recipe.export is not None or recipe.quantization_is_asked_for or recipe.dora:
+        asked = next(
+            key for key in ("export", "quantization", "quantization_bits", "dora") if getattr(recipe, key)
+        )
+        yield f"tuning: {name}, because of {asked}: {getattr(recipe, asked)} (order: {ORDER})"
+    elif isinstance(plan.tuning, Full):
+        yield f"tuning: full, every weight is trained; it fits (order: {ORDER})"
     else:
-        yield f"tuning: lora, because no better family fits (order: {order})"
+        yield f"tuning: {name}, the first that fits (order: {ORDER})"
+
+
+def _spread(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Sharding and offload, and whether the host was checked."""
+    match plan.sharding:
+        case Ddp() if recipe.zero is None:
+            yield "sharding: DDP, every device holds everything; the fastest that fits"
+        case Zero(stage=stage) if recipe.zero is None or recipe.backend is None:
+            ways = {
+                1: "optimizer states are divided",
+                2: "optimizer states and gradients are divided",
+                3: "weights, gradients and optimizer states are divided",
+            }
+            yield (
+                f"sharding: {describe_sharding(plan.sharding)}, {ways[stage]} over {plan.hardware.num_gpus} devices; "
+                "the simplest within 5 % of the fastest that fits (DDP, then FSDP2, then DeepSpeed; lower stages first)"
+            )
+    offloaded = describe_offload(plan.offload)
+    pins = (recipe.offload_parameters, recipe.offload_optimizer, recipe.offload_activations)
+    if offloaded and pins == (None, None, None):
+        yield f"offload: {offloaded}, because nothing as fast fits without"
+    if offloaded and recipe.host_memory is None and recipe.gpu is not None:
+        host = format_bytes(plan.hardware.host_memory_bytes)
+        yield (
+            f"note on offload: a node's memory is not known and taken to be {host}, "
+            f"{HOST_PER_DEVICE_MEMORY} × its devices'; host_memory: 128GiB says how much there is"
+        )
 
 
 def _precision(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -51,9 +112,11 @@ def _precision(recipe: Recipe, plan: Plan) -> Iterator[str]:
         Precision.FP32: f"fp32, because {plan.hardware.gpu.name} is slow in 16 bit",
         Precision.FP16: f"fp16 with fp32 masters and a loss scale, because {plan.hardware.gpu.name} has no bf16",
         Precision.BF16_MASTER: "bf16-master, bf16 compute with fp32 masters: nothing is rounded away",
-        Precision.BF16: "bf16 without fp32 masters, because they do not fit",
+        Precision.BF16: "bf16 without fp32 masters, which do not fit",
     }
-    if recipe.precision is None:
+    if recipe.precision is None and isinstance(plan.tuning, Lomo):
+        yield f"precision: {plan.precision}; LOMO updates the weights themselves and keeps no fp32 masters"
+    elif recipe.precision is None:
         yield f"precision: {why[plan.precision]}"
     if plan.precision is Precision.BF16:
         yield (
@@ -63,18 +126,22 @@ def _precision(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def _batch(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    batch = plan.batch
+    batch, ranks = plan.batch, num_ranks(plan)
     if recipe.micro_batch_size is not None and recipe.gradient_accumulation_steps is not None:
         return
     whole = "asked for" if recipe.global_batch_size is not None else "fitune's default, near 16"
     unit = "packs" if batch.packing else "rows"
-    yield (
-        f"batch: {batch.micro_batch_size} × {batch.accumulation} accumulated = {batch.global_batch_size} {unit} "
-        f"({whole}) of at most {batch.seq_len} tokens; "
-        f"the fastest split that fits (within 1 %, the one {'that needs least memory' if batch.packing else _BUSY})"
+    times = f" × {ranks} devices" if ranks > 1 else ""
+    line = (
+        f"batch: {batch.micro_batch_size} × {batch.accumulation} accumulated{times} = "
+        f"{batch.global_batch_size * ranks} {unit} ({whole}) of at most {batch.seq_len} tokens"
     )
+    if recipe.micro_batch_size is None and recipe.gradient_accumulation_steps is None:
+        line += f"; the fastest split that fits (within 1 %, the one {_LEAN if batch.packing else _BUSY})"
+    yield line
 
 
+_LEAN = "that needs least memory"
 _BUSY = "with most rows at once: unpacked rows are short"
 
 
@@ -120,11 +187,27 @@ def _learning_rate(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield f"learning rate: {plan.schedule.learning_rate:g}, fitune's default for this tuning and optimizer"
 
 
-def _unused(recipe: Recipe) -> Iterator[str]:
+def _overruled(recipe: Recipe) -> Iterator[str]:
     """Settings that were given and that another one overrules."""
     for ruling, unused in (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio")):
         if getattr(recipe, ruling) is not None and unused in recipe.model_fields_set:
             yield f"note on {unused}: {ruling} {getattr(recipe, ruling)} is set too, and it is the one that counts"
+
+
+def _idle(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Settings that were given and that belong to a method or an optimizer that was not taken."""
+    owners = {
+        "lora_": ("tuning", isinstance(plan.tuning, Lora)),
+        "adam_": ("optimizer", isinstance(plan.optimizer, AdamW | AdamW8bit)),
+        "momentum": ("optimizer", recipe.optimizer == "momentum"),
+        "quantization_group": ("tuning", isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Hqq)),
+        "double_quant": ("tuning", isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Nf4)),
+        "max_grad_value": ("tuning", isinstance(plan.tuning, Lomo)),
+    }
+    for name, field in type(recipe).model_fields.items():
+        idle = [what for start, (what, taken) in owners.items() if name.startswith(start) and not taken]
+        if idle and name in recipe.model_fields_set and getattr(recipe, name) != field.default:
+            yield f"note on {name}: it does nothing with the {idle[0]} of this plan"
 
 
 def _lora(recipe: Recipe, plan: Plan) -> Iterator[str]:

@@ -1,12 +1,18 @@
 """What fitune takes when the recipe leaves a number open, and why."""
 
+from dataclasses import replace
+
+from fitune.planner.describe import method_name
+from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import (
     AdamW,
+    AdamW8bit,
     DataPlan,
     DataSource,
     Epochs,
     Fraction,
+    Lomo,
     Lora,
     Optimizer,
     RunPlan,
@@ -26,17 +32,35 @@ SGD_RATE_FACTOR = 100
 """SGD's steps are not normalised by the gradient's size, so its rates are about this much larger."""
 
 
+HOST_PER_DEVICE_MEMORY = 2
+"""A node's memory per byte of its devices' when nobody says: our assumption (DGX-1 and DGX A100 have 2)."""
+
+
+def with_host_memory(hardware: Hardware) -> Hardware:
+    """The hardware with its host memory assumed where it is not known: no plan may need a host that nobody has."""
+    if hardware.host_memory_bytes:
+        return hardware
+    devices = hardware.gpus_per_node * hardware.gpu.memory_bytes
+    return replace(hardware, host_memory_bytes=HOST_PER_DEVICE_MEMORY * devices)
+
+
 def default_learning_rate(tuning: Tuning, optimizer: Optimizer) -> float:
     """LoRA 2e-4 (Dettmers et al. 2023, arXiv 2305.14314, table 9), full 2e-5 (Touvron et al. 2023, arXiv
-    2307.09288, section 3.1) with AdamW; 100 × that with SGD."""
+    2307.09288, section 3.1) with AdamW; 100 × that with SGD.
+
+    AdaLomo 5e-4 and LOMO 1e-2: the sizes their papers train with (arXiv 2310.10195, 2306.09782).
+    """
+    if isinstance(tuning, Lomo):
+        return 5e-4 if tuning.adaptive else 1e-2
     rate = 2e-4 if isinstance(tuning, Lora) else 2e-5
-    return rate if isinstance(optimizer, AdamW) else rate * SGD_RATE_FACTOR
+    return rate if isinstance(optimizer, AdamW | AdamW8bit) else rate * SGD_RATE_FACTOR
 
 
 def optimizer_of(recipe: Recipe) -> Optimizer:
     match recipe.optimizer:
-        case "adamw":
-            return AdamW(
+        case "adamw" | "adamw-8bit":
+            kind = AdamW if recipe.optimizer == "adamw" else AdamW8bit
+            return kind(
                 beta1=recipe.adam_beta1,
                 beta2=recipe.adam_beta2,
                 eps=recipe.adam_epsilon,
@@ -71,6 +95,7 @@ def data_of(recipe: Recipe) -> DataPlan:
         train_on_prompt=recipe.train_on_prompt,
         on_bad_row=recipe.on_bad_row,
         on_long_row=recipe.on_long_row,
+        cache_dir=recipe.cache_dir,
     )
 
 
@@ -101,4 +126,4 @@ def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
 
 def default_output_dir(model: ModelSpec, tuning: Tuning) -> str:
     short = model.name.rstrip("/").rsplit("/", 1)[-1].lower()
-    return f"runs/{short}-{'lora' if isinstance(tuning, Lora) else 'full'}"
+    return f"runs/{short}-{method_name(tuning)}"

@@ -35,7 +35,7 @@ def describe_plan(plan: Plan) -> str:
     return ", ".join(
         (
             *family_words(plan),
-            *spread_words(plan),
+            *([describe_spread(plan)] if describe_spread(plan) else []),
             f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed",
             describe_loss(plan.loss),
             f"{plan.attention} attention",
@@ -68,6 +68,21 @@ def describe_tuning(tuning: Tuning) -> str:
             return adapters + ("" if isinstance(base, Dense) else f" of {describe_base(base)}")
 
 
+def method_name(tuning: Tuning) -> str:
+    """The recipe's word for it: ``qlora``."""
+    match tuning:
+        case Full():
+            return "full"
+        case Lomo(adaptive=adaptive):
+            return "adalomo" if adaptive else "lomo"
+        case Lora(base=base):
+            return "lora" if isinstance(base, Dense) else "qlora"
+
+
+def describe_base_of(tuning: Tuning) -> str:
+    return describe_base(tuning.base) if isinstance(tuning, Lora) else ""
+
+
 def describe_base(base: Dense | Nf4 | Hqq) -> str:
     match base:
         case Dense():
@@ -78,9 +93,12 @@ def describe_base(base: Dense | Nf4 | Hqq) -> str:
             return f"an HQQ base of {bits} bits in groups of {size}"
 
 
-def spread_words(plan: Plan) -> tuple[str, ...]:
-    """Sharding and offload, where there are any."""
-    return tuple(word for word in (describe_sharding(plan.sharding), describe_offload(plan.offload)) if word)
+def describe_spread(plan: Plan) -> str:
+    """Sharding and offload, where there are any: ``ZeRO-3 by FSDP2 on 8 devices, parameters on the CPU``."""
+    words = [describe_sharding(plan.sharding), describe_offload(plan.offload)]
+    if words[0]:
+        words[0] += f" on {plan.hardware.num_gpus} devices"
+    return ", ".join(word for word in words if word)
 
 
 def describe_sharding(sharding: Sharding) -> str:
@@ -128,12 +146,31 @@ def memory_sum(estimate: Estimate) -> str:
     rest = sum(size for size in terms.values() if size < unit / 20)
     if rest >= unit / 20:
         shown.append(f"others {rest / unit:,.1f}")
-    difference = (estimate.usable_bytes - estimate.peak_bytes) / unit
-    verdict = f"{difference:,.1f} spare" if difference >= 0 else f"{-difference:,.1f} short"
-    return (
+    line = (
         f"{' + '.join(shown)} = {estimate.peak_bytes / unit:,.1f} {name} {moment(estimate.memory.peak_phase)}, "
-        f"{estimate.usable_bytes / unit:,.1f} usable, {verdict}"
+        f"{_verdict(estimate.peak_bytes, estimate.usable_bytes, unit)}"
     )
+    host = host_sum(estimate)
+    too_small = estimate.usable_host_bytes and estimate.host_bytes > estimate.usable_host_bytes
+    return f"{line}; on the host {host}" if host and too_small else line
+
+
+def host_sum(estimate: Estimate) -> str:
+    """``weights 32.1 + processes 6.0 = 38.1 GiB, 120.0 usable, 81.9 spare``; nothing when nothing waits there."""
+    waiting = {term: size for term, size in estimate.host.items() if size >= MIB}
+    if set(waiting) <= {"processes"}:
+        return ""
+    terms = " + ".join(f"{term} {size / GIB:,.1f}" for term, size in waiting.items())
+    line = f"{terms} = {estimate.host_bytes / GIB:,.1f} GiB a node"
+    if not estimate.usable_host_bytes:
+        return f"{line}; host_memory is not known, so whether it is there was not checked"
+    return f"{line}, {_verdict(estimate.host_bytes, estimate.usable_host_bytes, GIB)}"
+
+
+def _verdict(size: int, usable: int, unit: int) -> str:
+    difference = (usable - size) / unit
+    left = f"{difference:,.1f} spare" if difference >= 0 else f"{-difference:,.1f} short"
+    return f"{usable / unit:,.1f} usable, {left}"
 
 
 def unit_for(size: int) -> tuple[int, str]:

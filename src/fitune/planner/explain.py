@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from fitune.planner.describe import describe_plan, memory_sum, unit_for, wrapped
+from fitune.planner.describe import describe_plan, host_sum, memory_sum, unit_for, wrapped
 from fitune.spec.parameters import count_parameters, lora_parameters
 from fitune.spec.plan import Lora, Plan
-from fitune.spec.reports import Estimate, MemoryBreakdown, Phase, PlanReport, Priced
+from fitune.spec.reports import Estimate, MemoryBreakdown, PlanReport, Priced
 from fitune.spec.serial import to_data
 from fitune.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -14,7 +14,7 @@ __all__ = ["describe_plan", "explain_plan", "explain_priced", "plan_data"]
 
 def explain_plan(report: PlanReport) -> str:
     """The winner with its memory and time, the runners-up, what was rejected, what was decided."""
-    sections = [explain_priced(report.chosen)]
+    sections = [explain_priced(report.chosen, price=report.price_per_gpu_hour)]
     if report.runners_up:
         lines = [line for priced in report.runners_up for line in _runner_up(priced, report.chosen)]
         sections.append("\n".join(["Also fits", *lines]))
@@ -28,8 +28,8 @@ def explain_plan(report: PlanReport) -> str:
     return "\n\n".join(sections)
 
 
-def explain_priced(priced: Priced) -> str:
-    """One plan: what it is, bytes by phase, seconds by phase."""
+def explain_priced(priced: Priced, *, price: float = 0.0) -> str:
+    """One plan: what it is, bytes by phase and on the host, seconds by phase, what that costs."""
     plan, estimate = priced.plan, priced.estimate
     return "\n".join(
         [
@@ -39,7 +39,9 @@ def explain_priced(priced: Priced) -> str:
             _memory_table(estimate.memory),
             "",
             wrapped(memory_sum(estimate)),
+            *_elsewhere(estimate),
             wrapped(f"{_time_line(estimate)} · {plan.hardware.rates}"),
+            *_cost_line(priced, price),
         ]
     )
 
@@ -50,9 +52,31 @@ def _title(plan: Plan) -> str:
     if isinstance(plan.tuning, Lora):
         trained = lora_parameters(plan.model, rank=plan.tuning.rank, targets=plan.tuning.targets)
     share = f"{format_count(trained)} trained ({trained / total:.2%})" if trained < total else "all trained"
-    gpu = plan.hardware.gpu
-    device = f"{gpu.name}, {format_bytes(gpu.memory_bytes)}"
-    return f"{plan.model.name} · {format_count(total)} parameters, {share} · on 1 × {device}"
+    hardware = plan.hardware
+    device = f"{hardware.gpu.name}, {format_bytes(hardware.gpu.memory_bytes)}"
+    count = f"{hardware.gpus_per_node} × {device}"
+    where = count if hardware.nodes == 1 else f"{hardware.nodes} nodes of {count}"
+    return f"{plan.model.name} · {format_count(total)} parameters, {share} · on {where}"
+
+
+def _elsewhere(estimate: Estimate) -> list[str]:
+    """What waits on the host and on NVMe, and what the devices send one another."""
+    lines = []
+    if host_sum(estimate):
+        lines.append(wrapped(f"on the host: {host_sum(estimate)}"))
+    if estimate.nvme_bytes:
+        lines.append(wrapped(f"on NVMe: {format_bytes(estimate.nvme_bytes)} a node"))
+    if estimate.communication_bytes:
+        lines.append(wrapped(f"each device sends {format_bytes(estimate.communication_bytes)} in a step"))
+    return lines
+
+
+def _cost_line(priced: Priced, price: float) -> list[str]:
+    if not price:
+        return []
+    hours = 1e6 / priced.estimate.tokens_per_second / 3600
+    cost = hours * price * priced.plan.hardware.num_gpus
+    return [wrapped(f"a million tokens cost ${cost:,.2f} at ${price:,.2f} per GPU-hour (price_per_gpu_hour)")]
 
 
 def _memory_table(memory: MemoryBreakdown) -> str:
@@ -129,6 +153,7 @@ def plan_data(report: PlanReport) -> dict[str, Any]:
         ],
         "rejected": [{"what": item.what, "why": item.why} for item in report.rejected],
         "decisions": list(report.decisions),
+        "price_per_gpu_hour": report.price_per_gpu_hour,
     }
 
 
@@ -139,8 +164,13 @@ def estimate_data(estimate: Estimate) -> dict[str, Any]:
         "peak_phase": estimate.memory.peak_phase.value,
         "phases": {phase.value: dict(terms) for phase, terms in estimate.memory.phases.items()},
         "outside": dict(estimate.memory.outside),
+        "host": dict(estimate.host),
+        "usable_host_bytes": estimate.usable_host_bytes,
+        "nvme_bytes": estimate.nvme_bytes,
+        "checkpoint_bytes": estimate.checkpoint_bytes,
+        "communication_bytes": estimate.communication_bytes,
         "step_seconds": estimate.step_seconds,
         "phase_seconds": {phase.value: seconds for phase, seconds in estimate.time.phases.items()},
-        "limits": {Phase(phase).value: limit for phase, limit in estimate.time.limits.items()},
+        "limits": {phase.value: limit for phase, limit in estimate.time.limits.items()},
         "tokens_per_second": estimate.tokens_per_second,
     }

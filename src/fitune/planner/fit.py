@@ -46,11 +46,14 @@ def cheapest_blocks(bytes_of: BytesOf, counts: range) -> int:
 
 
 def _lowest(bytes_of: BytesOf, counts: range) -> int:
-    """Where the bytes stop falling, by bisection of the slope; the first count is looked at elsewhere."""
+    """Where the bytes stop falling, by bisection of the slope; the first count is looked at elsewhere.
+
+    Offloaded activations hold the bytes level until two blocks are left, then they fall: level ground goes on.
+    """
     low, high = min(counts[0] + 1, counts[-1]), counts[-1]
     while low < high:
         middle = (low + high) // 2
-        if bytes_of(middle) <= bytes_of(middle + 1):
+        if bytes_of(middle) < bytes_of(middle + 1):
             high = middle
         else:
             low = middle + 1

@@ -1,6 +1,8 @@
 """Pins that contradict each other or the hardware, refused with the arithmetic before anything is searched."""
 
 from fitune.errors import HardwareError, RecipeError
+from fitune.planner.refusals_of_methods import refuse_methods
+from fitune.planner.refusals_of_spreads import refuse_spreads
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.recipe import Recipe
@@ -12,6 +14,8 @@ def refuse_contradictions(recipe: Recipe, *, model: ModelSpec, hardware: Hardwar
     _refuse_unequal_batch(recipe)
     _refuse_blocks(recipe, model)
     _refuse_loss(recipe)
+    refuse_methods(recipe, hardware.gpu)
+    refuse_spreads(recipe, hardware)
     _refuse_export(recipe)
     _refuse_evaluation_of_nothing(recipe)
     _refuse_precision(recipe, hardware.gpu)
@@ -67,15 +71,22 @@ def _refuse_loss(recipe: Recipe) -> None:
 
 
 def _refuse_export(recipe: Recipe) -> None:
-    if recipe.tuning == "full" and recipe.export in ("adapter", "merged"):
+    if recipe.tuning in ("full", "lomo", "adalomo") and recipe.export in ("adapter", "merged"):
         raise RecipeError(
-            f"export: {recipe.export} needs an adapter, and tuning: full trains none", hint="export: full"
+            f"export: {recipe.export} needs an adapter, and tuning: {recipe.tuning} trains none",
+            hint="export: full",
         )
-    if recipe.tuning == "lora" and recipe.export == "full":
+    adapters = recipe.tuning in ("lora", "qlora") or recipe.quantization_is_asked_for or recipe.dora
+    if adapters and recipe.export == "full":
         raise RecipeError("export: full is for tuning: full; LoRA trains an adapter", hint="export: merged")
 
 
 def _refuse_evaluation_of_nothing(recipe: Recipe) -> None:
+    if recipe.val_fraction and recipe.eval_data:
+        raise RecipeError(
+            f"val_fraction = {recipe.val_fraction:g} holds rows out, and eval_data names rows to evaluate on",
+            hint="keep one of them",
+        )
     if recipe.eval_steps and recipe.data and not recipe.eval_data and not recipe.val_fraction:
         raise RecipeError(
             f"eval_steps = {recipe.eval_steps}, and there is nothing to evaluate on",

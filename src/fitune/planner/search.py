@@ -1,137 +1,171 @@
-"""Keep every choice of the user, decide the rest: the best family that fits, and in it the fastest plan."""
+"""Keep every choice of the user, decide the rest: the best family that fits, and in it the best plan."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
-from fitune.estimate.memory import memory_of
-from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.predict import predict
-from fitune.estimate.shape import largest_batch
-from fitune.estimate.step import StepStages, describe_step
-from fitune.estimate.time import step_time_of
-from fitune.planner.candidates import Family, batches, block_counts, draft, families, losses
-from fitune.planner.decisions import decisions_of
-from fitune.planner.describe import describe_family, memory_sum
-from fitune.planner.fit import BytesOf, cheapest_blocks, fewest_blocks, peak_of
-from fitune.planner.nothing_fits import nothing_fits
+from fitune.estimate.step import StepStages
+from fitune.planner.decisions import decisions_of, faster_method
+from fitune.planner.describe import describe_family, describe_spread, memory_sum
+from fitune.planner.families import Family, families
+from fitune.planner.family_search import FamilySearch, Found, fits, tokens_per_second
+from fitune.planner.nothing_fits import nothing_fits, shortage
+from fitune.planner.prices import price_of
 from fitune.planner.refusals import refuse_contradictions
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
-from fitune.spec.plan import Loss, Plan, Recompute
+from fitune.spec.plan import Lora, Plan
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import PlanReport, Priced, Rejection
 
 RUNNERS_UP = 3
-INDISTINGUISHABLE = 0.99
+
+Runnable = Callable[[Plan], bool]
+"""Whether a plan can be trained where it is asked for; a search for ``fitune plan`` asks for all."""
 
 
-def find_plan(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> PlanReport:
-    """The plan to run, three others, and why every other family was not taken.
+def everything(plan: Plan) -> bool:
+    return True
+
+
+def find_plan(
+    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, runnable: Runnable = everything
+) -> PlanReport:
+    """The plan to run, three others, and why every better family was not taken.
 
     Raises RecipeError or HardwareError for pins that cannot be honoured, NothingFits when no plan that keeps
     them fits.
     """
     refuse_contradictions(recipe, model=model, hardware=hardware)
-    searched = [
-        search_family(recipe, family, model=model, hardware=hardware)
-        for family in families(recipe, model=model, gpu=hardware.gpu)
-    ]
-    fitting = [result for result in searched if result.plans]
-    rejected = tuple(result.rejection for result in searched if result.rejection is not None)
+    answers = search(recipe, model=model, hardware=hardware, runnable=runnable)
+    fitting = [answer for answer in answers if answer.found]
+    rejected = _rejections(answers)
     if not fitting:
-        raise nothing_fits(
-            recipe, [result.smallest for result in searched], rejected, model=model, hardware=hardware
-        )
-    chosen = fitting[0].plans[0]
+        smallest = [answer.smallest for answer in answers if answer.smallest is not None]
+        raise nothing_fits(recipe, smallest, rejected, model=model, hardware=hardware)
+    chosen = _priced(fitting[0].found[0].plan)
+    runners_up = tuple(_priced(found.plan) for found in _runners_up(fitting))
+    notes = faster_method(chosen, runners_up) if recipe.tuning is None else ()
     return PlanReport(
-        chosen=_priced(chosen),
-        runners_up=tuple(_priced(plan) for plan in _runners_up(fitting)),
+        chosen=chosen,
+        runners_up=runners_up,
         rejected=rejected,
-        decisions=decisions_of(recipe, chosen, model=model, hardware=hardware),
+        decisions=(*decisions_of(recipe, chosen.plan), *notes),
+        price_per_gpu_hour=recipe.price_per_gpu_hour or price_of(hardware.gpu),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchedFamily:
-    """The plans of a family that fit, one per micro-batch, the preferred first; and its smallest plan."""
+class Answer:
+    """One family: its plans that fit, the preferred first; or the smallest plan, which does not."""
 
     family: Family
-    plans: tuple[Plan, ...]
-    smallest: Plan
-    rejection: Rejection | None
+    found: tuple[Found, ...]
+    smallest: StepStages | None
 
 
-def search_family(recipe: Recipe, family: Family, *, model: ModelSpec, hardware: Hardware) -> SearchedFamily:
-    """Every split of the batch with every loss, each with the fewest recomputed blocks that fit."""
-    first = draft(recipe, family, model=model, hardware=hardware)
-    usable = usable_bytes(hardware)
-    smallest = smallest_plan(recipe, first)
-    estimate = predict(smallest)
-    if not estimate.fits:
-        why = memory_sum(estimate)
-        rejection = Rejection(what=describe_family(smallest), why=why)
-        return SearchedFamily(family=family, plans=(), smallest=smallest, rejection=rejection)
-    found = [step for batch in _steps(recipe, first) if (step := _fastest(recipe, batch, usable)) is not None]
-    best = _preferred(found, by=_least_memory if recipe.packing else _most_rows)
-    others = sorted((step for step in found if step is not best), key=_tokens_per_second, reverse=True)
-    plans = tuple(step.plan for step in (best, *others))
-    return SearchedFamily(family=family, plans=plans, smallest=smallest, rejection=None)
+def search(
+    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, runnable: Runnable = everything
+) -> list[Answer]:
+    """Families in the order of preference, until one fits; then only those that train something else."""
+    answers: list[Answer] = []
+    for family in families(recipe, model=model, gpu=hardware.gpu):
+        if _is_settled(family, answers):
+            continue
+        searches = [
+            FamilySearch(recipe, family, model, devices, runnable) for devices in _devices(recipe, hardware)
+        ]
+        searches = [one for one in searches if one.spreads]
+        if searches:
+            answers.append(_answer(recipe, family, searches))
+    return answers
 
 
-def smallest_plan(recipe: Recipe, first: Plan) -> Plan:
-    """The plan of the family that needs the least memory: smallest micro-batch and logits, best recompute."""
-    step = describe_step(first, largest_batch(first))
-    counts = block_counts(recipe, layers=first.model.num_layers)
-    blocks = cheapest_blocks(lambda count: peak_of(step, blocks=count, loss=first.loss), counts)
-    return replace(first, recompute=Recompute(blocks=blocks))
+def _is_settled(family: Family, answers: Sequence[Answer]) -> bool:
+    """After a family that fits the next are looked at only for comparison: other methods, on the devices alone."""
+    fitting = [answer.family for answer in answers if answer.found]
+    if not fitting:
+        return False
+    known = {_method(other) for other in fitting}
+    return family.tier == "host" or family.last_resort or _method(family) in known
 
 
-def _steps(recipe: Recipe, first: Plan) -> Iterator[StepStages]:
-    for batch in batches(recipe):
-        plan = replace(first, batch=batch)
-        yield describe_step(plan, largest_batch(plan))
+def _method(family: Family) -> tuple[str, str]:
+    base = type(family.tuning.base).__name__ if isinstance(family.tuning, Lora) else ""
+    return type(family.tuning).__name__, base
 
 
-def _fastest(recipe: Recipe, step: StepStages, usable: int) -> StepStages | None:
-    """The fastest way with this micro-batch that fits."""
-    counts = block_counts(recipe, layers=step.num_layers)
-    fitting = []
-    for loss in losses(recipe):
-        blocks = fewest_blocks(_bytes_with(step, loss), counts, usable=usable)
-        if blocks is not None:
-            fitting.append(step.varied(recompute=Recompute(blocks=blocks), loss=loss))
-    return _preferred(fitting, by=_least_memory) if fitting else None
+def _answer(recipe: Recipe, family: Family, searches: Sequence[FamilySearch]) -> Answer:
+    if recipe.objective == "least-memory":
+        found = [_smallest_found(one) for one in searches]
+        ranked = sorted((f for f in found if f is not None), key=lambda f: predict(f.plan).peak_bytes)
+    else:
+        ranked = [found for one in searches for found in one.fastest()]
+    if recipe.objective == "cheapest":
+        ranked.sort(key=_cost)
+    if ranked:
+        return Answer(family=family, found=tuple(ranked), smallest=None)
+    smallest = [step for one in searches if (step := one.smallest()) is not None]
+    return Answer(family=family, found=(), smallest=min(smallest, key=shortage))
 
 
-def _preferred(fitting: Sequence[StepStages], *, by: Callable[[StepStages], int]) -> StepStages:
-    """The fastest; among those within 1 % of it, which no estimate tells apart, the one with the least ``by``."""
-    speeds = [_tokens_per_second(step) for step in fitting]
-    fast_enough = INDISTINGUISHABLE * max(speeds)
-    return min((step for step, speed in zip(fitting, speeds, strict=True) if speed >= fast_enough), key=by)
+def _smallest_found(one: FamilySearch) -> Found | None:
+    step = one.smallest()
+    if step is None or not fits(step):
+        return None
+    spread = next(
+        s for s in one.spreads if s.sharding == step.plan.sharding and s.offload == step.plan.offload
+    )
+    return Found(step, spread, tokens_per_second(step))
 
 
-def _least_memory(step: StepStages) -> int:
-    return memory_of(step).peak_bytes
+def _cost(found: Found) -> float:
+    """GPU-seconds per token: what is paid is proportional to it."""
+    return found.plan.hardware.num_gpus / found.tokens_per_second
 
 
-def _most_rows(step: StepStages) -> int:
-    """Rows that are not packed are mostly shorter than seq_len: more of them at once keep the device busy."""
-    return -step.plan.batch.micro_batch_size
+def _devices(recipe: Recipe, hardware: Hardware) -> Iterator[Hardware]:
+    """All devices; where money counts, also fewer of them."""
+    yield hardware
+    if recipe.objective != "cheapest":
+        return
+    nodes = hardware.nodes // 2
+    while nodes:
+        yield replace(hardware, nodes=nodes, internode_bandwidth=hardware.internode_bandwidth * (nodes > 1))
+        nodes //= 2
+    gpus = hardware.gpus_per_node // 2
+    while gpus:
+        yield replace(hardware, nodes=1, gpus_per_node=gpus, internode_bandwidth=0.0)
+        gpus //= 2
 
 
-def _bytes_with(step: StepStages, loss: Loss) -> BytesOf:
-    return cache(lambda blocks: peak_of(step, blocks=blocks, loss=loss))
+def _rejections(answers: Sequence[Answer]) -> tuple[Rejection, ...]:
+    """One a family; the same arithmetic is not told twice."""
+    told: dict[str, Rejection] = {}
+    for answer in answers:
+        if answer.smallest is not None:
+            rejection = _rejection(answer.smallest.plan)
+            told.setdefault(rejection.why, rejection)
+    return tuple(told.values())
 
 
-def _tokens_per_second(step: StepStages) -> float:
-    return step.shape.tokens * step.plan.batch.accumulation / step_time_of(step).step_seconds
+def _rejection(plan: Plan) -> Rejection:
+    spread = describe_spread(plan)
+    what = describe_family(plan) + (f", {spread}" if spread else "")
+    return Rejection(what=what, why=memory_sum(predict(plan)))
 
 
-def _runners_up(fitting: list[SearchedFamily]) -> list[Plan]:
-    """The best of every other family, then the chosen family with other micro-batches."""
-    others = [result.plans[0] for result in fitting[1:]]
-    return [*others, *fitting[0].plans[1:]][:RUNNERS_UP]
+def _runners_up(fitting: Sequence[Answer]) -> list[Found]:
+    """The best of every other family, then the chosen family spread otherwise, then with other batches."""
+    chosen, *rest = fitting[0].found
+    spreads = {chosen.spread}
+    otherwise: list[Found] = []
+    batches: list[Found] = []
+    for found in rest:
+        (batches if found.spread in spreads else otherwise).append(found)
+        spreads.add(found.spread)
+    others = [answer.found[0] for answer in fitting[1:]]
+    return [*others, *otherwise, *batches][:RUNNERS_UP]
 
 
 def _priced(plan: Plan) -> Priced:

@@ -172,13 +172,6 @@ class Schedule:
     """0 turns clipping off."""
 
 
-DataFormat = Literal[
-    "auto", "alpaca", "messages", "sharegpt", "prompt_completion", "question_answer", "dialogue_summary", "text",
-    "columns",
-]  # fmt: skip
-"""data/formats.py says what each looks like."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
     """One file, folder, URL or Hub dataset and how to read it.
@@ -189,7 +182,7 @@ class DataSource:
     """
 
     path: str
-    format: DataFormat = "auto"
+    format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text", "columns"] = "auto"
     split: str = "train"
     columns: tuple[tuple[str, str], ...] = ()
     sample: int = 0

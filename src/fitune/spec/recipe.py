@@ -25,8 +25,9 @@ from fitune.spec.recipe_values import (
     as_source,
     as_sources,
     switch_or_count,
+    whole_number,
 )
-from fitune.spec.recipe_words import ALIASES, PLANNED_TUNINGS, SWITCHES, canonical_value, read_switch
+from fitune.spec.recipe_words import ALIASES, FOREIGN_FILES, SWITCHES, canonical_value, read_switch
 from fitune.spec.recipe_yaml import load_yaml, parse_value
 
 
@@ -56,18 +57,27 @@ class Recipe(_Strict):
 
     # what
     model: Text
-    tuning: Literal["full", "lora"] | None = None
+    tuning: Literal["full", "lora", "qlora", "lomo", "adalomo"] | None = None
     precision: Literal["fp32", "bf16", "bf16-master", "fp16"] | None = None
     lora_r: PositiveInt = 16
     lora_alpha: PositiveInt | None = None
     lora_dropout: Share = 0.0
     lora_target_modules: Names = ["all-linear"]
+    dora: bool = False
+    quantization: Literal["nf4", "hqq", "none"] | None = None
+    quantization_bits: Annotated[Literal[2, 3, 4, 8], BeforeValidator(whole_number)] | None = None
+    quantization_group_size: PositiveInt = 64
+    double_quantization: bool = True
 
     # on what
     gpu: str | None = None
     gpus: PositiveInt = 1
     nodes: PositiveInt = 1
     host_memory: Size | None = None
+    nvme_path: str = ""
+    nvme_size: Size | None = None
+    price_per_gpu_hour: PositiveFloat | None = None
+    objective: Literal["fastest", "cheapest", "least-memory"] = "fastest"
 
     # with which data
     data: Sources = []
@@ -78,6 +88,7 @@ class Recipe(_Strict):
     packing: bool = False
     on_bad_row: Literal["error", "skip"] = "error"
     on_long_row: Literal["truncate", "drop", "split", "error"] = "truncate"
+    cache_dir: str = ""
 
     # in which batches
     seq_len: PositiveInt = 2048
@@ -86,7 +97,7 @@ class Recipe(_Strict):
     global_batch_size: PositiveInt | None = None
 
     # how
-    optimizer: Literal["adamw", "sgd", "momentum"] = "adamw"
+    optimizer: Literal["adamw", "adamw-8bit", "sgd", "momentum"] = "adamw"
     learning_rate: PositiveFloat | None = None
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: CountInt | None = None
@@ -97,9 +108,18 @@ class Recipe(_Strict):
     adam_epsilon: PositiveFloat = 1e-8
     momentum: Share = 0.9
     max_grad_norm: CountFloat = 1.0
+    max_grad_value: PositiveFloat | None = None
     num_epochs: PositiveFloat = 1.0
     max_steps: PositiveInt | None = None
     seed: Seed = 42
+
+    # over which devices, and what leaves them
+    zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole_number)] | None = None
+    backend: Literal["fsdp", "deepspeed"] | None = None
+    hybrid_sharding: bool | None = None
+    offload_parameters: Literal["device", "cpu", "nvme"] | None = None
+    offload_optimizer: Literal["device", "cpu", "nvme"] | None = None
+    offload_activations: Literal["device", "cpu", "nvme"] | None = None
 
     # to save memory
     gradient_checkpointing: Annotated[bool | int, PlainValidator(switch_or_count)] | None = None
@@ -117,6 +137,10 @@ class Recipe(_Strict):
     export: Literal["adapter", "merged", "full"] | None = None
     report_to: Names = []
     samples: CountInt = 4
+
+    @property
+    def quantization_is_asked_for(self) -> bool:
+        return self.quantization in ("nf4", "hqq") or self.quantization_bits is not None
 
 
 def read_recipe(
@@ -145,11 +169,6 @@ def parse_recipe(wanted: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
             f"{where}: no model is named",
             hint="model: meta-llama/Llama-3.1-8B, or --model on the command line",
         )
-    if wanted.get("tuning") in PLANNED_TUNINGS:
-        raise RecipeError(
-            f"{where}: tuning = {wanted['tuning']!r} is known but not available in this version",
-            hint="tuning: lora",
-        )
     try:
         return Recipe.model_validate(wanted)
     except ValidationError as error:
@@ -169,7 +188,8 @@ def canonical_keys(raw: Mapping[str, Any], *, where: str) -> dict[str, Any]:
                 continue
             name, value = switched
         if name not in Recipe.model_fields:
-            raise RecipeError(f"{where}: unknown key {key!r}", hint=did_you_mean(str(key), known))
+            hint = FOREIGN_FILES.get(key) or did_you_mean(str(key), known)
+            raise RecipeError(f"{where}: unknown key {key!r}", hint=hint)
         value = None if _is_left_open(name, value) else canonical_value(name, value)
         if name in spelled and result[name] != value:
             raise RecipeError(

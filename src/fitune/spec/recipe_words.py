@@ -11,7 +11,14 @@ ALIASES = {
     "per_device_train_batch_size": "micro_batch_size", "batch_size": "micro_batch_size",
     "max_length": "seq_len", "max_seq_length": "seq_len", "max_seq_len": "seq_len",
     "sequence_len": "seq_len", "cutoff_len": "seq_len", "context_length": "seq_len",
-    "lora_rank": "lora_r",
+    "lora_rank": "lora_r", "use_dora": "dora", "peft_use_dora": "dora",
+    "quantization_method": "quantization", "quant_method": "quantization", "bnb_4bit_quant_type": "quantization",
+    "quantization_bit": "quantization_bits", "group_size": "quantization_group_size",
+    "bnb_4bit_use_double_quant": "double_quantization", "double_quant": "double_quantization",
+    "zero_stage": "zero", "sharding_backend": "backend", "hybrid_shard": "hybrid_sharding",
+    "offload_params": "offload_parameters", "fsdp_offload_params": "offload_parameters",
+    "activation_offloading": "offload_activations", "enable_activation_offloading": "offload_activations",
+    "nvme_offload_path": "nvme_path", "clip_grad_value": "max_grad_value",
     "lora_target": "lora_target_modules", "target_modules": "lora_target_modules",
     "num_train_epochs": "num_epochs", "epochs": "num_epochs",
     "recompute": "gradient_checkpointing", "enable_activation_checkpointing": "gradient_checkpointing",
@@ -36,6 +43,8 @@ ALIASES = {
 }  # fmt: skip
 """Other frameworks' name -> ours."""
 
+_PLACES = {"true": "cpu", "false": "device", "none": "device", "disk": "nvme"}
+
 VALUE_ALIASES: dict[str, dict[str, str]] = {
     "precision": {
         "float32": "fp32", "32": "fp32", "bfloat16": "bf16", "pure_bf16": "bf16", "float16": "fp16",
@@ -44,12 +53,16 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
     "optimizer": {
         "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adam": "adamw",
         "sgd_momentum": "momentum", "momentum_sgd": "momentum",
+        "adamw_8bit": "adamw-8bit", "adamw_bnb_8bit": "adamw-8bit", "adamw8bit": "adamw-8bit",
     },
     "attn_implementation": {
         "flash_attention_2": "flash", "fa2": "flash", "flash_attention": "flash", "true": "flash",
         "disabled": "eager", "false": "sdpa",
     },
     "lr_scheduler": {"constant_with_warmup": "constant", "cosine_with_warmup": "cosine"},
+    "quantization": {"bnb": "nf4", "bitsandbytes": "nf4"},
+    "offload_parameters": _PLACES, "offload_optimizer": _PLACES, "offload_activations": _PLACES,
+    "objective": {"least_memory": "least-memory"},
     "tuning": {"full_finetune": "full", "full-finetune": "full", "none": "full"},
 }  # fmt: skip
 """Setting -> other frameworks' value -> ours."""
@@ -58,13 +71,16 @@ SWITCHES: dict[str, tuple[str, str]] = {
     "bf16": ("precision", "bf16-master"),
     "fp16": ("precision", "fp16"),
     "pure_bf16": ("precision", "bf16"),
-    "load_in_4bit": ("tuning", "qlora"),
-    "quantization_bit": ("tuning", "qlora"),
+    "load_in_4bit": ("quantization", "nf4"),
 }
 """Switches of other frameworks: the setting and the value they stand for when they are on."""
 
-PLANNED_TUNINGS = ("qlora", "lomo", "adalomo")
-"""Methods people will ask for by name; refused by name until they exist."""
+FOREIGN_FILES = {
+    "deepspeed": "zero: 3, backend: deepspeed, offload_optimizer: cpu; what is left open is planned, no file is read",
+    "fsdp": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",
+    "fsdp_config": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",
+}
+"""Settings of other frameworks that name a configuration of their own, and what says the same here."""
 
 
 def canonical_value(name: str, value: Any) -> Any:
@@ -79,10 +95,9 @@ def canonical_value(name: str, value: Any) -> Any:
 
 def read_switch(key: str, value: Any, *, where: str) -> tuple[str, str] | None:
     """The setting and value a switch stands for, None when it is off. Raises RecipeError for anything else."""
-    on, off = ("4", "none") if key == "quantization_bit" else ("true", "false")
     text = str(value).lower()
-    if text == on:
+    if text == "true":
         return SWITCHES[key]
-    if text in (off, "none", "auto"):
+    if text in ("false", "none", "auto"):
         return None
-    raise RecipeError(f"{where}: {key} = {value!r}: expected {on} or {off}")
+    raise RecipeError(f"{where}: {key} = {value!r}: expected true or false")

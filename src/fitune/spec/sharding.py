@@ -40,8 +40,14 @@ class Offload:
 
     ``parameters``: the weights, fetched block by block in forward and backward. ``optimizer``: masters and states,
     stepped by the host, and the gradients it steps with. ``activations``: what the blocks keep for backward.
+    ``nvme_path`` is the folder for what waits on NVMe; empty when nothing does.
     """
 
     parameters: Place = "device"
     optimizer: Place = "device"
     activations: Place = "device"
+    nvme_path: str = ""
+
+    @property
+    def places(self) -> tuple[Place, Place, Place]:
+        return self.parameters, self.optimizer, self.activations

@@ -6,6 +6,10 @@ from fitune.errors import RecipeError
 from fitune.spec.plan import AdamW8bit, Ddp, Dense, Lomo, Lora, Offload, Plan, Zero
 
 
+def is_supported(plan: Plan) -> bool:
+    return not any(_missing(plan))
+
+
 def require_supported(plan: Plan) -> None:
     """Raises RecipeError naming every choice of the plan that is not in this version."""
     missing = list(_missing(plan))

@@ -1,0 +1,152 @@
+"""What decides quality: method, base, precision, optimizer, in the order in which they are preferred."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fitune.planner.defaults import optimizer_of
+from fitune.spec.hardware import Gpu
+from fitune.spec.model import ModelSpec
+from fitune.spec.parameters import resolve_targets
+from fitune.spec.plan import (
+    ClipByNorm,
+    ClipByValue,
+    Dense,
+    Full,
+    Hqq,
+    Lomo,
+    Lora,
+    Nf4,
+    Optimizer,
+    Precision,
+    Sgd,
+    Tuning,
+)
+from fitune.spec.recipe import Recipe
+
+ORDER = (
+    "full with fp32 masters, LoRA, QLoRA; then the same with weights or optimizer on the host, LoRA and QLoRA "
+    "first; then full in pure bf16, AdaLomo, LOMO"
+)
+"""Printed wherever the planner chose the method."""
+
+LOMO_CLIP_VALUE = 1.0
+"""Cutting to a value needs one backward, to a norm two (Lv et al. 2023, arXiv 2306.09782, section 3.3)."""
+
+Tier = Literal["device", "host", "any"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What decides quality. Between families the better is taken, inside one the faster.
+
+    ``tier`` says where weights and optimizer may wait: what is fetched from the host makes every step several times
+    slower, so a method left open is first searched on the devices alone.
+    """
+
+    tuning: Tuning
+    precision: Precision
+    optimizer: Optimizer
+    tier: Tier = "any"
+    last_resort: bool = False
+    """Taken when nothing else fits, never shown beside what does."""
+
+
+def families(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> tuple[Family, ...]:
+    """All families the recipe and the device allow, the preferred first (ORDER).
+
+    In pure bf16 an update smaller than 1/256 of its weight is rounded away. That is worse for full fine-tuning,
+    whose steps are small, than training fewer parameters: it comes last unless it is asked for.
+    """
+    precisions = _precisions(recipe, gpu)
+    found = [
+        Family(tuning=tuning, precision=precision, optimizer=_optimizer(recipe, tuning))
+        for tuning in _tunings(recipe, model)
+        for precision in precisions
+        if not (isinstance(tuning, Lomo) and precision is Precision.BF16_MASTER)
+    ]
+    if recipe.tuning is not None:
+        return tuple(found)
+    return tuple(_by_tier(found, precision_is_open=recipe.precision is None))
+
+
+def _by_tier(found: list[Family], *, precision_is_open: bool) -> Iterator[Family]:
+    good = [family for family in found if not _comes_last(family, precision_is_open=precision_is_open)]
+    for family in good:
+        yield replace(family, tier="device")
+    for family in sorted(good, key=lambda family: isinstance(family.tuning, Full)):
+        yield replace(family, tier="host")
+    for family in found:
+        if family not in good:
+            yield replace(family, last_resort=True)
+
+
+def _comes_last(family: Family, *, precision_is_open: bool) -> bool:
+    if isinstance(family.tuning, Lomo):
+        return True
+    return precision_is_open and isinstance(family.tuning, Full) and family.precision is Precision.BF16
+
+
+def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:
+    match recipe.tuning:
+        case "full":
+            return (Full(),)
+        case "lomo" | "adalomo":
+            return (lomo_of(recipe, adaptive=recipe.tuning == "adalomo"),)
+        case "lora" | "qlora":
+            return tuple(lora_of(recipe, model, base) for base in bases(recipe))
+    loras = tuple(lora_of(recipe, model, base) for base in bases(recipe))
+    if recipe.export in ("adapter", "merged") or recipe.quantization_is_asked_for or recipe.dora:
+        return loras
+    updating = tuple(lomo_of(recipe, adaptive=adaptive) for adaptive in (True, False))
+    return (Full(), *updating) if recipe.export == "full" else (Full(), *loras, *updating)
+
+
+def lora_of(recipe: Recipe, model: ModelSpec, base: Dense | Nf4 | Hqq) -> Lora:
+    return Lora(
+        rank=recipe.lora_r,
+        alpha=recipe.lora_alpha or 2 * recipe.lora_r,
+        dropout=recipe.lora_dropout,
+        targets=resolve_targets(model, recipe.lora_target_modules),
+        base=base,
+        dora=recipe.dora,
+    )
+
+
+def bases(recipe: Recipe) -> tuple[Dense | Nf4 | Hqq, ...]:
+    """What the recipe lets the frozen base be made of: 16 bit before 4 bit, NF4 before HQQ of 4 bits."""
+    if not recipe.quantization_is_asked_for:
+        dense = () if recipe.tuning == "qlora" else (Dense(),)
+        packed = () if recipe.tuning == "lora" or recipe.quantization == "none" else (nf4_of(recipe),)
+        return (*dense, *packed)
+    hqq = recipe.quantization == "hqq" or recipe.quantization_bits not in (None, 4)
+    if not hqq:
+        return (nf4_of(recipe),)
+    return (Hqq(bits=recipe.quantization_bits or 4, group_size=recipe.quantization_group_size),)
+
+
+def nf4_of(recipe: Recipe) -> Nf4:
+    return Nf4(double_quant=recipe.double_quantization)
+
+
+def lomo_of(recipe: Recipe, *, adaptive: bool) -> Lomo:
+    """Clipped as asked for; by value when nothing is, because that costs one backward and not two."""
+    if recipe.max_grad_value is not None:
+        return Lomo(adaptive=adaptive, clip=ClipByValue(value=recipe.max_grad_value))
+    if "max_grad_norm" in recipe.model_fields_set:
+        return Lomo(adaptive=adaptive, clip=ClipByNorm(max_norm=recipe.max_grad_norm))
+    return Lomo(adaptive=adaptive, clip=ClipByValue(value=LOMO_CLIP_VALUE))
+
+
+def _optimizer(recipe: Recipe, tuning: Tuning) -> Optimizer:
+    if isinstance(tuning, Lomo):
+        return Sgd(weight_decay=recipe.weight_decay)
+    return optimizer_of(recipe)
+
+
+def _precisions(recipe: Recipe, gpu: Gpu) -> tuple[Precision, ...]:
+    if recipe.precision is not None:
+        return (Precision(recipe.precision),)
+    if gpu.is_cpu:
+        return (Precision.FP32,)
+    return (Precision.BF16_MASTER, Precision.BF16) if gpu.has_bf16 else (Precision.FP16,)

@@ -1,0 +1,289 @@
+"""The exact search inside one family: every spread, batch, loss and number of recomputed blocks.
+
+Exact without trying everything. A plan's speed has a bound: the same plan with nothing recomputed and all logits at
+once; what is offloaded in addition only slows it down. Plans are looked at in the order of that bound, and the search
+ends when the next bound is below the best plan found. Bytes are monotone, so a spread whose smallest plan does not
+fit is left as a whole, and the fewest recomputed blocks are found by bisection.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from itertools import count
+
+from fitune.estimate.host import host_terms, usable_host_bytes
+from fitune.estimate.memory import memory_of
+from fitune.estimate.overhead import usable_bytes
+from fitune.estimate.shape import largest_batch
+from fitune.estimate.step import ModelStages, StepStages, describe_step, model_stages, resident_terms
+from fitune.estimate.time import step_time_of
+from fitune.planner.candidates import batches, block_counts, draft, losses
+from fitune.planner.families import Family
+from fitune.planner.fit import cheapest_blocks, fewest_blocks, peak_of
+from fitune.planner.spreads import Spread, spreads
+from fitune.spec.hardware import Hardware
+from fitune.spec.model import ModelSpec
+from fitune.spec.plan import Batch, Loss, Offload, Plan, Recompute, Sharding
+from fitune.spec.recipe import Recipe
+
+INDISTINGUISHABLE = 0.99
+"""Share of the best speed from which on no estimate tells two plans apart."""
+SIMPLER_IS_WORTH = 0.95
+"""Share of the best speed at which a spread with fewer moving parts is taken in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan that fits, the fastest of its spread and batch."""
+
+    step: StepStages
+    spread: Spread
+    tokens_per_second: float
+
+    @property
+    def plan(self) -> Plan:
+        return self.step.plan
+
+
+@dataclass(frozen=True)
+class FamilySearch:
+    """One family on one set of devices. ``runnable`` leaves out what cannot be trained here."""
+
+    recipe: Recipe
+    family: Family
+    model: ModelSpec
+    hardware: Hardware
+    runnable: Callable[[Plan], bool] = field(default=lambda plan: True)
+
+    @cached_property
+    def spreads(self) -> tuple[Spread, ...]:
+        return tuple(
+            spread
+            for spread in spreads(self.recipe, self.family, self.hardware)
+            if self.batches and self.runnable(self.draft(spread))
+        )
+
+    def fastest(self) -> tuple[Found, ...]:
+        """The plan to take, then the best of every other spread and batch that was looked at; empty when none fits."""
+        found: list[Found] = []
+        best = 0.0
+        for bound, spread, step in self._by_bound():
+            if bound < SIMPLER_IS_WORTH * best:
+                break
+            plan = self._fastest_that_fits(step, at_least=SIMPLER_IS_WORTH * best)
+            if plan is not None:
+                found.append(Found(plan, spread, tokens_per_second(plan)))
+                best = max(best, found[-1].tokens_per_second)
+        return tuple(self._in_order(found, best))
+
+    def smallest(self) -> StepStages | None:
+        """The plan that needs the least device memory, of those whose host part fits; None without any spread.
+
+        With every block recomputed a plan holds at most the blocks' inputs more than with its best number of blocks:
+        that bound spares the search of those that cannot win.
+        """
+        least_of: list[tuple[bool, int, StepStages]] = []
+        for spread in self.spreads:
+            for batch in {self.batches[0], self.batches[-1]}:
+                step = self._all_recomputed(self.describe(spread, batch))
+                least_of.append(
+                    (not host_fits(step), self._peak(step) - step.inputs_before(step.num_layers), step)
+                )
+        best: tuple[bool, int, StepStages] | None = None
+        for short, bound, step in sorted(least_of, key=lambda item: item[:2]):
+            if best is not None and (short, bound) >= best[:2]:
+                break
+            least = self._least(step)
+            size = (not host_fits(least), self._peak(least))
+            if best is None or size < best[:2]:
+                best = (*size, least)
+        return None if best is None else best[2]
+
+    def least_host(self) -> StepStages | None:
+        """Of the plans that fit the devices and not the host the one that asks least of it; None without any."""
+        found = []
+        for spread in self.spreads:
+            step = self._all_recomputed(self.describe(spread, self.batches[-1]))
+            if self._peak(step) <= self._usable and not host_fits(step):
+                found.append(step)
+        return min(found, key=lambda step: sum(host_terms(step).values()), default=None)
+
+    def fits(self) -> bool:
+        return any(self.fits_at_all(spread) for spread in self.spreads)
+
+    def fits_at_all(self, spread: Spread) -> bool:
+        """Whether the spread's smallest batch, made smaller still by adding nothing up, has room."""
+        if self._resident_bytes(spread) > self._usable:
+            return False
+        smallest = replace(self.batches[-1], accumulation=1)
+        step = self._all_recomputed(self.describe(spread, smallest))
+        if fits(step):
+            return True
+        if self._peak(step) - step.inputs_before(step.num_layers) > self._usable:
+            return False
+        return fits(self._least(step))
+
+    def draft(self, spread: Spread) -> Plan:
+        return draft(self.recipe, self.family, spread, model=self.model, hardware=self.hardware)
+
+    @cached_property
+    def batches(self) -> tuple[Batch, ...]:
+        return batches(self.recipe, self.family, ranks=self.hardware.num_gpus)
+
+    def describe(self, spread: Spread, batch: Batch) -> StepStages:
+        plan = replace(self.draft(spread), batch=batch)
+        return describe_step(plan, largest_batch(plan), self._stages(batch, plan))
+
+    @cached_property
+    def _usable(self) -> int:
+        return usable_bytes(self.hardware)
+
+    @cached_property
+    def _counts(self) -> range:
+        return block_counts(self.recipe, layers=self.model.num_layers)
+
+    @cached_property
+    def _known_stages(self) -> dict[int, ModelStages]:
+        return {}
+
+    def _stages(self, batch: Batch, plan: Plan) -> ModelStages:
+        """They depend on the rows of a micro-batch and on nothing else that is searched."""
+        rows = batch.micro_batch_size
+        if rows not in self._known_stages:
+            self._known_stages[rows] = model_stages(plan, largest_batch(plan))
+        return self._known_stages[rows]
+
+    def _resident_bytes(self, spread: Spread) -> int:
+        return sum(resident_terms(self.draft(spread)).values())
+
+    def _by_bound(self) -> Iterator[tuple[float, Spread, StepStages]]:
+        """Every spread that fits at all with every batch, by falling bound. What offloads more than another way of
+        the same sharding enters with that one's bound and is described only when that is reached."""
+        order = count()
+        heap: list[tuple[float, int, int, Batch, StepStages | None]] = []
+        ceilings: dict[tuple[Sharding, Batch], float] = {}
+        fits = cache(lambda place: self.fits_at_all(self.spreads[place]))
+        for place, spread in enumerate(self.spreads):
+            for batch in self.batches:
+                step = None
+                if (spread.sharding, batch) not in ceilings:
+                    step = self.describe(spread, batch)
+                    ceilings[spread.sharding, batch] = self._bound(step)
+                heapq.heappush(heap, (-ceilings[spread.sharding, batch], next(order), place, batch, step))
+        while heap:
+            negative, number, place, batch, step = heapq.heappop(heap)
+            spread = self.spreads[place]
+            if not fits(place):
+                continue
+            if step is None:
+                step = self.describe(spread, batch)
+                heapq.heappush(heap, (max(negative, -self._bound(step)), number, place, batch, step))
+            else:
+                yield -negative, spread, step
+
+    def _bound(self, step: StepStages) -> float:
+        return tokens_per_second(
+            step.varied(recompute=Recompute(blocks=self._counts[0]), loss=losses(self.recipe)[0])
+        )
+
+    def _fastest_that_fits(self, step: StepStages, *, at_least: float) -> StepStages | None:
+        """The fastest way with this spread and batch that fits; None when there is none as fast as ``at_least``.
+
+        The smallest logits leave most room for activations: with more of them no fewer blocks are recomputed.
+        """
+        counts = _counts_for_host(step, self._counts)
+        if counts is None:
+            return None
+        fastest, *_, smallest = (*losses(self.recipe), losses(self.recipe)[-1])
+        blocks = self._fewest_blocks(step, smallest, counts)
+        if blocks is None:
+            return None
+        best = step.varied(recompute=Recompute(blocks=blocks), loss=smallest)
+        if tokens_per_second(step.varied(recompute=best.plan.recompute, loss=fastest)) < at_least:
+            return None
+        fitting = [best]
+        for loss in losses(self.recipe)[:-1]:
+            more = self._fewest_blocks(step, loss, range(blocks, counts[-1] + 1))
+            if more is not None:
+                fitting.append(step.varied(recompute=Recompute(blocks=more), loss=loss))
+        return _preferred(fitting, by=self._peak)
+
+    def _fewest_blocks(self, step: StepStages, loss: Loss, counts: range) -> int | None:
+        peaks = cache(lambda blocks: peak_of(step, blocks=blocks, loss=loss))
+        return fewest_blocks(peaks, counts, usable=self._usable)
+
+    def _all_recomputed(self, step: StepStages) -> StepStages:
+        return step.varied(recompute=Recompute(blocks=self._counts[-1]), loss=losses(self.recipe)[-1])
+
+    def _least(self, step: StepStages) -> StepStages:
+        loss = losses(self.recipe)[-1]
+        blocks = cheapest_blocks(lambda count: peak_of(step, blocks=count, loss=loss), self._counts)
+        return step.varied(recompute=Recompute(blocks=blocks), loss=loss)
+
+    @staticmethod
+    def _peak(step: StepStages) -> int:
+        return memory_of(step).peak_bytes
+
+    def _in_order(self, found: list[Found], best: float) -> list[Found]:
+        """First the one to take: of those nearly as fast as the best the simplest spread, and of its plans that no
+        estimate tells apart the one with least memory when rows are packed, else with most rows at once.
+
+        Rows that are not packed are mostly shorter than seq_len: more of them keep the device busy.
+        """
+        if not found:
+            return []
+        fast = [item for item in found if item.tokens_per_second >= SIMPLER_IS_WORTH * best]
+        simplest = min(item.spread.complexity for item in fast)
+        simple = [item for item in fast if item.spread.complexity == simplest]
+        enough = INDISTINGUISHABLE * max(item.tokens_per_second for item in simple)
+
+        def rank(item: Found) -> int:
+            return self._peak(item.step) if self.recipe.packing else -item.plan.batch.micro_batch_size
+
+        chosen = min((item for item in simple if item.tokens_per_second >= enough), key=rank)
+        others = [item for item in found if item is not chosen]
+        return [chosen, *sorted(others, key=lambda item: item.tokens_per_second, reverse=True)]
+
+
+def tokens_per_second(step: StepStages) -> float:
+    """Of all devices together."""
+    tokens = step.shape.tokens * step.plan.batch.accumulation * step.plan.hardware.num_gpus
+    return tokens / step_time_of(step).step_seconds
+
+
+def host_fits(step: StepStages) -> bool:
+    """Whether what waits on the host has room there; unknown host memory is taken to be enough, and said so."""
+    usable = usable_host_bytes(step.plan.hardware)
+    if not usable or step.plan.offload == Offload():
+        return True
+    return sum(host_terms(step).values()) <= usable
+
+
+def fits(step: StepStages) -> bool:
+    on_device = memory_of(step).peak_bytes <= usable_bytes(step.plan.hardware)
+    return on_device and host_fits(step)
+
+
+def _counts_for_host(step: StepStages, counts: range) -> range | None:
+    """The numbers of blocks with which offloaded activations fit the host: they only shrink with every block."""
+
+    def fits(blocks: int) -> bool:
+        return host_fits(step.varied(recompute=Recompute(blocks=blocks), loss=step.plan.loss))
+
+    if fits(counts[0]):
+        return counts
+    if not fits(counts[-1]):
+        return None
+    low, high = counts[0], counts[-1]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return range(high, counts[-1] + 1)
+
+
+def _preferred(fitting: Sequence[StepStages], *, by: Callable[[StepStages], int]) -> StepStages:
+    """The fastest; among those within 1 % of it the one with the least ``by``."""
+    speeds = [tokens_per_second(step) for step in fitting]
+    fast_enough = INDISTINGUISHABLE * max(speeds)
+    return min((step for step, speed in zip(fitting, speeds, strict=True) if speed >= fast_enough), key=by)

@@ -1,0 +1,136 @@
+"""The largest row, micro-batch or model that still fits, method by method."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fitune.errors import RecipeError
+from fitune.planner.describe import describe_base_of, method_name
+from fitune.planner.families import Family, families
+from fitune.planner.family_search import FamilySearch
+from fitune.planner.refusals import refuse_contradictions
+from fitune.spec.hardware import Hardware
+from fitune.spec.model import ModelSpec
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.model_table import known_model_names
+from fitune.spec.parameters import count_parameters
+from fitune.spec.recipe import Recipe
+
+Quantity = Literal["seq_len", "micro_batch", "model"]
+QUANTITIES: tuple[Quantity, ...] = ("seq_len", "micro_batch", "model")
+ROW_STEP = 64
+MOST_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """``value``: tokens, rows or a model's name; None when nothing fits."""
+
+    family: Family
+    value: int | str | None
+
+
+def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardware) -> tuple[Largest, ...]:
+    """For every method the recipe leaves open, by bisection: bytes only grow with tokens.
+
+    Rows are tried in steps of 64 up to the model's longest, micro-batches without accumulation, models from the
+    table of known ones. Weights and optimizer stay on the device unless the recipe says
+    otherwise. Raises RecipeError for another quantity and for contradictions.
+    """
+    if quantity not in QUANTITIES:
+        raise RecipeError(f"--largest {quantity} is not known", hint=f"one of {', '.join(QUANTITIES)}")
+    refuse_contradictions(recipe, model=model, hardware=hardware)
+    found: dict[tuple[str, str, str], Largest] = {}
+    for family in families(recipe, model=model, gpu=hardware.gpu):
+        if family.tier == "any" and not _offload_is_asked_for(recipe):
+            family = replace(family, tier="device")
+        if family.tier != "host" or _offload_is_asked_for(recipe):
+            item = Largest(family=family, value=_value(quantity, recipe, family, model, hardware))
+            found.setdefault(_label(family), item)
+    return tuple(found.values())
+
+
+def _offload_is_asked_for(recipe: Recipe) -> bool:
+    pins = (recipe.offload_parameters, recipe.offload_optimizer)
+    return any(place in ("cpu", "nvme") for place in pins)
+
+
+def _value(
+    quantity: str, recipe: Recipe, family: Family, model: ModelSpec, hardware: Hardware
+) -> int | str | None:
+    match quantity:
+        case "seq_len":
+            return _longest_row(recipe, family, model, hardware)
+        case "micro_batch":
+            return _most_rows(recipe, family, model, hardware)
+        case _:
+            return _largest_model(recipe, family, hardware)
+
+
+def _longest_row(recipe: Recipe, family: Family, model: ModelSpec, hardware: Hardware) -> int | None:
+    def fits(steps: int) -> bool:
+        changed = recipe.model_copy(update={"seq_len": steps * ROW_STEP})
+        return FamilySearch(changed, family, model, hardware).fits()
+
+    steps = _bisect(fits, most=model.max_seq_len // ROW_STEP)
+    return steps * ROW_STEP if steps else None
+
+
+def _most_rows(recipe: Recipe, family: Family, model: ModelSpec, hardware: Hardware) -> int | None:
+    def fits(rows: int) -> bool:
+        pins = {"micro_batch_size": rows, "gradient_accumulation_steps": 1, "global_batch_size": None}
+        return FamilySearch(recipe.model_copy(update=pins), family, model, hardware).fits()
+
+    return _bisect(fits, most=MOST_ROWS) or None
+
+
+def _largest_model(recipe: Recipe, family: Family, hardware: Hardware) -> str | None:
+    """Methods are the family's, its adapters on all linears, whose names differ from model to model."""
+    known = (load_model_spec(name, offline=True) for name in known_model_names())
+    for model in sorted(known, key=lambda model: count_parameters(model).total, reverse=True):
+        pins = {"seq_len": min(recipe.seq_len, model.max_seq_len), "lora_target_modules": ["all-linear"]}
+        changed = recipe.model_copy(update=pins)
+        for other in families(changed, model=model, gpu=hardware.gpu):
+            if _label(other) == _label(family):
+                if FamilySearch(changed, replace(other, tier=family.tier), model, hardware).fits():
+                    return model.name
+                break
+    return None
+
+
+def _bisect(fits: Callable[[int], bool], *, most: int) -> int:
+    """The largest of 1…most that fits, 0 when none does."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _label(family: Family) -> tuple[str, str, str]:
+    return method_name(family.tuning), describe_base_of(family.tuning), family.precision.value
+
+
+def explain_largest(recipe: Recipe, quantity: str, found: tuple[Largest, ...]) -> str:
+    """One line for each method."""
+    what = {
+        "seq_len": "longest row (tokens) with one row in a micro-batch",
+        "micro_batch": f"most rows of {recipe.seq_len} tokens in a micro-batch",
+        "model": f"largest known model with one row of {recipe.seq_len} tokens in a micro-batch",
+    }[quantity]
+    lines = [what]
+    for item in found:
+        name, base, precision = _label(item.family)
+        words = f"{name}, {precision}" + (f", {base}" if base else "")
+        value = f"{item.value:,}" if isinstance(item.value, int) else item.value or "none fits"
+        lines.append(f"  {words:<68}{value:>14}")
+    return "\n".join(lines)
+
+
+def largest_data(quantity: str, found: tuple[Largest, ...]) -> dict[str, Any]:
+    """The object that ``--json`` prints."""
+    rows = []
+    for item in found:
+        name, base, precision = _label(item.family)
+        rows.append({"tuning": name, "base": base, "precision": precision, "value": item.value})
+    return {"largest": quantity, "methods": rows}

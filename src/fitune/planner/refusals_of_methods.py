@@ -1,0 +1,105 @@
+"""Pins on the method that contradict each other, refused with what would do instead."""
+
+from fitune.errors import HardwareError, RecipeError
+from fitune.spec.hardware import Gpu
+from fitune.spec.recipe import Recipe
+
+_LOMO = ("lomo", "adalomo")
+
+
+def refuse_methods(recipe: Recipe, gpu: Gpu) -> None:
+    """Raises RecipeError or HardwareError for the first that cannot be honoured."""
+    _refuse_lomo(recipe)
+    _refuse_quantization(recipe)
+    _refuse_momentum(recipe)
+    _refuse_optimizer(recipe, gpu)
+    _refuse_clipping(recipe)
+
+
+def _refuse_lomo(recipe: Recipe) -> None:
+    if recipe.tuning not in _LOMO:
+        return
+    name, steps = recipe.tuning, recipe.gradient_accumulation_steps
+    if steps is not None and steps > 1:
+        raise RecipeError(
+            f"tuning: {name} uses every gradient as soon as it exists, so nothing can be added up over "
+            f"gradient_accumulation_steps = {steps} micro-batches",
+            hint="gradient_accumulation_steps: 1 with a larger micro_batch_size, or tuning: full",
+        )
+    if recipe.precision == "bf16-master":
+        raise RecipeError(
+            f"tuning: {name} updates the weights themselves and keeps no fp32 masters", hint="precision: bf16"
+        )
+    if "optimizer" in recipe.model_fields_set and recipe.optimizer != "sgd":
+        raise RecipeError(
+            f"tuning: {name} is an optimizer itself, and optimizer: {recipe.optimizer} asks for another",
+            hint=f"leave optimizer out, or tuning: full with optimizer: {recipe.optimizer}",
+        )
+    if (
+        recipe.max_grad_norm == 0
+        and "max_grad_norm" in recipe.model_fields_set
+        and recipe.max_grad_value is None
+    ):
+        raise RecipeError(
+            f"tuning: {name} needs gradients clipped, and max_grad_norm = 0 turns that off",
+            hint="max_grad_value: 1.0, which costs no second backward, or max_grad_norm: 1.0",
+        )
+
+
+def _refuse_quantization(recipe: Recipe) -> None:
+    asked = recipe.quantization_is_asked_for
+    if asked and recipe.tuning in ("full", *_LOMO):
+        raise RecipeError(
+            f"tuning: {recipe.tuning} trains every weight, and a quantised base cannot be trained",
+            hint="tuning: qlora",
+        )
+    if recipe.tuning == "qlora" and recipe.quantization == "none":
+        raise RecipeError("tuning: qlora is LoRA on a quantised base, and quantization: none forbids one",
+                          hint="tuning: lora")  # fmt: skip
+    if recipe.quantization == "nf4" and recipe.quantization_bits not in (None, 4):
+        raise RecipeError(
+            f"quantization: nf4 has 4 bits, not quantization_bits = {recipe.quantization_bits}",
+            hint="quantization: hqq",
+        )
+    if recipe.quantization == "none" and recipe.quantization_bits is not None:
+        raise RecipeError(
+            f"quantization: none and quantization_bits = {recipe.quantization_bits} contradict each other",
+            hint="leave one of them out",
+        )
+    if recipe.dora and recipe.tuning in ("full", *_LOMO):
+        raise RecipeError(
+            f"dora trains adapters, and tuning: {recipe.tuning} trains none", hint="tuning: lora"
+        )
+
+
+def _refuse_momentum(recipe: Recipe) -> None:
+    if recipe.optimizer == "sgd" and "momentum" in recipe.model_fields_set and recipe.momentum > 0:
+        raise RecipeError(
+            f"optimizer: sgd keeps no momentum, and momentum = {recipe.momentum:g} asks for it",
+            hint="optimizer: momentum",
+        )
+
+
+def _refuse_optimizer(recipe: Recipe, gpu: Gpu) -> None:
+    if recipe.optimizer == "adamw-8bit" and gpu.is_cpu:
+        raise HardwareError(
+            "optimizer: adamw-8bit keeps its states in 8 bit with kernels that run on GPUs only",
+            hint="optimizer: adamw",
+        )
+    if recipe.optimizer == "adamw-8bit" and (
+        recipe.backend == "deepspeed" or recipe.offload_optimizer in ("cpu", "nvme")
+    ):
+        raise RecipeError(
+            "optimizer: adamw-8bit is stepped on the device; DeepSpeed and an offloaded optimizer keep fp32 states",
+            hint="optimizer: adamw, or backend: fsdp with offload_optimizer: device",
+        )
+
+
+def _refuse_clipping(recipe: Recipe) -> None:
+    """Only LOMO clips by value; elsewhere the norm is what everybody means."""
+    if recipe.max_grad_value is not None and recipe.tuning not in (None, *_LOMO):
+        raise RecipeError(
+            f"max_grad_value = {recipe.max_grad_value:g} is for lomo and adalomo; "
+            f"tuning: {recipe.tuning} clips by the norm",
+            hint="max_grad_norm: 1.0",
+        )

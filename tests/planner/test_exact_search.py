@@ -1,0 +1,114 @@
+"""The search is exact: nothing that trying every plan finds is better than what it takes."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from estimate.tiny_plans import gpu, known
+from fitune.estimate.predict import predict
+from fitune.planner.candidates import block_counts, draft, losses
+from fitune.planner.families import families
+from fitune.planner.family_search import INDISTINGUISHABLE, SIMPLER_IS_WORTH, FamilySearch
+from fitune.planner.spreads import spreads
+from fitune.spec.hardware import Hardware
+from fitune.spec.plan import Recompute, Zero
+from fitune.spec.recipe import parse_recipe
+from fitune.units import GIB
+
+SHALLOW = replace(known("qwen3-0.6b"), num_layers=7)
+
+
+def every_plan(recipe, family, model, hardware):
+    search = FamilySearch(recipe, family, model, hardware)
+    counts = block_counts(recipe, layers=model.num_layers)
+    ways = product(spreads(recipe, family, hardware), search.batches, losses(recipe), counts)
+    for spread, batch, loss, blocks in ways:
+        plan = draft(recipe, family, spread, model=model, hardware=hardware)
+        yield replace(plan, batch=batch, loss=loss, recompute=Recompute(blocks=blocks))
+
+
+@pytest.mark.parametrize(
+    ("card", "gpus", "host", "settings"),
+    [
+        ("rtx-3080", 1, 64, {"tuning": "full", "global_batch_size": 16}),
+        ("rtx-3080", 1, 9, {"tuning": "full", "global_batch_size": 4, "seq_len": 8192}),
+        (
+            "rtx-3080",
+            2,
+            64,
+            {"tuning": "full", "global_batch_size": 8, "loss_chunk_tokens": 256, "seq_len": 8192},
+        ),
+        ("t4", 4, 64, {"tuning": "lora", "global_batch_size": 16, "seq_len": 8192, "loss": "chunked"}),
+    ],
+)
+def test_no_plan_is_better_than_the_one_taken(card, gpus, host, settings):
+    model = SHALLOW
+    hardware: Hardware = replace(gpu(card, gpus=gpus), host_memory_bytes=host * GIB)
+    recipe = parse_recipe({"model": "qwen3-0.6b", "seq_len": 2048, **settings})
+    family = families(recipe, model=model, gpu=hardware.gpu)[0]
+    fitting = [e for plan in every_plan(recipe, family, model, hardware) if (e := predict(plan)).fits]
+    found = FamilySearch(recipe, family, model, hardware).fastest()
+    assert bool(found) == bool(fitting)
+    if fitting:
+        best = max(estimate.tokens_per_second for estimate in fitting)
+        assert found[0].tokens_per_second >= INDISTINGUISHABLE * SIMPLER_IS_WORTH * best
+        assert max(item.tokens_per_second for item in found) >= INDISTINGUISHABLE * best
+
+
+def test_the_smallest_plan_is_the_smallest():
+    model, hardware = SHALLOW, replace(gpu("t4", gpus=2), host_memory_bytes=32 * GIB)
+    recipe = parse_recipe(
+        {"model": "qwen3-0.6b", "tuning": "full", "global_batch_size": 4, "loss_chunk_tokens": 256}
+    )
+    family = families(recipe, model=model, gpu=hardware.gpu)[0]
+    estimates = [predict(plan) for plan in every_plan(recipe, family, model, hardware)]
+    on_host = [
+        e.peak_bytes for e in estimates if e.host_bytes <= e.usable_host_bytes or not e.usable_host_bytes
+    ]
+    smallest = FamilySearch(recipe, family, model, hardware).smallest()
+    assert predict(smallest.plan).peak_bytes == min(on_host)
+
+
+def test_the_stages_of_a_model_do_not_depend_on_how_states_are_spread():
+    """The search describes them once for all spreads."""
+    model, hardware = known("llama-3.2-1b"), gpu("a100-40gb", gpus=4)
+    for tuning in ("full", "lora", "qlora", "lomo"):
+        recipe = parse_recipe({"model": "llama-3.2-1b", "tuning": tuning, "global_batch_size": 8})
+        family = families(recipe, model=model, gpu=hardware.gpu)[-1]
+        search = FamilySearch(recipe, family, model, hardware)
+        for spread in search.spreads:
+            for batch in search.batches:
+                step = search.describe(spread, batch)
+                assert search._peak(step) == predict(step.plan).peak_bytes
+
+
+def test_fewer_devices_are_considered_where_money_counts():
+    from fitune.planner.search import find_plan
+
+    model, hardware = SHALLOW, gpu("rtx-4090", gpus=4)
+    settings = {"model": "qwen3-0.6b", "tuning": "lora", "seq_len": 512}
+    fastest = find_plan(parse_recipe(settings), model=model, hardware=hardware).chosen
+    cheapest = find_plan(
+        parse_recipe({**settings, "objective": "cheapest"}), model=model, hardware=hardware
+    ).chosen
+    assert fastest.plan.hardware.num_gpus == 4
+
+    def cost(priced):
+        return priced.plan.hardware.num_gpus / priced.estimate.tokens_per_second
+
+    assert cost(cheapest) <= cost(fastest)
+
+
+def test_least_memory_is_an_objective():
+    from fitune.planner.search import find_plan
+
+    model, hardware = known("llama-3.2-1b"), replace(gpu("a100-40gb", gpus=4), host_memory_bytes=256 * GIB)
+    settings = {"model": "llama-3.2-1b", "tuning": "full"}
+    usual = find_plan(parse_recipe(settings), model=model, hardware=hardware).chosen
+    least = find_plan(
+        parse_recipe({**settings, "objective": "least-memory"}), model=model, hardware=hardware
+    ).chosen
+    assert least.estimate.peak_bytes < usual.estimate.peak_bytes
+    assert least.plan.sharding.stage == 3
+    assert isinstance(least.plan.sharding, Zero)

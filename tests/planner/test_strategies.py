@@ -1,0 +1,199 @@
+"""Methods, sharding and offload: what may be taken, in which order, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from estimate.tiny_plans import CPU, gpu, known
+from fitune.errors import FituneError, HardwareError, RecipeError
+from fitune.planner.defaults import with_host_memory
+from fitune.planner.families import families
+from fitune.planner.search import find_plan
+from fitune.planner.spreads import spreads
+from fitune.spec.plan import (
+    AdamW8bit,
+    ClipByNorm,
+    ClipByValue,
+    Ddp,
+    Full,
+    Hqq,
+    Lomo,
+    Lora,
+    Nf4,
+    Precision,
+    Sgd,
+    Single,
+    Zero,
+)
+from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.units import GIB
+
+
+def recipe_of(model: str, **settings) -> Recipe:
+    return parse_recipe(canonical_keys({"model": model, **settings}, where="test"))
+
+
+def families_of(card: str, **settings):
+    model = known("llama-3.1-8b")
+    return families(recipe_of("llama-3.1-8b", **settings), model=model, gpu=gpu(card).gpu)
+
+
+def plan_of(model: str, card: str, *, gpus: int = 1, nodes: int = 1, host: int = 512, **settings):
+    hardware = CPU if card == "cpu" else gpu(card, gpus=gpus)
+    hardware = replace(hardware, nodes=nodes, host_memory_bytes=host * GIB)
+    return find_plan(recipe_of(model, **settings), model=known(model), hardware=hardware).chosen.plan
+
+
+def words(family) -> str:
+    tuning = type(family.tuning).__name__
+    base = type(family.tuning.base).__name__ if isinstance(family.tuning, Lora) else ""
+    return f"{tuning}{base} {family.precision} {family.tier}"
+
+
+def test_the_order_of_preference():
+    assert [words(family) for family in families_of("h100")] == [
+        "Full bf16-master device",
+        "LoraDense bf16-master device",
+        "LoraDense bf16 device",
+        "LoraNf4 bf16-master device",
+        "LoraNf4 bf16 device",
+        "LoraDense bf16-master host",
+        "LoraDense bf16 host",
+        "LoraNf4 bf16-master host",
+        "LoraNf4 bf16 host",
+        "Full bf16-master host",
+        "Full bf16 any",
+        "Lomo bf16 any",
+        "Lomo bf16 any",
+    ]
+    assert [words(family) for family in families_of("h100", tuning="full")] == [
+        "Full bf16-master any",
+        "Full bf16 any",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "tuning"),
+    [
+        ({"tuning": "qlora"}, Nf4(double_quant=True)),
+        ({"adapter": "lora", "load_in_4bit": True}, Nf4(double_quant=True)),
+        ({"tuning": "qlora", "double_quant": False}, Nf4(double_quant=False)),
+        ({"finetuning_type": "lora", "quantization_bit": 4}, Nf4(double_quant=True)),
+        ({"quantization_method": "hqq"}, Hqq(bits=4)),
+        ({"quantization_bit": 3}, Hqq(bits=3)),
+        ({"quantization": "hqq", "quantization_bits": 2, "group_size": 16}, Hqq(bits=2, group_size=16)),
+    ],
+)
+def test_the_words_for_a_quantised_base(settings, tuning):
+    assert {family.tuning.base for family in families_of("h100", **settings)} == {tuning}
+
+
+def test_lomo_is_its_own_optimizer_and_clips_by_value_unless_told():
+    plan = plan_of("llama-3.2-1b", "rtx-4090", tuning="lomo")
+    assert plan.tuning == Lomo(adaptive=False, clip=ClipByValue(value=1.0))
+    assert (plan.optimizer, plan.precision, plan.batch.accumulation) == (Sgd(), Precision.BF16, 1)
+    by_norm = plan_of("llama-3.2-1b", "rtx-4090", tuning="adalomo", max_grad_norm=0.5)
+    assert by_norm.tuning == Lomo(adaptive=True, clip=ClipByNorm(max_norm=0.5))
+
+
+def test_eight_bit_states_and_dora_are_kept():
+    plan = plan_of("llama-3.2-1b", "rtx-4090", tuning="lora", dora=True, optim="adamw_bnb_8bit")
+    assert plan.tuning.dora
+    assert plan.optimizer == AdamW8bit()
+    assert plan.schedule.learning_rate == 2e-4
+
+
+def test_what_is_divided_grows_with_the_need():
+    assert plan_of("qwen3-0.6b", "h100", gpus=8, tuning="lora").sharding == Ddp()
+    assert plan_of("llama-2-70b", "h100", gpus=8, tuning="lora").sharding.stage == 3
+    assert plan_of("qwen3-0.6b", "h100", tuning="full").sharding == Single()
+
+
+def test_seventy_billion_at_home():
+    """QLoRA with FSDP on two gaming cards: what the answer.ai team showed, on 128 GB of host memory."""
+    plan = plan_of("llama-2-70b", "rtx-4090", gpus=2, host=119)
+    assert isinstance(plan.tuning, Lora)
+    assert isinstance(plan.tuning.base, Nf4)
+    assert plan.sharding == Zero(stage=3, backend="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("pins", "check"),
+    [
+        ({"zero": 0}, lambda plan: plan.sharding == Ddp()),
+        (
+            {"zero": 2, "backend": "deepspeed"},
+            lambda plan: plan.sharding == Zero(stage=2, backend="deepspeed"),
+        ),
+        ({"zero": 1}, lambda plan: plan.sharding.stage == 1),
+        ({"offload_optimizer": "cpu"}, lambda plan: plan.offload.optimizer == "cpu"),
+        ({"offload_params": True}, lambda plan: plan.offload.parameters == "cpu"),
+        ({"activation_offloading": True}, lambda plan: plan.offload.activations == "cpu"),
+        ({"offload_optimizer": "nvme", "nvme_path": "/n"}, lambda plan: plan.offload.nvme_path == "/n"),
+    ],
+)
+def test_pins_on_sharding_and_offload_are_kept(pins, check):
+    assert check(plan_of("llama-3.2-1b", "a100-40gb", gpus=2, tuning="full", **pins))
+
+
+def test_hybrid_sharding_stays_within_a_node():
+    plan = plan_of("llama-3.1-8b", "h100", gpus=8, nodes=2, tuning="full", hybrid_sharding=True)
+    assert plan.sharding.hybrid
+    assert plan.sharding.backend == "fsdp"
+
+
+def test_the_global_batch_is_shared_by_all_devices():
+    plan = plan_of("qwen3-0.6b", "h100", gpus=4, tuning="full", global_batch_size=32, seq_len=256)
+    assert plan.batch.global_batch_size * 4 == 32
+
+
+def test_a_processor_offloads_nothing():
+    model = known("qwen3-0.6b")
+    recipe = recipe_of("qwen3-0.6b", tuning="full")
+    family = families(recipe, model=model, gpu=CPU.gpu)[0]
+    assert [spread.is_plain for spread in spreads(recipe, family, CPU)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("card", "gpus", "settings", "error", "message"),
+    [
+        ("h100", 1, {"tuning": "lomo", "gradient_accumulation_steps": 4}, RecipeError, "steps = 4"),
+        ("h100", 1, {"tuning": "lomo", "precision": "bf16-master"}, RecipeError, "no fp32 masters"),
+        ("h100", 1, {"tuning": "adalomo", "optimizer": "adamw"}, RecipeError, "optimizer itself"),
+        ("h100", 1, {"tuning": "lomo", "max_grad_norm": 0}, RecipeError, "max_grad_norm = 0"),
+        ("h100", 8, {"tuning": "lomo", "zero": 2}, RecipeError, "stage 3, not zero = 2"),
+        ("h100", 1, {"tuning": "full", "quantization": "nf4"}, RecipeError, "cannot be trained"),
+        ("h100", 1, {"tuning": "qlora", "quantization": "none"}, RecipeError, "forbids"),
+        ("h100", 1, {"quantization": "nf4", "quantization_bits": 8}, RecipeError, "4 bits, not quantization_bits = 8"),
+        ("h100", 1, {"tuning": "full", "dora": True}, RecipeError, "adapters"),
+        ("cpu", 1, {"optimizer": "adamw-8bit"}, HardwareError, "GPUs only"),
+        ("h100", 8, {"optimizer": "adamw-8bit", "backend": "deepspeed"}, RecipeError, "fp32 states"),
+        ("h100", 1, {"tuning": "full", "max_grad_value": 1.0}, RecipeError, "for lomo and adalomo"),
+        ("h100", 1, {"zero": 3}, RecipeError, "1 process"),
+        ("h100", 1, {"backend": "fsdp"}, RecipeError, "several devices"),
+        ("h100", 8, {"hybrid_sharding": True}, RecipeError, "1 × 8"),
+        ("h100", 8, {"zero": 0, "backend": "deepspeed"}, RecipeError, "DDP"),
+        ("h100", 3, {"global_batch_size": 16}, RecipeError, r"16 / \(3 devices\) = 5.33"),
+        ("h100", 2, {"global_batch_size": 12, "micro_batch_size": 4}, RecipeError, r"12 / \(2 devices × .* 4\) = 1.50"),
+        ("cpu", 1, {"offload_optimizer": "cpu"}, RecipeError, "nowhere else"),
+        ("h100", 2, {"offload_optimizer": "cpu", "zero": 0}, RecipeError, "DDP"),
+        ("h100", 2, {"offload_parameters": "cpu", "zero": 2, "backend": "deepspeed"}, RecipeError, "zero = 2"),
+        ("h100", 2, {"offload_optimizer": "nvme"}, RecipeError, "no folder"),
+        ("h100", 1, {"offload_optimizer": "nvme", "nvme_path": "/n"}, RecipeError, "stage 3 only"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(card, gpus, settings, error, message):
+    with pytest.raises(error, match=message) as caught:
+        plan_of("llama-3.2-1b", card, gpus=gpus, **settings)
+    assert caught.value.hint
+
+
+def test_what_cannot_run_here_is_left_out():
+    model, hardware = known("qwen3-0.6b"), with_host_memory(gpu("h100", gpus=2))
+    recipe = recipe_of("qwen3-0.6b")
+    report = find_plan(
+        recipe, model=model, hardware=hardware, runnable=lambda plan: not isinstance(plan.tuning, Full)
+    )
+    assert isinstance(report.chosen.plan.tuning, Lora)
+    with pytest.raises(FituneError, match="can be run here"):
+        find_plan(recipe, model=model, hardware=hardware, runnable=lambda plan: False)

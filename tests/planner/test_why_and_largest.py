@@ -1,0 +1,82 @@
+"""What another choice would cost, and how far one can go."""
+
+import json
+
+import pytest
+
+from estimate.tiny_plans import gpu, known
+from fitune.cli.planning import print_alternative, print_largest
+from fitune.errors import NothingFits, RecipeError
+from fitune.planner.largest import largest
+from fitune.planner.search import find_plan
+from fitune.planner.why import changed_recipe
+from fitune.spec.recipe import parse_recipe
+
+
+def test_a_change_is_read_like_a_recipe():
+    recipe = parse_recipe({"model": "gpt2", "seq_len": 512})
+    for change in ("zero: 3, backend: fsdp", "zero=3, backend=fsdp", "{zero_stage: 3, backend: fsdp}"):
+        changed = changed_recipe(recipe, change)
+        assert (changed.zero, changed.backend, changed.seq_len) == (3, "fsdp", 512)
+
+
+@pytest.mark.parametrize("change", ["", "zero", "zroe: 3", "zero: 9", "[1, 2]", "zero: 3, zero: 2"])
+def test_a_change_that_is_none_is_refused(change):
+    with pytest.raises(RecipeError):
+        changed_recipe(parse_recipe({"model": "gpt2"}), change)
+
+
+def test_why_not_zero_3_is_answered_in_bytes_and_seconds(capsys):
+    recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "a100-80gb", "gpus": 4, "tuning": "full"})
+    print_alternative(recipe, "zero: 3", json=False)
+    text = capsys.readouterr().out
+    assert "with zero: 3" in text
+    assert "a device at its peak" in text
+    assert "sent in a step" in text
+
+
+def test_a_change_that_does_not_fit_is_answered_with_its_sum(capsys):
+    recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "rtx-4090"})
+    print_alternative(recipe, "tuning: full, offload_optimizer: device", json=True)
+    answer = json.loads(capsys.readouterr().out)["why"]
+    assert answer["fits"] is False
+    assert answer["pinned"]["estimate"]["peak_bytes"] > answer["taken"]["estimate"]["peak_bytes"]
+
+
+def test_the_method_stays_unless_the_change_names_one(capsys):
+    recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "a100-80gb", "gpus": 4})
+    print_alternative(recipe, "offload_optimizer: cpu", json=True)
+    answer = json.loads(capsys.readouterr().out)["why"]
+    assert answer["taken"]["plan"]["tuning"] == answer["pinned"]["plan"]["tuning"]
+
+
+def test_the_longest_row_is_the_longest():
+    settings = {"model": "llama-3.1-8b", "tuning": "lora", "precision": "bf16", "micro_batch_size": 1}
+    pins = {"gradient_accumulation_steps": 1, "offload_parameters": "device", "offload_optimizer": "device"}
+    recipe = parse_recipe({**settings, **pins})
+    model, hardware = known("llama-3.1-8b"), gpu("rtx-4090")
+    (found,) = largest(recipe, "seq_len", model=model, hardware=hardware)
+    longest = recipe.model_copy(update={"seq_len": found.value})
+    assert find_plan(longest, model=model, hardware=hardware).chosen.estimate.fits
+    longer = recipe.model_copy(update={"seq_len": found.value + 64})
+    with pytest.raises(NothingFits):
+        find_plan(longer, model=model, hardware=hardware)
+
+
+def test_fewer_trained_parameters_leave_room_for_more():
+    recipe = parse_recipe({"model": "llama-3.2-1b", "seq_len": 1024})
+    found = largest(recipe, "micro_batch", model=known("llama-3.2-1b"), hardware=gpu("rtx-4090"))
+    rows = {(type(item.family.tuning).__name__, item.family.precision.value): item.value for item in found}
+    assert rows["Full", "bf16-master"] < rows["Lora", "bf16-master"]
+
+
+def test_the_largest_model_is_named(capsys):
+    recipe = parse_recipe({"model": "llama-3.2-1b", "gpu": "rtx-4090", "tuning": "qlora", "seq_len": 1024})
+    print_largest(recipe, "model", json=True)
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["methods"][0]["value"] in ("01-ai/Yi-34B", "Qwen/Qwen2.5-32B")
+
+
+def test_an_unknown_quantity_is_refused():
+    with pytest.raises(RecipeError, match="--largest speed is not known"):
+        print_largest(parse_recipe({"model": "llama-3.2-1b", "gpu": "t4"}), "speed", json=False)
