@@ -3,12 +3,15 @@
 bench/estimate_vs_rehearsal.py does the same for real shapes.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.run import trace_plan
+from fitune.spec.plan import Nf4
 from rehearse.tiny_configs import FAMILIES, tiny
 
 TOLERANCE = 0.02
@@ -30,6 +33,12 @@ def rehearsed_peak(plan, config) -> int:
     return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
 
 
+QUANTISED = [
+    {"base": Nf4(), "precision": "bf16", "recompute": 0, "chunk": 64},
+    {"base": Nf4(double_quant=False), "precision": "bf16-master", "recompute": 4, "accumulation": 2},
+]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join(map(str, c.values())))
 @pytest.mark.parametrize("hardware", [CPU, gpu("h100")], ids=["cpu", "h100"])
@@ -38,5 +47,19 @@ def test_estimate_and_rehearsal_agree(family, choice, hardware):
     plan = plan_for(spec, hardware=hardware, seq_len=128, rows=2, **choice)
     is_missed = choice is CHOICES[-1]
     tolerance = MISSES.get(family, TOLERANCE) if is_missed else TOLERANCE
+    expected = rehearsed_peak(plan, config)
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("choice", QUANTISED, ids=lambda c: "-".join(map(str, c.values())))
+def test_on_a_quantised_base(family, choice):
+    pytest.importorskip("bitsandbytes")
+    config, spec = tiny(family)
+    tolerance = MISSES.get(family, TOLERANCE) if choice is QUANTISED[-1] else TOLERANCE
+    choice = dict(choice)
+    base = choice.pop("base")
+    plan = plan_for(spec, hardware=gpu("h100"), tuning="lora", seq_len=128, rows=2, **choice)
+    plan = replace(plan, tuning=replace(plan.tuning, base=base))
     expected = rehearsed_peak(plan, config)
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(expected, rel=tolerance)

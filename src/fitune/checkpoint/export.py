@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.checkpoint import parity
 from fitune.checkpoint.layout import cast, staged, write_adapter, write_model, write_texts
 from fitune.checkpoint.merge import merged_weights
+from fitune.models.attention import attends_by_rows
+from fitune.models.quantize import quantised_base
+from fitune.models.weights import load_model
+from fitune.spec.plan import Dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +68,17 @@ def export_merged(
     card: str,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    base_path: str = "",
     replace: bool = False,
 ) -> Exported:
     """Write the base with the adapter folded in (merge.py), in ``dtype`` or the type it has; ``model`` is untouched.
 
-    Logits may differ by the rounding of the merged weights (``parity.TOLERANCE``); a warning says when that
-    is much of what training changed.
+    A packed base is read again from ``base_path`` in the compute type: the adapter is folded into that one, and what
+    is written is compared with that one's answers. Logits may differ by the rounding of the merged weights
+    (``parity.TOLERANCE``); a warning says when that is much of what training changed.
     """
+    if base_path and quantised_base(model) != Dense():
+        model = on_dense_base(model, base_path)
     weights = cast(merged_weights(model), dtype)
     with staged(target, weights, replace=replace) as folder:
         write_model(model.get_base_model(), folder, weights, max_shard_size)
@@ -116,6 +124,16 @@ def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
+def on_dense_base(model: PeftModel, base_path: str) -> PeftModel:
+    """The same adapter on its base as it is on disk, in the compute type."""
+    dtype = model.get_base_model().dtype
+    base = load_model(base_path, dtype=dtype, device=_reload_device(model))
+    config = model.peft_config[model.active_adapter]
+    adapted = get_peft_model(base, config, autocast_adapter_dtype=False)
+    set_peft_model_state_dict(adapted, adapter_weights(model))
+    return adapted
+
+
 def _reloaded_logits(
     model: PreTrainedModel | PeftModel, folder: Path, weights: dict[str, Tensor], attention: str
 ) -> Tensor:
@@ -130,10 +148,15 @@ def _reloaded_logits(
 def _reloaded_adapter_logits(
     model: PeftModel, folder: Path, weights: dict[str, Tensor], base_path: str, attention: str
 ) -> Tensor:
-    """Logits of a fresh base with the adapter of ``folder``, after comparing every adapter weight."""
-    base = AutoModelForCausalLM.from_pretrained(
-        base_path, dtype=model.get_base_model().dtype, attn_implementation=attention
-    ).to(_reload_device(model))
+    """Logits of a fresh base, packed as the trained one, with the adapter of ``folder``; every weight is compared."""
+    base = load_model(
+        base_path,
+        dtype=model.get_base_model().dtype,
+        device=_reload_device(model),
+        base=quantised_base(model),
+    )
+    if attends_by_rows(base):
+        base.set_attn_implementation(attention)
     # PEFT casts adapters to the base's type, or 16-bit ones to fp32: ask for whichever keeps what was trained.
     in_fp32 = all(tensor.dtype == torch.float32 for tensor in weights.values())
     reloaded = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=in_fp32)

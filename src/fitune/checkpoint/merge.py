@@ -7,6 +7,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from fitune.errors import CheckpointError
+from fitune.models.quantised_linear import QuantisedLinear
 
 
 def merged_weights(model: PeftModel) -> dict[str, Tensor]:
@@ -47,6 +48,8 @@ def refuse_quantised_base(model: PeftModel) -> None:
 
 
 def _holds_wide_floats(layer: nn.Module) -> bool:
+    if isinstance(layer, QuantisedLinear):
+        return False
     weights = [parameter.dtype for parameter in layer.parameters(recurse=False)]
     return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in weights)
 

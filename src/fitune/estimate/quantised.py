@@ -11,6 +11,8 @@ NF4_BLOCK = 64
 """Weights per absolute maximum (bitsandbytes' default; Dettmers et al. 2023, arXiv 2305.14314, section 3)."""
 SCALE_BLOCK = 256
 """First-level scales per second-level scale with double quantisation (same section)."""
+SCALE_TABLE_BYTES = 256 * 4 + 4
+"""The values that an 8-bit scale can have and the scales' mean, beside every matrix (models/nf4.py)."""
 HQQ_PACKING = {8: (1, 1), 4: (2, 1), 3: (10, 4), 2: (4, 1)}
 """Bits -> weights per packed word, bytes of the word: ten 3-bit weights share an int32 (hqq.core.bitpack)."""
 
@@ -26,7 +28,7 @@ def is_quantised(linear: Linear, base: Dense | Nf4 | Hqq) -> bool:
 def nf4_bytes(weights: int, *, double_quant: bool) -> int:
     """n/2 packed + 4 per 64 weights; with double quantisation 1 per 64 + 4 per 64·256: 4.127 bit per weight.
 
-    The mean of the scales and the code tables (1.1 KiB a matrix) are not counted.
+    What a matrix holds besides, whatever its size, is SCALE_TABLE_BYTES.
     """
     scales = -(-weights // NF4_BLOCK)
     scale_bytes = scales + 4 * -(-scales // SCALE_BLOCK) if double_quant else 4 * scales
@@ -45,7 +47,7 @@ def stored_bytes(weights: int, base: Dense | Nf4 | Hqq, *, element_bytes: int) -
         case Dense():
             return weights * element_bytes
         case Nf4(double_quant=double):
-            return nf4_bytes(weights, double_quant=double)
+            return nf4_bytes(weights, double_quant=double) + SCALE_TABLE_BYTES * double
         case Hqq(bits=bits, group_size=group):
             return hqq_bytes(weights, bits=bits, group_size=group, element_bytes=element_bytes)
 

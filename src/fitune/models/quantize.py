@@ -47,3 +47,10 @@ def quantised_base(model: nn.Module) -> Dense | Nf4 | Hqq:
     """What the linears of ``model`` are packed by."""
     found = next((m.base for m in model.modules() if isinstance(m, QuantisedLinear)), None)
     return Dense() if found is None else found
+
+
+def count_weights(model: nn.Module) -> int:
+    """Parameters of ``model``, a packed matrix by the weights it stands for."""
+    packed = (m for m in model.modules() if isinstance(m, QuantisedLinear))
+    stored = sum(parameter.numel() for parameter in model.parameters())
+    return stored + sum(m.in_features * m.out_features - m.weight.numel() for m in packed)

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
 from fitune.data.templates import load_template
 from fitune.models.language_model import LanguageModel
-from fitune.spec.plan import Lora, Plan
+from fitune.spec.plan import Dense, Hqq, Lora, Nf4, Plan
 from fitune.spec.reports import RunReport
 from fitune.units import format_bytes, format_count, format_seconds
 
@@ -30,7 +30,7 @@ def export_result(
         case "adapter":
             exported = export_adapter(model.whole, tokenizer, target, base=plan.model_path, **common)
         case "merged":
-            exported = export_merged(model.whole, tokenizer, target, **common)
+            exported = export_merged(model.whole, tokenizer, target, base_path=plan.model_path, **common)
         case "full":
             exported = export_full(model.whole, tokenizer, target, **common)
     return exported.path
@@ -38,7 +38,7 @@ def export_result(
 
 def model_card(plan: Plan, report: RunReport) -> str:
     """README.md of the export: what it is, what it was trained on, what was measured."""
-    method = f"LoRA r={plan.tuning.rank}" if isinstance(plan.tuning, Lora) else "full fine-tuning"
+    method = _method(plan)
     eval_line = (
         "" if report.best_eval_loss is None else f"- best held-out loss: {report.best_eval_loss:.4f}\n"
     )
@@ -56,3 +56,15 @@ def model_card(plan: Plan, report: RunReport) -> str:
         f"- {format_count(report.trainable_parameters)} of {format_count(report.total_parameters)} parameters trained\n"
         f"- measured peak memory: {memory}\n"
     )
+
+
+def _method(plan: Plan) -> str:
+    match plan.tuning:
+        case Lora(rank=rank, base=Dense()):
+            return f"LoRA r={rank}"
+        case Lora(rank=rank, base=Nf4()):
+            return f"QLoRA r={rank} on a base in NF4"
+        case Lora(rank=rank, base=Hqq(bits=bits)):
+            return f"LoRA r={rank} on a base in HQQ {bits} bit"
+        case _:
+            return "full fine-tuning"

@@ -12,10 +12,11 @@ from fitune.engine.protocol import Engine
 from fitune.errors import HardwareError
 from fitune.models.adapters import add_adapters
 from fitune.models.attention import use_attention
-from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.language_model import LanguageModel, blocks_of, language_model
+from fitune.models.quantize import quantise_linears
 from fitune.models.recompute import recompute_blocks
 from fitune.models.weights import compute_dtype, load_model
-from fitune.spec.plan import Full, Lomo, Lora, Plan
+from fitune.spec.plan import Dense, Full, Hqq, Lomo, Lora, Nf4, Plan
 from fitune.train.supported import require_supported
 
 
@@ -37,13 +38,14 @@ def prepare(plan: Plan) -> Prepared:
     """Load the plan's model and change it into what the plan says."""
     require_supported(plan)
     dtype = compute_dtype(plan.precision)
-    model = load_model(plan.model_path, dtype=dtype, device=training_device(plan))
+    model = load_model(plan.model_path, dtype=dtype, device=training_device(plan), base=_base(plan))
     return prepare_loaded(model, plan)
 
 
 def prepare_loaded(model: PreTrainedModel, plan: Plan) -> Prepared:
-    """The same for a model that is already in memory, in the plan's compute dtype."""
+    """The same for a model that is already in memory, in the plan's compute dtype, packed or not."""
     require_supported(plan)
+    quantise_linears(blocks_of(model), _base(plan))  # before adapters: they wrap the packed linear
     use_attention(model, plan.attention)
     whole = _tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
     parts = language_model(whole, plan.loss)
@@ -69,6 +71,10 @@ def training_device(plan: Plan) -> torch.device:
             hint="plan without --gpu to use what is here, or check `nvidia-smi` and your torch build",
         )
     return torch.device("cuda", 0)
+
+
+def _base(plan: Plan) -> Dense | Nf4 | Hqq:
+    return plan.tuning.base if isinstance(plan.tuning, Lora) else Dense()
 
 
 def _tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:

@@ -8,6 +8,7 @@ from typing import Literal
 from fitune.data.dataset import PreparedData
 from fitune.measure.memory import process_bytes
 from fitune.models.language_model import LanguageModel
+from fitune.models.quantize import count_weights
 from fitune.spec.reports import Failure, MeasuredMemory, Phase, RunReport, Status, StepReport
 
 
@@ -52,7 +53,7 @@ def summarise(
         train_data=data.train_ledger,
         eval_data=data.eval_ledger,
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        total_parameters=sum(p.numel() for p in parameters),
+        total_parameters=0 if model is None else count_weights(model.whole),
         failure=failure,
         versions=_versions(),
     )
