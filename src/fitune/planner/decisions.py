@@ -29,7 +29,7 @@ from fitune.spec.plan import (
     Zero,
 )
 from fitune.spec.recipe import Recipe
-from fitune.spec.reports import Priced
+from fitune.spec.reports import Phase, Priced
 from fitune.units import format_bytes
 
 
@@ -43,6 +43,17 @@ def faster_method(chosen: Priced, others: Sequence[Priced]) -> Iterator[str]:
 
 
 _MUCH_FASTER = 2
+
+
+def long_update(chosen: Priced) -> Iterator[str]:
+    """An update that takes most of the step is paid less often with a larger batch."""
+    seconds = chosen.estimate.time.phases[Phase.UPDATE]
+    share = seconds / chosen.estimate.step_seconds
+    if share > 0.5:
+        yield (
+            f"note on global_batch_size: the update takes {share:.0%} of a step, whatever its batch "
+            f"({chosen.estimate.time.limits[Phase.UPDATE]}); a larger batch pays it less often"
+        )
 
 
 def decisions_of(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
@@ -98,7 +109,7 @@ def _spread(recipe: Recipe, plan: Plan) -> Iterator[str]:
     offloaded = describe_offload(plan.offload)
     pins = (recipe.offload_parameters, recipe.offload_optimizer, recipe.offload_activations)
     if offloaded and pins == (None, None, None):
-        yield f"offload: {offloaded}, because nothing as fast fits without"
+        yield f"offload: {offloaded}; without it nothing fits, or nothing that is 80 % as fast"
     if offloaded and recipe.host_memory is None and recipe.gpu is not None:
         host = format_bytes(plan.hardware.host_memory_bytes)
         yield (

@@ -31,6 +31,9 @@ INDISTINGUISHABLE = 0.99
 """Share of the best speed from which on no estimate tells two plans apart."""
 SIMPLER_IS_WORTH = 0.95
 """Share of the best speed at which a spread with fewer moving parts is taken in its place."""
+STAYING_IS_WORTH = 0.80
+"""Share of the best speed at which a plan that offloads nothing is taken in place of one that does: the gain hangs on
+links and copies that others use too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +72,14 @@ class FamilySearch:
         found: list[Found] = []
         best = 0.0
         for bound, spread, step in self._by_bound():
-            if bound < SIMPLER_IS_WORTH * best:
+            if bound < STAYING_IS_WORTH * best:
                 break
-            plan = self._fastest_that_fits(step, at_least=SIMPLER_IS_WORTH * best)
+            worth = STAYING_IS_WORTH if spread.is_plain else SIMPLER_IS_WORTH
+            plan = self._fastest_that_fits(step, at_least=worth * best)
             if plan is not None:
                 found.append(Found(plan, spread, tokens_per_second(plan)))
                 best = max(best, found[-1].tokens_per_second)
-        return tuple(self._in_order(found, best))
+        return tuple(self._in_order(found))
 
     def smallest(self) -> StepStages | None:
         """The plan that needs the least device memory, of those whose host part fits; None without any spread.
@@ -225,15 +229,24 @@ class FamilySearch:
     def _peak(step: StepStages) -> int:
         return memory_of(step).peak_bytes
 
-    def _in_order(self, found: list[Found], best: float) -> list[Found]:
-        """First the one to take: of those nearly as fast as the best the simplest spread, and of its plans that no
-        estimate tells apart the one with least memory when rows are packed, else with most rows at once.
+    def _in_order(self, found: list[Found]) -> list[Found]:
+        """First the one to take: of those nearly as fast as the best one that offloads nothing, then the simplest
+        spread, and of its plans that no estimate tells apart the one with least memory when rows are packed, else
+        with most rows at once.
 
         Rows that are not packed are mostly shorter than seq_len: more of them keep the device busy.
         """
         if not found:
             return []
-        fast = [item for item in found if item.tokens_per_second >= SIMPLER_IS_WORTH * best]
+        best = max(item.tokens_per_second for item in found)
+        staying = [
+            item
+            for item in found
+            if item.spread.is_plain and item.tokens_per_second >= STAYING_IS_WORTH * best
+        ]
+        candidates = staying or found
+        best = max(item.tokens_per_second for item in candidates)
+        fast = [item for item in candidates if item.tokens_per_second >= SIMPLER_IS_WORTH * best]
         simplest = min(item.spread.complexity for item in fast)
         simple = [item for item in fast if item.spread.complexity == simplest]
         enough = INDISTINGUISHABLE * max(item.tokens_per_second for item in simple)

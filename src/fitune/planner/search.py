@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
-from fitune.planner.decisions import decisions_of, faster_method
+from fitune.planner.decisions import decisions_of, faster_method, long_update
 from fitune.planner.describe import describe_family, describe_spread, memory_sum
 from fitune.planner.families import Family, families
 from fitune.planner.family_search import FamilySearch, Found, fits, tokens_per_second
@@ -50,7 +50,7 @@ def find_plan(
         chosen=chosen,
         runners_up=runners_up,
         rejected=rejected,
-        decisions=(*decisions_of(recipe, chosen.plan), *notes),
+        decisions=(*decisions_of(recipe, chosen.plan), *notes, *long_update(chosen)),
         price_per_gpu_hour=recipe.price_per_gpu_hour or price_of(hardware.gpu),
     )
 
