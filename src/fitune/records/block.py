@@ -49,7 +49,15 @@ def _changed(case: Case, stage: Stage) -> Stage:
     if stage.name == "MLP activation" and case.habits.fused_mlp and case.plan.model.mlp_type == "gated":
         kept = 2 * case.shape.tokens * case.plan.model.intermediate_size * case.plan.precision.compute_bytes
         stage = replace(stage, kept=min(stage.kept, kept))
+    if stage.name == "attention" and case.plan.model.model_type in case.habits.repeats_keys:
+        stage = replace(stage, kept=stage.kept + _repeated_keys(case))
     return _with_cast_inputs(case, stage)
+
+
+def _repeated_keys(case: Case) -> int:
+    """2·e·(q − k) per token: keys and values for every head instead of every group."""
+    model = case.plan.model
+    return 2 * case.shape.tokens * case.plan.precision.compute_bytes * (model.q_dim - model.kv_dim)
 
 
 def _with_fused_norm(case: Case, stage: Stage) -> Stage:

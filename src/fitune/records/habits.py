@@ -40,10 +40,16 @@ class Habits:
     """… and gate and up alone, product and activation are made again (Liger, Unsloth)."""
     foreach: bool = True
     """torch's AdamW of many tensors at once, which holds one more set of what it steps (adamw_torch)."""
+    checkpoints_units: bool = True
+    """Reentrant checkpoints around FSDP1's units (transformers) rather than inside them."""
     own_fsdp: bool = False
     """fully_shard (FSDP2) instead of FullyShardedDataParallel, FSDP1."""
     fp32_shards: bool = False
     """Sharded weights in fp32 whatever is computed in, as accelerate does it under mixed precision."""
+    repeats_keys: tuple[str, ...] = ()
+    """Model types whose grouped keys and values it copies to all heads before attention (repeat_kv)."""
+    expandable_segments: bool = False
+    """PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which keeps torch's cache close to what is allocated."""
     logits: Logits = Logits(per_logit=14, hidden_copies=3)
     """transformers 4.45 to 4.5x: 16-bit logits, their fp32 copy, its shifted copy, log-softmax: 2 + 4 + 4 + 4."""
     missing: str = ""
@@ -53,21 +59,24 @@ class Habits:
 TRANSFORMERS = Habits(
     name="transformers Trainer with PEFT",
     source="transformers trainer.py, modeling_llama.py (loss); peft tuners/tuners_utils.py, utils/other.py",
+    repeats_keys=("mistral", "mixtral"),
 )
 
 FAST_LOGITS = Logits(per_logit=8, hidden_copies=2)
 """Triton cross-entropy on logits in fp32: the logits and a shifted copy, over which the gradient is written."""
 
+_FMS = replace(
+    TRANSFORMERS,
+    name="fms-acceleration",
+    source="fms-acceleration: accelerated-peft and fused-ops-and-kernels plugins; transformers Trainer",
+    upcasts_packed=False,
+    fp32_stream=False,
+)
+
 _TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
     (
         ("fms-acceleration", "fms_accel"),
-        replace(
-            TRANSFORMERS,
-            name="fms-acceleration",
-            source="fms-acceleration: accelerated-peft and fused-ops-and-kernels plugins; transformers Trainer",
-            upcasts_packed=False,
-            fp32_stream=False,
-        ),
+        _FMS,
     ),
     (
         ("fsdp_qlora",),
@@ -76,9 +85,25 @@ _TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             name="fsdp_qlora",
             source="AnswerDotAI/fsdp_qlora train.py: LoRA in the compute type, FSDP1, no upcast",
             adapter_bytes=2,
+            dropout=0.1,
+            checkpoints_units=False,
             upcasts_packed=False,
             fp32_stream=False,
             logits=Logits(per_logit=12, hidden_copies=3),
+            missing="what loading and quantising left in torch's cache, which reserved memory counts",
+        ),
+    ),
+    (
+        ("qwenlm/qwen", "qwen_readme", "qwenlm"),
+        replace(
+            TRANSFORMERS,
+            name="Qwen finetune.py",
+            source="QwenLM/Qwen finetune.py and modeling_qwen.py: no upcast of logits, but autocast's of the loss",
+            dropout=0.05,
+            upcasts_packed=False,
+            fp32_stream=False,
+            logits=Logits(per_logit=8, hidden_copies=2),
+            missing="the instrument: nvidia-smi and torch's counters differ by gigabytes here",
         ),
     ),
     (
@@ -91,7 +116,8 @@ _TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             fp32_stream=False,
             foreach=False,
             own_fsdp=True,
-            logits=Logits(per_logit=12, hidden_copies=2, chunks=8, whole=4),
+            expandable_segments=True,
+            logits=Logits(per_logit=8, hidden_copies=2, chunks=8, whole=6),
         ),
     ),
     (
@@ -103,6 +129,7 @@ _TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             fp32_stream=False,
             foreach=False,
             own_fsdp=True,
+            expandable_segments=True,
             fp32_shards=True,
             logits=Logits(per_logit=8, hidden_copies=2),
         ),
@@ -158,7 +185,8 @@ _TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             source="mosaicml/llm-foundry: Composer, FSDP1 with fp32 shards, cross-entropy of flash-attention",
             foreach=False,
             fp32_shards=True,
-            logits=Logits(per_logit=6, hidden_copies=2),
+            checkpoints_units=False,
+            logits=Logits(per_logit=4, hidden_copies=2),
         ),
     ),
     (
@@ -167,6 +195,7 @@ _TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             TRANSFORMERS,
             name="llama-recipes",
             source="meta-llama/llama-recipes: FSDP1, AnyPrecision or torch AdamW, PEFT",
+            checkpoints_units=False,
             logits=Logits(per_logit=12, hidden_copies=3),
         ),
     ),
@@ -179,13 +208,27 @@ def habits_of(row: Row) -> Habits:
     found = next(
         (habits for names, habits in _TRAINERS if any(name in remarks for name in names)), TRANSFORMERS
     )
-    return _with_kernels(row, found)
+    return _with_kernels(row, _with_autocast(row, found))
+
+
+def _with_autocast(row: Row, habits: Habits) -> Habits:
+    """Cross-entropy runs in fp32 under autocast: logits 2, shifted 2, fp32 4, log-softmax 4 where it were 2 each."""
+    if (
+        habits.logits.per_logit == 8
+        and habits.name.startswith("Qwen")
+        and row.says("precision_mode", "autocast")
+    ):
+        return replace(habits, logits=replace(habits.logits, per_logit=12))
+    return habits
 
 
 def _with_kernels(row: Row, habits: Habits) -> Habits:
     remarks = row.remarks + " " + row.words["fused_ce"]
     if "foak" in remarks:
         habits = replace(habits, fused_norms=True)
+    if row.switches["compile"]:
+        # inductor fuses what is elementwise and makes it again in backward rather than keep it
+        habits = replace(habits, fused_norms=True, fused_mlp=True)
     if "baseline-peft-bnb" in remarks and (row.size("n_gpus") or 1) == 1:
         habits = replace(habits, fp32_stream=True)
     if "granite" in remarks or "powerlm" in row.model.lower():
@@ -194,5 +237,7 @@ def _with_kernels(row: Row, habits: Habits) -> Habits:
     if row.says("fused_ce", "liger", "linear", "cut"):
         return replace(habits, logits=Logits(per_logit=0, hidden_copies=2))
     if row.switches["fused_ce"]:
-        return replace(habits, logits=FAST_LOGITS)
+        # fms-acceleration's first reference run is older than its cross-entropy update: 16-bit logits stay beside
+        first = "refs/a100_80gb.csv" in remarks
+        return replace(habits, logits=replace(FAST_LOGITS, per_logit=10) if first else FAST_LOGITS)
     return habits

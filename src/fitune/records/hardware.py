@@ -27,7 +27,20 @@ def hardware_of(row: Row) -> Hardware:
         gpu=_gpu(row),
         gpus=gpus // nodes,
         nodes=nodes,
-        internode_bandwidth=float(network.group(1)) * 1e9 / 8 if network else 12.5e9,
+        internode_bandwidth=float(network.group(1)) * 1e9 / 8 if network else _usual_network(row),
+    )
+
+
+def _usual_network(row: Row) -> float:
+    """Bytes/s of a node, where a row does not say: an adapter for each device, as NVIDIA's reference designs have it.
+
+    A100: 8 × 200 Gbit/s (DGX A100 data sheet), H100 and newer: 8 × 400 Gbit/s (DGX H100 data sheet); else 100 Gbit/s.
+    """
+    gpu = _gpu(row)
+    if gpu.link_bandwidth <= gpu.host_bandwidth:
+        return 12.5e9
+    return GPUS_PER_NODE * (
+        50e9 if gpu.capability >= (9, 0) else 25e9 if gpu.capability >= (8, 0) else 1.5625e9
     )
 
 

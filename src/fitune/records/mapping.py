@@ -8,7 +8,7 @@ from fitune.records.habits import Habits, habits_of
 from fitune.records.hardware import hardware_of
 from fitune.records.row import Row
 from fitune.records.shapes import model_of
-from fitune.records.storage import Storage, precision_of, storage_of
+from fitune.records.storage import Storage, precision_of, storage_of, trains_all
 from fitune.records.unrepresented import Unrepresented
 from fitune.spec.model import ModelSpec
 from fitune.spec.parameters import resolve_targets
@@ -45,6 +45,19 @@ from fitune.spec.plan import (
 from fitune.spec.shape import BatchShape
 
 _STAGES: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+_NOT_ADAMW = (
+    "galore",
+    "badam",
+    "adam-mini",
+    "adam_mini",
+    "adafactor",
+    "apollo",
+    "muon",
+    "lion",
+    "lisa",
+    "4bit",
+)
+"""Names that contain AdamW's, or that no plan has, and keep other states."""
 _EVERY_LINEAR = ("all linear", "all-linear", "all_linear")
 _OTHER_NAMES = {
     "c_attn": ("q_proj", "k_proj", "v_proj"),
@@ -143,7 +156,7 @@ def _refuse_parallel_models(row: Row) -> None:
 def _tuning(row: Row, model: ModelSpec, habits: Habits) -> Tuning:
     if row.says("optimizer", "lomo"):
         return Lomo(adaptive=row.says("optimizer", "adalomo"), clip=ClipByNorm(max_norm=1.0))
-    if row.says("method", "full", "pretrain"):
+    if trains_all(row):
         return Full()
     if not row.says("method", "lora", "dora"):
         raise Unrepresented(f"method {row.words['method']!r} is not known")
@@ -204,6 +217,8 @@ def _optimizer(row: Row) -> Optimizer:
     name = row.words["optimizer"]
     if "lomo" in name:
         return Sgd()
+    if any(other in name for other in _NOT_ADAMW):
+        raise Unrepresented(f"optimizer {name!r} is none a plan has")
     if "8bit" in name or "8-bit" in name:
         return AdamW8bit()
     if "adam" in name or not name:
@@ -236,10 +251,12 @@ def _sharding(row: Row) -> Sharding:
 
 
 def _offload(row: Row) -> Offload:
+    """Unsloth's own checkpoints send the kept inputs to the host."""
+    leaves = row.switches["act_offload"] or row.says("act_ckpt", "unsloth", "offload")
     return Offload(
         parameters="cpu" if row.switches["offload_params"] else "device",
         optimizer="cpu" if row.switches["offload_optimizer"] else "device",
-        activations="cpu" if row.switches["act_offload"] else "device",
+        activations="cpu" if leaves else "device",
     )
 
 
@@ -247,7 +264,10 @@ def _recompute(row: Row, model: ModelSpec) -> Recompute:
     """Selective recompute without its share stated counts as every second block."""
     if row.says("act_ckpt", "selective"):
         return Recompute(blocks=model.num_layers // 2)
-    return Recompute(blocks=0 if row.switches["act_ckpt"] is False else model.num_layers)
+    stated = row.switches["act_ckpt"]
+    if stated is None:
+        raise Unrepresented("whether blocks are recomputed is not stated")
+    return Recompute(blocks=model.num_layers if stated else 0)
 
 
 def _attention(row: Row) -> Attention:

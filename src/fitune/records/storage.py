@@ -28,13 +28,19 @@ def precision_of(row: Row) -> Precision:
         return Precision.FP16
     if "bf16" not in words and ("fp32" in words or "tf32" in words):
         return Precision.FP32
-    full = row.says("method", "full")
-    return Precision.BF16_MASTER if full and _steps_fp32(row) else Precision.BF16
+    return Precision.BF16_MASTER if trains_all(row) and _steps_fp32(row) else Precision.BF16
+
+
+def trains_all(row: Row) -> bool:
+    return row.says("method", "full", "pretrain", "sft")
 
 
 def storage_of(row: Row, habits: Habits, precision: Precision) -> Storage:
     autocast = row.says("precision_mode", "autocast", "amp", "mixed")
-    if not row.says("method", "full"):
+    if _by_deepspeed(row) and precision is not Precision.FP32:
+        # its engine makes everything 16 bit and steps fp32 copies (deepspeed/runtime/engine.py)
+        return Storage(weight=2, gradient=2, master=4, moment=4, autocast=False)
+    if not trains_all(row):
         width = _adapter_bytes(row, habits, precision)
         return Storage(weight=width, gradient=width, master=0, moment=width, autocast=autocast)
     if precision is Precision.FP32:
@@ -53,15 +59,22 @@ def _adapter_bytes(row: Row, habits: Habits, precision: Precision) -> int:
 
 
 def _steps_fp32(row: Row) -> bool:
-    return row.says("optimizer_dtype", "fp32") or row.says("precision_mode", "master", "fp32")
+    """As stated; mixed precision means an fp32 copy unless it is called pure."""
+    if row.says("optimizer_dtype", "fp32") or row.says("precision_mode", "master", "fp32"):
+        return True
+    if row.says("optimizer_dtype", "bf16", "fp16") or row.says("precision_mode", "pure"):
+        return False
+    return _by_deepspeed(row) or row.says("precision_mode", "mixed", "amp", "fp16")
+
+
+def _by_deepspeed(row: Row) -> bool:
+    return row.says("sharding", "deepspeed", "zero")
 
 
 def _weights_are_fp32(row: Row, habits: Habits) -> bool:
     """Under autocast, and in FSDP's shards under mixed precision, the weights themselves are fp32.
 
-    DeepSpeed and Apex keep 16-bit weights beside an fp32 copy.
+    Apex and fairscale keep 16-bit weights beside an fp32 copy.
     """
-    if row.says("sharding", "deepspeed", "zero"):
-        return False
     sharded = row.says("sharding", "fsdp", "hsdp")
     return sharded or habits.fp32_shards or row.says("precision_mode", "autocast", "amp")

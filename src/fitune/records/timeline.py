@@ -52,8 +52,20 @@ def resident_terms(case: Case) -> Terms:
         "trained weights": own,
         "masters": 0 if host_steps or isinstance(plan.tuning, Lomo) else trained * storage.master,
         "optimizer": 0 if host_steps else _moments_bytes(case, trained),
+        "trained copies": _root_copies_bytes(case),
         "cuBLAS workspace": cublas_workspace_bytes(plan.hardware.gpu),
+        "bucket copies": _bucket_copies(case),
+        "undivided tensors": gathered_of(case).resident,
     }
+
+
+def _bucket_copies(case: Case) -> int:
+    """DDP's buckets hold every gradient a second time unless they are views of one another (torch's default: not).
+
+    gradient_as_bucket_view; torch/nn/parallel/distributed.py. FSDP's NO_SHARD sums its flat gradients in place.
+    """
+    shares_flat = case.row.says("sharding", "no_shard")
+    return gradient_bytes(case) if isinstance(case.plan.sharding, Ddp) and not shares_flat else 0
 
 
 def base_weight_bytes(case: Case) -> int:
@@ -69,26 +81,42 @@ def base_weight_bytes(case: Case) -> int:
     return whole + dense // (num_shares(plan) if weights_are_divided(plan) else 1)
 
 
+def working_bytes(case: Case) -> int:
+    """What one block takes while it goes back, beyond its input."""
+    peak = block_of_case(case).peak
+    return peak.kept + peak.temporaries
+
+
 def stepped_elements(case: Case) -> int:
     """Trained parameters that one rank's optimizer steps."""
-    return share_elements(trained_tensors(case.plan), case.plan) + _root_copies(case) // num_shares(case.plan)
+    return share_elements(trained_tensors(case.plan), case.plan)
 
 
 def _held_elements(case: Case) -> int:
     """Trained parameters that one rank keeps between steps: its share only where weights are divided."""
     if weights_are_divided(case.plan):
         return stepped_elements(case)
-    return sum(t.elements * t.count for t in trained_tensors(case.plan)) + _root_copies(case)
+    return sum(t.elements * t.count for t in trained_tensors(case.plan))
 
 
-def _root_copies(case: Case) -> int:
-    return embedding_parameters(case.plan.model) + head_parameters(case.plan.model) if case.trains_root else 0
+def _root_copies_bytes(case: Case) -> int:
+    """PEFT's modules_to_save: embedding and head once more, trained in the type they have: weight and two moments.
+
+    peft/utils/other.py, ModulesToSaveWrapper copies the module; only adapters are cast to fp32.
+    """
+    if not case.trains_root:
+        return 0
+    plan = case.plan
+    elements = embedding_parameters(plan.model) + head_parameters(plan.model)
+    return elements * plan.precision.compute_bytes * (1 + states_per_parameter(plan.optimizer))
 
 
 def _moments_bytes(case: Case, trained: int) -> int:
     plan = case.plan
     if isinstance(plan.tuning, Lomo):
         return 0
+    if case.row.says("optimizer", "paged"):
+        return 0  # managed memory, beside torch's allocator (bitsandbytes GlobalPageManager)
     if isinstance(plan.optimizer, AdamW8bit):
         return eight_bit_state_bytes(plan)
     return states_per_parameter(plan.optimizer) * trained * case.storage.moment
@@ -96,10 +124,18 @@ def _moments_bytes(case: Case, trained: int) -> int:
 
 def gradient_bytes(case: Case) -> int:
     """All gradients when backward is through: a share where they are divided, none where they are used at once."""
-    if isinstance(case.plan.tuning, Lomo) or case.plan.offload.optimizer != "device":
+    if _used_at_once(case) or case.plan.offload.optimizer != "device":
         return 0
     elements = stepped_elements(case) if zero_stage(case.plan) >= 2 else _held_elements(case)
-    return elements * case.storage.gradient
+    copies = _root_copies_bytes(case) // (1 + states_per_parameter(case.plan.optimizer))
+    return elements * case.storage.gradient + copies
+
+
+def _used_at_once(case: Case) -> bool:
+    """LOMO, and an optimizer that steps in backward hooks."""
+    words = f"{case.row.words['optimizer']} {case.row.remarks}"
+    in_backward = any(word in words for word in ("in_bwd", "in backward", "in_backward"))
+    return isinstance(case.plan.tuning, Lomo) or in_backward
 
 
 def _gradients_before(case: Case) -> int:
@@ -128,11 +164,25 @@ def _loss_terms(case: Case, block: Block) -> Terms:
     plan, gathered = case.plan, gathered_of(case)
     return {
         "gradients": _gradients_before(case),
+        "16-bit copies": _weight_copies(case),
         **_kept_terms(case, block, plan.model.num_layers),
         "loss": logits_bytes(case),
         "gathered weights": gathered.loss,
         "reduce buffers": gathered.buckets,
     }
+
+
+def _weight_copies(case: Case) -> int:
+    """e per weight of a linear: autocast's copies of fp32 weights, kept for backward until its context ends.
+
+    torch/csrc autocast_mode.cpp, cached_cast. FSDP computes with 16-bit gathered weights instead.
+    """
+    plan, storage = case.plan, case.storage
+    if not (storage.autocast and storage.weight == 4 and trains_every_weight(plan.tuning)) or uses_fsdp(plan):
+        return 0
+    matrices = [t for t in base_tensors(plan.model) if t.linear is not None]
+    elements = sum(t.elements * t.count for t in matrices) + head_parameters(plan.model)
+    return elements * plan.precision.compute_bytes
 
 
 def logits_bytes(case: Case) -> int:
@@ -169,7 +219,17 @@ def gathered_of(case: Case) -> Buffers:
 
 def _backward_moments(case: Case, block: Block) -> list[Terms]:
     """The last block going back and the first: between them everything changes evenly."""
-    return [_block_moment(case, block, index) for index in {0, case.plan.model.num_layers - 1}]
+    blocks = [_block_moment(case, block, index) for index in {0, case.plan.model.num_layers - 1}]
+    return [*blocks, _root_sum_moment(case)]
+
+
+def _root_sum_moment(case: Case) -> Terms:
+    """FSDP2 at the end: all shares of gradients, and the root's whole ones beside the buffer they are summed from."""
+    end = gathered_of(case).root_end
+    if not end:
+        return {}
+    root = base_bytes([t for t in base_tensors(case.plan.model) if not t.in_block], case.plan)
+    return {"gradients": gradient_bytes(case), "whole gradients": root, "reduce buffers": end}
 
 
 def _block_moment(case: Case, block: Block, index: int) -> Terms:
@@ -185,6 +245,7 @@ def _block_moment(case: Case, block: Block, index: int) -> Terms:
     hidden = 0 if uses_fsdp(plan) else 2 * stream_bytes(case)
     return {
         "gradients": before or fresh,
+        "16-bit copies": _weight_copies(case),
         "whole gradients": _whole_root_gradients(case) + block.peak.gradients,
         "recompute inputs": kept["recompute inputs"],
         "activations": kept["activations"] + block.peak.kept,
@@ -197,12 +258,16 @@ def _block_moment(case: Case, block: Block, index: int) -> Terms:
 
 
 def _held_input_gradients(case: Case, later: int) -> int:
-    """FSDP1 over frozen blocks lets neither a block's input nor its gradient go before backward ends.
+    """2 · e·h·t a block: FSDP1 over frozen blocks inside a reentrant checkpoint lets neither input nor gradient go.
 
-    Blocks without a trained parameter of their own reshard by a hook on their inputs' gradients
-    (torch/distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook), which collects them.
+    A unit without a trained parameter of its own reshards by a hook on the gradients of its inputs
+    (torch/distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook). The inputs of a reentrant
+    checkpoint are leaves of its own backward; the hook keeps them and their gradients until all of backward is through
+    (tests/laws/test_held_inputs.py).
     """
-    if not uses_fsdp(case.plan) or case.habits.own_fsdp or trains_every_weight(case.plan.tuning):
+    plan, habits = case.plan, case.habits
+    held = uses_fsdp(plan) and not habits.own_fsdp and habits.checkpoints_units and _recomputed(case) > 0
+    if not held or trains_every_weight(plan.tuning):
         return 0
     return 2 * later * stream_bytes(case)
 
@@ -210,7 +275,7 @@ def _held_input_gradients(case: Case, later: int) -> int:
 def _whole_root_gradients(case: Case) -> int:
     """The head's gradient, whole until the root group is summed at the end of backward; alone it just stays."""
     plan = case.plan
-    if not trains_every_weight(plan.tuning) or isinstance(plan.tuning, Lomo):
+    if not trains_every_weight(plan.tuning) or _used_at_once(case):
         return 0
     width = case.storage.gradient if isinstance(plan.sharding, Single) else plan.precision.compute_bytes
     return head_parameters(plan.model) * width
@@ -219,7 +284,7 @@ def _whole_root_gradients(case: Case) -> int:
 def _update_terms(case: Case) -> Terms:
     """Gradients beside states, and what the update makes: AdamW of many tensors one more set of the stepped."""
     plan = case.plan
-    if isinstance(plan.tuning, Lomo) or plan.offload.optimizer != "device":
+    if _used_at_once(case) or plan.offload.optimizer != "device":
         return {}
     temporaries = 0
     if uses_deepspeed(plan):
@@ -228,4 +293,8 @@ def _update_terms(case: Case) -> Terms:
         case.habits.foreach and isinstance(plan.optimizer, AdamW) and not case.row.says("optimizer", "fused")
     ):
         temporaries = stepped_elements(case) * (case.storage.master or case.storage.weight)
-    return {"gradients": gradient_bytes(case), "temporaries": temporaries}
+    return {
+        "gradients": gradient_bytes(case),
+        "temporaries": temporaries,
+        "reduce buffers": gathered_of(case).update,
+    }
