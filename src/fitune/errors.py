@@ -76,6 +76,24 @@ class ScoringFailed(FituneError):
     exit_code = 1
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed. torch's own type for it is a RuntimeError, and only CUDA's allocator raises that
+    one; the others are told by their words."""
+    words = str(error).lower()
+    is_system = isinstance(error, RuntimeError | OSError)
+    return isinstance(error, MemoryError) or (is_system and any(sign in words for sign in _NO_MEMORY))
+
+
+_NO_MEMORY = (
+    "out of memory",
+    "can't allocate memory",  # torch's allocator on a CPU
+    "cannot allocate memory",  # the operating system (ENOMEM)
+    "not enough memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+
+
 def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str | None:
     """The closest known word as a hint, or None when nothing is close."""
     import difflib

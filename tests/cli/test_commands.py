@@ -149,3 +149,53 @@ def test_an_adapter_of_another_rank_is_refused_before_the_model_is_loaded(
     assert "does not fit" in err
     assert "and 20 more" in err
     assert not (tmp_path / "scores").exists()
+
+
+def test_the_version_is_told(call) -> None:
+    from importlib.metadata import version
+
+    assert call("--version") == (0, f"fitune {version('fitune')}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["score", "--json"], "--model"),
+        (
+            ["score", "--model", "a", "--data", "b", "--out", "c", "--batch-size", "0", "--json"],
+            "--batch-size",
+        ),
+        (["doctor", "--jsn", "--json"], "--jsn"),
+        (["plam", "--json"], "plam"),
+    ],
+)
+def test_words_that_are_no_options_are_an_error_object_too(call, words: list[str], said: str) -> None:
+    code, out, err = call(*words)
+    error = json.loads(out)["error"]
+    assert (code, err) == (2, "")
+    assert said in error["message"]
+    assert "--help" in error["hint"]
+
+
+def test_a_command_under_json_keeps_its_exit_code(call, tmp_path: Path) -> None:
+    assert call("plan", *LLAMA_8B, "--tuning", "lora", "--json")[0] == 0
+    assert call("report", str(tmp_path / "nowhere"), "--json")[0] == 2
+
+
+def test_score_takes_sampling_template_and_ids(
+    call, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "a", "answer": "b", "name": "first"}\n')
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}")
+    code, _, err = call(
+        "score", "--model", str(model_folder), "--data", str(rows), "--out", str(tmp_path / "out"), "--top-p", "0.5",
+        "--seed", "7", "--temperature", "0.5", "--id-column", "name", "--chat-template", str(template),
+        "--max-new-tokens", "2",
+    )  # fmt: skip
+    assert code == 0, err
+    sampling = json.loads((tmp_path / "out" / "manifest.json").read_text())["sampling"]
+    assert sampling == {"max_new_tokens": 2, "seed": 7, "temperature": 0.5, "top_p": 0.5}
+    line = json.loads((tmp_path / "out" / "answers.jsonl").read_text())
+    assert line["custom_id"] == "first"

@@ -48,3 +48,23 @@ def test_names_of_other_frameworks_are_options_too() -> None:
 def test_mistakes_are_named(words: list[str], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         recipe_from(words, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "options"),
+    [
+        (["--resume", "r.yaml"], "r.yaml", {"resume": True}),
+        (["--packing", "r.yaml"], "r.yaml", {"packing": True}),
+        (["--sample-packing", "r.yml"], "r.yml", {"sample_packing": True}),
+        (["--gradient-checkpointing", "r.yaml"], "r.yaml", {"gradient_checkpointing": True}),
+        (["--load-in-4bit", "r.yaml"], "r.yaml", {"load_in_4bit": True}),
+        (["--packing", "recipe"], "recipe", {"packing": True}),
+        (["--packing", "off", "r.yaml"], "r.yaml", {"packing": False}),
+        (["--packing=false", "r.yaml"], "r.yaml", {"packing": False}),
+        (["--resume", "runs/a/checkpoints/step-4", "r.yaml"], "r.yaml", {"resume": "runs/a/checkpoints/step-4"}),
+        (["--gradient-checkpointing", "3", "r.yaml"], "r.yaml", {"gradient_checkpointing": 3}),
+        (["--output-dir", "odd.yaml"], None, {"output_dir": "odd.yaml"}),
+    ],
+)  # fmt: skip
+def test_a_switch_does_not_swallow_the_recipe(words: list[str], path: str | None, options: dict) -> None:
+    assert split_words(words) == (Path(path) if path else None, options)

@@ -19,7 +19,8 @@ def said(speaker, value):
 
 
 def example(fields, columns=()):
-    return to_example(Row("f:1", fields), format=detect_format(fields, columns), columns=columns)
+    row = Row("f:1", fields)
+    return to_example(row, format=detect_format(row, columns), columns=columns)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def example(fields, columns=()):
     ],
 )  # fmt: skip
 def test_a_format_is_recognised_and_becomes_a_conversation(name, fields, messages):
-    assert detect_format(fields) == name
+    assert detect_format(Row("f:1", fields)) == name
     assert example(fields) == Conversation(messages, "f:1")
 
 
@@ -63,14 +64,14 @@ def test_plain_text_stays_text():
 def test_columns_can_be_named():
     fields = {"q": "hi", "a": "yo", "s": "be kind", "text": "not this"}
     columns = (("prompt", "q"), ("completion", "a"), ("system", "s"))
-    assert detect_format(fields, columns) == "columns"
+    assert detect_format(Row("f:1", fields), columns) == "columns"
     assert example(fields, columns) == Conversation((SYSTEM, USER, ANSWER), "f:1")
     assert example(fields, (("text", "q"),)) == Text("hi", "f:1")
 
 
 def test_fields_of_no_format_are_an_error_that_lists_them():
     with pytest.raises(DataError, match="chosen, rejected") as caught:
-        detect_format({"chosen": 1, "rejected": 2})
+        detect_format(Row("f:1", {"chosen": 1, "rejected": 2}))
     assert "instruction" in caught.value.hint
     assert "columns" in caught.value.hint
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fitune.data.dataset import TokenDataset
-from fitune.data.loader import IGNORED, Loader, LoaderState, eval_batches, micro_batch_of, prefetch
+from fitune.data.loader import IGNORED, Loader, LoaderState, eval_batches, micro_batch_of
 from fitune.spec.plan import Batch
 
 
@@ -137,22 +137,3 @@ def test_evaluation_goes_through_the_rows_in_order(packing):
     assert [row for stream in streams for row in stream.row_ids] == list(range(23))
     assert all(len(stream.input_ids_T) <= batch.micro_batch_tokens for stream in streams)
     assert len(streams) == 8 if not packing else len(streams) < 8
-
-
-def test_prefetch_gives_the_same_items_and_the_error_in_its_turn():
-    def numbers():
-        yield 1
-        yield 2
-        raise KeyError("broken row")
-
-    items = prefetch(numbers())
-    assert [next(items), next(items)] == [1, 2]
-    with pytest.raises(KeyError, match="broken row"):
-        next(items)
-    assert list(prefetch(range(50), depth=3)) == list(range(50))
-
-
-def test_prefetch_can_be_left_early():
-    items = prefetch(iter(range(10**9)))
-    assert next(items) == 0
-    items.close()

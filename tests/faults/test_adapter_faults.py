@@ -11,11 +11,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from checkpoint.tiny_export import TARGETS, byte_tokenizer, tiny_base, with_adapter
-from fitune.checkpoint.adapters import check_adapter, linear_shapes
 from fitune.checkpoint.export import adapter_weights, export_merged
-from fitune.checkpoint.foreign import refuse_pickle, refuse_remote_code
 from fitune.checkpoint.layout import write_adapter
 from fitune.errors import CheckpointError
+from fitune.models.adapter_check import check_adapter, linear_shapes
+from fitune.models.foreign import refuse_pickle, refuse_remote_code
 from fitune.spec.model import Linear, ModelSpec
 
 SPEC = ModelSpec(
@@ -79,6 +79,22 @@ def test_linear_shapes_of_the_model_are_those_of_the_spec(shapes):
         f"model.layers.{i}.{m.name}": (m.in_features, m.out_features) for i in range(2) for m in SPEC.linears
     }
     assert shapes == {**in_block, "lm_head": (32, 260)}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[1, 2]", "expected an object, found list"),
+        ('{"peft_type": "LORA"}', "with r None"),
+        ('{"peft_type": "LORA", "r": "8"}', "with r '8'"),
+        ('{"peft_type": "LOHA", "r": 8}', "fitune takes LORA adapters"),
+        ("{", "no valid JSON"),
+    ],
+)
+def test_a_config_that_is_no_adapters(adapter, content, said):
+    (adapter / "adapter_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=said):
+        check_adapter(adapter, base=SPEC)
 
 
 @pytest.mark.parametrize("rank", [2, 8])

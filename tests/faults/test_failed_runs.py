@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fitune.cli import app as command_line
-from fitune.errors import OutOfMemory
+from fitune.errors import OutOfMemory, is_out_of_memory
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
-from fitune.train.failure import Whereabouts, explain, is_out_of_memory
+from fitune.train.failure import Whereabouts, explain
 
 Call = Callable[..., tuple[int, str, str]]
 

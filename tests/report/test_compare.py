@@ -47,7 +47,8 @@ def test_a_run_without_a_report_is_measured_by_its_steps(
     prediction: Prediction, steps: list[StepReport]
 ) -> None:
     rows = by_name(compare(prediction.estimate, None, steps))
-    settled = steps[1:]
+    settled = [step for step in steps[1:] if not step.memory_bytes]  # counting bytes slows a step
+    assert len(settled) < len(steps) - 1
     assert rows["Backward"].measured == 405 * MIB
     assert rows["Time of a step"].measured == pytest.approx(
         sum(s.step_seconds for s in settled) / len(settled)

@@ -163,6 +163,18 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_says_so(make_plan
     assert report.steps == len(steps_of(plan))
 
 
+def test_gradients_that_are_not_finite_name_the_rows(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine sees gradients and no rows; metrics.jsonl has none either."""
+    monkeypatch.setattr("fitune.engine.plain.global_norm", lambda gradients: torch.tensor(float("nan")))
+    with pytest.raises(
+        TrainingFailed, match=r"gradients are not finite.*Rows of this step.*\[\d+, \d+"
+    ) as caught:
+        run(make_plan(), callbacks=callbacks())
+    assert "metrics.jsonl" not in str(caught.value)
+
+
 def test_an_earlier_run_is_not_overwritten_unasked(make_plan: MakePlan) -> None:
     plan = make_plan(max_steps=2)
     run(plan, callbacks=callbacks())

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from fitune.checkpoint.adapters import WEIGHTS
 from fitune.checkpoint.durable import (
     remove,
     remove_stale_siblings,
@@ -25,6 +24,7 @@ from fitune.checkpoint.durable import (
     temporary_sibling,
 )
 from fitune.errors import CheckpointError, RunDirectoryError
+from fitune.models.adapter_check import WEIGHTS
 from fitune.units import MIB
 
 _MARGIN_BYTES = 32 * MIB

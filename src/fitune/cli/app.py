@@ -4,16 +4,16 @@ import json as json_text
 import os
 import sys
 import warnings
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fitune.errors import FituneError
+from fitune.errors import FituneError, RecipeError
 
 app = typer.Typer(
     name="fitune",
-    help="Fine-tune large language models within the memory you have: predicted, trained, measured.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,6 +38,21 @@ Settings = Annotated[
     typer.Option("--set", metavar="A.B=C", help="Change one setting of the recipe; repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fitune {installed_version('fitune')}")
+        raise typer.Exit
+
+
+@app.callback()
+def fitune(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Fine-tune large language models within the memory you have: predicted, trained, measured."""
 
 
 @app.command(context_settings=_RECIPE_WORDS)
@@ -129,6 +144,14 @@ def score(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws; idle at temperature 0.")] = 0,
+    chat_template: Annotated[str, typer.Option(help="Jinja file; default: the tokenizer's own.")] = "",
+    id_column: Annotated[
+        str, typer.Option(help="Column that names each row; default: custom_id, id, or its number.")
+    ] = "",
     json: Json = False,
 ) -> None:
     """Answer a dataset with a model and grade the answers."""
@@ -136,7 +159,8 @@ def score(
 
     score_dataset(
         model=model, adapter=adapter, data=data, out=out, columns=columns or [], graders=grader or [],
-        max_new_tokens=max_new_tokens, batch_size=batch_size, temperature=temperature, json=json,
+        sampling={"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
+        batch_size=batch_size, chat_template=chat_template, id_column=id_column, json=json,
     )  # fmt: skip
 
 
@@ -205,7 +229,7 @@ def main() -> None:
     # PEFT asks transformers for a property by its old name; that warning is not for our users.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
     try:
-        app()
+        _run_command()
     except FituneError as error:
         _print_error(error)
         sys.exit(error.exit_code)
@@ -221,6 +245,24 @@ def main() -> None:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _run_command() -> None:
+    """A word typer does not know is told to people by typer itself, to programs like every other error."""
+    if "--json" not in sys.argv:
+        app()
+        return
+    usage_error: Any = (
+        typer.BadParameter.__base__
+    )  # typer brings its own click since 0.26 and does not export this
+    try:
+        sys.exit(app(standalone_mode=False))
+    except usage_error as error:
+        raise RecipeError(error.format_message(), hint=f"{_command_of(error)} --help") from None
+
+
+def _command_of(error: Any) -> str:
+    return "fitune" if error.ctx is None else str(error.ctx.command_path)
 
 
 class _SystemFailed(FituneError):

@@ -1,6 +1,5 @@
 """``fitune demo``: the whole loop on a base model and a task made on the spot."""
 
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from fitune.errors import RunDirectoryError
 from fitune.planner.explain import explain_plan
 from fitune.report.html import write_report
 from fitune.score.generate_hf import Sampling
+from fitune.score.manifest import remove_scores
 from fitune.score.run import ScorePlan, score
 from fitune.spec.plan import DataSource
 from fitune.spec.recipe import read_recipe
@@ -111,7 +111,7 @@ def _train(path: Path, *, explain: bool) -> RunReport:
     report = plan_for(recipe)
     if explain:
         print(explain_plan(report), "\n")
-    return run_plan(report, recipe, stop_asked=lambda: False)
+    return run_plan(report, recipe, stop_asked=lambda: False, overwrite=True)
 
 
 def _accuracy(files: DemoFiles, exported: Path) -> float:
@@ -130,7 +130,7 @@ def _accuracy(files: DemoFiles, exported: Path) -> float:
 
 
 def _make_room(directory: Path) -> None:
-    """Remove an earlier demo, and nothing else."""
+    """Remove the scores of an earlier demo; all else it wrote is written again, and nothing of others is touched."""
     if not directory.exists() or not any(directory.iterdir()):
         return
     if not (directory / "pretrain.yaml").is_file():
@@ -138,4 +138,5 @@ def _make_room(directory: Path) -> None:
             f"{directory} has files and is no earlier demo, so nothing was removed",
             hint="--out with a new folder",
         )
-    shutil.rmtree(directory)
+    for scores in directory.glob("*/scores"):
+        remove_scores(scores)

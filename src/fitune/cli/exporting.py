@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from fitune.checkpoint.adapters import check_adapter
 from fitune.checkpoint.export import export_merged
 from fitune.data.templates import load_template
 from fitune.errors import RecipeError, RunDirectoryError
+from fitune.models.adapter_check import check_adapter
 from fitune.models.adapters import load_adapter
 from fitune.models.weights import compute_dtype, load_model, load_tokenizer
 from fitune.report.run_files import read_run

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fitune.errors import RecipeError
-from fitune.spec.recipe import ALIASES, Recipe, parse_value, read_recipe
+from fitune.spec.recipe import ALIASES, SWITCHES, Recipe, parse_value, read_recipe
 
 _TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "chat_template"}
 """Kept as typed: ``--gpu 4090`` is a name, not a number."""
+
+_YES_AND_NO = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 def recipe_from(
@@ -37,12 +39,30 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
             path = Path(word)
             continue
         key, equals, value = word.lstrip("-").partition("=")
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         name = key.replace("-", "_")
+        if not equals:
+            value = rest.pop(0) if rest and _is_value_of(name, rest[0]) else "true"
         if name in options:
             raise RecipeError(f"--{key} is given twice", hint="keep one of them")
         if not equals and value == "true" and ALIASES.get(name, name) in _TEXT_KEYS:
             raise RecipeError(f"--{key} has no value", hint=f"--{key} VALUE")
         options[name] = value if ALIASES.get(name, name) in _TEXT_KEYS else parse_value(value, where=word)
     return path, options
+
+
+def _is_value_of(name: str, word: str) -> bool:
+    """Whether ``word`` is the value of ``--name`` before it: a switch needs none, so a recipe after it is a recipe."""
+    if word.startswith("--"):
+        return False
+    name = ALIASES.get(name, name)
+    field = Recipe.model_fields.get(name)
+    kinds = (bool, str) if name in SWITCHES else () if field is None else _kinds(field.annotation)
+    if set(kinds) == {bool}:
+        return word.lower() in _YES_AND_NO
+    return bool not in kinds or not word.lower().endswith((".yaml", ".yml"))
+
+
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    """``bool`` -> (bool,); ``bool | str`` -> (bool, str)."""
+    parts = get_args(annotation)
+    return tuple(kind for part in parts for kind in _kinds(part)) if parts else (annotation,)

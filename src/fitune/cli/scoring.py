@@ -2,14 +2,13 @@
 
 import json as json_text
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from fitune.checkpoint.adapters import check_adapter
 from fitune.errors import RecipeError, ScoringFailed
 from fitune.score.generate_hf import Sampling
 from fitune.score.run import ScorePlan, score
-from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import to_data
@@ -20,19 +19,18 @@ _ROLES = ("system", "prompt", "completion")
 
 def score_dataset(
     *, model: str, adapter: str, data: str, out: Path, columns: Sequence[str], graders: Sequence[str],
-    max_new_tokens: int, batch_size: int, temperature: float, json: bool,
+    sampling: Mapping[str, Any], batch_size: int, chat_template: str, id_column: str, json: bool,
 ) -> None:  # fmt: skip
     """Answer, grade, print. With ``json`` only the report goes to standard output."""
-    if adapter:
-        for warning in check_adapter(Path(adapter), base=load_model_spec(model)):
-            print(f"warning: {warning}", file=sys.stderr)
     plan = ScorePlan(
         model=model,
         adapter=adapter,
         data=DataSource(path=data, columns=tuple(_column(text) for text in columns)),
         output_dir=str(out),
         graders=tuple(graders),
-        sampling=Sampling(max_new_tokens=max_new_tokens, temperature=temperature),
+        sampling=Sampling(**sampling),
+        chat_template=chat_template,
+        id_column=id_column,
         batch_size=batch_size,
     )
     report = score(plan, say=lambda line: print(line, file=sys.stderr), progress=counter())

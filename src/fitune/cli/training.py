@@ -19,7 +19,6 @@ from fitune.data.dataset import PreparedData
 from fitune.data.formats import Conversation
 from fitune.data.ledger import describe_ledger
 from fitune.data.loader import Loader
-from fitune.data.sources import trained_and_evaluated
 from fitune.data.templates import load_template
 from fitune.engine.schedule import total_steps
 from fitune.errors import FituneError, RecipeError, RunDirectoryError, TrainingFailed
@@ -96,7 +95,7 @@ def run_plan(
 
     def on_data(data: PreparedData, loader: Loader) -> None:
         print_data(data)
-        for path in trained_and_evaluated(plan.data):
+        for path in data.also_trained:
             print(f"note: eval_data {path} is also trained on, so its loss says nothing about new rows")
         prediction = predict_run(report, loader)
         print(describe_prediction(prediction))

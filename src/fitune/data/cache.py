@@ -70,5 +70,5 @@ def _sync(folder: Path) -> None:
 def _unwritable(folder: Path, error: OSError) -> DataError:
     return DataError(
         f"the cache for tokenised data cannot be written: {folder}: {error.strerror or error}",
-        hint="free some space, or name another folder with cache_dir or FITUNE_CACHE",
+        hint="free some space, or name another folder with FITUNE_CACHE",
     )

@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -92,6 +91,8 @@ class PreparedData:
     eval_ledger: Ledger | None
     eval_examples: list[Conversation]
     """The first held-out conversations, at most FIRST_CONVERSATIONS: prompts for the samples of the report."""
+    also_trained: tuple[str, ...] = ()
+    """Paths of evaluation sources whose content is also trained on: their loss says nothing about new rows."""
 
 
 def prepare_data(
@@ -112,15 +113,32 @@ def prepare_data(
     if not data.sources:
         raise DataError("data: no source is named", hint="data: path/to/train.jsonl")
     template = load_template(tokenizer, data.chat_template)
-    keys = [content_key(source) for source in (*data.sources, *data.eval_sources)]
+    _refuse_weights(data.eval_sources)
+    trained, evaluated = (
+        [content_key(source) for source in part] for part in (data.sources, data.eval_sources)
+    )
+    keys = [*trained, *evaluated]
+    also_trained = tuple(
+        source.path for source, key in zip(data.eval_sources, evaluated, strict=True) if key in trained
+    )
     settings = {"data": to_data(data) | {"cache_dir": ""}, "content": keys, "seq_len": seq_len, "seed": seed}
     key = cache.key_of(settings, tokenizer=tokenizer, template=template.source)
     entry = cache.folder_of(data.cache_dir) / key
     if (found := _load(entry)) is not None:
-        return found
+        return replace(found, also_trained=also_trained)
     prepared = _prepare(data, template, seq_len=seq_len, seed=seed)
     cache.store(entry, lambda folder: _save(prepared, folder, tokenizer_path))
-    return _load(entry) or prepared
+    return replace(_load(entry) or prepared, also_trained=also_trained)
+
+
+def _refuse_weights(sources: tuple[DataSource, ...]) -> None:
+    """Every held-out row counts once: a weight there would have to be ignored."""
+    for source in sources:
+        if source.weight != 1:
+            raise DataError(
+                f"eval_data {source.path}: weight {source.weight:g} is not used, every row is evaluated once",
+                hint=f"leave the weight out; {source.path}#500 evaluates 500 rows",
+            )
 
 
 def _prepare(data: DataPlan, template: ChatTemplate, *, seq_len: int, seed: int) -> PreparedData:
@@ -158,7 +176,7 @@ def _read_source(
     format, position, weight = source.format, 0, Fraction(source.weight).limit_denominator(1_000_000)
     for row in read_rows(source, on_bad_row=data.on_bad_row, count_bad=book.drop):
         if format == "auto":
-            format = _detected(row.fields, source, row.where)
+            format = detect_format(row, source.columns)
         try:
             example = to_example(row, format=format, columns=source.columns)
         except BadRow as bad:
@@ -173,13 +191,6 @@ def _read_source(
         position += 1
         train.add(example, places=places) if places else book.drop(_LEFT_OUT)
     return format
-
-
-def _detected(fields: Iterable[str], source: DataSource, where: str) -> Any:
-    try:
-        return detect_format(fields, source.columns)
-    except DataError as error:
-        raise DataError(f"{where}: {error.message}", hint=error.hint) from None
 
 
 def _is_held_out(example: Example, fraction: float, seed: int) -> bool:

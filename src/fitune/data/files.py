@@ -96,15 +96,44 @@ def _decode(line: bytes, where: str) -> str:
 
 
 def _parse_object(text: str, where: str, *, torn: bool) -> dict[str, Any]:
+    objects = _Objects()
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=objects)
     except (ValueError, RecursionError) as error:
         if torn:
             raise BadRow(
                 f"{where}: the file ends in the middle of a row: {_tail(text)}", reason="torn last line"
             ) from None
         raise BadRow(f"{where}: not JSON: {_cause(error)}", reason="not JSON") from None
+    if objects.doubled:
+        raise _key_twice(where, objects.doubled[0][1])
     return _require_object(value, where)
+
+
+class _Objects:
+    """Builds the objects of a JSON text and notes those that have a key twice: json keeps the last and says nothing."""
+
+    def __init__(self) -> None:
+        self.doubled: list[tuple[dict[str, Any], str]] = []
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            names = [name for name, _ in pairs]
+            self.doubled.append((fields, next(name for name in names if names.count(name) > 1)))
+        return fields
+
+    def key_twice_in(self, value: Any) -> str | None:
+        """The key that stands twice in ``value`` or in anything it holds."""
+        for fields, key in self.doubled:
+            if fields is value:
+                return key
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return next((key for item in inner if (key := self.key_twice_in(item)) is not None), None)
+
+
+def _key_twice(where: str, key: str) -> BadRow:
+    return BadRow(f"{where}: the key {key!r} is there twice in one object", reason="key twice")
 
 
 def _require_object(value: Any, where: str) -> dict[str, Any]:
@@ -126,9 +155,9 @@ def _tail(text: str) -> str:
 
 def _read_json(file: BinaryIO, path: str) -> Rows:
     """A list of rows, or ``{"data": [...]}``. JSON lines under this suffix are read as what they are."""
-    text = _whole_text(file, path)
+    text, objects = _whole_text(file, path), _Objects()
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=objects)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             file.seek(0)
@@ -141,7 +170,9 @@ def _read_json(file: BinaryIO, path: str) -> Rows:
         value = value["data"]
     if not isinstance(value, list):
         raise DataError(f'{path}: expected a list of rows or {{"data": [...]}}, found {type(value).__name__}')
-    yield from _numbered_objects(value, path)
+    for row in _numbered_objects(value, path):
+        key = objects.key_twice_in(row.fields) if objects.doubled and isinstance(row, Row) else None
+        yield row if key is None else _key_twice(row.where, key)
 
 
 def _whole_text(file: BinaryIO, path: str) -> str:

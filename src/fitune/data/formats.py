@@ -14,7 +14,7 @@
 Nothing is added to what the fields say: an instruction in front of a dialogue is the data's to give.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,19 +76,19 @@ class Text:
 Example = Conversation | Text
 
 
-def detect_format(fields: Iterable[str], columns: Columns = ()) -> str:
+def detect_format(row: Row, columns: Columns = ()) -> str:
     """The format whose fields are all there; a column mapping goes before everything.
 
-    Raises DataError that lists the fields found and the formats accepted.
+    Raises DataError that names the row and lists the fields found and the formats accepted.
     """
     if columns:
         return "columns"
-    names = set(fields)
+    names = set(row.fields)
     for name, needed in _RECOGNISED:
         if names.issuperset(needed):
             return name
     found = ", ".join(sorted(map(str, names))) or "no fields"
-    raise DataError(f"format auto: the row has {found}, which is no known format", hint=ACCEPTED)
+    raise DataError(f"{row.where}: format auto: the row has {found}, which is no known format", hint=ACCEPTED)
 
 
 def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:
@@ -98,7 +98,7 @@ def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:
     of columns itself makes no sense.
     """
     if format == "auto":
-        format = detect_format(row.fields, columns)
+        format = detect_format(row, columns)
     if columns and format != "columns":
         raise DataError(
             f"columns are mapped but format is {format}", hint="leave format out, or set it to columns"

@@ -5,11 +5,8 @@ counts: a row, or a pack of rows.
 """
 
 import functools
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,8 +18,6 @@ from fitune.spec.shape import BatchShape
 
 IGNORED = -100
 """The label of a position at which nothing is learned; torch's cross-entropy skips it."""
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,14 +220,3 @@ def eval_batches(dataset: TokenDataset, batch: Batch) -> Iterator[MicroBatch]:
         tokens += length
     if rows:
         yield micro_batch_of(dataset, rows)
-
-
-def prefetch(items: Iterable[Item], depth: int = 2) -> Iterator[Item]:
-    """The same items, made ``depth`` ahead by a thread. An error of the source is raised here, in its turn."""
-    source = iter(items)
-    end = object()
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as worker:
-        ahead = deque(worker.submit(next, source, end) for _ in range(depth))
-        while (item := ahead.popleft().result()) is not end:
-            ahead.append(worker.submit(next, source, end))
-            yield cast(Item, item)

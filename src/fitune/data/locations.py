@@ -8,12 +8,12 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from fitune.errors import DataError
+from fitune.spec.pickles import PICKLE_SUFFIXES
 from fitune.spec.plan import DataSource
 
 READABLE = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
 """Suffixes that are read, in the words of the error messages."""
 
-_PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _REMOTE = {"hdfs": "pyarrow", "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs"}
 """URL scheme -> the package that reads it."""
@@ -97,7 +97,7 @@ def open_binary(path: str) -> BinaryIO:
 
 def _refuse_pickle(path: str) -> None:
     suffix = PurePosixPath(path).suffix.lower()
-    if suffix in _PICKLES:
+    if suffix in PICKLE_SUFFIXES:
         raise DataError(
             f"{path}: {suffix} files are pickles, and opening a pickle runs the code inside it",
             hint=f"convert it to {' or '.join(READABLE[:1] + READABLE[4:5])}",

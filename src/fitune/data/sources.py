@@ -11,7 +11,7 @@ from fitune.data.locations import Files, HubDataset, locate, open_binary, sample
 from fitune.data.rows import BadRow, Row
 from fitune.errors import DataError
 from fitune.spec.hub import no_waiting_for_the_hub
-from fitune.spec.plan import DataPlan, DataSource
+from fitune.spec.plan import DataSource
 
 _SAMPLE_SEED = 500
 """A sample is a property of the source, not of the run: two runs with other seeds train on the same rows."""
@@ -54,12 +54,6 @@ def content_key(source: DataSource) -> str:
     for name in paths:
         digest.update(_file_key(name))
     return digest.hexdigest()
-
-
-def trained_and_evaluated(data: DataPlan) -> tuple[str, ...]:
-    """Paths of evaluation sources whose content is also trained on: their loss says nothing about new rows."""
-    trained = {content_key(source) for source in data.sources}
-    return tuple(source.path for source in data.eval_sources if content_key(source) in trained)
 
 
 def _file_key(path: str) -> bytes:

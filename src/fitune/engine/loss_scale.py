@@ -1,24 +1,51 @@
 """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2)."""
 
+from fitune.errors import TrainingFailed
+
 
 class LossScale:
-    """Halves when gradients overflow, doubles after ``growth_interval`` clean steps."""
+    """Halves when gradients overflow, doubles after ``growth_interval`` clean steps.
 
-    def __init__(self, *, value: float = 2.0**16, growth_interval: int = 1000, minimum: float = 1.0) -> None:
+    At ``minimum`` nothing is left to halve: ``patience`` overflows in a row there raise TrainingFailed, since each
+    of them is a step that changed nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        value: float = 2.0**16,
+        growth_interval: int = 1000,
+        minimum: float = 1.0,
+        patience: int = 20,
+    ) -> None:
         self.value = value
         self.growth_interval = growth_interval
         self.minimum = minimum
+        self.patience = patience
         self.clean_steps = 0
+        self.futile_steps = 0
+        """Overflows in a row at the smallest scale."""
 
     def update(self, *, overflowed: bool) -> None:
         if overflowed:
+            self._require_hope()
             self.value = max(self.minimum, self.value / 2)
             self.clean_steps = 0
             return
+        self.futile_steps = 0
         self.clean_steps += 1
         if self.clean_steps >= self.growth_interval:
             self.value *= 2
             self.clean_steps = 0
+
+    def _require_hope(self) -> None:
+        self.futile_steps = self.futile_steps + 1 if self.value <= self.minimum else 0
+        if self.futile_steps >= self.patience:
+            raise TrainingFailed(
+                f"fp16 gradients overflowed in {self.futile_steps} steps in a row at the smallest loss scale "
+                f"({self.minimum:g}); none of them changed a weight",
+                hint="precision: bf16-master or fp32, a lower learning_rate, or a model that was made for fp16",
+            )
 
     def facts(self) -> dict[str, float]:
         return {"loss_scale": self.value, "clean_steps": self.clean_steps}

@@ -81,4 +81,4 @@ class PlainEngine:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
 
-_HINT = "lower learning_rate, set max_grad_norm, or look at the rows named in metrics.jsonl"
+_HINT = "lower learning_rate, set max_grad_norm, or look at those rows"

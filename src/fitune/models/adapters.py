@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fitune.errors import CheckpointError
+from fitune.models.adapter_check import check_adapter, linear_shapes
 from fitune.spec.plan import Lora
 
 
@@ -45,14 +45,9 @@ def _stores_weights_transposed(model: PreTrainedModel, targets: Sequence[str]) -
 
 
 def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
-    """Put a saved adapter on ``model`` for inference. Only safetensors are read."""
-    folder = Path(path)
-    if not (folder / "adapter_config.json").is_file():
-        raise CheckpointError(
-            f"{folder}: no adapter_config.json", hint="name the folder that `fitune train` exported"
-        )
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise CheckpointError(
-            f"{folder}: no adapter_model.safetensors; other formats can run code and are not read"
-        )
-    return PeftModel.from_pretrained(model, str(folder), is_trainable=False, autocast_adapter_dtype=False)
+    """Put a saved adapter on ``model`` for inference, every key of it: PEFT drops what it does not find.
+
+    Only safetensors are read. Raises CheckpointError when the adapter does not fit this very model.
+    """
+    check_adapter(Path(path), base=linear_shapes(model))
+    return PeftModel.from_pretrained(model, str(path), is_trainable=False, autocast_adapter_dtype=False)

@@ -10,8 +10,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from fitune.errors import ModelError
+from fitune.errors import ModelError, is_out_of_memory
 from fitune.models.arrival import PackOnArrival
+from fitune.models.foreign import pickled_files
 from fitune.spec.hub import no_waiting_for_the_hub
 from fitune.spec.plan import Dense, Hqq, Nf4, Precision
 
@@ -86,6 +87,8 @@ def _looked_up(path: str, what: str, *, hint: str) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            if is_out_of_memory(error):
+                raise  # the files are right: the caller says what takes less
             if unreachable:
                 raise ModelError(
                     f"{path}: {what}: no such folder, not whole in the Hugging Face cache, and {unreachable}",
@@ -102,8 +105,7 @@ def _check_weight_files(folder: Path) -> None:
         raise ModelError(f"{folder}: no config.json, so this is no model folder")
     if any(folder.glob("*.safetensors")):
         return
-    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern))
-    if pickled:
+    if pickled := pickled_files(folder):
         raise ModelError(
             f"{folder}: the weights are pickled ({', '.join(pickled[:3])}); loading them could run code",
             hint="convert them to safetensors, e.g. with transformers' save_pretrained, in an environment you trust",

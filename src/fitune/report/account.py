@@ -29,7 +29,7 @@ def account(ledger: Ledger) -> list[Entry]:
         what = "Tokens of dropped rows" if other_tokens < 0 and dropped else "Tokens gained or lost otherwise"
         lines.append(Entry(what=what, tokens=other_tokens))
     if other_rows:
-        what = "Gained by splitting long rows" if other_rows > 0 else "Rows lost without a reason"
+        what = "Rows gained without a reason" if other_rows > 0 else "Rows lost without a reason"
         lines.append(Entry(what=what, rows=other_rows))
     if ledger.rows_cut or ledger.tokens_cut:
         lines.append(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fitune.spec.reports import Estimate, Phase, RunReport, StepReport
+from fitune.spec.reports import Estimate, Phase, RunReport, StepReport, settled_steps
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 
 Unit = Literal["bytes", "seconds", "tokens/s"]
@@ -72,7 +72,9 @@ def compare(
 def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measured:
     """From the report where there is one, else from the steps."""
     memory = None if run_report is None else run_report.memory
-    seconds = [step.step_seconds for step in _settled(steps)]
+    seconds = [
+        step.step_seconds for step in settled_steps(steps, kind=None if memory is None else memory.kind)
+    ]
     rate = run_report.tokens_per_second if run_report is not None else _tokens_per_second(steps)
     return Measured(
         phases=dict(memory.phases) if memory is not None else _phase_peaks(steps),
@@ -152,11 +154,6 @@ def _phase_peaks(steps: Sequence[StepReport]) -> dict[Phase, int]:
 
 
 def _tokens_per_second(steps: Sequence[StepReport]) -> float | None:
-    settled = _settled(steps)
+    settled = settled_steps(steps, kind=None)
     seconds = sum(step.step_seconds for step in settled)
     return sum(step.tokens for step in settled) / seconds if seconds else None
-
-
-def _settled(steps: Sequence[StepReport]) -> Sequence[StepReport]:
-    """Without the first step, which also warms up, unless it is all there is."""
-    return steps[1:] if len(steps) > 1 else steps

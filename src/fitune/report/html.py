@@ -56,4 +56,4 @@ def _pictures(run: RunFiles) -> tuple[Pictures | None, str]:
     try:
         return draw_pictures(run), ""
     except MissingExtra as error:
-        return None, f"No {error.message.removesuffix(' needs an optional part of fitune')}: {error.hint}"
+        return None, f"No {error.what}: {error.hint}"

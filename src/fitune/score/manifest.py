@@ -49,6 +49,14 @@ def claim(directory: Path, wanted: dict[str, Any]) -> None:
     write_whole(path, json.dumps(wanted, indent=2, ensure_ascii=False) + "\n")
 
 
+def remove_scores(directory: Path) -> None:
+    """Remove what scoring wrote into ``directory``, and the folder when nothing else is in it."""
+    for name in _OURS:
+        (directory / name).unlink(missing_ok=True)
+    if directory.is_dir() and not any(directory.iterdir()):
+        directory.rmdir()
+
+
 def require_same_prompts(directory: Path, done: dict[str, Line], tasks: list[Task]) -> None:
     """Every answer on disk must belong to a row of the data, with the same prompt. Raises RunDirectoryError."""
     by_id = {task.id: task for task in tasks}

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from fitune.data.templates import ChatTemplate, load_template
+from fitune.models.adapter_check import check_adapter
 from fitune.models.adapters import load_adapter
+from fitune.models.finite import require_finite
 from fitune.models.weights import load_model, load_tokenizer
 from fitune.score.generate_hf import Sampling, answer_all
 from fitune.score.grade import check_graders, choose_graders, grade
@@ -26,6 +28,7 @@ from fitune.score.lines import (
 )
 from fitune.score.manifest import claim, manifest, require_same_prompts
 from fitune.score.tasks import Task, read_tasks
+from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import to_json
@@ -69,13 +72,15 @@ def score(
     The same settings go on where they stopped: a row that has an answer keeps it. ``progress`` is told the rows
     done and the rows in all.
 
-    Raises DataError for rows or ids that cannot be used, RunDirectoryError for a directory of other settings.
+    Raises DataError for rows or ids that cannot be used, RunDirectoryError for a directory of other settings,
+    CheckpointError for an adapter that does not fit, ModelError for weights that are no numbers.
     """
     check_graders(plan.graders)
+    _check_adapter(plan, say)
     started = time.perf_counter()
     directory = Path(plan.output_dir)
     device = choose_device()
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = choose_dtype(device)
     tokenizer = load_tokenizer(plan.model)
     template = load_template(tokenizer, plan.chat_template)
     tasks = read_tasks(plan.data, template=template, id_column=plan.id_column)
@@ -98,8 +103,23 @@ def choose_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def choose_dtype(device: torch.device) -> torch.dtype:
+    """fp32 on a CPU; on a GPU bf16, or fp16 where there is none (before Ampere)."""
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
+def _check_adapter(plan: ScorePlan, say: Callable[[str], None]) -> None:
+    """Before the model is loaded: its config says enough to refuse most of what does not fit."""
+    if plan.adapter:
+        for warning in check_adapter(Path(plan.adapter), base=load_model_spec(plan.model)):
+            say(f"warning: {warning}")
+
+
 def _load(plan: ScorePlan, dtype: torch.dtype, device: torch.device) -> Any:
     model = load_model(plan.model, dtype=dtype, device=device)
+    require_finite(model, plan.model)
     return load_adapter(model, plan.adapter).to(device) if plan.adapter else model
 
 

@@ -172,6 +172,13 @@ class Schedule:
     """0 turns clipping off."""
 
 
+DataFormat = Literal[
+    "auto", "alpaca", "messages", "sharegpt", "prompt_completion", "question_answer", "dialogue_summary", "text",
+    "columns",
+]  # fmt: skip
+"""data/formats.py says what each looks like."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
     """One file, folder, URL or Hub dataset and how to read it.
@@ -182,7 +189,7 @@ class DataSource:
     """
 
     path: str
-    format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text", "columns"] = "auto"
+    format: DataFormat = "auto"
     split: str = "train"
     columns: tuple[tuple[str, str], ...] = ()
     sample: int = 0

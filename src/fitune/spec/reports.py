@@ -1,5 +1,6 @@
 """What is predicted and what is measured, in the same words so that they can be laid side by side."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -176,11 +177,24 @@ class StepReport:
     """Set on the steps after which the held-out rows were evaluated."""
 
 
+MeterKind = Literal["live tensors", "cuda allocated"]
+
+
+def settled_steps(steps: Sequence[StepReport], *, kind: MeterKind | None) -> Sequence[StepReport]:
+    """The steps nobody disturbed, which speed is taken over; all of them when no other is left.
+
+    Not the first, which warms up, nor those whose live tensors were counted one by one: CUDA's own counter
+    (``kind``) costs nothing.
+    """
+    counting_slows = kind != "cuda allocated"
+    return [step for step in steps[1:] if not (counting_slows and step.memory_bytes)] or steps
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
     """Peaks by phase over the measured steps."""
 
-    kind: Literal["live tensors", "cuda allocated"]
+    kind: MeterKind
     phases: dict[Phase, int]
     process_bytes: int
     """Largest resident set of the process (CPU) or reserved bytes (CUDA)."""

@@ -4,10 +4,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from fitune.checkpoint.commit import FOLDER, is_committed, step_folders
-from fitune.errors import FituneError, OutOfMemory, TrainingFailed
+from fitune.errors import FituneError, OutOfMemory, TrainingFailed, is_out_of_memory
 from fitune.spec.plan import ChunkedLoss, Dense, Lora, PlainLoss, Plan, trains_every_weight
 from fitune.spec.reports import Failure
 
@@ -51,26 +49,6 @@ def explain(error: Exception, plan: Plan, where: Whereabouts) -> FituneError:
         f"{type(error).__name__} ({where}): {_first_line(error)}\n  {memory_settings(plan)}",
         hint=f"the cause is in {Path(plan.run.output_dir) / TRACEBACK}{_going_on(plan)}",
     )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: torch has a type for CUDA alone; the others are told by their words."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if isinstance(error, RuntimeError | OSError):
-        words = str(error).lower()
-        return any(sign in words for sign in _OUT_OF_MEMORY_WORDS)
-    return False
-
-
-_OUT_OF_MEMORY_WORDS = (
-    "can't allocate memory",  # torch's allocator on a CPU
-    "cannot allocate memory",  # the operating system (ENOMEM)
-    "not enough memory",
-    "cuda error: out of memory",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
-)
 
 
 def memory_settings(plan: Plan) -> str:

@@ -90,12 +90,23 @@ def _one_step(
     ]
     loss = sum(part.item() for part in losses) / batch.supervised_tokens
     if not math.isfinite(loss):
-        rows = [row for micro in batch.micro_batches for row in micro.row_ids]
         raise TrainingFailed(
-            f"the loss is {loss}; nothing was updated. Rows of this step: {rows[:20]}",
+            f"the loss is {loss}; nothing was updated. {_rows(batch)}",
             hint="look at those rows, lower learning_rate, or train in bf16 instead of fp16",
         )
-    return loss, engine.update(learning_rate=rate, enter_phase=enter_phase)
+    try:
+        return loss, engine.update(learning_rate=rate, enter_phase=enter_phase)
+    except TrainingFailed as error:  # an engine sees gradients and no rows
+        raise TrainingFailed(f"{error.message}. {_rows(batch)}", hint=error.hint) from None
+
+
+def _rows(batch: GlobalBatch) -> str:
+    rows = [row for micro in batch.micro_batches for row in micro.row_ids]
+    more = f" and {len(rows) - _ROWS_NAMED} more" if len(rows) > _ROWS_NAMED else ""
+    return f"Rows of this step, counted from 0 in the kept rows: {rows[:_ROWS_NAMED]}{more}"
+
+
+_ROWS_NAMED = 20
 
 
 def steps_to_measure(loader: Loader, *, start_step: int, total: int) -> set[int]:

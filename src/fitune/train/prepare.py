@@ -96,5 +96,5 @@ def _has_dropout(parts: LanguageModel) -> bool:
         "attn_pdrop",
         "resid_dropout",
     )
-    in_config = any(getattr(config, name, 0.0) or 0.0 > 0 for name in configured)
+    in_config = any((getattr(config, name, 0.0) or 0.0) > 0 for name in configured)
     return in_config or any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in parts.whole.modules())

@@ -3,13 +3,21 @@
 import importlib.metadata
 import platform
 from collections.abc import Sequence
-from typing import Literal
 
 from fitune.data.dataset import PreparedData
 from fitune.measure.memory import process_bytes
 from fitune.models.language_model import LanguageModel
 from fitune.models.quantize import count_weights
-from fitune.spec.reports import Failure, MeasuredMemory, Phase, RunReport, Status, StepReport
+from fitune.spec.reports import (
+    Failure,
+    MeasuredMemory,
+    MeterKind,
+    Phase,
+    RunReport,
+    Status,
+    StepReport,
+    settled_steps,
+)
 
 
 def summarise(
@@ -19,16 +27,13 @@ def summarise(
     model: LanguageModel | None,
     status: Status,
     reason: str,
-    meter_kind: Literal["live tensors", "cuda allocated"],
+    meter_kind: MeterKind,
     seconds: float,
     best_eval_loss: float | None,
     failure: Failure | None = None,
 ) -> RunReport:
-    """``model`` None: the run ended before it was loaded. ``best_eval_loss`` is that of earlier attempts too.
-
-    Speed is taken over the steps nobody disturbed: not the first, nor those slowed by counting bytes.
-    """
-    steady = [s for s in steps[1:] if not s.memory_bytes or meter_kind == "cuda allocated"] or list(steps)
+    """``model`` None: the run ended before it was loaded. ``best_eval_loss`` is that of earlier attempts too."""
+    steady = settled_steps(steps, kind=meter_kind)
     busy, waited = sum(s.step_seconds for s in steady), sum(s.data_seconds for s in steady)
     tokens = sum(s.tokens for s in steady)
     evaluated = [s.eval_loss for s in steps if s.eval_loss is not None]
@@ -59,9 +64,7 @@ def summarise(
     )
 
 
-def _measured_memory(
-    steps: Sequence[StepReport], kind: Literal["live tensors", "cuda allocated"], process: int
-) -> MeasuredMemory | None:
+def _measured_memory(steps: Sequence[StepReport], kind: MeterKind, process: int) -> MeasuredMemory | None:
     peaks: dict[Phase, int] = {}
     for step in steps:
         for phase, size in step.memory_bytes.items():

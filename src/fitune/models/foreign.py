@@ -5,16 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import CheckpointError
+from fitune.spec.pickles import PICKLE_SUFFIXES
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+
+def pickled_files(folder: Path) -> list[str]:
+    """Names of the files in ``folder`` that are pickles by their suffix."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLE_SUFFIXES)
 
 
 def refuse_pickle(folder: Path) -> None:
     """Raises CheckpointError when the only weights in ``folder`` are pickled; no pickle is ever opened."""
-    if any(folder.glob("*.safetensors")):
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return
-    pickled = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickled:
+    if pickled := pickled_files(folder):
         raise CheckpointError(
             f"{folder}: the weights are pickled ({', '.join(pickled[:3])}); reading them could run code",
             hint="convert them to safetensors where you trust the source, or take a safetensors revision",

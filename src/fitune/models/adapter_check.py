@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from fitune.checkpoint.foreign import refuse_pickle, refuse_remote_code
 from fitune.errors import CheckpointError
+from fitune.models.foreign import refuse_pickle, refuse_remote_code
 from fitune.spec.model import ModelSpec
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -74,11 +74,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG
     try:
         config = json.loads(file.read_bytes())
-        rank = config["r"]
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no {CONFIG}, so this is no adapter folder") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error!r}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}", hint="fetch it again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: expected an object, found {type(config).__name__}")
+    rank = config.get("r")
     if config.get("peft_type") != "LORA" or not isinstance(rank, int):
         raise CheckpointError(
             f"{file}: peft_type {config.get('peft_type')!r} with r {rank!r}; fitune takes LORA adapters",

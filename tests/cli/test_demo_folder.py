@@ -1,0 +1,45 @@
+"""A demo folder that is there already: what the user put there stays, the demo can be run again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fitune.cli import demo
+from fitune.demo import files as demo_files
+from fitune.errors import RunDirectoryError
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole demo with hardly any work: a few texts and rows, two steps a run."""
+    for name in ("PRETRAINING_TEXTS", "TRAINING_ROWS"):
+        monkeypatch.setattr(demo_files, name, 60)
+    monkeypatch.setattr(demo_files, "HELD_OUT_ROWS", 2)
+    for name in ("PRETRAIN", "LORA", "FULL"):
+        monkeypatch.setattr(demo_files, name, replace(getattr(demo_files, name), max_steps=2))
+    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 2)
+
+
+@pytest.mark.slow
+def test_the_demo_runs_again_over_an_earlier_one_and_keeps_what_is_not_its_own(
+    quick: None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "demo"
+    demo.run_demo(folder)
+    theirs = [folder / "notes.txt", folder / "lora" / "notes.txt", folder / "mine" / "notes.txt"]
+    for file in theirs:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("three years")
+    adapter = (folder / "lora" / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns
+    demo.run_demo(folder)
+    assert [file.read_text() for file in theirs] == ["three years"] * 3
+    assert (folder / "lora" / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns > adapter
+    assert (folder / "lora" / "scores" / "grades.jsonl").is_file()
+
+
+def test_a_folder_that_is_no_demo_is_refused_untouched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunDirectoryError, match="no earlier demo"):
+        demo.run_demo(tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["notes.txt"]

@@ -1,0 +1,99 @@
+"""What a source says twice, or says for nothing, is refused by name; files are hashed once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data.tiny_tokenizers import byte_tokenizer
+from fitune.data import dataset, sources
+from fitune.data.dataset import prepare_data
+from fitune.data.sources import read_rows
+from fitune.errors import DataError
+from fitune.spec.plan import DataPlan, DataSource
+
+TWICE = [
+    ('{"prompt": "a", "completion": "right", "completion": "wrong"}', "completion"),
+    (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "role": "assistant", "content": "b"}]}',
+        "role",
+    ),
+]
+
+
+def prepare(tmp_path: Path, **settings):
+    data = DataPlan(cache_dir=str(tmp_path / "cache"), **settings)
+    return prepare_data(data, tokenizer=byte_tokenizer(), tokenizer_path="tiny", seq_len=64, seed=1)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": f"{n}"}) + "\n" for n in range(20)))
+    return file
+
+
+@pytest.mark.parametrize(("text", "key"), TWICE)
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_a_key_that_stands_twice_is_refused_with_its_row(
+    tmp_path: Path, text: str, key: str, kind: str
+) -> None:
+    """json keeps the last one silently: a row would be trained that nobody wrote."""
+    good = '{"prompt": "a", "completion": "b"}'
+    file = tmp_path / f"rows.{kind}"
+    file.write_text(f"[{good},\n{text}]" if kind == "json" else f"{good}\n{text}\n")
+    where = "row 2" if kind == "json" else "rows.jsonl:2"
+    with pytest.raises(DataError, match=rf"{where}: the key '{key}' is there twice"):
+        list(read_rows(DataSource(path=str(file))))
+    counted: list[str] = []
+    kept = list(read_rows(DataSource(path=str(file)), on_bad_row="skip", count_bad=counted.append))
+    assert len(kept) == 1
+    assert counted == ["key twice"]
+
+
+def test_the_same_key_in_two_objects_is_no_key_twice(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text('[{"a": {"x": 1}, "b": [{"x": 1}, {"x": 2}]}, {"a": 1, "b": 2}]')
+    assert len(list(read_rows(DataSource(path=str(file))))) == 2
+
+
+def test_a_weight_on_held_out_rows_is_refused(tmp_path: Path, rows: Path) -> None:
+    source = DataSource(path=str(rows))
+    with pytest.raises(DataError, match=r"eval_data .*rows.jsonl: weight 2 is not used"):
+        prepare(tmp_path, sources=(source,), eval_sources=(DataSource(path=str(rows), weight=2.0),))
+
+
+@pytest.mark.parametrize(
+    ("format", "row"),
+    [
+        ("question_answer", {"question": "a", "answer": "b"}),
+        ("dialogue_summary", {"dialogue": "a", "summary": "b"}),
+    ],
+)
+def test_every_format_can_be_named(tmp_path: Path, format: str, row: dict[str, str]) -> None:
+    from typing import get_args
+
+    from fitune.data.formats import _READERS
+    from fitune.spec.plan import DataFormat
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({**row, "text": "not this"}) + "\n")
+    prepared = prepare(tmp_path, sources=(DataSource(path=str(file), format=format),))
+    assert prepared.train_ledger.formats == (format,)
+    assert set(get_args(DataFormat)) == {*_READERS, "auto", "columns"}
+
+
+def test_files_are_hashed_once_a_source(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A corpus of many GiB is read from end to end each time."""
+    hashed: list[str] = []
+    real = sources.content_key
+    monkeypatch.setattr(dataset, "content_key", lambda source: (hashed.append(source.path), real(source))[1])
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text(rows.read_text())
+    for _ in ("made", "from the cache"):
+        hashed.clear()
+        prepared = prepare(
+            tmp_path, sources=(DataSource(path=str(rows)),), eval_sources=(DataSource(path=str(copy)),)
+        )
+        assert hashed == [str(rows), str(copy)]
+        assert prepared.also_trained == (str(copy),)

@@ -1,0 +1,108 @@
+"""Models and adapters that would answer noise are refused, from Python as from the command line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fitune.errors import CheckpointError, DataError, ModelError
+from fitune.score import run
+from fitune.score.generate_hf import Sampling
+from fitune.score.run import ScorePlan, choose_dtype, score
+from fitune.score.tasks import read_tasks
+from fitune.spec.plan import DataSource
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataSource:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    return DataSource(path=str(tmp_path / "rows.jsonl"))
+
+
+def plan_for(model: Path, data: DataSource, out: Path, adapter: Path | None = None) -> ScorePlan:
+    return ScorePlan(
+        model=str(model), data=data, output_dir=str(out), adapter=str(adapter or ""),
+        sampling=Sampling(max_new_tokens=2),
+    )  # fmt: skip
+
+
+def changed(folder: Path, to: Path, name_part: str, value: float) -> Path:
+    shutil.copytree(folder, to)
+    file = next(to.glob("*.safetensors"))
+    weights = load_file(file)
+    name = next(name for name in weights if name_part in name)
+    weights[name].view(-1)[0] = value
+    save_file(weights, file, metadata={"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_base_whose_weights_are_no_numbers_is_refused(
+    tiny, data: DataSource, tmp_path: Path, value: float
+) -> None:
+    broken = changed(tiny.folder, tmp_path / "broken", "0.mlp.up_proj", value)
+    with pytest.raises(ModelError, match=r"NaN or infinite: model.layers.0.mlp.up_proj.weight"):
+        score(plan_for(broken, data, tmp_path / "out"), say=lambda line: None)
+
+
+@pytest.fixture
+def adapter(tiny, tmp_path: Path) -> Path:
+    from peft import LoraConfig, get_peft_model
+
+    from fitune.models.weights import load_model
+
+    model = load_model(str(tiny.folder), dtype=torch.float32, device=torch.device("cpu"))
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_that_does_not_fit_is_refused_from_python_too(
+    tiny, data: DataSource, tmp_path: Path, adapter: Path
+) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
+    with pytest.raises(CheckpointError, match="does not fit"):
+        score(plan_for(tiny.folder, data, tmp_path / "out", adapter), say=lambda line: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_under_other_names_is_not_silently_left_out(
+    tiny, data: DataSource, tmp_path: Path, adapter: Path
+) -> None:
+    """A config cannot know what stands before the block number; the model can."""
+    file = adapter / "adapter_model.safetensors"
+    weights = {
+        name.replace("base_model.model.", "base_model.model.other."): w for name, w in load_file(file).items()
+    }
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="the base has no such linear"):
+        score(plan_for(tiny.folder, data, tmp_path / "out", adapter), say=lambda line: None)
+
+
+def test_a_warning_about_an_adapter_is_said(tiny, data: DataSource, tmp_path: Path, adapter: Path) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    changed = {**config, "base_model_name_or_path": "someone/else"}
+    (adapter / "adapter_config.json").write_text(json.dumps(changed))
+    said: list[str] = []
+    score(plan_for(tiny.folder, data, tmp_path / "out", adapter), say=said.append)
+    assert any("someone/else" in line for line in said)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 0), torch.float16), ((8, 0), torch.bfloat16)])
+def test_a_gpu_without_bf16_scores_in_fp16(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(run.torch.cuda, "get_device_capability", lambda device: capability)
+    assert choose_dtype(torch.device("cuda")) is dtype
+    assert choose_dtype(torch.device("cpu")) is torch.float32
+
+
+def test_fields_of_no_format_name_their_row(tiny, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n{"chosen": "a", "rejected": "b"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl:2: format auto"):
+        read_tasks(DataSource(path=str(rows)), template=tiny.template)
