@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from fitune.spec.hardware import Gpu
 
@@ -18,8 +17,8 @@ _aten = torch.ops.aten
 _LARGE_NORM = 1e9
 """Every number that a step reads is the gradients' norm: large, so that clipping is rehearsed too."""
 
+# The fake CPU's fused kernel stands for CUDA's: the same inputs, output and log-sum-exp are kept.
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_EFFICIENT_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +34,6 @@ class StandIns:
             return lambda tensor: _LARGE_NORM
         if func is _aten.nonzero.default:
             return self._supervised_positions
-        if func is _aten._fused_sdp_choice.default:
-            return self._attention_kernel
         if func is _aten._grouped_mm.default:
             return _grouped_product
         if func._schema.name in _UPDATES_IN_PLACE:
@@ -51,7 +48,7 @@ class StandIns:
         mha_bwd: dq_accum, softmax_d, dk_expanded, dv_expanded). The memory-efficient kernel accumulates alike.
         Read in the sources, not measured by us.
         """
-        if self.gpu.is_cpu or func not in (_FLASH_BACKWARD, _EFFICIENT_BACKWARD):
+        if self.gpu.is_cpu or func is not _FLASH_BACKWARD:
             return 0
         query_BnTd, key_BkTd = args[1], args[2]
         B, n, T, d = query_BnTd.shape
@@ -65,33 +62,6 @@ class StandIns:
         if mask.dim() != 1:
             raise NotImplementedError("nonzero of a tensor that is not the mask of labels")
         return torch.empty((self.supervised_tokens, 1), dtype=torch.int64)
-
-    def _attention_kernel(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> int:
-        """The kernel torch would choose: fused where one takes the shapes, written out where none does.
-
-        torch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.cpp.
-        """
-        alike = query.shape[1] == key.shape[1]
-        if self.gpu.is_cpu:
-            flash, efficient = (alike or enable_gqa) and dropout_p == 0, False
-        else:
-            half = query.dtype in (torch.float16, torch.bfloat16)
-            able = self.gpu.has_flash_attention and half and attn_mask is None and query.shape[-1] <= 256
-            flash, efficient = able and (alike or enable_gqa), alike
-        if flash:
-            return int(SDPBackend.FLASH_ATTENTION.value)
-        return int((SDPBackend.EFFICIENT_ATTENTION if efficient else SDPBackend.MATH).value)
 
 
 def _grouped_product(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:

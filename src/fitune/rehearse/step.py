@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -14,10 +14,12 @@ from fitune.models.attention import attending_as
 from fitune.models.build import empty_model, with_layers
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.batch import FullStream, full_stream, heaviest_rows, most_labels
+from fitune.rehearse.cuda_functions import CudaFunctions
 from fitune.rehearse.events import ParameterKey, Trace
 from fitune.rehearse.fake import fake_tensors, modules_may_move
 from fitune.rehearse.recorder import Recorder
 from fitune.rehearse.stand_ins import StandIns
+from fitune.spec.hardware import Gpu
 from fitune.spec.plan import Plan, Recompute
 from fitune.train.prepare import Prepared, prepare_loaded
 
@@ -59,7 +61,7 @@ def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
     collecting = gc.isenabled()
     gc.disable()  # what only the cycle collector frees is freed at no moment that could be predicted
     try:
-        with fake_tensors() as mode, attending_as(plan.hardware.gpu.capability):
+        with fake_tensors() as mode, _standing_for(plan.hardware.gpu):
             with modules_may_move(mode):
                 prepared = prepare_loaded(empty_model(config, compute_dtype(plan.precision)), plan)
             _make_states(plan, prepared)
@@ -67,6 +69,12 @@ def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
     finally:
         if collecting:
             gc.enable()
+
+
+@contextmanager
+def _standing_for(gpu: Gpu) -> Iterator[None]:
+    with attending_as(gpu.capability), nullcontext() if gpu.is_cpu else CudaFunctions():
+        yield
 
 
 def shallow_plan(plan: Plan, *, layers: int, recomputed: int) -> Plan:
