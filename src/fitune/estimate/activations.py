@@ -138,6 +138,14 @@ def stream_mask_bytes(*, tokens: int, element_bytes: int) -> int:
     return element_bytes * tokens**2
 
 
+def window_mask_kept(*, tokens: int, row_tokens: int, element_bytes: int) -> int:
+    """e·t·s: a sliding window's mask, e·s² for each row of s tokens; every block makes and keeps its own.
+
+    SDPA turns the mask of booleans into one of the compute type, and its backward reads that.
+    """
+    return tokens * row_tokens * element_bytes
+
+
 def gated_mlp_kept(*, tokens: int, width: int, element_bytes: int) -> int:
     """3·e·f per token: gate, activated gate, up (their product belongs to the down projection's input)."""
     return 3 * tokens * width * element_bytes

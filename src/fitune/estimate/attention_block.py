@@ -7,7 +7,9 @@ from fitune.estimate.attention_traits import (
     attended_kv_dim,
     is_multi_query,
     masks_whole_stream,
+    masks_window,
     materialises_scores,
+    values_are_read_as_projected,
 )
 from fitune.estimate.site import SCALED_IN_FP32, Site, linears_stage
 from fitune.estimate.stages import Stage
@@ -49,7 +51,7 @@ def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
     else:
         kept = activations.queries_keys_values_kept(
             tokens=t, q_dim=model.q_dim, kv_dim=attended_kv_dim(site.plan), element_bytes=e,
-            rotary=rotary, fused=len(projections) == 1 and not masks_whole_stream(model),
+            rotary=rotary, fused=len(projections) == 1 and values_are_read_as_projected(site.plan),
         )  # fmt: skip
     if model.qk_norm == "none":
         return kept
@@ -83,7 +85,18 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
         **common, rows=rows, hidden=model.hidden_size, kv_dim=attended_kv_dim(site.plan), element_bytes=e,
         on_cuda=not site.plan.hardware.gpu.is_cpu,
     )  # fmt: skip
-    return Stage(name="attention", kept=kept if passes else 0, forward=0, backward=backward if passes else 0)
+    making_mask = 0
+    if masks_window(site.plan):
+        kept += activations.window_mask_kept(
+            tokens=shape.tokens, row_tokens=shape.row_tokens, element_bytes=e
+        )
+        making_mask = transient.window_mask_making(row_tokens=shape.row_tokens)
+    return Stage(
+        name="attention",
+        kept=kept if passes else 0,
+        forward=making_mask,
+        backward=backward if passes else 0,
+    )
 
 
 def _multi_query_scores(site: Site, *, output_needed: bool, passes: bool) -> Stage:

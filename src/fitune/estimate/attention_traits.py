@@ -1,7 +1,7 @@
 """Which attention a plan really runs: fused, written out, or an architecture's own."""
 
 from fitune.spec.model import ModelSpec
-from fitune.spec.plan import Plan
+from fitune.spec.plan import Plan, Precision
 
 _OWN_ATTENTION = ("falcon",)
 """Architectures that bring their attention classes and take a mask over the whole stream."""
@@ -18,17 +18,8 @@ def masks_whole_stream(model: ModelSpec) -> bool:
 
 
 def materialises_scores(plan: Plan) -> bool:
-    """Whether scores n·s² are written out: eager attention, and Gemma-2, which caps them.
-
-    A sliding window that cuts needs a mask, which on CUDA is counted like scores: more than the mask takes, and
-    not measured by us. Gemma-3's global blocks are counted like its windowed ones.
-    """
-    model = plan.model
-    if plan.attention == "eager" or model.model_type == "gemma2":
-        return True
-    if plan.hardware.gpu.is_cpu or masks_whole_stream(model):
-        return False
-    return model.num_kv_heads != model.num_heads and window_cuts(model, plan.batch.seq_len)
+    """Whether scores n·s² are written out: eager attention, and Gemma-2, which caps them."""
+    return plan.attention == "eager" or plan.model.model_type == "gemma2"
 
 
 def window_cuts(model: ModelSpec, seq_len: int) -> bool:
@@ -36,13 +27,25 @@ def window_cuts(model: ModelSpec, seq_len: int) -> bool:
     return 0 < model.sliding_window < seq_len
 
 
+def masks_window(plan: Plan) -> bool:
+    """Whether fused attention takes a mask of s × s for each row. Gemma-3's global blocks are counted alike."""
+    fused = not (masks_whole_stream(plan.model) or materialises_scores(plan))
+    return fused and window_cuts(plan.model, plan.batch.seq_len)
+
+
 def attended_kv_dim(plan: Plan) -> int:
     """What attention reads as keys: grouped heads as they are, or repeated to all heads.
 
-    Falcon repeats them itself. On GPUs before Ampere fitune does (models/attention.py), because the
-    memory-efficient kernel takes no groups.
+    Falcon repeats them itself. Where FlashAttention cannot run, on GPUs before Ampere, in fp32 and with a window's
+    mask, fitune does (models/attention.py), because the memory-efficient kernel takes no groups.
     """
     model, gpu = plan.model, plan.hardware.gpu
     if masks_whole_stream(model):
         return model.q_dim if model.num_kv_heads > 1 else model.kv_dim
-    return model.kv_dim if gpu.is_cpu or gpu.has_flash_attention else model.q_dim
+    flash = gpu.has_flash_attention and plan.precision is not Precision.FP32 and not masks_window(plan)
+    return model.kv_dim if gpu.is_cpu or flash else model.q_dim
+
+
+def values_are_read_as_projected(plan: Plan) -> bool:
+    """Whether attention reads a view of the projection; Falcon's order and repeated heads are copies."""
+    return not masks_whole_stream(plan.model) and attended_kv_dim(plan) == plan.model.kv_dim

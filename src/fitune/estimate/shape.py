@@ -1,5 +1,6 @@
 """The micro-batch a plan has to be ready for."""
 
+from fitune.estimate.attention_traits import masks_window, materialises_scores
 from fitune.spec.plan import Plan
 from fitune.spec.shape import BatchShape
 
@@ -7,14 +8,15 @@ from fitune.spec.shape import BatchShape
 def largest_batch(plan: Plan) -> BatchShape:
     """The most the plan allows: every row full, every token but the first of each row predicted.
 
-    A pack may be one row, when attention's rows are longest, or several, when attention keeps a joined copy of
-    their outputs: both are counted.
+    A pack is counted as two rows, whose attention outputs are joined into one more copy; where scores are written
+    out or a window needs a mask, as the one row that takes most.
     """
     batch = plan.batch
     tokens = batch.micro_batch_tokens
+    one_row = materialises_scores(plan) or masks_window(plan)
     return BatchShape(
         tokens=tokens,
         supervised_tokens=tokens - batch.micro_batch_size,
-        rows=batch.micro_batch_size * (2 if batch.packing else 1),
+        rows=batch.micro_batch_size * (2 if batch.packing and not one_row else 1),
         longest_row=batch.seq_len,
     )

@@ -54,14 +54,21 @@ def fused_attention_backward(
     element_bytes: int,
     on_cuda: bool,
 ) -> int:
-    """t · (e·(h + q + q + 2k) [+ e·(q + 2k) joining rows] [+ 4·q + 4n on CUDA]).
+    """t · (e·(h + q + q + 2k) [+ e·(q + 2k) joining rows] [+ 4·q + 4n, and 2·e·q when heads are grouped, on CUDA]).
 
     Gradient of the output, gradients of q, k, v; with several rows theirs are made one by one and joined. The
-    CUDA kernel accumulates dq in fp32 (flash-attention's ``dq_accum``, read in its source, not measured by us).
+    CUDA kernel accumulates dq in fp32, and makes the gradients of grouped keys and values for every query head before
+    it adds them up (flash_api.cpp mha_bwd: dq_accum, dk_expanded, dv_expanded; read there, not measured by us).
     """
     joined = q_dim + 2 * kv_dim if rows > 1 else 0
-    workspace = FP32 * (q_dim + num_heads) if on_cuda else 0
+    expanded = 2 * element_bytes * q_dim if kv_dim != q_dim else 0
+    workspace = FP32 * (q_dim + num_heads) + expanded if on_cuda else 0
     return tokens * (element_bytes * (hidden + 2 * q_dim + 2 * kv_dim + joined) + workspace)
+
+
+def window_mask_making(*, row_tokens: int) -> int:
+    """11·s²: int64 distances between the tokens of a row and three masks of booleans made of them."""
+    return 11 * row_tokens**2
 
 
 def eager_attention_working(

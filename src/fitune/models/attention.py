@@ -144,11 +144,12 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> 
 def _takes_groups(query: Tensor, window: Tensor | None) -> bool:
     """Whether the fused kernel for this row reads grouped key heads as they are.
 
-    The CPU's and FlashAttention's do. The memory-efficient one, which is left for GPUs before Ampere and for masks,
-    does not: with grouped heads torch would fall back to writing the scores out.
+    The CPU's and FlashAttention's do. The memory-efficient one, which is left for GPUs before Ampere, for fp32 and
+    for masks, does not: with grouped heads torch would fall back to writing the scores out.
     """
     capability = _capability(query.device)
-    return capability is None or (window is None and capability >= (8, 0))
+    flash = capability is not None and capability >= (8, 0) and query.dtype != torch.float32
+    return capability is None or (window is None and flash)
 
 
 _stands_for: ContextVar[tuple[int, int] | None] = ContextVar("_stands_for", default=None)
