@@ -151,7 +151,7 @@ def _final_norm_moment(step: StepStages) -> Terms:
 def _block_moment(step: StepStages, index: int) -> Terms:
     """Block ``index`` going back: blocks before it still keep theirs, those behind it left their gradients."""
     block = step.block(index)
-    peak = block.peak
+    peak = block.recomputed_peak if index < step.recomputed else block.peak
     later = step.num_layers - 1 - index
     root = step.head_gradient + step.final_norm.gradients
     blocks = later * step.other_block.gradients

@@ -39,9 +39,14 @@ def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterat
         kept=kept if reaches else 0,
         forward=transient.mlp_forward(
             tokens=t, hidden=h, width=f, element_bytes=e,
-            tensors=(3 if gated or composed else 2) + bool(site.adapted(inputs)),
+            tensors=_tensors_at_once(site, inputs),
         ),
         backward=backward if reaches else 0,
+        again=transient.fused_mlp_again(
+            tokens=t, hidden=h, width=f, element_bytes=e, adapted_output=bool(site.adapted(down))
+        )
+        if _is_fused(site, inputs) and site.adapted(inputs)
+        else 0,
     )  # fmt: skip
     yield linears_stage(
         site, "MLP output", down,
@@ -51,6 +56,19 @@ def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterat
             tokens=t, hidden=h, width=f, element_bytes=e, adapted=not site.full
         ),
     )  # fmt: skip
+
+
+def _is_fused(site: Site, inputs: Sequence[Linear]) -> bool:
+    """Whether one linear makes gate and up (Phi-3)."""
+    return site.model.mlp_type == "gated" and len(inputs) == 1
+
+
+def _tensors_at_once(site: Site, inputs: Sequence[Linear]) -> int:
+    adapted = bool(site.adapted(inputs))
+    if _is_fused(site, inputs):
+        return 6 if adapted else 4
+    gated = site.model.mlp_type == "gated" or site.model.model_type in _COMPOSED_GELU
+    return (3 if gated else 2) + adapted
 
 
 def expert_stages(site: Site, linears: Sequence[Linear]) -> Iterator[Stage]:
@@ -75,4 +93,5 @@ def expert_stages(site: Site, linears: Sequence[Linear]) -> Iterator[Stage]:
         kept=activations.expert_outputs_kept(**sizes, width=f, trained=site.full),
         forward=0,
         backward=transient.expert_outputs_backward(**sizes, width=f),
+        again=transient.expert_outputs_again(**sizes, trained=site.full),
     )  # fmt: skip

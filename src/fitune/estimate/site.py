@@ -68,7 +68,7 @@ class Site:
 
 
 def linears_stage(
-    site: Site, name: str, linears: Sequence[Linear], *, kept: int, forward: int, backward: int
+    site: Site, name: str, linears: Sequence[Linear], *, kept: int, forward: int, backward: int, again: int = 0
 ) -> Stage:
     """A stage whose parameters are those of ``linears``, or of their adapters."""
     e = site.element_bytes
@@ -96,6 +96,7 @@ def linears_stage(
         kept=kept,
         forward=max(forward, _unpacked_bytes(site, linears)),
         backward=backward + whole,
+        again=again,
         gradients=sum(sizes) * e,
         largest_gradient=max(sizes, default=0) * e + adaptive_working_bytes(site.plan, max(sizes, default=0)),
     )

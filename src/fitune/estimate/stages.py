@@ -10,6 +10,8 @@ class Stage:
 
     ``kept``: held by autograd from this stage's forward until its backward.
     ``forward``: alive at the worst moment of its forward when nothing is kept (a recomputed block).
+    ``again``: alive at the worst moment of its forward when a recomputed block runs again, beyond what this and
+    earlier stages keep; 0 where going back takes more.
     ``backward``: alive at the worst moment of its backward, beyond what this and earlier stages keep and
     beyond the gradients of parameters; negative when more is let go than made.
     ``gradients``: gradients of the parameters trained in this stage; ``largest_gradient`` of one of them.
@@ -19,6 +21,7 @@ class Stage:
     kept: int
     forward: int
     backward: int
+    again: int = 0
     gradients: int = 0
     largest_gradient: int = 0
 
@@ -45,14 +48,18 @@ class Block:
     forward: int
     """The worst moment of its forward when nothing is kept."""
     peak: BackwardPeak
+    recomputed_peak: BackwardPeak
+    """The same when it first runs again."""
 
 
 def block_of(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
+    peak = backward_peak(stages, gradients_exist=gradients_exist)
     return Block(
         kept=sum(stage.kept for stage in stages),
         gradients=sum(stage.gradients for stage in stages),
         forward=max(stage.forward for stage in stages),
-        peak=backward_peak(stages, gradients_exist=gradients_exist),
+        peak=peak,
+        recomputed_peak=max(peak, _running_again(stages), key=lambda moment: moment.total),
     )
 
 
@@ -74,4 +81,15 @@ def backward_peak(stages: Sequence[Stage], *, gradients_exist: bool) -> Backward
             worst = moment
         kept -= stage.kept
     assert worst is not None
+    return worst
+
+
+def _running_again(stages: Sequence[Stage]) -> BackwardPeak:
+    """The worst moment of the forward that a recomputed block repeats before it goes back."""
+    kept = 0
+    worst = BackwardPeak(kept=0, gradients=0, temporaries=0)
+    for stage in stages:
+        kept += stage.kept
+        if stage.again and kept + stage.again > worst.total:
+            worst = BackwardPeak(kept=kept, gradients=0, temporaries=stage.again)
     return worst

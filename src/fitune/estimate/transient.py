@@ -95,6 +95,7 @@ def mlp_forward(*, tokens: int, hidden: int, width: int, element_bytes: int, ten
     """t · e · (2h + tensors·f): residual, norm output, and ``tensors`` of the MLP's width at once.
 
     Gated: 3 (activated gate, up, product); an adapter on its inputs adds 1 (base and scaled low-rank output).
+    Where one linear makes gate and up: 4 (both, activated gate, product), or 6 with an adapter (three of both).
     """
     return tokens * element_bytes * (2 * hidden + tensors * width)
 
@@ -126,6 +127,28 @@ def activation_backward(
 ) -> int:
     """t · e · (h + 2f), or h + 3f where GELU is composed of small operations."""
     return tokens * element_bytes * (hidden + (3 if composed_gelu else 2) * width)
+
+
+def fused_mlp_again(
+    *, tokens: int, hidden: int, width: int, element_bytes: int, adapted_output: bool
+) -> int:
+    """t · e · (2h + 3f) beyond gate, up and activated gate: an adapter on both makes three tensors of 2·f at once.
+
+    2h are the residual and its gradient; an adapter on the output has made its scaled gradient, h, before the block
+    runs again.
+    """
+    return tokens * element_bytes * ((3 if adapted_output else 2) * hidden + 3 * width)
+
+
+def expert_outputs_again(*, tokens: int, chosen: int, hidden: int, element_bytes: int, trained: bool) -> int:
+    """3·t·e·h + S·(e·2h + 8): gradient for each pair and weighted output; residual, norm output, their gradient.
+
+    + S·e·h while the experts are frozen: their inputs, which nothing keeps, are still there. The gradient is
+    spread over the pairs before the block runs again.
+    """
+    pairs = tokens * chosen
+    inputs = 0 if trained else element_bytes * hidden
+    return 3 * tokens * element_bytes * hidden + pairs * (element_bytes * 2 * hidden + inputs + 8)
 
 
 def expert_inputs_backward(*, tokens: int, chosen: int, hidden: int, width: int, element_bytes: int) -> int:
