@@ -15,9 +15,6 @@ from fitune.spec.plan import Nf4
 from rehearse.tiny_configs import FAMILIES, tiny
 
 TOLERANCE = 0.02
-MISSES = {"phi3": 0.035, "qwen3_moe": 0.035}
-"""LoRA, every block recomputed, gradients accumulated: 3.1 % too low at these tiny widths. A temporary of the
-recomputed block's backward is not in the arithmetic yet; it shrinks with the width."""
 CHOICES = [
     {"tuning": "full", "precision": "fp32", "recompute": 2, "chunk": 64},
     {"tuning": "full", "precision": "bf16-master", "recompute": 0},
@@ -39,27 +36,65 @@ QUANTISED = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join(map(str, c.values())))
-@pytest.mark.parametrize("hardware", [CPU, gpu("h100")], ids=["cpu", "h100"])
+def some(choices, *, of):
+    """Every family with every choice; those whose turn it is where time is short."""
+    for row, family in enumerate(FAMILIES):
+        for column, choice in enumerate(choices):
+            place = row + column
+            hardware = gpu("h100") if place % (2 * of) in (0, 5, 6) else CPU
+            words = (family, "cpu" if hardware is CPU else "h100", *map(str, choice.values()))
+            marks = [] if place % of == 0 else [pytest.mark.slow]
+            yield pytest.param(family, choice, hardware, id="-".join(words), marks=marks)
+
+
+@pytest.mark.parametrize(("family", "choice", "hardware"), list(some(CHOICES, of=4)))
 def test_estimate_and_rehearsal_agree(family, choice, hardware):
     config, spec = tiny(family)
     plan = plan_for(spec, hardware=hardware, seq_len=128, rows=2, **choice)
-    is_missed = choice is CHOICES[-1]
-    tolerance = MISSES.get(family, TOLERANCE) if is_missed else TOLERANCE
-    expected = rehearsed_peak(plan, config)
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(expected, rel=tolerance)
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
+        rehearsed_peak(plan, config), rel=TOLERANCE
+    )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("choice", QUANTISED, ids=lambda c: "-".join(map(str, c.values())))
-def test_on_a_quantised_base(family, choice):
+@pytest.mark.parametrize(("family", "choice", "hardware"), list(some(QUANTISED, of=4)))
+def test_on_a_quantised_base(family, choice, hardware):
     pytest.importorskip("bitsandbytes")
     config, spec = tiny(family)
-    tolerance = MISSES.get(family, TOLERANCE) if choice is QUANTISED[-1] else TOLERANCE
     choice = dict(choice)
     base = choice.pop("base")
-    plan = plan_for(spec, hardware=gpu("h100"), tuning="lora", seq_len=128, rows=2, **choice)
+    plan = plan_for(spec, hardware=hardware, tuning="lora", seq_len=128, rows=2, **choice)
     plan = replace(plan, tuning=replace(plan.tuning, base=base))
-    expected = rehearsed_peak(plan, config)
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(expected, rel=tolerance)
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
+        rehearsed_peak(plan, config), rel=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(("hardware", "precision"), [(CPU, "fp32"), (gpu("h100"), "bf16")])
+def test_a_window_that_cuts_takes_a_mask_and_no_scores(hardware, precision):
+    """On a GPU its key heads are repeated too: the kernel that takes masks takes no groups."""
+    config, spec = tiny("mistral", sliding_window=64)
+    plan = plan_for(spec, tuning="lora", hardware=hardware, precision=precision, seq_len=256, rows=1)
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
+        rehearsed_peak(plan, config), rel=TOLERANCE
+    )
+
+
+def test_dropout_keeps_masks_of_one_byte_on_cuda():
+    config, spec = tiny("llama")
+    peaks = {}
+    for hardware in (CPU, gpu("h100")):
+        plan = plan_for(
+            spec,
+            tuning="lora",
+            dropout=0.1,
+            hardware=hardware,
+            precision="bf16",
+            seq_len=128,
+            rows=2,
+            chunk=32,
+        )
+        peaks[hardware.gpu.is_cpu] = rehearsed_peak(plan, config)
+        assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
+            peaks[hardware.gpu.is_cpu], rel=TOLERANCE
+        )
+    assert peaks[True] > peaks[False]

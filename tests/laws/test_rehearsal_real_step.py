@@ -32,16 +32,39 @@ def check(plan):
         assert rehearsed[phase] == pytest.approx(measured[phase], rel=TOLERANCE), table
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize("recompute", [0, LAYERS // 2, LAYERS])
-@pytest.mark.parametrize("chunked", [False, True], ids=["plain", "chunked"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
-def test_the_rehearsal_is_the_real_step(model, tuning, recompute, chunked, precision):
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "precision", "recompute", "chunked"),
+    [
+        ("full", "fp32", LAYERS // 2, False),
+        ("full", "bf16", LAYERS, False),
+        ("lora", "fp32", 0, False),
+        ("lora", "bf16-master", LAYERS // 2, True),
+        *(
+            slow(tuning, precision, recompute, chunked)
+            for tuning in ("full", "lora")
+            for precision in ("fp32", "bf16", "bf16-master")
+            for recompute in (0, LAYERS // 2, LAYERS)
+            for chunked in (False, True)
+        ),
+    ],
+)
+def test_the_rehearsal_is_the_real_step(model, tuning, precision, recompute, chunked):
     check(bench.plan_of(model, tuning=tuning, precision=precision, recompute=recompute, chunked=chunked))
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize(("precision", "recompute"), [("fp32", 3), ("bf16", 0), ("fp16", LAYERS)])
+@pytest.mark.parametrize(
+    ("tuning", "precision", "recompute"),
+    [
+        ("full", "fp16", LAYERS),
+        slow("full", "fp32", 3),
+        slow("lora", "bf16", 0),
+        slow("lora", "bf16-master", 3),
+    ],
+)
 def test_with_accumulation(model, tuning, precision, recompute):
     check(
         bench.plan_of(

@@ -16,7 +16,7 @@ from fitune.spec.plan import Sgd
 from fitune.spec.reports import Phase
 from rehearse.tiny_configs import tiny
 
-QWEN = ["--model", "Qwen/Qwen3-0.6B", "--gpu", "rtx-4090", "--tuning", "lora", "--seq-len", "512"]
+QWEN = ["--model", "Qwen/Qwen3-0.6B", "--gpu", "rtx-4090", "--seq-len", "512", "--tuning"]
 
 
 def fitune(capsys, monkeypatch, *words):
@@ -28,7 +28,7 @@ def fitune(capsys, monkeypatch, *words):
 
 
 def test_json_is_the_plan_with_a_rehearsal(capsys, monkeypatch):
-    code, out, _ = fitune(capsys, monkeypatch, "rehearse", *QWEN, "--json")
+    code, out, _ = fitune(capsys, monkeypatch, "rehearse", *QWEN, "lora", "--json")
     content = json.loads(out)
     rehearsal = content["rehearsal"]
     assert code == 0
@@ -42,7 +42,7 @@ def test_json_is_the_plan_with_a_rehearsal(capsys, monkeypatch):
 
 
 def test_text_is_a_table_of_phases(capsys, monkeypatch):
-    code, out, err = fitune(capsys, monkeypatch, "rehearse", *QWEN)
+    code, out, err = fitune(capsys, monkeypatch, "rehearse", *QWEN, "full")
     assert (code, err) == (0, "")
     for words in ("estimated", "rehearsed", "peak of tensors", "of 28 blocks traced", "would reserve"):
         assert words in out
