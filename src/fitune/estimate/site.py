@@ -68,7 +68,14 @@ class Site:
 
 
 def linears_stage(
-    site: Site, name: str, linears: Sequence[Linear], *, kept: int, forward: int, backward: int, again: int = 0
+    site: Site,
+    name: str,
+    linears: Sequence[Linear],
+    *,
+    kept: int,
+    forward: int,
+    backward: int,
+    again: int = 0,
 ) -> Stage:
     """A stage whose parameters are those of ``linears``, or of their adapters."""
     e = site.element_bytes

@@ -129,9 +129,7 @@ def activation_backward(
     return tokens * element_bytes * (hidden + (3 if composed_gelu else 2) * width)
 
 
-def fused_mlp_again(
-    *, tokens: int, hidden: int, width: int, element_bytes: int, adapted_output: bool
-) -> int:
+def fused_mlp_again(*, tokens: int, hidden: int, width: int, element_bytes: int, adapted_output: bool) -> int:
     """t · e · (2h + 3f) beyond gate, up and activated gate: an adapter on both makes three tensors of 2·f at once.
 
     2h are the residual and its gradient; an adapter on the output has made its scaled gradient, h, before the block

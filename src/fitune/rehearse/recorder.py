@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fitune.measure.memory import LiveTensors
-from fitune.rehearse.events import Allocated, Entered, Freed, Reached, Trace
+from fitune.rehearse.events import Allocated, Entered, Freed, ParameterKey, Reached, Trace
 from fitune.rehearse.stand_ins import StandIns
 from fitune.spec.reports import Phase
 
@@ -31,7 +31,7 @@ class Recorder(LiveTensors):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
-            return func(*args, **(kwargs or {}))
+            return args[0].fake_device
         workspace = self._stand_ins.workspace_bytes(func, args)
         serial = self._allocate(workspace) if workspace else None
         result = super().__torch_dispatch__(self._stand_ins.instead_of(func), types, args, kwargs)
@@ -58,8 +58,11 @@ class Recorder(LiveTensors):
         trace, self.trace = self.trace, Trace()
         return trace
 
-    def serial_of(self, tensor: Tensor) -> int:
-        return self._serials[tensor.untyped_storage()._cdata]
+    def name_gradients(self, gradients: Iterable[tuple[ParameterKey, Tensor | None]]) -> None:
+        """Say which storages are the gradients of which parameters."""
+        for key, gradient in gradients:
+            if gradient is not None:
+                self.trace.gradients[self._serials[gradient.untyped_storage()._cdata]] = key
 
     def _mark(self, direction: str, block: int | None) -> Callable[..., None]:
         def note(*_: Any) -> None:

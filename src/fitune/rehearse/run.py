@@ -6,7 +6,7 @@ from fitune.models.build import model_config
 from fitune.rehearse.allocator import reserved_peak
 from fitune.rehearse.events import Trace
 from fitune.rehearse.peaks import peaks_by_kind
-from fitune.rehearse.step import record_step, record_update, shallow_config, shallow_plan
+from fitune.rehearse.step import record_few_blocks, record_step
 from fitune.rehearse.stretch import Depth, Irregular, stretched
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Rehearsal
@@ -34,18 +34,11 @@ def trace_plan(plan: Plan, config: PretrainedConfig, *, exact: bool) -> tuple[Tr
     depth = Depth(recomputed=recomputed, kept=layers - recomputed)
     if not exact and depth.shallow() != depth and _blocks_are_alike(config):
         try:
-            return _stretched(plan, config, depth), depth.shallow().layers
+            passes, update = record_few_blocks(plan, config, depth)
+            return stretched(passes, update, depth), depth.shallow().layers
         except Irregular:
             pass  # traced whole instead
     return record_step(plan, config), layers
-
-
-def _stretched(plan: Plan, config: PretrainedConfig, depth: Depth) -> Trace:
-    few = depth.shallow()
-    shallow = record_step(
-        shallow_plan(plan, layers=few.layers, recomputed=few.recomputed), shallow_config(config, few.layers)
-    )
-    return stretched(shallow, record_update(plan, config), depth)
 
 
 def _blocks_are_alike(config: PretrainedConfig) -> bool:

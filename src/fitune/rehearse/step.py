@@ -1,26 +1,25 @@
 """The Plan's own step: the model and the engine that training would build, on fake tensors, recorded."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
-import torch
-from torch import nn
 from transformers import PretrainedConfig
 
-from fitune.engine.protocol import Engine
 from fitune.models.attention import attending_as
 from fitune.models.build import empty_model, with_layers
 from fitune.models.weights import compute_dtype
-from fitune.rehearse.batch import FullStream, full_stream, heaviest_rows, most_labels
+from fitune.rehearse.batch import full_stream, heaviest_rows, most_labels
 from fitune.rehearse.cuda_functions import CudaFunctions
-from fitune.rehearse.events import ParameterKey, Trace
+from fitune.rehearse.events import Trace
 from fitune.rehearse.fake import fake_tensors, modules_may_move
 from fitune.rehearse.recorder import Recorder
 from fitune.rehearse.stand_ins import StandIns
+from fitune.rehearse.stretch import Depth
+from fitune.rehearse.update import make_states, parameter_keys, record_update
 from fitune.spec.hardware import Gpu
-from fitune.spec.plan import Plan, Recompute
+from fitune.spec.plan import Lora, Plan, Recompute
 from fitune.train.prepare import Prepared, prepare_loaded
 
 RowLengths = tuple[int, ...]
@@ -34,37 +33,33 @@ def record_step(
     ``rows`` and ``labels`` replace the largest micro-batch the plan allows.
     """
     with rehearsed(plan, config) as prepared:
-        stream, recorder = _record(plan, prepared, rows, labels)
-        recorder.mark_blocks(prepared.model.blocks)
-        with recorder:
-            for _ in range(_micro_batches(plan)):
-                _forward_backward(prepared.engine, stream, recorder, labels or most_labels(plan.batch))
-            _name_gradients(recorder, prepared)
+        make_states(plan, prepared.engine, prepared.model.trained.values())
+        with _recording(plan, prepared, rows, labels) as (recorder, run_passes):
+            run_passes()
             prepared.engine.update(learning_rate=1.0, enter_phase=recorder.enter)
-        return recorder.finished()
+            return recorder.finished()
 
 
-def record_update(plan: Plan, config: PretrainedConfig) -> Trace:
-    """Only the update, of a model that has its gradients: they are among what is resident."""
-    with rehearsed(plan, config) as prepared:
-        _set_gradients(prepared)
-        _, recorder = _record(plan, prepared, None, None)
-        _name_gradients(recorder, prepared)
-        with recorder:
-            prepared.engine.update(learning_rate=1.0, enter_phase=recorder.enter)
-        return recorder.finished()
+def record_few_blocks(plan: Plan, config: PretrainedConfig, depth: Depth) -> tuple[Trace, Trace]:
+    """Forward and backward of a shallow model, and the update of the whole one."""
+    few = depth.shallow()
+    shallow = shallow_plan(plan, layers=few.layers, recomputed=few.recomputed)
+    with rehearsed(shallow, with_layers(config, few.layers)) as prepared:
+        with _recording(shallow, prepared, None, None) as (recorder, run_passes):
+            run_passes()
+            passes = recorder.finished()
+        return passes, record_update(plan, prepared.model, depth)
 
 
 @contextmanager
 def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
-    """Model and engine of ``plan`` on fake tensors, with optimizer states."""
+    """Model and engine of ``plan`` on fake tensors."""
     collecting = gc.isenabled()
     gc.disable()  # what only the cycle collector frees is freed at no moment that could be predicted
     try:
-        with fake_tensors() as mode, _standing_for(plan.hardware.gpu):
+        with fake_tensors() as mode, _standing_for(plan.hardware.gpu, drops_out=_drops_out(plan, config)):
             with modules_may_move(mode):
                 prepared = prepare_loaded(empty_model(config, compute_dtype(plan.precision)), plan)
-            _make_states(plan, prepared)
             yield prepared
     finally:
         if collecting:
@@ -72,9 +67,17 @@ def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
 
 
 @contextmanager
-def _standing_for(gpu: Gpu) -> Iterator[None]:
-    with attending_as(gpu.capability), nullcontext() if gpu.is_cpu else CudaFunctions():
+def _standing_for(gpu: Gpu, *, drops_out: bool) -> Iterator[None]:
+    differs = drops_out and not gpu.is_cpu
+    with attending_as(gpu.capability), CudaFunctions() if differs else nullcontext():
         yield
+
+
+def _drops_out(plan: Plan, config: PretrainedConfig) -> bool:
+    """Whether adapters or the model's config ask for dropout anywhere."""
+    adapters = plan.tuning.dropout if isinstance(plan.tuning, Lora) else 0.0
+    rates = [value for name, value in config.to_dict().items() if "drop" in name]
+    return adapters > 0 or any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def shallow_plan(plan: Plan, *, layers: int, recomputed: int) -> Plan:
@@ -83,57 +86,32 @@ def shallow_plan(plan: Plan, *, layers: int, recomputed: int) -> Plan:
     return replace(plan, model=model, recompute=Recompute(blocks=recomputed))
 
 
-def shallow_config(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    return with_layers(config, layers)
+@contextmanager
+def _recording(
+    plan: Plan, prepared: Prepared, rows: RowLengths | None, labels: int | None
+) -> Iterator[tuple[Recorder, Callable[[], None]]]:
+    """A recorder at work, and what runs all micro-batches under it and then names the gradients."""
+    whole, engine = prepared.model.whole, prepared.engine
+    supervised = labels or most_labels(plan.batch)
+    stream = full_stream(rows or heaviest_rows(plan))
+    resident = {
+        "weights": [*whole.parameters(), *whole.buffers()],
+        "optimizer": list(engine.state().tensors.values()),
+        "batch": list(stream.tensors()),
+    }
+    recorder = Recorder(resident, StandIns(gpu=plan.hardware.gpu, supervised_tokens=supervised))
+    recorder.mark_blocks(prepared.model.blocks)
 
+    def run_passes() -> None:
+        for _ in range(_micro_batches(plan)):
+            engine.forward_backward(stream, supervised_tokens=supervised, enter_phase=recorder.enter)
+        keys = parameter_keys(prepared.model)
+        recorder.name_gradients((keys[id(p)], p.grad) for p in prepared.model.trained.values())
 
-def parameter_keys(blocks: nn.ModuleList, whole: nn.Module) -> dict[int, ParameterKey]:
-    """id of a parameter -> its block and its name there."""
-    keys: dict[int, ParameterKey] = {id(p): (None, name) for name, p in whole.named_parameters()}
-    for index, block in enumerate(blocks):
-        keys.update({id(p): (index, name) for name, p in block.named_parameters()})
-    return keys
+    with recorder:
+        yield recorder, run_passes
 
 
 def _micro_batches(plan: Plan) -> int:
     """From the second on gradients exist, and every further one is like the second."""
     return min(plan.batch.accumulation, 2)
-
-
-def _record(
-    plan: Plan, prepared: Prepared, rows: RowLengths | None, labels: int | None
-) -> tuple[FullStream, Recorder]:
-    stream = full_stream(rows or heaviest_rows(plan))
-    stand_ins = StandIns(gpu=plan.hardware.gpu, supervised_tokens=labels or most_labels(plan.batch))
-    whole = prepared.model.whole
-    gradients = [p.grad for p in whole.parameters() if p.grad is not None]
-    resident = {
-        "weights": [*whole.parameters(), *whole.buffers()],
-        "optimizer": list(prepared.engine.state().tensors.values()),
-        "batch": list(stream.tensors()),
-        "gradients": gradients,
-    }
-    return stream, Recorder(resident, stand_ins)
-
-
-def _make_states(plan: Plan, prepared: Prepared) -> None:
-    """An update on gradients of no content: the optimizer makes its states as in a first step."""
-    _set_gradients(prepared)
-    with Recorder({}, StandIns(gpu=plan.hardware.gpu, supervised_tokens=1)):
-        prepared.engine.update(learning_rate=1.0, enter_phase=lambda phase: None)
-
-
-def _set_gradients(prepared: Prepared) -> None:
-    for parameter in prepared.model.trained.values():
-        parameter.grad = torch.empty_like(parameter)
-
-
-def _forward_backward(engine: Engine, stream: FullStream, recorder: Recorder, labels: int) -> None:
-    engine.forward_backward(stream, supervised_tokens=labels, enter_phase=recorder.enter)
-
-
-def _name_gradients(recorder: Recorder, prepared: Prepared) -> None:
-    keys = parameter_keys(prepared.model.blocks, prepared.model.whole)
-    for parameter in prepared.model.trained.values():
-        if parameter.grad is not None:
-            recorder.trace.gradients[recorder.serial_of(parameter.grad)] = keys[id(parameter)]

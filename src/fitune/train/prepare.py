@@ -1,10 +1,11 @@
 """A Plan becomes a model and an engine: one line per transformation, in the order that matters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from fitune.engine.plain import PlainEngine
@@ -51,14 +52,18 @@ def prepare_loaded(model: PreTrainedModel, plan: Plan) -> Prepared:
     parts = language_model(whole, plan.loss)
     recompute_blocks(parts.blocks, plan.recompute, has_dropout=_has_dropout(parts))
     whole.train()
-    engine = PlainEngine(
-        parts,
-        parts.trained,
+    return Prepared(model=parts, engine=engine_for(plan, parts, parts.trained))
+
+
+def engine_for(plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter]) -> Engine:
+    """What turns the loss of ``model`` into new weights of ``trained``."""
+    return PlainEngine(
+        model,
+        trained,
         optimizer=plan.optimizer,
         precision=plan.precision,
         max_grad_norm=plan.schedule.max_grad_norm,
     )
-    return Prepared(model=parts, engine=engine)
 
 
 def training_device(plan: Plan) -> torch.device:
