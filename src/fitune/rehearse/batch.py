@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fitune.spec.plan import Batch, Plan
 
-
 _CAPPED = ("gemma2",)
 """Their attention scores are capped, which no fused kernel does (models/attention.py)."""
 
