@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.spec.plan import Nf4
+from fitune.spec.plan import Hqq, Nf4
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
 
 pytest.importorskip("bitsandbytes")
+pytest.importorskip("hqq.core.quantize")
 
-BASES = [Nf4(), Nf4(double_quant=False)]
+BASES = [Nf4(), Nf4(double_quant=False), Hqq(bits=4), Hqq(bits=3)]
 ALL = bench.LAYERS
 
 

@@ -11,7 +11,7 @@ from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.run import trace_plan
-from fitune.spec.plan import Nf4
+from fitune.spec.plan import Hqq, Nf4
 from rehearse.tiny_configs import FAMILIES, tiny
 
 TOLERANCE = 0.02
@@ -32,7 +32,7 @@ def rehearsed_peak(plan, config) -> int:
 
 QUANTISED = [
     {"base": Nf4(), "precision": "bf16", "recompute": 0, "chunk": 64},
-    {"base": Nf4(double_quant=False), "precision": "bf16-master", "recompute": 4, "accumulation": 2},
+    {"base": Hqq(bits=4), "precision": "bf16-master", "recompute": 4, "accumulation": 2},
 ]
 
 
@@ -59,6 +59,7 @@ def test_estimate_and_rehearsal_agree(family, choice, hardware):
 @pytest.mark.parametrize(("family", "choice", "hardware"), list(some(QUANTISED, of=4)))
 def test_on_a_quantised_base(family, choice, hardware):
     pytest.importorskip("bitsandbytes")
+    pytest.importorskip("hqq.core.quantize")
     config, spec = tiny(family)
     choice = dict(choice)
     base = choice.pop("base")

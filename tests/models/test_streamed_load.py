@@ -14,10 +14,11 @@ from fitune.measure.memory import LiveTensors
 from fitune.models.language_model import blocks_of
 from fitune.models.quantize import quantise_linears
 from fitune.models.weights import load_model
-from fitune.spec.plan import Nf4
+from fitune.spec.plan import Hqq, Nf4
 from models.tiny_models import tiny_model
 
 pytest.importorskip("bitsandbytes")
+pytest.importorskip("hqq.core.quantize")
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 500}
@@ -42,20 +43,25 @@ def saved(folder: Path, family: str = "llama", **changes: object) -> Path:
     return folder
 
 
-def packed_later(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def packed_later(folder: Path, dtype: torch.dtype, base: Nf4 | Hqq) -> PreTrainedModel:
     model = load_model(str(folder), dtype=dtype, device=CPU)
-    quantise_linears(blocks_of(model), Nf4())
+    quantise_linears(blocks_of(model), base)
     return model
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "gpt2", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_on_arrival_is_packed_later(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "base"),
+    [(torch.float32, Nf4()), (torch.bfloat16, Nf4()), (torch.bfloat16, Hqq(bits=3, group_size=16))],
+)
+def test_packed_on_arrival_is_packed_later(
+    tmp_path: Path, family: str, dtype: torch.dtype, base: Nf4 | Hqq
+) -> None:
     """Tied, sharded, biased, transposed and mixed models alike; nothing of the loader stays behind."""
     folder = saved(tmp_path / "model", family)
     found, expected = (
-        load_model(str(folder), dtype=dtype, device=CPU, base=Nf4()),
-        packed_later(folder, dtype),
+        load_model(str(folder), dtype=dtype, device=CPU, base=base),
+        packed_later(folder, dtype, base),
     )
     ours, theirs = found.state_dict(), expected.state_dict()
     assert ours.keys() == theirs.keys()

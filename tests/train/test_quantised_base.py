@@ -12,37 +12,39 @@ from transformers import AutoModelForCausalLM
 
 from fitune.checkpoint.merge import merged_weights
 from fitune.errors import CheckpointError
-from fitune.spec.plan import Nf4, Plan
+from fitune.spec.plan import Hqq, Nf4, Plan
 from fitune.train.prepare import prepare
 from fitune.train.run import run
 from train.test_run import callbacks, losses
 
 pytest.importorskip("bitsandbytes")
+pytest.importorskip("hqq.core.quantize")
 
 MakePlan = Callable[..., Plan]
-BASES = [Nf4(), Nf4(double_quant=False)]
+BASES = [Nf4(), Nf4(double_quant=False), Hqq(bits=8), Hqq(bits=4), Hqq(bits=3), Hqq(bits=2)]
 
 
-def on(base: Nf4, plan: Plan) -> Plan:
+def on(base: Nf4 | Hqq, plan: Plan) -> Plan:
     return replace(plan, tuning=replace(plan.tuning, base=base))
 
 
 @pytest.mark.parametrize("base", BASES, ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
-def test_it_learns_and_exports_an_adapter(make_plan: MakePlan, base: Nf4, precision: str) -> None:
+def test_it_learns_and_exports_an_adapter(make_plan: MakePlan, base: Nf4 | Hqq, precision: str) -> None:
     plan = on(base, make_plan(max_steps=25, precision=precision))
     report = run(plan, callbacks=callbacks())
     assert report.final_loss < 0.95 * report.first_loss
     assert report.total_parameters - report.trainable_parameters == sum(
         tensor.numel() for tensor in load_file(Path(plan.model_path) / "model.safetensors").values()
     )
-    assert "in NF4" in (Path(report.exported) / "README.md").read_text()
+    assert f"in {type(base).__name__.upper()}" in (Path(report.exported) / "README.md").read_text()
 
 
-def test_resumed_it_ends_bit_for_bit_the_same(make_plan: MakePlan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", [Nf4(), Hqq(bits=4)], ids=str)
+def test_resumed_it_ends_bit_for_bit_the_same(make_plan: MakePlan, tmp_path: Path, base: Nf4 | Hqq) -> None:
     common = {"max_steps": 6, "save_steps": 2, "lora_dropout": 0.1}
-    straight = on(Nf4(), make_plan(**common, output_dir=str(tmp_path / "straight")))
-    broken = on(Nf4(), make_plan(**common, output_dir=str(tmp_path / "broken")))
+    straight = on(base, make_plan(**common, output_dir=str(tmp_path / "straight")))
+    broken = on(base, make_plan(**common, output_dir=str(tmp_path / "broken")))
     one = run(straight, callbacks=callbacks())
     run(broken, callbacks=callbacks(stop_after=3))
     two = run(broken, callbacks=callbacks(), resume=True)

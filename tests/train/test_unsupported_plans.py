@@ -11,7 +11,6 @@ from fitune.spec.plan import (
     ClipByNorm,
     ClipByValue,
     Ddp,
-    Hqq,
     Lomo,
     Lora,
     Offload,
@@ -35,7 +34,6 @@ LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj",)}
     [
         ({"tuning": Lomo(adaptive=False, clip=ClipByValue(value=1.0))}, "tuning LOMO"),
         ({"tuning": Lomo(adaptive=True, clip=ClipByNorm(max_norm=1.0))}, "tuning AdaLomo"),
-        ({"tuning": Lora(**LORA, base=Hqq(bits=3))}, "a base in Hqq"),
         ({"tuning": Lora(**LORA, dora=True)}, "DoRA"),
         ({"optimizer": AdamW8bit()}, "optimizer AdamW8bit"),
         ({"sharding": Ddp()}, "sharding DDP"),

@@ -8,7 +8,7 @@ from fitune.estimate.gradients import adaptive_working_bytes
 from fitune.estimate.quantised import base_of, dequantisation_workspace_bytes, is_quantised
 from fitune.estimate.stages import Stage
 from fitune.spec.model import Linear, ModelSpec
-from fitune.spec.plan import Full, Hqq, Lomo, Lora, Plan, trains_every_weight
+from fitune.spec.plan import Full, Lomo, Lora, Plan, trains_every_weight
 from fitune.spec.shape import BatchShape
 
 SCALED_IN_FP32 = ("gemma2", "gemma3_text")
@@ -57,10 +57,8 @@ class Site:
     def reads_input(self, linears: Sequence[Linear]) -> bool:
         """Whether the linears keep the input they share; dropped-out adapters keep their own instead.
 
-        HQQ's product keeps it although its weight is frozen (hqq.core.quantize, HQQMatmulNoCacheMul).
+        A packed product keeps nothing (models/quantised_linear.py).
         """
-        if isinstance(base_of(self.plan), Hqq) and self.quantised(linears):
-            return True
         return self.full or (bool(self.adapted(linears)) and self.dropout == 0)
 
     def quantised(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:

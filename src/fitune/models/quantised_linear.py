@@ -40,6 +40,10 @@ class QuantisedLinear(nn.Linear):
         """The weight [out, in] in the compute type, new."""
         raise NotImplementedError
 
+    def product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b, in the order of rounding that the library has."""
+        return F.linear(x, self.dequantised(), self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = _FrozenProduct.apply(x, self)
         return output
@@ -84,7 +88,7 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: QuantisedLinear) -> Tensor:
         ctx.linear = linear
-        return F.linear(x, linear.dequantised(), linear.bias)
+        return linear.product(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

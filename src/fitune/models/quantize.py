@@ -7,11 +7,12 @@ compute type; so do routers and experts, which transformers holds as bare parame
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from fitune.models.hqq import HqqLinear
 from fitune.models.nf4 import Nf4Linear
 from fitune.models.quantised_linear import QuantisedLinear
 from fitune.spec.plan import Dense, Hqq, Nf4
 
-LINEARS: dict[type[Nf4 | Hqq], type[QuantisedLinear]] = {Nf4: Nf4Linear}
+LINEARS: dict[type[Nf4 | Hqq], type[QuantisedLinear]] = {Nf4: Nf4Linear, Hqq: HqqLinear}
 
 
 def quantise_linears(blocks: nn.Module, base: Dense | Nf4 | Hqq) -> None:

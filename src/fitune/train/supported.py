@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fitune.errors import RecipeError
-from fitune.spec.plan import AdamW8bit, Ddp, Hqq, Lomo, Lora, Offload, Plan, Zero
+from fitune.spec.plan import AdamW8bit, Ddp, Lomo, Lora, Offload, Plan, Zero
 
 
 def is_supported(plan: Plan) -> bool:
@@ -16,7 +16,7 @@ def require_supported(plan: Plan) -> None:
     if missing:
         raise RecipeError(
             f"the plan asks for what this version cannot train yet: {', '.join(missing)}",
-            hint="full fine-tuning or LoRA on a dense or NF4 base, AdamW or SGD, on one device",
+            hint="full fine-tuning or LoRA on a dense, NF4 or HQQ base, AdamW or SGD, on one device",
         )
 
 
@@ -24,8 +24,6 @@ def _missing(plan: Plan) -> Iterator[str]:
     tuning = plan.tuning
     if isinstance(tuning, Lomo):
         yield f"tuning {'AdaLomo' if tuning.adaptive else 'LOMO'}"
-    if isinstance(tuning, Lora) and isinstance(tuning.base, Hqq):
-        yield "a base in Hqq"
     if isinstance(tuning, Lora) and tuning.dora:
         yield "DoRA"
     if isinstance(plan.optimizer, AdamW8bit):

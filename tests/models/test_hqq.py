@@ -1,0 +1,90 @@
+"""HQQ linears: bit-equal to hqq's own module for every number of bits, without what that module keeps."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from fitune.errors import MissingExtra, ModelError
+from fitune.models.quantised_linear import QuantisedLinear
+from fitune.models.quantize import quantise_linears
+from fitune.rehearse.fake import fake_tensors
+from fitune.spec.plan import Hqq
+from models.test_nf4 import dense_linear, forward_and_gradient
+
+hqq = pytest.importorskip("hqq.core.quantize")
+
+BITS = [8, 4, 3, 2]
+
+
+def packed(linear: nn.Linear, base: Hqq) -> QuantisedLinear:
+    holder = nn.Sequential(linear)
+    quantise_linears(holder, base)
+    return holder[0]
+
+
+def library_linear(linear: nn.Linear, base: Hqq) -> nn.Module:
+    config = hqq.BaseQuantizeConfig(nbits=base.bits, group_size=base.group_size)
+    return hqq.HQQLinear(copy.deepcopy(linear), config, compute_dtype=linear.weight.dtype, device="cpu")
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_forward_and_gradient_are_the_librarys_bit_for_bit(dtype: torch.dtype, bias: bool, bits: int) -> None:
+    linear, base = dense_linear(dtype, bias=bias), Hqq(bits=bits, group_size=32)
+    theirs = forward_and_gradient(library_linear(linear, base), dtype)
+    ours = forward_and_gradient(packed(linear, base), dtype)
+    for found, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_more_bits_are_closer(bits: int) -> None:
+    linear = dense_linear(torch.float32)
+    weight = linear.weight.detach().clone()
+    error = (packed(linear, Hqq(bits=bits)).dequantised() - weight).abs().mean() / weight.abs().mean()
+    assert 0.3 / 2**bits < error < 1.4 / 2**bits
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_nothing_is_kept_for_backward(bits: int) -> None:
+    linear = packed(dense_linear(torch.float32, sizes=(128, 128)), Hqq(bits=bits))
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        linear(linear(torch.randn(4, 128, requires_grad=True)))
+    assert not kept
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_bytes_come_back_bit_identical_and_are_never_cast(bits: int) -> None:
+    linear = packed(dense_linear(torch.bfloat16, bias=False), Hqq(bits=bits))
+    before, whole = {name: t.clone() for name, t in linear.state_dict().items()}, linear.dequantised()
+    linear = copy.deepcopy(linear).half().float().to("cpu")
+    for name, tensor in linear.state_dict().items():
+        assert tensor.view(torch.uint8).equal(before[name].view(torch.uint8)), name
+    assert torch.equal(linear.dequantised(), whole)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_packing_on_fake_tensors_gives_the_same_shapes(bits: int) -> None:
+    real = packed(dense_linear(torch.bfloat16), Hqq(bits=bits))
+    with fake_tensors():
+        fake = packed(nn.Linear(96, 64, dtype=torch.bfloat16), Hqq(bits=bits))
+        fake(torch.empty(3, 96, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    shapes = {name: (t.shape, t.dtype) for name, t in real.state_dict().items()}
+    assert {name: (t.shape, t.dtype) for name, t in fake.state_dict().items()} == shapes
+
+
+def test_a_matrix_that_leaves_a_rest_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"63 × 96 = 6048 weights leaves a rest"):
+        packed(dense_linear(torch.float32, sizes=(96, 63)), Hqq(bits=4))
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hqq", None)
+    monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)
+    with pytest.raises(MissingExtra, match=r"fitune\[quant\]"):
+        packed(dense_linear(torch.float32), Hqq(bits=4))
