@@ -77,9 +77,10 @@ def test_a_full_model_has_the_files_the_hub_expects(tmp_path):
     assert (tmp_path / "out/README.md").read_text() == COMMON["card"]
 
 
-def test_shards_have_an_index_with_every_tensor_and_the_exact_count(tmp_path):
+def test_shards_have_an_index_with_every_tensor_and_the_exact_count(tmp_path, monkeypatch):
+    monkeypatch.setattr("fitune.checkpoint.layout.SHARD_BYTES", 40_000)
     model = tiny_base(tmp_path / "base")
-    export_full(model, byte_tokenizer(), tmp_path / "out", max_shard_size=40_000, **COMMON)
+    export_full(model, byte_tokenizer(), tmp_path / "out", **COMMON)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     shards = sorted((tmp_path / "out").glob("model-*-of-*.safetensors"))
     assert len(shards) > 1
@@ -187,14 +188,6 @@ def test_a_merged_weight_is_base_plus_scaled_product_by_hand(tmp_path):
     assert merged.keys() == load_file(tmp_path / "base/model.safetensors").keys()
 
 
-def test_a_merge_may_be_written_in_another_type(tmp_path):
-    model = with_adapter(tiny_base(tmp_path / "base", tied=True))
-    export_merged(model, byte_tokenizer(), tmp_path / "out", dtype=torch.bfloat16, **COMMON)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
-    assert {t.dtype for t in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}
-    assert model.dtype == torch.float32
-
-
 def test_a_merge_that_rounds_the_training_away_is_said_to(tmp_path):
     model = with_adapter(tiny_base(tmp_path / "base", dtype=torch.bfloat16), zero=True)
     for name, parameter in model.named_parameters():
@@ -229,7 +222,7 @@ def test_weights_that_were_not_written_are_found(tmp_path, monkeypatch):
     base_weights = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict())
     write = export.write_model
     monkeypatch.setattr(
-        export, "write_model", lambda base, folder, _weights, size: write(base, folder, base_weights, size)
+        export, "write_model", lambda base, folder, _weights: write(base, folder, base_weights)
     )
     with pytest.raises(CheckpointError, match=r"do not hold the trained weights; 6 tensors .*down_proj"):
         export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)

@@ -135,10 +135,10 @@ def test_a_prefixing_tokenizer_puts_no_space_inside_a_text():
 def test_a_text_is_learned_whole_with_one_bos_and_one_eos():
     tokenizer = byte_tokenizer()
     template = load_template(tokenizer)
-    encoded = template.encode_text(Text("hello world", "row 1"))
+    encoded = template.encode(Text("hello world", "row 1"))
     assert tokenizer.decode(encoded.ids) == "hello world</s>"
     assert all(encoded.supervised)
-    ended = template.encode_text(Text("<s>hello</s>", "row 1"))
+    ended = template.encode(Text("<s>hello</s>", "row 1"))
     assert tokenizer.decode(ended.ids) == "<s>hello</s>"
 
 
@@ -148,7 +148,7 @@ def test_a_text_begins_with_bos_where_the_tokenizer_puts_one():
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[bos])
     template = load_template(tokenizer)
     for text in ("hello", "<s>hello", "<s>hello</s>"):
-        assert tokenizer.decode(template.encode_text(Text(text, "row 1")).ids) == "<s>hello</s>"
+        assert tokenizer.decode(template.encode(Text(text, "row 1")).ids) == "<s>hello</s>"
     assert template.encode(conversation("hello", "world")).ids.count(tokenizer.bos_token_id) == 1
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fitune.checkpoint.paths import inside, lock_run_directory
+from fitune.checkpoint.paths import inside
 from fitune.errors import RunDirectoryError
+from fitune.spec.ownership import lock_directory
 
 # Row 26: names stay inside
 
@@ -48,7 +49,7 @@ def test_the_folder_itself_may_be_a_link(tmp_path):
 
 
 def test_the_directory_is_made_and_its_lock_names_the_owner(tmp_path):
-    with lock_run_directory(tmp_path / "a/b", attempt="first") as lock:
+    with lock_directory(tmp_path / "a/b", attempt="first") as lock:
         owner = json.loads((lock.directory / "run.lock").read_text())
         assert (owner["pid"], owner["attempt"]) == (str(os.getpid()), "first")
     assert (tmp_path / "a/b/run.lock").read_text() == ""
@@ -56,11 +57,11 @@ def test_the_directory_is_made_and_its_lock_names_the_owner(tmp_path):
 
 def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "run").write_text("precious")
-    with pytest.raises(RunDirectoryError, match="is a file"), lock_run_directory(tmp_path / "run"):
+    with pytest.raises(RunDirectoryError, match="is a file"), lock_directory(tmp_path / "run"):
         pass
     with (
         pytest.raises(RunDirectoryError, match="cannot be written"),
-        lock_run_directory(tmp_path / "run/below"),
+        lock_directory(tmp_path / "run/below"),
     ):
         pass
     assert (tmp_path / "run").read_text() == "precious"
@@ -76,17 +77,17 @@ def test_an_unwritable_directory_is_refused(tmp_path, monkeypatch, code):
     monkeypatch.setattr(os, "open", refuse)
     with (
         pytest.raises(RunDirectoryError, match=f"cannot be written: {os.strerror(code)}"),
-        lock_run_directory(tmp_path),
+        lock_directory(tmp_path),
     ):
         pass
 
 
 def test_a_second_run_in_this_process_is_refused_and_the_first_keeps_its_lock(tmp_path):
-    with lock_run_directory(tmp_path):
+    with lock_directory(tmp_path):
         for _ in range(2):
             with (
                 pytest.raises(RunDirectoryError, match="another run of this process"),
-                lock_run_directory(tmp_path),
+                lock_directory(tmp_path),
             ):
                 pass
         assert try_elsewhere(tmp_path).startswith("RunDirectoryError")
@@ -94,32 +95,32 @@ def test_a_second_run_in_this_process_is_refused_and_the_first_keeps_its_lock(tm
 
 
 def test_a_failed_run_gives_its_lock_up(tmp_path):
-    with pytest.raises(ZeroDivisionError), lock_run_directory(tmp_path):
+    with pytest.raises(ZeroDivisionError), lock_directory(tmp_path):
         1 / 0  # noqa: B018
-    with lock_run_directory(tmp_path):
+    with lock_directory(tmp_path):
         pass
 
 
 def test_another_live_process_is_named_and_a_killed_one_is_taken_over(tmp_path):
     hold = "print('owned', flush=True); input()"
-    code = f"{_IMPORT}\nwith lock_run_directory(Path({str(tmp_path)!r}), attempt='older'): {hold}"
+    code = f"{_IMPORT}\nwith lock_directory(Path({str(tmp_path)!r}), attempt='older'): {hold}"
     owner = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     )
     assert owner.stdout.readline() == "owned\n"
     with pytest.raises(RunDirectoryError, match=f"in use by process {owner.pid} on .*, attempt older"):
-        lock_run_directory(tmp_path).__enter__()
+        lock_directory(tmp_path).__enter__()
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
     assert "older" in (tmp_path / "run.lock").read_text()
-    with lock_run_directory(tmp_path, attempt="newer"):
+    with lock_directory(tmp_path, attempt="newer"):
         assert "newer" in (tmp_path / "run.lock").read_text()
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     (tmp_path / "precious").write_text("text")
     (tmp_path / "run.lock").symlink_to("precious")
-    with pytest.raises(RunDirectoryError), lock_run_directory(tmp_path):
+    with pytest.raises(RunDirectoryError), lock_directory(tmp_path):
         pass
     assert (tmp_path / "precious").read_text() == "text"
 
@@ -138,7 +139,7 @@ def test_without_file_locks_the_text_of_the_lock_decides(tmp_path, monkeypatch, 
     (tmp_path / "run.lock").write_text(
         json.dumps({"pid": pid, "host": host or socket.gethostname(), "attempt": "x"})
     )
-    lock = lock_run_directory(tmp_path)
+    lock = lock_directory(tmp_path)
     if refused:
         with pytest.raises(RunDirectoryError, match="in use by process"):
             lock.__enter__()
@@ -147,13 +148,13 @@ def test_without_file_locks_the_text_of_the_lock_decides(tmp_path, monkeypatch, 
             pass
 
 
-_IMPORT = "from pathlib import Path\nfrom fitune.checkpoint.paths import lock_run_directory"
+_IMPORT = "from pathlib import Path\nfrom fitune.spec.ownership import lock_directory"
 
 
 def try_elsewhere(folder: Path) -> str:
     code = f"""{_IMPORT}
 try:
-    with lock_run_directory(Path({str(folder)!r})): print("owned")
+    with lock_directory(Path({str(folder)!r})): print("owned")
 except Exception as error: print(type(error).__name__)"""
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -175,7 +175,7 @@ def test_a_failed_run_says_why_and_shows_the_loss_as_it_was(change_report: Calla
 def test_a_page_that_cannot_be_written_keeps_the_old_one(run_directory: Path) -> None:
     path = write_report(run_directory)
     before = path.read_text()
-    path.with_name("report.html.new").mkdir()
+    path.with_name(".tmp-report.html").mkdir()
     with pytest.raises(Exception, match=r"report\.html: cannot be written"):
         write_report(run_directory)
     assert path.read_text() == before

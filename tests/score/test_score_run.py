@@ -264,7 +264,7 @@ def test_a_directory_that_is_not_ours_is_left_alone(plan: ScorePlan, kind: str) 
         (out / ("thesis.tex" if kind == "foreign" else "answers.jsonl")).write_text("mine")
     with pytest.raises(RunDirectoryError):
         quietly(plan)
-    assert [p.read_text() for p in (out.iterdir() if out.is_dir() else [out]) if p.name != ".lock"] == [
+    assert [p.read_text() for p in (out.iterdir() if out.is_dir() else [out]) if p.name != "run.lock"] == [
         "mine"
     ]
 
@@ -274,7 +274,7 @@ def test_two_scorings_do_not_write_into_one_directory(plan: ScorePlan) -> None:
 
     def start_a_second(done: int, total: int) -> None:
         if done == 0:
-            with pytest.raises(RunDirectoryError, match="another process") as caught:
+            with pytest.raises(RunDirectoryError, match="another run of this process") as caught:
                 quietly(plan)
             refusals.append(caught.value)
 

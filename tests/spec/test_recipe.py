@@ -177,8 +177,6 @@ def test_numbers_written_as_text_are_numbers(tmp_path: Path) -> None:
         ("lora_target: all", "lora_target_modules", ["all-linear"]),
         ("target_modules: q_proj, v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
         ("micro_batch_size: auto", "micro_batch_size", None),
-        ("resume_from_checkpoint: null", "resume", False),
-        ("val_size: null", "val_fraction", 0.0),
     ],
 )
 def test_values_of_other_frameworks(tmp_path: Path, text: str, setting: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,10 +135,10 @@ def test_a_kill_while_truncating_leaves_the_old_lines(
     before = log_of_five.read_bytes()
     log = MetricsLog(log_of_five)
 
-    def killed(self: Path, target: Path) -> None:
+    def killed(source: Path, target: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "replace", killed)
+    monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         log.truncate_after(2)
     assert log_of_five.read_bytes() == before

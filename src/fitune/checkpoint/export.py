@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.checkpoint import parity
-from fitune.checkpoint.layout import cast, staged, write_adapter, write_model, write_texts
+from fitune.checkpoint.layout import staged, write_adapter, write_model, write_texts
 from fitune.checkpoint.merge import merged_weights
 from fitune.models.attention import attends_by_rows
 from fitune.models.quantize import quantised_base
@@ -66,12 +66,10 @@ def export_merged(
     *,
     chat_template: str,
     card: str,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
     base_path: str = "",
     replace: bool = False,
 ) -> Exported:
-    """Write the base with the adapter folded in (merge.py), in ``dtype`` or the type it has; ``model`` is untouched.
+    """Write the base with the adapter folded in (merge.py), in the type it has; ``model`` is untouched.
 
     A packed base is read again from ``base_path`` in the compute type: the adapter is folded into that one, and what
     is written is compared with that one's answers. Logits may differ by the rounding of the merged weights
@@ -79,9 +77,9 @@ def export_merged(
     """
     if base_path and quantised_base(model) != Dense():
         model = on_dense_base(model, base_path)
-    weights = cast(merged_weights(model), dtype)
+    weights = merged_weights(model)
     with staged(target, weights, replace=replace) as folder:
-        write_model(model.get_base_model(), folder, weights, max_shard_size)
+        write_model(model.get_base_model(), folder, weights)
         write_texts(folder, tokenizer, chat_template, card)
         parity.require_filled(folder)
         with parity.plain_attention(model) as attention:
@@ -101,14 +99,12 @@ def export_full(
     *,
     chat_template: str,
     card: str,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
     replace: bool = False,
 ) -> Exported:
-    """Write all weights, in ``dtype`` or the type they have."""
-    weights = cast(model.state_dict(), dtype)
+    """Write all weights, in the type they have."""
+    weights = model.state_dict()
     with staged(target, weights, replace=replace) as folder:
-        write_model(model, folder, weights, max_shard_size)
+        write_model(model, folder, weights)
         write_texts(folder, tokenizer, chat_template, card)
         parity.require_filled(folder)
         with parity.plain_attention(model) as attention:

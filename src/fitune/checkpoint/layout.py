@@ -20,11 +20,11 @@ from fitune.checkpoint.durable import (
     remove,
     remove_stale_siblings,
     require_space,
-    sync_tree,
     temporary_sibling,
 )
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.models.adapter_check import WEIGHTS
+from fitune.spec.disk import sync_tree
 from fitune.units import MIB
 
 _MARGIN_BYTES = 32 * MIB
@@ -68,11 +68,13 @@ def write_adapter(model: PeftModel, folder: Path, weights: dict[str, Tensor], ba
     config.save_pretrained(folder)
 
 
-def write_model(
-    model: PreTrainedModel, folder: Path, weights: dict[str, Tensor], max_shard_size: int | str
-) -> None:
+SHARD_BYTES = 5_000_000_000
+"""The Hub's usual size of one file."""
+
+
+def write_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor]) -> None:
     """config.json, generation_config.json, safetensors under the names of the Hub, an index when there are shards."""
-    model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=max_shard_size)
+    model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=SHARD_BYTES)
     # save_pretrained describes the model in memory: its type, and its adapters among the parameters.
     _change(folder / "config.json", {"dtype": _dtype_name(weights)})
     index = folder / "model.safetensors.index.json"
@@ -88,14 +90,6 @@ def write_texts(folder: Path, tokenizer: PreTrainedTokenizerBase, chat_template:
     if chat_template:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def cast(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Floating tensors in ``dtype`` (None: as they are); tied weights stay tied, each storage is cast once."""
-    if dtype is None:
-        return dict(weights)
-    done = {_storage(t): t.to(dtype) if t.is_floating_point() else t for t in _distinct(weights)}
-    return {name: done[_storage(tensor)] for name, tensor in weights.items()}
 
 
 def _distinct(weights: Mapping[str, Tensor]) -> list[Tensor]:

@@ -18,14 +18,13 @@ from fitune.checkpoint.durable import (
     remove,
     remove_stale_siblings,
     require_space,
-    sync_folder,
     temporary_sibling,
-    write_atomically,
-    write_durably,
+    write_hashed,
 )
 from fitune.checkpoint.state import TrainState
 from fitune.checkpoint.tensors import tensor_chunks, tensors_bytes
 from fitune.errors import CheckpointError
+from fitune.spec.disk import sync_folder, write_atomically
 from fitune.spec.serial import to_json
 from fitune.units import MIB, format_bytes
 
@@ -77,7 +76,7 @@ def _write(target: Path, state: TrainState, facts: bytes, eval_loss: float | Non
     temporary = temporary_sibling(target)
     os.mkdir(temporary)
     files = {
-        name: write_durably(temporary / name, chunks)
+        name: write_hashed(temporary / name, chunks)
         for name, chunks in (
             *((f"{group}.safetensors", tensor_chunks(tensors)) for group, tensors in state.tensors.items()),
             (STATE, [facts]),

@@ -11,7 +11,6 @@ from typing import TypeVar
 from fitune.checkpoint.commit import FOLDER as CHECKPOINTS
 from fitune.checkpoint.commit import is_committed, step_folders
 from fitune.checkpoint.differences import compare_plans, difference_table
-from fitune.checkpoint.durable import write_atomically
 from fitune.cli.planning import plan_for
 from fitune.cli.reporting import comparison
 from fitune.cli.room_on_disk import require_room_on_disk
@@ -31,6 +30,7 @@ from fitune.report.html import write_report
 from fitune.report.run_files import Prediction, RunnerUp
 from fitune.score.generate_hf import Sampling, answer_all
 from fitune.score.tasks import to_task
+from fitune.spec.disk import write_atomically
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe, dump_recipe
 from fitune.spec.reports import PlanReport, RunReport

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import DataError
+from fitune.spec.disk import sync_tree
 
 _CODE_VERSION = 1
 """Raised whenever the same input would be tokenised differently."""
@@ -48,7 +49,7 @@ def store(entry: Path, write: Callable[[Path], None]) -> None:
         raise _unwritable(entry.parent, error) from None
     try:
         write(made)
-        _sync(made)
+        sync_tree(made)
         shutil.rmtree(entry, ignore_errors=True)
         made.rename(entry)
     except OSError as error:
@@ -56,15 +57,6 @@ def store(entry: Path, write: Callable[[Path], None]) -> None:
             raise _unwritable(entry.parent, error) from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _unwritable(folder: Path, error: OSError) -> DataError:

@@ -14,10 +14,7 @@ import torch
 from fitune.data.dataset import TokenDataset
 from fitune.data.packing import pack_rows
 from fitune.spec.plan import Batch
-from fitune.spec.shape import BatchShape
-
-IGNORED = -100
-"""The label of a position at which nothing is learned; torch's cross-entropy skips it."""
+from fitune.spec.shape import IGNORED, BatchShape
 
 
 @dataclass(frozen=True, slots=True)

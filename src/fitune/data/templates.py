@@ -15,7 +15,7 @@ from typing import Any
 
 from fitune.data.answers import conversation_pieces, prompt_pieces
 from fitune.data.encoding import Piece, PieceEncoder
-from fitune.data.formats import Conversation, Example, Message, Text
+from fitune.data.formats import Conversation, Example, Message
 from fitune.data.rendering import Renderer
 from fitune.data.rows import BadRow
 from fitune.data.sandbox import SafeTemplate
@@ -79,16 +79,13 @@ class ChatTemplate:
         self._ends = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         self._text_start = _text_start(tokenizer)
 
-    def encode(self, conversation: Conversation) -> Encoded:
-        """Ids of the conversation up to the end of its last answer: nothing after it can be learned.
+    def encode(self, example: Example) -> Encoded:
+        """Ids of a conversation up to the end of its last answer: nothing after it can be learned. Or of a plain text
+        and EOS, all supervised; special tokens in it are special: the author wrote them.
 
         Raises BadRow when the template refuses the conversation or leaves a part of it out.
         """
-        return self.encode_rows([self.lay_out(conversation)])[0]
-
-    def encode_text(self, text: Text) -> Encoded:
-        """Ids of a plain text and EOS, all supervised. Special tokens in it are special: the author wrote them."""
-        return self.encode_rows([self.lay_out(text)])[0]
+        return self.encode_rows([self.lay_out(example)])[0]
 
     def encode_prompt(self, conversation: Conversation) -> list[int]:
         """Ids of everything before the last answer and of the words that ask for it: what scoring feeds the model."""

@@ -7,8 +7,7 @@ the logits in place; autograd only carries it through the head. Shapes: T tokens
 import torch
 from torch import Tensor, nn
 
-IGNORED = -100
-"""The label of a token that is not trained on, as everywhere in torch and transformers."""
+from fitune.spec.shape import IGNORED
 
 
 def loss_and_gradient(

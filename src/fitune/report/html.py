@@ -10,6 +10,7 @@ from fitune.report.compare import compare, measure
 from fitune.report.pictures import Pictures, draw_pictures
 from fitune.report.pieces import element, join, safe
 from fitune.report.run_files import RunFiles, read_run
+from fitune.spec.disk import write_atomically
 
 
 def write_report(directory: Path) -> Path:
@@ -19,10 +20,8 @@ def write_report(directory: Path) -> Path:
     """
     page = render(read_run(directory))
     path = directory / "report.html"
-    beside = directory / "report.html.new"
     try:
-        beside.write_text(page, encoding="utf-8")
-        beside.replace(path)
+        write_atomically(path, page)
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be written: {error.strerror or error}") from None
     return path

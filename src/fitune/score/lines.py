@@ -1,9 +1,8 @@
-"""What scoring writes: OpenAI batch output lines, whole files at once, and an answers file that survives a kill."""
+"""What scoring writes: OpenAI batch output lines, in an answers file that survives a kill."""
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,39 +87,3 @@ def append_lines(path: Path, lines: Iterable[Line]) -> None:
         file.write("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines).encode())
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file is there in full or as it was before."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-@contextmanager
-def only_writer(directory: Path) -> Iterator[None]:
-    """Hold the directory for this process; a lock of a dead process is gone with it.
-
-    Raises RunDirectoryError when it cannot be written, is a file, or another process holds it.
-    """
-    import fcntl
-
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / ".lock").open("w")
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{directory}: cannot be written: {error.strerror}", hint="choose another folder for the answers"
-        ) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunDirectoryError(
-                f"{directory}: another process is scoring into it",
-                hint="wait for it, or choose another folder",
-            ) from None
-        yield

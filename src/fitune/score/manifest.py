@@ -8,12 +8,14 @@ from typing import Any
 from fitune.errors import RunDirectoryError
 from fitune.models.identity import identity
 from fitune.score.generate_hf import Sampling
-from fitune.score.lines import Line, prompt_fingerprint, write_whole
+from fitune.score.lines import Line, prompt_fingerprint
 from fitune.score.tasks import Task
+from fitune.spec.disk import write_atomically
+from fitune.spec.ownership import LOCK
 from fitune.spec.plan import DataSource
 
 MANIFEST = "manifest.json"
-_OURS = {MANIFEST, "answers.jsonl", "grades.jsonl", "report.json", ".lock"}
+_OURS = {MANIFEST, "answers.jsonl", "grades.jsonl", "report.json", LOCK}
 
 
 def manifest(*, model: str, adapter: str, data: DataSource, sampling: Sampling, dtype: str) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def claim(directory: Path, wanted: dict[str, Any]) -> None:
         raise RunDirectoryError(
             f"{directory}: not a scoring directory, it holds {found}", hint="name a new one"
         )
-    write_whole(path, json.dumps(wanted, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(wanted, indent=2, ensure_ascii=False) + "\n")
 
 
 def remove_scores(directory: Path) -> None:

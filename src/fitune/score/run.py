@@ -22,13 +22,13 @@ from fitune.score.lines import (
     answer_text,
     append_lines,
     completion_tokens,
-    only_writer,
     read_answers,
-    write_whole,
 )
 from fitune.score.manifest import claim, manifest, require_same_prompts
 from fitune.score.tasks import Task, read_tasks
+from fitune.spec.disk import write_atomically
 from fitune.spec.model_config import load_model_spec
+from fitune.spec.ownership import lock_directory
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import to_json
@@ -88,7 +88,7 @@ def score(
     wanted = manifest(
         model=plan.model, adapter=plan.adapter, data=plan.data, sampling=plan.sampling, dtype=str(dtype)
     )
-    with only_writer(directory):
+    with lock_directory(directory):
         claim(directory, wanted)
         pending = _pending(directory, tasks)
         progress(len(tasks) - len(pending), len(tasks))
@@ -170,7 +170,7 @@ def _finish(
     """Grade what is on the disk and report. Rows without an answer are graded 0: a failure is not left out."""
     lines = {str(line["custom_id"]): line for line in read_answers(directory / "answers.jsonl")}
     grades = [_grades(task, lines[task.id], graders) for task in tasks]
-    write_whole(
+    write_atomically(
         directory / "grades.jsonl",
         "".join(
             f"{json.dumps({'id': task.id, 'expected': task.expected, 'grades': row}, ensure_ascii=False)}\n"
@@ -189,7 +189,7 @@ def _finish(
         seconds=time.perf_counter() - started,
         generated_tokens=sum(map(completion_tokens, lines.values())),
     )
-    write_whole(directory / "report.json", to_json(report))
+    write_atomically(directory / "report.json", to_json(report))
     return report
 
 

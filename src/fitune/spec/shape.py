@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+IGNORED = -100
+"""The label of a position at which nothing is learned; torch's cross-entropy skips it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from fitune.errors import RunDirectoryError
+from fitune.spec.disk import write_atomically
 from fitune.spec.reports import StepReport
 from fitune.spec.serial import from_data, to_data
 
@@ -43,7 +44,7 @@ class MetricsLog:
         kept = [raw for report, raw in _reports(self.path) if report.step <= step]
         self.close()
         try:
-            _replace(self.path, b"".join(kept))
+            write_atomically(self.path, b"".join(kept))
             self._file = self.path.open("ab")
         except OSError as error:
             raise _unusable(self.path, error) from None
@@ -118,7 +119,7 @@ def _finish_last_line(path: Path) -> None:
     *whole, last = content.splitlines(keepends=True) or [b""]
     if _is_json(last) and last.endswith(b"\n"):
         return
-    _replace(path, b"".join(whole) + (last + b"\n" if _is_json(last) else b""))
+    write_atomically(path, b"".join(whole) + (last + b"\n" if _is_json(last) else b""))
 
 
 def _is_json(raw: bytes) -> bool:
@@ -127,21 +128,6 @@ def _is_json(raw: bytes) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write beside, then rename over: both steps are on disk when this returns."""
-    beside = path.with_name(path.name + ".new")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _unusable(path: Path, error: OSError) -> RunDirectoryError:

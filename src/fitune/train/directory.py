@@ -4,8 +4,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from fitune.checkpoint.paths import LOCK
 from fitune.errors import RunDirectoryError
+from fitune.spec.ownership import LOCK
 from fitune.spec.plan import Plan
 
 FILES = (

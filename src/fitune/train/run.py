@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fitune.checkpoint.durable import write_atomically
-from fitune.checkpoint.paths import lock_run_directory
 from fitune.checkpoint.save import save_checkpoint
 from fitune.data.dataset import PreparedData, prepare_data
 from fitune.data.loader import Loader
 from fitune.measure.memory import memory_meter
 from fitune.models.weights import load_tokenizer
+from fitune.spec.disk import write_atomically
+from fitune.spec.ownership import lock_directory
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.serial import to_json
@@ -55,7 +55,7 @@ def run(
     require_own_directory(plan)
     if overwrite:
         require_removable(directory)
-    with lock_run_directory(directory):
+    with lock_directory(directory):
         start = Start(state=None) if overwrite else where_to_start(directory, plan, resume=resume)
         for warning in start.warnings:
             callbacks.on_note(warning)

@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fitune.checkpoint.durable import write_atomically
 from fitune.data.formats import Conversation
 from fitune.models.language_model import LanguageModel
+from fitune.spec.disk import write_atomically
 from fitune.spec.reports import Sample
 
 Answer = Callable[[LanguageModel, Sequence[Conversation]], list[str]]
