@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from estimate.tiny_plans import CPU, gpu, known
-from fitune.errors import FituneError, HardwareError, RecipeError
+from fitune.errors import HardwareError, RecipeError
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.families import families
 from fitune.planner.search import find_plan
@@ -192,8 +192,11 @@ def test_what_cannot_run_here_is_left_out():
     model, hardware = known("qwen3-0.6b"), with_host_memory(gpu("h100", gpus=2))
     recipe = recipe_of("qwen3-0.6b")
     report = find_plan(
-        recipe, model=model, hardware=hardware, runnable=lambda plan: not isinstance(plan.tuning, Full)
+        recipe,
+        model=model,
+        hardware=hardware,
+        missing=lambda plan: ("full",) if isinstance(plan.tuning, Full) else (),
     )
     assert isinstance(report.chosen.plan.tuning, Lora)
-    with pytest.raises(FituneError, match="can be run here"):
-        find_plan(recipe, model=model, hardware=hardware, runnable=lambda plan: False)
+    with pytest.raises(RecipeError, match="cannot train with magic yet"):
+        find_plan(recipe, model=model, hardware=hardware, missing=lambda plan: ("magic",))

@@ -51,7 +51,7 @@ _LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj", "v_proj")}
             "stays frozen in 3-bit HQQ, groups of 64.",
         ),
         ({"optimizer": AdamW8bit()}, "8-bit AdamW", "AdamW8bit", "The optimizer is AdamW in 8 bit"),
-        ({"sharding": Ddp()}, "AdamW, DDP, 0 of 4", "AdamW · DDP · 8 × h100", "averaged over all of them (DDP)"),
+        ({"sharding": Ddp()}, "AdamW, DDP on 8 devices, 0 of 4", "AdamW · DDP · 8 × h100", "averaged over all of them (DDP)"),
         (
             {"sharding": Zero(stage=3, backend="fsdp", hybrid=True)},
             "ZeRO-3 by FSDP2 within each node",
@@ -60,7 +60,7 @@ _LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj", "v_proj")}
         ),
         (
             {"sharding": Zero(stage=2, backend="deepspeed"), "offload": Offload(optimizer="cpu", parameters="nvme")},
-            "ZeRO-2 by DeepSpeed, parameters on NVMe, optimizer on the CPU",
+            "ZeRO-2 by DeepSpeed on 8 devices, parameters on NVMe, optimizer on the CPU",
             "ZeRO-2 (deepspeed)",
             "Kept off the device until needed: weights on NVMe, optimizer states in host memory.",
         ),

@@ -128,6 +128,27 @@ def train(
     raise typer.Exit(train_recipe(recipe_from(words or [], settings or []), overwrite=overwrite))
 
 
+@app.command(context_settings=_RECIPE_WORDS)
+def compare(
+    words: Words = None,
+    settings: Settings = None,
+    tunings: Annotated[
+        str, typer.Option(help="Methods: full, lora, qlora, hqq, dora, lomo, adalomo; comma-separated.")
+    ] = "full,lora,qlora",
+    score_data: Annotated[
+        str, typer.Option("--score-data", help="Questions with reference answers, to score every result on.")
+    ] = "",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Train anew what is there already.")] = False,
+) -> None:
+    """Train one recipe by several methods on the same data and seed; one page lays them side by side."""
+    from fitune.cli.comparing import compare_methods
+    from fitune.cli.options import recipe_from
+
+    names = [name.strip() for name in tunings.split(",") if name.strip()]
+    recipe = recipe_from(words or [], settings or [])
+    raise typer.Exit(compare_methods(recipe, names, score_data=score_data, overwrite=overwrite))
+
+
 @app.command()
 def score(
     model: Annotated[str, typer.Option(help="Model folder or Hub id.")],

@@ -7,7 +7,7 @@ from fitune.measure.hardware import resolve_hardware
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.explain import explain_plan, plan_data
 from fitune.planner.largest import explain_largest, largest, largest_data
-from fitune.planner.search import Runnable, everything, find_plan
+from fitune.planner.search import Missing, find_plan, nothing_missing
 from fitune.planner.why import alternative_data, changed_recipe, compare, explain_alternative
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
@@ -15,10 +15,10 @@ from fitune.spec.recipe import Recipe
 from fitune.spec.reports import PlanReport
 
 
-def plan_for(recipe: Recipe, *, runnable: Runnable = everything) -> PlanReport:
+def plan_for(recipe: Recipe, *, missing: Missing = nothing_missing) -> PlanReport:
     """What the recipe wants, on the hardware it names or else the hardware that is here."""
     model = load_model_spec(recipe.model)
-    return find_plan(recipe, model=model, hardware=wanted_hardware(recipe), runnable=runnable)
+    return find_plan(recipe, model=model, hardware=wanted_hardware(recipe), missing=missing)
 
 
 def wanted_hardware(recipe: Recipe) -> Hardware:

@@ -40,7 +40,7 @@ from fitune.track.sinks import open_sinks
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
 from fitune.train.run import run
-from fitune.train.supported import is_supported
+from fitune.train.supported import missing_parts
 from fitune.units import format_bytes
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
     """The whole of ``fitune train``; returns the exit code."""
     if not recipe.data:
         raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
-    report = plan_for(recipe, runnable=is_supported)
+    report = plan_for(recipe, missing=missing_parts)
     plan = report.chosen.plan
     print(describe_plan(plan) if quiet_plan else explain_plan(report))
     directory = Path(plan.run.output_dir)

@@ -51,20 +51,20 @@ class Found:
 
 @dataclass(frozen=True)
 class FamilySearch:
-    """One family on one set of devices. ``runnable`` leaves out what cannot be trained here."""
+    """One family on one set of devices. ``missing`` says what keeps a plan from being trained here."""
 
     recipe: Recipe
     family: Family
     model: ModelSpec
     hardware: Hardware
-    runnable: Callable[[Plan], bool] = field(default=lambda plan: True)
+    missing: Callable[[Plan], tuple[str, ...]] = field(default=lambda plan: ())
 
     @cached_property
     def spreads(self) -> tuple[Spread, ...]:
         return tuple(
             spread
             for spread in spreads(self.recipe, self.family, self.hardware)
-            if self.batches and self.runnable(self.draft(spread))
+            if self.batches and not self.missing(self.draft(spread))
         )
 
     def fastest(self) -> tuple[Found, ...]:

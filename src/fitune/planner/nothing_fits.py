@@ -33,10 +33,6 @@ def nothing_fits(
     hardware: Hardware,
 ) -> NothingFits:
     """The error to raise; ``smallest`` is the smallest plan of every family that was searched."""
-    if not smallest:
-        return NothingFits(
-            "no way of training that keeps these settings can be run here", hint="leave one of them open"
-        )
     best = min(smallest, key=shortage)
     peak = predict(best.plan).peak_bytes
     usable = usable_bytes(hardware)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from fitune.errors import RecipeError
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.decisions import decisions_of, faster_method, long_update
@@ -20,16 +21,16 @@ from fitune.spec.reports import PlanReport, Priced, Rejection
 
 RUNNERS_UP = 3
 
-Runnable = Callable[[Plan], bool]
-"""Whether a plan can be trained where it is asked for; a search for ``fitune plan`` asks for all."""
+Missing = Callable[[Plan], tuple[str, ...]]
+"""What keeps a plan from being trained where it is asked for, in words; for ``fitune plan`` nothing does."""
 
 
-def everything(plan: Plan) -> bool:
-    return True
+def nothing_missing(plan: Plan) -> tuple[str, ...]:
+    return ()
 
 
 def find_plan(
-    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, runnable: Runnable = everything
+    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, missing: Missing = nothing_missing
 ) -> PlanReport:
     """The plan to run, three others, and why every better family was not taken.
 
@@ -37,7 +38,9 @@ def find_plan(
     them fits.
     """
     refuse_contradictions(recipe, model=model, hardware=hardware)
-    answers = search(recipe, model=model, hardware=hardware, runnable=runnable)
+    answers = search(recipe, model=model, hardware=hardware, missing=missing)
+    if not answers:
+        raise _nothing_to_try(recipe, model=model, hardware=hardware, missing=missing)
     fitting = [answer for answer in answers if answer.found]
     rejected = _rejections(answers)
     if not fitting:
@@ -55,6 +58,22 @@ def find_plan(
     )
 
 
+def _nothing_to_try(recipe: Recipe, *, model: ModelSpec, hardware: Hardware, missing: Missing) -> RecipeError:
+    """Every way that keeps the pins is one that cannot be trained, or the pins leave no way at all."""
+    lacking: list[tuple[str, ...]] = [
+        missing(one.draft(spread))
+        for family in families(recipe, model=model, gpu=hardware.gpu)
+        for one in [FamilySearch(recipe, family, model, hardware)]
+        for spread in one.spreads
+    ]
+    if not lacking:
+        return RecipeError("no way of training keeps all of these settings", hint="leave one of them open")
+    parts = ", ".join(sorted(lacking, key=len)[0])
+    return RecipeError(
+        f"this version cannot train with {parts} yet", hint="another tuning; fitune plan shows all"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """One family: its plans that fit, the preferred first; or the smallest plan, which does not."""
@@ -65,7 +84,7 @@ class Answer:
 
 
 def search(
-    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, runnable: Runnable = everything
+    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, missing: Missing = nothing_missing
 ) -> list[Answer]:
     """Families in the order of preference, until one fits; then only those that train something else."""
     answers: list[Answer] = []
@@ -73,7 +92,7 @@ def search(
         if _is_settled(family, answers):
             continue
         searches = [
-            FamilySearch(recipe, family, model, devices, runnable) for devices in _devices(recipe, hardware)
+            FamilySearch(recipe, family, model, devices, missing) for devices in _devices(recipe, hardware)
         ]
         searches = [one for one in searches if one.spreads]
         if searches:

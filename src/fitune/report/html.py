@@ -4,13 +4,13 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from fitune.errors import MissingExtra, RunDirectoryError
+from fitune.errors import MissingExtra
 from fitune.report import headline, sections
 from fitune.report.compare import compare, measure
+from fitune.report.durable_page import write_page
 from fitune.report.pictures import Pictures, draw_pictures
 from fitune.report.pieces import element, join, safe
 from fitune.report.run_files import RunFiles, read_run
-from fitune.spec.disk import write_atomically
 
 
 def write_report(directory: Path) -> Path:
@@ -19,12 +19,7 @@ def write_report(directory: Path) -> Path:
     Without matplotlib the page says how to get the pictures. Raises RunDirectoryError.
     """
     page = render(read_run(directory))
-    path = directory / "report.html"
-    try:
-        write_atomically(path, page)
-    except OSError as error:
-        raise RunDirectoryError(f"{path}: cannot be written: {error.strerror or error}") from None
-    return path
+    return write_page(directory / "report.html", page)
 
 
 def render(run: RunFiles) -> str:

@@ -18,20 +18,20 @@ def memory_bars(estimate: Estimate | None, measured: dict[Phase, int]) -> str:
     predicted = {} if estimate is None else fold_small_terms(estimate.memory.phases)
     phases = [phase for phase in PHASE_NAMES if phase in predicted or phase in measured]
     largest = max([*(sum(predicted[p].values()) for p in predicted), *measured.values()], default=0) or 1
-    unit, unit_name = _axis_unit(largest)
+    unit, unit_name = axis_unit(largest)
 
     def draw(axes: Axes) -> None:
         for place, phase in enumerate(phases):
             _stacked_bar(axes, place - 0.19, predicted.get(phase, {}), _term_colours(predicted), unit)
             if phase in measured:
-                _bar(axes, place + 0.19, 0, measured[phase] / unit, colour("ink"), "measured")
-                _bar_label(axes, place + 0.19, measured[phase], unit)
+                draw_bar(axes, place + 0.19, 0, measured[phase] / unit, colour("ink"), "measured")
+                draw_bar_label(axes, place + 0.19, measured[phase], unit)
         axes.set_yticks(range(len(phases)), [PHASE_NAMES[phase] for phase in phases])
         axes.set_xlim(0, largest / unit * 1.22)  # room for the labels at the ends of the bars
         axes.set_xlabel(unit_name)
         axes.invert_yaxis()
         axes.tick_params(axis="y", labelcolor=colour("ink"))
-        _legend_above(axes)
+        legend_above(axes)
 
     return draw_svg(
         draw,
@@ -49,15 +49,15 @@ def loss_curve(steps: Sequence[StepReport]) -> str:
 
     def draw(axes: Axes) -> None:
         if len(train) >= 30:
-            _line(axes, train, "series-1", "each step", width=0.7, alpha=0.4)
-            _line(axes, running_mean(train), "series-1", "training, running mean", width=1.8)
+            draw_line(axes, train, "series-1", "each step", width=0.7, alpha=0.4)
+            draw_line(axes, running_mean(train), "series-1", "training, running mean", width=1.8)
         else:
-            _line(axes, train, "series-1", "training", width=1.6)
+            draw_line(axes, train, "series-1", "training", width=1.6)
         if held_out:
-            _line(axes, held_out, "series-6", "held out", width=1.4, marker="o")
+            draw_line(axes, held_out, "series-6", "held out", width=1.4, marker="o")
         _mark_not_finite(axes, [*train, *held_out])
         axes.set_ylabel("nats per token")
-        _legend_above(axes)
+        legend_above(axes)
 
     return draw_svg(draw, name="loss", label="Loss over the steps")
 
@@ -66,7 +66,7 @@ def learning_rate_curve(steps: Sequence[StepReport]) -> str:
     points = [(step.step, step.learning_rate) for step in steps]
 
     def draw(axes: Axes) -> None:
-        _line(axes, points, "series-3", "learning rate", width=1.6)
+        draw_line(axes, points, "series-3", "learning rate", width=1.6)
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
 
@@ -78,7 +78,7 @@ def throughput_curve(steps: Sequence[StepReport], *, predicted: float | None = N
     points = [(step.step, step.tokens_per_second) for step in steps]
 
     def draw(axes: Axes) -> None:
-        _line(axes, points, "series-1", "measured", width=1.2)
+        draw_line(axes, points, "series-1", "measured", width=1.2)
         if predicted is not None:
             axes.axhline(
                 predicted, color=colour("series-2"), linewidth=1.6, linestyle=(0, (4, 2)), label="predicted"
@@ -86,7 +86,7 @@ def throughput_curve(steps: Sequence[StepReport], *, predicted: float | None = N
         axes.set_ylim(bottom=0)
         axes.set_ylabel("tokens/s")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        _legend_above(axes)
+        legend_above(axes)
 
     return draw_svg(draw, name="throughput", label="Throughput over the steps")
 
@@ -96,14 +96,14 @@ def grad_norm_curve(steps: Sequence[StepReport], *, clipped_at: float) -> str:
     points = [(step.step, step.grad_norm) for step in steps]
 
     def draw(axes: Axes) -> None:
-        _line(axes, points, "series-4", "before clipping", width=1.2)
+        draw_line(axes, points, "series-4", "before clipping", width=1.2)
         if clipped_at:
             axes.axhline(
                 clipped_at, color=colour("muted"), linewidth=1.2, linestyle=(0, (4, 2)), label="clipped at"
             )
         _mark_not_finite(axes, points)
         axes.set_ylim(bottom=0)
-        _legend_above(axes)
+        legend_above(axes)
 
     return draw_svg(draw, name="grad-norm", label="Gradient norm over the steps")
 
@@ -154,13 +154,13 @@ def thin(points: Sequence[tuple[int, float]], *, limit: int = _POINTS) -> list[t
 def _stacked_bar(axes: Axes, place: float, terms: dict[str, int], colours: dict[str, str], unit: int) -> None:
     start = 0.0
     for name, value in terms.items():
-        _bar(axes, place, start, value / unit, colours[name], name.replace("_", " "))
+        draw_bar(axes, place, start, value / unit, colours[name], name.replace("_", " "))
         start += value / unit
     if terms:
-        _bar_label(axes, place, sum(terms.values()), unit)
+        draw_bar_label(axes, place, sum(terms.values()), unit)
 
 
-def _bar(axes: Axes, place: float, start: float, length: float, fill: str, label: str) -> None:
+def draw_bar(axes: Axes, place: float, start: float, length: float, fill: str, label: str) -> None:
     axes.barh(
         place,
         length,
@@ -173,7 +173,7 @@ def _bar(axes: Axes, place: float, start: float, length: float, fill: str, label
     )
 
 
-def _bar_label(axes: Axes, place: float, value: int, unit: int) -> None:
+def draw_bar_label(axes: Axes, place: float, value: int, unit: int) -> None:
     axes.annotate(
         format_bytes(value), (value / unit, place), xytext=(4, 0), textcoords="offset points", va="center",
         color=colour("ink"), fontsize=8.5,
@@ -185,13 +185,13 @@ def _term_colours(phases: dict[Phase, dict[str, int]]) -> dict[str, str]:
     return {name: colour(f"series-{number}") for number, name in enumerate(names, start=1)}
 
 
-def _axis_unit(largest: int) -> tuple[int, str]:
+def axis_unit(largest: int) -> tuple[int, str]:
     return next(
         (unit for unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if largest >= unit[0]), (1, "bytes")
     )
 
 
-def _line(
+def draw_line(
     axes: Axes,
     points: Sequence[tuple[int, float]],
     series: str,
@@ -219,7 +219,7 @@ def _mark_not_finite(axes: Axes, points: Sequence[tuple[int, float]]) -> None:
         )  # fmt: skip
 
 
-def _legend_above(axes: Axes) -> None:
+def legend_above(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(sorted(zip(labels, handles, strict=True), key=lambda entry: entry[0] == "measured"))
     if len(unique) > 1:

@@ -6,18 +6,19 @@ from fitune.errors import RecipeError
 from fitune.spec.plan import AdamW8bit, Ddp, Lomo, Lora, Offload, Plan, Zero
 
 
-def is_supported(plan: Plan) -> bool:
-    return not any(_missing(plan))
-
-
 def require_supported(plan: Plan) -> None:
     """Raises RecipeError naming every choice of the plan that is not in this version."""
-    missing = list(_missing(plan))
+    missing = missing_parts(plan)
     if missing:
         raise RecipeError(
             f"the plan asks for what this version cannot train yet: {', '.join(missing)}",
             hint="full fine-tuning or LoRA on a dense, NF4 or HQQ base, AdamW or SGD, on one device",
         )
+
+
+def missing_parts(plan: Plan) -> tuple[str, ...]:
+    """In words; empty when the plan can be trained."""
+    return tuple(_missing(plan))
 
 
 def _missing(plan: Plan) -> Iterator[str]:

@@ -1,0 +1,69 @@
+"""`fitune compare` trains one recipe by several methods and lays them side by side."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fitune.cli import main
+from fitune.cli.comparing import method_recipe
+from fitune.errors import RecipeError
+from fitune.spec.recipe import parse_recipe
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["fitune", "compare", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def words_for(model: Path, data: Path, out: Path) -> list[str]:
+    words = ["--model", str(model), "--data", str(data), "--output-dir", str(out), "--gpu", "cpu"]
+    return [*words, "--seq-len", "64", "--max-steps", "2", "--samples", "0", "--val-fraction", "0.2"]
+
+
+def test_full_and_lora_are_laid_side_by_side(
+    model_folder: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    words = [*words_for(model_folder, data_file, tmp_path / "both"), "--tunings", "full,lora"]
+    assert run(monkeypatch, *words) == 0
+    page = (tmp_path / "both" / "compare.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 3
+    assert "full" in page
+    assert "src=" not in page
+    table = capsys.readouterr().out.rsplit("learning rate", 1)[1].splitlines()
+    assert [line.split()[0] for line in table[1:3]] == ["full", "lora"]
+    assert run(monkeypatch, *words) == 0
+    assert "already complete" in capsys.readouterr().out
+
+
+def test_an_unknown_method_is_refused(model_folder, data_file, tmp_path, monkeypatch, capsys):
+    words = words_for(model_folder, data_file, tmp_path / "none")
+    assert run(monkeypatch, *words, "--tunings", "full,lra") == 2
+    assert "did you mean 'lora'" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_cannot_run_is_left_out_with_its_reason(model_folder, data_file, tmp_path, monkeypatch, capsys):
+    words = words_for(model_folder, data_file, tmp_path / "some")
+    assert run(monkeypatch, *words, "--tunings", "full,lora", "--precision", "fp32", "--export", "full") == 0
+    assert run(monkeypatch, *words, "--tunings", "full", "--precision", "fp16") == 2
+    assert "no method could be trained" in capsys.readouterr().err
+
+
+def test_each_method_keeps_the_global_batch_and_scales_the_learning_rate(model_folder):
+    recipe = parse_recipe(
+        {"model": str(model_folder), "tuning": "lora", "learning_rate": 1e-4, "micro_batch_size": 2,
+         "gradient_accumulation_steps": 4}
+    )  # fmt: skip
+    full = method_recipe(recipe, "full", Path("runs"))
+    assert full.learning_rate == pytest.approx(1e-5)
+    assert (full.micro_batch_size, full.gradient_accumulation_steps) == (2, 4)
+    lomo = method_recipe(recipe, "lomo", Path("runs"))
+    assert (lomo.micro_batch_size, lomo.gradient_accumulation_steps) == (8, 1)
+    assert method_recipe(recipe, "lora", Path("runs")).learning_rate == pytest.approx(1e-4)
+    assert method_recipe(recipe, "hqq", Path("runs")).quantization == "hqq"
+    with pytest.raises(RecipeError):
+        method_recipe(recipe.model_copy(update={"optimizer": "sgd", "momentum": 2}), "full", Path("runs"))
