@@ -123,7 +123,8 @@ def test_nodes_and_network_in_words() -> None:
         ({"gpu": "RTX 4091"}, "did you mean 'rtx-4090'"),
         ({"optimizer": "Muon"}, "optimizer 'muon'"),
         ({"method": "prompt tuning"}, "method 'prompt tuning'"),
-        ({"method": "lora", "lora_rank": None}, "lora_rank not stated"),
+        ({"act_ckpt": None}, "whether blocks are recomputed is not stated"),
+        ({"optimizer": "GaLoreAdamW"}, "optimizer 'galoreadamw'"),
         ({"precision_mode": "fp8"}, "8 bit"),
         ({"model": "new/model", "hidden": None}, "hidden not stated"),
         (
@@ -184,3 +185,60 @@ def test_runs_with_all_facts_stated_are_within_two_percent(name: str) -> None:
         return
     predicted = max(sum(terms.values()) for terms in allocated_terms(told).values())
     assert predicted / 2**30 == pytest.approx(told.row.peak_mem_gib, rel=0.02)
+
+
+def test_copies_in_ddp_buckets_by_hand() -> None:
+    """DistributedDataParallel holds each fp32 gradient of the 13,631,488 adapter weights twice, NO_SHARD does not."""
+    copies = resident_terms(case("lora-logits-decide", n_gpus=2, sharding="DDP"))["bucket copies"]
+    assert copies == 4 * 13_631_488
+    none = resident_terms(case("lora-logits-decide", n_gpus=2, sharding="FSDP NO_SHARD"))["bucket copies"]
+    assert none == 0
+
+
+def test_fp32_weights_under_autocast_have_16_bit_copies_by_hand() -> None:
+    """2 bytes for each weight of a linear and of the head: 7,241,732,096 less embedding and norms."""
+    changed = {"precision_mode": "bf16 autocast, fp32 weights", "optimizer_dtype": "fp32"}
+    loss = allocated_terms(case("full-one-device", **changed))[Phase.LOSS]
+    assert loss["trained weights"] == 4 * 7_241_732_096
+    assert loss["16-bit copies"] == 2 * (7_241_732_096 - 32000 * 4096 - 65 * 4096)
+
+
+def test_recompute_by_operation_keeps_every_second_product_by_hand() -> None:
+    """Llama-3-8B per token and block: input 8192, attention 8192 + 128, q 8192, v 2048, gate 28672, down 8192."""
+    told = case("full-fsdp-four-fp32-shards", act_ckpt="selective op", micro_batch=1)
+    loss = allocated_terms(told)[Phase.LOSS]
+    assert loss["activations"] == 32 * 4096 * (8192 + 8192 + 128 + 8192 + 2048 + 28672 + 8192)
+    assert loss["recompute inputs"] == 0
+
+
+def test_deepspeed_steps_fp32_copies_of_16_bit_adapters() -> None:
+    terms = resident_terms(case("lora-logits-decide", n_gpus=4, sharding="DeepSpeed ZeRO-2"))
+    assert terms["trained weights"] == 2 * 13_631_488
+    assert terms["masters"] == 4 * 13_631_488 // 4
+    assert terms["optimizer"] == 8 * 13_631_488 // 4
+
+
+def test_paged_states_are_outside_torch() -> None:
+    assert resident_terms(case("full-one-device", optimizer="PagedAdamW8bit"))["optimizer"] == 0
+
+
+def test_grouped_keys_are_repeated_where_the_trainer_does() -> None:
+    """Mistral's flash attention of transformers 4: 2 · 2 · (4096 − 1024) bytes per token more than Llama's."""
+    changed = {"precision_mode": "bf16 autocast", "fused_ce": "liger", "must_assume": "kernels: foak liger"}
+    mistral = allocated_terms(case("lora-logits-decide", **changed))[Phase.BACKWARD]
+    llama = allocated_terms(case("lora-block-decides", micro_batch=4, **changed))[Phase.BACKWARD]
+    assert mistral["activations"] - llama["activations"] == 16384 * 4 * 3072
+
+
+def test_a_mixture_is_known_by_its_shapes_and_its_experts_are_packed() -> None:
+    shapes = {"layers": 32, "hidden": 4096, "vocab": 32000, "params_b": 46.7, "model": "someone/Mixtral-GPTQ"}
+    told = case("gptq-counts-as-4-bit", **shapes)
+    assert told.plan.model.num_experts == 8
+    assert 22 * 2**30 < resident_terms(told)["weights"] < 25 * 2**30
+
+
+def test_cards_without_peer_to_peer_go_through_the_host() -> None:
+    gpu = case("reserved-two-cards").plan.hardware.gpu
+    assert gpu.link_bandwidth == gpu.host_bandwidth / 2
+    old = case("reserved-two-cards", gpu="RTX3090-24GB (old motherboard PCIe)").plan.hardware.gpu
+    assert old.host_bandwidth == 8e9

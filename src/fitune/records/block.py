@@ -49,9 +49,28 @@ def _changed(case: Case, stage: Stage) -> Stage:
     if stage.name == "MLP activation" and case.habits.fused_mlp and case.plan.model.mlp_type == "gated":
         kept = 2 * case.shape.tokens * case.plan.model.intermediate_size * case.plan.precision.compute_bytes
         stage = replace(stage, kept=min(stage.kept, kept))
+    if stage.name == "MLP output" and case.habits.remakes_product and case.plan.model.mlp_type == "gated":
+        stage = replace(stage, kept=max(0, stage.kept - _product_bytes(case)))
     if stage.name == "attention" and case.plan.model.model_type in case.habits.repeats_keys:
         stage = replace(stage, kept=stage.kept + _repeated_keys(case))
     return _with_cast_inputs(case, stage)
+
+
+def _product_bytes(case: Case) -> int:
+    """e·f per token: what the down projection reads."""
+    return case.shape.tokens * case.plan.model.intermediate_size * case.plan.precision.compute_bytes
+
+
+def saved_by_operation(case: Case) -> int:
+    """What a block keeps when it recomputes by operation: its input, attention's output, every second product's.
+
+    e·h + e·q + 4n + e·Σ out of the linears 1, 3, 5, … per token (torchtitan, models/llama3/infra/parallelize.py,
+    the policy of selective "op" recompute).
+    """
+    model, e = case.plan.model, case.plan.precision.compute_bytes
+    products = sum(m.out_features for m in model.linears[::2])
+    attention = e * model.q_dim + 4 * model.num_heads
+    return stream_bytes(case) + case.shape.tokens * (attention + e * products)
 
 
 def _repeated_keys(case: Case) -> int:

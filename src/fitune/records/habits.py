@@ -37,7 +37,9 @@ class Habits:
     fused_norms: bool = False
     """The kernel keeps the 16-bit input and a reciprocal root instead of fp32 copies (Liger, Unsloth)."""
     fused_mlp: bool = False
-    """… and gate and up alone, product and activation are made again (Liger, Unsloth)."""
+    """… and gate and up alone beside their product; the activation is made again (Liger, Unsloth)."""
+    remakes_product: bool = False
+    """… and so is the product (a compiled block)."""
     foreach: bool = True
     """torch's AdamW of many tensors at once, which holds one more set of what it steps (adamw_torch)."""
     checkpoints_units: bool = True
@@ -124,14 +126,14 @@ _TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
         ("torchtitan",),
         Habits(
             name="torchtitan",
-            source="torchtitan: fully_shard with fp32 shards, fused AdamW, compiled cross-entropy in fp32",
+            source="torchtitan: fully_shard with fp32 shards, fused AdamW; logits in 16 bit, cross-entropy in fp32",
             upcasts_packed=False,
             fp32_stream=False,
             foreach=False,
             own_fsdp=True,
             expandable_segments=True,
             fp32_shards=True,
-            logits=Logits(per_logit=8, hidden_copies=2),
+            logits=Logits(per_logit=12, hidden_copies=2),
         ),
     ),
     (
@@ -164,6 +166,7 @@ _TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             name="litgpt",
             source="Lightning-AI/litgpt finetune scripts: bf16-true, LoRA in bf16, cross-entropy in chunks of 128",
             adapter_bytes=2,
+            dropout=0.05,
             upcasts_packed=False,
             fp32_stream=False,
             logits=Logits(per_logit=2, hidden_copies=2, whole=4),
@@ -204,11 +207,12 @@ _TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
 
 def habits_of(row: Row) -> Habits:
     """The trainer that is named, changed by the kernels that are."""
-    remarks = row.remarks
-    found = next(
-        (habits for names, habits in _TRAINERS if any(name in remarks for name in names)), TRANSFORMERS
-    )
+    found = _named_in(row.source.lower()) or _named_in(row.remarks) or TRANSFORMERS
     return _with_kernels(row, _with_autocast(row, found))
+
+
+def _named_in(text: str) -> Habits | None:
+    return next((habits for names, habits in _TRAINERS if any(name in text for name in names)), None)
 
 
 def _with_autocast(row: Row, habits: Habits) -> Habits:
@@ -228,7 +232,10 @@ def _with_kernels(row: Row, habits: Habits) -> Habits:
         habits = replace(habits, fused_norms=True)
     if row.switches["compile"]:
         # inductor fuses what is elementwise and makes it again in backward rather than keep it
-        habits = replace(habits, fused_norms=True, fused_mlp=True)
+        habits = replace(habits, fused_norms=True, fused_mlp=True, remakes_product=True)
+        if habits.name == "torchtune":
+            # its loss is compiled too, and a chunk's logits are let go as soon as its gradient is made
+            habits = replace(habits, logits=Logits(per_logit=6, chunks=8, whole=2))
     if "baseline-peft-bnb" in remarks and (row.size("n_gpus") or 1) == 1:
         habits = replace(habits, fp32_stream=True)
     if "granite" in remarks or "powerlm" in row.model.lower():

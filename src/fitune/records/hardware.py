@@ -1,6 +1,7 @@
 """The devices a row names."""
 
 import re
+from dataclasses import replace
 
 from fitune.errors import HardwareError
 from fitune.records.row import Row
@@ -14,7 +15,12 @@ GPUS_PER_NODE = 8
 _NODES = re.compile(r"(\d+) nodes? x (\d+)")
 _NETWORK = re.compile(r"(\d+) ?gbps")
 _USABLE = re.compile(r"(\d+(?:\.\d+)?) ?gib usable")
+_COUNT = re.compile(r"^\d+ ?[x×] ?")
 _STAND_IN = "a100-80gb"
+
+
+_OLD_BOARD = 8e9
+"""PCIe 3.0 at 8 lanes, bytes/s: what an older desktop board gives each of two cards."""
 
 
 def hardware_of(row: Row) -> Hardware:
@@ -24,11 +30,21 @@ def hardware_of(row: Row) -> Hardware:
     nodes = int(named.group(1)) if named else -(-gpus // GPUS_PER_NODE)
     network = _NETWORK.search(row.words["gpu"])
     return hardware_for(
-        gpu=_gpu(row),
+        gpu=_with_links(row, _gpu(row)),
         gpus=gpus // nodes,
         nodes=nodes,
         internode_bandwidth=float(network.group(1)) * 1e9 / 8 if network else _usual_network(row),
     )
+
+
+def _with_links(row: Row, gpu: Gpu) -> Gpu:
+    """The board that the row describes. GeForce cards reach one another through host memory, twice over PCIe.
+
+    Their driver offers no peer-to-peer copies over PCIe (NCCL then stages through shared memory).
+    """
+    host = _OLD_BOARD if row.says("gpu", "old motherboard") else gpu.host_bandwidth
+    staged = gpu.name.startswith("rtx-") and gpu.link_bandwidth == gpu.host_bandwidth
+    return replace(gpu, host_bandwidth=host, link_bandwidth=host / 2 if staged else gpu.link_bandwidth)
 
 
 def _usual_network(row: Row) -> float:
@@ -59,7 +75,7 @@ def _gpu(row: Row) -> Gpu:
     """By the words before any bracket. A product of two sizes: the smaller that holds what was measured."""
     if not device_is_named(row):
         return find_gpu(_STAND_IN)
-    name = row.words["gpu"].split("(")[0].strip()
+    name = _COUNT.sub("", row.words["gpu"].split("(")[0].strip())
     try:
         return find_gpu(name)
     except HardwareError as error:

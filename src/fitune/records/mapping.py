@@ -8,7 +8,7 @@ from fitune.records.habits import Habits, habits_of
 from fitune.records.hardware import hardware_of
 from fitune.records.row import Row
 from fitune.records.shapes import model_of
-from fitune.records.storage import Storage, precision_of, storage_of, trains_all
+from fitune.records.storage import Storage, by_deepspeed, precision_of, storage_of, trains_all
 from fitune.records.unrepresented import Unrepresented
 from fitune.spec.model import ModelSpec
 from fitune.spec.parameters import resolve_targets
@@ -18,7 +18,7 @@ from fitune.spec.plan import (
     Attention,
     Batch,
     ChunkedLoss,
-    ClipByNorm,
+    ClipByValue,
     Ddp,
     Dense,
     Full,
@@ -44,6 +44,8 @@ from fitune.spec.plan import (
 )
 from fitune.spec.shape import BatchShape
 
+PEFT_RANK = 8
+"""PEFT's default, where a row does not say."""
 _STAGES: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 _NOT_ADAMW = (
     "galore",
@@ -63,6 +65,7 @@ _OTHER_NAMES = {
     "c_attn": ("q_proj", "k_proj", "v_proj"),
     "wqkv": ("q_proj", "k_proj", "v_proj"),
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "query_key_value": ("q_proj", "k_proj", "v_proj"),
     "wq": ("q_proj",), "wk": ("k_proj",), "wv": ("v_proj",), "wo": ("o_proj",),
     "q": ("q_proj",), "k": ("k_proj",), "v": ("v_proj",), "o": ("o_proj",),
     "w1": ("gate_proj",), "w2": ("up_proj",), "w3": ("down_proj",),
@@ -84,6 +87,10 @@ class Case:
     storage: Storage
     trains_root: bool = False
     """LoRA that also trains whole copies of embedding and head (PEFT's modules_to_save)."""
+    by_deepspeed: bool = False
+    """Its engine runs, if only on one device."""
+    by_operation: bool = False
+    """Recompute is by operation, not by block: matrix products and attention are kept in part."""
 
 
 def case_of(row: Row) -> Case:
@@ -138,6 +145,8 @@ def _case_of(row: Row) -> Case:
         habits=habits,
         storage=storage_of(row, habits, precision),
         trains_root=row.says("method", "emb"),
+        by_deepspeed=by_deepspeed(row),
+        by_operation=row.says("act_ckpt", "selective") and row.says("act_ckpt", "op"),
     )
 
 
@@ -155,14 +164,12 @@ def _refuse_parallel_models(row: Row) -> None:
 
 def _tuning(row: Row, model: ModelSpec, habits: Habits) -> Tuning:
     if row.says("optimizer", "lomo"):
-        return Lomo(adaptive=row.says("optimizer", "adalomo"), clip=ClipByNorm(max_norm=1.0))
+        return Lomo(adaptive=row.says("optimizer", "adalomo"), clip=ClipByValue(value=1.0))
     if trains_all(row):
         return Full()
     if not row.says("method", "lora", "dora"):
         raise Unrepresented(f"method {row.words['method']!r} is not known")
-    rank = row.size("lora_rank")
-    if rank is None:
-        raise Unrepresented("lora_rank not stated")
+    rank = row.size("lora_rank") or PEFT_RANK
     return Lora(
         rank=rank,
         alpha=rank,
@@ -243,6 +250,8 @@ def _sharding(row: Row) -> Sharding:
             word in words for word in (f"zero-{stage}", f"zero{stage}", f"zero {stage}", f"stage {stage}")
         ):
             return Zero(stage=stage, backend="deepspeed")
+    if "infinity" in words:
+        return Zero(stage=3, backend="deepspeed")
     if "fsdp" in words or "full_shard" in words or "fully" in words:
         return Zero(stage=3, backend="fsdp")
     if not words or words.startswith("none"):

@@ -1,11 +1,14 @@
 """The model a row names, by the shapes that the row itself states."""
 
+from dataclasses import replace
+from functools import cache
+
 from fitune.records.row import Row
 from fitune.records.unrepresented import Unrepresented
 from fitune.spec.blocks import Widths, attention, gated_mlp, plain_mlp
 from fitune.spec.model import ModelSpec
 from fitune.spec.model_config import spec_from_config
-from fitune.spec.model_table import find_known_model
+from fitune.spec.model_table import find_known_model, known_model_names
 from fitune.spec.parameters import count_parameters
 
 TOLERATED = 0.05
@@ -20,27 +23,52 @@ def model_of(row: Row) -> ModelSpec:
 
     Raises Unrepresented when shapes are missing or do not make the parameters that the row states.
     """
-    known = find_known_model(row.model) if row.model else None
-    if known is not None:
-        spec = spec_from_config(known.config, name=known.name)
-        if _agrees(spec, row):
-            return spec
-    spec = _decoder(row)
+    spec = _known(row) or _decoder(row)
     parameters = count_parameters(spec).total / 1e9
     if row.params_b is not None and abs(parameters / row.params_b - 1) > TOLERATED:
         raise Unrepresented(
             f"{row.model}: its shapes make {parameters:.2f} B parameters, the row says {row.params_b:.2f} B"
         )
-    return spec
+    return _with_separate_experts(spec)
+
+
+def _known(row: Row) -> ModelSpec | None:
+    """By its name; a mixture of experts, which no row's keys can say, also by its shapes and parameters."""
+    named = find_known_model(row.model) if row.model else None
+    if named is not None:
+        spec = spec_from_config(named.config, name=named.name)
+        if _agrees(spec, row):
+            return spec
+    mixtures = (spec for spec in _known_mixtures() if _agrees(spec, row))
+    return next((spec for spec in mixtures if _weighs(spec, row)), None)
+
+
+@cache
+def _known_mixtures() -> tuple[ModelSpec, ...]:
+    found = (find_known_model(name) for name in known_model_names())
+    specs = (spec_from_config(model.config, name=model.name) for model in found if model is not None)
+    return tuple(spec for spec in specs if spec.num_experts)
+
+
+def _weighs(spec: ModelSpec, row: Row) -> bool:
+    return row.params_b is not None and abs(count_parameters(spec).total / 1e9 / row.params_b - 1) < TOLERATED
+
+
+def _with_separate_experts(spec: ModelSpec) -> ModelSpec:
+    """Published runs are older than transformers 5: each expert's matrices were linears, which quantisers packed."""
+    if not spec.num_experts:
+        return spec
+    linears = tuple(replace(m, adaptable=m.adaptable or m.part == "experts") for m in spec.linears)
+    return replace(spec, linears=linears)
 
 
 def _agrees(spec: ModelSpec, row: Row) -> bool:
-    stated = {
-        spec.num_layers: row.size("layers"),
-        spec.hidden_size: row.size("hidden"),
-        spec.vocab_size: row.size("vocab"),
-    }
-    return all(size is None or size == known for known, size in stated.items())
+    stated = (
+        (spec.num_layers, row.size("layers")),
+        (spec.hidden_size, row.size("hidden")),
+        (spec.vocab_size, row.size("vocab")),
+    )
+    return all(size is None or size == known for known, size in stated)
 
 
 def _decoder(row: Row) -> ModelSpec:

@@ -37,7 +37,7 @@ def trains_all(row: Row) -> bool:
 
 def storage_of(row: Row, habits: Habits, precision: Precision) -> Storage:
     autocast = row.says("precision_mode", "autocast", "amp", "mixed")
-    if _by_deepspeed(row) and precision is not Precision.FP32:
+    if by_deepspeed(row) and precision is not Precision.FP32:
         # its engine makes everything 16 bit and steps fp32 copies (deepspeed/runtime/engine.py)
         return Storage(weight=2, gradient=2, master=4, moment=4, autocast=False)
     if not trains_all(row):
@@ -64,10 +64,10 @@ def _steps_fp32(row: Row) -> bool:
         return True
     if row.says("optimizer_dtype", "bf16", "fp16") or row.says("precision_mode", "pure"):
         return False
-    return _by_deepspeed(row) or row.says("precision_mode", "mixed", "amp", "fp16")
+    return by_deepspeed(row) or row.says("precision_mode", "mixed", "amp", "fp16")
 
 
-def _by_deepspeed(row: Row) -> bool:
+def by_deepspeed(row: Row) -> bool:
     return row.says("sharding", "deepspeed", "zero")
 
 

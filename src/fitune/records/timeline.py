@@ -1,6 +1,8 @@
 """The allocated bytes of a published run, moment by moment: fitune's terms, kept as the run's trainer keeps them."""
 
-from fitune.estimate.buffers import Buffers, block_weight_bytes, buffers_of, root_weight_bytes
+from dataclasses import replace
+
+from fitune.estimate.buffers import REDUCE_BUCKET, Buffers, block_weight_bytes, buffers_of, root_weight_bytes
 from fitune.estimate.overhead import cublas_workspace_bytes
 from fitune.estimate.parameters import embedding_parameters, head_parameters
 from fitune.estimate.shares import (
@@ -8,7 +10,6 @@ from fitune.estimate.shares import (
     base_share_bytes,
     num_shares,
     share_elements,
-    uses_deepspeed,
     uses_fsdp,
     weights_are_divided,
     zero_stage,
@@ -16,7 +17,7 @@ from fitune.estimate.shares import (
 from fitune.estimate.stages import Block
 from fitune.estimate.states import deepspeed_step_bytes, eight_bit_state_bytes, states_per_parameter
 from fitune.estimate.tensors import base_tensors, trained_tensors
-from fitune.records.block import block_of_case, stream_bytes
+from fitune.records.block import block_of_case, saved_by_operation, stream_bytes
 from fitune.records.mapping import Case
 from fitune.spec.plan import AdamW, AdamW8bit, ChunkedLoss, Ddp, Lomo, Lora, Single, trains_every_weight
 from fitune.spec.reports import Phase
@@ -151,6 +152,8 @@ def _recomputed(case: Case) -> int:
 
 def _kept_terms(case: Case, block: Block, before: int) -> Terms:
     """What blocks 0…before−1 keep: inputs of the recomputed ones, everything of the others."""
+    if case.by_operation:
+        return {"recompute inputs": 0, "activations": before * saved_by_operation(case)}
     inputs = min(before, _recomputed(case))
     others = max(0, before - _recomputed(case))
     terms = {"recompute inputs": inputs * stream_bytes(case), "activations": others * block.kept}
@@ -164,7 +167,7 @@ def _loss_terms(case: Case, block: Block) -> Terms:
     plan, gathered = case.plan, gathered_of(case)
     return {
         "gradients": _gradients_before(case),
-        "16-bit copies": _weight_copies(case),
+        "16-bit copies": _weight_copies(case, blocks=plan.model.num_layers),
         **_kept_terms(case, block, plan.model.num_layers),
         "loss": logits_bytes(case),
         "gathered weights": gathered.loss,
@@ -172,17 +175,19 @@ def _loss_terms(case: Case, block: Block) -> Terms:
     }
 
 
-def _weight_copies(case: Case) -> int:
-    """e per weight of a linear: autocast's copies of fp32 weights, kept for backward until its context ends.
+def _weight_copies(case: Case, *, blocks: int) -> int:
+    """e per wide weight of a linear: autocast's 16-bit copies, cached until its context ends after the loss.
 
-    torch/csrc autocast_mode.cpp, cached_cast. FSDP computes with 16-bit gathered weights instead.
+    Of ``blocks`` blocks and the head: of all at the loss, of one while a recomputed block goes back. ATen's
+    autocast_mode.cpp, cached_cast. FSDP computes with 16-bit gathered weights instead.
     """
     plan, storage = case.plan, case.storage
-    if not (storage.autocast and storage.weight == 4 and trains_every_weight(plan.tuning)) or uses_fsdp(plan):
+    e, layers = plan.precision.compute_bytes, plan.model.num_layers
+    if not storage.autocast or storage.weight <= e or uses_fsdp(plan):
         return 0
-    matrices = [t for t in base_tensors(plan.model) if t.linear is not None]
-    elements = sum(t.elements * t.count for t in matrices) + head_parameters(plan.model)
-    return elements * plan.precision.compute_bytes
+    matrices = [t for t in trained_tensors(plan) if t.in_block and t.is_matrix]
+    head = head_parameters(plan.model) if trains_every_weight(plan.tuning) else 0
+    return e * (sum(t.elements * t.count for t in matrices) * blocks // layers + head)
 
 
 def logits_bytes(case: Case) -> int:
@@ -208,6 +213,10 @@ def _liger_chunk(tokens: int, hidden: int, vocabulary: int) -> int:
 def gathered_of(case: Case) -> Buffers:
     """Whole weights beside shares. FSDP1: the root stays whole from forward on, one block while it works."""
     plan = case.plan
+    if case.by_deepspeed:
+        # DeepSpeed allocates its bucket as configured, however little is trained
+        own = buffers_of(plan)
+        return replace(own, buckets=max(own.buckets, REDUCE_BUCKET * plan.precision.compute_bytes))
     if not uses_fsdp(plan) or case.habits.own_fsdp:
         return buffers_of(plan)
     root, block = root_weight_bytes(plan), block_weight_bytes(plan)
@@ -245,7 +254,7 @@ def _block_moment(case: Case, block: Block, index: int) -> Terms:
     hidden = 0 if uses_fsdp(plan) else 2 * stream_bytes(case)
     return {
         "gradients": before or fresh,
-        "16-bit copies": _weight_copies(case),
+        "16-bit copies": _weight_copies(case, blocks=max(1, layers - _recomputed(case))),
         "whole gradients": _whole_root_gradients(case) + block.peak.gradients,
         "recompute inputs": kept["recompute inputs"],
         "activations": kept["activations"] + block.peak.kept,
@@ -287,7 +296,7 @@ def _update_terms(case: Case) -> Terms:
     if _used_at_once(case) or plan.offload.optimizer != "device":
         return {}
     temporaries = 0
-    if uses_deepspeed(plan):
+    if case.by_deepspeed:
         temporaries = deepspeed_step_bytes(plan)
     elif (
         case.habits.foreach and isinstance(plan.optimizer, AdamW) and not case.row.says("optimizer", "fused")
