@@ -128,7 +128,7 @@ def test_nodes_and_network_in_words() -> None:
         ({"precision_mode": "fp8"}, "8 bit"),
         ({"model": "new/model", "hidden": None}, "hidden not stated"),
         (
-            {"model": "new/mixture", "params_b": 46.7},
+            {"model": "new/mixture", "params_b": 30.0},
             "its shapes make 7.24 B parameters, the row says 30.00 B",
         ),
     ],
