@@ -51,7 +51,12 @@ _LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj", "v_proj")}
             "stays frozen in 3-bit HQQ, groups of 64.",
         ),
         ({"optimizer": AdamW8bit()}, "8-bit AdamW", "AdamW8bit", "The optimizer is AdamW in 8 bit"),
-        ({"sharding": Ddp()}, "AdamW, DDP on 8 devices, 0 of 4", "AdamW · DDP · 8 × h100", "averaged over all of them (DDP)"),
+        (
+            {"sharding": Ddp()},
+            "AdamW, DDP on 8 devices, 0 of 4",
+            "AdamW · DDP · 8 × h100",
+            "averaged over all of them (DDP)",
+        ),
         (
             {"sharding": Zero(stage=3, backend="fsdp", hybrid=True)},
             "ZeRO-3 by FSDP2 within each node",
