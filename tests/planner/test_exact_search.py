@@ -9,7 +9,8 @@ from estimate.tiny_plans import gpu, known
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import block_counts, draft, losses
 from fitune.planner.families import families
-from fitune.planner.family_search import INDISTINGUISHABLE, SIMPLER_IS_WORTH, STAYING_IS_WORTH, FamilySearch
+from fitune.planner.family_search import FamilySearch
+from fitune.planner.preference import INDISTINGUISHABLE, SIMPLER_IS_WORTH, STAYING_IS_WORTH
 from fitune.planner.spreads import spreads
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Recompute, Zero

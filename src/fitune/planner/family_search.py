@@ -7,46 +7,32 @@ fit is left as a whole, and the fewest recomputed blocks are found by bisection.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import count
 
-from fitune.estimate.host import host_terms, usable_host_bytes
+from fitune.estimate.host import host_terms
 from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import ModelStages, StepStages, describe_step, model_stages, resident_terms
-from fitune.estimate.time import step_time_of
 from fitune.planner.candidates import batches, block_counts, draft, losses
 from fitune.planner.families import Family
-from fitune.planner.fit import cheapest_blocks, fewest_blocks, peak_of
+from fitune.planner.fit import cheapest_blocks, counts_for_host, fewest_blocks, fits, host_fits, peak_of
+from fitune.planner.preference import (
+    SIMPLER_IS_WORTH,
+    STAYING_IS_WORTH,
+    Found,
+    in_order,
+    preferred,
+    tokens_per_second,
+)
 from fitune.planner.spreads import Spread, spreads
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
-from fitune.spec.plan import Batch, Loss, Offload, Plan, Recompute, Sharding
+from fitune.spec.plan import Batch, Loss, Plan, Recompute, Sharding
 from fitune.spec.recipe import Recipe
-
-INDISTINGUISHABLE = 0.99
-"""Share of the best speed from which on no estimate tells two plans apart."""
-SIMPLER_IS_WORTH = 0.95
-"""Share of the best speed at which a spread with fewer moving parts is taken in its place."""
-STAYING_IS_WORTH = 0.80
-"""Share of the best speed at which a plan that offloads nothing is taken in place of one that does: the gain hangs on
-links and copies that others use too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A plan that fits, the fastest of its spread and batch."""
-
-    step: StepStages
-    spread: Spread
-    tokens_per_second: float
-
-    @property
-    def plan(self) -> Plan:
-        return self.step.plan
 
 
 @dataclass(frozen=True)
@@ -79,7 +65,7 @@ class FamilySearch:
             if plan is not None:
                 found.append(Found(plan, spread, tokens_per_second(plan)))
                 best = max(best, found[-1].tokens_per_second)
-        return tuple(self._in_order(found))
+        return tuple(in_order(found, packed=self.recipe.packing))
 
     def smallest(self) -> StepStages | None:
         """The plan that needs the least device memory, of those whose host part fits; None without any spread.
@@ -196,7 +182,7 @@ class FamilySearch:
 
         The smallest logits leave most room for activations: with more of them no fewer blocks are recomputed.
         """
-        counts = _counts_for_host(step, self._counts)
+        counts = counts_for_host(step, self._counts)
         if counts is None:
             return None
         fastest, *_, smallest = (*losses(self.recipe), losses(self.recipe)[-1])
@@ -211,7 +197,7 @@ class FamilySearch:
             more = self._fewest_blocks(step, loss, range(blocks, counts[-1] + 1))
             if more is not None:
                 fitting.append(step.varied(recompute=Recompute(blocks=more), loss=loss))
-        return _preferred(fitting, by=self._peak)
+        return preferred(fitting, by=self._peak)
 
     def _fewest_blocks(self, step: StepStages, loss: Loss, counts: range) -> int | None:
         peaks = cache(lambda blocks: peak_of(step, blocks=blocks, loss=loss))
@@ -228,75 +214,3 @@ class FamilySearch:
     @staticmethod
     def _peak(step: StepStages) -> int:
         return memory_of(step).peak_bytes
-
-    def _in_order(self, found: list[Found]) -> list[Found]:
-        """First the one to take: of those nearly as fast as the best one that offloads nothing, then the simplest
-        spread, and of its plans that no estimate tells apart the one with least memory when rows are packed, else
-        with most rows at once.
-
-        Rows that are not packed are mostly shorter than seq_len: more of them keep the device busy.
-        """
-        if not found:
-            return []
-        best = max(item.tokens_per_second for item in found)
-        staying = [
-            item
-            for item in found
-            if item.spread.is_plain and item.tokens_per_second >= STAYING_IS_WORTH * best
-        ]
-        candidates = staying or found
-        best = max(item.tokens_per_second for item in candidates)
-        fast = [item for item in candidates if item.tokens_per_second >= SIMPLER_IS_WORTH * best]
-        simplest = min(item.spread.complexity for item in fast)
-        simple = [item for item in fast if item.spread.complexity == simplest]
-        enough = INDISTINGUISHABLE * max(item.tokens_per_second for item in simple)
-
-        def rank(item: Found) -> int:
-            return self._peak(item.step) if self.recipe.packing else -item.plan.batch.micro_batch_size
-
-        chosen = min((item for item in simple if item.tokens_per_second >= enough), key=rank)
-        others = [item for item in found if item is not chosen]
-        return [chosen, *sorted(others, key=lambda item: item.tokens_per_second, reverse=True)]
-
-
-def tokens_per_second(step: StepStages) -> float:
-    """Of all devices together."""
-    tokens = step.shape.tokens * step.plan.batch.accumulation * step.plan.hardware.num_gpus
-    return tokens / step_time_of(step).step_seconds
-
-
-def host_fits(step: StepStages) -> bool:
-    """Whether what waits on the host has room there; unknown host memory is taken to be enough, and said so."""
-    usable = usable_host_bytes(step.plan.hardware)
-    if not usable or step.plan.offload == Offload():
-        return True
-    return sum(host_terms(step).values()) <= usable
-
-
-def fits(step: StepStages) -> bool:
-    on_device = memory_of(step).peak_bytes <= usable_bytes(step.plan.hardware)
-    return on_device and host_fits(step)
-
-
-def _counts_for_host(step: StepStages, counts: range) -> range | None:
-    """The numbers of blocks with which offloaded activations fit the host: they only shrink with every block."""
-
-    def fits(blocks: int) -> bool:
-        return host_fits(step.varied(recompute=Recompute(blocks=blocks), loss=step.plan.loss))
-
-    if fits(counts[0]):
-        return counts
-    if not fits(counts[-1]):
-        return None
-    low, high = counts[0], counts[-1]
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return range(high, counts[-1] + 1)
-
-
-def _preferred(fitting: Sequence[StepStages], *, by: Callable[[StepStages], int]) -> StepStages:
-    """The fastest; among those within 1 % of it the one with the least ``by``."""
-    speeds = [tokens_per_second(step) for step in fitting]
-    fast_enough = INDISTINGUISHABLE * max(speeds)
-    return min((step for step, speed in zip(fitting, speeds, strict=True) if speed >= fast_enough), key=by)

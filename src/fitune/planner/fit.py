@@ -1,10 +1,12 @@
-"""The fewest recomputed blocks that fit, found exactly."""
+"""Whether a plan has room, on the devices and on the host, and the fewest recomputed blocks with which it has."""
 
 from collections.abc import Callable
 
+from fitune.estimate.host import host_terms, usable_host_bytes
 from fitune.estimate.memory import memory_of
+from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.step import StepStages
-from fitune.spec.plan import Loss, Recompute
+from fitune.spec.plan import Loss, Offload, Recompute
 
 BytesOf = Callable[[int], int]
 """Peak bytes with so many blocks recomputed."""
@@ -58,3 +60,33 @@ def _lowest(bytes_of: BytesOf, counts: range) -> int:
         else:
             low = middle + 1
     return low
+
+
+def host_fits(step: StepStages) -> bool:
+    """Whether what waits on the host has room there; unknown host memory is taken to be enough, and said so."""
+    usable = usable_host_bytes(step.plan.hardware)
+    if not usable or step.plan.offload == Offload():
+        return True
+    return sum(host_terms(step).values()) <= usable
+
+
+def fits(step: StepStages) -> bool:
+    on_device = memory_of(step).peak_bytes <= usable_bytes(step.plan.hardware)
+    return on_device and host_fits(step)
+
+
+def counts_for_host(step: StepStages, counts: range) -> range | None:
+    """The numbers of blocks with which offloaded activations fit the host: they only shrink with every block."""
+
+    def fits(blocks: int) -> bool:
+        return host_fits(step.varied(recompute=Recompute(blocks=blocks), loss=step.plan.loss))
+
+    if fits(counts[0]):
+        return counts
+    if not fits(counts[-1]):
+        return None
+    low, high = counts[0], counts[-1]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return range(high, counts[-1] + 1)

@@ -9,7 +9,8 @@ from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.describe import describe_offload, describe_plan, host_sum, wrapped
 from fitune.planner.families import families
-from fitune.planner.family_search import FamilySearch, fits, host_fits
+from fitune.planner.family_search import FamilySearch
+from fitune.planner.fit import fits, host_fits
 from fitune.spec.gpus import CARDS
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec

@@ -9,8 +9,10 @@ from fitune.estimate.step import StepStages
 from fitune.planner.decisions import decisions_of, faster_method, long_update
 from fitune.planner.describe import describe_family, describe_spread, memory_sum
 from fitune.planner.families import Family, families
-from fitune.planner.family_search import FamilySearch, Found, fits, tokens_per_second
+from fitune.planner.family_search import FamilySearch
+from fitune.planner.fit import fits
 from fitune.planner.nothing_fits import nothing_fits, shortage
+from fitune.planner.preference import Found, tokens_per_second
 from fitune.planner.prices import price_of
 from fitune.planner.refusals import refuse_contradictions
 from fitune.spec.hardware import Hardware
