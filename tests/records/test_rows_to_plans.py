@@ -8,8 +8,9 @@ import pytest
 
 from fitune.records.mapping import Case, case_of
 from fitune.records.read import read_records
+from fitune.records.resident import resident_terms
 from fitune.records.row import Row, row_from
-from fitune.records.timeline import allocated_terms, resident_terms
+from fitune.records.timeline import allocated_terms
 from fitune.records.unrepresented import Unrepresented
 from fitune.spec.plan import AdamW8bit, ChunkedLoss, Ddp, Full, Hqq, Lomo, Lora, Nf4, Precision, Single, Zero
 from fitune.spec.reports import Phase

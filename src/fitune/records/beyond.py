@@ -5,7 +5,8 @@ from fitune.estimate.overhead import allocator_slack_bytes, cuda_context_bytes
 from fitune.estimate.shares import uses_fsdp
 from fitune.records.hardware import device_bytes, device_is_named
 from fitune.records.mapping import Case
-from fitune.records.timeline import Terms, resident_terms, working_bytes
+from fitune.records.resident import Terms, resident_terms
+from fitune.records.timeline import working_bytes
 from fitune.spec.plan import ChunkedLoss, Single
 from fitune.spec.reports import Phase
 from fitune.units import MIB

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 from fitune.estimate import activations
 from fitune.estimate.block import block_stages
+from fitune.estimate.quantised import base_of
 from fitune.estimate.site import SCALED_IN_FP32
 from fitune.estimate.stages import Block, Stage, block_of
 from fitune.records.mapping import Case
 from fitune.spec.model import Linear
-from fitune.spec.plan import Lora, trains_every_weight
+from fitune.spec.plan import Dense, Lora, trains_every_weight
 
 _NORM_READERS = {"attention norm": "attention", "MLP norm": "mlp"}
 
@@ -39,8 +40,7 @@ def stream_is_fp32(case: Case) -> bool:
 
 
 def _is_packed(case: Case) -> bool:
-    tuning = case.plan.tuning
-    return isinstance(tuning, Lora) and type(tuning.base).__name__ != "Dense"
+    return not isinstance(base_of(case.plan), Dense)
 
 
 def _changed(case: Case, stage: Stage) -> Stage:
