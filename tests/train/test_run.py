@@ -34,7 +34,10 @@ def callbacks(*, stop_after: int | None = None) -> Callbacks:
         return stop_after is not None and asked[0] >= stop_after
 
     return Callbacks(
-        on_data=lambda data, loader: None, on_note=lambda note: None, stop_asked=stop_asked, answer=no_answers
+        on_data=lambda data, loader, done: None,
+        on_note=lambda note: None,
+        stop_asked=stop_asked,
+        answer=no_answers,
     )
 
 

@@ -93,11 +93,11 @@ def run_plan(
     directory = Path(plan.run.output_dir)
     sinks = [Progress(log_every=plan.run.log_every), *open_sinks(plan.run.report_to, directory)]
 
-    def on_data(data: PreparedData, loader: Loader) -> None:
+    def on_data(data: PreparedData, loader: Loader, steps_of_other_plan: int) -> None:
         print_data(data)
         for path in data.also_trained:
             print(f"note: eval_data {path} is also trained on, so its loss says nothing about new rows")
-        prediction = predict_run(report, loader)
+        prediction = predict_run(report, loader, after=steps_of_other_plan)
         print(describe_prediction(prediction))
         write_atomically(directory / "estimate.json", to_json(prediction))
 
@@ -111,14 +111,15 @@ def run_plan(
     )
 
 
-def predict_run(report: PlanReport, loader: Loader) -> Prediction:
+def predict_run(report: PlanReport, loader: Loader, *, after: int = 0) -> Prediction:
     """What is predicted for the batches this run will really see, and what else was considered.
 
     The plan was made for the largest batch its settings allow; the heaviest of this data is known before it runs.
+    ``after``: steps that were done under another plan.
     """
     plan = report.chosen.plan
     total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
-    step, heaviest = loader.heaviest(range(min(1, total - 1), total))
+    step, heaviest = loader.heaviest(range(min(after + 1, total - 1), total))
     return Prediction(
         estimate=predict(plan, largest=heaviest, usual=loader.usual()),
         heaviest_step=step + 1,

@@ -72,6 +72,8 @@ def compare(
 def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measured:
     """From the report where there is one, else from the steps."""
     memory = None if run_report is None else run_report.memory
+    skipped = 0 if run_report is None else run_report.steps_of_other_plan
+    steps = [step for step in steps if step.step > skipped]
     seconds = [
         step.step_seconds for step in settled_steps(steps, kind=None if memory is None else memory.kind)
     ]

@@ -275,6 +275,8 @@ class RunReport:
     exported: str = ""
     failure: Failure | None = None
     """Only when the status is failed."""
+    steps_of_other_plan: int = 0
+    """Done before a resume under other settings: memory and speed are of the steps after them."""
     versions: dict[str, str] = field(default_factory=dict)
 
 

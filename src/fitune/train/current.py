@@ -24,8 +24,9 @@ from fitune.train.samples import Answer
 class Callbacks:
     """What the caller is told and asked while the run goes on."""
 
-    on_data: Callable[[PreparedData, Loader], None]
-    """Once the data is read and before the model is: what every batch will hold is known from here on."""
+    on_data: Callable[[PreparedData, Loader, int], None]
+    """Once the data is read and before the model is: what every batch will hold is known from here on. The number is
+    of the steps that were done under another plan, before a resume."""
     on_note: Callable[[str], None]
     """A line for people: what is being done, a checkpoint that was passed over."""
     stop_asked: Callable[[], bool]
@@ -47,6 +48,8 @@ class Run:
     sinks: Sequence[Sink]
     began: float
     """``time.perf_counter`` when the run was asked for."""
+    steps_of_other_plan: int = 0
+    """Done before a resume that changed what memory and speed depend on: they are not measured for this one."""
     where: Whereabouts = field(default_factory=Whereabouts)
     prepared: Prepared | None = None
     """None until the model is loaded."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fitune.checkpoint.commit import FOLDER
-from fitune.checkpoint.differences import require_resumable
+from fitune.checkpoint.differences import Difference, difference_table, require_resumable
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.checkpoint.state import TrainState
 from fitune.data.loader import LoaderState
@@ -25,10 +25,29 @@ class Start:
 
     state: TrainState | None
     warnings: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] = ()
+    """Settings that were others when ``state`` was saved, all allowed."""
 
     @property
     def step(self) -> int:
         return 0 if self.state is None else self.state.step
+
+    @property
+    def steps_of_other_plan(self) -> int:
+        """Steps done under settings that memory and speed depend on and that changed: their figures are of another
+        plan."""
+        without_effect = ("run.", "data.", "schedule.")
+        changed = any(not d.setting.startswith(without_effect) for d in self.differences)
+        if changed or self.state is None:
+            return self.step
+        return int(self.state.facts.get("steps_of_other_plan", 0))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people are told before the run goes on."""
+        if not self.differences:
+            return self.warnings
+        return (*self.warnings, f"going on under other settings\n{difference_table(list(self.differences))}")
 
 
 def where_to_start(directory: Path, plan: Plan, *, resume: bool | str) -> Start:
@@ -38,7 +57,7 @@ def where_to_start(directory: Path, plan: Plan, *, resume: bool | str) -> Start:
     are steps of an earlier run that nobody asked to continue.
     """
     if isinstance(resume, str):
-        return Start(state=_compatible(load_checkpoint(Path(resume)), plan))
+        return _compatible(load_checkpoint(Path(resume)), plan)
     if resume:
         found = newest_checkpoint(directory)
         if found.path is None and found.warnings:
@@ -51,7 +70,7 @@ def where_to_start(directory: Path, plan: Plan, *, resume: bool | str) -> Start:
             return Start(state=None, warnings=(note,))
         note = f"resuming from {found.path}"
         state = load_checkpoint(found.path, verified=True)
-        return Start(state=_compatible(state, plan), warnings=(*found.warnings, note))
+        return _compatible(state, plan, warnings=(*found.warnings, note))
     if any((directory / FOLDER).glob("step-*")) or _has_steps(directory / "metrics.jsonl"):
         raise RunDirectoryError(
             f"output_dir {directory} holds an earlier run",
@@ -65,10 +84,10 @@ def _has_steps(metrics: Path) -> bool:
     return metrics.is_file() and metrics.stat().st_size > 0
 
 
-def _compatible(state: TrainState, plan: Plan) -> TrainState:
-    require_resumable(from_data(Plan, state.facts["plan"]), plan)
+def _compatible(state: TrainState, plan: Plan, *, warnings: tuple[str, ...] = ()) -> Start:
+    differences = require_resumable(from_data(Plan, state.facts["plan"]), plan)
     require_same_base(state, plan)
-    return state
+    return Start(state=state, warnings=warnings, differences=tuple(differences))
 
 
 def require_same_rows(state: TrainState, fingerprint: str) -> None:
@@ -101,6 +120,7 @@ def capture(
     position: LoaderState,
     best_eval_loss: float,
     rows: str,
+    steps_of_other_plan: int = 0,
 ) -> TrainState:
     """Everything the next step depends on. ``rows`` is the fingerprint of the training rows."""
     engine = prepared.engine.state()
@@ -121,6 +141,7 @@ def capture(
             "engine": dict(engine.facts),
             "epoch": position.epoch,
             "position": position.position,
+            "steps_of_other_plan": steps_of_other_plan,
             "best_eval_loss": None if math.isinf(best_eval_loss) else best_eval_loss,
         },
     )

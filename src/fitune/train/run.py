@@ -57,8 +57,8 @@ def run(
         require_removable(directory)
     with lock_directory(directory):
         start = Start(state=None) if overwrite else where_to_start(directory, plan, resume=resume)
-        for warning in start.warnings:
-            callbacks.on_note(warning)
+        for note in start.notes:
+            callbacks.on_note(note)
         tokenizer, data, loader = _read_data(
             plan, start
         )  # what was there is untouched until the data is known
@@ -69,7 +69,7 @@ def run(
             log.truncate_after(start.step)
             current = Run(
                 plan=plan, callbacks=callbacks, tokenizer=tokenizer, data=data, loader=loader, log=log, sinks=sinks,
-                began=began,
+                began=began, steps_of_other_plan=start.steps_of_other_plan,
             )  # fmt: skip
             return _train_and_report(current, start)
 
@@ -125,7 +125,7 @@ def _train_and_report(current: Run, start: Start) -> RunReport:
 
 def _train(current: Run, start: Start) -> bool:
     """Load the model and do all steps; True when the caller asked to stop before the end."""
-    current.callbacks.on_data(current.data, current.loader)
+    current.callbacks.on_data(current.data, current.loader, current.steps_of_other_plan)
     current.where.doing = "loading the model"
     current.prepared = prepare(current.plan)
     current.meter = memory_meter(current.model.device)
@@ -195,6 +195,7 @@ def _save(current: Run, report: StepReport) -> None:
         position=current.position,
         best_eval_loss=current.best_eval_loss,
         rows=current.data.train.fingerprint,
+        steps_of_other_plan=current.steps_of_other_plan,
     )
     save_checkpoint(
         current.directory, state, keep=current.plan.run.keep_checkpoints, eval_loss=report.eval_loss

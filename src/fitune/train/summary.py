@@ -30,10 +30,15 @@ def summarise(
     meter_kind: MeterKind,
     seconds: float,
     best_eval_loss: float | None,
+    steps_of_other_plan: int = 0,
     failure: Failure | None = None,
 ) -> RunReport:
-    """``model`` None: the run ended before it was loaded. ``best_eval_loss`` is that of earlier attempts too."""
-    steady = settled_steps(steps, kind=meter_kind)
+    """``model`` None: the run ended before it was loaded. ``best_eval_loss`` is that of earlier attempts too.
+
+    Memory and speed are of the steps after ``steps_of_other_plan``.
+    """
+    of_this_plan = [step for step in steps if step.step > steps_of_other_plan]
+    steady = settled_steps(of_this_plan, kind=meter_kind)
     busy, waited = sum(s.step_seconds for s in steady), sum(s.data_seconds for s in steady)
     tokens = sum(s.tokens for s in steady)
     evaluated = [s.eval_loss for s in steps if s.eval_loss is not None]
@@ -54,12 +59,15 @@ def summarise(
         tokens_per_second=tokens / busy if busy else 0.0,
         tokens_per_second_with_data=tokens / (busy + waited) if busy else 0.0,
         mfu=sum(s.mfu * s.step_seconds for s in steady) / busy if busy else 0.0,
-        memory=_measured_memory(steps, meter_kind, 0 if model is None else process_bytes(model.device)),
+        memory=_measured_memory(
+            of_this_plan, meter_kind, 0 if model is None else process_bytes(model.device)
+        ),
         train_data=data.train_ledger,
         eval_data=data.eval_ledger,
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         total_parameters=0 if model is None else count_weights(model.whole),
         failure=failure,
+        steps_of_other_plan=steps_of_other_plan,
         versions=_versions(),
     )
 

@@ -1,0 +1,46 @@
+"""A run that goes on under other settings says so, and its figures are of the settings it ended with."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from fitune.report.compare import measure
+from fitune.spec.plan import Plan, Steps
+from fitune.spec.reports import Phase
+from fitune.train.run import run
+from train.test_run import callbacks, steps_of
+
+MakePlan = Callable[..., Plan]
+
+
+def peak(plan: Plan, *, after: int = 0) -> int:
+    return max(max(step.memory_bytes.values(), default=0) for step in steps_of(plan) if step.step > after)
+
+
+def test_memory_and_speed_are_of_the_plan_that_ended_the_run(make_plan: MakePlan, tmp_path: Path) -> None:
+    common = {"tuning": "full", "max_steps": 8, "save_steps": 4}
+    first = make_plan(**common, micro_batch_size=8, gradient_accumulation_steps=1)
+    run(first, callbacks=callbacks(stop_after=4))
+    second = make_plan(**common, micro_batch_size=2, gradient_accumulation_steps=4)
+    said: list[str] = []
+    run(second, callbacks=replace(callbacks(stop_after=2), on_note=said.append), resume=True)
+    report = run(second, callbacks=callbacks(), resume=True)  # once more, under the same settings
+    assert any("batch.micro_batch_size" in line and "8 × 1" in line for line in said)
+    assert report.steps_of_other_plan == 4
+    assert report.memory is not None
+    assert report.memory.peak_bytes == peak(second, after=4) < peak(second)
+    assert report.tokens == sum(step.tokens for step in steps_of(second))
+    seconds = [step.step_seconds for step in steps_of(second)[5:] if not step.memory_bytes]
+    assert measure(report, steps_of(second)).step_seconds == sum(seconds) / len(seconds)
+
+
+def test_a_run_that_is_only_made_longer_keeps_its_measures(make_plan: MakePlan) -> None:
+    plan = make_plan(max_steps=4, save_steps=4, lr_scheduler="constant", warmup_steps=0)
+    run(plan, callbacks=callbacks())
+    longer = replace(plan, schedule=replace(plan.schedule, duration=Steps(count=7)))
+    report = run(longer, callbacks=callbacks(), resume=True)
+    assert report.steps_of_other_plan == 0
+    assert report.memory is not None
+    assert report.memory.phases[Phase.FORWARD] == max(
+        s.memory_bytes.get(Phase.FORWARD, 0) for s in steps_of(plan)
+    )
