@@ -1,11 +1,18 @@
 """FLOPs by hand and the shape of the roofline."""
 
+from dataclasses import replace
+
 import pytest
 
-from estimate.tiny_plans import gpu, known, plan_for, small_llama
+from estimate.tiny_plans import CPU, gpu, known, plan_for, small_llama
+from fitune.estimate.communication import Exchange
 from fitune.estimate.predict import predict
-from fitune.estimate.time import MATMUL_EFFICIENCY, model_flops_per_token, predict_step_time
+from fitune.estimate.rates import PRODUCT_EFFICIENCY, rates_of
+from fitune.estimate.time import model_flops_per_token, predict_step_time
+from fitune.estimate.transfers import cpu_adam_seconds, exchange_seconds
+from fitune.spec.calibration import AttentionRate, Calibration, Collectives, Rate, Traffic
 from fitune.spec.parameters import count_parameters
+from fitune.spec.plan import Offload, Precision, Zero
 from fitune.spec.reports import Phase
 
 
@@ -46,10 +53,106 @@ def test_a_step_is_never_faster_than_its_products_at_the_assumed_efficiency():
         )
         flops = model_flops_per_token(plan) * plan.batch.micro_batch_tokens
         attention = 6 * 32 * 4096 * 2049 * plan.batch.micro_batch_tokens
-        bound = (flops - attention) / (312e12 * MATMUL_EFFICIENCY)
+        bound = (flops - attention) / (312e12 * PRODUCT_EFFICIENCY[8, 0])
         assert bound < predict_step_time(plan).step_seconds < 2 * bound
 
 
 def test_a_tiny_model_is_bound_by_launches():
     time = predict_step_time(plan_for(small_llama(), hardware=gpu("h100"), precision="bf16", rows=1))
     assert time.limits[Phase.FORWARD] == "launch"
+
+
+def measured(**different) -> Calibration:
+    made = Calibration(
+        device="h100",
+        date="2026-11-21",
+        threads=8,
+        products=(Rate(numbers="bf16", flops=500e12),),
+        attention=(AttentionRate(numbers="bf16", flops=300e12),),
+        traffic=(Traffic(tensor_bytes=2**24, bandwidth=2e12),),
+        forward_launch_seconds=0.0,
+        backward_launch_seconds=0.0,
+        host_bandwidth=40e9,
+        cpu_adam=1e9,
+    )
+    return replace(made, **different)
+
+
+def eight_b_measured(**different):
+    hardware = replace(gpu("h100"), calibration=measured(**different))
+    return predict_step_time(
+        plan_for(known("llama-3.1-8b"), hardware=hardware, precision="bf16", seq_len=2048)
+    ).phases
+
+
+def test_what_was_measured_counts_instead_of_the_datasheet():
+    slow, fast = (
+        eight_b_measured(products=(Rate(numbers="bf16", flops=flops),)) for flops in (250e12, 500e12)
+    )
+    products = 2 * 6_979_321_856 * 8192  # the blocks' matrices, two FLOPs each
+    assert slow[Phase.FORWARD] - fast[Phase.FORWARD] == pytest.approx(products / 500e12)
+
+
+def test_each_product_has_a_start():
+    without, with_start = (
+        eight_b_measured(products=(Rate(numbers="bf16", flops=500e12, start_seconds=start),))
+        for start in (0.0, 1e-3)
+    )
+    assert with_start[Phase.FORWARD] - without[Phase.FORWARD] == pytest.approx(32 * 7 * 1e-3)
+    assert with_start[Phase.BACKWARD] - without[Phase.BACKWARD] == pytest.approx(2 * 32 * 7 * 1e-3)
+
+
+def test_short_rows_fill_attention_badly():
+    """With row_tokens as long as the rows, attention's pairs double."""
+    full, short = (
+        eight_b_measured(attention=(AttentionRate(numbers="bf16", flops=300e12, row_tokens=tokens),))
+        for tokens in (0, 2048)
+    )
+    pairs = 4 * 2048 * 2048 / 2
+    assert short[Phase.FORWARD] - full[Phase.FORWARD] == pytest.approx(32 * 4 * 4096 * pairs / 300e12)
+
+
+def test_precisions_that_were_not_measured_fall_back_to_the_datasheet():
+    hardware = replace(gpu("h100"), calibration=measured())
+    assert rates_of(hardware, Precision.BF16_MASTER).flops == 500e12
+    assert rates_of(hardware, Precision.FP16).flops == rates_of(gpu("h100"), Precision.FP16).flops
+
+
+def test_a_processor_launches_and_computes_in_turn_a_gpu_at_once():
+    plan = plan_for(small_llama(), hardware=CPU, rows=1)
+    quick, slow = (
+        predict_step_time(
+            replace(
+                plan,
+                hardware=replace(
+                    CPU,
+                    calibration=measured(
+                        products=(Rate(numbers="fp32", flops=40e9),),
+                        attention=(AttentionRate(numbers="fp32", flops=20e9),),
+                        forward_launch_seconds=launch,
+                    ),
+                ),
+            )
+        ).phases[Phase.FORWARD]
+        for launch in (1e-5, 2e-5)
+    )
+    operations = 4 * (7 + 15 + 2 * 6 + 2)  # products, others, two norms; a pack counts as two rows
+    assert slow - quick == pytest.approx(operations * 1e-5)
+
+
+def test_links_and_adam_that_were_measured():
+    hardware = replace(
+        gpu("h100", gpus=2),
+        cpu_cores=96,
+        host_memory_bytes=2**40,
+        calibration=measured(collectives=Collectives(ranks=2, start_seconds=1e-4, bandwidth=100e9)),
+    )
+    exchange = Exchange(bytes=1e9, calls=10, ranks=2)
+    assert exchange_seconds(hardware, exchange) == pytest.approx(0.01 + 10 * 1e-4)
+    other_ranks = replace(exchange, ranks=8)
+    assert exchange_seconds(hardware, other_ranks) == exchange_seconds(gpu("h100", gpus=2), other_ranks)
+    plan = plan_for(
+        known("llama-3.1-8b"), hardware=hardware, precision="bf16", sharding=Zero(stage=2, backend="deepspeed"),
+        offload=Offload(optimizer="cpu"),
+    )  # fmt: skip
+    assert cpu_adam_seconds(plan) == pytest.approx(8_030_261_248 / 1e9)

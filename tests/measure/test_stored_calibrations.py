@@ -15,7 +15,7 @@ from fitune.measure.calibrations import (
     stored_calibration,
 )
 from fitune.measure.hardware import resolve_hardware
-from fitune.spec.calibration import Calibration, Collectives, Rate, Traffic, worked_pairs
+from fitune.spec.calibration import AttentionRate, Calibration, Collectives, Rate, Traffic
 from fitune.spec.gpus import cpu_gpu, find_gpu
 
 
@@ -25,7 +25,7 @@ def calibration(**different) -> Calibration:
         date="2026-11-21",
         threads=8,
         products=(Rate(numbers="bf16", flops=150e12, start_seconds=5e-6),),
-        attention=(Rate(numbers="bf16", flops=100e12),),
+        attention=(AttentionRate(numbers="bf16", flops=100e12),),
         traffic=(Traffic(tensor_bytes=2**20, bandwidth=900e9), Traffic(tensor_bytes=2**24, bandwidth=600e9)),
         forward_launch_seconds=15e-6,
         backward_launch_seconds=10e-6,
@@ -113,9 +113,3 @@ def test_bandwidth_between_two_measured_sizes():
     assert found.bandwidth_for(1) == found.bandwidth_for(2**20) == 900e9
     assert found.bandwidth_for(2**22) == pytest.approx((900e9 * 600e9) ** 0.5)
     assert found.bandwidth_for(2**24) == found.bandwidth_for(2**40) == pytest.approx(600e9)
-
-
-def test_blocks_on_the_diagonal_are_worked_whole():
-    assert worked_pairs(1, 64) == 64 * 64
-    assert worked_pairs(3, 16) == 3 * 16 * 16
-    assert worked_pairs(2, 1024) == 1024 * (1024 + 64)

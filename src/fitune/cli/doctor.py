@@ -63,11 +63,12 @@ def describe_calibration(calibration: Calibration | None) -> str:
     if calibration is None:
         return "not calibrated: times come from the datasheet; fitune doctor --calibrate measures them"
     small, large = calibration.traffic[0], calibration.traffic[-1]
-    rates = [("products", calibration.products), ("attention", calibration.attention)]
-    lines = [f"calibrated on {calibration.date} as {calibration.device}"]
-    lines += [
-        f"{what} " + ", ".join(f"{rate.flops / 1e12:,.3g} TFLOP/s {rate.numbers}" for rate in found)
-        for what, found in rates
+    products = [f"{rate.flops / 1e12:,.3g} TFLOP/s {rate.numbers}" for rate in calibration.products]
+    attention = [f"{rate.flops / 1e12:,.3g} TFLOP/s {rate.numbers}" for rate in calibration.attention]
+    lines = [
+        f"calibrated on {calibration.date} as {calibration.device}",
+        f"products {', '.join(products)}",
+        f"attention {', '.join(attention)}",
     ]
     lines.append(
         f"memory {small.bandwidth / 1e9:,.3g} GB/s on small tensors, {large.bandwidth / 1e9:,.3g} GB/s on large; "

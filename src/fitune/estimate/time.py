@@ -1,54 +1,43 @@
 """Seconds of one optimizer step: a roofline per phase.
 
 Matrix products and everything else run one after the other on one stream, so a phase takes
-FLOPs / (peak · efficiency) + bytes / (bandwidth · efficiency), and never less than its kernels take to launch.
-Transfers between ranks and to the host run beside that or are waited for (transfers.py).
-Peaks are datasheet figures; the efficiencies are our assumptions, not measured by us yet.
+products / rate + bytes / bandwidth, and never less than its operations take to launch. Transfers between ranks and
+to the host run beside that or are waited for (transfers.py). The rates are measured or assumed (rates.py), the bytes
+and operations counted (eager.py).
 """
 
 from dataclasses import dataclass
 
 from fitune.estimate.attention_traits import is_multi_query, materialises_scores
 from fitune.estimate.communication import passes_per_step
-from fitune.estimate.loss import bytes_per_logit, num_chunks
+from fitune.estimate.eager import BlockWork, block_work
+from fitune.estimate.loss import num_chunks
+from fitune.estimate.rates import Rates, rates_of
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.transfers import Transfers, transfers_of
-from fitune.spec.flops import (
-    attention_flops_per_pair,
-    head_flops_per_token,
-    linear_flops_per_token,
-    model_flops,
-    peak_flops,
-)
-from fitune.spec.plan import AdamW8bit, Lomo, Plan, trains_every_weight
+from fitune.spec.flops import attention_flops_per_pair, head_flops_per_token, model_flops
+from fitune.spec.plan import AdamW8bit, Lomo, Plan
 from fitune.spec.reports import Phase, StepTime
 from fitune.spec.shape import BatchShape
-
-MATMUL_EFFICIENCY = 0.60
-"""Share of the datasheet peak that large 16-bit products reach; others report 0.5–0.75. Not measured by us."""
-ATTENTION_EFFICIENCY = 0.40
-"""Share reached by fused attention, forward and backward together (Dao 2023, arXiv 2307.08691: 0.5–0.73 on A100
-at 2k tokens and more, less when rows are short). Not measured by us."""
-BANDWIDTH_EFFICIENCY = 0.75
-"""Share of the datasheet bandwidth that elementwise kernels reach. Not measured by us."""
-KERNELS_PER_BLOCK = 60
-"""Operations of one block's forward in transformers' eager code (Llama: 2 norms of 6, rotary 12, 7 linears, …)."""
-LAUNCH_SECONDS = 6e-6
-"""Between two small kernels or CPU operations, Python included. Not measured by us."""
-TRAFFIC_FORWARD, TRAFFIC_BACKWARD = 3, 5
-"""Each kept byte is written once and read about twice in forward; backward reads it and moves gradients of its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What one micro-batch (or one update) asks of the device in one phase."""
 
-    matmul_flops: float = 0.0
+    product_flops: float = 0.0
+    products: float = 0.0
     attention_flops: float = 0.0
     bytes: float = 0.0
-    kernels: float = 0.0
+    """Moved by operations that write new tensors of about ``tensor_bytes``."""
+    tensor_bytes: float = 0.0
+    bytes_in_place: float = 0.0
+    """Moved otherwise: weights read, states updated, logits overwritten."""
+    forward_operations: float = 0.0
+    backward_operations: float = 0.0
+    """Products and all others, launched by Python or by autograd."""
 
 
 def model_flops_per_token(plan: Plan) -> float:
@@ -74,21 +63,20 @@ def predict_step_time(plan: Plan, shape: BatchShape | None = None) -> StepTime:
 
 def step_time_of(step: StepStages) -> StepTime:
     """The same for a step that is already described."""
-    plan = step.plan
-    forward = forward_work(step)
+    plan, block = step.plan, block_work(step.plan)
+    rates = rates_of(plan.hardware, plan.precision)
+    forward = forward_work(step, block, rates)
     per_micro_batch = {
         Phase.FORWARD: forward,
         Phase.LOSS: loss_work(step),
-        Phase.BACKWARD: backward_work(step, forward),
+        Phase.BACKWARD: backward_work(step, block, forward),
     }
-    transfers = transfers_of(step)
+    transfers, passes = transfers_of(step), passes_per_step(plan)
     seconds, limits = {}, {}
     for phase, work in per_micro_batch.items():
-        once, limit = _roofline(plan, work)
-        seconds[phase], limits[phase] = _with_transfers(
-            once * passes_per_step(plan), limit, transfers.get(phase)
-        )
-    update, limit = _roofline(plan, update_work(step))
+        once, limit = _roofline(rates, work)
+        seconds[phase], limits[phase] = _with_transfers(once * passes, limit, transfers.get(phase))
+    update, limit = _roofline(rates, update_work(step))
     seconds[Phase.UPDATE], limits[Phase.UPDATE] = _with_transfers(update, limit, transfers.get(Phase.UPDATE))
     return StepTime(phases=seconds, limits=limits)
 
@@ -105,58 +93,67 @@ def _with_transfers(own: float, limit: str, transfers: Transfers | None) -> tupl
     return together + sum(transfers.waited.values()), max(parts, key=lambda part: part[0])[1]
 
 
-def forward_work(step: StepStages) -> Work:
-    """Per token 2 FLOPs per active weight and adapter, per pair a third of attention's; weights are read once."""
-    plan, layers = step.plan, step.num_layers
+def forward_work(step: StepStages, block: BlockWork, rates: Rates) -> Work:
+    """Per token the products of every block, per pair a third of attention's; weights are read once."""
+    plan, layers, tokens = step.plan, step.num_layers, step.shape.tokens
+    pairs = attention_pairs(step, rates.attention_row_tokens)
     return Work(
-        matmul_flops=step.shape.tokens * layers * _forward_flops_per_token(plan),
-        attention_flops=layers * _attention_pairs(step) * attention_flops_per_pair(plan.model) / 3,
-        bytes=step.weights_read + step.unpacked + TRAFFIC_FORWARD * layers * step.other_block.kept,
-        kernels=layers * (KERNELS_PER_BLOCK + 2 * step.shape.rows),
+        product_flops=tokens * layers * block.forward.flops,
+        products=layers * block.forward.products,
+        attention_flops=layers * pairs * attention_flops_per_pair(plan.model) / 3,
+        bytes=tokens * layers * block.forward.bytes,
+        tensor_bytes=step.hidden,
+        bytes_in_place=step.weights_read + step.unpacked,
+        forward_operations=layers * (block.forward.products + block.forward.operations + step.shape.rows),
     )
 
 
 def loss_work(step: StepStages) -> Work:
-    """Head forward and backward for supervised tokens; each logit's bytes move about four times."""
+    """Head forward and backward for supervised tokens; the logits are passed over eight times in fp32, in place.
+
+    models/loss.py: largest, minus, exp, sum and scale, and a copy to fp32 and back in 16 bit.
+    """
     plan, supervised = step.plan, step.shape.supervised_tokens
     chunks = num_chunks(plan.loss, step.shape)
     head = plan.model.vocab_size * plan.model.hidden_size * step.element_bytes
-    per_logit = bytes_per_logit(element_bytes=step.element_bytes)
+    per_logit = 8 * 4 + (12 if step.element_bytes < 4 else 0)
     return Work(
-        matmul_flops=supervised * head_flops_per_token(plan.model, plan.tuning),
-        bytes=4.0 * supervised * plan.model.vocab_size * per_logit + chunks * head * (4 if step.full else 2),
-        kernels=20.0 * chunks,
+        product_flops=supervised * head_flops_per_token(plan.model, plan.tuning),
+        products=chunks * (3 if step.full else 2),
+        bytes_in_place=supervised * plan.model.vocab_size * per_logit
+        + chunks * head * (4 if step.full else 2),
+        forward_operations=27.0 * chunks,
     )
 
 
-def backward_work(step: StepStages, forward: Work) -> Work:
+def backward_work(step: StepStages, block: BlockWork, forward: Work) -> Work:
     """What training needs beside forward, + the forward of the recomputed blocks; gradients written and read.
 
     LOMO's update is in it: the weight read and written once more. Packed weights are made whole for every pass.
 
     Attention's backward makes the scores again: 5 products to forward's 2 (Dao 2023, arXiv 2307.08691).
     """
-    layers, again = step.num_layers, step.recomputed / step.num_layers
-    total = (
-        step.shape.tokens
-        * layers
-        * sum(linear_flops_per_token(m, step.plan.tuning) for m in step.plan.model.linears)
-    )
+    layers, tokens, again = step.num_layers, step.shape.tokens, step.recomputed / step.num_layers
     return Work(
-        matmul_flops=total - forward.matmul_flops + again * forward.matmul_flops,
+        product_flops=tokens * layers * block.backward.flops + again * forward.product_flops,
+        products=layers * block.backward.products + again * forward.products,
         attention_flops=(2.5 + again) * forward.attention_flops,
-        bytes=step.weights_read
+        bytes=tokens * layers * block.backward.bytes + again * forward.bytes,
+        tensor_bytes=step.hidden,
+        bytes_in_place=step.weights_read
         + (1 + again) * step.unpacked
-        + (2 + 2 * isinstance(step.plan.tuning, Lomo)) * step.whole_gradients
-        + (TRAFFIC_BACKWARD + again * TRAFFIC_FORWARD) * layers * step.other_block.kept,
-        kernels=(2 + again) * forward.kernels,
+        + (2 + 2 * isinstance(step.plan.tuning, Lomo)) * step.whole_gradients,
+        forward_operations=again * forward.forward_operations,
+        backward_operations=layers
+        * (block.backward.products + block.backward.operations + 2 * step.shape.rows),
     )
 
 
 def update_work(step: StepStages) -> Work:
-    """Weight and states are read and written, the gradient read twice; with masters its fp32 copy too.
+    """Weight and states are read and written; the gradient is read for its norm, scaled in place and read again.
 
-    Of the rank's share; 8-bit states are one byte. Nothing is left for LOMO and for an optimizer on the host.
+    Of the rank's share; with masters the gradient has an fp32 copy, and 8-bit states are one byte. Nothing is left
+    for LOMO and for an optimizer on the host.
     """
     plan, e = step.plan, step.element_bytes
     if not step.stepped:
@@ -165,40 +162,43 @@ def update_work(step: StepStages) -> Work:
     width = 4 if masters else e
     states = states_per_parameter(plan.optimizer)
     moved = 2 * width + 2 * states * (1 if isinstance(plan.optimizer, AdamW8bit) else width)
-    per_parameter = 2 * e + moved + (3 * 4 + e if masters else 0)
+    per_parameter = 2 * e + moved + (4 * 4 + e if masters else 2 * e)
     return Work(
-        bytes=float(step.stepped * per_parameter),
-        kernels=len(plan.model.linears) * plan.model.num_layers,
+        bytes_in_place=float(step.stepped * per_parameter),
+        backward_operations=len(plan.model.linears) * plan.model.num_layers,
     )
 
 
-def _roofline(plan: Plan, work: Work) -> tuple[float, str]:
-    gpu = plan.hardware.gpu
-    peak = max(peak_flops(gpu, plan.precision), 1.0)
-    compute = work.matmul_flops / (peak * MATMUL_EFFICIENCY) + work.attention_flops / (
-        peak * ATTENTION_EFFICIENCY
+def _roofline(rates: Rates, work: Work) -> tuple[float, str]:
+    """Products, attention and everything else one after the other; on a GPU beside the launches, else after them."""
+    compute = (
+        work.product_flops / rates.flops
+        + work.products * rates.product_start_seconds
+        + work.attention_flops / rates.attention_flops
     )
-    traffic = work.bytes / (gpu.bandwidth * BANDWIDTH_EFFICIENCY)
-    launch = work.kernels * LAUNCH_SECONDS
+    traffic = work.bytes_in_place / rates.in_place_bandwidth
+    if work.bytes:
+        traffic += work.bytes / rates.bandwidth_for(work.tensor_bytes)
+    launch = (
+        work.forward_operations * rates.forward_launch_seconds
+        + work.backward_operations * rates.backward_launch_seconds
+    )
+    parts = {"compute": compute, "memory bandwidth": traffic, "launch": launch}
+    if rates.waits_for_launches:
+        return compute + traffic + launch, max(parts, key=parts.__getitem__)
     if launch >= compute + traffic:
         return launch, "launch"
     return compute + traffic, "compute" if compute >= traffic else "memory bandwidth"
 
 
-def _forward_flops_per_token(plan: Plan) -> float:
-    """2 per active weight of a block, and 2·r·(in + out) per adapter: of linear_flops_per_token's 6 (or 4 + 6)."""
-    base = sum(2.0 * m.in_features * m.out_features * m.active_copies for m in plan.model.linears)
-    if trains_every_weight(plan.tuning):
-        return base
-    total = sum(linear_flops_per_token(m, plan.tuning) for m in plan.model.linears)
-    return base + (total - 2 * base) / 3
+def attention_pairs(step: StepStages, row_tokens: float) -> float:
+    """Pairs worked on: n · (n + ``row_tokens``) / 2 of each row of n.
 
-
-def _attention_pairs(step: StepStages) -> float:
-    """Pairs attended to: causal within rows; all of row × row (or stream × stream) where scores are written out."""
+    All of row × row (or stream × stream) where scores are written out.
+    """
     shape = step.shape
     if is_multi_query(step.plan.model):
         return float(shape.tokens**2)
     if materialises_scores(step.plan):
         return float(shape.tokens * shape.row_tokens)
-    return shape.tokens * (shape.row_tokens + 1) / 2
+    return shape.tokens * (shape.row_tokens + row_tokens) / 2

@@ -1,7 +1,7 @@
 """Seconds that data is on its way: between ranks, to the host and back, to NVMe; and the host's own optimizer.
 
 A transfer either runs beside the device's work, so that the longer of the two counts, or has to be waited for.
-None of the rates was measured by us yet.
+The rates are assumed where the device was not calibrated.
 """
 
 from dataclasses import dataclass, field
@@ -70,9 +70,15 @@ def transfers_of(step: StepStages) -> dict[Phase, Transfers]:
 
 
 def exchange_seconds(hardware: Hardware, exchange: Exchange) -> float:
-    """bytes / (slowest link · efficiency) + calls · (start + hops): a ring is as fast as its slowest link."""
+    """bytes / (slowest link · efficiency) + calls · (start + hops): a ring is as fast as its slowest link.
+
+    Inside a node as measured, if as many ranks were.
+    """
     if exchange.calls == 0:
         return 0.0
+    measured = hardware.calibration.collectives if hardware.calibration is not None else None
+    if measured is not None and measured.ranks == exchange.ranks and not exchange.crosses_nodes:
+        return exchange.bytes / measured.bandwidth + exchange.calls * measured.start_seconds
     bandwidth = hardware.gpu.link_bandwidth
     if exchange.crosses_nodes:
         bandwidth = min(bandwidth, hardware.internode_bandwidth or ETHERNET)
@@ -84,7 +90,9 @@ def cpu_adam_seconds(plan: Plan) -> float:
     """P_trained / N · ranks of the node / (1e8 · cores, at most 4e9): memory-bound, so cores stop helping."""
     if isinstance(plan.tuning, Lomo) or plan.offload.optimizer == "device":
         return 0.0
-    cores = plan.hardware.cpu_cores
+    cores, calibration = plan.hardware.cpu_cores, plan.hardware.calibration
+    if calibration is not None:
+        return trained_share(plan) * ranks_per_node(plan) / calibration.cpu_adam
     rate = min(CPU_ADAM_MOST, CPU_ADAM_PER_CORE * cores) if cores else CPU_ADAM_MOST
     return trained_share(plan) * ranks_per_node(plan) / rate
 
@@ -125,7 +133,10 @@ def _host_update(plan: Plan) -> dict[str, float]:
 
 
 def _host_seconds(plan: Plan, size: float) -> float:
-    return size / (plan.hardware.gpu.host_bandwidth * HOST_LINK_EFFICIENCY) if size else 0.0
+    if not size:
+        return 0.0
+    measured = plan.hardware.calibration.host_bandwidth if plan.hardware.calibration is not None else 0.0
+    return size / (measured or plan.hardware.gpu.host_bandwidth * HOST_LINK_EFFICIENCY)
 
 
 def _nvme_seconds(plan: Plan, size: float) -> float:

@@ -77,8 +77,12 @@ def _file_of(device: str) -> Path:
 
 def _require_sense(calibration: Calibration) -> None:
     """Rates that a device can have: an edited or foreign file must not divide by zero later."""
-    rates = [*calibration.products, *calibration.attention]
-    positive = [*(rate.flops for rate in rates), *(each.bandwidth for each in calibration.traffic)]
+    positive = [
+        *(rate.flops for rate in calibration.products),
+        *(rate.flops for rate in calibration.attention),
+        *(each.bandwidth for each in calibration.traffic),
+        calibration.cpu_adam,
+    ]
     if not calibration.products or not calibration.attention or not calibration.traffic:
         raise ValueError("products, attention and traffic may not be empty")
     if any(not value > 0 for value in (*positive, *(each.tensor_bytes for each in calibration.traffic))):

@@ -1,8 +1,10 @@
-"""One function for each rate of a device. Every one takes the least of several times: others only slow it down.
+"""One function for each rate of a device: (amount of work, seconds) of a few sizes, small ones first.
 
-Shapes are those of language models. T tokens, D hidden size, F width of the MLP, H heads, N tokens of a row.
+The least of several times counts, because others can only slow a device down. Shapes are those of language models.
+T tokens, D hidden size, F width of the MLP, H heads, N tokens of a row.
 """
 
+import collections
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,22 +12,25 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fitune.spec.calibration import Traffic, worked_pairs
 from fitune.units import MIB
+
+Samples = list[tuple[float, float]]
 
 PRODUCTS_TDF = (
     (64, 256, 704), (256, 512, 1408), (512, 1024, 2816), (2048, 2048, 5632), (4096, 4096, 14336),
 )  # fmt: skip
 ROW_LENGTHS = (64, 256, 1024, 4096)
 HEADS, HEAD_SIZE = 32, 128
-TENSOR_MIB_CPU, TENSOR_MIB_CUDA = (0.25, 1, 4, 16, 64), (16, 64, 256)
+TENSOR_MIB_CPU, TENSOR_MIB_CUDA = (0.25, 1, 4, 16, 64), (16, 64)
 """On CUDA small tensors only measure the launch, which has a rate of its own."""
-SLOW_SECONDS = 0.25
-"""Larger shapes are left out where one call takes longer."""
-TRIAL_SECONDS, TRIALS = 0.01, 7
+POOL_BYTES = 128 * MIB
+"""Tensors that take turns, more than caches hold: a step comes back to a tensor when many others were used."""
+SLOW_SECONDS = 0.2
+"""No larger shape is tried where one call takes longer."""
+TRIAL_SECONDS, TRIALS = 0.01, 9
 ADAM_PARAMETERS = 16 * 1024**2
 COPY_BYTES = 256 * MIB
-_ATTENTION_PASSES = 3.5
+FLOPS_PER_PAIR = 3.5 * 4 * HEADS * HEAD_SIZE
 """Two products forward, five backward (Dao 2023, arXiv 2307.08691)."""
 
 
@@ -33,20 +38,25 @@ def fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call: the least over trials of as many calls as a clock needs."""
     once = seconds_of(work, 1, device)
     if once > SLOW_SECONDS:
-        return min(once, seconds_of(work, 1, device))
+        return once
     once = seconds_of(work, 1, device)  # the first call found cold caches
     calls = max(1, round(TRIAL_SECONDS / once))
     return min(seconds_of(work, calls, device) / calls for _ in range(TRIALS))
 
 
 def seconds_of(work: Callable[[], Any], calls: int, device: torch.device) -> float:
-    """All calls together, until the device is through with them."""
+    """All calls together, until the device is through with them.
+
+    One thread of a processor is timed by what it ran, not by what passed while others had its core.
+    """
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
     _finish(device)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(calls):
         work()
     _finish(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _finish(device: torch.device) -> None:
@@ -54,8 +64,8 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def product_samples(device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:
-    """(FLOPs, seconds) of x · Wᵀ from small to large, until one takes too long."""
+def product_samples(device: torch.device, dtype: torch.dtype) -> Samples:
+    """FLOPs of x · Wᵀ, until one takes too long."""
     samples = []
     for tokens, inner, outer in PRODUCTS_TDF:
         x_TD = torch.randn(tokens, inner, device=device).to(dtype)
@@ -67,8 +77,8 @@ def product_samples(device: torch.device, dtype: torch.dtype) -> list[tuple[floa
     return samples
 
 
-def attention_samples(device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:
-    """(FLOPs, seconds) of one row forward and backward, from short to long; spec/calibration.py counts the pairs."""
+def attention_samples(device: torch.device, dtype: torch.dtype) -> Samples:
+    """Tokens of one row's causal attention, forward and backward, until one takes too long."""
     samples = []
     for length in ROW_LENGTHS:
         q, k, v = (
@@ -81,25 +91,31 @@ def attention_samples(device: torch.device, dtype: torch.dtype) -> list[tuple[fl
             torch.autograd.grad(out, (q, k, v), gradient)
 
         seconds = fastest_seconds(row, device)
-        samples.append((_ATTENTION_PASSES * 4 * HEADS * HEAD_SIZE * worked_pairs(1, length), seconds))
+        samples.append((float(length), seconds))
         if seconds > SLOW_SECONDS:
             break
     return samples
 
 
-def traffic(device: torch.device) -> tuple[Traffic, ...]:
-    """x · y into a new tensor, as eager code does: three times its bytes, fresh memory included."""
-    found = []
+def traffic_samples(device: torch.device) -> Samples:
+    """Bytes moved by x · y into a new tensor, as eager code does it: three tensors, none of them just used."""
+    samples = []
     for mib in TENSOR_MIB_CPU if device.type == "cpu" else TENSOR_MIB_CUDA:
         size = int(mib * MIB)
-        x, y = torch.ones(2, size // 4, device=device)
-        seconds = fastest_seconds(lambda x=x, y=y: x * y, device)
-        found.append(Traffic(tensor_bytes=size, bandwidth=3 * size / seconds))
-    return tuple(found)
+        tensors = collections.deque(
+            torch.ones(size // 4, device=device) for _ in range(max(3, POOL_BYTES // size))
+        )
+
+        def multiply(tensors: collections.deque[torch.Tensor] = tensors) -> None:
+            tensors.append(tensors[0] * tensors[1])
+            tensors.popleft()
+
+        samples.append((3.0 * size, fastest_seconds(multiply, device)))
+    return samples
 
 
-def launch_seconds(device: torch.device) -> tuple[float, float]:
-    """Seconds from one operation to the next in forward and in backward, of a model too small to compute."""
+def launch_samples(device: torch.device) -> Samples:
+    """Operations in forward, and in forward and backward, of a model too small to compute."""
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
@@ -113,13 +129,15 @@ def launch_seconds(device: torch.device) -> tuple[float, float]:
     def forward() -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).last_hidden_state.sum()
 
-    with CountedOperations() as in_forward:
-        out = forward()
-    with CountedOperations() as in_backward:
-        torch.autograd.grad(out, weights)
-    forward_seconds = fastest_seconds(forward, device)
-    both = fastest_seconds(lambda: torch.autograd.grad(forward(), weights), device)
-    return forward_seconds / in_forward.count, max(0.0, both - forward_seconds) / in_backward.count
+    def both() -> None:
+        torch.autograd.grad(forward(), weights)
+
+    samples = []
+    for work in (forward, both):
+        with CountedOperations() as counted:
+            work()
+        samples.append((float(counted.count), fastest_seconds(work, device)))
+    return samples
 
 
 class CountedOperations(TorchDispatchMode):
@@ -137,23 +155,23 @@ class CountedOperations(TorchDispatchMode):
 def computes(func: Any) -> bool:
     """Whether an operation reads or writes elements: its result is new or written to, and not left empty."""
     schema = func._schema
-    if "empty" in schema.name or not schema.returns or torch.Tag.inplace_view in func.tags:
+    if any(word in schema.name for word in ("empty", "view")) or not schema.returns:
         return False
     return all(r.alias_info is None or r.alias_info.is_write for r in schema.returns)
 
 
-def host_bandwidth(device: torch.device) -> float:
-    """Pinned copies of a quarter GiB, the slower of both directions, bytes/s."""
+def host_samples(device: torch.device) -> Samples:
+    """Bytes of pinned copies: to the host, and back."""
     on_host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     on_device = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     out = fastest_seconds(lambda: on_host.copy_(on_device, non_blocking=True), device)
     back = fastest_seconds(lambda: on_device.copy_(on_host, non_blocking=True), device)
-    return COPY_BYTES / max(out, back)
+    return [(float(COPY_BYTES), out), (float(COPY_BYTES), back)]
 
 
-def cpu_adam_rate() -> float:
-    """Parameters/s of torch's fused AdamW in fp32 on the processor."""
+def cpu_adam_samples() -> Samples:
+    """Parameters of torch's fused AdamW in fp32 on the processor."""
     parameter = torch.nn.Parameter(torch.zeros(ADAM_PARAMETERS))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    return ADAM_PARAMETERS / fastest_seconds(optimizer.step, torch.device("cpu"))
+    return [(float(ADAM_PARAMETERS), fastest_seconds(optimizer.step, torch.device("cpu")))]

@@ -1,13 +1,13 @@
 """What ranks can send one another, measured when several were started."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from fitune.measure.device_rates import seconds_of
 from fitune.spec.calibration import Collectives
 from fitune.units import MIB
 
@@ -50,7 +50,11 @@ def _all_reduce_seconds(device: torch.device, elements: int) -> float:
     times = []
     for _ in range(_CALLS):
         dist.barrier()
-        times.append(seconds_of(lambda: dist.all_reduce(buffer), 1, device))
+        start = time.perf_counter()
+        dist.all_reduce(buffer)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
     slowest = torch.tensor(min(times[1:]), device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest)

@@ -7,19 +7,10 @@ from typing import Literal
 
 Numbers = Literal["fp32", "bf16", "fp16"]
 
-ATTENTION_BLOCK = 64
-"""Fused kernels work in square blocks; those on the diagonal are worked whole (Dao 2023, arXiv 2307.08691: 64 or 128).
-"""
-
-
-def worked_pairs(rows: float, length: float) -> float:
-    """n²/2 + n·b/2 of each row: half of the pairs, and the other half of the blocks on the diagonal."""
-    return rows * length * (length + min(ATTENTION_BLOCK, length)) / 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Seconds of one product: ``start_seconds`` + FLOPs / ``flops``. Attention's are without a start.
+    """Seconds of one product: ``start_seconds`` + FLOPs / ``flops``.
 
     Small ones reach less of the rate: half of it where FLOPs = start_seconds · flops.
     """
@@ -27,6 +18,19 @@ class Rate:
     numbers: Numbers
     flops: float
     start_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRate:
+    """Fused causal attention, forward and backward together.
+
+    A row of n tokens takes as long as n · (n + ``row_tokens``) / 2 pairs would at ``flops``: kernels work in blocks,
+    those on the diagonal whole, and short rows fill them badly.
+    """
+
+    numbers: Numbers
+    flops: float
+    row_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +61,7 @@ class Calibration:
     """The processor's, while it was measured."""
     products: tuple[Rate, ...]
     """Matrix products, one entry for each kind of numbers."""
-    attention: tuple[Rate, ...]
-    """Fused causal attention, forward and backward together, over ``worked_pairs``."""
+    attention: tuple[AttentionRate, ...]
     traffic: tuple[Traffic, ...]
     """Small tensors first."""
     forward_launch_seconds: float
@@ -71,10 +74,10 @@ class Calibration:
     collectives: Collectives | None = None
 
     def product_rate(self, numbers: str) -> Rate | None:
-        return _of(self.products, numbers)
+        return next((rate for rate in self.products if rate.numbers == numbers), None)
 
-    def attention_rate(self, numbers: str) -> Rate | None:
-        return _of(self.attention, numbers)
+    def attention_rate(self, numbers: str) -> AttentionRate | None:
+        return next((rate for rate in self.attention if rate.numbers == numbers), None)
 
     def bandwidth_for(self, tensor_bytes: float) -> float:
         """Between two measured sizes along the logarithm of the size; outside, the nearest."""
@@ -88,7 +91,3 @@ class Calibration:
                 )
                 return low.bandwidth * math.exp(share * math.log(high.bandwidth / low.bandwidth))
         return known[-1].bandwidth
-
-
-def _of(rates: tuple[Rate, ...], numbers: str) -> Rate | None:
-    return next((rate for rate in rates if rate.numbers == numbers), None)

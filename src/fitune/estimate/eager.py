@@ -1,0 +1,150 @@
+"""What one token asks of one block in transformers' eager code: products, bytes moved between them, operations.
+
+Every elementwise operation reads its inputs from memory and writes its result. The counts below are of transformers 5
+and were taken operation by operation with a dispatch mode on CPU (tests/estimate/test_eager_traffic.py); e is the
+bytes of an element of the compute type, and a product's own operands are not in them.
+"""
+
+from dataclasses import dataclass
+
+from fitune.estimate.attention_traits import materialises_scores
+from fitune.estimate.site import SCALED_IN_FP32
+from fitune.spec.model import ModelSpec
+from fitune.spec.plan import Lora, Plan
+
+THINNEST = 32
+"""Vector units and tensor cores work in tiles: ranks of 8 and 16 took as long as one of 30 to 50 on an AVX2 core
+(2,048 tokens, forward and backward together); CUDA's tiles are 32 wide or more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Per token: FLOPs of products and bytes of elementwise operations. Per block: products and other operations."""
+
+    flops: float
+    bytes: float
+    products: int
+    operations: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWork:
+    forward: Pass
+    backward: Pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """Bytes per element and operations of one norm, forward and backward."""
+
+    forward: float
+    backward: float
+    forward_operations: int
+    backward_operations: int
+
+
+def block_work(plan: Plan) -> BlockWork:
+    """Sum over the linears and over what lies between them.
+
+    An adapter's output is scaled and added: 5e per output, and 2e backward; its input gradient joins the base's: 3e.
+    Its products are thin: they take as long as products ``THINNEST`` wide, and what they read or write of inputs and
+    outputs, 1e of each forward and 2e backward, counts as moved.
+    """
+    model, tuning, e = plan.model, plan.tuning, plan.precision.compute_bytes
+    lora = tuning if isinstance(tuning, Lora) else None
+    base = adapters = forward_moved = backward_moved = 0
+    adapted = 0
+    for linear in model.linears:
+        base += linear.in_features * linear.out_features * linear.active_copies
+        if lora and linear.adaptable and linear.name.rsplit(".", 1)[-1] in lora.targets:
+            adapted += 1
+            adapters += max(THINNEST, lora.rank) * (linear.in_features + linear.out_features)
+            forward_moved += 6 * linear.out_features + linear.in_features
+            backward_moved += 4 * linear.out_features + 5 * linear.in_features
+            if lora.dropout > 0:
+                forward_moved += 3 * linear.in_features
+                backward_moved += 3 * linear.in_features
+    count = len(model.linears)
+    norm = norm_traffic(model, e)
+    between = _between(model, norm, e)
+    gradients = 2 if lora is None else 1
+    norms, others = model.norms_per_block + (2 if model.qk_norm != "none" else 0), _operations(model)
+    return BlockWork(
+        forward=Pass(
+            flops=2.0 * (base + adapters),
+            bytes=between[0] + e * forward_moved + _scores(plan),
+            products=count + 2 * adapted,
+            operations=others[0] + norms * norm.forward_operations + 2 * adapted,
+        ),
+        backward=Pass(
+            flops=2.0 * (gradients * base + 2 * adapters),
+            bytes=between[1] + e * backward_moved + _scores(plan),
+            products=gradients * count + 4 * adapted,
+            operations=others[1] + norms * norm.backward_operations + 2 * adapted,
+        ),
+    )
+
+
+def norm_traffic(model: ModelSpec, element_bytes: int) -> _Norm:
+    """LayerNorm is one kernel: 2e and 3e. RMSNorm is written out: 7 and 23 moves of fp32 under fp32; in 16 bit 36 and
+    94 bytes, 40 and 107 where the weight multiplies in fp32 (Gemma)."""
+    if model.norm_type == "layer":
+        return _Norm(2 * element_bytes, 3 * element_bytes, 1, 2)
+    if element_bytes == 4:
+        return _Norm(28, 92, 6, 14)
+    if model.model_type in SCALED_IN_FP32:
+        return _Norm(40, 107, 9, 17)
+    return _Norm(36, 94, 8, 16)
+
+
+def _between(model: ModelSpec, norm: _Norm, e: int) -> tuple[float, float]:
+    """Norms; 3e·h for each of two sums with the residual stream, and in backward for each gradient that joins it
+    (6 in all: both sums, q, k and v, gate and up); 10e and 17e for queries and keys turned to their positions;
+    the MLP's activation.
+    """
+    h, q, k = model.hidden_size, model.q_dim, model.kv_dim
+    turned = 0 if model.learned_positions else q + k
+    normed = q + k if model.qk_norm != "none" else 0
+    activation = _activation(model)
+    forward = norm.forward * (model.norms_per_block * h + normed) + e * (6 * h + 10 * turned + activation[0])
+    backward = norm.backward * (model.norms_per_block * h + normed) + e * (
+        18 * h + 17 * turned + activation[1]
+    )
+    return forward, backward
+
+
+def _operations(model: ModelSpec) -> tuple[int, int]:
+    """Besides norms: 10 and 14 turn queries and keys; activation, sums and attention take 5 and 12, 6 and 8 more where
+    GELU is written out, 18 more each for a mixture of experts."""
+    forward, backward = 5, 12
+    if not model.learned_positions:
+        forward, backward = forward + 10, backward + 14
+    if model.num_experts:
+        return forward + 18, backward + 18
+    return (forward + 6, backward + 8) if model.model_type in _WRITTEN_OUT_GELU else (forward, backward)
+
+
+_WRITTEN_OUT_GELU = ("gpt2", "phi")
+"""gelu_new is eight operations in Python; others call one kernel."""
+
+
+def _activation(model: ModelSpec) -> tuple[float, float]:
+    """Elements moved per token: gated 5·f and 9·f, plain 2·f and 3·f (18·f and 29·f where GELU is written out).
+
+    A mixture of experts also gathers and weighs a copy of the token for each expert it visits: 5·f + 6·h and
+    13·f + 15·h for each.
+    """
+    f = model.intermediate_size
+    if model.num_experts:
+        h, copies = model.hidden_size, model.experts_per_token
+        return copies * (5.0 * f + 6 * h), copies * (13.0 * f + 15 * h)
+    if model.mlp_type == "gated":
+        return 5.0 * f, 9.0 * f
+    return (18.0 * f, 29.0 * f) if model.model_type in _WRITTEN_OUT_GELU else (2.0 * f, 3.0 * f)
+
+
+def _scores(plan: Plan) -> float:
+    """32 bytes for each score where attention is written out: mask, fp32 softmax and copies, forward and backward."""
+    if not materialises_scores(plan):
+        return 0.0
+    return 32.0 * plan.model.num_heads * plan.batch.seq_len

@@ -1,0 +1,102 @@
+"""What the device does per second: as it was measured, else its datasheet times what others reach of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fitune.spec.flops import peak_flops
+from fitune.spec.hardware import Gpu, Hardware
+from fitune.spec.plan import Precision
+
+PRODUCT_EFFICIENCY = {
+    (7, 0): 0.72, (7, 5): 0.60, (8, 0): 0.78, (8, 6): 0.80, (8, 9): 0.65, (9, 0): 0.65, (10, 0): 0.65, (12, 0): 0.80,
+}  # fmt: skip
+"""Share of the dense peak that large 16-bit products reach, by compute capability: an aggregate of published runs for
+A100 and H100 (whose clock falls under load), a guess between them for the others. T4 and L4 are held back by 70 W."""
+GEFORCE_EFFICIENCY = 1.0
+"""GeForce cards run above the rated boost that their peak is computed with (RTX 3090: 1.7 GHz, about 1.9 real)."""
+PRODUCT_START_SECONDS = 4e-6
+"""Filling and draining the device, each product. Not measured by us."""
+ATTENTION_EFFICIENCY = {
+    (7, 0): 0.35, (7, 5): 0.35, (8, 0): 0.60, (8, 6): 0.60, (8, 9): 0.55, (9, 0): 0.38, (10, 0): 0.35, (12, 0): 0.60,
+}  # fmt: skip
+"""The same of fused attention on long rows, forward and backward together: 0.6 on A100 (Dao 2023, arXiv 2307.08691);
+the same kernels reach 0.35–0.4 on H100 (Shah et al. 2024, arXiv 2407.08608). Others are guesses."""
+ATTENTION_ROW_TOKENS = 512
+"""Rows of 512 tokens reach half of that rate, of 2,048 four fifths (Dao 2023, its plots over the length of rows)."""
+CPU_ATTENTION_EFFICIENCY, CPU_ATTENTION_ROW_TOKENS = 0.5, 64
+"""Of what products reach; measured on a core of a cloud EPYC (fitune doctor --calibrate, torch 2.13)."""
+BANDWIDTH_EFFICIENCY = 0.80
+"""Share of the datasheet bandwidth that elementwise kernels reach. Not measured by us."""
+FORWARD_LAUNCH_SECONDS, BACKWARD_LAUNCH_SECONDS = 18e-6, 13e-6
+"""From one operation to the next. 14 and 9 µs were measured on a core of a cloud EPYC without CUDA (fitune doctor
+--calibrate, torch 2.13), + 4 µs for the launch itself, which is assumed."""
+ADAM_BYTES = 28
+"""Of one fp32 parameter that AdamW steps: weight and two states read and written, gradient read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Of one device in the plan's compute type."""
+
+    flops: float
+    product_start_seconds: float
+    attention_flops: float
+    attention_row_tokens: float
+    """spec/calibration.py, AttentionRate."""
+    bandwidth_for: Callable[[float], float]
+    """Of elementwise operations on tensors of so many bytes."""
+    in_place_bandwidth: float
+    forward_launch_seconds: float
+    backward_launch_seconds: float
+    waits_for_launches: bool
+    """A processor computes only when it is not launching; a GPU does both at once."""
+
+
+def rates_of(hardware: Hardware, precision: Precision) -> Rates:
+    numbers = "bf16" if precision is Precision.BF16_MASTER else precision.value
+    calibration = hardware.calibration
+    products = calibration.product_rate(numbers) if calibration is not None else None
+    attention = calibration.attention_rate(numbers) if calibration is not None else None
+    if calibration is None or products is None or attention is None:
+        return _assumed(hardware.gpu, precision)
+    on_cpu = hardware.gpu.is_cpu
+    return Rates(
+        flops=products.flops,
+        product_start_seconds=products.start_seconds,
+        attention_flops=attention.flops,
+        attention_row_tokens=attention.row_tokens,
+        bandwidth_for=calibration.bandwidth_for,
+        in_place_bandwidth=ADAM_BYTES * calibration.cpu_adam if on_cpu else calibration.traffic[-1].bandwidth,
+        forward_launch_seconds=calibration.forward_launch_seconds,
+        backward_launch_seconds=calibration.backward_launch_seconds,
+        waits_for_launches=on_cpu,
+    )
+
+
+def _assumed(gpu: Gpu, precision: Precision) -> Rates:
+    peak = max(peak_flops(gpu, precision), 1.0)
+    bandwidth = gpu.bandwidth * BANDWIDTH_EFFICIENCY
+    products, attention = _efficiencies(gpu)
+    return Rates(
+        flops=peak * products,
+        product_start_seconds=PRODUCT_START_SECONDS,
+        attention_flops=peak * attention,
+        attention_row_tokens=CPU_ATTENTION_ROW_TOKENS if gpu.is_cpu else ATTENTION_ROW_TOKENS,
+        bandwidth_for=lambda tensor_bytes: bandwidth,
+        in_place_bandwidth=bandwidth,
+        forward_launch_seconds=FORWARD_LAUNCH_SECONDS,
+        backward_launch_seconds=BACKWARD_LAUNCH_SECONDS,
+        waits_for_launches=gpu.is_cpu,
+    )
+
+
+def _efficiencies(gpu: Gpu) -> tuple[float, float]:
+    """Of products and of attention. A processor's peak is already what its products were measured to reach."""
+    if gpu.is_cpu:
+        return 1.0, CPU_ATTENTION_EFFICIENCY
+    known = max((each for each in PRODUCT_EFFICIENCY if each <= gpu.capability), default=(7, 0))
+    products = GEFORCE_EFFICIENCY if gpu.name.startswith(_GEFORCE) else PRODUCT_EFFICIENCY[known]
+    return products, ATTENTION_EFFICIENCY[known]
+
+
+_GEFORCE = ("rtx-3080", "rtx-3090", "rtx-4090", "rtx-5090")
