@@ -17,6 +17,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
     "phi3": {},
+    "gemma2": {"head_dim": 16, "sliding_window": 4096},
     "gemma3_text": {"head_dim": 16, "sliding_window": 512},
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
     "qwen3_moe": {"num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 64, "num_experts": 8},

@@ -6,10 +6,12 @@ from fitune.estimate import activations, transient
 from fitune.estimate.attention_traits import (
     attended_kv_dim,
     is_multi_query,
+    kept_kv_dim,
     masks_whole_stream,
     masks_window,
     materialises_scores,
     values_are_read_as_projected,
+    windowed_blocks,
 )
 from fitune.estimate.site import SCALED_IN_FP32, Site, linears_stage
 from fitune.estimate.stages import Stage
@@ -50,7 +52,7 @@ def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
         )
     else:
         kept = activations.queries_keys_values_kept(
-            tokens=t, q_dim=model.q_dim, kv_dim=attended_kv_dim(site.plan), element_bytes=e,
+            tokens=t, q_dim=model.q_dim, kv_dim=kept_kv_dim(site.plan), element_bytes=e,
             rotary=rotary, fused=len(projections) == 1 and values_are_read_as_projected(site.plan),
         )  # fmt: skip
     if model.qk_norm == "none":
@@ -75,11 +77,13 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
             **common, row_tokens=shape.row_tokens, element_bytes=e, output_needed=needed,
             softcapped=model.model_type == "gemma2",
         )  # fmt: skip
-        working = transient.eager_attention_working(
-            tokens=shape.tokens, row_tokens=shape.row_tokens, hidden=model.hidden_size, q_dim=model.q_dim,
-            num_heads=model.num_heads, element_bytes=e,
-        )  # fmt: skip
-        return Stage(name="attention", kept=kept if passes else 0, forward=working, backward=working)
+        sizes = {**common, "row_tokens": shape.row_tokens, "hidden": model.hidden_size, "element_bytes": e}
+        return Stage(
+            name="attention",
+            kept=kept if passes else 0,
+            forward=transient.eager_attention_forward(**sizes, softcapped=model.model_type == "gemma2"),
+            backward=transient.eager_attention_backward(**sizes, rows=rows) if passes else 0,
+        )
     kept = activations.fused_attention_kept(**common, rows=rows, element_bytes=e, output_needed=needed)
     backward = transient.fused_attention_backward(
         **common, rows=rows, hidden=model.hidden_size, kv_dim=attended_kv_dim(site.plan), element_bytes=e,
@@ -87,9 +91,8 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
     )  # fmt: skip
     making_mask = 0
     if masks_window(site.plan):
-        kept += activations.window_mask_kept(
-            tokens=shape.tokens, row_tokens=shape.row_tokens, element_bytes=e
-        )
+        mask = activations.window_mask_kept(tokens=shape.tokens, row_tokens=shape.row_tokens, element_bytes=e)
+        kept += mask * windowed_blocks(model) // model.num_layers
         making_mask = transient.window_mask_making(row_tokens=shape.row_tokens)
     return Stage(
         name="attention",

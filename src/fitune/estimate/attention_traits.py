@@ -6,6 +6,8 @@ from fitune.spec.plan import Plan, Precision
 _OWN_ATTENTION = ("falcon",)
 """Architectures that bring their attention classes and take a mask over the whole stream."""
 
+_GLOBAL_EVERY = {"gemma3_text": 6}
+
 
 def is_multi_query(model: ModelSpec) -> bool:
     """Falcon-7B: one key head and attention code of its own."""
@@ -28,21 +30,37 @@ def window_cuts(model: ModelSpec, seq_len: int) -> bool:
 
 
 def masks_window(plan: Plan) -> bool:
-    """Whether fused attention takes a mask of s × s for each row. Gemma-3's global blocks are counted alike."""
+    """Whether fused attention takes a mask of s × s for each row, in the blocks that have a window."""
     fused = not (masks_whole_stream(plan.model) or materialises_scores(plan))
     return fused and window_cuts(plan.model, plan.batch.seq_len)
 
 
+def windowed_blocks(model: ModelSpec) -> int:
+    """Blocks whose attention has a window; every sixth of Gemma-3's has none (Gemma3TextConfig.layer_types)."""
+    return model.num_layers - model.num_layers // _GLOBAL_EVERY.get(model.model_type, model.num_layers + 1)
+
+
 def attended_kv_dim(plan: Plan) -> int:
-    """What attention reads as keys: grouped heads as they are, or repeated to all heads.
+    """What attention reads as keys, where it reads most: grouped heads as they are, or repeated to all heads.
 
     Falcon repeats them itself. Where FlashAttention cannot run, on GPUs before Ampere, in fp32 and with a window's
     mask, fitune does (models/attention.py), because the memory-efficient kernel takes no groups.
     """
+    return _attended_kv_dim(plan, masked=masks_window(plan))
+
+
+def kept_kv_dim(plan: Plan) -> int:
+    """The same on average over the blocks with and without a window: what they keep adds up."""
+    windowed, layers = windowed_blocks(plan.model), plan.model.num_layers
+    wide, narrow = attended_kv_dim(plan), _attended_kv_dim(plan, masked=False)
+    return (windowed * wide + (layers - windowed) * narrow) // layers
+
+
+def _attended_kv_dim(plan: Plan, *, masked: bool) -> int:
     model, gpu = plan.model, plan.hardware.gpu
     if masks_whole_stream(model):
         return model.q_dim if model.num_kv_heads > 1 else model.kv_dim
-    flash = gpu.has_flash_attention and plan.precision is not Precision.FP32 and not masks_window(plan)
+    flash = gpu.has_flash_attention and plan.precision is not Precision.FP32 and not masked
     return model.kv_dim if gpu.is_cpu or flash else model.q_dim
 
 

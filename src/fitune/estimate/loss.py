@@ -35,12 +35,13 @@ def bytes_per_logit(*, element_bytes: int) -> int:
 
 
 def logits_bytes(*, tokens: int, vocab_size: int, element_bytes: int, softcapped: bool) -> int:
-    """c · V · bytes per logit, while softmax and gradient are formed; a soft cap keeps e more."""
-    return (
-        tokens
-        * vocab_size
-        * (bytes_per_logit(element_bytes=element_bytes) + (element_bytes if softcapped else 0))
-    )
+    """c · V · bytes per logit, while softmax and gradient are formed.
+
+    A soft cap keeps its tangent, e more; in fp32 the way back through it is the worst moment, 16: tangent, gradient,
+    and one behind each of the product and the tangent. In 16 bit that takes 10, as the softmax does.
+    """
+    capped = (element_bytes if element_bytes < 4 else 3 * element_bytes) if softcapped else 0
+    return tokens * vocab_size * (bytes_per_logit(element_bytes=element_bytes) + capped)
 
 
 def head_backward_bytes(
@@ -48,9 +49,9 @@ def head_backward_bytes(
 ) -> int:
     """c · e · (2·V + h) [fp32: V + h]: logits, their gradient (fp32: the same storage), gradient of the input.
 
-    A soft cap adds its tangent and one more gradient on the way back, 2·V.
+    Behind a soft cap the gradient is another one, + V.
     """
-    tensors = (1 if element_bytes == 4 else 2) + (2 if softcapped else 0)
+    tensors = (1 if element_bytes == 4 else 2) + (1 if softcapped else 0)
     return tokens * element_bytes * (tensors * vocab_size + hidden)
 
 

@@ -71,12 +71,37 @@ def window_mask_making(*, row_tokens: int) -> int:
     return 11 * row_tokens**2
 
 
-def eager_attention_working(
-    *, tokens: int, row_tokens: int, hidden: int, q_dim: int, num_heads: int, element_bytes: int
+def eager_attention_forward(
+    *,
+    tokens: int,
+    row_tokens: int,
+    hidden: int,
+    q_dim: int,
+    num_heads: int,
+    element_bytes: int,
+    softcapped: bool,
 ) -> int:
-    """n·s²·(8 + e) for one row (gradient of the probabilities, of the softmax and of the scores); + t·e·(h + 4q)."""
-    scores = num_heads * row_tokens**2 * (2 * FP32 + element_bytes)
-    return scores + tokens * element_bytes * (hidden + 4 * q_dim)
+    """n·s²·(2e + 8) [fp32: 12], + e when capped, for one row; + t·e·(2h + 4q).
+
+    Scores, masked scores, their fp32 copy and the softmax; a cap's tangent. Residual, input, queries, repeated keys
+    and values, output.
+    """
+    copies = FP32 if element_bytes < FP32 else 0
+    per_score = (2 + softcapped) * element_bytes + FP32 + copies
+    return num_heads * row_tokens**2 * per_score + tokens * element_bytes * (2 * hidden + 4 * q_dim)
+
+
+def eager_attention_backward(
+    *, tokens: int, row_tokens: int, rows: int, hidden: int, q_dim: int, num_heads: int, element_bytes: int
+) -> int:
+    """n·s²·(8 − e) [fp32: 8] for one row; + t·e·h, + t·e·q with several rows.
+
+    Gradients of the softmax's output and input in fp32, when the 16-bit probabilities are gone; the residual's
+    gradient, and the output's while other rows wait for it. Gradients of values are where the values were.
+    """
+    freed = element_bytes if element_bytes < FP32 else 0
+    waiting = q_dim if rows > 1 else 0
+    return num_heads * row_tokens**2 * (2 * FP32 - freed) + tokens * element_bytes * (hidden + waiting)
 
 
 def multi_query_attention_working(*, tokens: int, num_heads: int, hidden: int, element_bytes: int) -> int:
