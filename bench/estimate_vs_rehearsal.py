@@ -1,0 +1,137 @@
+"""The arithmetic against the rehearsal: how far the estimated peak of tensors is from that of the plan's own step.
+
+    python bench/estimate_vs_rehearsal.py              132 plans of real shapes: 12 models of 7 families, full and LoRA,
+                                                       recompute none, half, all, plain and chunked loss, five devices
+    python bench/estimate_vs_rehearsal.py --every 10   each tenth of them
+
+The rehearsal runs on fake tensors: no GPU, no weights. Prints every plan, then the worst.
+"""
+
+import argparse
+import itertools
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from fitune.estimate.memory import predict_memory
+from fitune.planner.describe import describe_plan
+from fitune.rehearse.run import rehearse
+from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for
+from fitune.spec.hardware import Hardware
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.parameters import resolve_targets
+from fitune.spec.plan import (
+    AdamW,
+    Batch,
+    ChunkedLoss,
+    Full,
+    Lora,
+    PlainLoss,
+    Plan,
+    Precision,
+    Recompute,
+    RunPlan,
+    Schedule,
+    Sgd,
+    Single,
+    Steps,
+)
+from fitune.units import GIB, format_bytes
+
+MODELS = (
+    "llama-3.1-8b", "llama-3.2-1b", "llama-2-7b", "mistral-7b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b",
+    "phi-3-mini", "mixtral-8x7b", "qwen3-30b-a3b", "gemma-2-2b", "gemma-3-1b",
+)  # fmt: skip
+DEVICES = ("cpu", "h100", "rtx-4090", "a100-80gb", "v100-32gb")
+SHAPES = ((1, 512), (1, 2048), (4, 1024), (1, 8192))
+"""Rows × tokens of a micro-batch."""
+
+
+def device(name: str) -> Hardware:
+    return hardware_for(gpu=cpu_gpu(memory_bytes=64 * GIB, cores=8) if name == "cpu" else find_gpu(name))
+
+
+def plan_of(
+    name: str, hardware: Hardware, tuning: str, precision: Precision, share: float, chunk: int,
+    accumulation: int, shape: tuple[int, int], momentum: bool, packing: bool,
+) -> Plan:  # fmt: skip
+    model = load_model_spec(name, offline=True)
+    targets = (
+        ("all-linear",) if tuning == "lora" else ("q_proj", "v_proj") if "phi" not in name else ("qkv_proj",)
+    )
+    lora = Lora(rank=16, alpha=32, dropout=0.0, targets=resolve_targets(model, targets))
+    return Plan(
+        model=model,
+        model_path=model.name,
+        hardware=hardware,
+        tuning=Full() if tuning == "full" else lora,
+        precision=precision,
+        optimizer=Sgd(momentum=0.9) if momentum else AdamW(),
+        sharding=Single(),
+        recompute=Recompute(blocks=int(share * model.num_layers)),
+        attention="sdpa" if hardware.gpu.is_cpu or not hardware.gpu.has_flash_attention else "flash",
+        loss=ChunkedLoss(chunk_tokens=chunk) if chunk else PlainLoss(),
+        batch=Batch(micro_batch_size=shape[0], accumulation=accumulation, seq_len=shape[1], packing=packing),
+        schedule=Schedule(
+            learning_rate=1e-4,
+            kind="constant",
+            warmup=Steps(count=0),
+            duration=Steps(count=2),
+            max_grad_norm=1.0,
+        ),
+        run=RunPlan(output_dir="runs/bench"),
+    )
+
+
+def plans() -> Iterator[Plan]:
+    """11 for each model; every choice meets every other somewhere, by strides that share no divisor."""
+    tunings = itertools.cycle(("full", "lora", "lora on two linears"))
+    for index, (name, _) in enumerate(itertools.product(MODELS, range(11))):
+        hardware = device(DEVICES[index % 5])
+        sixteen = Precision.BF16 if hardware.gpu.is_cpu or hardware.gpu.has_bf16 else Precision.FP16
+        master = Precision.BF16_MASTER if sixteen is Precision.BF16 else Precision.FP16
+        yield plan_of(
+            name, hardware, next(tunings),
+            (sixteen, master, Precision.FP32)[(index // 3 + index) % 3],
+            (0.0, 0.5, 1.0)[(index // 7) % 3],
+            (0, 256, 1024)[(index // 2) % 3],
+            (1, 4)[(index // 5) % 2],
+            SHAPES[(index // 3) % 4],
+            index % 13 == 0,
+            index % 4 == 0,
+        )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--every", type=int, default=1, help="only each N-th plan")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="largest |error| that is not a failure")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+    found = []
+    for plan in itertools.islice(plans(), 0, None, arguments.every):
+        started = time.perf_counter()
+        rehearsed = rehearse(plan).tensor_peak_bytes
+        seconds = time.perf_counter() - started
+        estimated = predict_memory(plan).tensor_peak_bytes
+        error = estimated / rehearsed - 1
+        where = f"{plan.model.name} on {plan.hardware.gpu.name}, {describe_plan(plan)}"
+        found.append((abs(error), where, estimated, rehearsed))
+        print(
+            f"{error:>+8.3%} {format_bytes(rehearsed):>11} {seconds:5.1f} s  {where}",
+            flush=True,
+        )
+    found.sort(reverse=True)
+    errors = [error for error, *_ in found]
+    print(f"{len(found)} plans: mean |error| {sum(errors) / len(errors):.3%}, worst {errors[0]:.3%}")
+    for error, where, estimated, rehearsed in found[:5]:
+        print(f"  {error:.3%}: estimated {estimated:,}, rehearsed {rehearsed:,} bytes: {where}")
+    return 0 if errors[0] <= arguments.tolerance else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
