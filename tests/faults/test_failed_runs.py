@@ -1,6 +1,7 @@
 """Whatever ends a run, it is written down: report.json, one readable error, an exit code (rows 5, 10 and 19)."""
 
 import json
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,7 @@ LOSS = "fitune.models.language_model.LanguageModel.loss_and_gradient"
 
 def failing(monkeypatch: pytest.MonkeyPatch, target: str, error: BaseException, *, after: int = 0) -> None:
     """Let ``target`` raise ``error`` from call ``after`` + 1 on."""
-    room, _, name = target.rpartition(".")
-    if room.endswith("LanguageModel"):
-        from fitune.models.language_model import LanguageModel as owner
-    else:
-        import importlib
-
-        owner = importlib.import_module(room)
-    real, calls = getattr(owner, name), [0]
+    real, calls = pkgutil.resolve_name(target), [0]
 
     def fail(*words: Any, **named: Any) -> Any:
         calls[0] += 1
@@ -38,7 +32,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, target: str, error: BaseException, 
             raise error
         return real(*words, **named)
 
-    monkeypatch.setattr(owner, name, fail)
+    monkeypatch.setattr(target, fail)
 
 
 def report_of(directory: Path) -> RunReport:
@@ -139,6 +133,17 @@ def test_a_model_that_does_not_fit_when_loaded_is_reported_and_no_run_to_protect
     assert report.failure is not None
     assert (report.failure.doing, report.failure.step) == ("loading the model", 0)
     assert train()[0] == 0
+
+
+def test_no_room_for_the_weights_is_not_taken_for_damaged_files(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's error for it is a RuntimeError, like those of weights that do not match."""
+    failing(monkeypatch, "fitune.models.weights.AutoModelForCausalLM.from_pretrained", CUDA)
+    code, _, err = train()
+    assert code == 1
+    assert "out of memory (loading the model)" in err
+    assert "fetch them again" not in err
 
 
 def test_an_export_that_fails_is_a_failed_run(

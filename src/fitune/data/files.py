@@ -51,13 +51,15 @@ def _name(path: str) -> str:
 
 
 def _read_jsonl(file: BinaryIO, path: str) -> Rows:
+    objects = _Objects()
     for number, raw in _numbered_lines(file):
         where = f"{path}:{number}"
         line = raw if isinstance(raw, BadLine) else raw.strip()
         if not line:
             continue
         try:
-            yield Row(where, _parse_object(_decode(line, where), where, torn=not raw.endswith(b"\n")))
+            text = _decode(line, where)
+            yield Row(where, _parse_object(objects, text, where, torn=not raw.endswith(b"\n")))
         except BadRow as bad:
             yield bad
 
@@ -95,10 +97,9 @@ def _decode(line: bytes, where: str) -> str:
         ) from None
 
 
-def _parse_object(text: str, where: str, *, torn: bool) -> dict[str, Any]:
-    objects = _Objects()
+def _parse_object(objects: "_Objects", text: str, where: str, *, torn: bool) -> dict[str, Any]:
     try:
-        value = json.loads(text, object_pairs_hook=objects)
+        value = objects.parse(text)
     except (ValueError, RecursionError) as error:
         if torn:
             raise BadRow(
@@ -111,12 +112,17 @@ def _parse_object(text: str, where: str, *, torn: bool) -> dict[str, Any]:
 
 
 class _Objects:
-    """Builds the objects of a JSON text and notes those that have a key twice: json keeps the last and says nothing."""
+    """Parses JSON and notes the objects that have a key twice: json keeps the last one and says nothing."""
 
     def __init__(self) -> None:
         self.doubled: list[tuple[dict[str, Any], str]] = []
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._build)
 
-    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def parse(self, text: str) -> Any:
+        self.doubled = []
+        return self._decoder.decode(text)
+
+    def _build(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
             names = [name for name, _ in pairs]
@@ -157,7 +163,7 @@ def _read_json(file: BinaryIO, path: str) -> Rows:
     """A list of rows, or ``{"data": [...]}``. JSON lines under this suffix are read as what they are."""
     text, objects = _whole_text(file, path), _Objects()
     try:
-        value = json.loads(text, object_pairs_hook=objects)
+        value = objects.parse(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             file.seek(0)
