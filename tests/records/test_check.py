@@ -7,8 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from fitune.cli.app import app
+from fitune.estimate.memory import predict_memory
+from fitune.records.mapping import case_of
 from fitune.records.read import read_records
 from fitune.records.summary import check_rows, errors_of, percentile
+from fitune.records.timeline import allocated_terms
+from fitune.spec.plan import ChunkedLoss, Recompute
 
 RUNS = Path(__file__).with_name("runs.jsonl")
 
@@ -80,3 +84,28 @@ def test_a_confidence_that_is_none_is_refused() -> None:
     result = CliRunner().invoke(app, ["records", "check", str(RUNS), "--confidence", "hihg"])
     assert result.exit_code != 0
     assert "did you mean 'high'" in str(result.exception)
+
+
+def test_a_run_of_ours_is_priced_by_the_estimate_as_it_is(tmp_path: Path) -> None:
+    """Results of fitune go through the same door: no habit of another trainer, recompute and chunk as planned."""
+    facts = json.loads(RUNS.read_text().splitlines()[3])
+    ours = {
+        **facts,
+        "source": "fitune results",
+        "must_assume": None,
+        "recompute_blocks": 8,
+        "loss_chunk_tokens": 512,
+    }
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"rows": [ours]}))
+    case = case_of(read_records(path)[0])
+    assert case.plan.recompute == Recompute(blocks=8)
+    assert case.plan.loss == ChunkedLoss(chunk_tokens=512)
+    assert allocated_terms(case) == predict_memory(case.plan).phases
+
+
+def test_a_results_file_without_these_keys_is_counted_and_not_refused() -> None:
+    results = Path(__file__).parents[2] / "results" / "vs_trl_cpu.json"
+    summary = check_rows(read_records(results))
+    assert (summary.rows, summary.represented) == (2, 0)
+    assert all("not stated" in skipped.why for skipped in summary.skipped)

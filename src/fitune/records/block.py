@@ -49,11 +49,23 @@ def _changed(case: Case, stage: Stage) -> Stage:
     if stage.name == "MLP activation" and case.habits.fused_mlp and case.plan.model.mlp_type == "gated":
         kept = 2 * case.shape.tokens * case.plan.model.intermediate_size * case.plan.precision.compute_bytes
         stage = replace(stage, kept=min(stage.kept, kept))
+    if stage.name == "MLP activation" and stream_is_fp32(case):
+        stage = replace(
+            stage, kept=2 * stage.kept, backward=2 * stage.backward
+        )  # packed linears answer in fp32
     if stage.name == "MLP output" and case.habits.remakes_product and case.plan.model.mlp_type == "gated":
         stage = replace(stage, kept=max(0, stage.kept - _product_bytes(case)))
     if stage.name == "attention" and case.plan.model.model_type in case.habits.repeats_keys:
         stage = replace(stage, kept=stage.kept + _repeated_keys(case))
+    if stage.name == "attention" and case.habits.clamps_scores and case.plan.attention == "eager":
+        stage = replace(stage, kept=stage.kept + _clamped_scores(case))
     return _with_cast_inputs(case, stage)
+
+
+def _clamped_scores(case: Case) -> int:
+    """e·n·T per token: what torch.max was given, to know in backward where it let the scores through."""
+    shape, model = case.shape, case.plan.model
+    return shape.tokens * shape.row_tokens * model.num_heads * case.plan.precision.compute_bytes
 
 
 def _product_bytes(case: Case) -> int:

@@ -26,6 +26,8 @@ class Habits:
 
     name: str
     source: str
+    is_fitune: bool = False
+    """Priced by the estimate as it is: none of the other habits counts."""
     adapter_bytes: int = 4
     """Of an adapter's weight, gradient and states each; PEFT casts to fp32 (``autocast_adapter_dtype``)."""
     dropout: float = 0.0
@@ -50,6 +52,8 @@ class Habits:
     """Sharded weights in fp32 whatever is computed in, as accelerate does it under mixed precision."""
     repeats_keys: tuple[str, ...] = ()
     """Model types whose grouped keys and values it copies to all heads before attention (repeat_kv)."""
+    clamps_scores: bool = False
+    """Eager attention of transformers 4.28–4.30: scores kept once more, by the maximum they are clamped with."""
     expandable_segments: bool = False
     """PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which keeps torch's cache close to what is allocated."""
     logits: Logits = Logits(per_logit=14, hidden_copies=3)
@@ -76,6 +80,19 @@ _FMS = replace(
 )
 
 _TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
+    (
+        ("fitune",),
+        Habits(
+            name="fitune",
+            source="fitune train",
+            is_fitune=True,
+            adapter_bytes=2,
+            upcasts_packed=False,
+            fp32_stream=False,
+            foreach=False,
+            expandable_segments=True,
+        ),
+    ),
     (
         ("fms-acceleration", "fms_accel"),
         _FMS,
@@ -190,6 +207,39 @@ _TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             fp32_shards=True,
             checkpoints_units=False,
             logits=Logits(per_logit=4, hidden_copies=2),
+        ),
+    ),
+    (
+        ("2306.09782", "openlmlab/lomo"),
+        replace(
+            TRANSFORMERS,
+            name="LOMO",
+            source="OpenLMLab/LOMO with transformers 4.28 (modeling_llama.py, LlamaAttention) and DeepSpeed",
+            logits=Logits(per_logit=14, hidden_copies=3),
+            clamps_scores=True,
+            missing="what of the profiled activations is counted: the authors leave out the working memory of backward",
+        ),
+    ),
+    (
+        ("huggingface/blog",),
+        replace(
+            TRANSFORMERS,
+            name="blog post on 4-bit training",
+            source="huggingface/blog 4bit-transformers-bitsandbytes; transformers 4.30, peft 0.4",
+            clamps_scores=True,
+            missing="which linears have adapters, and what loading left in torch's cache",
+        ),
+    ),
+    (
+        ("fms-fsdp",),
+        Habits(
+            name="fms-fsdp",
+            source="foundation-model-stack/fms-fsdp: FSDP1 with fp32 shards, compiled blocks, fused AdamW",
+            foreach=False,
+            fp32_shards=True,
+            checkpoints_units=False,
+            logits=Logits(per_logit=12, hidden_copies=2),
+            missing="how many blocks selective recompute covers (half are assumed)",
         ),
     ),
     (

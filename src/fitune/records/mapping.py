@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fitune.errors import FituneError
+from fitune.estimate.shape import largest_batch
 from fitune.records.habits import Habits, habits_of
 from fitune.records.hardware import hardware_of
 from fitune.records.methods import optimizer_of, tuning_of
@@ -100,7 +101,7 @@ def _case_of(row: Row) -> Case:
     return Case(
         row=row,
         plan=plan,
-        shape=_whole_rectangle(micro_batch, seq_len),
+        shape=largest_batch(plan) if habits.is_fitune else _whole_rectangle(micro_batch, seq_len),
         habits=habits,
         storage=storage_of(row, habits, precision),
         trains_root=row.says("method", "emb"),
@@ -157,6 +158,9 @@ def _offload(row: Row) -> Offload:
 
 def _recompute(row: Row, model: ModelSpec) -> Recompute:
     """Selective recompute without its share stated counts as every second block."""
+    blocks = row.size("recompute_blocks")
+    if blocks is not None:
+        return Recompute(blocks=min(blocks, model.num_layers))
     if row.says("act_ckpt", "selective"):
         return Recompute(blocks=model.num_layers // 2)
     stated = row.switches["act_ckpt"]
@@ -172,4 +176,7 @@ def _attention(row: Row) -> Attention:
 
 
 def _loss(row: Row) -> Loss:
+    chunk = row.size("loss_chunk_tokens")
+    if chunk is not None:
+        return ChunkedLoss(chunk_tokens=chunk)
     return ChunkedLoss(chunk_tokens=1024) if row.says("fused_ce", "liger", "linear", "cut") else PlainLoss()

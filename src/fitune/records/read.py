@@ -21,7 +21,7 @@ def read_records(path: Path) -> list[Row]:
     ]
     if not rows:
         raise DataError(
-            f"{path}: has no rows", hint="one JSON object a line; docs/memory-model.md has the keys"
+            f"{path}: has no rows", hint="one JSON object a line; docs/records.md has the keys"
         )
     seen: dict[str, int] = {}
     for row in rows:

@@ -11,9 +11,9 @@ Confidence = Literal["high", "medium", "low", ""]
 _LEVELS: tuple[Confidence, ...] = ("high", "medium", "low")
 _SIZES = (
     "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "n_gpus", "lora_rank",
-    "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp",
+    "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "recompute_blocks", "loss_chunk_tokens",
 )  # fmt: skip
-_AMOUNTS = ("params_b", "peak_mem_gib", "tok_s_per_gpu")
+_MAY_BE_NONE = ("recompute_blocks",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +104,8 @@ class _Values:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._refused(key, "is not a number")
+        if value == 0 and key in _MAY_BE_NONE:
+            return 0.0
         if not 0 < value < float("inf"):
             raise self._refused(key, "must be more than zero")
         return float(value)

@@ -1,5 +1,6 @@
 """The allocated bytes of a published run, moment by moment: fitune's terms, kept as the run's trainer keeps them."""
 
+from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import head_parameters
 from fitune.estimate.shares import base_bytes, uses_fsdp
 from fitune.estimate.stages import Block
@@ -16,6 +17,8 @@ from fitune.spec.reports import Phase
 
 def allocated_terms(case: Case) -> dict[Phase, Terms]:
     """Bytes by phase and term on one device, as torch's allocator counts them."""
+    if case.habits.is_fitune:
+        return predict_memory(case.plan, case.shape).phases
     resident = resident_terms(case)
     block = block_of_case(case)
     backward = max(_backward_moments(case, block), key=lambda terms: sum(terms.values()))
