@@ -20,9 +20,7 @@ def read_records(path: Path) -> list[Row]:
         for line, facts in _objects(path)
     ]
     if not rows:
-        raise DataError(
-            f"{path}: has no rows", hint="one JSON object a line; docs/records.md has the keys"
-        )
+        raise DataError(f"{path}: has no rows", hint="one JSON object a line; docs/records.md has the keys")
     seen: dict[str, int] = {}
     for row in rows:
         if row.id in seen:
