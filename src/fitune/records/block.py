@@ -46,6 +46,10 @@ def _is_packed(case: Case) -> bool:
 def _changed(case: Case, stage: Stage) -> Stage:
     if stage.name in _NORM_READERS:
         stage = _with_fused_norm(case, stage)
+    if stage.name == "attention norm" and stream_is_fp32(case) and case.plan.recompute.blocks:
+        stage = replace(
+            stage, kept=max(0, stage.kept - stream_bytes(case))
+        )  # reads the kept input, makes no copy
     if stage.name == "MLP activation" and case.habits.fused_mlp and case.plan.model.mlp_type == "gated":
         kept = 2 * case.shape.tokens * case.plan.model.intermediate_size * case.plan.precision.compute_bytes
         stage = replace(stage, kept=min(stage.kept, kept))

@@ -19,6 +19,7 @@ _COUNT = re.compile(r"^\d+ ?[x×] ?")
 _STAND_IN = "a100-80gb"
 
 
+_WORKSTATION = ("rtx-a", "rtx-6000")
 _OLD_BOARD = 8e9
 """PCIe 3.0 at 8 lanes, bytes/s: what an older desktop board gives each of two cards."""
 
@@ -43,7 +44,8 @@ def _with_links(row: Row, gpu: Gpu) -> Gpu:
     Their driver offers no peer-to-peer copies over PCIe (NCCL then stages through shared memory).
     """
     host = _OLD_BOARD if row.says("gpu", "old motherboard") else gpu.host_bandwidth
-    staged = gpu.name.startswith("rtx-") and gpu.link_bandwidth == gpu.host_bandwidth
+    geforce = gpu.name.startswith("rtx-") and not gpu.name.startswith(_WORKSTATION)
+    staged = geforce and gpu.link_bandwidth == gpu.host_bandwidth
     return replace(gpu, host_bandwidth=host, link_bandwidth=host / 2 if staged else gpu.link_bandwidth)
 
 
@@ -75,7 +77,7 @@ def _gpu(row: Row) -> Gpu:
     """By the words before any bracket. A product of two sizes: the smaller that holds what was measured."""
     if not device_is_named(row):
         return find_gpu(_STAND_IN)
-    name = _COUNT.sub("", row.words["gpu"].split("(")[0].strip())
+    name = _COUNT.sub("", row.words["gpu"].split("(")[0].strip()).replace("a6000 ada", "6000 ada")
     try:
         return find_gpu(name)
     except HardwareError as error:

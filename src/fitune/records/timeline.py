@@ -113,7 +113,8 @@ def _block_moment(case: Case, block: Block, index: int) -> Terms:
     kept = _kept_terms(case, block, index)
     if recomputed:
         kept["recompute inputs"] += stream_bytes(case)
-    hidden = 0 if uses_fsdp(plan) else 2 * stream_bytes(case)
+    last_hidden = case.shape.tokens * plan.model.hidden_size * plan.precision.compute_bytes
+    hidden = 0 if uses_fsdp(plan) else 2 * last_hidden  # and its gradient
     return {
         "gradients": before or fresh,
         "16-bit copies": _weight_copies(case, blocks=max(1, layers - _recomputed(case))),
