@@ -67,3 +67,13 @@ def test_each_method_keeps_the_global_batch_and_scales_the_learning_rate(model_f
     assert method_recipe(recipe, "hqq", Path("runs")).quantization == "hqq"
     with pytest.raises(RecipeError):
         method_recipe(recipe.model_copy(update={"optimizer": "sgd", "momentum": 2}), "full", Path("runs"))
+
+
+def test_overwriting_a_comparison_scores_the_new_models(
+    model_folder: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of the earlier model are no answers of the new one: scoring would refuse to go on from them."""
+    words = [*words_for(model_folder, data_file, tmp_path / "both"), "--tunings", "lora"]
+    words += ["--score-data", f"{data_file}#2"]
+    assert run(monkeypatch, *words) == 0
+    assert run(monkeypatch, *words, "--learning-rate", "1e-3", "--overwrite") == 0

@@ -36,8 +36,8 @@ def compare_methods(recipe: Recipe, names: Sequence[str], *, score_data: str, ov
     methods = [_train(recipe, name, directory, overwrite=overwrite) for name in names]
     if not any(method.run for method in methods):
         raise RecipeError("no method could be trained", hint=methods[0].why_not)
-    base = _score(recipe.model, "", score_data, directory / "base") if score_data else {}
-    methods = [_scored(recipe, method, score_data, directory) for method in methods]
+    base = _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite) if score_data else {}
+    methods = [_scored(recipe, method, score_data, directory, overwrite=overwrite) for method in methods]
     print(_table(methods))
     print(f"comparison: {write_comparison(directory, methods, base_grades=base)}")
     return 0
@@ -103,19 +103,22 @@ def _train(recipe: Recipe, name: str, directory: Path, *, overwrite: bool) -> Me
     return MethodRun(name=name, run=read_run(directory / name))
 
 
-def _scored(recipe: Recipe, method: MethodRun, data: str, directory: Path) -> MethodRun:
+def _scored(recipe: Recipe, method: MethodRun, data: str, directory: Path, *, overwrite: bool) -> MethodRun:
     if not data or method.run is None or method.run.run is None or not method.run.run.exported:
         return method
     exported = Path(method.run.run.exported)
     is_adapter = (exported / "adapter_config.json").is_file()
     model, adapter = (recipe.model, str(exported)) if is_adapter else (str(exported), "")
-    grades = _score(model, adapter, data, directory / method.name)
+    grades = _score(model, adapter, data, directory / method.name, overwrite=overwrite)
     return MethodRun(name=method.name, run=method.run, grades=grades)
 
 
-def _score(model: str, adapter: str, data: str, directory: Path) -> Mapping[str, float]:
+def _score(model: str, adapter: str, data: str, directory: Path, *, overwrite: bool) -> Mapping[str, float]:
+    from fitune.score.manifest import remove_scores
     from fitune.score.run import ScorePlan, score
 
+    if overwrite:
+        remove_scores(directory / "scores")  # answers of the model that was there before
     plan = ScorePlan(
         model=model, adapter=adapter, data=DataSource(path=data), output_dir=str(directory / "scores")
     )

@@ -53,6 +53,8 @@ def claim(directory: Path, wanted: dict[str, Any]) -> None:
 
 def remove_scores(directory: Path) -> None:
     """Remove what scoring wrote into ``directory``, and the folder when nothing else is in it."""
+    if not (directory / MANIFEST).is_file():
+        return
     for name in _OURS:
         (directory / name).unlink(missing_ok=True)
     if directory.is_dir() and not any(directory.iterdir()):
