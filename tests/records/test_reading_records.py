@@ -51,7 +51,7 @@ def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
         read_records(lines(tmp_path, ""))
 
 
-@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), 10**400])
 @pytest.mark.parametrize("key", ["seq_len", "hidden", "n_gpus", "peak_mem_gib", "tok_s_per_gpu"])
 def test_sizes_that_are_none_are_refused_with_line_and_key(tmp_path: Path, key: str, value: float) -> None:
     with pytest.raises(DataError, match=f"line 2: {key} = .* must be more than zero"):

@@ -61,41 +61,57 @@ def summary_text(summary: Summary, *, rows: bool) -> str:
         f"errors are of rows with {_levels(summary.confidence)} confidence",
         "",
         *(_rows_table(summary.compared) if rows else []),
-        f"{'source':<58} {'rows':>5}  {'memory: n':>9} {'median':>7} {'p90':>7} {'bias':>7}"
-        f"  {'speed: n':>8} {'median':>7} {'p90':>7} {'bias':>7}  {'fits':>9} {'does not':>9}",
+        f"{'':<{_NAME}}      {'memory':^28}  {'speed':^28}  {'':>8} {'out of':>8}",
+        f"{'source':<{_NAME}} {'rows':>4} {_HEADER}  {_HEADER}  {'fits':>8} {'memory':>8}",
         *(_source_line(source) for source in summary.per_source),
         _line("all", summary.rows, summary.memory, summary.speed, summary.verdicts),
+        "",
+        *_sentences("memory", summary.memory),
+        *_sentences("speed", summary.speed),
         *_missing_lines(summary),
         *_skipped_lines(summary),
     ]
     return "\n".join(lines)
 
 
+_NAME = 40
+_HEADER = f"{'n':>4} {'median':>7} {'p90':>7} {'bias':>7}"
+
+
 def _levels(confidence: tuple[str, ...]) -> str:
     return " or ".join(level or "unstated" for level in confidence)
 
 
+def _sentences(what: str, errors: Errors) -> list[str]:
+    if errors.median_abs_error is None or errors.p90_abs_error is None or errors.bias is None:
+        return []
+    side = "much" if errors.bias > 0 else "little"
+    return [
+        f"{what}: half of {errors.count} rows are within {format_percent(errors.median_abs_error)}, nine in ten "
+        f"within {format_percent(errors.p90_abs_error)}; {format_percent(abs(errors.bias))} too {side} on average"
+    ]
+
+
 def _source_line(source: SourceSummary) -> str:
-    name = source.source if len(source.source) <= 58 else "…" + source.source[-57:]
-    return _line(name, source.rows, source.memory, source.speed, source.verdicts)
+    return _line(_shortened(source.source), source.rows, source.memory, source.speed, source.verdicts)
+
+
+def _shortened(name: str) -> str:
+    """Beginning and end: sources of one author differ at the end."""
+    return name if len(name) <= _NAME else f"{name[:16]}…{name[-(_NAME - 17) :]}"
 
 
 def _line(name: str, rows: int, memory: Errors, speed: Errors, verdicts: Verdicts) -> str:
     return (
-        f"{name:<58} {rows:>5}  {memory.count:>9} {_errors(memory)}  {speed.count:>8} {_errors(speed)}"
-        f"  {_share(verdicts.ok_fit, verdicts.ok):>9} {_share(verdicts.oom_not_fit, verdicts.oom):>9}"
+        f"{name:<{_NAME}} {rows:>4} {_errors(memory)}  {_errors(speed)}"
+        f"  {_share(verdicts.ok_fit, verdicts.ok):>8} {_share(verdicts.oom_not_fit, verdicts.oom):>8}"
     )
 
 
 def _errors(errors: Errors) -> str:
-    return " ".join(
-        f"{'–' if value is None else format_percent(value, signed=signed):>7}"
-        for value, signed in (
-            (errors.median_abs_error, False),
-            (errors.p90_abs_error, False),
-            (errors.bias, True),
-        )
-    )
+    figures = (errors.median_abs_error, False), (errors.p90_abs_error, False), (errors.bias, True)
+    columns = ("–" if value is None else format_percent(value, signed=signed) for value, signed in figures)
+    return " ".join((f"{errors.count:>4}", *(f"{column:>7}" for column in columns)))
 
 
 def _share(fraction: float | None, of: int) -> str:

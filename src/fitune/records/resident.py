@@ -80,11 +80,17 @@ def _root_copies_bytes(case: Case) -> int:
 
     peft/utils/other.py, ModulesToSaveWrapper copies the module; only adapters are cast to fp32.
     """
+    plan = case.plan
+    return root_copy_bytes(case) * (1 + states_per_parameter(plan.optimizer))
+
+
+def root_copy_bytes(case: Case) -> int:
+    """One tensor of that kind for embedding and head each: weights, or gradients, or a moment."""
     if not case.trains_root:
         return 0
     plan = case.plan
     elements = embedding_parameters(plan.model) + head_parameters(plan.model)
-    return elements * plan.precision.compute_bytes * (1 + states_per_parameter(plan.optimizer))
+    return elements * plan.precision.compute_bytes
 
 
 def _moments_bytes(case: Case, trained: int) -> int:
@@ -103,8 +109,7 @@ def gradient_bytes(case: Case) -> int:
     if used_at_once(case) or case.plan.offload.optimizer != "device":
         return 0
     elements = stepped_elements(case) if zero_stage(case.plan) >= 2 else _held_elements(case)
-    copies = _root_copies_bytes(case) // (1 + states_per_parameter(case.plan.optimizer))
-    return elements * case.storage.gradient + copies
+    return elements * case.storage.gradient + root_copy_bytes(case)
 
 
 def used_at_once(case: Case) -> bool:

@@ -13,6 +13,7 @@ _SIZES = (
     "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "n_gpus", "lora_rank",
     "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "recompute_blocks", "loss_chunk_tokens",
 )  # fmt: skip
+_MOST = 1e12
 _MAY_BE_NONE = ("recompute_blocks",)
 
 
@@ -90,7 +91,7 @@ class _Values:
             return ""
         if not isinstance(value, str | int | float):
             raise self._refused(key, "is not a word")
-        return str(value)
+        return str(value).encode("utf-8", "replace").decode()  # half a surrogate pair cannot be printed
 
     def size(self, key: str) -> int | None:
         value = self.amount(key)
@@ -106,8 +107,8 @@ class _Values:
             raise self._refused(key, "is not a number")
         if value == 0 and key in _MAY_BE_NONE:
             return 0.0
-        if not 0 < value < float("inf"):
-            raise self._refused(key, "must be more than zero")
+        if not 0 < value < _MOST:
+            raise self._refused(key, "must be more than zero and no more than a machine can hold")
         return float(value)
 
     def switch(self, key: str) -> bool | None:
@@ -130,4 +131,4 @@ class _Values:
         raise self._refused(key, "must be high, medium, low or null")
 
     def _refused(self, key: str, why: str) -> DataError:
-        return DataError(f"{self.where}: {key} = {self.facts[key]!r} {why}")
+        return DataError(f"{self.where}: {key} = {repr(self.facts[key])[:60]} {why}")

@@ -10,7 +10,14 @@ from fitune.records.block import block_of_case, saved_by_operation, stream_bytes
 from fitune.records.gathered import gathered_of
 from fitune.records.logits import logits_bytes
 from fitune.records.mapping import Case
-from fitune.records.resident import Terms, gradient_bytes, resident_terms, stepped_elements, used_at_once
+from fitune.records.resident import (
+    Terms,
+    gradient_bytes,
+    resident_terms,
+    root_copy_bytes,
+    stepped_elements,
+    used_at_once,
+)
 from fitune.spec.plan import AdamW, Ddp, Single, trains_every_weight
 from fitune.spec.reports import Phase
 
@@ -164,7 +171,8 @@ def _update_terms(case: Case) -> Terms:
     elif (
         case.habits.foreach and isinstance(plan.optimizer, AdamW) and not case.row.says("optimizer", "fused")
     ):
-        temporaries = stepped_elements(case) * (case.storage.master or case.storage.weight)
+        width = case.storage.master or case.storage.weight
+        temporaries = stepped_elements(case) * width + root_copy_bytes(case)
     return {
         "gradients": gradient_bytes(case),
         "temporaries": temporaries,
