@@ -62,5 +62,5 @@ def store(entry: Path, write: Callable[[Path], None]) -> None:
 def _unwritable(folder: Path, error: OSError) -> DataError:
     return DataError(
         f"the cache for tokenised data cannot be written: {folder}: {error.strerror or error}",
-        hint="free some space, or name another folder with FITUNE_CACHE",
+        hint="free some space, or name another folder: cache_dir in the recipe, or FITUNE_CACHE",
     )

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError
 
 from fitune.errors import RecipeError, did_you_mean
+from fitune.spec.plan import DataFormat
 from fitune.spec.recipe_values import (
     CountFloat,
     CountInt,
@@ -39,7 +40,7 @@ class SourceRecipe(_Strict):
     """One dataset: a path or Hub id (``path#500`` takes 500 rows), how to read it, its weight in the mix."""
 
     path: Text
-    format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text", "columns"] = "auto"
+    format: DataFormat = "auto"
     split: str = "train"
     columns: dict[Literal["system", "prompt", "completion", "text"], str] = {}
     sample: CountInt = 0
