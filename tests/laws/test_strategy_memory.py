@@ -139,7 +139,7 @@ def test_ddp_keeps_its_gradients_between_steps():
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_lomo_holds_one_gradient(adaptive):
-    """The largest parameter, head or embedding, 1.05 GB of 16; AdaLomo also 8 fp32 bytes for each of its elements."""
+    """The largest parameter, head or embedding, 1.05 GB of 16; AdaLomo also its step in fp32."""
     lomo = Lomo(adaptive=adaptive, clip=ClipByValue(value=1.0))
     plan = eight_b(hardware=gpu("h100"), precision="bf16", tuning="full", optimizer=Sgd(), recompute=32)
     phases = predict_memory(replace(plan, tuning=lomo)).phases
@@ -148,7 +148,7 @@ def test_lomo_holds_one_gradient(adaptive):
     assert "gradients" not in phases[Phase.UPDATE]
     assert "masters" not in phases[Phase.READY]
     used = phases[Phase.BACKWARD]
-    assert used["temporaries"] + used.get("gradients", 0) >= (2 + 8 * adaptive) * table
+    assert used.get("temporaries", 0) + used.get("gradients", 0) >= (2 + 4 * adaptive) * table
     assert peak(replace(plan, tuning=lomo)) < peak(plan)
 
 
@@ -182,12 +182,10 @@ def test_the_largest_linear_is_whole_while_it_is_multiplied():
     assert max(stage.forward for stage in packed) == 2 * (4096 * 14336 + 4096 + 4096 + 14336)
 
 
-def test_hqq_keeps_the_inputs_that_nf4_drops():
-    """Only q and v are adapted: HQQ keeps the inputs of the other linears too, 2h + 2f per token and block."""
+def test_hqq_keeps_no_more_than_nf4():
+    """hqq's own module keeps the inputs of its linears; ours drops them all (models/quantised_linear.py)."""
     memory = [predict_memory(quantised(base)).phases[Phase.LOSS] for base in (Hqq(bits=4), Nf4())]
-    kept = memory[0]["activations"] - memory[1]["activations"]
-    # MLP norm's output, the product into down, the joined copy of the attention's output
-    assert kept == 32 * 1024 * 2 * (4096 + 14336 + 4096)
+    assert memory[0]["activations"] == memory[1]["activations"]
 
 
 def test_dora_keeps_two_outputs_for_each_adapted_linear():

@@ -15,6 +15,7 @@ from fitune.spec.plan import (
     Lora,
     Offload,
     Plan,
+    Precision,
     Zero,
 )
 from fitune.train.prepare import prepare
@@ -32,8 +33,14 @@ LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj",)}
 @pytest.mark.parametrize(
     ("choice", "named"),
     [
-        ({"tuning": Lomo(adaptive=False, clip=ClipByValue(value=1.0))}, "tuning LOMO"),
-        ({"tuning": Lomo(adaptive=True, clip=ClipByNorm(max_norm=1.0))}, "tuning AdaLomo"),
+        ({"tuning": Lomo(adaptive=False, clip=ClipByValue(value=1.0))}, "LOMO with another optimizer"),
+        (
+            {
+                "tuning": Lomo(adaptive=True, clip=ClipByNorm(max_norm=1.0)),
+                "precision": Precision.BF16_MASTER,
+            },
+            "AdaLomo with fp32 masters",
+        ),
         ({"tuning": Lora(**LORA, dora=True)}, "DoRA"),
         ({"optimizer": AdamW8bit()}, "optimizer AdamW8bit"),
         ({"sharding": Ddp()}, "sharding DDP"),

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from fitune.estimate.buffers import REDUCE_BUCKET, block_weight_bytes, reduce_width, root_weight_bytes
+from fitune.estimate.gradients import goes_back_twice
 from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.shares import num_ranks, num_shares
-from fitune.spec.plan import ClipByNorm, Ddp, Lomo, Plan, Single, Zero
+from fitune.spec.plan import Ddp, Plan, Single, Zero
 from fitune.units import MIB
 
 DDP_BUCKET_BYTES = 25 * MIB
@@ -42,8 +43,7 @@ def passes_per_step(plan: Plan) -> int:
 
     Its first backward lets the activations go, so forward runs again too (OpenLMLab/LOMO, lomo_trainer.py).
     """
-    twice = isinstance(plan.tuning, Lomo) and isinstance(plan.tuning.clip, ClipByNorm)
-    return plan.batch.accumulation * (2 if twice else 1)
+    return plan.batch.accumulation * (2 if goes_back_twice(plan) else 1)
 
 
 def communication_of(plan: Plan) -> Communication:

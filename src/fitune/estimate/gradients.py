@@ -6,7 +6,7 @@ the host (offloaded optimizer) or is used on the spot (LOMO).
 
 from fitune.estimate.parameters import gradients_bytes
 from fitune.estimate.shares import gradients_are_divided, trained_share, uses_deepspeed, uses_fsdp
-from fitune.spec.plan import Ddp, Lomo, Plan, Single
+from fitune.spec.plan import ClipByNorm, Ddp, Lomo, Plan, Precision, Single
 
 
 def resting_gradient_bytes(plan: Plan) -> int:
@@ -36,8 +36,20 @@ def root_gradients_wait(plan: Plan) -> bool:
 
 
 def adaptive_working_bytes(plan: Plan, elements: int) -> int:
-    """8 per element of the parameter at hand: AdaLomo's gradient and update in fp32. LOMO adds to the weight itself."""
-    return 8 * elements if isinstance(plan.tuning, Lomo) and plan.tuning.adaptive else 0
+    """4 per element of a 16-bit parameter at hand: AdaLomo's step in fp32, beside the gradient.
+
+    An fp32 gradient becomes the step itself; LOMO adds the gradient to the weight (engine/fused_rules.py).
+    """
+    adaptive = isinstance(plan.tuning, Lomo) and plan.tuning.adaptive
+    return 4 * elements if adaptive and plan.precision.compute_bytes < 4 else 0
+
+
+def goes_back_twice(plan: Plan) -> bool:
+    """Whether LOMO's backward runs first to measure the norm, or to see an overflow, with everything still kept."""
+    if not isinstance(plan.tuning, Lomo):
+        return False
+    by_norm = isinstance(plan.tuning.clip, ClipByNorm) and plan.tuning.clip.max_norm > 0
+    return by_norm or plan.precision is Precision.FP16
 
 
 def gradients_always_exist(plan: Plan) -> bool:

@@ -8,12 +8,13 @@ from fitune.estimate import activations, overhead, transient
 from fitune.estimate import loss as loss_terms
 from fitune.estimate.gradients import (
     adaptive_working_bytes,
+    goes_back_twice,
     gradients_always_exist,
 )
 from fitune.estimate.parameters import embedding_parameters, head_parameters
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import StepStages, Terms, describe_step
-from fitune.spec.plan import Plan
+from fitune.spec.plan import Lomo, Plan
 from fitune.spec.reports import MemoryBreakdown, Phase
 from fitune.spec.shape import BatchShape
 
@@ -85,35 +86,44 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
     """Softmax of the first chunk, head backward of the first and of a later chunk, softmax of a later one, scatter."""
     plan, e, model = step.plan, step.element_bytes, step.plan.model
     chunk = loss_terms.chunk_tokens(plan.loss, step.shape)
-    capped = loss_terms.is_softcapped(model)
-    softmax = loss_terms.logits_bytes(
-        tokens=chunk, vocab_size=model.vocab_size, element_bytes=e, softcapped=capped
-    )
-    backward = loss_terms.head_backward_bytes(
-        tokens=chunk,
-        hidden=model.hidden_size,
-        vocab_size=model.vocab_size,
-        element_bytes=e,
-        softcapped=capped,
-    )
+    softmax, backward = _chunk_sizes(step, chunk)
     buffers = loss_terms.loss_buffers_bytes(
         supervised_tokens=step.shape.supervised_tokens, hidden=model.hidden_size, element_bytes=e
     )
     head = step.head_gradient
     after_first = gradients if step.adds_in_place else gradients + head
     fresh = {"gradients": after_first, "temporaries": head if step.adds_in_place else 0}
-    used = adaptive_working_bytes(plan, head_parameters(model) if step.full else 0)
+    if goes_back_twice(plan):
+        buffers += step.hidden  # the loss runs again while its first gradient waits
     moments: list[Terms] = [
         {"gradients": gradients, "loss": buffers + softmax},
         {"loss": buffers + backward, **fresh},
-        {"gradients": after_first, "loss": buffers + step.hidden, "temporaries": used},
+        {"gradients": after_first, "loss": buffers + step.hidden},
     ]
     if loss_terms.num_chunks(plan.loss, step.shape) > 1:
+        softmax, backward = _chunk_sizes(step, min(chunk, step.shape.supervised_tokens - chunk))
         moments += [
             {"gradients": after_first, "loss": buffers + softmax},
             {"gradients": after_first, "loss": buffers + backward, "temporaries": head},
         ]
     return moments
+
+
+def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
+    """Of ``tokens`` tokens: while softmax and gradient are formed, and while the gradient goes through the head."""
+    model, e = step.plan.model, step.element_bytes
+    capped = loss_terms.is_softcapped(model)
+    softmax = loss_terms.logits_bytes(
+        tokens=tokens, vocab_size=model.vocab_size, element_bytes=e, softcapped=capped
+    )
+    backward = loss_terms.head_backward_bytes(
+        tokens=tokens,
+        hidden=model.hidden_size,
+        vocab_size=model.vocab_size,
+        element_bytes=e,
+        softcapped=capped,
+    )
+    return softmax, backward
 
 
 def _backward_terms(step: StepStages) -> Terms:
@@ -125,6 +135,7 @@ def _backward_terms(step: StepStages) -> Terms:
     summed_from = layers - 2 if step.buffers.reduce else 0  # the first block that has sums beside it
     ends = {0, 1, split - 1, split, split + 1, summed_from, layers - 1} & set(range(layers))
     moments = [
+        _head_used_moment(step),
         _final_norm_moment(step),
         *(_block_moment(step, index) for index in sorted(ends)),
         _embedding_moment(step),
@@ -135,6 +146,18 @@ def _backward_terms(step: StepStages) -> Terms:
         "hidden states": 2 * step.hidden,
     }  # the trainer holds them and their gradient
     return {**around, **_largest(moments)}
+
+
+def _head_used_moment(step: StepStages) -> Terms:
+    """LOMO uses the gradient of a head of its own before the body goes back."""
+    if not isinstance(step.plan.tuning, Lomo) or step.root_waits:
+        return {}
+    return {
+        "gradients": step.head_gradient,
+        "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
+        "recompute inputs": step.inputs_before(step.num_layers),
+        "temporaries": adaptive_working_bytes(step.plan, head_parameters(step.plan.model)),
+    }
 
 
 def _final_norm_moment(step: StepStages) -> Terms:
@@ -162,12 +185,20 @@ def _block_moment(step: StepStages, index: int) -> Terms:
         kept -= step.hidden  # the block's input, counted with the recomputed ones' inputs
     return {
         "gradients": resting + waiting + peak.gradients,
-        "activations": step.kept_before(index) + kept,
-        "recompute inputs": step.inputs_before(index + 1),
+        "activations": _kept_around(step, index) + kept,
+        "recompute inputs": step.inputs_before(step.num_layers if goes_back_twice(step.plan) else index + 1),
         "temporaries": peak.temporaries,
         "gathered weights": step.gathered_in_backward(index),
         "reduce buffers": step.buffers.buckets + (step.buffers.reduce if later else 0),
     }
+
+
+def _kept_around(step: StepStages, index: int) -> int:
+    """What other blocks keep while ``index`` goes back: those before it, or all where backward runs a second time."""
+    if not goes_back_twice(step.plan):
+        return step.kept_before(index)
+    own = 0 if index < step.recomputed else step.block(index).peak.kept
+    return step.kept_before(step.num_layers) + step.final_norm.kept - own
 
 
 def _embedding_moment(step: StepStages) -> Terms:
@@ -176,7 +207,16 @@ def _embedding_moment(step: StepStages) -> Terms:
     divided = step.gradients != step.whole_gradients
     adds = step.gradients_exist or step.plan.model.tied_embeddings or divided
     table = elements * step.element_bytes if adds else 0
+    kept = (
+        {
+            "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
+            "recompute inputs": step.inputs_before(step.num_layers),
+        }
+        if goes_back_twice(step.plan)
+        else {}
+    )
     return {
+        **kept,
         "gradients": _blocks_and_waiting(step),
         "temporaries": step.hidden + table + adaptive_working_bytes(step.plan, elements),
         "gathered weights": step.buffers.root,

@@ -2,7 +2,7 @@
 
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
 from fitune.estimate.shares import num_shares, trained_share, uses_deepspeed, zero_stage
-from fitune.estimate.tensors import base_tensors, trained_tensors
+from fitune.estimate.tensors import ParameterTensor, base_tensors, trained_tensors
 from fitune.spec.plan import AdamW, AdamW8bit, Ddp, Lomo, Optimizer, Plan, Sgd, trains_every_weight
 from fitune.units import MIB
 
@@ -81,12 +81,17 @@ def adalomo_state_bytes(plan: Plan) -> int:
     """4 · (out + in) per matrix, 4 · n per vector: the second moment as the product of a row and a column.
 
     Lv et al. 2023, arXiv 2310.10195, section 3.2. The rows are divided with the weights, the columns are not.
+    Experts are matrices each.
     """
     parts = num_shares(plan)
-    return sum(
-        4 * t.count * (-(-t.rows // parts) + (t.row_elements if t.is_matrix else 0))
-        for t in base_tensors(plan.model)
-    )
+    return sum(4 * t.count * _factors(t, parts) for t in base_tensors(plan.model))
+
+
+def _factors(tensor: ParameterTensor, parts: int) -> int:
+    rows = -(-tensor.rows // parts)
+    if tensor.linear is not None and tensor.linear.copies > 1 and tensor.is_matrix:
+        return rows * (tensor.linear.out_features + tensor.linear.in_features)
+    return rows + (tensor.row_elements if tensor.is_matrix else 0)
 
 
 def update_temporaries_bytes(plan: Plan) -> int:

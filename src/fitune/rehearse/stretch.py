@@ -60,7 +60,8 @@ class Depth:
 class Place(NamedTuple):
     """A stretch of the step: one direction through one block, or between blocks (``block`` None)."""
 
-    micro_batch: int
+    turn: int
+    """Forward and backward passes so far: LOMO may go back twice."""
     direction: str
     block: int | None
 
@@ -148,16 +149,16 @@ class _Shift:
 
 def _segments(trace: Trace) -> list[tuple[Place, list[Event]]]:
     """The step cut where it reaches a block; without its update."""
-    micro_batch = -1
+    turn = -1
     segments: list[tuple[Place, list[Event]]] = []
     for event in trace.events:
         if isinstance(event, Entered) and event.phase is Phase.UPDATE:
             break
         if isinstance(event, Entered):
-            micro_batch += event.phase is Phase.FORWARD
-            segments.append((Place(micro_batch, f"enter {event.phase.value}", None), [event]))
+            turn += event.phase in (Phase.FORWARD, Phase.BACKWARD)
+            segments.append((Place(turn, f"enter {event.phase.value}", None), [event]))
         elif isinstance(event, Reached):
-            segments.append((Place(micro_batch, event.direction, event.block), []))
+            segments.append((Place(turn, event.direction, event.block), []))
         elif segments:
             segments[-1][1].append(event)
     return segments

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from fitune.engine.lomo import LomoEngine
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import Engine
 from fitune.errors import HardwareError
@@ -57,6 +58,15 @@ def prepare_loaded(model: PreTrainedModel, plan: Plan) -> Prepared:
 
 def engine_for(plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter]) -> Engine:
     """What turns the loss of ``model`` into new weights of ``trained``."""
+    if isinstance(plan.tuning, Lomo):
+        return LomoEngine(
+            model,
+            trained,
+            tuning=plan.tuning,
+            weight_decay=plan.optimizer.weight_decay,
+            precision=plan.precision,
+            used_twice=_used_twice(model, trained),
+        )
     return PlainEngine(
         model,
         trained,
@@ -64,6 +74,12 @@ def engine_for(plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter
         precision=plan.precision,
         max_grad_norm=plan.schedule.max_grad_norm,
     )
+
+
+def _used_twice(model: LanguageModel, trained: Mapping[str, Parameter]) -> list[str]:
+    """The head that is the embedding too."""
+    both = {id(p) for p in model.head.parameters()} & {id(p) for p in model.body.parameters()}
+    return [name for name, parameter in trained.items() if id(parameter) in both]
 
 
 def training_device(plan: Plan) -> torch.device:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fitune.errors import RecipeError
-from fitune.spec.plan import AdamW8bit, Ddp, Lomo, Lora, Offload, Plan, Zero
+from fitune.spec.plan import AdamW8bit, Ddp, Lomo, Lora, Offload, Plan, Precision, Sgd, Zero
 
 
 def require_supported(plan: Plan) -> None:
@@ -12,7 +12,7 @@ def require_supported(plan: Plan) -> None:
     if missing:
         raise RecipeError(
             f"the plan asks for what this version cannot train yet: {', '.join(missing)}",
-            hint="full fine-tuning or LoRA on a dense, NF4 or HQQ base, AdamW or SGD, on one device",
+            hint="full fine-tuning, LOMO, AdaLomo, or LoRA on a dense, NF4 or HQQ base, AdamW or SGD, on one device",
         )
 
 
@@ -24,7 +24,13 @@ def missing_parts(plan: Plan) -> tuple[str, ...]:
 def _missing(plan: Plan) -> Iterator[str]:
     tuning = plan.tuning
     if isinstance(tuning, Lomo):
-        yield f"tuning {'AdaLomo' if tuning.adaptive else 'LOMO'}"
+        name = "AdaLomo" if tuning.adaptive else "LOMO"
+        if plan.precision is Precision.BF16_MASTER:
+            yield f"{name} with fp32 masters (it updates the weights themselves: precision bf16 or fp32)"
+        if plan.batch.accumulation > 1:
+            yield f"{name} with gradients of several micro-batches (it keeps none: accumulation 1)"
+        if not isinstance(plan.optimizer, Sgd) or plan.optimizer.momentum:
+            yield f"{name} with another optimizer (its update is its own: Sgd())"
     if isinstance(tuning, Lora) and tuning.dora:
         yield "DoRA"
     if isinstance(plan.optimizer, AdamW8bit):

@@ -1,0 +1,125 @@
+"""What LOMO does with one gradient. A rule writes over the gradient it is given; ``factor`` undoes clip and loss scale.
+
+Symbols as in the papers: θ weight, g gradient, α learning rate, λ weight decay, of matrices only as everywhere here.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_EPS_SQUARE = 1e-30
+"""Added to the mean squares, so that a weight without gradient divides by something (Adafactor's ε₁)."""
+_EPS_WEIGHT = 1e-3
+"""The least scale of a weight, so that zeros can leave zero (Adafactor's ε₂)."""
+_DECAY = 0.8
+"""β_t = 1 − t^−0.8 (Shazeer & Stern 2018, arXiv 1804.04235, section 7.2)."""
+
+
+class SgdRule:
+    """θ ← θ − α (g + λ θ), the very operations of torch.optim.SGD (Lv et al. 2023, arXiv 2306.09782, algorithm 1)."""
+
+    def __init__(self, parameters: Mapping[str, Parameter], *, weight_decay: float) -> None:
+        self.parameters = dict(parameters)
+        self.weight_decay = weight_decay
+
+    def begin(self) -> None:
+        """Nothing is counted."""
+
+    @torch.no_grad()
+    def use(self, name: str, gradient: Tensor, *, learning_rate: float, factor: float) -> None:
+        """The factor goes into the step: a gradient scaled up for fp16 would vanish if it were scaled down first."""
+        weight = self.parameters[name]
+        if self.weight_decay and weight.ndim >= 2:
+            gradient.add_(weight, alpha=self.weight_decay / factor)
+        weight.add_(gradient, alpha=-learning_rate * factor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def facts(self) -> dict[str, float]:
+        return {}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None:
+        """Nothing is remembered."""
+
+
+class AdaLomoRule:
+    """Adafactor's step, parameter by parameter (Lv et al. 2023, arXiv 2310.10195, algorithm 1).
+
+    A matrix keeps the means r of its squared gradients over rows, and c over columns; v = r cᵀ / mean(r), a vector
+    keeps v itself. u = g / √v; û = u / max(1, rms(u)) · max(ε, rms(θ)); θ ← θ − α û, λ relative to the same scale.
+    Stacked matrices (experts) are matrices each. States and arithmetic are in fp32.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], *, weight_decay: float) -> None:
+        self.parameters = dict(parameters)
+        self.weight_decay = weight_decay
+        self.steps = 0
+        self.rows, self.columns, self.squares = _first_moments(self.parameters)
+
+    def begin(self) -> None:
+        self.steps += 1
+
+    @torch.no_grad()
+    def use(self, name: str, gradient: Tensor, *, learning_rate: float, factor: float) -> None:
+        weight = self.parameters[name]
+        step = gradient.float()
+        if factor != 1.0:
+            step.mul_(factor)
+        self._divide_by_root(name, step)
+        rms_weight = _rms(weight).clamp_(min=_EPS_WEIGHT)
+        step.div_(_rms(step).clamp_(min=1.0))
+        if self.weight_decay and weight.ndim >= 2:
+            weight.mul_(1 - learning_rate * self.weight_decay * rms_weight)
+        step.mul_(rms_weight)
+        weight.add_(step, alpha=-learning_rate)
+
+    def tensors(self) -> dict[str, Tensor]:
+        kinds = {"row": self.rows, "column": self.columns, "square": self.squares}
+        return {f"{kind}/{name}": tensor for kind, states in kinds.items() for name, tensor in states.items()}
+
+    def facts(self) -> dict[str, float]:
+        return {"steps": self.steps}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None:
+        self.steps = int(facts["steps"])
+        for key, state in self.tensors().items():
+            state.copy_(tensors[key])
+
+    def _divide_by_root(self, name: str, step: Tensor) -> None:
+        """g / √v in place, after v has learned of g. Means of squares come from norms: no square is ever held."""
+        share = self.steps**-_DECAY
+        if name in self.squares:
+            self.squares[name].lerp_(step.square().add_(_EPS_SQUARE), share)
+            step.mul_(self.squares[name].rsqrt())
+            return
+        row, column = self.rows[name], self.columns[name]
+        row.lerp_(_mean_square(step, -1), share)
+        column.lerp_(_mean_square(step, -2), share)
+        step.mul_((row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1))
+        step.mul_(column.rsqrt().unsqueeze(-2))
+
+
+def _first_moments(
+    parameters: Mapping[str, Parameter],
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    rows, columns, squares = {}, {}, {}
+    for name, p in parameters.items():
+        if p.ndim < 2:
+            squares[name] = torch.zeros_like(p, dtype=torch.float32)
+        else:
+            rows[name] = torch.zeros(p.shape[:-1], dtype=torch.float32, device=p.device)
+            columns[name] = torch.zeros((*p.shape[:-2], p.shape[-1]), dtype=torch.float32, device=p.device)
+    return rows, columns, squares
+
+
+def _mean_square(step: Tensor, dim: int) -> Tensor:
+    squared: Tensor = torch.linalg.vector_norm(step, dim=dim).square_()
+    return squared.div_(step.shape[dim]).add_(_EPS_SQUARE)
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+    return norm / tensor.numel() ** 0.5

@@ -1,0 +1,199 @@
+"""LOMO and AdaLomo: a weight is updated inside backward, as soon as its gradient exists, which is then let go of.
+
+Lv et al. 2023, arXiv 2306.09782 (LOMO) and 2310.10195 (AdaLomo). One gradient is alive at a time, at most the largest
+parameter's. The graph waits between ``forward_backward``, which ends with the loss, and ``update``, which knows the
+learning rate and runs backward. To clip by the norm of all gradients, or to skip a step that overflows in fp16,
+backward runs twice: first to measure, then to update.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fitune.engine.clip import clip_factor
+from fitune.engine.fused_rules import AdaLomoRule, SgdRule
+from fitune.engine.loss_scale import LossScale
+from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
+from fitune.errors import TrainingFailed
+from fitune.spec.plan import ClipByNorm, ClipByValue, Lomo, Precision
+from fitune.spec.reports import Phase
+
+_Visit = Callable[[str, Tensor], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    """A micro-batch whose loss is known and whose backward is still to run."""
+
+    batch: Any
+    scale: float
+    hidden_TD: Tensor
+    gradient_TD: Tensor
+    head_trains: bool
+
+
+class LomoEngine:
+    """SGD, or Adafactor's rule, fused into backward. No accumulation: gradients never add up."""
+
+    def __init__(
+        self,
+        model: LossModel,
+        parameters: Mapping[str, Parameter],
+        *,
+        tuning: Lomo,
+        weight_decay: float,
+        precision: Precision,
+        used_twice: Collection[str] = (),
+    ) -> None:
+        """``used_twice`` names what both head and body use: its gradient waits until both have added to it."""
+        self.model = model
+        self.parameters = dict(parameters)
+        self.clip = tuning.clip
+        self.used_twice = frozenset(used_twice)
+        self.loss_scale = LossScale() if precision is Precision.FP16 else None
+        rule = AdaLomoRule if tuning.adaptive else SgdRule
+        self.rule: AdaLomoRule | SgdRule = rule(self.parameters, weight_decay=weight_decay)
+        self._waiting: _Waiting | None = None
+        self._visit: _Visit | None = None
+        for name, parameter in self.parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
+
+    def forward_backward(self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase) -> Tensor:
+        """Forward and loss; backward waits for the learning rate."""
+        if self._waiting is not None:
+            raise TrainingFailed(
+                "LOMO uses a gradient as soon as it exists and cannot add up those of several micro-batches",
+                hint="gradient_accumulation_steps: 1",
+            )
+        enter_phase(Phase.FORWARD)
+        hidden_TD = self.model.hidden_states(batch)
+        enter_phase(Phase.LOSS)
+        scale = self._scale() / supervised_tokens
+        loss, gradient_TD = self.model.loss_and_gradient(hidden_TD.detach(), batch, scale=scale)
+        self._waiting = _Waiting(
+            batch=batch,
+            scale=scale,
+            hidden_TD=hidden_TD,
+            gradient_TD=gradient_TD,
+            head_trains=any(parameter.grad is not None for parameter in self.parameters.values()),
+        )
+        return loss
+
+    def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
+        """Backward, with the update of each weight in it. Raises TrainingFailed when a gradient is not finite."""
+        scale, factor, norm = self._scale(), 1.0, None
+        if self._measures_first() and self._waiting is not None:
+            norm = self._measure(enter_phase) / scale
+            if not math.isfinite(norm):
+                return self._skip(norm)
+            factor = clip_factor(
+                norm, max_norm=self.clip.max_norm if isinstance(self.clip, ClipByNorm) else 0
+            )
+            self._loss_again(enter_phase)
+        self.rule.begin()
+        measured = _Norm()
+        self._backward(partial(self._use, measured, learning_rate, factor / scale), enter_phase, keep=False)
+        enter_phase(Phase.UPDATE)
+        norm = measured.total() / scale if norm is None else norm
+        if not math.isfinite(norm):
+            raise TrainingFailed(
+                f"the gradients are not finite (norm {norm}), and LOMO has used them already",
+                hint="continue from the last checkpoint with a lower learning_rate, or clip by norm, which looks first",
+            )
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed=False)
+        return Update(grad_norm=norm, loss_scale=scale, skipped=False)
+
+    def state(self) -> EngineState:
+        scale = self.loss_scale.facts() if self.loss_scale is not None else {}
+        return EngineState(tensors=self.rule.tensors(), facts={**self.rule.facts(), **scale})
+
+    def restore(self, state: EngineState) -> None:
+        self.rule.restore(state.tensors, state.facts)
+        if self.loss_scale is not None:
+            self.loss_scale.restore(state.facts)
+
+    def _measures_first(self) -> bool:
+        by_norm = isinstance(self.clip, ClipByNorm) and self.clip.max_norm > 0
+        return by_norm or self.loss_scale is not None
+
+    def _measure(self, enter_phase: EnterPhase) -> float:
+        """Norm of all gradients, none of which is kept; the graph is, for the second pass."""
+        measured = _Norm()
+        self._backward(measured.add, enter_phase, keep=True)
+        return measured.total()
+
+    def _loss_again(self, enter_phase: EnterPhase) -> None:
+        """The head's gradients were let go of with the others."""
+        assert self._waiting is not None
+        if self._waiting.head_trains:
+            enter_phase(Phase.LOSS)
+            hidden_TD = self._waiting.hidden_TD.detach()
+            self.model.loss_and_gradient(hidden_TD, self._waiting.batch, scale=self._waiting.scale)
+
+    def _backward(self, visit: _Visit, enter_phase: EnterPhase, *, keep: bool) -> None:
+        """Every complete gradient is visited once: the head's first, then as backward makes them."""
+        waiting = self._waiting
+        self._visit = visit
+        if waiting is not None:
+            enter_phase(Phase.BACKWARD)
+            for name, parameter in self.parameters.items():
+                if name not in self.used_twice:
+                    self._complete(name, parameter)
+            if not keep:
+                self._waiting = None
+            waiting.hidden_TD.backward(waiting.gradient_TD, retain_graph=keep)
+        for name, parameter in self.parameters.items():  # what the body did not use after all
+            self._complete(name, parameter)
+        self._visit = None
+
+    @torch.no_grad()
+    def _complete(self, name: str, parameter: Tensor) -> None:
+        """Called by autograd for each parameter; the loss's own backward leaves the head's gradients to be."""
+        gradient = parameter.grad
+        if self._visit is not None and gradient is not None:
+            parameter.grad = None
+            self._visit(name, gradient)
+
+    def _use(
+        self, measured: "_Norm", learning_rate: float, factor: float, name: str, gradient: Tensor
+    ) -> None:
+        measured.add(name, gradient)
+        if isinstance(self.clip, ClipByValue):
+            limit = min(self.clip.value * self._scale(), torch.finfo(gradient.dtype).max)
+            gradient.clamp_(-limit, limit)
+        self.rule.use(name, gradient, learning_rate=learning_rate, factor=factor)
+
+    def _skip(self, norm: float) -> Update:
+        self._waiting = None
+        scale = self._scale()
+        if self.loss_scale is None:
+            raise TrainingFailed(
+                f"the gradients are not finite (norm {norm}); nothing was updated",
+                hint="lower learning_rate, or look at the rows named in metrics.jsonl",
+            )
+        self.loss_scale.update(overflowed=True)
+        return Update(grad_norm=norm, loss_scale=scale, skipped=True)
+
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+
+class _Norm:
+    """The norm of all gradients together, added up as they come: one number is kept, not one for each."""
+
+    def __init__(self) -> None:
+        self.square: Tensor | None = None
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square_()
+        self.square = square if self.square is None else self.square.add_(square)
+
+    def total(self) -> float:
+        return 0.0 if self.square is None else self.square.sqrt().item()

@@ -1,0 +1,231 @@
+"""LOMO is SGD inside backward, bit for bit; AdaLomo is its written-out algorithm; one gradient is alive at a time."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fitune.engine.lomo import LomoEngine
+from fitune.engine.plain import PlainEngine
+from fitune.engine.protocol import Engine
+from fitune.errors import TrainingFailed
+from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.recompute import recompute_blocks
+from fitune.spec.plan import (
+    ChunkedLoss,
+    ClipByNorm,
+    ClipByValue,
+    Lomo,
+    PlainLoss,
+    Precision,
+    Recompute,
+    Sgd,
+)
+from models.streams import make_rows, stream_of
+from models.tiny_models import tiny_model
+
+UNCLIPPED = ClipByValue(value=math.inf)
+
+
+def small(family: str = "llama", *, recompute: int = 0, chunk: int = 0, dtype=torch.float32) -> LanguageModel:
+    model = tiny_model(family).to(dtype).train().requires_grad_(True)
+    parts = language_model(model, ChunkedLoss(chunk_tokens=chunk) if chunk else PlainLoss())
+    recompute_blocks(parts.blocks, Recompute(blocks=recompute), has_dropout=False)
+    return parts
+
+
+def lomo(parts: LanguageModel, *, adaptive=False, clip=UNCLIPPED, weight_decay=0.0, precision=Precision.FP32):
+    both = {id(p) for p in parts.head.parameters()} & {id(p) for p in parts.body.parameters()}
+    return LomoEngine(
+        parts, parts.trained, tuning=Lomo(adaptive=adaptive, clip=clip), weight_decay=weight_decay,
+        precision=precision, used_twice=[name for name, p in parts.trained.items() if id(p) in both],
+    )  # fmt: skip
+
+
+def plain(parts: LanguageModel, *, max_grad_norm=0.0, weight_decay=0.0) -> PlainEngine:
+    return PlainEngine(
+        parts, parts.trained, optimizer=Sgd(weight_decay=weight_decay), precision=Precision.FP32,
+        max_grad_norm=max_grad_norm,
+    )  # fmt: skip
+
+
+def steps(engine: Engine, count: int = 3, *, rate: float = 0.05) -> list[float]:
+    losses = []
+    for step in range(count):
+        stream = stream_of(make_rows((9, 14), seed=step), unsupervised_prefix=3)
+        loss = engine.forward_backward(
+            stream, supervised_tokens=stream.supervised_tokens, enter_phase=lambda phase: None
+        )
+        losses.append(loss.item() / stream.supervised_tokens)
+        engine.update(learning_rate=rate, enter_phase=lambda phase: None)
+    return losses
+
+
+def weights(parts: LanguageModel) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in parts.trained.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("recompute", "chunk", "weight_decay"), [(0, 0, 0.0), (3, 5, 0.1)], ids=["plain", "recomputed, chunked, decayed"]
+)  # fmt: skip
+def test_lomo_is_sgd_bit_for_bit(family: str, recompute: int, chunk: int, weight_decay: float) -> None:
+    """Tied weights too: their gradient waits until head and embedding have both added to it."""
+    ours, theirs = (small(family, recompute=recompute, chunk=chunk) for _ in range(2))
+    found = steps(lomo(ours, weight_decay=weight_decay))
+    expected = steps(plain(theirs, weight_decay=weight_decay))
+    assert found == expected
+    assert found[-1] != found[0]
+    for name, tensor in weights(theirs).items():
+        assert torch.equal(weights(ours)[name], tensor), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("recompute", [0, 2])
+def test_clipping_by_norm_is_plain_clipping(family: str, recompute: int) -> None:
+    """Two passes, each over the whole norm: of the head, the body, and what is both."""
+    ours, theirs = (small(family, recompute=recompute) for _ in range(2))
+    found = steps(lomo(ours, clip=ClipByNorm(max_norm=0.5)))
+    expected = steps(plain(theirs, max_grad_norm=0.5))
+    assert found == pytest.approx(expected, rel=1e-6)
+    for name, tensor in weights(theirs).items():
+        torch.testing.assert_close(weights(ours)[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norm_is_reported_by_one_pass_and_by_two() -> None:
+    stream = stream_of(make_rows((9, 14)))
+    norms = []
+    for make in (lomo, lambda parts: lomo(parts, clip=ClipByNorm(max_norm=1e-3)), plain):
+        engine = make(small())
+        engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None)
+        norms.append(engine.update(learning_rate=0.1, enter_phase=lambda phase: None).grad_norm)
+    assert norms[:2] == pytest.approx([norms[2]] * 2, rel=1e-6)
+
+
+def test_clipping_by_value_cuts_every_element() -> None:
+    ours, theirs = small(), small()
+    steps(lomo(ours, clip=ClipByValue(value=1e-3)), 1, rate=1.0)
+    before = weights(theirs)
+    engine = plain(theirs)
+    stream = stream_of(make_rows((9, 14), seed=0), unsupervised_prefix=3)
+    engine.forward_backward(
+        stream, supervised_tokens=stream.supervised_tokens, enter_phase=lambda phase: None
+    )
+    for name, parameter in theirs.trained.items():
+        expected = before[name] - parameter.grad.clamp(-1e-3, 1e-3)
+        assert torch.equal(weights(ours)[name], expected), name
+
+
+@pytest.mark.parametrize("clip", [UNCLIPPED, ClipByNorm(max_norm=1.0)], ids=["value", "norm"])
+@pytest.mark.parametrize("adaptive", [False, True], ids=["lomo", "adalomo"])
+def test_one_gradient_is_alive_at_a_time(adaptive: bool, clip: ClipByValue | ClipByNorm) -> None:
+    parts = small(recompute=2)
+    engine = lomo(parts, adaptive=adaptive, clip=clip)
+    alive: list[int] = []
+
+    def count(_: Tensor) -> None:
+        alive.append(sum(p.grad is not None for p in parts.trained.values()))
+
+    for parameter in parts.trained.values():
+        parameter.register_post_accumulate_grad_hook(count)
+    steps(engine, 1)
+    losses = (
+        1 if clip is UNCLIPPED else 2
+    )  # each leaves the head's gradient; the engine's hook took all others
+    assert sum(alive) == losses
+    assert len(alive) == losses * len(parts.trained)
+    assert all(p.grad is None for p in parts.trained.values())
+
+
+def written_out_adalomo(theta: Tensor, g: Tensor, memory: dict[str, Tensor], t: int, alpha: float) -> Tensor:
+    """Algorithm 1 of arXiv 2310.10195 with the whole matrix v, in fp64."""
+    theta, g = theta.double(), g.double()
+    beta = 1 - t**-0.8
+    square = g**2 + 1e-30
+    if g.ndim < 2:
+        memory["v"] = beta * memory.get("v", 0) + (1 - beta) * square
+        v = memory["v"]
+    else:
+        memory["r"] = beta * memory.get("r", 0) + (1 - beta) * square.mean(dim=-1, keepdim=True)
+        memory["c"] = beta * memory.get("c", 0) + (1 - beta) * square.mean(dim=-2, keepdim=True)
+        v = memory["r"] * memory["c"] / memory["r"].mean(dim=-2, keepdim=True)
+    u = g / v.sqrt()
+    u = u / max(1.0, u.square().mean().sqrt().item())
+    return theta - alpha * max(1e-3, theta.square().mean().sqrt().item()) * u
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_adalomo_is_its_algorithm(family: str) -> None:
+    ours, theirs = small(family), small(family)
+    engine, memories = lomo(ours, adaptive=True), {name: {} for name in theirs.trained}
+    for t in range(1, 4):
+        stream = stream_of(make_rows((9, 14), seed=t))
+        for parts in (ours, theirs):
+            parts.whole.zero_grad()
+        engine.forward_backward(stream, supervised_tokens=21, enter_phase=lambda phase: None)
+        engine.update(learning_rate=0.01, enter_phase=lambda phase: None)
+        plain(theirs).forward_backward(stream, supervised_tokens=21, enter_phase=lambda phase: None)
+        with torch.no_grad():
+            for name, p in theirs.trained.items():
+                expected = written_out_adalomo(p, p.grad, memories[name], t, 0.01)
+                p.copy_(expected)
+                torch.testing.assert_close(ours.trained[name].detach(), p.detach(), rtol=2e-4, atol=2e-5)
+
+
+def test_an_overflow_in_fp16_changes_nothing_but_the_scale() -> None:
+    parts = small(dtype=torch.float16)
+    engine = lomo(parts, precision=Precision.FP16)
+    assert engine.loss_scale is not None
+    engine.loss_scale.value = 2.0**40
+    before = weights(parts)
+    stream = stream_of(make_rows((9, 14)))
+    engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None)
+    update = engine.update(learning_rate=0.1, enter_phase=lambda phase: None)
+    assert update.skipped
+    assert engine.loss_scale.value == 2.0**39
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(parts).items())
+    engine.loss_scale.value = 2.0**10
+    losses = [engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None).item()]
+    for _ in range(4):
+        engine.update(learning_rate=0.05, enter_phase=lambda phase: None)
+        losses.append(
+            engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None).item()
+        )
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_gradients_that_are_not_finite_stop_the_run() -> None:
+    for clip, said in (
+        (ClipByNorm(max_norm=1.0), "nothing was updated"),
+        (UNCLIPPED, "has used them already"),
+    ):
+        parts = small()
+        with torch.no_grad():
+            parts.trained["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+        with pytest.raises(TrainingFailed, match=said):
+            steps(lomo(parts, clip=clip), 1)
+
+
+def test_a_second_micro_batch_is_refused() -> None:
+    engine, stream = lomo(small()), stream_of(make_rows((9, 14)))
+    engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None)
+    with pytest.raises(TrainingFailed, match="several micro-batches"):
+        engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_state_continues_where_it_was_taken(adaptive: bool) -> None:
+    parts = small()
+    engine = lomo(parts, adaptive=adaptive)
+    steps(engine, 2)
+    state = engine.state()
+    tensors, start = {k: v.clone() for k, v in state.tensors.items()}, weights(parts)
+    expected = steps(engine, 3)
+    other = small()
+    with torch.no_grad():
+        for name, parameter in other.trained.items():
+            parameter.copy_(start[name])
+    again = lomo(other, adaptive=adaptive)
+    again.restore(type(state)(tensors=tensors, facts=state.facts))
+    assert steps(again, 3) == expected

@@ -1,0 +1,85 @@
+"""LOMO and AdaLomo: predicted, rehearsed and measured on the CPU."""
+
+from dataclasses import replace
+
+import pytest
+
+from estimate.tiny_plans import CPU, gpu, plan_for
+from fitune.estimate.memory import predict_memory
+from fitune.rehearse.peaks import peaks_by_kind
+from fitune.rehearse.run import trace_plan
+from fitune.spec.plan import ClipByNorm, ClipByValue, Lomo, Sgd
+from fitune.spec.reports import Phase
+from laws import test_memory_prediction, test_rehearsal_real_step
+from laws.test_memory_prediction import bench
+from rehearse.tiny_configs import FAMILIES, tiny
+
+BY_VALUE, BY_NORM = ClipByValue(value=1.0), ClipByNorm(max_norm=1.0)
+METHODS = [Lomo(adaptive=adaptive, clip=clip) for adaptive in (False, True) for clip in (BY_VALUE, BY_NORM)]
+NAMES = ["lomo", "lomo by norm", "adalomo", "adalomo by norm"]
+TOLERANCE = 0.02
+MISSES = {("mixtral", True): 0.05, ("qwen3_moe", True): 0.10}
+"""AdaLomo with experts: too much is predicted. Their step in fp32 is counted at the worst moment of their gradients,
+and comes before it."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return bench.small_model()
+
+
+def real_plan(model, method, *, precision, recompute, chunked):
+    plan = bench.plan_of(model, tuning="full", precision=precision, recompute=recompute, chunked=chunked)
+    return replace(plan, tuning=method, optimizer=Sgd())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+@pytest.mark.parametrize(
+    ("precision", "recompute", "chunked"), [("fp32", 0, True), ("bf16", 3, False), ("fp16", bench.LAYERS, True)]
+)  # fmt: skip
+def test_the_estimate_is_the_real_step(model, method, precision, recompute, chunked):
+    """Within 1 % of the peak and 2 % of the phases."""
+    test_memory_prediction.check(
+        real_plan(model, method, precision=precision, recompute=recompute, chunked=chunked)
+    )
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+def test_the_rehearsal_is_the_real_step(model, method):
+    """Within 1 % of the peak and of every phase."""
+    test_rehearsal_real_step.check(real_plan(model, method, precision="bf16", recompute=2, chunked=True))
+
+
+def tiny_plan(family, method, *, layers=4, **choice):
+    config, spec = tiny(family, num_hidden_layers=layers)
+    return replace(plan_for(spec, **choice), tuning=method, optimizer=Sgd()), config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("method", "precision", "recompute", "hardware"),
+    [
+        (METHODS[0], "bf16", 0, gpu("h100")),
+        pytest.param(METHODS[1], "fp32", 2, CPU, marks=pytest.mark.slow),
+        pytest.param(METHODS[2], "bf16", 4, CPU, marks=pytest.mark.slow),
+        pytest.param(METHODS[3], "fp16", 2, gpu("v100-32gb"), marks=pytest.mark.slow),
+    ],
+)
+def test_estimate_and_rehearsal_agree(family, method, precision, recompute, hardware):
+    plan, config = tiny_plan(
+        family, method, precision=precision, recompute=recompute, hardware=hardware, seq_len=128, rows=2, chunk=64
+    )  # fmt: skip
+    trace, _ = trace_plan(plan, config, exact=True)
+    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    tolerance = MISSES.get((family, method.adaptive), TOLERANCE)
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=tolerance)
+
+
+@pytest.mark.parametrize("method", [METHODS[0], METHODS[3]], ids=[NAMES[0], NAMES[3]])
+def test_repeated_blocks_are_the_traced_ones(method):
+    """Also where backward passes the blocks twice. Of the update, a number of its last moment is missing."""
+    plan, config = tiny_plan("llama", method, layers=8, precision="bf16", recompute=0, rows=2, chunk=100)
+    (short, few), (exact, all_of_them) = (trace_plan(plan, config, exact=exact) for exact in (False, True))
+    assert few < all_of_them == 8
+    repeated, traced = (peaks_by_kind(trace, on_cuda=True) for trace in (short, exact))
+    assert all(repeated[phase] == traced[phase] for phase in Phase if phase is not Phase.UPDATE)
