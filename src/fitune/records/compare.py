@@ -3,11 +3,11 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from fitune.estimate.time import predict_step_time
 from fitune.records.beyond import counted_bytes, on_device_bytes
 from fitune.records.hardware import device_bytes, device_is_named
 from fitune.records.mapping import Case, case_of
 from fitune.records.row import Row
+from fitune.records.speed import tokens_per_second
 from fitune.records.timeline import allocated_terms
 from fitune.records.unrepresented import Unrepresented
 from fitune.units import GIB
@@ -72,12 +72,6 @@ def _compared(case: Case) -> Comparison:
         fits=on_device_bytes(case, phases) <= device_bytes(row) if named else None,
         missing=case.habits.missing,
     )
-
-
-def tokens_per_second(case: Case) -> float:
-    """Of one device: tokens of a step over its seconds."""
-    seconds = predict_step_time(case.plan, case.shape).step_seconds
-    return case.shape.tokens * case.plan.batch.accumulation / seconds
 
 
 def memory_errors(compared: Sequence[Comparison], *, confidence: Collection[str] = TRUSTED) -> list[float]:
