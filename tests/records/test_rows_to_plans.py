@@ -243,3 +243,16 @@ def test_cards_without_peer_to_peer_go_through_the_host() -> None:
     assert gpu.link_bandwidth == gpu.host_bandwidth / 2
     old = case("reserved-two-cards", gpu="RTX3090-24GB (old motherboard PCIe)").plan.hardware.gpu
     assert old.host_bandwidth == 8e9
+
+
+def test_a_rows_own_remarks_win_over_its_trainers_habits() -> None:
+    tuning = case("lora-logits-decide", notes="lora_dropout=0.05, expandable_segments:True").plan.tuning
+    assert isinstance(tuning, Lora)
+    assert tuning.dropout == 0.05
+    assert case("lora-logits-decide", notes="expandable_segments:True").habits.expandable_segments
+    held = allocated_terms(case("qlora-fsdp-frozen", notes="use_reentrant=False"))[Phase.BACKWARD]
+    assert held["held gradients of inputs"] == 0
+
+
+def test_models_split_by_layers_are_given_back() -> None:
+    assert "splits a model" in why_not("full-fsdp-two", sharding="device_map=auto")

@@ -4,6 +4,7 @@ A row is given the habits of the trainer that its source or its author's remarks
 Trainer with PEFT) if none is named. What the row states itself always wins over a habit.
 """
 
+import re
 from dataclasses import dataclass, replace
 
 from fitune.records.row import Row
@@ -258,7 +259,23 @@ _TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
 def habits_of(row: Row) -> Habits:
     """The trainer that is named, changed by the kernels that are."""
     found = _named_in(row.source.lower()) or _named_in(row.remarks) or TRANSFORMERS
-    return _with_kernels(row, _with_autocast(row, found))
+    return _with_kernels(row, _as_remarked(row, _with_autocast(row, found)))
+
+
+_DROPOUT = re.compile(r"dropout[ =:of]*(0?\.\d+|0)(?!\d)")
+
+
+def _as_remarked(row: Row, habits: Habits) -> Habits:
+    """What the row's own remarks say of one run wins over what its trainer usually does."""
+    remarks = f"{row.words['must_assume']} {row.words['notes']}"
+    dropout = _DROPOUT.search(remarks)
+    if dropout:
+        habits = replace(habits, dropout=float(dropout.group(1)))
+    if "expandable_segments" in remarks:
+        habits = replace(habits, expandable_segments=True)
+    if "non-reentrant" in remarks or "use_reentrant=false" in remarks:
+        habits = replace(habits, checkpoints_units=False)
+    return habits
 
 
 def _named_in(text: str) -> Habits | None:

@@ -33,6 +33,7 @@ from fitune.spec.plan import (
 )
 from fitune.spec.shape import BatchShape
 
+_SPLIT_MODELS = ("device_map", "model parallel", "naive", "pipeline", "tensor")
 _STAGES: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 
 
@@ -126,6 +127,8 @@ def _sharding(row: Row) -> Sharding:
     words = row.words["sharding"]
     if (row.size("n_gpus") or 1) == 1:
         return Single()
+    if any(word in words for word in _SPLIT_MODELS):
+        raise Unrepresented(f"sharding {words!r}: no plan splits a model by layers or matrices")
     if "hsdp" in words or "hybrid" in words:
         return Zero(stage=3, backend="fsdp", hybrid=True)
     if "no_shard" in words or "ddp" in words or "data parallel" in words:

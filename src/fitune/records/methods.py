@@ -117,7 +117,7 @@ def optimizer_of(row: Row) -> Optimizer:
         return Sgd()
     if any(other in name for other in _NOT_ADAMW):
         raise Unrepresented(f"optimizer {name!r} is none a plan has")
-    if "8bit" in name or "8-bit" in name:
+    if "8bit" in name or "8-bit" in name or row.says("optimizer_dtype", "8bit", "8-bit", "int8"):
         return AdamW8bit()
     if "adam" in name or not name:
         return AdamW()
