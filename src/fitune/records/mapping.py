@@ -5,8 +5,9 @@ from typing import Literal
 
 from fitune.errors import FituneError
 from fitune.estimate.shape import largest_batch
-from fitune.records.habits import Habits, habits_of
+from fitune.records.habits import Habits
 from fitune.records.hardware import hardware_of
+from fitune.records.lookup import habits_of
 from fitune.records.methods import optimizer_of, tuning_of
 from fitune.records.row import Row
 from fitune.records.shapes import model_of
