@@ -122,6 +122,6 @@ def test_adapters_add_bytes_and_products_but_hardly_flops() -> None:
         for tuning in ("full", "lora")
     )
     assert lora.forward.products == 3 * full.forward.products
-    assert 1 < lora.forward.flops / full.forward.flops < 1.02
+    assert 1 < lora.forward.flops / full.forward.flops < 1.03
     assert lora.backward.flops < 0.55 * full.backward.flops
     assert lora.forward.bytes > full.forward.bytes

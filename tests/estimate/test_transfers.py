@@ -9,10 +9,12 @@ from fitune.estimate.checkpoint import checkpoint_bytes
 from fitune.estimate.communication import Exchange, communication_of
 from fitune.estimate.host import PROCESS_BYTES
 from fitune.estimate.predict import predict
+from fitune.estimate.time import COLLECTIVE_SHARE, MODULE_HOOK_SECONDS, predict_step_time
 from fitune.estimate.transfers import (
     COLLECTIVE_SECONDS,
     HOP_SECONDS,
     LINK_EFFICIENCY,
+    STAGED_EFFICIENCY,
     cpu_adam_seconds,
     exchange_seconds,
 )
@@ -27,6 +29,7 @@ from fitune.spec.plan import (
     Nf4,
     Offload,
     Sgd,
+    Single,
     Zero,
 )
 from fitune.spec.reports import Estimate, Phase
@@ -99,6 +102,33 @@ def test_a_ring_is_as_fast_as_its_slowest_link():
     slow = cluster(nodes=2, internode_bandwidth=50e9)
     across = exchange_seconds(slow, replace(exchange, crosses_nodes=True))
     assert across == pytest.approx(45e9 / (50e9 * LINK_EFFICIENCY) + latency)
+
+
+def test_geforce_cards_reach_one_another_through_the_host():
+    exchange = Exchange(bytes=32e9, calls=1, ranks=2)
+    seconds = exchange_seconds(gpu("rtx-4090", gpus=2), exchange) - COLLECTIVE_SECONDS - HOP_SECONDS
+    assert seconds == pytest.approx(1 / STAGED_EFFICIENCY)
+    assert seconds > 2 / LINK_EFFICIENCY  # twice over the bus
+    direct = exchange_seconds(gpu("rtx-a6000", gpus=2), exchange) - COLLECTIVE_SECONDS - HOP_SECONDS
+    assert direct == pytest.approx(32e9 / (find_gpu("rtx-a6000").link_bandwidth * LINK_EFFICIENCY))
+
+
+def test_collectives_slow_the_work_they_run_beside():
+    alone, among = (
+        predict_step_time(eight_b(hardware=cluster(gpus=n), sharding=sharding, seq_len=8192)).phases
+        for n, sharding in ((1, Single()), (8, Zero(stage=3, backend="fsdp")))
+    )
+    sent = communication_of(eight_b(sharding=Zero(stage=3, backend="fsdp"))).forward
+    slower = among[Phase.FORWARD] - alone[Phase.FORWARD]
+    assert COLLECTIVE_SHARE * exchange_seconds(cluster(), sent) < slower < exchange_seconds(cluster(), sent)
+
+
+def test_deepspeed_takes_python_time_for_every_module_however_short_the_rows():
+    """32 blocks of 7 linears and 2 norms: forward, the same again in recompute, and backward."""
+    choice = {"sharding": Zero(stage=3, backend="deepspeed"), "recompute": 32}
+    short, half = (predict_step_time(eight_b(**choice, seq_len=tokens)).step_seconds for tokens in (128, 64))
+    assert short == pytest.approx(half, rel=0.05)
+    assert short > 3 * 32 * 9 * MODULE_HOOK_SECONDS
 
 
 def test_transfers_run_beside_the_work_or_are_waited_for():

@@ -8,7 +8,7 @@ from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.plan import Precision
 
 PRODUCT_EFFICIENCY = {
-    (7, 0): 0.72, (7, 5): 0.60, (8, 0): 0.78, (8, 6): 0.80, (8, 9): 0.65, (9, 0): 0.65, (10, 0): 0.65, (12, 0): 0.80,
+    (7, 0): 0.72, (7, 5): 0.60, (8, 0): 0.78, (8, 6): 0.80, (8, 9): 0.65, (9, 0): 0.60, (10, 0): 0.60, (12, 0): 0.80,
 }  # fmt: skip
 """Share of the dense peak that large 16-bit products reach, by compute capability: an aggregate of published runs for
 A100 and H100 (whose clock falls under load), a guess between them for the others. T4 and L4 are held back by 70 W."""
@@ -95,8 +95,5 @@ def _efficiencies(gpu: Gpu) -> tuple[float, float]:
     if gpu.is_cpu:
         return 1.0, CPU_ATTENTION_EFFICIENCY
     known = max((each for each in PRODUCT_EFFICIENCY if each <= gpu.capability), default=(7, 0))
-    products = GEFORCE_EFFICIENCY if gpu.name.startswith(_GEFORCE) else PRODUCT_EFFICIENCY[known]
+    products = GEFORCE_EFFICIENCY if gpu.is_geforce else PRODUCT_EFFICIENCY[known]
     return products, ATTENTION_EFFICIENCY[known]
-
-
-_GEFORCE = ("rtx-3080", "rtx-3090", "rtx-4090", "rtx-5090")

@@ -14,6 +14,7 @@ from fitune.estimate.eager import BlockWork, block_work
 from fitune.estimate.loss import num_chunks
 from fitune.estimate.rates import Rates, rates_of
 from fitune.estimate.shape import largest_batch
+from fitune.estimate.shares import uses_deepspeed, zero_stage
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.transfers import Transfers, transfers_of
@@ -21,6 +22,13 @@ from fitune.spec.flops import attention_flops_per_pair, head_flops_per_token, mo
 from fitune.spec.plan import AdamW8bit, Lomo, Plan
 from fitune.spec.reports import Phase, StepTime
 from fitune.spec.shape import BatchShape
+
+MODULE_HOOK_SECONDS = 4e-4
+"""DeepSpeed's ZeRO-3 fetches, awaits and releases the weights of every module in Python, once a pass: Qwen's profile of
+ZeRO-3 shows half a second a micro-batch of 32 blocks, whether it has 256 tokens or 1,024. Not measured by us."""
+COLLECTIVE_SHARE = 0.15
+"""Of the device that a running collective keeps from other work: NCCL's kernels sit on about 16 of 108 to 132
+multiprocessors. Not measured by us."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +46,8 @@ class Work:
     forward_operations: float = 0.0
     backward_operations: float = 0.0
     """Products and all others, launched by Python or by autograd."""
+    hook_seconds: float = 0.0
+    """Python beside the model's own."""
 
 
 def model_flops_per_token(plan: Plan) -> float:
@@ -82,10 +92,14 @@ def step_time_of(step: StepStages) -> StepTime:
 
 
 def _with_transfers(own: float, limit: str, transfers: Transfers | None) -> tuple[float, str]:
-    """The longest of what runs side by side, and then what is waited for; the longest single part is the limit."""
+    """The longest of what runs side by side, and then what is waited for; the longest single part is the limit.
+
+    Collectives take processors and bandwidth from the work they run beside.
+    """
     if transfers is None:
         return own, limit
     together = max(own, *transfers.beside.values()) if transfers.beside else own
+    together += COLLECTIVE_SHARE * min(own, transfers.beside.get("communication", 0.0))
     parts = [(own, limit)]
     parts += [
         (seconds, name) for each in (transfers.beside, transfers.waited) for name, seconds in each.items()
@@ -105,7 +119,17 @@ def forward_work(step: StepStages, block: BlockWork, rates: Rates) -> Work:
         tensor_bytes=step.hidden,
         bytes_in_place=step.weights_read + step.unpacked,
         forward_operations=layers * (block.forward.products + block.forward.operations + step.shape.rows),
+        hook_seconds=layers * _modules(plan) * MODULE_HOOK_SECONDS if _fetches_modules(plan) else 0.0,
     )
+
+
+def _fetches_modules(plan: Plan) -> bool:
+    return uses_deepspeed(plan) and zero_stage(plan) == 3
+
+
+def _modules(plan: Plan) -> int:
+    """With weights of their own, in one block."""
+    return len(plan.model.linears) + plan.model.norms_per_block
 
 
 def loss_work(step: StepStages) -> Work:
@@ -144,6 +168,7 @@ def backward_work(step: StepStages, block: BlockWork, forward: Work) -> Work:
         + (1 + again) * step.unpacked
         + (2 + 2 * isinstance(step.plan.tuning, Lomo)) * step.whole_gradients,
         forward_operations=again * forward.forward_operations,
+        hook_seconds=(1 + again) * forward.hook_seconds,
         backward_operations=layers
         * (block.backward.products + block.backward.operations + 2 * step.shape.rows),
     )
@@ -182,6 +207,7 @@ def _roofline(rates: Rates, work: Work) -> tuple[float, str]:
     launch = (
         work.forward_operations * rates.forward_launch_seconds
         + work.backward_operations * rates.backward_launch_seconds
+        + work.hook_seconds
     )
     parts = {"compute": compute, "memory bandwidth": traffic, "launch": launch}
     if rates.waits_for_launches:

@@ -18,6 +18,9 @@ from fitune.spec.reports import Phase
 
 LINK_EFFICIENCY = 0.75
 """Share of a link's bandwidth that large collectives reach; others report 0.7–0.9 on NVLink. Not measured by us."""
+STAGED_EFFICIENCY = 0.35
+"""Share of PCIe's bandwidth between GeForce cards: their driver has no direct copies, so every byte goes through host
+memory and crosses the bus twice. Half of LINK_EFFICIENCY, and a little less for the copies. Not measured by us."""
 HOST_LINK_EFFICIENCY = 0.8
 """Pinned copies over PCIe; others report 0.75–0.85 of its peak. Not measured by us."""
 COLLECTIVE_SECONDS, HOP_SECONDS = 15e-6, 3e-6
@@ -79,11 +82,12 @@ def exchange_seconds(hardware: Hardware, exchange: Exchange) -> float:
     measured = hardware.calibration.collectives if hardware.calibration is not None else None
     if measured is not None and measured.ranks == exchange.ranks and not exchange.crosses_nodes:
         return exchange.bytes / measured.bandwidth + exchange.calls * measured.start_seconds
-    bandwidth = hardware.gpu.link_bandwidth
+    gpu = hardware.gpu
+    bandwidth = gpu.link_bandwidth * (STAGED_EFFICIENCY if gpu.is_geforce else LINK_EFFICIENCY)
     if exchange.crosses_nodes:
-        bandwidth = min(bandwidth, hardware.internode_bandwidth or ETHERNET)
+        bandwidth = min(bandwidth, LINK_EFFICIENCY * (hardware.internode_bandwidth or ETHERNET))
     latency = COLLECTIVE_SECONDS + HOP_SECONDS * (exchange.ranks - 1)
-    return exchange.bytes / (bandwidth * LINK_EFFICIENCY) + exchange.calls * latency
+    return exchange.bytes / bandwidth + exchange.calls * latency
 
 
 def cpu_adam_seconds(plan: Plan) -> float:

@@ -19,7 +19,6 @@ _COUNT = re.compile(r"^\d+ ?[x×] ?")
 _STAND_IN = "a100-80gb"
 
 
-_WORKSTATION = ("rtx-a", "rtx-6000")
 _OLD_BOARD = 8e9
 """PCIe 3.0 at 8 lanes, bytes/s: what an older desktop board gives each of two cards."""
 
@@ -39,14 +38,13 @@ def hardware_of(row: Row) -> Hardware:
 
 
 def _with_links(row: Row, gpu: Gpu) -> Gpu:
-    """The board that the row describes. GeForce cards reach one another through host memory, twice over PCIe.
-
-    Their driver offers no peer-to-peer copies over PCIe (NCCL then stages through shared memory).
-    """
-    host = _OLD_BOARD if row.says("gpu", "old motherboard") else gpu.host_bandwidth
-    geforce = gpu.name.startswith("rtx-") and not gpu.name.startswith(_WORKSTATION)
-    staged = geforce and gpu.link_bandwidth == gpu.host_bandwidth
-    return replace(gpu, host_bandwidth=host, link_bandwidth=host / 2 if staged else gpu.link_bandwidth)
+    """The board that the row describes."""
+    if not row.says("gpu", "old motherboard"):
+        return gpu
+    own_link = gpu.link_bandwidth > gpu.host_bandwidth
+    return replace(
+        gpu, host_bandwidth=_OLD_BOARD, link_bandwidth=gpu.link_bandwidth if own_link else _OLD_BOARD
+    )
 
 
 def _usual_network(row: Row) -> float:

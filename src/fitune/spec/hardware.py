@@ -34,6 +34,11 @@ class Gpu:
         return self.capability == (0, 0)
 
     @property
+    def is_geforce(self) -> bool:
+        """A card for games: no direct copies between two of them, and a clock above what is rated."""
+        return self.name.startswith("rtx-") and not self.name.startswith(("rtx-a", "rtx-6000"))
+
+    @property
     def has_bf16(self) -> bool:
         return self.bf16_flops > 0
 
