@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fitune.records.beyond import counted_bytes, on_device_bytes, peak_bytes
 from fitune.records.mapping import Case, case_of
 from fitune.records.read import read_records
 from fitune.records.resident import resident_terms
@@ -256,3 +257,26 @@ def test_a_rows_own_remarks_win_over_its_trainers_habits() -> None:
 
 def test_models_split_by_layers_are_given_back() -> None:
     assert "splits a model" in why_not("full-fsdp-two", sharding="device_map=auto")
+
+
+def test_what_an_instrument_counts() -> None:
+    """Allocated, then torch's cache on top, then context and NCCL on top of that; unsaid, what the trainer prints."""
+    told = {
+        kind: counted_bytes(one, allocated_terms(one))
+        for kind in ("allocated", "reserved", "nvml")
+        for one in [case("lora-logits-decide", mem_kind=kind, micro_batch=2)]
+    }
+    assert told["allocated"] < told["reserved"] < told["nvml"]
+    assert told["nvml"] - told["reserved"] == 500 * 2**20  # the context of an Ampere card
+    unsaid = case("lora-logits-decide", mem_kind=None, micro_batch=2)
+    assert counted_bytes(unsaid, allocated_terms(unsaid)) == told["nvml"]
+    printed = case("lora-logits-decide", mem_kind=None, micro_batch=2, source="torchtune")
+    assert counted_bytes(printed, allocated_terms(printed)) == peak_bytes(allocated_terms(printed))
+
+
+def test_a_full_device_gives_its_cache_back_but_not_its_fragments() -> None:
+    """A fifth of a 24 GiB card would be cached; a run that needs the card keeps an eighth of what moves."""
+    tight = case("lora-logits-decide", gpu="RTX4090-24GB", mem_kind="reserved", micro_batch=2)
+    phases = allocated_terms(tight)
+    assert counted_bytes(tight, phases) <= 24564 * 2**20 - 500 * 2**20
+    assert on_device_bytes(tight, phases) < 24564 * 2**20

@@ -25,11 +25,23 @@ def counted_bytes(case: Case, phases: Phases) -> int:
     kind = case.row.words["mem_kind"]
     if "component" in kind:
         return component_sum(phases)
+    match _counter(case):
+        case "allocated":
+            return peak_bytes(phases)
+        case "reserved":
+            return reserved_bytes(case, phases)
+    return reserved_bytes(case, phases) + outside_bytes(case)
+
+
+def _counter(case: Case) -> str:
+    kind = case.row.words["mem_kind"]
     if "alloc" in kind or "active" in kind:
-        return peak_bytes(phases)
+        return "allocated"
     if "reserved" in kind:
-        return reserved_bytes(case, phases)
-    return reserved_bytes(case, phases) + outside_bytes(case)  # nvidia-smi, also where nothing is said
+        return "reserved"
+    if "nvml" in kind or "nvidia-smi" in kind:
+        return "device"
+    return case.habits.counter
 
 
 def peak_bytes(phases: Phases) -> int:

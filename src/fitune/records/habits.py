@@ -1,6 +1,7 @@
 """What trainers do beside the mathematics: what they upcast, materialise and keep. Facts with sources, no fits."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,5 +57,7 @@ class Habits:
     """Instead, under autocast: its cross-entropy runs in fp32."""
     compiled_logits: Logits | None = None
     """Instead, where blocks and loss are compiled."""
+    counter: Literal["allocated", "reserved", "device"] = "device"
+    """What it prints as its memory, where a row does not say; else people read nvidia-smi."""
     missing: str = ""
     """The fact that its tables do not give and that errors are owed to."""

@@ -33,6 +33,7 @@ TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             fp32_stream=False,
             foreach=False,
             expandable_segments=True,
+            counter="allocated",
         ),
     ),
     (
@@ -82,6 +83,7 @@ TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             logits=Logits(per_logit=8, hidden_copies=2, chunks=8, whole=6),
             # compiled, a chunk's logits are let go as soon as its gradient is made
             compiled_logits=Logits(per_logit=6, chunks=8, whole=2),
+            counter="allocated",
         ),
     ),
     (
@@ -96,6 +98,7 @@ TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             expandable_segments=True,
             fp32_shards=True,
             logits=Logits(per_logit=12, hidden_copies=2),
+            counter="reserved",
         ),
     ),
     (
@@ -109,6 +112,7 @@ TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             fused_norms=True,
             fused_mlp=True,
             logits=FAST_LOGITS,
+            counter="reserved",
         ),
     ),
     (
@@ -132,6 +136,7 @@ TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             upcasts_packed=False,
             fp32_stream=False,
             logits=Logits(per_logit=2, hidden_copies=2, whole=4),
+            counter="allocated",
         ),
     ),
     (
@@ -195,6 +200,7 @@ TRAINERS: tuple[tuple[tuple[str, ...], Habits], ...] = (
             source="meta-llama/llama-recipes: FSDP1, AnyPrecision or torch AdamW, PEFT",
             checkpoints_units=False,
             logits=Logits(per_logit=12, hidden_copies=3),
+            counter="allocated",
         ),
     ),
 )
