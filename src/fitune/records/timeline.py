@@ -1,5 +1,7 @@
 """The allocated bytes of a published run, moment by moment: fitune's terms, kept as the run's trainer keeps them."""
 
+from fractions import Fraction
+
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import head_parameters
 from fitune.estimate.shares import base_bytes, uses_fsdp
@@ -18,7 +20,7 @@ from fitune.records.resident import (
     stepped_elements,
     used_at_once,
 )
-from fitune.spec.plan import AdamW, Ddp, Single, trains_every_weight
+from fitune.spec.plan import AdamW, Ddp, trains_every_weight
 from fitune.spec.reports import Phase
 
 
@@ -115,7 +117,7 @@ def _block_moment(case: Case, block: Block, index: int) -> Terms:
     layers = plan.model.num_layers
     later = layers - 1 - index
     before = _gradients_before(case)
-    fresh = gradient_bytes(case) * later // layers
+    fresh = gradient_bytes(case) * later * _share_of_blocks(case) // layers
     recomputed = index < _recomputed(case)
     kept = _kept_terms(case, block, index)
     if recomputed:
@@ -123,7 +125,7 @@ def _block_moment(case: Case, block: Block, index: int) -> Terms:
     last_hidden = case.shape.tokens * plan.model.hidden_size * plan.precision.compute_bytes
     hidden = 0 if uses_fsdp(plan) else 2 * last_hidden  # and its gradient
     return {
-        "gradients": before or fresh,
+        "gradients": before or int(fresh),
         "16-bit copies": _weight_copies(case, blocks=max(1, layers - _recomputed(case))),
         "whole gradients": _whole_root_gradients(case) + block.peak.gradients,
         "recompute inputs": kept["recompute inputs"],
@@ -151,13 +153,24 @@ def _held_input_gradients(case: Case, later: int) -> int:
     return 2 * later * stream_bytes(case)
 
 
+def _share_of_blocks(case: Case) -> Fraction:
+    """Of all trained parameters."""
+    tensors = trained_tensors(case.plan)
+    in_blocks = sum(t.elements * t.count for t in tensors if t.in_block)
+    return Fraction(in_blocks, sum(t.elements * t.count for t in tensors))
+
+
 def _whole_root_gradients(case: Case) -> int:
-    """The head's gradient, whole until the root group is summed at the end of backward; alone it just stays."""
+    """The head's fresh gradient while the blocks go back: FSDP sums it whole at the end, DeepSpeed at once.
+
+    On one device and with DDP it stays, and is counted with the others where those exist already.
+    """
     plan = case.plan
-    if not trains_every_weight(plan.tuning) or used_at_once(case):
+    if not trains_every_weight(plan.tuning) or used_at_once(case) or case.by_deepspeed:
         return 0
-    width = case.storage.gradient if isinstance(plan.sharding, Single) else plan.precision.compute_bytes
-    return head_parameters(plan.model) * width
+    if uses_fsdp(plan):
+        return head_parameters(plan.model) * plan.precision.compute_bytes
+    return 0 if _gradients_before(case) else head_parameters(plan.model) * case.storage.gradient
 
 
 def _update_terms(case: Case) -> Terms:
