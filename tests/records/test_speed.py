@@ -10,7 +10,6 @@ from fitune.estimate.time import predict_step_time
 from fitune.records.mapping import Case, case_of
 from fitune.records.row import row_from
 from fitune.records.speed import (
-    HOOK_SECONDS,
     cast_bytes,
     fused_bytes,
     small_units,
@@ -65,9 +64,8 @@ def test_small_units_by_hand() -> None:
     lora = {"n_gpus": 2, "sharding": "FSDP FULL_SHARD"}
     assert small_units(case("lora-logits-decide", **lora)) == 32 * 2 * 4 * 4
     assert small_units(case("full-fsdp-two")) == 0
-    assert small_units(case("full-fsdp-two", sharding="DeepSpeed ZeRO-3")) == 32 * (7 + 2) * 3
+    assert small_units(case("full-fsdp-two", sharding="DeepSpeed ZeRO-3")) == 0  # the estimate has its hooks
     assert small_units(case("qlora-fsdp-frozen")) == 0  # its fused adapters are left to DDP
-    assert HOOK_SECONDS < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from fitune.estimate.eager import norm_traffic
 from fitune.estimate.quantised import base_of, is_quantised
 from fitune.estimate.rates import rates_of
-from fitune.estimate.shares import uses_deepspeed, uses_fsdp, zero_stage
-from fitune.estimate.time import predict_step_time
+from fitune.estimate.shares import uses_fsdp
+from fitune.estimate.time import MODULE_HOOK_SECONDS, predict_step_time
 from fitune.records.block import stream_is_fp32
 from fitune.records.mapping import Case
 from fitune.spec.model import Linear
@@ -17,11 +17,6 @@ UNPACKED_IN_TORCH = 20
 read, cut to int8, masked, less its zero point, times its scale (auto_gptq qlinear_cuda_old.py, no exllama)."""
 
 
-HOOK_SECONDS = 4e-4
-"""Python hooks and launch of one unit's gather or sum, where units are too small to hide it. By an aggregate of
-published runs: as much per adapter matrix under FSDP1 as per module under DeepSpeed's ZeRO-3. Not measured by us."""
-
-
 def tokens_per_second(case: Case) -> float:
     """Of one device: tokens of a step over its seconds."""
     accumulation = case.plan.batch.accumulation
@@ -31,7 +26,7 @@ def tokens_per_second(case: Case) -> float:
         bandwidth = rates_of(case.plan.hardware, case.plan.precision).in_place_bandwidth
         per_token = passes_bytes(case, fused_bytes(case)) + passes_bytes(case, cast_bytes(case))
         seconds += (tokens * per_token + accumulation * unpacking_bytes(case)) / bandwidth
-        seconds += accumulation * small_units(case) * HOOK_SECONDS
+        seconds += accumulation * small_units(case) * MODULE_HOOK_SECONDS
     return tokens / seconds
 
 
@@ -92,15 +87,13 @@ def _stream_bytes(case: Case) -> tuple[float, float]:
 
 
 def small_units(case: Case) -> float:
-    """Gathers and sums of small units in one micro-batch.
+    """Gathers and sums of units too small to hide Python's hooks, in one micro-batch: as long as DeepSpeed's.
 
     FSDP1 by PEFT's wrapping policy: each adapter matrix is a unit: gathered forward, again, and back, then summed;
-    fms-acceleration's fused adapters on packed bases are left to DDP instead. ZeRO-3: each module in each pass.
+    fms-acceleration's fused adapters on packed bases are left to DDP instead.
     """
     plan, model = case.plan, case.plan.model
     again = min(plan.recompute.blocks, model.num_layers) / model.num_layers
-    if uses_deepspeed(plan) and zero_stage(plan) == 3:
-        return model.num_layers * (len(model.linears) + model.norms_per_block) * (2 + again)
     by_leaf = uses_fsdp(plan) and not case.habits.own_fsdp and case.habits.checkpoints_units
     if not by_leaf or ("foak" in case.row.remarks and not isinstance(base_of(plan), Dense)):
         return 0.0
