@@ -129,7 +129,7 @@ def measured_peaks(plan: Plan, rows: Rows) -> dict[Phase, int]:
         prepared.engine.update(learning_rate=1e-4, enter_phase=enter)
 
     step(lambda phase: None)  # optimizer states appear
-    tracker = LiveTensors(prepared.resident_tensors())
+    tracker = LiveTensors(prepared.resident_tensors(), prepared.host)
     with tracker:
         step(tracker.enter)
     return tracker.peaks

@@ -45,7 +45,9 @@ LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj",)}
         ({"optimizer": AdamW8bit()}, "optimizer AdamW8bit"),
         ({"sharding": Ddp()}, "sharding DDP"),
         ({"sharding": Zero(stage=3, backend="fsdp")}, r"sharding ZeRO-3 \(fsdp\)"),
-        ({"offload": Offload(optimizer="cpu")}, "offload"),
+        ({"offload": Offload(parameters="cpu")}, "offload of parameters to cpu"),
+        ({"offload": Offload(optimizer="nvme")}, "offload of optimizer to nvme"),
+        ({"offload": Offload(activations="nvme")}, "offload of activations to nvme"),
     ],
 )
 def test_what_is_not_in_this_version_is_named(any_plan, choice, named):

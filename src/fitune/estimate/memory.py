@@ -57,10 +57,14 @@ def _forward_terms(step: StepStages) -> Terms:
         ),
         "gathered weights": step.buffers.loss,
     }
+    last = layers - 1
+    leaving_beside = step.block(last).kept if step.activations_leave and last >= step.recomputed else 0
     in_the_last_block: Terms = {
-        "activations": step.kept_before(layers - 1),
-        "recompute inputs": step.inputs_before(layers),
-        "temporaries": step.other_block.forward,
+        "activations": step.kept_before(last) + leaving_beside,
+        "recompute inputs": step.inputs_before(last) + step.own_input(last),
+        "temporaries": 3 * step.hidden
+        if leaving_beside
+        else step.other_block.forward,  # residual, output, their sum
         "gathered weights": step.buffers.forward,
     }
     at_the_start: Terms = {"temporaries": step.hidden, "gathered weights": step.buffers.start}
@@ -133,7 +137,7 @@ def _backward_terms(step: StepStages) -> Terms:
     """
     layers, split = step.num_layers, step.recomputed
     summed_from = layers - 2 if step.buffers.reduce else 0  # the first block that has sums beside it
-    ends = {0, 1, split - 1, split, split + 1, summed_from, layers - 1} & set(range(layers))
+    ends = {0, 1, split - 1, split, split + 1, split + 2, summed_from, layers - 1} & set(range(layers))
     moments = [
         _head_used_moment(step),
         _final_norm_moment(step),
@@ -186,7 +190,7 @@ def _block_moment(step: StepStages, index: int) -> Terms:
     return {
         "gradients": resting + waiting + peak.gradients,
         "activations": _kept_around(step, index) + kept,
-        "recompute inputs": step.inputs_before(step.num_layers if goes_back_twice(step.plan) else index + 1),
+        "recompute inputs": _inputs_around(step, index),
         "temporaries": peak.temporaries,
         "gathered weights": step.gathered_in_backward(index),
         "reduce buffers": step.buffers.buckets + (step.buffers.reduce if later else 0),
@@ -195,10 +199,17 @@ def _block_moment(step: StepStages, index: int) -> Terms:
 
 def _kept_around(step: StepStages, index: int) -> int:
     """What other blocks keep while ``index`` goes back: those before it, or all where backward runs a second time."""
-    if not goes_back_twice(step.plan):
+    if not goes_back_twice(step.plan) or step.activations_leave:
         return step.kept_before(index)
     own = 0 if index < step.recomputed else step.block(index).peak.kept
     return step.kept_before(step.num_layers) + step.final_norm.kept - own
+
+
+def _inputs_around(step: StepStages, index: int) -> int:
+    """The same of the recomputed ones' inputs, block ``index``'s own among them."""
+    if not goes_back_twice(step.plan) or step.activations_leave:
+        return step.inputs_before(index) + step.own_input(index)
+    return step.inputs_before(step.num_layers)
 
 
 def _embedding_moment(step: StepStages) -> Terms:

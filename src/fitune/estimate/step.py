@@ -29,9 +29,6 @@ from fitune.spec.shape import BatchShape
 
 Terms = dict[str, int]
 
-IN_FLIGHT = 2
-"""Blocks whose offloaded activations are on the device: one leaving or arriving, one at work."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStages:
@@ -116,16 +113,26 @@ class StepStages:
         return self.first_block if index == 0 else self.other_block
 
     def kept_before(self, index: int) -> int:
-        """What the blocks 0…index−1 keep that do not recompute."""
+        """What the blocks 0…index−1 keep that do not recompute.
+
+        When activations leave, only block index−1's is still or already on the device: models/leaving.py.
+        """
+        if self.activations_leave:
+            return self.block(index - 1).kept if index > self.recomputed else 0
         kept = max(0, index - self.recomputed) * self.other_block.kept
         if index > 0 and self.recomputed == 0:
             kept += self.first_block.kept - self.other_block.kept
-        return min(kept, IN_FLIGHT * self.other_block.kept) if self.activations_leave else kept
+        return kept
 
     def inputs_before(self, index: int) -> int:
-        """The inputs that the recomputed ones of blocks 0…index−1 keep."""
-        kept = min(index, self.recomputed)
-        return (min(kept, IN_FLIGHT) if self.activations_leave else kept) * self.hidden
+        """The inputs that the recomputed ones of blocks 0…index−1 keep; of the last alone when they leave."""
+        if self.activations_leave:
+            return self.hidden if 0 < index <= self.recomputed else 0
+        return min(index, self.recomputed) * self.hidden
+
+    def own_input(self, index: int) -> int:
+        """The input that block ``index`` keeps when it recomputes."""
+        return self.hidden if index < self.recomputed else 0
 
     @property
     def activations_leave(self) -> bool:

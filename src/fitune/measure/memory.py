@@ -19,13 +19,21 @@ from torch.utils._pytree import tree_leaves
 from fitune.spec.reports import Phase
 
 
+class OtherMemory(Protocol):
+    """Where tensors are that the device does not hold, although a CPU has them in the same chips."""
+
+    def claims(self, tensor: Tensor) -> bool: ...
+
+
 class MemoryMeter(Protocol):
     """Measures the steps it is opened for; ``enter`` is told of every change of phase."""
 
     kind: Literal["live tensors", "cuda allocated"]
 
-    def measuring(self, alive: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
-        """Measure what runs inside. ``alive`` lists the tensors that exist before."""
+    def measuring(
+        self, alive: Callable[[], Iterable[Tensor]], host: OtherMemory | None = None
+    ) -> AbstractContextManager[None]:
+        """Measure what runs inside. ``alive`` lists the tensors that exist before; the ``host``'s do not count."""
         ...
 
     def enter(self, phase: Phase) -> None: ...
@@ -38,11 +46,13 @@ class MemoryMeter(Protocol):
 class LiveTensors(TorchDispatchMode):
     """Bytes of all tensor storages alive, by phase. ``alive`` are those that existed before.
 
-    Views share a storage and count once; a storage ends when Python and autograd have let go of it.
+    Views share a storage and count once; a storage ends when Python and autograd have let go of it. Those that
+    ``host`` claims are not counted.
     """
 
-    def __init__(self, alive: Iterable[Tensor]) -> None:
+    def __init__(self, alive: Iterable[Tensor], host: OtherMemory | None = None) -> None:
         super().__init__()
+        self._host = host
         self.peaks: dict[Phase, int] = {}
         self.phase = Phase.READY
         self.current_bytes = 0
@@ -69,6 +79,8 @@ class LiveTensors(TorchDispatchMode):
         size = storage.nbytes()
         if key in self._sizes or size == 0:
             return
+        if self._host is not None and self._host.claims(tensor):
+            return
         self._sizes[key] = size
         self.current_bytes += size
         weakref.finalize(storage, self._remove, key)
@@ -90,8 +102,10 @@ class CpuMeter:
         self._peaks: dict[Phase, int] = {}
 
     @contextmanager
-    def measuring(self, alive: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        self._tracker = LiveTensors(alive())
+    def measuring(
+        self, alive: Callable[[], Iterable[Tensor]], host: OtherMemory | None = None
+    ) -> Iterator[None]:
+        self._tracker = LiveTensors(alive(), host)
         with self._tracker:
             yield
         self._peaks = self._tracker.peaks
@@ -117,7 +131,9 @@ class CudaMeter:
         self._peaks: dict[Phase, int] = {}
 
     @contextmanager
-    def measuring(self, alive: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+    def measuring(
+        self, alive: Callable[[], Iterable[Tensor]], host: OtherMemory | None = None
+    ) -> Iterator[None]:
         self._phase = Phase.READY
         torch.cuda.reset_peak_memory_stats(self.device)
         yield

@@ -50,7 +50,7 @@ def cheapest_blocks(bytes_of: BytesOf, counts: range) -> int:
 def _lowest(bytes_of: BytesOf, counts: range) -> int:
     """Where the bytes stop falling, by bisection of the slope; the first count is looked at elsewhere.
 
-    Offloaded activations hold the bytes level until two blocks are left, then they fall: level ground goes on.
+    Offloaded activations hold the bytes level until the last block alone is left, then they fall: level ground goes on.
     """
     low, high = min(counts[0] + 1, counts[-1]), counts[-1]
     while low < high:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fitune.measure.memory import LiveTensors
+from fitune.measure.memory import LiveTensors, OtherMemory
 from fitune.rehearse.events import Allocated, Entered, Freed, ParameterKey, Reached, Trace
 from fitune.rehearse.stand_ins import StandIns
 from fitune.spec.reports import Phase
@@ -16,13 +16,18 @@ from fitune.spec.reports import Phase
 class Recorder(LiveTensors):
     """LiveTensors that also writes down what happened, and answers what a fake tensor cannot (StandIns)."""
 
-    def __init__(self, resident: Mapping[str, Iterable[Tensor]], stand_ins: StandIns) -> None:
+    def __init__(
+        self,
+        resident: Mapping[str, Iterable[Tensor]],
+        stand_ins: StandIns,
+        host: OtherMemory | None = None,
+    ) -> None:
         self.trace = Trace()
         self._numbers = itertools.count()
         self._serials: dict[int, int] = {}
         self._stand_ins = stand_ins
         self._kind: str | None = None
-        super().__init__(())
+        super().__init__((), host)
         self.trace.events.clear()
         for self._kind, tensors in resident.items():
             for tensor in tensors:

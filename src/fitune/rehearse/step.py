@@ -101,7 +101,9 @@ def _recording(
         "optimizer": list(engine.state().tensors.values()),
         "batch": list(stream.tensors()),
     }
-    recorder = Recorder(resident, StandIns(gpu=plan.hardware.gpu, supervised_tokens=supervised))
+    recorder = Recorder(
+        resident, StandIns(gpu=plan.hardware.gpu, supervised_tokens=supervised), prepared.host
+    )
     recorder.mark_blocks(prepared.model.blocks)
 
     def run_passes() -> None:

@@ -46,7 +46,11 @@ def train(
         batch = loader.batch_at(state)
         started = time.perf_counter()
         rate = learning_rate(plan.schedule, step=step, total=total)
-        measured = meter.measuring(prepared.resident_tensors) if step in measured_steps else nullcontext()
+        measured = (
+            meter.measuring(prepared.resident_tensors, prepared.host)
+            if step in measured_steps
+            else nullcontext()
+        )
         with measured:
             loss, update = _one_step(prepared.engine, batch, rate, enter_phase)
         seconds = time.perf_counter() - started

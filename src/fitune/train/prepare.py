@@ -14,11 +14,13 @@ from fitune.engine.protocol import Engine
 from fitune.errors import HardwareError
 from fitune.models.adapters import add_adapters
 from fitune.models.attention import use_attention
+from fitune.models.host import HostMemory
 from fitune.models.language_model import LanguageModel, blocks_of, language_model
+from fitune.models.offload import offload_blocks
 from fitune.models.quantize import quantise_linears
 from fitune.models.recompute import recompute_blocks
 from fitune.models.weights import compute_dtype, load_model
-from fitune.spec.plan import Dense, Full, Hqq, Lomo, Lora, Nf4, Plan
+from fitune.spec.plan import Dense, Full, Hqq, Lomo, Lora, Nf4, Offload, Plan
 from fitune.train.supported import require_supported
 
 
@@ -28,6 +30,8 @@ class Prepared:
 
     model: LanguageModel
     engine: Engine
+    host: HostMemory | None = None
+    """Where the plan's offloaded tensors wait; None: nothing leaves the device."""
 
     def resident_tensors(self) -> Iterator[Tensor]:
         """Everything that stays in memory between two steps."""
@@ -52,8 +56,11 @@ def prepare_loaded(model: PreTrainedModel, plan: Plan) -> Prepared:
     whole = _tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
     parts = language_model(whole, plan.loss)
     recompute_blocks(parts.blocks, plan.recompute, has_dropout=_has_dropout(parts))
+    host = None if plan.offload == Offload() else HostMemory(parts.device)
+    if host is not None:
+        offload_blocks(parts.blocks, plan.offload, host)  # after recompute: what leaves is what is kept
     whole.train()
-    return Prepared(model=parts, engine=engine_for(plan, parts, parts.trained))
+    return Prepared(model=parts, engine=engine_for(plan, parts, parts.trained), host=host)
 
 
 def engine_for(plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter]) -> Engine:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fitune.errors import RecipeError
-from fitune.spec.plan import AdamW8bit, Ddp, Lomo, Lora, Offload, Plan, Precision, Sgd, Zero
+from fitune.spec.plan import AdamW8bit, ClipByNorm, Ddp, Lomo, Lora, Plan, Precision, Sgd, Zero
 
 
 def require_supported(plan: Plan) -> None:
@@ -40,5 +40,23 @@ def _missing(plan: Plan) -> Iterator[str]:
             yield "sharding DDP"
         case Zero(stage=stage, backend=backend):
             yield f"sharding ZeRO-{stage} ({backend})"
-    if plan.offload != Offload():
-        yield "offload"
+    yield from _missing_of_offload(plan)
+
+
+def _missing_of_offload(plan: Plan) -> Iterator[str]:
+    offload = plan.offload
+    named = {"parameters": offload.parameters, "optimizer": offload.optimizer}
+    yield from (f"offload of {what} to {place}" for what, place in named.items() if place != "device")
+    if offload.activations == "nvme":
+        yield "offload of activations to nvme"
+    if (
+        offload.activations != "device"
+        and isinstance(plan.tuning, Lomo)
+        and _goes_back_twice(plan.tuning, plan)
+    ):
+        yield "offload of activations that backward reads twice (LOMO clipping by norm, or in fp16)"
+
+
+def _goes_back_twice(lomo: Lomo, plan: Plan) -> bool:
+    by_norm = isinstance(lomo.clip, ClipByNorm) and lomo.clip.max_norm > 0
+    return by_norm or plan.precision is Precision.FP16

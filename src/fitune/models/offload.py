@@ -1,0 +1,109 @@
+"""Blocks whose weights or activations wait on the host while other blocks work.
+
+Every place is told when a block begins and ends, forward and backward, and is asked for whatever autograd wants to
+keep of it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from fitune.models.host import HostMemory
+from fitune.models.leaving import LeavingActivations
+from fitune.spec.plan import Offload
+
+
+class Kept(Protocol):
+    """What stands in autograd's graph for a tensor that is elsewhere."""
+
+    def back(self) -> Tensor: ...
+
+
+class Place(Protocol):
+    """Something of every block that is on the device only around its turn."""
+
+    def begins(self, block: int, *, shared: set[int]) -> None:
+        """Before forward; ``shared`` are the storages that other blocks read too."""
+        ...
+
+    def ends(self, block: int) -> None: ...
+
+    def goes_back(self, block: int) -> None:
+        """Before backward."""
+        ...
+
+    def is_through(self) -> None:
+        """After the backward of all blocks."""
+        ...
+
+    def keep(self, tensor: Tensor) -> Kept | None:
+        """What autograd shall keep in place of ``tensor``; None: it is none of this place's."""
+        ...
+
+
+def offload_blocks(blocks: nn.ModuleList, offload: Offload, host: HostMemory) -> None:
+    """Give each kind of tensor that leaves the device its place on the host."""
+    places: list[Place] = []
+    if offload.activations == "cpu":
+        places.append(LeavingActivations(blocks, host))
+    if places:
+        for index, block in enumerate(blocks):
+            block.forward = _placed(block.forward, index, places)  # type: ignore[method-assign]
+        before_backward(blocks, lambda index: [place.goes_back(index) for place in places])
+
+
+def before_backward(blocks: Sequence[nn.Module], call: Callable[[int], Any]) -> None:
+    """From now on ``call(index)`` when backward reaches a block: the gradient of its output is there."""
+    for index, block in enumerate(blocks):
+        block.register_forward_hook(_calling(call, index))
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Once, when the backward that is running is through."""
+    Variable._execution_engine.queue_callback(call)  # type: ignore[no-untyped-call]
+
+
+def _calling(call: Callable[[int], Any], index: int) -> Callable[..., None]:
+    def reached(_gradient: Tensor) -> None:
+        call(index)
+
+    def watch_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(reached)
+
+    return watch_output
+
+
+def _placed(forward: Callable[..., Any], index: int, places: Sequence[Place]) -> Callable[..., Any]:
+    def pack(tensor: Tensor) -> Tensor | Kept:
+        found = (kept for place in places if (kept := place.keep(tensor)) is not None)
+        return next(found, tensor)
+
+    def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        shared = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for place in places:
+            place.begins(index, shared=shared)
+        if torch.is_grad_enabled():
+            with saved_tensors_hooks(pack, _unpack):
+                output = forward(hidden, *args, **kwargs)
+        else:
+            output = forward(hidden, *args, **kwargs)
+        for place in places:
+            place.ends(index)
+        return output
+
+    return run
+
+
+def _unpack(kept: Tensor | Kept) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.back()
+
+
+def storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
