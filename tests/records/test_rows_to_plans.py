@@ -280,3 +280,13 @@ def test_a_full_device_gives_its_cache_back_but_not_its_fragments() -> None:
     phases = allocated_terms(tight)
     assert counted_bytes(tight, phases) <= 24564 * 2**20 - 500 * 2**20
     assert on_device_bytes(tight, phases) < 24564 * 2**20
+
+
+def test_fused_attention_writes_no_scores_for_windows_nor_for_falcon() -> None:
+    """At 16k tokens Mistral's window of 4096 cuts; flash attention takes the window without a mask."""
+    long = allocated_terms(case("lora-logits-decide", seq_len=16384, micro_batch=1))[Phase.BACKWARD]
+    short = allocated_terms(case("lora-logits-decide", seq_len=4096, micro_batch=4))[Phase.BACKWARD]
+    assert long["activations"] == short["activations"]
+    falcon = {"model": "tiiuae/falcon-7b", "params_b": 7.22, "layers": 32, "hidden": 4544, "vocab": 65024}
+    several = case("full-one-device", **falcon, seq_len=2048, micro_batch=8)
+    assert max(sum(terms.values()) for terms in allocated_terms(several).values()) < 120 * 2**30

@@ -60,7 +60,7 @@ def test_words_unpacked_in_torch_by_hand() -> None:
 
 
 def test_small_units_by_hand() -> None:
-    """32 blocks, four adapted linears, two matrices each, gathered 3 times and summed; ZeRO-3: 7 linears, 2 norms."""
+    """32 blocks, four adapted linears, two matrices each, gathered 3 times and summed."""
     lora = {"n_gpus": 2, "sharding": "FSDP FULL_SHARD"}
     assert small_units(case("lora-logits-decide", **lora)) == 32 * 2 * 4 * 4
     assert small_units(case("full-fsdp-two")) == 0

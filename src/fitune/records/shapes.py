@@ -29,7 +29,15 @@ def model_of(row: Row) -> ModelSpec:
         raise Unrepresented(
             f"{row.model}: its shapes make {parameters:.2f} B parameters, the row says {row.params_b:.2f} B"
         )
-    return _with_separate_experts(spec)
+    return _as_others_run_it(_with_separate_experts(spec), row)
+
+
+def _as_others_run_it(spec: ModelSpec, row: Row) -> ModelSpec:
+    """Fused attention over batches, where ours has a stream: windows take no mask there, and Falcon one row each."""
+    if row.says("attention", "eager", "math"):
+        return spec
+    plain = "mpt" if spec.model_type == "falcon" else spec.model_type
+    return replace(spec, sliding_window=0, model_type=plain)
 
 
 def _known(row: Row) -> ModelSpec | None:
