@@ -8,7 +8,7 @@ from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.plan import Precision
 
 PRODUCT_EFFICIENCY = {
-    (7, 0): 0.72, (7, 5): 0.60, (8, 0): 0.78, (8, 6): 0.80, (8, 9): 0.65, (9, 0): 0.60, (10, 0): 0.60, (12, 0): 0.80,
+    (7, 0): 0.72, (7, 5): 0.45, (8, 0): 0.78, (8, 6): 0.80, (8, 9): 0.60, (9, 0): 0.60, (10, 0): 0.60, (12, 0): 0.80,
 }  # fmt: skip
 """Share of the dense peak that large 16-bit products reach, by compute capability: an aggregate of published runs for
 A100 and H100 (whose clock falls under load), a guess between them for the others. T4 and L4 are held back by 70 W."""
@@ -17,10 +17,12 @@ GEFORCE_EFFICIENCY = 1.0
 PRODUCT_START_SECONDS = 4e-6
 """Filling and draining the device, each product. Not measured by us."""
 ATTENTION_EFFICIENCY = {
-    (7, 0): 0.35, (7, 5): 0.35, (8, 0): 0.60, (8, 6): 0.60, (8, 9): 0.55, (9, 0): 0.38, (10, 0): 0.35, (12, 0): 0.60,
+    (7, 0): 0.35, (7, 5): 0.35, (8, 0): 0.60, (8, 6): 0.70, (8, 9): 0.70, (9, 0): 0.38, (10, 0): 0.35, (12, 0): 0.70,
 }  # fmt: skip
 """The same of fused attention on long rows, forward and backward together: 0.6 on A100 (Dao 2023, arXiv 2307.08691);
-the same kernels reach 0.35–0.4 on H100 (Shah et al. 2024, arXiv 2407.08608). Others are guesses."""
+the same kernels reach 0.35–0.4 on H100 (Shah et al. 2024, arXiv 2407.08608). Others are guesses: more
+where tensor cores are slow beside the units that take exponentials (consumer Ampere and Ada), less where there is no
+FlashAttention-2."""
 ATTENTION_ROW_TOKENS = 512
 """Rows of 512 tokens reach half of that rate, of 2,048 four fifths (Dao 2023, its plots over the length of rows)."""
 CPU_ATTENTION_EFFICIENCY, CPU_ATTENTION_ROW_TOKENS = 0.5, 64
