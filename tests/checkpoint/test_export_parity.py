@@ -171,7 +171,7 @@ def test_adapters_on_fused_experts_are_not_merged(tmp_path):
     model = get_peft_model(
         tiny_model("mixtral"), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     )
-    with pytest.raises(CheckpointError, match=r"only plain LoRA on a linear"):
+    with pytest.raises(CheckpointError, match=r"only LoRA and DoRA on a linear"):
         export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
 
 

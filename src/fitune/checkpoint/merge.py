@@ -13,10 +13,12 @@ from fitune.models.quantised_linear import QuantisedLinear
 def merged_weights(model: PeftModel) -> dict[str, Tensor]:
     """The base's state dict, with W + scaling · B A in place of every adapted W, under the base's names.
 
+    DoRA's rows are then scaled to the length that it trained (Liu et al. 2024, arXiv 2402.09353, eq. 5).
+
     Merged matrices are new and on the host, one after the other, so the device holds one update at a time;
     everything else is the model's own storage, tied weights included. The sum is made in fp32 and rounded
     once to the type of W. (Merging in place and subtracting again would not give W back bit for bit.)
-    Raises CheckpointError for a quantised base and for adapters that are not plain LoRA.
+    Raises CheckpointError for a quantised base and for adapters that are neither LoRA nor DoRA.
     """
     refuse_quantised_base(model)
     base, adapter = model.get_base_model(), model.active_adapter
@@ -61,12 +63,13 @@ def _adapted_layers(base: nn.Module) -> list[tuple[str, LoraLayer]]:
 def _require_plain_lora(name: str, layer: LoraLayer) -> None:
     if (
         not isinstance(layer, LoraLinear)
-        or layer.lora_variant
+        or set(layer.lora_variant) - set(layer.lora_magnitude_vector)
         or any(layer.lora_bias.values())
         or layer.merged
     ):
         raise CheckpointError(
-            f"{name}: only plain LoRA on a linear, not merged yet, can be merged here", hint="export: adapter"
+            f"{name}: only LoRA and DoRA on a linear, not merged yet, can be merged here",
+            hint="export: adapter",
         )
 
 
@@ -77,4 +80,8 @@ def _merged(layer: LoraLayer, adapter: str) -> Tensor:
     update *= layer.scaling[adapter]
     if layer.fan_in_fan_out:  # GPT-2 keeps its weights transposed
         update = update.T
-    return (weight.float() + update).to(dtype=weight.dtype, device="cpu")
+    update += weight
+    if adapter in layer.lora_magnitude_vector:
+        lengths = torch.linalg.vector_norm(update, dim=0 if layer.fan_in_fan_out else 1, keepdim=True)
+        update *= layer.lora_magnitude_vector[adapter].weight.float().view_as(lengths) / lengths
+    return update.to(dtype=weight.dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""torch's fused optimizers over the trained weights, or over their fp32 masters.
+"""torch's fused optimizers, or 8-bit AdamW, over the trained weights or over their fp32 masters.
 
 Fused on purpose: the foreach variants allocate about as much again as all trained parameters.
 """
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fitune.spec.plan import AdamW, Optimizer, Sgd
+from fitune.engine.eight_bit import EightBitAdamW
+from fitune.spec.plan import AdamW, AdamW8bit, Optimizer, Sgd
 
 MASTER_BUCKET_BYTES = 64 * 1024**2
 """fp32 gradients exist for at most this many bytes of masters at a time (or for one parameter)."""
@@ -111,6 +112,8 @@ def build_torch_optimizer(parameters: Mapping[str, Parameter], optimizer: Optimi
             return torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=eps, fused=True)
         case Sgd(momentum=momentum):
             return torch.optim.SGD(groups, lr=0.0, momentum=momentum, fused=True)
+        case AdamW8bit(beta1=beta1, beta2=beta2, eps=eps):
+            return EightBitAdamW(groups, betas=(beta1, beta2), eps=eps)
 
 
 def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

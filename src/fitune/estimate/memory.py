@@ -62,9 +62,9 @@ def _forward_terms(step: StepStages) -> Terms:
     in_the_last_block: Terms = {
         "activations": step.kept_before(last) + leaving_beside,
         "recompute inputs": step.inputs_before(last) + step.own_input(last),
-        "temporaries": 3 * step.hidden
+        "temporaries": 3 * step.hidden  # residual, output, their sum
         if leaving_beside
-        else step.other_block.forward,  # residual, output, their sum
+        else max(step.other_block.forward, 0 if last < step.recomputed else step.other_block.building),
         "gathered weights": step.buffers.forward,
     }
     at_the_start: Terms = {"temporaries": step.hidden, "gathered weights": step.buffers.start}

@@ -79,10 +79,11 @@ def linears_stage(
     e = site.element_bytes
     mask_bytes = e if site.plan.hardware.gpu.is_cpu else 1
     sizes = [linear.parameters for linear in linears]
-    whole = _whole_weight_bytes(site, linears)
+    whole, unpacked = _whole_weight_bytes(site, linears), _unpacked_bytes(site, linears)
     match site.plan.tuning:
         case Lora(rank=rank, dropout=dropout, dora=dora):
             adapted = site.adapted(linears)
+            again = max(again, _unpacked_bytes(site, linears, input_kept=True) if dora else 0)
             sizes = [rank * (m.in_features + m.out_features) + m.out_features * dora for m in adapted]
             kept += sum(
                 activations.dora_kept(tokens=site.shape.tokens, out_features=m.out_features, element_bytes=e)
@@ -99,7 +100,7 @@ def linears_stage(
     return Stage(
         name=name,
         kept=kept,
-        forward=max(forward, _unpacked_bytes(site, linears)),
+        forward=max(forward, unpacked),
         backward=backward + whole,
         again=again,
         gradients=sum(sizes) * e,
@@ -120,19 +121,24 @@ def _whole_weight_bytes(site: Site, linears: Sequence[Linear]) -> int:
     )
 
 
-def _unpacked_bytes(site: Site, linears: Sequence[Linear]) -> int:
-    """The worst product of the stage with a packed weight, or the worst norm that DoRA takes."""
+def _unpacked_bytes(site: Site, linears: Sequence[Linear], *, input_kept: bool = False) -> int:
+    """The worst product of the stage with a packed weight, or the worst norm that DoRA takes.
+
+    ``input_kept``: the input is counted with what the stage before keeps.
+    """
     packed, adapted = site.quantised(linears), site.adapted(linears)
     dora = isinstance(site.plan.tuning, Lora) and site.plan.tuning.dora
-    counted = [(m, int(m in packed) + (3 if dora and m in adapted else 0)) for m in linears]
+    input_bytes = site.shape.tokens * site.element_bytes * input_kept
     return max(
         (
             transient.unpacked_linear_working(
                 tokens=site.shape.tokens, hidden=site.model.hidden_size, in_features=m.in_features,
-                out_features=m.out_features, element_bytes=site.element_bytes, matrices=matrices,
+                out_features=m.out_features, element_bytes=site.element_bytes, packed=m in packed,
+                dora=dora and m in adapted,
             )
-            for m, matrices in counted
-            if matrices
+            - input_bytes * m.in_features
+            for m in linears
+            if m in packed or (dora and m in adapted)
         ),
         default=0,
     )  # fmt: skip

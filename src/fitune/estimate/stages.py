@@ -47,6 +47,8 @@ class Block:
     gradients: int
     forward: int
     """The worst moment of its forward when nothing is kept."""
+    building: int
+    """The worst moment of its forward while what autograd keeps piles up."""
     peak: BackwardPeak
     recomputed_peak: BackwardPeak
     """The same when it first runs again."""
@@ -59,6 +61,7 @@ def block_of(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
         gradients=sum(stage.gradients for stage in stages),
         forward=max(stage.forward for stage in stages),
         peak=peak,
+        building=_running_again(stages).total,
         recomputed_peak=max(peak, _running_again(stages), key=lambda moment: moment.total),
     )
 

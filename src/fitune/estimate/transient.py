@@ -185,14 +185,23 @@ def expert_outputs_backward(*, tokens: int, chosen: int, hidden: int, width: int
 
 
 def unpacked_linear_working(
-    *, tokens: int, hidden: int, in_features: int, out_features: int, element_bytes: int, matrices: int
+    *,
+    tokens: int,
+    hidden: int,
+    in_features: int,
+    out_features: int,
+    element_bytes: int,
+    packed: bool,
+    dora: bool,
 ) -> int:
-    """e·out·in·matrices + t · e · (h + in + out): a frozen weight made whole, beside residual, input and output.
+    """e · (out·in·matrices [+ in²]) + t · e · (h + in + out): a frozen weight whole, beside residual, input, output.
 
     ``matrices`` is 1 while a packed weight is multiplied, and 3 (4 when packed) with DoRA, which forms B·A, its
-    scaled copy and their sum with the weight to take the norms of the rows (peft.tuners.lora.dora, get_weight_norm).
+    scaled copy and their sum with the weight to take the norms of the rows; B·A it makes by sending an identity
+    matrix, in × in, through both (peft.tuners.lora.dora, get_lora_weight and get_weight_norm).
     """
-    whole = matrices * in_features * out_features
+    matrices = int(packed) + (3 if dora else 0)
+    whole = matrices * in_features * out_features + (in_features**2 if dora else 0)
     return element_bytes * (whole + tokens * (hidden + in_features + out_features))
 
 

@@ -24,11 +24,13 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
         fan_in_fan_out=_stores_weights_transposed(model, lora.targets),
+        use_dora=lora.dora,
         bias="none",
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(seed)
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with torch.no_grad():  # DoRA computes its first norms from parameters; no graph may hold on to them
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fitune.errors import RecipeError
-from fitune.spec.plan import AdamW8bit, ClipByNorm, Ddp, Lomo, Lora, Plan, Precision, Sgd, Zero
+from fitune.spec.plan import ClipByNorm, Ddp, Lomo, Plan, Precision, Sgd, Zero
 
 
 def require_supported(plan: Plan) -> None:
@@ -12,7 +12,7 @@ def require_supported(plan: Plan) -> None:
     if missing:
         raise RecipeError(
             f"the plan asks for what this version cannot train yet: {', '.join(missing)}",
-            hint="full fine-tuning, LOMO, AdaLomo, or LoRA on a dense, NF4 or HQQ base, AdamW or SGD, on one device",
+            hint="full fine-tuning, LOMO, AdaLomo, or LoRA on a dense, NF4 or HQQ base, on one device",
         )
 
 
@@ -31,10 +31,6 @@ def _missing(plan: Plan) -> Iterator[str]:
             yield f"{name} with gradients of several micro-batches (it keeps none: accumulation 1)"
         if not isinstance(plan.optimizer, Sgd) or plan.optimizer.momentum:
             yield f"{name} with another optimizer (its update is its own: Sgd())"
-    if isinstance(tuning, Lora) and tuning.dora:
-        yield "DoRA"
-    if isinstance(plan.optimizer, AdamW8bit):
-        yield "optimizer AdamW8bit"
     match plan.sharding:
         case Ddp():
             yield "sharding DDP"

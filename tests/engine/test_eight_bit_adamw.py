@@ -1,0 +1,97 @@
+"""8-bit AdamW is bitsandbytes' own bit for bit, remembers in tensors alone, and names its extra."""
+
+import sys
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from fitune.engine.eight_bit import EightBitAdamW
+from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer
+from fitune.errors import MissingExtra
+from fitune.spec.plan import AdamW, AdamW8bit
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+
+CHOICE = AdamW8bit(beta2=0.99, weight_decay=0.1)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, Parameter]:
+    """A matrix of several blocks and a rest, a small matrix and a vector."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (70, 65), "small": (8, 16), "vector": (5000,)}
+    return {
+        name: Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()
+    }
+
+
+def set_gradients(weights: dict[str, Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in weights.values():
+        weight.grad = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_librarys_bit_for_bit(dtype: torch.dtype) -> None:
+    ours, theirs = parameters(dtype), parameters(dtype)
+    optimizer = DirectOptimizer(ours, CHOICE)
+    assert isinstance(optimizer.torch_optimizer, EightBitAdamW)
+    groups = [
+        {"params": [theirs["matrix"], theirs["small"]], "weight_decay": 0.1},
+        {"params": [theirs["vector"]], "weight_decay": 0.0},
+    ]
+    library = bitsandbytes.optim.AdamW8bit(groups, lr=0.01, betas=(0.9, 0.99))
+    for step in range(4):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        optimizer.step(learning_rate=0.01, gradient_factor=1.0)
+        library.step()
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), (step, name)
+
+
+def test_it_goes_where_adamw_goes() -> None:
+    """Quantised states lose a little: the way after ten steps is the same within some percent."""
+    eight, full, start = parameters(), parameters(), parameters()
+    optimizers = [DirectOptimizer(eight, CHOICE), DirectOptimizer(full, AdamW(beta2=0.99, weight_decay=0.1))]
+    for step in range(10):
+        for weights, optimizer in zip((eight, full), optimizers, strict=True):
+            set_gradients(weights, step)
+            optimizer.step(learning_rate=0.01, gradient_factor=1.0)
+    for name, weight in eight.items():
+        way, expected = weight - start[name], full[name] - start[name]
+        assert (way - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", [DirectOptimizer, MasterOptimizer])
+def test_restored_it_goes_on_bit_for_bit(kind: type) -> None:
+    weights = parameters(torch.bfloat16)
+    optimizer = kind(weights, CHOICE)
+    for step in range(2):
+        set_gradients(weights, step)
+        optimizer.step(learning_rate=0.01, gradient_factor=1.0)
+    saved = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    copies = {name: Parameter(weight.detach().clone()) for name, weight in weights.items()}
+    again = kind(copies, CHOICE)
+    again.restore(saved)
+    for step in range(2, 5):
+        for each, which in ((weights, optimizer), (copies, again)):
+            set_gradients(each, step)
+            which.step(learning_rate=0.01, gradient_factor=1.0)
+    for name, weight in weights.items():
+        assert torch.equal(weight, copies[name])
+
+
+def test_states_take_a_byte_and_a_scale() -> None:
+    weight = Parameter(torch.zeros(512, 256))
+    optimizer = DirectOptimizer({"weight": weight}, CHOICE)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step(learning_rate=0.01, gradient_factor=1.0)
+    size = sum(tensor.nbytes for name, tensor in optimizer.tensors().items() if not name.startswith("step"))
+    assert size == 2 * (512 * 256 + 4 * 512)
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(MissingExtra, match=r"fitune\[quant\]"):
+        DirectOptimizer(parameters(), CHOICE)

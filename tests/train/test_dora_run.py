@@ -1,0 +1,63 @@
+"""DoRA through PEFT by the ordinary loop, on dense and packed bases; 8-bit AdamW beside it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fitune.spec.plan import AdamW8bit, Dense, Nf4, Plan
+from fitune.train.run import run
+from train.test_run import callbacks, losses
+
+pytest.importorskip("bitsandbytes")
+
+MakePlan = Callable[..., Plan]
+
+
+def dora(plan: Plan, base: Dense | Nf4 = Dense()) -> Plan:  # noqa: B008  (frozen)
+    return replace(plan, tuning=replace(plan.tuning, base=base, dora=True))
+
+
+@pytest.mark.parametrize("base", [Dense(), Nf4()], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
+def test_dora_learns_and_moves_its_magnitudes(make_plan: MakePlan, base: Dense | Nf4, precision: str) -> None:
+    plan = dora(make_plan(max_steps=25, precision=precision), base)
+    report = run(plan, callbacks=callbacks())
+    assert report.final_loss < 0.95 * report.first_loss
+    adapter = load_file(Path(report.exported) / "adapter_model.safetensors")
+    assert sum("magnitude" in name for name in adapter) == 2 * 7
+
+
+def test_merged_dora_is_what_peft_makes_of_it(make_plan: MakePlan, tmp_path: Path) -> None:
+    plans = [
+        dora(make_plan(max_steps=6, learning_rate=5e-2, export=kind, output_dir=str(tmp_path / kind)))
+        for kind in ("adapter", "merged")
+    ]
+    adapter, merged = (run(plan, callbacks=callbacks()).exported for plan in plans)
+    base = AutoModelForCausalLM.from_pretrained(plans[0].model_path, dtype=torch.float32)
+    ids = torch.arange(3, 40)[None]
+    expected = PeftModel.from_pretrained(base, adapter)(input_ids=ids).logits
+    found = AutoModelForCausalLM.from_pretrained(merged, dtype="auto")(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_8_bit_adamw_learns_and_resumes_bit_for_bit(make_plan: MakePlan, tmp_path: Path, tuning: str) -> None:
+    plans = [
+        replace(
+            make_plan(tuning=tuning, max_steps=8, save_steps=2, output_dir=str(tmp_path / name)),
+            optimizer=AdamW8bit(),
+        )
+        for name in ("straight", "broken")
+    ]
+    straight, broken = plans
+    report = run(straight, callbacks=callbacks())
+    assert report.final_loss < report.first_loss
+    run(broken, callbacks=callbacks(stop_after=5))
+    run(broken, callbacks=callbacks(), resume=True)
+    assert losses(straight) == losses(broken)
