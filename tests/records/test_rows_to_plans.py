@@ -290,3 +290,11 @@ def test_fused_attention_writes_no_scores_for_windows_nor_for_falcon() -> None:
     falcon = {"model": "tiiuae/falcon-7b", "params_b": 7.22, "layers": 32, "hidden": 4544, "vocab": 65024}
     several = case("full-one-device", **falcon, seq_len=2048, micro_batch=8)
     assert max(sum(terms.values()) for terms in allocated_terms(several).values()) < 120 * 2**30
+
+
+def test_a_prefetched_block_is_a_second_one_by_hand() -> None:
+    """Llama-2-7B: 404,766,720 bytes of bf16 weights in a block, its adapters of rank 64 on all but o_proj beside."""
+    once = allocated_terms(case("reserved-two-cards"))[Phase.BACKWARD]["gathered weights"]
+    twice = allocated_terms(case("reserved-two-cards", notes="backward prefetch on"))[Phase.BACKWARD]
+    adapters = 64 * (3 * 8192 + 3 * 15104)
+    assert twice["gathered weights"] - once == 404_766_720 + 2 * adapters

@@ -8,7 +8,7 @@ from fitune.records.mapping import Case
 
 
 def gathered_of(case: Case) -> Buffers:
-    """Whole weights beside shares. FSDP1: the root stays whole from forward on, one block while it works."""
+    """Whole weights beside shares. FSDP1: the root from forward on, a block while it works, the next one if fetched."""
     plan = case.plan
     if case.by_deepspeed:
         # DeepSpeed allocates its bucket as configured, however little is trained
@@ -19,5 +19,6 @@ def gathered_of(case: Case) -> Buffers:
     root, block = root_weight_bytes(plan), block_weight_bytes(plan)
     stage = zero_stage(plan)
     whole = root + plan.model.num_layers * block
-    held = root if stage == 3 else whole
-    return Buffers(loss=held, backward=held + (block if stage == 3 else 0))
+    if stage < 3:
+        return Buffers(loss=whole, backward=whole)
+    return Buffers(loss=root, backward=root + block * (2 if case.habits.prefetches else 1))

@@ -41,6 +41,8 @@ class Habits:
     """torch's AdamW of many tensors at once, which holds one more set of what it steps (adamw_torch)."""
     checkpoints_units: bool = True
     """Reentrant checkpoints around FSDP1's units (transformers) rather than inside them."""
+    prefetches: bool = False
+    """FSDP1's backward prefetch: the next block is gathered while one goes back."""
     own_fsdp: bool = False
     """fully_shard (FSDP2) instead of FullyShardedDataParallel, FSDP1."""
     fp32_shards: bool = False

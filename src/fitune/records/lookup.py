@@ -28,6 +28,10 @@ def _as_remarked(row: Row, habits: Habits) -> Habits:
         habits = replace(habits, dropout=float(dropout.group(1)))
     if "expandable_segments" in remarks:
         habits = replace(habits, expandable_segments=True)
+    if "backward prefetch on" in remarks or "backward_pre" in remarks:
+        habits = replace(habits, prefetches=True)
+    if "2023" in row.words["attention"]:
+        habits = replace(habits, clamps_scores=True)
     if "non-reentrant" in remarks or "use_reentrant=false" in remarks:
         habits = replace(habits, checkpoints_units=False)
     return habits
