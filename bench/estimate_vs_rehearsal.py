@@ -4,17 +4,25 @@
                                                        recompute none, half, all, plain and chunked loss, five devices
     python bench/estimate_vs_rehearsal.py --every 10   each tenth of them
 
+    python bench/estimate_vs_rehearsal.py --json results/estimate_vs_rehearsal.json
+
 The rehearsal runs on fake tensors: no GPU, no weights. Prints every plan, then the worst.
 """
 
 import argparse
 import itertools
+import json
 import sys
 import time
 import warnings
 from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
 
+import peft
 import torch
+import transformers
 
 from fitune.estimate.memory import predict_memory
 from fitune.planner.describe import describe_plan
@@ -105,32 +113,57 @@ def plans() -> Iterator[Plan]:
         )  # fmt: skip
 
 
+def compare(plan: Plan) -> dict[str, Any]:
+    started = time.perf_counter()
+    rehearsed = rehearse(plan).tensor_peak_bytes
+    seconds = time.perf_counter() - started
+    estimated = predict_memory(plan).tensor_peak_bytes
+    where = f"{plan.model.name} on {plan.hardware.gpu.name}, {describe_plan(plan)}"
+    error = estimated / rehearsed - 1
+    print(f"{error:>+8.3%} {format_bytes(rehearsed):>11} {seconds:5.1f} s  {where}", flush=True)
+    return {"error": round(error, 6), "estimated": estimated, "rehearsed": rehearsed, "plan": where}
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    errors = [abs(row["error"]) for row in found]
+    return {
+        "plans": len(found),
+        "mean_abs_error": round(sum(errors) / len(errors), 6),
+        "worst_abs_error": max(errors),
+        "worst": sorted(found, key=lambda row: -abs(row["error"]))[:5],
+    }
+
+
+def write(path: Path, section: str, content: dict[str, Any]) -> None:
+    """Replace one section of the file; the other one stays as it was measured."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+    }
+    known[section] = {"date": date.today().isoformat(), "versions": versions, **content}
+    path.write_text(json.dumps(known, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=1, help="only each N-th plan")
     parser.add_argument("--tolerance", type=float, default=0.02, help="largest |error| that is not a failure")
+    parser.add_argument("--json", type=Path, help="write mean and worst into this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-    found = []
-    for plan in itertools.islice(plans(), 0, None, arguments.every):
-        started = time.perf_counter()
-        rehearsed = rehearse(plan).tensor_peak_bytes
-        seconds = time.perf_counter() - started
-        estimated = predict_memory(plan).tensor_peak_bytes
-        error = estimated / rehearsed - 1
-        where = f"{plan.model.name} on {plan.hardware.gpu.name}, {describe_plan(plan)}"
-        found.append((abs(error), where, estimated, rehearsed))
-        print(
-            f"{error:>+8.3%} {format_bytes(rehearsed):>11} {seconds:5.1f} s  {where}",
-            flush=True,
-        )
-    found.sort(reverse=True)
-    errors = [error for error, *_ in found]
-    print(f"{len(found)} plans: mean |error| {sum(errors) / len(errors):.3%}, worst {errors[0]:.3%}")
-    for error, where, estimated, rehearsed in found[:5]:
-        print(f"  {error:.3%}: estimated {estimated:,}, rehearsed {rehearsed:,} bytes: {where}")
-    return 0 if errors[0] <= arguments.tolerance else 1
+    found = [compare(plan) for plan in itertools.islice(plans(), 0, None, arguments.every)]
+    result = summary(found)
+    print(
+        f"{result['plans']} plans: mean |error| {result['mean_abs_error']:.3%}, worst {result['worst_abs_error']:.3%}"
+    )
+    for row in result["worst"]:
+        print(f"  {row['error']:+.3%}: {row['plan']}")
+    if arguments.json is not None:
+        write(arguments.json, "one device", result)
+    return 0 if result["worst_abs_error"] <= arguments.tolerance else 1
 
 
 if __name__ == "__main__":

@@ -56,12 +56,13 @@ def test_a_hundred_billion_parameters_on_5_times_8_devices_take_40_gigabytes_eac
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
 def test_a_plan_on_64_devices_agrees_with_the_account(stage, backend):
-    """FSDP2 divides weights at every stage, and gradients from stage 2; otherwise to 0.2 % padding the same."""
+    """FSDP2 divides weights and, of one micro-batch, gradients at every stage; else the same to 0.2 % padding."""
     model = known("llama-2-7b")
     sharding = Zero(stage=stage, backend=backend)
     plan = plan_for(model, hardware=cluster(8, 8), precision="bf16-master", sharding=sharding)
     parameters = count_parameters(model).total
-    expected = mixed_precision_state_bytes(parameters=parameters, ranks=64, stage=stage)
+    divided = max(2, stage) if backend == "fsdp" else stage
+    expected = mixed_precision_state_bytes(parameters=parameters, ranks=64, stage=divided)
     if backend == "fsdp" and stage < 3:
         expected -= 2 * parameters * (1 - 1 / 64)
     assert state_bytes(plan) == pytest.approx(expected, rel=0.002)

@@ -97,7 +97,7 @@ def test_fsdp_gathers_three_blocks_in_forward_and_two_in_backward():
     block, root = 2 * (BLOCK_LINEARS + 2 * 4096), 2 * (2 * 128256 * 4096 + 4096)
     assert (block_weight_bytes(plan), root_weight_bytes(plan)) == (block, root)
     buffers = buffers_of(plan)
-    assert buffers.forward == root + 3 * block
+    assert (buffers.gathering, buffers.forward) == (root + 3 * block, root + 2 * block)
     assert buffers.backward == root + 2 * block
     assert buffers.reduce == 4 * (BLOCK_LINEARS + 2 * 4096) == group_gradient_bytes(plan, width=4)
     assert buffers.root_end == 4 * (2 * 128256 * 4096 + 4096)
@@ -107,7 +107,7 @@ def test_fsdp_below_stage_3_holds_all_weights_from_forward_to_backward():
     whole = 2 * count_parameters(known("llama-3.1-8b")).total
     stages = [predict_memory(eight_b(sharding=Zero(stage=stage, backend="fsdp"))) for stage in (2, 3)]
     gathered = [memory.phases[Phase.LOSS]["gathered weights"] for memory in stages]
-    assert gathered[0] > whole > gathered[1]
+    assert gathered[0] == whole > gathered[1]
     assert [memory.phases[Phase.READY]["weights"] for memory in stages] == [whole // 8, whole // 8]
 
 

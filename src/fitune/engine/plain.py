@@ -50,7 +50,7 @@ class PlainEngine:
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
         enter_phase(Phase.UPDATE)
         scale = self._scale()
-        norm = global_norm(self._gradients()).item() / scale
+        norm = self.gradient_norm().item() / scale
         finite = math.isfinite(norm)
         if not finite and self.loss_scale is None:
             raise TrainingFailed(
@@ -74,7 +74,11 @@ class PlainEngine:
         if self.loss_scale is not None:
             self.loss_scale.restore(state.facts)
 
-    def _gradients(self) -> list[Tensor]:
+    def gradient_norm(self) -> Tensor:
+        """Of all gradients together, before clipping and with the loss scale."""
+        return global_norm(self.gradients())
+
+    def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def _scale(self) -> float:

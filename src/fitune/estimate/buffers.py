@@ -2,9 +2,17 @@
 
 from dataclasses import dataclass, replace
 
-from fitune.estimate.gradients import gradients_go_to_the_host
+from fitune.estimate.gradients import gradients_go_to_the_host, resting_gradient_bytes
 from fitune.estimate.parameters import trained_parameters, weights_bytes
-from fitune.estimate.shares import base_bytes, num_shares, uses_deepspeed, uses_fsdp, zero_stage
+from fitune.estimate.shares import (
+    accumulates_whole,
+    base_bytes,
+    num_shares,
+    reduce_width,
+    uses_deepspeed,
+    uses_fsdp,
+    zero_stage,
+)
 from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tensors
 from fitune.spec.plan import Plan
 
@@ -23,8 +31,12 @@ class Buffers:
     """Small tensors that DeepSpeed never divides."""
     start: int = 0
     """Gathered weights when the embedding begins."""
+    gathering: int = 0
+    """Gathered weights when the last block's are copied out of their buffer, before it begins."""
     forward: int = 0
     """Gathered weights at the last block's forward."""
+    end: int = 0
+    """Gathered weights at the final norm."""
     loss: int = 0
     final_norm: int = 0
     """Before the last block goes back."""
@@ -72,35 +84,42 @@ def group_gradient_bytes(plan: Plan, *, root: bool = False, width: int = 0) -> i
     return elements * (width or plan.precision.compute_bytes) // (1 if root else plan.model.num_layers)
 
 
-def reduce_width(plan: Plan) -> int:
-    """Bytes of an element while FSDP2 sums it: 4 when the optimizer works in fp32, else the compute type's."""
-    return 4 if plan.precision.has_master else plan.precision.compute_bytes
-
-
 def _fsdp(plan: Plan) -> Buffers:
-    """Groups alive: forward 3 (unsharded copy, its all-gather buffer, and the one before, let go after the copy),
-    backward 2 (copy, prefetched buffer) + the reduce-scatter input of the block behind, in the reduce type.
+    """Groups alive: forward 2 (unsharded copy, its all-gather buffer), 3 while the copy is made (the buffer before,
+    let go after it), backward 2 (copy, prefetched buffer) + the reduce-scatter input of the block behind, in the
+    reduce type.
 
     The root group is gathered first, buffer beside copy, and stays whole until the end of backward; its gradients
-    are summed last, once its weights are gone. Below stage 3 no block lets its weights go in forward.
+    are summed last, once its weights are gone. Below stage 3 no block lets its weights go in forward, and while whole
+    gradients add up none does in backward; what is summed then takes the place of what had added up.
     _fsdp_param_group.py (wait_for_unshard, post_backward), _fsdp_state.py (_post_forward frees the last buffer);
-    counted on a fake process group in tests/laws/test_fsdp_memory.py. Offloaded shares pass through the device:
-    two more shares of a block.
+    rehearsed on a fake process group in tests/laws/test_rehearsal_sharded.py. Offloaded shares pass through the
+    device: two more shares of a block.
     """
     block, root, layers = block_weight_bytes(plan), root_weight_bytes(plan), plan.model.num_layers
-    stage, width = zero_stage(plan), reduce_width(plan)
+    whole_gradients, width = accumulates_whole(plan), reduce_width(plan)
+    stage = zero_stage(plan) if whole_gradients else max(2, zero_stage(plan))
     passing = 2 * -(-block // num_shares(plan)) if plan.offload.parameters != "device" else 0
     whole = root + layers * block
     summed = group_gradient_bytes(plan, width=width)
-    held = {1: whole, 2: root, 3: root + min(2, layers) * block}
+    if whole_gradients:
+        # gathered once, by the first micro-batch, when there are no gradients yet
+        above = resting_gradient_bytes(plan)
+        gathering, forward = (whole + max(0, n * block - above) for n in (2, 1))
+        return Buffers(
+            start=whole, gathering=gathering, forward=forward, end=forward, loss=whole, final_norm=whole,
+            backward=whole, root=whole,
+        )  # fmt: skip
     return Buffers(
         start=2 * root + 2 * block + passing,
-        forward=(root + min(3, layers + 1) * block if stage == 3 else whole + 2 * block) + passing,
-        loss=(root if stage == 3 else whole) + block,
+        gathering=(root + min(3, layers + 1) * block if stage == 3 else whole + 2 * block) + passing,
+        forward=(root + 2 * block if stage == 3 else whole + block) + passing,
+        end=(root if stage == 3 else whole) + block,
+        loss=root if stage == 3 else whole,
         final_norm=root if stage == 3 else whole,
-        backward=held[stage] + passing,
+        backward=(root + min(2, layers) * block if stage == 3 else root) + passing,
         backward_per_block=block if stage == 2 else 0,
-        root=whole if stage == 1 else root,
+        root=root,
         reduce=summed,
         root_end=group_gradient_bytes(plan, root=True, width=width),
     )
@@ -126,6 +145,7 @@ def _deepspeed(plan: Plan, *, streamed: bool) -> Buffers:
         resident=small,
         start=live,
         forward=live,
+        end=live,
         loss=live,
         final_norm=live,
         backward=live,
@@ -144,5 +164,6 @@ def _streamed(plan: Plan) -> Buffers:
     block, root = block_weight_bytes(plan), root_weight_bytes(plan)
     two = root + min(2, plan.model.num_layers) * block
     return Buffers(
-        start=two, forward=two, loss=root + block, final_norm=root + block, backward=two, root=root
-    )
+        start=two, forward=two, end=root + block, loss=root + block, final_norm=root + block,
+        backward=two, root=root,
+    )  # fmt: skip

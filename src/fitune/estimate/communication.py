@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from fitune.estimate.buffers import REDUCE_BUCKET, block_weight_bytes, reduce_width, root_weight_bytes
+from fitune.estimate.buffers import REDUCE_BUCKET, block_weight_bytes, root_weight_bytes
 from fitune.estimate.gradients import goes_back_twice
 from fitune.estimate.parameters import trained_parameters
-from fitune.estimate.shares import num_ranks, num_shares
+from fitune.estimate.shares import num_ranks, num_shares, reduce_width
 from fitune.spec.plan import Ddp, Plan, Single, Zero
 from fitune.units import MIB
 

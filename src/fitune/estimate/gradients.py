@@ -5,7 +5,14 @@ the host (offloaded optimizer) or is used on the spot (LOMO).
 """
 
 from fitune.estimate.parameters import gradients_bytes
-from fitune.estimate.shares import gradients_are_divided, trained_share, uses_deepspeed, uses_fsdp
+from fitune.estimate.shares import (
+    accumulates_whole,
+    gradients_are_divided,
+    reduce_width,
+    trained_share,
+    uses_deepspeed,
+    uses_fsdp,
+)
 from fitune.spec.plan import ClipByNorm, Ddp, Lomo, Plan, Precision, Single
 
 
@@ -15,6 +22,8 @@ def resting_gradient_bytes(plan: Plan) -> int:
         return 0
     if gradients_are_divided(plan):
         return trained_share(plan) * plan.precision.compute_bytes
+    if accumulates_whole(plan):
+        return gradients_bytes(plan) // plan.precision.compute_bytes * reduce_width(plan)
     return gradients_bytes(plan)
 
 
@@ -32,7 +41,7 @@ def root_gradients_wait(plan: Plan) -> bool:
     """
     if isinstance(plan.tuning, Lomo) and not uses_fsdp(plan):
         return plan.model.tied_embeddings
-    return uses_fsdp(plan) and gradients_are_divided(plan)
+    return uses_fsdp(plan) and (gradients_are_divided(plan) or _adds_up_wider(plan))
 
 
 def adaptive_working_bytes(plan: Plan, elements: int) -> int:
@@ -67,13 +76,21 @@ def one_gradient_at_a_time(plan: Plan) -> bool:
     gradients together when the last of them is there (_fsdp_param_group.py, post_backward); to the host they go
     by blocks too.
     """
-    if uses_fsdp(plan) and gradients_are_divided(plan):
+    if uses_fsdp(plan) and (gradients_are_divided(plan) or _adds_up_wider(plan)):
         return False
     if gradients_go_to_the_host(plan) and not isinstance(plan.tuning, Lomo) and not uses_deepspeed(plan):
         return False
     if plan.batch.accumulation > 1 or isinstance(plan.tuning, Lomo):
         return True
     return not isinstance(plan.sharding, Single) and not uses_fsdp(plan)
+
+
+def _adds_up_wider(plan: Plan) -> bool:
+    """Whether whole gradients add up in fp32 beside fresh 16-bit ones.
+
+    _fsdp_param.py, to_accumulated_grad_if_needed.
+    """
+    return accumulates_whole(plan) and reduce_width(plan) > plan.precision.compute_bytes
 
 
 def gradients_go_to_the_host(plan: Plan) -> bool:

@@ -43,7 +43,7 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
 
 
 def _forward_terms(step: StepStages) -> Terms:
-    """The larger of two moments: the final norm with everything kept, or the last block at work."""
+    """The largest of: the final norm with everything kept, the last block at work, before and after it, the start."""
     layers = step.num_layers
     at_the_end: Terms = {
         "activations": step.kept_before(layers) + step.final_norm.kept,
@@ -55,7 +55,7 @@ def _forward_terms(step: StepStages) -> Terms:
             element_bytes=step.element_bytes,
             trained=step.full,
         ),
-        "gathered weights": step.buffers.loss,
+        "gathered weights": step.buffers.end,
     }
     last = layers - 1
     leaving_beside = step.block(last).kept if step.activations_leave and last >= step.recomputed else 0
@@ -67,9 +67,21 @@ def _forward_terms(step: StepStages) -> Terms:
         else max(step.other_block.forward, 0 if last < step.recomputed else step.other_block.building),
         "gathered weights": step.buffers.forward,
     }
+    before_the_last_block: Terms = {
+        "activations": step.kept_before(layers - 1),
+        "recompute inputs": step.inputs_before(layers - 1),
+        "temporaries": step.hidden,
+        "gathered weights": step.buffers.gathering,
+    }
+    behind_the_last_block: Terms = {
+        "activations": step.kept_before(layers),
+        "recompute inputs": step.inputs_before(layers),
+        "temporaries": 2 * step.hidden,
+        "gathered weights": step.buffers.forward,
+    }
     at_the_start: Terms = {"temporaries": step.hidden, "gathered weights": step.buffers.start}
     gradients = {"gradients": step.gradients_before}
-    moments = [at_the_end, in_the_last_block, at_the_start]
+    moments = [at_the_end, in_the_last_block, before_the_last_block, behind_the_last_block, at_the_start]
     return {**step.around(), **gradients, **_largest(moments)}
 
 

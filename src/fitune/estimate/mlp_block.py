@@ -3,12 +3,15 @@
 from collections.abc import Iterator, Sequence
 
 from fitune.estimate import activations, transient
+from fitune.estimate.activations import FP32
 from fitune.estimate.site import Site, linears_stage
 from fitune.estimate.stages import Stage
 from fitune.spec.model import Linear
 
 _COMPOSED_GELU = ("gpt2", "phi")
 """Architectures whose GELU is written as small operations instead of one kernel."""
+_WEIGHTED_IN_FP32 = ("mixtral",)
+"""Mixtures whose routing weights stay in fp32, and so what they multiply."""
 
 
 def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterator[Stage]:
@@ -93,5 +96,7 @@ def expert_stages(site: Site, linears: Sequence[Linear]) -> Iterator[Stage]:
         kept=activations.expert_outputs_kept(**sizes, width=f, trained=site.full),
         forward=0,
         backward=transient.expert_outputs_backward(**sizes, width=f),
-        again=transient.expert_outputs_again(**sizes, trained=site.full),
+        again=transient.expert_outputs_again(
+            **sizes, weighted_bytes=FP32 if model.model_type in _WEIGHTED_IN_FP32 else e, trained=site.full
+        ),
     )  # fmt: skip

@@ -43,8 +43,22 @@ def weights_are_divided(plan: Plan) -> bool:
     return uses_fsdp(plan) or zero_stage(plan) == 3
 
 
+def accumulates_whole(plan: Plan) -> bool:
+    """FSDP2's stage 1 with several micro-batches: whole gradients add up on whole weights until the last one.
+
+    With a single micro-batch it does what stage 2 does.
+    """
+    return uses_fsdp(plan) and zero_stage(plan) == 1 and plan.batch.accumulation > 1
+
+
 def gradients_are_divided(plan: Plan) -> bool:
-    return zero_stage(plan) >= 2
+    """As soon as a block has them."""
+    return zero_stage(plan) >= 2 or (uses_fsdp(plan) and not accumulates_whole(plan))
+
+
+def reduce_width(plan: Plan) -> int:
+    """Bytes of an element while FSDP2 sums it: 4 when the optimizer works in fp32, else the compute type's."""
+    return 4 if plan.precision.has_master else plan.precision.compute_bytes
 
 
 def share_elements(tensors: Iterable[ParameterTensor], plan: Plan) -> int:

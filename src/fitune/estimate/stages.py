@@ -56,13 +56,14 @@ class Block:
 
 def block_of(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
     peak = backward_peak(stages, gradients_exist=gradients_exist)
+    again = _running_again(stages)
     return Block(
         kept=sum(stage.kept for stage in stages),
         gradients=sum(stage.gradients for stage in stages),
         forward=max(stage.forward for stage in stages),
         peak=peak,
-        building=_running_again(stages).total,
-        recomputed_peak=max(peak, _running_again(stages), key=lambda moment: moment.total),
+        building=again.total,
+        recomputed_peak=max(peak, again, key=lambda moment: moment.total),
     )
 
 

@@ -1,7 +1,7 @@
 """What the optimizer keeps between steps, and what it needs during one."""
 
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
-from fitune.estimate.shares import num_shares, trained_share, uses_deepspeed, zero_stage
+from fitune.estimate.shares import num_shares, trained_share, uses_deepspeed, uses_fsdp, zero_stage
 from fitune.estimate.tensors import ParameterTensor, base_tensors, trained_tensors
 from fitune.spec.plan import AdamW, AdamW8bit, Ddp, Lomo, Optimizer, Plan, Sgd, trains_every_weight
 from fitune.units import MIB
@@ -130,7 +130,17 @@ def deepspeed_step_bytes(plan: Plan) -> int:
 
 
 def _divided_step_bytes(plan: Plan) -> int:
-    """A bucket of fp32 gradients, at least one tensor's share. DDP's gradients are views of its buckets: none goes."""
+    """A bucket of fp32 gradients, at least one tensor's share. DDP's gradients are views of its buckets: none goes.
+
+    FSDP2's are views of one buffer for each group, which goes with the last of them. When one bucket takes all, only
+    the last group's is left: the root's, or a block's under LoRA.
+    """
     parts = num_shares(plan)
+    share = trained_share(plan)
+    if uses_fsdp(plan) and 4 * share <= MASTER_BUCKET_BYTES:
+        ends_with_root = trains_every_weight(plan.tuning)
+        last = [t for t in trained_tensors(plan) if t.in_block is not ends_with_root]
+        left = sum(t.share(parts) * t.count for t in last) // (1 if ends_with_root else plan.model.num_layers)
+        return 4 * share - plan.precision.compute_bytes * (share - left)
     largest = max(t.share(parts) for t in trained_tensors(plan))
     return max(min(MASTER_BUCKET_BYTES, 4 * trained_share(plan)), 4 * largest)

@@ -163,15 +163,17 @@ def fused_mlp_again(*, tokens: int, hidden: int, width: int, element_bytes: int,
     return tokens * element_bytes * ((3 if adapted_output else 2) * hidden + 3 * width)
 
 
-def expert_outputs_again(*, tokens: int, chosen: int, hidden: int, element_bytes: int, trained: bool) -> int:
-    """3·t·e·h + S·(e·2h + 8): gradient for each pair and weighted output; residual, norm output, their gradient.
+def expert_outputs_again(
+    *, tokens: int, chosen: int, hidden: int, element_bytes: int, weighted_bytes: int, trained: bool
+) -> int:
+    """3·t·e·h + S·(2·w·h + 8): gradient for each pair and weighted output; residual, norm output, their gradient.
 
-    + S·e·h while the experts are frozen: their inputs, which nothing keeps, are still there. The gradient is
-    spread over the pairs before the block runs again.
+    w is the width of an output times its routing weight. + S·e·h while the experts are frozen: their inputs, which
+    nothing keeps, are still there. The gradient is spread over the pairs before the block runs again.
     """
     pairs = tokens * chosen
     inputs = 0 if trained else element_bytes * hidden
-    return 3 * tokens * element_bytes * hidden + pairs * (element_bytes * 2 * hidden + inputs + 8)
+    return 3 * tokens * element_bytes * hidden + pairs * (2 * weighted_bytes * hidden + inputs + 8)
 
 
 def expert_inputs_backward(*, tokens: int, chosen: int, hidden: int, width: int, element_bytes: int) -> int:

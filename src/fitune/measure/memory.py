@@ -75,13 +75,14 @@ class LiveTensors(TorchDispatchMode):
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
+        if storage._cdata in self._sizes or storage.nbytes() == 0:
+            return
+        if self._host is None or not self._host.claims(tensor):
+            self._begin(storage)
+
+    def _begin(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        size = storage.nbytes()
-        if key in self._sizes or size == 0:
-            return
-        if self._host is not None and self._host.claims(tensor):
-            return
-        self._sizes[key] = size
+        size = self._sizes[key] = storage.nbytes()
         self.current_bytes += size
         weakref.finalize(storage, self._remove, key)
 

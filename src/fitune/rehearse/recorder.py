@@ -37,6 +37,8 @@ class Recorder(LiveTensors):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it asks again for what this rank does
         workspace = self._stand_ins.workspace_bytes(func, args)
         serial = self._allocate(workspace) if workspace else None
         result = super().__torch_dispatch__(self._stand_ins.instead_of(func), types, args, kwargs)
@@ -64,10 +66,11 @@ class Recorder(LiveTensors):
         return trace
 
     def name_gradients(self, gradients: Iterable[tuple[ParameterKey, Tensor | None]]) -> None:
-        """Say which storages are the gradients of which parameters."""
+        """Say which storages are the gradients of which parameters; of the first, where several share one."""
         for key, gradient in gradients:
             if gradient is not None:
-                self.trace.gradients[self._serials[gradient.untyped_storage()._cdata]] = key
+                storage = local_part(gradient).untyped_storage()
+                self.trace.gradients.setdefault(self._serials[storage._cdata], key)
 
     def _mark(self, direction: str, block: int | None) -> Callable[..., None]:
         def note(*_: Any) -> None:
@@ -82,21 +85,28 @@ class Recorder(LiveTensors):
 
         return note
 
-    def _add(self, tensor: Tensor) -> None:
-        count = len(self._sizes)
-        super()._add(tensor)
-        if len(self._sizes) == count:
-            return
-        key = tensor.untyped_storage()._cdata
+    def _begin(self, storage: torch.UntypedStorage) -> None:
+        super()._begin(storage)
+        key = storage._cdata
         serial = self._serials[key] = next(self._numbers)
         if self._kind is not None:
             self.trace.resident[serial] = (self._kind, self._sizes[key])
         else:
             self.trace.events.append(Allocated(serial, self._sizes[key]))
 
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """A storage has let its bytes go, or has them again."""
+        key, size = storage._cdata, storage.nbytes()
+        if self._sizes.get(key, 0) == size:
+            return
+        self._remove(key)
+        if size:
+            self._begin(storage)
+
     def _remove(self, key: int) -> None:
-        super()._remove(key)
-        self.trace.events.append(Freed(self._serials.pop(key)))
+        if key in self._sizes:
+            super()._remove(key)
+            self.trace.events.append(Freed(self._serials.pop(key)))
 
     def _allocate(self, size: int) -> int:
         serial = next(self._numbers)
@@ -107,3 +117,9 @@ class Recorder(LiveTensors):
     def _release(self, serial: int, size: int) -> None:
         self.current_bytes -= size
         self.trace.events.append(Freed(serial))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that is divided."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local

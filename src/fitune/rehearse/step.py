@@ -14,12 +14,13 @@ from fitune.rehearse.batch import full_stream, heaviest_rows, most_labels
 from fitune.rehearse.cuda_functions import CudaFunctions
 from fitune.rehearse.events import Trace
 from fitune.rehearse.fake import fake_tensors, modules_may_move
-from fitune.rehearse.recorder import Recorder
+from fitune.rehearse.ranks import announce, fake_ranks, resizes_seen_by
+from fitune.rehearse.recorder import Recorder, local_part
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.stretch import Depth
 from fitune.rehearse.update import make_states, parameter_keys, record_update
 from fitune.spec.hardware import Gpu
-from fitune.spec.plan import Lomo, Lora, Plan, Recompute
+from fitune.spec.plan import Lomo, Lora, Plan, Recompute, Zero
 from fitune.train.prepare import Prepared, prepare_loaded
 
 RowLengths = tuple[int, ...]
@@ -59,9 +60,14 @@ def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
     collecting = gc.isenabled()
     gc.disable()  # what only the cycle collector frees is freed at no moment that could be predicted
     try:
-        with fake_tensors() as mode, _standing_for(plan.hardware.gpu, drops_out=_drops_out(plan, config)):
+        with (
+            fake_ranks(plan) as mesh,
+            fake_tensors() as mode,
+            _standing_for(plan.hardware.gpu, drops_out=_drops_out(plan, config)),
+        ):
             with modules_may_move(mode):
-                prepared = prepare_loaded(empty_model(config, compute_dtype(plan.precision)), plan)
+                model = empty_model(config, compute_dtype(plan.precision))
+                prepared = prepare_loaded(model, plan, mesh=mesh)
             yield prepared
     finally:
         if collecting:
@@ -97,7 +103,7 @@ def _recording(
     supervised = labels or most_labels(plan.batch)
     stream = full_stream(rows or heaviest_rows(plan))
     resident = {
-        "weights": [*whole.parameters(), *whole.buffers()],
+        "weights": map(local_part, (*whole.parameters(), *whole.buffers())),
         "optimizer": list(engine.state().tensors.values()),
         "batch": list(stream.tensors()),
     }
@@ -107,15 +113,21 @@ def _recording(
     recorder.mark_blocks(prepared.model.blocks)
 
     def run_passes() -> None:
-        for _ in range(_micro_batches(plan)):
+        count = _micro_batches(plan)
+        for number in range(count):
+            announce(engine, last=number == count - 1)
             engine.forward_backward(stream, supervised_tokens=supervised, enter_phase=recorder.enter)
         keys = parameter_keys(prepared.model)
         recorder.name_gradients((keys[id(p)], p.grad) for p in prepared.model.trained.values())
 
-    with recorder:
+    with recorder, resizes_seen_by(recorder) if isinstance(plan.sharding, Zero) else nullcontext():
         yield recorder, run_passes
 
 
 def _micro_batches(plan: Plan) -> int:
-    """From the second on gradients exist, and every further one is like the second."""
-    return min(plan.batch.accumulation, 2)
+    """From the second on gradients exist, and every further one is like the second.
+
+    At stage 1 the last one differs again.
+    """
+    stage_1 = isinstance(plan.sharding, Zero) and plan.sharding.stage == 1
+    return min(plan.batch.accumulation, 3 if stage_1 else 2)

@@ -56,6 +56,12 @@ class Depth:
             return range(last, last + 1)
         return range(start + _MIDDLE, start + length - _MIDDLE)
 
+    def stood_for_by(self, block: int | None) -> int | None:
+        """The shallow model's block that stands for ``block``."""
+        if block is None:
+            return None
+        return next(b for b in range(self.shallow().layers) if block in self.copies(b))
+
 
 class Place(NamedTuple):
     """A stretch of the step: one direction through one block, or between blocks (``block`` None)."""

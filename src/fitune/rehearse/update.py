@@ -4,7 +4,7 @@ The optimizer sees parameters and no blocks, so those that stand for others are 
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from fitune.engine.protocol import Engine
 from fitune.models.language_model import LanguageModel
 from fitune.rehearse.events import ParameterKey, Trace
-from fitune.rehearse.recorder import Recorder
+from fitune.rehearse.recorder import Recorder, local_part
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.stretch import Depth
 from fitune.spec.plan import Lomo, Plan
@@ -32,7 +32,7 @@ def record_update(plan: Plan, shallow: LanguageModel, depth: Depth) -> Trace:
     engine = engine_for(plan, shallow, {_flat_name(key): p for key, p in trained.items()})
     make_states(plan, engine, trained.values())
     if not isinstance(plan.tuning, Lomo):  # which has used them in backward
-        _set_gradients(trained.values())
+        _share_gradients(trained, dict(_parameters(shallow)), depth)
     resident: dict[str, Iterable[Tensor]] = {
         "weights": [*weights.values(), *(buffer for _, buffer in _deepened(_buffers(shallow), depth))],
         "optimizer": engine.state().tensors.values(),
@@ -60,6 +60,22 @@ def parameter_keys(model: LanguageModel) -> dict[int, ParameterKey]:
 def _set_gradients(trained: Iterable[Tensor]) -> None:
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
+
+
+def _share_gradients(
+    trained: Mapping[ParameterKey, Parameter], shallow: Mapping[ParameterKey, Tensor], depth: Depth
+) -> None:
+    """Gradients of no content; where the shallow model's share a storage, as FSDP2's of a block do, so do these."""
+    storages: dict[tuple[int | None, int], Tensor] = {}
+    for (block, name), parameter in trained.items():
+        example = shallow[depth.stood_for_by(block), name].grad
+        assert example is not None
+        local = local_part(example)
+        whole = local.untyped_storage()
+        place = (block, whole._cdata)
+        if place not in storages:
+            storages[place] = parameter.new_empty(whole.nbytes() // local.element_size(), dtype=local.dtype)
+        parameter.grad = storages[place].as_strided(local.shape, local.stride(), local.storage_offset())
 
 
 def _parameters(model: LanguageModel) -> Iterator[Keyed]:
@@ -92,7 +108,7 @@ def _deepened(shallow: Iterable[Keyed], depth: Depth) -> Iterator[Keyed]:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, requires_grad=False)
+    empty = torch.empty_like(local_part(tensor), requires_grad=False)
     return Parameter(empty, tensor.requires_grad) if isinstance(tensor, Parameter) else empty
 
 

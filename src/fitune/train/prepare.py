@@ -1,7 +1,8 @@
 """A Plan becomes a model and an engine: one line per transformation, in the order that matters."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,8 +21,11 @@ from fitune.models.offload import offload_blocks
 from fitune.models.quantize import quantise_linears
 from fitune.models.recompute import recompute_blocks
 from fitune.models.weights import compute_dtype, load_model
-from fitune.spec.plan import Dense, Full, Hqq, Lomo, Lora, Nf4, Offload, Plan
-from fitune.train.supported import require_supported
+from fitune.spec.plan import Dense, Full, Hqq, Lomo, Lora, Nf4, Offload, Plan, Zero
+from fitune.train.supported import require_method, require_supported
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +52,12 @@ def prepare(plan: Plan) -> Prepared:
     return prepare_loaded(model, plan)
 
 
-def prepare_loaded(model: PreTrainedModel, plan: Plan) -> Prepared:
-    """The same for a model that is already in memory, in the plan's compute dtype, packed or not."""
-    require_supported(plan)
+def prepare_loaded(model: PreTrainedModel, plan: Plan, *, mesh: "DeviceMesh | None" = None) -> Prepared:
+    """The same for a model that is already in memory, in the plan's compute dtype, packed or not.
+
+    ``mesh``: the ranks that a sharded plan is divided over.
+    """
+    require_method(plan)
     quantise_linears(blocks_of(model), _base(plan))  # before adapters: they wrap the packed linear
     use_attention(model, plan.attention)
     whole = _tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
@@ -60,7 +67,29 @@ def prepare_loaded(model: PreTrainedModel, plan: Plan) -> Prepared:
     if host is not None:
         offload_blocks(parts.blocks, plan.offload, host)  # after recompute: what leaves is what is kept
     whole.train()
+    if isinstance(plan.sharding, Zero) and mesh is not None:
+        return replace(_sharded(plan, plan.sharding, parts, mesh), host=host)
     return Prepared(model=parts, engine=engine_for(plan, parts, parts.trained), host=host)
+
+
+def _sharded(plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh") -> Prepared:
+    from fitune.engine.fsdp import ShardedEngine, shard
+
+    trunk = shard(
+        parts.whole, parts.body, parts.blocks, sharding=sharding, mesh=mesh, precision=plan.precision
+    )
+    parts = replace(parts, body=trunk)
+    engine = ShardedEngine(
+        parts,
+        parts.trained,
+        trunk=trunk,
+        mesh=mesh,
+        sharding=sharding,
+        optimizer=plan.optimizer,
+        precision=plan.precision,
+        max_grad_norm=plan.schedule.max_grad_norm,
+    )
+    return Prepared(model=parts, engine=engine)
 
 
 def engine_for(plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter]) -> Engine:

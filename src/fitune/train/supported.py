@@ -8,17 +8,25 @@ from fitune.spec.plan import ClipByNorm, Ddp, Lomo, Plan, Precision, Sgd, Zero
 
 def require_supported(plan: Plan) -> None:
     """Raises RecipeError naming every choice of the plan that is not in this version."""
-    missing = missing_parts(plan)
+    _refuse(missing_parts(plan))
+
+
+def require_method(plan: Plan) -> None:
+    """The same but for how many processes train together."""
+    _refuse((*_missing(plan), *_missing_of_offload(plan)))
+
+
+def missing_parts(plan: Plan) -> tuple[str, ...]:
+    """In words; empty when the plan can be trained."""
+    return (*_missing(plan), *_processes(plan), *_missing_of_offload(plan))
+
+
+def _refuse(missing: tuple[str, ...]) -> None:
     if missing:
         raise RecipeError(
             f"the plan asks for what this version cannot train yet: {', '.join(missing)}",
             hint="full fine-tuning, LOMO, AdaLomo, or LoRA on a dense, NF4 or HQQ base, on one device",
         )
-
-
-def missing_parts(plan: Plan) -> tuple[str, ...]:
-    """In words; empty when the plan can be trained."""
-    return tuple(_missing(plan))
 
 
 def _missing(plan: Plan) -> Iterator[str]:
@@ -31,12 +39,14 @@ def _missing(plan: Plan) -> Iterator[str]:
             yield f"{name} with gradients of several micro-batches (it keeps none: accumulation 1)"
         if not isinstance(plan.optimizer, Sgd) or plan.optimizer.momentum:
             yield f"{name} with another optimizer (its update is its own: Sgd())"
+
+
+def _processes(plan: Plan) -> Iterator[str]:
     match plan.sharding:
         case Ddp():
             yield "sharding DDP"
         case Zero(stage=stage, backend=backend):
             yield f"sharding ZeRO-{stage} ({backend})"
-    yield from _missing_of_offload(plan)
 
 
 def _missing_of_offload(plan: Plan) -> Iterator[str]:

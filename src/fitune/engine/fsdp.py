@@ -1,0 +1,132 @@
+"""FSDP2: every rank holds a share of each tensor, and a block is whole only around its work.
+
+Rajbhandari et al. 2020 (arXiv 1910.02054) by torch.distributed.fsdp.fully_shard. Decoder blocks are groups of their
+own; embedding, final norm and head are the root's group, whole from the start of forward to the end of backward. So
+the head can run in chunks, outside of any module's forward.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
+
+from fitune.engine.clip import global_norm
+from fitune.engine.plain import PlainEngine
+from fitune.engine.protocol import EnterPhase, LossModel, Update
+from fitune.spec.hardware import Hardware
+from fitune.spec.plan import Optimizer, Precision, Zero
+
+
+class Trunk(nn.Module):
+    """Calls the body, as the module whose forward gathers the root's group."""
+
+    def __init__(self, whole: nn.Module, body: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+        self._body = (body,)  # a part of ``whole``, not to be registered twice
+
+    def forward(self, **inputs: Any) -> Any:
+        return self._body[0](**inputs)
+
+
+def mesh_of(sharding: Zero, hardware: Hardware, *, device: str) -> DeviceMesh:
+    """All ranks in one row, or nodes × devices when shares are repeated on every node."""
+    if not sharding.hybrid:
+        return init_device_mesh(device, (hardware.num_gpus,))
+    shape = (hardware.nodes, hardware.gpus_per_node)
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(
+    whole: nn.Module, body: nn.Module, blocks: Iterable[nn.Module], *, sharding: Zero, mesh: DeviceMesh,
+    precision: Precision,
+) -> Trunk:  # fmt: skip
+    """Divide every parameter of ``whole`` over ``mesh``; what is returned takes the place of ``body``.
+
+    Parameters are in the compute type already. Gradients are summed in fp32 where the optimizer has fp32 masters.
+    At stage 3 a block lets its weights go after its forward; the root never does before backward is through.
+    """
+    trunk = Trunk(whole, body)
+    policy = MixedPrecisionPolicy(
+        reduce_dtype=torch.float32 if precision.has_master else None, cast_forward_inputs=False
+    )
+    common: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "shard_placement_fn": _placement(mesh.size(mesh.ndim - 1)),
+    }
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=sharding.stage == 3, **common)
+    fully_shard(trunk, reshard_after_forward=False, **common)
+    return trunk
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's share, as an ordinary tensor on the same storage."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class ShardedEngine(PlainEngine):
+    """The ordinary engine on this rank's shares.
+
+    The optimizer steps plain tensors, so that any kernel will do; only the norm of the gradients needs the others.
+    """
+
+    def __init__(
+        self,
+        model: LossModel,
+        sharded: Mapping[str, Parameter],
+        *,
+        trunk: Trunk,
+        mesh: DeviceMesh,
+        sharding: Zero,
+        optimizer: Optimizer,
+        precision: Precision,
+        max_grad_norm: float,
+    ) -> None:
+        self.trunk = trunk
+        self.sharded = dict(sharded)
+        self.stage = sharding.stage
+        self.group = mesh.get_group(mesh.ndim - 1)
+        super().__init__(
+            model,
+            {name: Parameter(local_shard(p)) for name, p in self.sharded.items()},
+            optimizer=optimizer,
+            precision=precision,
+            max_grad_norm=max_grad_norm,
+        )
+
+    def expect_micro_batch(self, *, last: bool) -> None:
+        """Stage 1 adds up whole gradients on whole weights, and divides both with the last micro-batch of a step."""
+        if self.stage == 1 and isinstance(self.trunk, FSDPModule):
+            self.trunk.set_requires_gradient_sync(last)
+            self.trunk.set_reshard_after_backward(last)
+
+    def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
+        for name, parameter in self.sharded.items():
+            local = self.parameters[name]
+            local.data = local_shard(parameter)
+            if parameter.grad is not None:
+                local.grad, parameter.grad = local_shard(parameter.grad), None
+        return super().update(learning_rate=learning_rate, enter_phase=enter_phase)
+
+    def gradient_norm(self) -> Tensor:
+        squared = global_norm(self.gradients()).square()
+        dist.all_reduce(squared, group=self.group)
+        return squared.sqrt()
+
+
+def _placement(shares: int) -> Callable[[Parameter], Shard | None]:
+    """Divide rows, unless they are fewer than the shares: then some ranks would hold nothing, so columns if even."""
+
+    def placement(parameter: Parameter) -> Shard | None:
+        few_rows = parameter.ndim > 1 and parameter.shape[0] < shares
+        return Shard(1) if few_rows and parameter.shape[1] % shares == 0 else Shard(0)
+
+    return placement

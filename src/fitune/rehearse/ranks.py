@@ -1,0 +1,86 @@
+"""One of many ranks: FSDP2 on a fake process group, whose collectives allocate and send nothing."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fitune.engine.protocol import Engine
+from fitune.errors import RecipeError
+from fitune.rehearse.recorder import Recorder
+from fitune.spec.plan import Ddp, Lomo, Plan, Single, Zero
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@contextmanager
+def fake_ranks(plan: Plan) -> Iterator["DeviceMesh | None"]:
+    """The mesh of a sharded plan, seen from its first rank, whose shares are the largest; None on one device.
+
+    Raises RecipeError for what does not run on fake tensors.
+    """
+    match plan.sharding:
+        case Single():
+            yield None
+        case Ddp():
+            raise RecipeError(
+                "DDP's buckets are filled in C++, which fake tensors do not reach, so it cannot be rehearsed",
+                hint="`fitune plan` estimates it; ZeRO by fsdp can be rehearsed",
+            )
+        case Zero(backend="deepspeed"):
+            raise RecipeError(
+                "DeepSpeed does not run on fake tensors, so its plans cannot be rehearsed",
+                hint="`fitune plan` estimates them; backend fsdp can be rehearsed",
+            )
+        case Zero() if isinstance(plan.tuning, Lomo):
+            raise RecipeError(
+                "LOMO on several ranks cannot be rehearsed yet", hint="rehearse it on one device"
+            )
+        case Zero() as sharding:
+            from fitune.engine.fsdp import mesh_of
+
+            with _fake_group(plan.hardware.num_gpus):
+                yield mesh_of(sharding, plan.hardware, device="cpu")  # it stands for the plan's
+
+
+def announce(engine: Engine, *, last: bool) -> None:
+    """Tell an engine on shares which micro-batch is the last of its step."""
+    from fitune.engine.fsdp import ShardedEngine
+
+    if isinstance(engine, ShardedEngine):
+        engine.expect_micro_batch(last=last)
+
+
+@contextmanager
+def resizes_seen_by(recorder: Recorder) -> Iterator[None]:
+    """FSDP2 frees gathered weights by resizing their storages, which no operation tells of."""
+    resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        recorder.note_resize(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+@contextmanager
+def _fake_group(size: int) -> Iterator[None]:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RecipeError(
+            "a rehearsal of several ranks needs a process of its own: this one is in a group already"
+        )
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

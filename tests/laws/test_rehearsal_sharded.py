@@ -1,0 +1,81 @@
+"""FSDP2 on a fake process group of eight: the arithmetic against the rehearsal, and what a rank must hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from estimate.tiny_plans import CPU, plan_for
+from fitune.errors import RecipeError
+from fitune.estimate.memory import predict_memory
+from fitune.estimate.parameters import weights_share_bytes
+from fitune.rehearse.peaks import peaks_by_kind
+from fitune.rehearse.run import trace_plan
+from fitune.spec.plan import Ddp, Zero
+from fitune.spec.reports import Phase
+from rehearse.tiny_configs import tiny
+
+TOLERANCE = 0.02
+EIGHT = replace(CPU, gpus_per_node=8)
+CHOICES = {
+    "full": {"tuning": "full", "precision": "fp32", "recompute": 2, "seq_len": 128},
+    "few tokens": {"tuning": "full", "precision": "bf16-master", "recompute": 4, "accumulation": 3},
+    "lora": {"tuning": "lora", "precision": "bf16", "recompute": 0, "seq_len": 128, "chunk": 32},
+}
+
+
+def rehearsed(family, stage, *, exact=True, hybrid=False, layers=4, vocab_size=1000, **choice):
+    config, spec = tiny(family, num_hidden_layers=layers, vocab_size=vocab_size)
+    hardware = replace(CPU, gpus_per_node=4, nodes=2) if hybrid else EIGHT
+    sharding = Zero(stage=stage, backend="fsdp", hybrid=hybrid)
+    plan = plan_for(spec, hardware=hardware, sharding=sharding, **{"rows": 1, "seq_len": 32, **choice})
+    return plan, trace_plan(plan, config, exact=exact)[0]
+
+
+def cases():
+    families = ("llama", "qwen2", "qwen3", "mixtral", "phi3")
+    for row, family in enumerate(families):
+        for column, (name, choice) in enumerate(CHOICES.items()):
+            for stage in (1, 2, 3):
+                turn = (row + column + stage) % 7 == 0
+                marks = [] if turn else [pytest.mark.slow]
+                yield pytest.param(family, stage, choice, id=f"{family}-{stage}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("family", "stage", "choice"), list(cases()))
+def test_estimate_and_rehearsal_agree(family, stage, choice):
+    plan, trace = rehearsed(family, stage, **choice)
+    expected = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_repeated_blocks_are_the_traced_ones(stage):
+    choice = {"layers": 7, "tuning": "full", "precision": "bf16-master", "recompute": 0, "accumulation": 2}
+    (_, short), (_, exact) = (rehearsed("llama", stage, exact=exact, **choice) for exact in (False, True))
+    assert peaks_by_kind(short, on_cuda=True) == peaks_by_kind(exact, on_cuda=True)
+
+
+def test_a_rank_holds_its_share_of_weights_and_states():
+    plan, trace = rehearsed("llama", 3, tuning="full", precision="bf16-master")
+    ready = peaks_by_kind(trace, on_cuda=False)[Phase.READY]
+    share = weights_share_bytes(plan)
+    buffers = 2 * 4 * 8  # the rotary frequencies, kept twice
+    assert ready["weights"] == share + buffers
+    assert ready["optimizer"] == pytest.approx(6 * share, rel=0.001)  # fp32 master and two states
+
+
+def test_hybrid_shares_within_a_node():
+    plan, trace = rehearsed("llama", 3, hybrid=True, tuning="lora", precision="bf16")
+    ready = peaks_by_kind(trace, on_cuda=False)[Phase.READY]
+    estimated = predict_memory(plan).phases[Phase.READY]
+    assert sum(ready.values()) == pytest.approx(sum(estimated.values()), rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "named"), [(Ddp(), "DDP"), (Zero(stage=2, backend="deepspeed"), "DeepSpeed does not run")]
+)
+def test_what_fake_tensors_cannot_run_is_refused(sharding, named):
+    config, spec = tiny("llama")
+    plan = plan_for(spec, hardware=EIGHT, sharding=sharding)
+    with pytest.raises(RecipeError, match=named):
+        trace_plan(plan, config, exact=True)
