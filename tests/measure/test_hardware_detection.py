@@ -89,8 +89,9 @@ def test_a_name_without_its_size_is_settled_by_the_memory() -> None:
 
 
 def test_an_unknown_device_still_works() -> None:
-    gpu = describe_found(found("0, GPU-1, NVIDIA GeForce RTX 3060, 12288, 8.6")[0])
-    assert (gpu.name, gpu.memory_bytes, gpu.has_bf16) == ("NVIDIA GeForce RTX 3060", 12288 * MIB, True)
+    gpu = describe_found(found("0, GPU-1, NVIDIA GeForce RTX 3050, 8192, 8.6")[0])
+    assert (gpu.name, gpu.memory_bytes, gpu.has_bf16) == ("NVIDIA GeForce RTX 3050", 8192 * MIB, True)
+    assert gpu.is_geforce
 
 
 def test_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

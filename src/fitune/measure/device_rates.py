@@ -27,7 +27,8 @@ POOL_BYTES = 128 * MIB
 """Tensors that take turns, more than caches hold: a step comes back to a tensor when many others were used."""
 SLOW_SECONDS = 0.2
 """No larger shape is tried where one call takes longer."""
-TRIAL_SECONDS, TRIALS = 0.01, 9
+TRIAL_SECONDS, TRIALS, FEW_TRIALS = 0.01, 9, 4
+"""Fewer where one call is a trial: it takes long enough to find a quiet moment of its own."""
 ADAM_PARAMETERS = 16 * 1024**2
 COPY_BYTES = 256 * MIB
 FLOPS_PER_PAIR = 3.5 * 4 * HEADS * HEAD_SIZE
@@ -41,7 +42,8 @@ def fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
         return once
     once = seconds_of(work, 1, device)  # the first call found cold caches
     calls = max(1, round(TRIAL_SECONDS / once))
-    return min(seconds_of(work, calls, device) / calls for _ in range(TRIALS))
+    trials = TRIALS if calls > 1 else FEW_TRIALS
+    return min(seconds_of(work, calls, device) / calls for _ in range(trials))
 
 
 def seconds_of(work: Callable[[], Any], calls: int, device: torch.device) -> float:

@@ -36,7 +36,8 @@ class Gpu:
     @property
     def is_geforce(self) -> bool:
         """A card for games: no direct copies between two of them, and a clock above what is rated."""
-        return self.name.startswith("rtx-") and not self.name.startswith(("rtx-a", "rtx-6000"))
+        known = self.name.startswith("rtx-") and not self.name.startswith(("rtx-a", "rtx-6000"))
+        return known or "geforce" in self.name.lower()
 
     @property
     def has_bf16(self) -> bool:
