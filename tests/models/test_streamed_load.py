@@ -8,9 +8,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
 
 from fitune.errors import ModelError
 from fitune.measure.memory import LiveTensors
+from fitune.models.arrival import PackOnArrival
 from fitune.models.language_model import blocks_of
 from fitune.models.quantize import quantise_linears
 from fitune.models.weights import load_model
@@ -102,3 +104,15 @@ def test_a_tensor_that_does_not_match_is_named(tmp_path: Path, change: Tensor | 
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=message):
         load_model(str(tmp_path), dtype=torch.float32, device=CPU, base=Nf4())
+
+
+def test_no_dense_model_is_taken_from_a_gpu_in_advance() -> None:
+    """transformers warms the allocator up with all bytes that it expects; those of packed weights are never dense."""
+    model = tiny_model()
+    packer = AutoHfQuantizer.from_config(PackOnArrival(Nf4()), pre_quantized=False)
+    packer.preprocess_model(model)
+    expected = sum(
+        p.numel() * packer.param_element_size(model, name, p) for name, p in model.named_parameters()
+    )
+    outside = [p for name, p in model.named_parameters() if "proj" not in name]
+    assert expected == sum(p.nbytes for p in outside)

@@ -52,6 +52,10 @@ class _Packer(HfQuantizer):
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
         return param_name in self.linears
 
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        """transformers takes the bytes of a whole model from a GPU in advance; of a packed weight it must take none."""
+        return 0.0 if param_name in self.linears else float(param.element_size())
+
     def get_quantize_ops(self) -> ConversionOps:
         return _Pack(self)
 
