@@ -7,6 +7,7 @@ import pytest
 from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.spec.plan import Offload
+from fitune.spec.reports import Phase
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import ROWS, bench
 from laws.test_rehearsal_estimate import TOLERANCE, rehearsed_peak
@@ -14,6 +15,7 @@ from rehearse.tiny_configs import tiny
 
 ALL = bench.LAYERS
 ACTIVATIONS = Offload(activations="cpu")
+OPTIMIZER = Offload(optimizer="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +46,41 @@ def test_activations_on_the_host_are_the_real_step(model, tuning, precision, rec
     test_memory_prediction.check(plan)
 
 
-@pytest.mark.parametrize(("tuning", "recompute"), [("full", 0), ("lora", ALL // 2), ("lora", ALL)])
-def test_their_rehearsal_is_the_real_step(model, tuning, recompute):
+@pytest.mark.parametrize(
+    ("tuning", "precision", "recompute", "accumulation"),
+    [
+        ("full", "fp32", 0, 1), ("full", "bf16-master", ALL // 2, 2), ("full", "fp16", ALL, 1),
+        ("lora", "bf16-master", 0, 2), ("lora", "bf16", ALL // 2, 1), ("lora", "fp32", ALL, 1),
+    ],
+)  # fmt: skip
+def test_an_optimizer_on_the_host_is_the_real_step(model, tuning, precision, recompute, accumulation):
+    plan = plan_of(
+        model, OPTIMIZER, tuning=tuning, precision=precision, recompute=recompute, accumulation=accumulation
+    )  # fmt: skip
+    test_memory_prediction.check(plan)
+
+
+@pytest.mark.parametrize(
+    ("offload", "tuning", "recompute", "accumulation"),
+    [
+        (ACTIVATIONS, "full", 0, 1), (ACTIVATIONS, "lora", ALL // 2, 1), (ACTIVATIONS, "lora", ALL, 1),
+        (OPTIMIZER, "full", 0, 2), (OPTIMIZER, "lora", ALL, 1),
+    ],
+)  # fmt: skip
+def test_the_rehearsal_is_the_real_step(model, offload, tuning, recompute, accumulation):
     """Within 1 % of the peak and of every phase."""
-    test_rehearsal_real_step.check(
-        plan_of(model, ACTIVATIONS, tuning=tuning, precision="bf16", recompute=recompute)
+    plan = plan_of(
+        model, offload, tuning=tuning, precision="bf16", recompute=recompute, accumulation=accumulation
     )
+    test_rehearsal_real_step.check(plan)
+
+
+def test_the_device_holds_neither_states_nor_all_gradients(model):
+    """Full in fp32: 16 bytes a parameter become 4, and the gradients of two blocks."""
+    kept = plan_of(model, Offload(), tuning="full", precision="fp32", recompute=ALL)
+    rows = bench.random_rows(ROWS, vocab_size=model.vocab_size)
+    update = bench.measured_peaks(replace(kept, offload=OPTIMIZER), rows)[Phase.UPDATE]
+    assert update == pytest.approx(bench.measured_peaks(kept, rows)[Phase.UPDATE] / 4, rel=0.01)
 
 
 @pytest.mark.parametrize("recompute", [0, ALL // 2])
@@ -64,12 +95,15 @@ def test_activations_on_the_host_are_gone_from_the_device(model, recompute):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
-@pytest.mark.parametrize("hardware", [CPU, gpu("h100")], ids=["cpu", "h100"])
-def test_estimate_and_rehearsal_agree(family, hardware):
+@pytest.mark.parametrize(
+    ("hardware", "offload", "tuning"),
+    [(CPU, ACTIVATIONS, "lora"), (gpu("h100"), ACTIVATIONS, "lora"), (gpu("h100"), OPTIMIZER, "full")],
+)
+def test_estimate_and_rehearsal_agree(family, hardware, offload, tuning):
     config, spec = tiny(family)
     plan = plan_for(
-        spec, hardware=hardware, tuning="lora", precision="bf16", recompute=1, seq_len=128, rows=2, chunk=64,
-        offload=ACTIVATIONS,
+        spec, hardware=hardware, tuning=tuning, precision="bf16", recompute=1, seq_len=128, rows=2, chunk=64,
+        offload=offload,
     )  # fmt: skip
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
         rehearsed_peak(plan, config), rel=TOLERANCE

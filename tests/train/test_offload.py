@@ -1,5 +1,6 @@
 """Training with something on the host is training without: the same losses and the same weights, bit for bit."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -7,15 +8,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fitune.models.weights import compute_dtype
-from fitune.spec.plan import Offload, Plan
+from fitune.spec.plan import AdamW, Offload, PlainLoss, Plan, Precision, Sgd
 from fitune.train.prepare import Prepared, prepare_loaded
 from laws.test_memory_prediction import ROWS, bench
 
 ALL = bench.LAYERS
 ACTIVATIONS = Offload(activations="cpu")
+OPTIMIZER = Offload(optimizer="cpu")
 
 
-def plan_of(offload: Offload, *, tuning: str, precision: str, recompute: int, accumulation: int = 1) -> Plan:
+def plan_of(
+    offload: Offload, *, tuning: str, precision: str, recompute: int = ALL // 2, accumulation: int = 1
+) -> Plan:
     plan = bench.plan_of(
         bench.small_model(), tuning=tuning, precision=precision, recompute=recompute, chunked=True,
         accumulation=accumulation,
@@ -68,6 +72,67 @@ def test_activations_on_the_host_change_nothing(tuning, precision, recompute, ac
         ACTIVATIONS, tuning=tuning, precision=precision, recompute=recompute, accumulation=accumulation
     )
     assert_same_training(replace(plan, offload=Offload()), plan)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "recompute", "accumulation"), [("full", 0, 2), ("full", ALL, 1), ("lora", ALL // 2, 2)]
+)
+def test_an_optimizer_on_the_host_is_the_one_on_the_device_in_fp32(tuning, recompute, accumulation):
+    """With the loss in one chunk: over several micro-batches a head's chunks are added up in another order."""
+    plan = plan_of(OPTIMIZER, tuning=tuning, precision="fp32", recompute=recompute, accumulation=accumulation)
+    plan = replace(plan, loss=PlainLoss())
+    assert_same_training(replace(plan, offload=Offload()), plan)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "optimizer"), [("full", AdamW(weight_decay=0.1)), ("lora", Sgd(momentum=0.9))]
+)
+def test_in_bf16_it_is_the_one_with_masters(tuning, optimizer):
+    """Clipping is off: the norm is summed over gradients in fp32 here and in 16 bit there."""
+    plan = plan_of(OPTIMIZER, tuning=tuning, precision="bf16")
+    plan = replace(plan, optimizer=optimizer, schedule=replace(plan.schedule, max_grad_norm=0.0))
+    with_masters = replace(plan, precision=Precision.BF16_MASTER)
+    assert_same_training(replace(with_masters, offload=Offload()), plan)
+    assert_same_training(with_masters, plan)
+
+
+def test_an_overflow_in_fp16_changes_nothing_on_the_host():
+    plan = plan_of(OPTIMIZER, tuning="lora", precision="fp16")
+    ready = prepared(plan)
+    losses(ready, plan, steps=1)
+    before = {name: tensor.clone() for name, tensor in ready.engine.state().tensors.items()}
+    ready.engine.loss_scale.value = 2.0**40
+    rows = bench.random_rows(ROWS, vocab_size=plan.model.vocab_size)
+    ready.engine.forward_backward(rows, supervised_tokens=1, enter_phase=lambda phase: None)
+    assert ready.engine.update(learning_rate=1e-3, enter_phase=lambda phase: None).skipped
+    after = ready.engine.state().tensors
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
+def test_states_on_the_host_are_restored_bit_for_bit(precision):
+    plan = plan_of(OPTIMIZER, tuning="full", precision=precision)
+    straight, resumed = prepared(plan), prepared(plan)
+    losses(straight, plan)
+    resumed.model.whole.load_state_dict(straight.model.whole.state_dict())
+    resumed.engine.restore(copy.deepcopy(straight.engine.state()))
+    assert losses(straight, plan, seed=2) == losses(resumed, plan, seed=2)
+    theirs = dict(resumed.model.whole.named_parameters())
+    assert all(torch.equal(p, theirs[name]) for name, p in straight.model.whole.named_parameters())
+
+
+def test_a_run_may_move_its_optimizer_to_the_host_and_back():
+    """The states have the same names; masters that were not saved are the weights."""
+    plan = plan_of(Offload(), tuning="lora", precision="fp32")
+    straight, moved = prepared(plan), prepared(replace(plan, offload=OPTIMIZER))
+    losses(straight, plan)
+    moved.model.whole.load_state_dict(straight.model.whole.state_dict())
+    moved.engine.restore(copy.deepcopy(straight.engine.state()))
+    assert losses(straight, plan, seed=2) == losses(moved, plan, seed=2)
+    back = prepared(plan)
+    back.model.whole.load_state_dict(moved.model.whole.state_dict())
+    back.engine.restore(copy.deepcopy(moved.engine.state()))
+    assert losses(back, plan, seed=3) == losses(moved, plan, seed=3)
 
 
 def test_the_host_keeps_no_activations_between_two_steps():

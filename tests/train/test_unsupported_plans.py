@@ -7,6 +7,7 @@ import pytest
 from estimate.tiny_plans import plan_for, small_llama
 from fitune.errors import RecipeError
 from fitune.spec.plan import (
+    AdamW8bit,
     ClipByNorm,
     ClipByValue,
     Ddp,
@@ -38,6 +39,7 @@ def any_plan() -> Plan:
         ),
         ({"sharding": Ddp()}, "sharding DDP"),
         ({"sharding": Zero(stage=3, backend="fsdp")}, r"sharding ZeRO-3 \(fsdp\)"),
+        ({"offload": Offload(optimizer="cpu"), "optimizer": AdamW8bit()}, "AdamW8bit on the host"),
         ({"offload": Offload(parameters="cpu")}, "offload of parameters to cpu"),
         ({"offload": Offload(optimizer="nvme")}, "offload of optimizer to nvme"),
         ({"offload": Offload(activations="nvme")}, "offload of activations to nvme"),

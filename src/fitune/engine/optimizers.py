@@ -20,6 +20,19 @@ MASTER_BUCKET_BYTES = 64 * 1024**2
 class WeightOptimizer(Protocol):
     """Turns the gradients on the parameters into new weights."""
 
+    def take_gradients(self, *, wait: bool) -> None:
+        """Told when the loss is through, and when backward is: what is on the parameters may be taken from there.
+
+        After backward (``wait``) nothing of them is left on the way.
+        """
+        ...
+
+    def gradients(self) -> list[Tensor]:
+        """Those of all micro-batches so far, wherever they are."""
+        ...
+
+    def drop_gradients(self) -> None: ...
+
     def step(self, *, learning_rate: float, gradient_factor: float) -> None:
         """Use gradients × ``gradient_factor`` (clipping and loss scale in one), then drop them."""
         ...
@@ -29,39 +42,54 @@ class WeightOptimizer(Protocol):
     def restore(self, tensors: Mapping[str, Tensor]) -> None: ...
 
 
-class DirectOptimizer:
+class _OnParameters:
+    """Gradients rest where autograd leaves them."""
+
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self.parameters = dict(parameters)
+
+    def take_gradients(self, *, wait: bool) -> None:
+        """They stay."""
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+
+class DirectOptimizer(_OnParameters):
     """Steps the parameters themselves; states have their dtype."""
 
     def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer) -> None:
-        self.parameters = dict(parameters)
+        super().__init__(parameters)
         self.torch_optimizer = build_torch_optimizer(self.parameters, optimizer)
 
     def step(self, *, learning_rate: float, gradient_factor: float) -> None:
         if gradient_factor != 1.0:
-            torch._foreach_mul_(
-                [p.grad for p in self.parameters.values() if p.grad is not None], gradient_factor
-            )
-        _set_learning_rate(self.torch_optimizer, learning_rate)
+            torch._foreach_mul_(self.gradients(), gradient_factor)
+        set_learning_rate(self.torch_optimizer, learning_rate)
         self.torch_optimizer.step()
         self.torch_optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        return _state_tensors(self.torch_optimizer, self.parameters)
+        return state_tensors(self.torch_optimizer, self.parameters)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        _restore_state(self.torch_optimizer, self.parameters, tensors)
+        restore_state(self.torch_optimizer, self.parameters, tensors)
 
 
-class MasterOptimizer:
+class MasterOptimizer(_OnParameters):
     """Steps fp32 copies of 16-bit parameters, bucket by bucket, and copies the result back."""
 
     def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer) -> None:
-        self.parameters = dict(parameters)
+        super().__init__(parameters)
         self.masters = {name: Parameter(p.detach().float()) for name, p in self.parameters.items()}
         self.torch_optimizer = build_torch_optimizer(self.masters, optimizer)
 
     def step(self, *, learning_rate: float, gradient_factor: float) -> None:
-        _set_learning_rate(self.torch_optimizer, learning_rate)
+        set_learning_rate(self.torch_optimizer, learning_rate)
         for bucket in self._buckets():
             self._step_bucket(bucket, gradient_factor)
 
@@ -90,12 +118,12 @@ class MasterOptimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         masters = {f"master/{name}": master.data for name, master in self.masters.items()}
-        return {**masters, **_state_tensors(self.torch_optimizer, self.masters)}
+        return {**masters, **state_tensors(self.torch_optimizer, self.masters)}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         for name, master in self.masters.items():
             master.data.copy_(tensors[f"master/{name}"])
-        _restore_state(self.torch_optimizer, self.masters, tensors)
+        restore_state(self.torch_optimizer, self.masters, tensors)
 
 
 def build_torch_optimizer(parameters: Mapping[str, Parameter], optimizer: Optimizer) -> torch.optim.Optimizer:
@@ -116,14 +144,12 @@ def build_torch_optimizer(parameters: Mapping[str, Parameter], optimizer: Optimi
             return EightBitAdamW(groups, betas=(beta1, beta2), eps=eps)
 
 
-def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
 
-def _state_tensors(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter]
-) -> dict[str, Tensor]:
+def state_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
     """``exp_avg/<parameter>`` -> tensor, for every state of every parameter."""
     return {
         f"{key}/{name}": value
@@ -133,7 +159,7 @@ def _state_tensors(
     }
 
 
-def _restore_state(
+def restore_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
     for key, value in tensors.items():

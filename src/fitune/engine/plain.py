@@ -1,13 +1,14 @@
 """The ordinary engine: gradients of the whole global batch, then one optimizer step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from fitune.engine.clip import clip_factor, global_norm
+from fitune.engine.host_optimizer import Host, HostOptimizer
 from fitune.engine.loss_scale import LossScale
 from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, WeightOptimizer
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
@@ -27,13 +28,21 @@ class PlainEngine:
         optimizer: Optimizer,
         precision: Precision,
         max_grad_norm: float,
+        host: Host | None = None,
+        blocks: Sequence[Sequence[str]] = (),
     ) -> None:
+        """With ``host`` the optimizer is there; ``blocks`` names the trained parameters of each decoder block."""
         self.model = model
         self.parameters = dict(parameters)
         self.max_grad_norm = max_grad_norm
         self.loss_scale = LossScale() if precision is Precision.FP16 else None
-        kind = MasterOptimizer if precision.has_master else DirectOptimizer
-        self.optimizer: WeightOptimizer = kind(self.parameters, optimizer)
+        self.optimizer: WeightOptimizer
+        if host is not None:
+            self.optimizer = HostOptimizer(self.parameters, optimizer, host=host, blocks=blocks)
+        elif precision.has_master:
+            self.optimizer = MasterOptimizer(self.parameters, optimizer)
+        else:
+            self.optimizer = DirectOptimizer(self.parameters, optimizer)
 
     def forward_backward(self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase) -> Tensor:
         """The loss runs on detached hidden states, so its logits are gone before the blocks' backward begins."""
@@ -43,8 +52,10 @@ class PlainEngine:
         loss, gradient_TD = self.model.loss_and_gradient(
             hidden_TD.detach(), batch, scale=self._scale() / supervised_tokens
         )
+        self.optimizer.take_gradients(wait=False)
         enter_phase(Phase.BACKWARD)
         hidden_TD.backward(gradient_TD)
+        self.optimizer.take_gradients(wait=True)
         return loss
 
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
@@ -59,11 +70,15 @@ class PlainEngine:
         if finite:
             factor = clip_factor(norm, max_norm=self.max_grad_norm) / scale
             self.optimizer.step(learning_rate=learning_rate, gradient_factor=factor)
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.optimizer.drop_gradients()
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed=not finite)
         return Update(grad_norm=norm, loss_scale=scale, skipped=not finite)
+
+    def goes_back(self, block: int) -> None:
+        """Told when backward reaches a decoder block: gradients on their way to the host go by blocks."""
+        if isinstance(self.optimizer, HostOptimizer):
+            self.optimizer.goes_back(block)
 
     def state(self) -> EngineState:
         facts = self.loss_scale.facts() if self.loss_scale is not None else {}
@@ -79,7 +94,7 @@ class PlainEngine:
         return global_norm(self.gradients())
 
     def gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters.values() if p.grad is not None]
+        return self.optimizer.gradients()
 
     def _scale(self) -> float:
         return 1.0 if self.loss_scale is None else self.loss_scale.value

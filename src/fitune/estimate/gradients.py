@@ -97,3 +97,8 @@ def gradients_go_to_the_host(plan: Plan) -> bool:
     """With an offloaded optimizer, block by block, unless all ranks sum them on the device first."""
     alone = isinstance(plan.sharding, Single)
     return plan.offload.optimizer != "device" and (alone or gradients_are_divided(plan))
+
+
+def leaves_after_the_loss(plan: Plan) -> bool:
+    """Whether the head's gradient is on its way to the host while the final norm goes back."""
+    return isinstance(plan.sharding, Single) and gradients_go_to_the_host(plan)

@@ -10,6 +10,7 @@ from fitune.estimate.gradients import (
     adaptive_working_bytes,
     goes_back_twice,
     gradients_always_exist,
+    leaves_after_the_loss,
 )
 from fitune.estimate.parameters import embedding_parameters, head_parameters
 from fitune.estimate.shape import largest_batch
@@ -269,7 +270,7 @@ def _blocks_and_waiting(step: StepStages) -> int:
 
 def _before_the_blocks(step: StepStages, head: int) -> int:
     """Gradients when only the head's is new: added to whole ones, waiting beside a share, or already settled."""
-    if step.root_waits:
+    if step.root_waits or leaves_after_the_loss(step.plan):
         return step.gradients_before + head
     return step.gradients_before or step.settled(head)
 

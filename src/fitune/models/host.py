@@ -56,7 +56,10 @@ class HostMemory:
     def claims(self, tensor: Tensor) -> bool:
         """Whether its storage is the host's; one that begins while the host is working becomes so."""
         if self._is_working:
-            self._adopt(tensor)
+            self.adopt(tensor)
+        return self.owns(tensor)
+
+    def owns(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._owned
 
     def empty_like(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -65,7 +68,7 @@ class HostMemory:
             room = torch.empty(
                 tensor.shape, dtype=dtype or tensor.dtype, device="cpu", pin_memory=self._stream is not None
             )
-            self._adopt(room)
+            self.adopt(room)
         return room
 
     def take(self, tensor: Tensor) -> Copy:
@@ -75,6 +78,10 @@ class HostMemory:
     def give(self, tensor: Tensor) -> Copy:
         """``tensor`` of the host begins to move to the device."""
         return self._copied(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device))
+
+    def put(self, tensor: Tensor, target: Tensor) -> Copy:
+        """``tensor`` of the host begins to be written into ``target`` on the device."""
+        return self._copied(tensor, target)
 
     def _copied(self, source: Tensor, target: Tensor) -> Copy:
         if self._stream is None:
@@ -89,7 +96,8 @@ class HostMemory:
             done.record()
         return Copy(tensor=target, done=done)
 
-    def _adopt(self, tensor: Tensor) -> None:
+    def adopt(self, tensor: Tensor) -> None:
+        """From now on its storage counts as the host's."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._owned or size == 0:

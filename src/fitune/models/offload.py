@@ -54,13 +54,18 @@ def offload_blocks(blocks: nn.ModuleList, offload: Offload, host: HostMemory) ->
     if places:
         for index, block in enumerate(blocks):
             block.forward = _placed(block.forward, index, places)  # type: ignore[method-assign]
-        before_backward(blocks, lambda index: [place.goes_back(index) for place in places])
+        for place in places:
+            before_backward(blocks, place.goes_back)
 
 
-def before_backward(blocks: Sequence[nn.Module], call: Callable[[int], Any]) -> None:
-    """From now on ``call(index)`` when backward reaches a block: the gradient of its output is there."""
+def before_backward(blocks: Sequence[nn.Module], call: Callable[[int], None]) -> None:
+    """From now on ``call(index)`` when backward reaches a block: the gradient of its output is there.
+
+    ``call(-1)`` when it leaves the first one, if anything before that is trained.
+    """
     for index, block in enumerate(blocks):
-        block.register_forward_hook(_calling(call, index))
+        block.register_forward_hook(lambda _, inputs, output, index=index: _watch(output, call, index))
+    blocks[0].register_forward_pre_hook(lambda _, inputs: _watch(inputs, call, -1))
 
 
 def after_backward(call: Callable[[], None]) -> None:
@@ -68,16 +73,13 @@ def after_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)  # type: ignore[no-untyped-call]
 
 
-def _calling(call: Callable[[int], Any], index: int) -> Callable[..., None]:
+def _watch(hidden: Any, call: Callable[[int], None], index: int) -> None:
     def reached(_gradient: Tensor) -> None:
         call(index)
 
-    def watch_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        hidden = output if isinstance(output, Tensor) else output[0]
-        if hidden.requires_grad:
-            hidden.register_hook(reached)
-
-    return watch_output
+    tensor = hidden if isinstance(hidden, Tensor) else hidden[0]
+    if tensor.requires_grad:
+        tensor.register_hook(reached)
 
 
 def _placed(forward: Callable[..., Any], index: int, places: Sequence[Place]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from fitune.rehearse.events import Trace
 from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.step import record_few_blocks, record_step
 from fitune.rehearse.stretch import Depth, Irregular, stretched
-from fitune.spec.plan import Plan
+from fitune.spec.plan import Offload, Plan
 from fitune.spec.reports import Rehearsal
 
 
@@ -28,11 +28,15 @@ def rehearse(plan: Plan, *, exact: bool = False, outside: dict[str, int] | None 
 
 
 def trace_plan(plan: Plan, config: PretrainedConfig, *, exact: bool) -> tuple[Trace, int]:
-    """The step's events and how many blocks were traced for them."""
+    """The step's events and how many blocks were traced for them.
+
+    What leaves the device leaves while the next block works: such a step is traced whole.
+    """
     layers = plan.model.num_layers
     recomputed = min(plan.recompute.blocks, layers)
     depth = Depth(recomputed=recomputed, kept=layers - recomputed)
-    if not exact and depth.shallow() != depth and _blocks_are_alike(config):
+    repeats = _blocks_are_alike(config) and plan.offload == Offload()
+    if not exact and depth.shallow() != depth and repeats:
         try:
             passes, update = record_few_blocks(plan, config, depth)
             return stretched(passes, update, depth), depth.shallow().layers

@@ -17,7 +17,7 @@ from fitune.models.adapters import add_adapters
 from fitune.models.attention import use_attention
 from fitune.models.host import HostMemory
 from fitune.models.language_model import LanguageModel, blocks_of, language_model
-from fitune.models.offload import offload_blocks
+from fitune.models.offload import before_backward, offload_blocks
 from fitune.models.quantize import quantise_linears
 from fitune.models.recompute import recompute_blocks
 from fitune.models.weights import compute_dtype, load_model
@@ -69,7 +69,10 @@ def prepare_loaded(model: PreTrainedModel, plan: Plan, *, mesh: "DeviceMesh | No
     whole.train()
     if isinstance(plan.sharding, Zero) and mesh is not None:
         return replace(_sharded(plan, plan.sharding, parts, mesh), host=host)
-    return Prepared(model=parts, engine=engine_for(plan, parts, parts.trained), host=host)
+    engine = engine_for(plan, parts, parts.trained, host=host)
+    if isinstance(engine, PlainEngine) and plan.offload.optimizer == "cpu":
+        before_backward(parts.blocks, engine.goes_back)
+    return Prepared(model=parts, engine=engine, host=host)
 
 
 def _sharded(plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh") -> Prepared:
@@ -92,8 +95,10 @@ def _sharded(plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh
     return Prepared(model=parts, engine=engine)
 
 
-def engine_for(plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter]) -> Engine:
-    """What turns the loss of ``model`` into new weights of ``trained``."""
+def engine_for(
+    plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter], *, host: HostMemory | None = None
+) -> Engine:
+    """What turns the loss of ``model`` into new weights of ``trained``; ``host`` is where an offloaded optimizer is."""
     if isinstance(plan.tuning, Lomo):
         return LomoEngine(
             model,
@@ -109,7 +114,14 @@ def engine_for(plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter
         optimizer=plan.optimizer,
         precision=plan.precision,
         max_grad_norm=plan.schedule.max_grad_norm,
+        host=host if plan.offload.optimizer == "cpu" else None,
+        blocks=_trained_by_block(model, trained),
     )
+
+
+def _trained_by_block(model: LanguageModel, trained: Mapping[str, Parameter]) -> list[list[str]]:
+    names = {id(parameter): name for name, parameter in trained.items()}
+    return [[names[id(p)] for p in block.parameters() if id(p) in names] for block in model.blocks]
 
 
 def _used_twice(model: LanguageModel, trained: Mapping[str, Parameter]) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fitune.errors import RecipeError
-from fitune.spec.plan import ClipByNorm, Ddp, Lomo, Plan, Precision, Sgd, Zero
+from fitune.spec.plan import AdamW8bit, ClipByNorm, Ddp, Lomo, Offload, Plan, Precision, Sgd, Single, Zero
 
 
 def require_supported(plan: Plan) -> None:
@@ -51,8 +51,16 @@ def _processes(plan: Plan) -> Iterator[str]:
 
 def _missing_of_offload(plan: Plan) -> Iterator[str]:
     offload = plan.offload
-    named = {"parameters": offload.parameters, "optimizer": offload.optimizer}
-    yield from (f"offload of {what} to {place}" for what, place in named.items() if place != "device")
+    if offload != Offload() and not isinstance(plan.sharding, Single):
+        yield "offload together with sharding"
+    if offload.parameters != "device":
+        yield f"offload of parameters to {offload.parameters}"
+    if offload.optimizer == "nvme":
+        yield "offload of optimizer to nvme"
+    if offload.optimizer == "cpu" and isinstance(plan.tuning, Lomo):
+        yield "offload of an optimizer that LOMO has not"
+    if offload.optimizer == "cpu" and isinstance(plan.optimizer, AdamW8bit):
+        yield "AdamW8bit on the host (its states are fp32 there: AdamW())"
     if offload.activations == "nvme":
         yield "offload of activations to nvme"
     if (
