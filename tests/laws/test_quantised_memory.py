@@ -11,7 +11,12 @@ from laws.test_memory_prediction import bench
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("hqq.core.quantize")
 
-BASES = [Nf4(), Nf4(double_quant=False), Hqq(bits=4), Hqq(bits=3)]
+BASES = [
+    Nf4(),
+    pytest.param(Nf4(double_quant=False), marks=pytest.mark.slow),
+    Hqq(bits=4),
+    pytest.param(Hqq(bits=3), marks=pytest.mark.slow),
+]
 ALL = bench.LAYERS
 
 
@@ -38,7 +43,10 @@ def test_the_estimate_is_the_real_step(model, base, precision, recompute, chunke
 
 
 @pytest.mark.parametrize("base", BASES, ids=str)
-@pytest.mark.parametrize(("precision", "recompute", "accumulation"), [("bf16", 3, 1), ("fp16", ALL, 2)])
+@pytest.mark.parametrize(
+    ("precision", "recompute", "accumulation"),
+    [("bf16", 3, 1), pytest.param("fp16", ALL, 2, marks=pytest.mark.slow)],
+)
 def test_the_rehearsal_is_the_real_step(model, base, precision, recompute, accumulation):
     """Within 1 % of the peak and of every phase."""
     plan = plan_on(

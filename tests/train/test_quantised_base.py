@@ -21,7 +21,15 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("hqq.core.quantize")
 
 MakePlan = Callable[..., Plan]
-BASES = [Nf4(), Nf4(double_quant=False), Hqq(bits=8), Hqq(bits=4), Hqq(bits=3), Hqq(bits=2)]
+BASES = [
+    Nf4(),
+    Hqq(bits=4),
+    Hqq(bits=2),
+    *(
+        pytest.param(base, marks=pytest.mark.slow)
+        for base in (Nf4(double_quant=False), Hqq(bits=8), Hqq(bits=3))
+    ),
+]
 
 
 def on(base: Nf4 | Hqq, plan: Plan) -> Plan:
