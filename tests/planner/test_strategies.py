@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from estimate.tiny_plans import CPU, gpu, known
-from fitune.errors import HardwareError, RecipeError
+from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.families import families
 from fitune.planner.search import find_plan
@@ -179,6 +179,8 @@ def test_a_processor_offloads_nothing():
         ("h100", 2, {"offload_optimizer": "cpu", "zero": 0}, RecipeError, "DDP"),
         ("h100", 2, {"offload_parameters": "cpu", "zero": 2, "backend": "deepspeed"}, RecipeError, "zero = 2"),
         ("h100", 2, {"offload_optimizer": "nvme"}, RecipeError, "no folder"),
+        ("h100", 1, {"tuning": "lomo", "offload_optimizer": "cpu"}, RecipeError, "no optimizer states"),
+        ("h100", 1, {"quantization_bits": 3, "group_size": 100}, RecipeError, "leaves a rest"),
         ("h100", 1, {"offload_optimizer": "nvme", "nvme_path": "/n"}, RecipeError, "stage 3 only"),
     ],
 )  # fmt: skip
@@ -200,3 +202,55 @@ def test_what_cannot_run_here_is_left_out():
     assert isinstance(report.chosen.plan.tuning, Lora)
     with pytest.raises(RecipeError, match="cannot train with magic yet"):
         find_plan(recipe, model=model, hardware=hardware, missing=lambda plan: ("magic",))
+
+
+def test_a_pinned_accumulation_keeps_lomo_out():
+    pins = {"export": "full", "micro_batch_size": 1, "gradient_accumulation_steps": 4}
+    plan = plan_of("mistral-7b", "h200", host=16, **pins)
+    assert (plan.batch.micro_batch_size, plan.batch.accumulation) == (1, 4)
+
+
+def test_what_is_pinned_is_never_chosen_against():
+    """8-bit states are stepped on the device by torch's engines; an optimizer that is named keeps LOMO out."""
+    model = known("llama-3.1-8b")
+    for gpus in (1, 4):
+        hardware = replace(gpu("rtx-4090", gpus=gpus), host_memory_bytes=256 * GIB)
+        recipe = recipe_of("llama-3.1-8b", tuning="full", optimizer="adamw-8bit")
+        for family in families(recipe, model=model, gpu=hardware.gpu):
+            for spread in spreads(recipe, family, hardware):
+                assert spread.offload.optimizer == "device"
+                assert getattr(spread.sharding, "backend", "fsdp") == "fsdp"
+    assert not [f for f in families_of("h100", optimizer="momentum") if isinstance(f.tuning, Lomo)]
+    assert {type(f.tuning) for f in families_of("h100", max_grad_value=0.5)} == {Lomo}
+
+
+def test_cheapest_keeps_the_pins_and_says_how_many_devices_it_took():
+    model, hardware = known("llama-3.1-8b"), gpu("rtx-4090", gpus=2)
+    pins = {"tuning": "lora", "objective": "cheapest"}
+    pinned = recipe_of("llama-3.1-8b", zero=3, backend="deepspeed", **pins)
+    taken = find_plan(pinned, model=model, hardware=hardware).chosen.plan
+    assert taken.sharding == Zero(stage=3, backend="deepspeed")
+    report = find_plan(recipe_of("llama-3.1-8b", **pins), model=model, hardware=gpu("h100", gpus=8))
+    used = report.chosen.plan.hardware.num_gpus
+    assert used == 8 or report.decisions[0].startswith(f"devices: {used} of 8")
+
+
+def test_a_disk_that_is_too_small_is_refused_with_its_sum():
+    hardware = replace(gpu("h100", gpus=8), host_memory_bytes=2048 * GIB, nvme_bytes=GIB)
+    pins = {"offload_parameters": "nvme", "offload_optimizer": "nvme", "nvme_path": "/n", "tuning": "full"}
+    with pytest.raises(NothingFits, match=r"on\s+NVMe"):
+        find_plan(recipe_of("llama-2-70b", **pins), model=known("llama-2-70b"), hardware=hardware)
+
+
+def test_a_row_is_no_longer_than_the_model_takes_unless_asked():
+    report = find_plan(recipe_of("gpt2"), model=known("gpt2"), hardware=gpu("t4"))
+    assert report.chosen.plan.batch.seq_len == 1024
+    assert any(line.startswith("seq_len: 1024 (the longest") for line in report.decisions)
+
+
+def test_experts_that_stay_in_16_bit_are_named():
+    report = find_plan(
+        recipe_of("qwen3-30b-a3b", tuning="qlora", seq_len=512),
+        model=known("qwen3-30b-a3b"), hardware=gpu("h100"),
+    )  # fmt: skip
+    assert any("neither quantised nor adapted" in line for line in report.decisions)

@@ -77,6 +77,19 @@ def test_the_largest_model_is_named(capsys):
     assert answer["methods"][0]["value"] in ("01-ai/Yi-34B", "Qwen/Qwen2.5-32B")
 
 
+def test_with_parameters_on_the_host_the_longest_row_is_found():
+    settings = {"model": "llama-3.1-8b", "offload_parameters": "cpu", "seq_len": 512}
+    found = largest(parse_recipe(settings), "seq_len", model=known("llama-3.1-8b"), hardware=gpu("rtx-4090"))
+    values = {type(item.family.tuning).__name__: item.value for item in found}
+    assert values["Lora"]
+
+
+def test_why_with_what_was_taken_anyway_is_the_same_plan(capsys):
+    recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "rtx-4090"})
+    print_alternative(recipe, "attn_implementation: flash", json=False)
+    assert "the same plan" in capsys.readouterr().out
+
+
 def test_an_unknown_quantity_is_refused():
     with pytest.raises(RecipeError, match="--largest speed is not known"):
         print_largest(parse_recipe({"model": "llama-3.2-1b", "gpu": "t4"}), "speed", json=False)

@@ -3,6 +3,7 @@
 import json as json_text
 import os
 import sys
+import textwrap
 import warnings
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -308,4 +309,13 @@ def _print_error(error: FituneError) -> None:
         content = {"kind": error.kind, "message": error.message, "hint": error.hint}
         print(json_text.dumps({"error": content}, indent=2, ensure_ascii=False))
     else:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join(_folded(line) for line in f"error: {error}".splitlines()), file=sys.stderr)
+
+
+def _folded(line: str) -> str:
+    """At most 100 columns; what goes on keeps the line's own indentation."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(
+        line.strip(), width=100, initial_indent=indent, subsequent_indent=indent + "  ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip

@@ -35,7 +35,7 @@ def compare_methods(recipe: Recipe, names: Sequence[str], *, score_data: str, ov
     directory = Path(recipe.output_dir or "runs/compare")
     methods = [_train(recipe, name, directory, overwrite=overwrite) for name in names]
     if not any(method.run for method in methods):
-        raise RecipeError("no method could be trained", hint=methods[0].why_not)
+        raise RecipeError("no method could be trained", hint="the reasons are above")
     base = _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite) if score_data else {}
     methods = [_scored(recipe, method, score_data, directory, overwrite=overwrite) for method in methods]
     print(_table(methods))

@@ -31,6 +31,7 @@ def predict(plan: Plan, *, largest: BatchShape | None = None, usual: BatchShape 
         host=host_terms(step),
         usable_host_bytes=usable_host_bytes(plan.hardware) if plan.offload != Offload() else 0,
         nvme_bytes=nvme_bytes(step),
+        usable_nvme_bytes=plan.hardware.nvme_bytes if "nvme" in plan.offload.places else 0,
         checkpoint_bytes=checkpoint_bytes(plan),
         communication_bytes=communication_of(plan).total_bytes,
     )

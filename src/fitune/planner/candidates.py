@@ -76,16 +76,26 @@ def batches(recipe: Recipe, family: Family, *, ranks: int) -> tuple[Batch, ...]:
 
     Empty when there is none. LOMO cannot add gradients up: its micro-batch is the rank's whole share.
     """
-    at_once = isinstance(family.tuning, Lomo)
+    splits = _whole_share(recipe, ranks) if isinstance(family.tuning, Lomo) else _splits(recipe, ranks)
     return tuple(
         Batch(micro_batch_size=micro, accumulation=steps, seq_len=recipe.seq_len, packing=recipe.packing)
-        for micro, steps in _splits(recipe, ranks, steps=1 if at_once else recipe.gradient_accumulation_steps)
-        if steps == 1 or not at_once
+        for micro, steps in splits
     )
 
 
-def _splits(recipe: Recipe, ranks: int, *, steps: int | None) -> Iterator[tuple[int, int]]:
-    micro = recipe.micro_batch_size
+def _whole_share(recipe: Recipe, ranks: int) -> Iterator[tuple[int, int]]:
+    """All rows of a rank at once, if the pins leave that open."""
+    if recipe.gradient_accumulation_steps not in (None, 1):
+        return
+    rows = rows_per_rank(recipe, ranks) if recipe.global_batch_size is not None else None
+    if recipe.global_batch_size is None:
+        rows = recipe.micro_batch_size or rows_per_rank(recipe, ranks)
+    if rows is not None and recipe.micro_batch_size in (None, rows):
+        yield rows, 1
+
+
+def _splits(recipe: Recipe, ranks: int) -> Iterator[tuple[int, int]]:
+    micro, steps = recipe.micro_batch_size, recipe.gradient_accumulation_steps
     if micro is not None and steps is not None:
         yield micro, steps
         return

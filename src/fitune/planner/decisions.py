@@ -13,11 +13,13 @@ from fitune.planner.describe import (
 )
 from fitune.planner.families import ORDER
 from fitune.planner.refusals import flash_refused_by_device, flash_refused_by_model
+from fitune.spec.hardware import Hardware
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
     ChunkedLoss,
     Ddp,
+    Dense,
     Full,
     Hqq,
     Lomo,
@@ -54,6 +56,18 @@ def long_update(chosen: Priced) -> Iterator[str]:
             f"note on global_batch_size: the update takes {share:.0%} of a step, whatever its batch "
             f"({chosen.estimate.time.limits[Phase.UPDATE]}); a larger batch pays it less often"
         )
+
+
+def devices_left_idle(recipe: Recipe, plan: Plan, hardware: Hardware) -> Iterator[str]:
+    used, there = plan.hardware.num_gpus, hardware.num_gpus
+    if used < there:
+        yield f"devices: {used} of {there}, because a token is cheapest on them (objective: {recipe.objective})"
+
+
+def usual_row(asked: Recipe, plan: Plan) -> Iterator[str]:
+    if "seq_len" not in asked.model_fields_set:
+        most = " (the longest the model takes)" if plan.batch.seq_len < asked.seq_len else ""
+        yield f"seq_len: {plan.batch.seq_len}{most}, fitune's default"
 
 
 def decisions_of(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
@@ -108,7 +122,9 @@ def _spread(recipe: Recipe, plan: Plan) -> Iterator[str]:
             )
     offloaded = describe_offload(plan.offload)
     pins = (recipe.offload_parameters, recipe.offload_optimizer, recipe.offload_activations)
-    if offloaded and pins == (None, None, None):
+    if offloaded and pins == (None, None, None) and recipe.objective == "least-memory":
+        yield f"offload: {offloaded}, which leaves least on the device"
+    elif offloaded and pins == (None, None, None):
         yield f"offload: {offloaded}; without it nothing fits, or nothing that is 80 % as fast"
     if offloaded and recipe.host_memory is None and recipe.gpu is not None:
         host = format_bytes(plan.hardware.host_memory_bytes)
@@ -148,8 +164,13 @@ def _batch(recipe: Recipe, plan: Plan) -> Iterator[str]:
         f"{batch.global_batch_size * ranks} {unit} ({whole}) of at most {batch.seq_len} tokens"
     )
     if recipe.micro_batch_size is None and recipe.gradient_accumulation_steps is None:
-        line += f"; the fastest split that fits (within 1 %, the one {_LEAN if batch.packing else _BUSY})"
+        fastest = f"the fastest split that fits (within 1 %, the one {_LEAN if batch.packing else _BUSY})"
+        line += f"; {'the split that needs least memory' if _is_least(recipe) else fastest}"
     yield line
+
+
+def _is_least(recipe: Recipe) -> bool:
+    return recipe.objective == "least-memory"
 
 
 _LEAN = "that needs least memory"
@@ -164,7 +185,10 @@ def _recompute(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield "recompute: no block, all activations fit"
     else:
         again = f"{blocks / layers:.0%} of a forward pass more"
-        yield f"recompute: {blocks} of {layers} blocks, the fewest that fit with this batch and loss; costs {again}"
+        most = (
+            "which need least memory" if _is_least(recipe) else "the fewest that fit with this batch and loss"
+        )
+        yield f"recompute: {blocks} of {layers} blocks, {most}; costs {again}"
 
 
 def _loss(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -177,8 +201,8 @@ def _loss(recipe: Recipe, plan: Plan) -> Iterator[str]:
             yield f"loss: plain, all logits at once take {format_bytes(tokens * logits)}"
         case ChunkedLoss(chunk_tokens=size):
             yield (
-                f"loss: {describe_loss(plan.loss)}, logits take {format_bytes(min(size, tokens) * logits)} "
-                f"instead of {format_bytes(tokens * logits)}"
+                f"loss: {describe_loss(plan.loss)}, logits take {format_bytes(min(size, tokens) * logits)}"
+                + (f" instead of {format_bytes(tokens * logits)}" if size < tokens else "")
             )
 
 
@@ -233,7 +257,20 @@ def _lora(recipe: Recipe, plan: Plan) -> Iterator[str]:
                     f"of {rank} costs memory and can say no more than {narrowest}"
                 )
             if recipe.lora_target_modules == ["all-linear"]:
-                yield f"LoRA targets: all linears of a block: {', '.join(targets)}"
+                yield f"LoRA targets: all linears of a block that take adapters: {', '.join(targets)}"
+            yield from _left_in_16_bit(plan)
+
+
+def _left_in_16_bit(plan: Plan) -> Iterator[str]:
+    """Experts that transformers holds as bare parameters are neither quantised nor adapted."""
+    bare = plan.model.num_layers * sum(m.weights for m in plan.model.linears if not m.adaptable)
+    size = bare * plan.precision.compute_bytes
+    if bare and isinstance(plan.tuning, Lora):
+        packed = "neither quantised nor adapted" if not isinstance(plan.tuning.base, Dense) else "not adapted"
+        yield (
+            f"note on experts: they are bare parameters and {packed}; "
+            f"{format_bytes(size)} of weights stay in {8 * plan.precision.compute_bytes} bit"
+        )
 
 
 def _output(recipe: Recipe, plan: Plan) -> Iterator[str]:

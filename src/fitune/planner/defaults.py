@@ -44,6 +44,13 @@ def with_host_memory(hardware: Hardware) -> Hardware:
     return replace(hardware, host_memory_bytes=HOST_PER_DEVICE_MEMORY * devices)
 
 
+def with_usual_row(recipe: Recipe, model: ModelSpec) -> Recipe:
+    """``seq_len`` by default, but no longer than the model takes."""
+    if "seq_len" in recipe.model_fields_set or recipe.seq_len <= model.max_seq_len:
+        return recipe
+    return recipe.model_copy(update={"seq_len": model.max_seq_len})
+
+
 def default_learning_rate(tuning: Tuning, optimizer: Optimizer) -> float:
     """LoRA 2e-4 (Dettmers et al. 2023, arXiv 2305.14314, table 9), full 2e-5 (Touvron et al. 2023, arXiv
     2307.09288, section 3.1) with AdamW; 100 × that with SGD.

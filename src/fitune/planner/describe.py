@@ -150,6 +150,9 @@ def memory_sum(estimate: Estimate) -> str:
         f"{' + '.join(shown)} = {estimate.peak_bytes / unit:,.1f} {name} {moment(estimate.memory.peak_phase)}, "
         f"{_verdict(estimate.peak_bytes, estimate.usable_bytes, unit)}"
     )
+    if estimate.usable_nvme_bytes and estimate.nvme_bytes > estimate.usable_nvme_bytes:
+        verdict = _verdict(estimate.nvme_bytes, estimate.usable_nvme_bytes, GIB)
+        line += f"; on NVMe {estimate.nvme_bytes / GIB:,.1f} GiB, {verdict}"
     host = host_sum(estimate)
     too_small = estimate.usable_host_bytes and estimate.host_bytes > estimate.usable_host_bytes
     return f"{line}; on the host {host}" if host and too_small else line

@@ -33,7 +33,7 @@ def explain_priced(priced: Priced, *, price: float = 0.0) -> str:
     plan, estimate = priced.plan, priced.estimate
     return "\n".join(
         [
-            _title(plan),
+            wrapped(_title(plan), indent=0, hanging=2),
             wrapped(describe_plan(plan)),
             "",
             _memory_table(estimate.memory),

@@ -98,7 +98,11 @@ def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:
     loras = tuple(lora_of(recipe, model, base) for base in bases(recipe))
     if recipe.export in ("adapter", "merged") or recipe.quantization_is_asked_for or recipe.dora:
         return loras
-    updating = tuple(lomo_of(recipe, adaptive=adaptive) for adaptive in (True, False))
+    updating: tuple[Tuning, ...] = ()
+    if "optimizer" not in recipe.model_fields_set or recipe.optimizer == "sgd":
+        updating = tuple(lomo_of(recipe, adaptive=adaptive) for adaptive in (True, False))
+    if recipe.max_grad_value is not None:  # nothing else clips by value
+        return updating
     return (Full(), *updating) if recipe.export == "full" else (Full(), *loras, *updating)
 
 

@@ -100,7 +100,13 @@ class FamilySearch:
         return min(found, key=lambda step: sum(host_terms(step).values()), default=None)
 
     def fits(self) -> bool:
-        return any(self.fits_at_all(spread) for spread in self.spreads)
+        """Whether any plan has room."""
+        return any(
+            fits(self._least(self.describe(spread, batch)))
+            for spread in self.spreads
+            if self.fits_at_all(spread)
+            for batch in reversed(self.batches)
+        )
 
     def fits_at_all(self, spread: Spread) -> bool:
         """Whether the spread's smallest batch, made smaller still by adding nothing up, has room."""
@@ -180,7 +186,7 @@ class FamilySearch:
     def _fastest_that_fits(self, step: StepStages, *, at_least: float) -> StepStages | None:
         """The fastest way with this spread and batch that fits; None when there is none as fast as ``at_least``.
 
-        The smallest logits leave most room for activations: with more of them no fewer blocks are recomputed.
+        The smallest logits leave most room for activations, to within a block: a bound for all of them.
         """
         counts = counts_for_host(step, self._counts)
         if counts is None:
@@ -194,7 +200,7 @@ class FamilySearch:
             return None
         fitting = [best]
         for loss in losses(self.recipe)[:-1]:
-            more = self._fewest_blocks(step, loss, range(blocks, counts[-1] + 1))
+            more = self._fewest_blocks(step, loss, counts)
             if more is not None:
                 fitting.append(step.varied(recompute=Recompute(blocks=more), loss=loss))
         return preferred(fitting, by=self._peak)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from fitune.estimate.host import host_terms, usable_host_bytes
+from fitune.estimate.host import host_terms, nvme_bytes, usable_host_bytes
 from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.step import StepStages
@@ -65,9 +65,17 @@ def _lowest(bytes_of: BytesOf, counts: range) -> int:
 def host_fits(step: StepStages) -> bool:
     """Whether what waits on the host has room there; unknown host memory is taken to be enough, and said so."""
     usable = usable_host_bytes(step.plan.hardware)
+    if not disk_fits(step):
+        return False
     if not usable or step.plan.offload == Offload():
         return True
     return sum(host_terms(step).values()) <= usable
+
+
+def disk_fits(step: StepStages) -> bool:
+    """The same for what waits on NVMe."""
+    usable = step.plan.hardware.nvme_bytes
+    return not usable or nvme_bytes(step) <= usable
 
 
 def fits(step: StepStages) -> bool:

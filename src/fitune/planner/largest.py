@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fitune.errors import RecipeError
+from fitune.planner.defaults import with_usual_row
 from fitune.planner.describe import describe_base_of, method_name
-from fitune.planner.families import Family, families
+from fitune.planner.families import Family, Tier, families
 from fitune.planner.family_search import FamilySearch
 from fitune.planner.refusals import refuse_contradictions
 from fitune.spec.hardware import Hardware
@@ -39,15 +40,26 @@ def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardwa
     """
     if quantity not in QUANTITIES:
         raise RecipeError(f"--largest {quantity} is not known", hint=f"one of {', '.join(QUANTITIES)}")
+    recipe = _small(with_usual_row(recipe, model))
     refuse_contradictions(recipe, model=model, hardware=hardware)
     found: dict[tuple[str, str, str], Largest] = {}
+    tier: Tier = "any" if _offload_is_asked_for(recipe) else "device"
     for family in families(recipe, model=model, gpu=hardware.gpu):
-        if family.tier == "any" and not _offload_is_asked_for(recipe):
-            family = replace(family, tier="device")
-        if family.tier != "host" or _offload_is_asked_for(recipe):
-            item = Largest(family=family, value=_value(quantity, recipe, family, model, hardware))
-            found.setdefault(_label(family), item)
+        if _label(family) not in found:
+            family = replace(family, tier=tier)
+            value = _value(quantity, recipe, family, model, hardware)
+            found[_label(family)] = Largest(family=family, value=value)
     return tuple(found.values())
+
+
+def _small(recipe: Recipe) -> Recipe:
+    """One row at a time and nothing added up, where the recipe leaves that open."""
+    pins = {
+        "micro_batch_size": recipe.micro_batch_size or 1,
+        "gradient_accumulation_steps": recipe.gradient_accumulation_steps or 1,
+        "global_batch_size": None,
+    }
+    return recipe.model_copy(update=pins)
 
 
 def _offload_is_asked_for(recipe: Recipe) -> bool:
@@ -69,17 +81,18 @@ def _value(
 
 def _longest_row(recipe: Recipe, family: Family, model: ModelSpec, hardware: Hardware) -> int | None:
     def fits(steps: int) -> bool:
-        changed = recipe.model_copy(update={"seq_len": steps * ROW_STEP})
+        changed = recipe.model_copy(update={"seq_len": min(steps * ROW_STEP, model.max_seq_len)})
         return FamilySearch(changed, family, model, hardware).fits()
 
-    steps = _bisect(fits, most=model.max_seq_len // ROW_STEP)
-    return steps * ROW_STEP if steps else None
+    steps = _bisect(fits, most=-(-model.max_seq_len // ROW_STEP))
+    return min(steps * ROW_STEP, model.max_seq_len) if steps else None
 
 
 def _most_rows(recipe: Recipe, family: Family, model: ModelSpec, hardware: Hardware) -> int | None:
     def fits(rows: int) -> bool:
-        pins = {"micro_batch_size": rows, "gradient_accumulation_steps": 1, "global_batch_size": None}
-        return FamilySearch(recipe.model_copy(update=pins), family, model, hardware).fits()
+        return FamilySearch(
+            recipe.model_copy(update={"micro_batch_size": rows}), family, model, hardware
+        ).fits()
 
     return _bisect(fits, most=MOST_ROWS) or None
 
@@ -113,17 +126,22 @@ def _label(family: Family) -> tuple[str, str, str]:
 
 def explain_largest(recipe: Recipe, quantity: str, found: tuple[Largest, ...]) -> str:
     """One line for each method."""
+    small = _small(recipe)
+    batch = f"{small.micro_batch_size} × {small.gradient_accumulation_steps} accumulated"
     what = {
-        "seq_len": "longest row (tokens) with one row in a micro-batch",
-        "micro_batch": f"most rows of {recipe.seq_len} tokens in a micro-batch",
-        "model": f"largest known model with one row of {recipe.seq_len} tokens in a micro-batch",
+        "seq_len": f"longest row in tokens, batch {batch} a device",
+        "micro_batch": (
+            f"most rows of {recipe.seq_len} tokens in a micro-batch, {small.gradient_accumulation_steps} accumulated, "
+            f"up to {MOST_ROWS:,}"
+        ),
+        "model": f"largest known model, rows of {recipe.seq_len} tokens, batch {batch} a device",
     }[quantity]
     lines = [what]
     for item in found:
         name, base, precision = _label(item.family)
         words = f"{name}, {precision}" + (f", {base}" if base else "")
         value = f"{item.value:,}" if isinstance(item.value, int) else item.value or "none fits"
-        lines.append(f"  {words:<68}{value:>14}")
+        lines.append(f"  {words:<60}{value:>34}")
     return "\n".join(lines)
 
 

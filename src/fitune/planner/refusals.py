@@ -14,7 +14,7 @@ def refuse_contradictions(recipe: Recipe, *, model: ModelSpec, hardware: Hardwar
     _refuse_unequal_batch(recipe)
     _refuse_blocks(recipe, model)
     _refuse_loss(recipe)
-    refuse_methods(recipe, hardware.gpu)
+    refuse_methods(recipe, model, hardware.gpu)
     refuse_spreads(recipe, hardware)
     _refuse_export(recipe)
     _refuse_evaluation_of_nothing(recipe)

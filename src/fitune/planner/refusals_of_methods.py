@@ -2,15 +2,18 @@
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.spec.hardware import Gpu
+from fitune.spec.model import ModelSpec
 from fitune.spec.recipe import Recipe
 
 _LOMO = ("lomo", "adalomo")
 
 
-def refuse_methods(recipe: Recipe, gpu: Gpu) -> None:
+def refuse_methods(recipe: Recipe, model: ModelSpec, gpu: Gpu) -> None:
     """Raises RecipeError or HardwareError for the first that cannot be honoured."""
     _refuse_lomo(recipe)
+    _refuse_offload_of_nothing(recipe)
     _refuse_quantization(recipe)
+    _refuse_groups(recipe, model)
     _refuse_momentum(recipe)
     _refuse_optimizer(recipe, gpu)
     _refuse_clipping(recipe)
@@ -46,8 +49,21 @@ def _refuse_lomo(recipe: Recipe) -> None:
         )
 
 
+def _refuse_offload_of_nothing(recipe: Recipe) -> None:
+    if recipe.tuning in _LOMO and recipe.offload_optimizer in ("cpu", "nvme"):
+        raise RecipeError(
+            f"offload_optimizer = {recipe.offload_optimizer}, and tuning: {recipe.tuning} keeps no optimizer states",
+            hint="no offload_optimizer; offload_parameters: cpu moves the weights",
+        )
+
+
 def _refuse_quantization(recipe: Recipe) -> None:
     asked = recipe.quantization_is_asked_for
+    if recipe.quantization == "none" and recipe.quantization_bits is not None:
+        raise RecipeError(
+            f"quantization: none and quantization_bits = {recipe.quantization_bits} contradict each other",
+            hint="leave one of them out",
+        )
     if asked and recipe.tuning in ("full", *_LOMO):
         raise RecipeError(
             f"tuning: {recipe.tuning} trains every weight, and a quantised base cannot be trained",
@@ -61,15 +77,27 @@ def _refuse_quantization(recipe: Recipe) -> None:
             f"quantization: nf4 has 4 bits, not quantization_bits = {recipe.quantization_bits}",
             hint="quantization: hqq",
         )
-    if recipe.quantization == "none" and recipe.quantization_bits is not None:
-        raise RecipeError(
-            f"quantization: none and quantization_bits = {recipe.quantization_bits} contradict each other",
-            hint="leave one of them out",
-        )
     if recipe.dora and recipe.tuning in ("full", *_LOMO):
         raise RecipeError(
             f"dora trains adapters, and tuning: {recipe.tuning} trains none", hint="tuning: lora"
         )
+
+
+def _refuse_groups(recipe: Recipe, model: ModelSpec) -> None:
+    """HQQ packs whole groups of a matrix, as many together as share a byte."""
+    bits = recipe.quantization_bits or 4
+    if recipe.quantization != "hqq" and bits == 4:
+        return
+    together = 1 if bits == 3 else 8 // bits
+    for linear in model.linears:
+        weights = linear.in_features * linear.out_features
+        if linear.adaptable and weights % (recipe.quantization_group_size * together):
+            raise RecipeError(
+                f"quantization_group_size = {recipe.quantization_group_size}: {linear.name} has "
+                f"{linear.out_features} × {linear.in_features} weights, which leaves a rest in "
+                f"{together} × groups of that size",
+                hint="quantization_group_size: 64, or a power of two that divides every matrix",
+            )
 
 
 def _refuse_momentum(recipe: Recipe) -> None:
@@ -91,7 +119,7 @@ def _refuse_optimizer(recipe: Recipe, gpu: Gpu) -> None:
     ):
         raise RecipeError(
             "optimizer: adamw-8bit is stepped on the device; DeepSpeed and an offloaded optimizer keep fp32 states",
-            hint="optimizer: adamw, or backend: fsdp with offload_optimizer: device",
+            hint="optimizer: adamw, or neither backend: deepspeed nor an offloaded optimizer",
         )
 
 
@@ -101,5 +129,5 @@ def _refuse_clipping(recipe: Recipe) -> None:
         raise RecipeError(
             f"max_grad_value = {recipe.max_grad_value:g} is for lomo and adalomo; "
             f"tuning: {recipe.tuning} clips by the norm",
-            hint="max_grad_norm: 1.0",
+            hint="no max_grad_value; max_grad_norm: 1.0 clips by the norm",
         )

@@ -18,7 +18,7 @@ def _refuse_sharding(recipe: Recipe, hardware: Hardware) -> None:
     if ranks == 1 and recipe.zero:
         raise RecipeError(
             f"zero = {recipe.zero} divides states over the ranks, and there is 1 process: nothing to divide",
-            hint="gpus: 2 or more, or offload_optimizer: cpu, which also frees the device",
+            hint="gpus: 2 or more; or leave zero out, and offload_optimizer: cpu frees the device, too",
         )
     if ranks == 1 and recipe.backend is not None:
         raise RecipeError(
@@ -103,13 +103,13 @@ def _refuse_nvme(recipe: Recipe, hardware: Hardware) -> None:
     places = (recipe.offload_parameters, recipe.offload_optimizer, recipe.offload_activations)
     if "nvme" not in places:
         return
-    if not recipe.nvme_path:
-        raise RecipeError(
-            "something is to be offloaded to NVMe, and no folder for it is named", hint="nvme_path: /mnt/nvme"
-        )
     states = "nvme" in places[:2]
     if states and (recipe.backend == "fsdp" or recipe.zero in (0, 1, 2) or hardware.num_gpus == 1):
         raise RecipeError(
             "weights and optimizer wait on NVMe with DeepSpeed at stage 3 only, on two devices or more",
-            hint="zero: 3, backend: deepspeed; or cpu in place of nvme",
+            hint="gpus: 2 or more, zero: 3, backend: deepspeed; or cpu in place of nvme",
+        )
+    if not recipe.nvme_path:
+        raise RecipeError(
+            "something is to be offloaded to NVMe, and no folder for it is named", hint="nvme_path: /mnt/nvme"
         )

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from fitune.errors import RecipeError
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
-from fitune.planner.decisions import decisions_of, faster_method, long_update
+from fitune.planner.decisions import decisions_of, devices_left_idle, faster_method, long_update, usual_row
+from fitune.planner.defaults import with_usual_row
 from fitune.planner.describe import describe_family, describe_spread, memory_sum
 from fitune.planner.families import Family, families
 from fitune.planner.family_search import FamilySearch
@@ -39,6 +40,7 @@ def find_plan(
     Raises RecipeError or HardwareError for pins that cannot be honoured, NothingFits when no plan that keeps
     them fits.
     """
+    asked, recipe = recipe, with_usual_row(recipe, model)
     refuse_contradictions(recipe, model=model, hardware=hardware)
     answers = search(recipe, model=model, hardware=hardware, missing=missing)
     if not answers:
@@ -55,7 +57,13 @@ def find_plan(
         chosen=chosen,
         runners_up=runners_up,
         rejected=rejected,
-        decisions=(*decisions_of(recipe, chosen.plan), *notes, *long_update(chosen)),
+        decisions=(
+            *devices_left_idle(recipe, chosen.plan, hardware),
+            *usual_row(asked, chosen.plan),
+            *decisions_of(recipe, chosen.plan),
+            *notes,
+            *long_update(chosen),
+        ),
         price_per_gpu_hour=recipe.price_per_gpu_hour or price_of(hardware.gpu),
     )
 
@@ -86,11 +94,15 @@ class Answer:
 
 
 def search(
-    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, missing: Missing = nothing_missing
-) -> list[Answer]:
-    """Families in the order of preference, until one fits; then only those that train something else."""
+    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, missing: Missing = nothing_missing,
+    wanted: Callable[[Family], bool] = lambda family: True,
+) -> list[Answer]:  # fmt: skip
+    """Families in the order of preference, until one fits; then only those that train something else.
+
+    ``wanted`` leaves families out.
+    """
     answers: list[Answer] = []
-    for family in families(recipe, model=model, gpu=hardware.gpu):
+    for family in filter(wanted, families(recipe, model=model, gpu=hardware.gpu)):
         if _is_settled(family, answers):
             continue
         searches = [
@@ -121,13 +133,18 @@ def _answer(recipe: Recipe, family: Family, searches: Sequence[FamilySearch]) ->
         found = [_smallest_found(one) for one in searches]
         ranked = sorted((f for f in found if f is not None), key=lambda f: predict(f.plan).peak_bytes)
     else:
-        ranked = [found for one in searches for found in one.fastest()]
-    if recipe.objective == "cheapest":
-        ranked.sort(key=_cost)
+        ranked = _best_first([one.fastest() for one in searches])
     if ranked:
         return Answer(family=family, found=tuple(ranked), smallest=None)
     smallest = [step for one in searches if (step := one.smallest()) is not None]
     return Answer(family=family, found=(), smallest=min(smallest, key=shortage))
+
+
+def _best_first(found: Sequence[tuple[Found, ...]]) -> list[Found]:
+    """What is taken on each number of devices, the cheapest first; then all others."""
+    taken = sorted((plans[0] for plans in found if plans), key=_cost)
+    others = sorted((plan for plans in found for plan in plans[1:]), key=_cost)
+    return [*taken, *others]
 
 
 def _smallest_found(one: FamilySearch) -> Found | None:

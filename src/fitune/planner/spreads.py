@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fitune.planner.families import Family
 from fitune.spec.hardware import Hardware
-from fitune.spec.plan import Ddp, Full, Lomo, Offload, Place, Sharding, Single, Zero
+from fitune.spec.plan import AdamW8bit, Ddp, Full, Lomo, Offload, Place, Sharding, Single, Zero
 from fitune.spec.recipe import Recipe
 
 
@@ -46,11 +46,12 @@ def shardings(recipe: Recipe, family: Family, hardware: Hardware) -> tuple[Shard
     LOMO's gradients are gone before they could be summed over ranks in buckets: it runs alone or with ZeRO-3, where
     each rank updates its share (Lv et al. 2023, arXiv 2306.09782, section 3.2).
     """
-    if hardware.num_gpus == 1:
-        return (Single(),)
-    found: list[Sharding] = [Ddp(), *_zeros(hardware)]
-    if isinstance(family.tuning, Lomo):
+    alone = hardware.num_gpus == 1
+    found: list[Sharding] = [Single()] if alone else [Ddp(), *_zeros(hardware)]
+    if isinstance(family.tuning, Lomo) and not alone:
         found = [way for way in found if isinstance(way, Zero) and way.stage == 3 and not way.hybrid]
+    if isinstance(family.optimizer, AdamW8bit):
+        found = [way for way in found if not (isinstance(way, Zero) and way.backend == "deepspeed")]
     return tuple(way for way in found if _is_allowed(recipe, way))
 
 
@@ -80,6 +81,8 @@ def _offloads(recipe: Recipe, family: Family, sharding: Sharding, hardware: Hard
         return
     places: tuple[Place, ...] = ("device", "cpu", "nvme")
     for parameters, optimizer in states_places(family, sharding):
+        if optimizer != "device" and isinstance(family.optimizer, AdamW8bit):
+            continue  # its states are stepped by kernels of the device
         for activations in places:
             offload = Offload(
                 parameters=parameters,

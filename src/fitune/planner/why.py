@@ -1,12 +1,16 @@
 """What another choice would cost: the plan with some settings pinned, beside the plan that was taken."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fitune.errors import RecipeError
 from fitune.estimate.predict import predict
+from fitune.estimate.shares import num_ranks
+from fitune.planner.defaults import with_usual_row
 from fitune.planner.describe import describe_plan, memory_sum, method_name, wrapped
 from fitune.planner.explain import estimate_data
+from fitune.planner.families import Family
 from fitune.planner.nothing_fits import shortage
 from fitune.planner.refusals import refuse_contradictions
 from fitune.planner.search import search
@@ -31,6 +35,11 @@ class Alternative:
 
 def changed_recipe(recipe: Recipe, change: str) -> Recipe:
     """The recipe with the settings of ``zero: 3, backend: fsdp`` on top. Raises RecipeError as a recipe would."""
+    if not any(mark in change for mark in ":="):
+        raise RecipeError(
+            f"{change!r} is no change: it sets nothing",
+            hint='settings as in a recipe: "zero: 3, backend: fsdp"',
+        )
     text = change if change.lstrip().startswith("{") else "{" + change.replace("=", ": ") + "}"
     wanted = parse_value(text, where="--why")
     if not isinstance(wanted, dict) or not wanted or None in wanted.values():
@@ -43,11 +52,9 @@ def compare(
     changed: Recipe, change: str, *, taken: Priced, model: ModelSpec, hardware: Hardware
 ) -> Alternative:
     """Search with the change and the same method; when nothing fits, the smallest plan stands for it."""
-    if changed.tuning is None and not changed.quantization_is_asked_for:
-        method = {"tuning": method_name(taken.plan.tuning), "precision": taken.plan.precision.value}
-        changed = changed.model_copy(update={**method, "precision": changed.precision or method["precision"]})
+    changed = with_usual_row(changed, model)
     refuse_contradictions(changed, model=model, hardware=hardware)
-    answers = search(changed, model=model, hardware=hardware)
+    answers = search(changed, model=model, hardware=hardware, wanted=_like(taken.plan, changed))
     fitting = [answer.found[0].plan for answer in answers if answer.found]
     if fitting:
         plan = fitting[0]
@@ -59,13 +66,24 @@ def compare(
     return Alternative(change=change, taken=taken, pinned=Priced(plan=plan, estimate=predict(plan)))
 
 
+def _like(plan: Plan, changed: Recipe) -> Callable[[Family], bool]:
+    """Families of the plan's own method, unless the change is about the method."""
+    open_method = changed.tuning is None and not changed.quantization_is_asked_for
+
+    def is_like(family: Family) -> bool:
+        same = method_name(family.tuning) == method_name(plan.tuning)
+        return not open_method or (same and changed.precision in (None, family.precision.value))
+
+    return is_like
+
+
 def explain_alternative(alternative: Alternative) -> str:
     """Both plans, then what changes, in bytes and seconds."""
     taken, pinned = alternative.taken, alternative.pinned
     lines = ["taken", wrapped(describe_plan(taken.plan)), f"with {alternative.change}"]
     if pinned.plan == taken.plan:
         return "\n".join([*lines, wrapped("the same plan: that is what was taken")])
-    lines += [wrapped(describe_plan(pinned.plan)), "", *_table(taken.estimate, pinned.estimate), ""]
+    lines += [wrapped(describe_plan(pinned.plan)), "", *_table(taken, pinned), ""]
     return "\n".join([*lines, wrapped(_verdict(pinned, taken))])
 
 
@@ -88,11 +106,13 @@ def _seconds_per_token(estimate: Estimate) -> float:
     return 1 / estimate.tokens_per_second
 
 
-def _table(taken: Estimate, pinned: Estimate) -> list[str]:
+def _table(one: Priced, other: Priced) -> list[str]:
+    taken, pinned = one.estimate, other.estimate
     rows = [
         ("a device at its peak", *_bytes(taken.peak_bytes, pinned.peak_bytes)),
         ("a node's host memory", *_bytes(taken.host_bytes, pinned.host_bytes)),
         ("a node's NVMe", *_bytes(taken.nvme_bytes, pinned.nvme_bytes)),
+        ("rows in a step", *_counts(_rows(one), _rows(other))),
         ("sent in a step", *_bytes(taken.communication_bytes, pinned.communication_bytes)),
         (
             "a step",
@@ -110,6 +130,14 @@ def _table(taken: Estimate, pinned: Estimate) -> list[str]:
     shown = [row for row in rows if row[1:3] != ("0 B", "0 B")]
     header = ("", "taken", "with it", "change")
     return [f"  {name:<22}{a:>18}{b:>18}{c:>18}" for name, a, b, c in (header, *shown)]
+
+
+def _rows(priced: Priced) -> int:
+    return priced.plan.batch.global_batch_size * num_ranks(priced.plan)
+
+
+def _counts(taken: int, pinned: int) -> tuple[str, str, str]:
+    return f"{taken:,}", f"{pinned:,}", f"{pinned - taken:+,}"
 
 
 def _bytes(taken: int, pinned: int) -> tuple[str, str, str]:

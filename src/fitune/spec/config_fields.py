@@ -6,6 +6,10 @@ from typing import Any, NoReturn
 
 from fitune.errors import ModelError
 
+_MOST = 1_000_000_000
+"""Of anything a config counts: positions reach ten millions, and arithmetic with what lies beyond never ends."""
+_MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFields:
@@ -25,6 +29,9 @@ class ConfigFields:
                 continue
             if type(value) is not int or value < 1:
                 self.refuse(name, "must be a whole number of at least 1")
+            most = _MOST_LAYERS if "layer" in name else _MOST
+            if value > most:
+                self.refuse(name, f"is more than any model has ({most:,})")
             return value
         if default is None:
             raise ModelError(

@@ -19,10 +19,12 @@ from fitune.spec.recipe_values import (
     Names,
     PositiveFloat,
     PositiveInt,
+    RowLength,
     Seed,
     Share,
     Size,
     Text,
+    as_name,
     as_source,
     as_sources,
     switch_or_count,
@@ -71,7 +73,7 @@ class Recipe(_Strict):
     double_quantization: bool = True
 
     # on what
-    gpu: str | None = None
+    gpu: Annotated[str, BeforeValidator(as_name)] | None = None
     gpus: PositiveInt = 1
     nodes: PositiveInt = 1
     host_memory: Size | None = None
@@ -92,7 +94,7 @@ class Recipe(_Strict):
     cache_dir: str = ""
 
     # in which batches
-    seq_len: PositiveInt = 2048
+    seq_len: RowLength = 2048
     micro_batch_size: PositiveInt | None = None
     gradient_accumulation_steps: PositiveInt | None = None
     global_batch_size: PositiveInt | None = None
@@ -251,7 +253,27 @@ def _describe_one(item: Any, *, where: str) -> str:
     if item["type"] == "extra_forbidden":  # top-level keys were checked before: this is inside a source
         close = did_you_mean(str(item["loc"][-1]), [*SourceRecipe.model_fields])
         return f"{where}: unknown key {path}" + (f"; {close}" if close else "")
-    return f"{where}: {path} = {item['input']!r}: {item['msg'].removeprefix('Value error, ')}"
+    return f"{where}: {path} = {item['input']!r}: {_in_words(item)}"
+
+
+def _in_words(item: Any) -> str:
+    """pydantic speaks to programmers; these are the refusals that people meet."""
+    context = item.get("ctx", {})
+    match item["type"]:
+        case "string_too_short":
+            return "must not be empty"
+        case "greater_than":
+            return f"must be greater than {context['gt']}"
+        case "greater_than_equal":
+            return f"must be at least {context['ge']}"
+        case "less_than":
+            return f"must be less than {context['lt']}"
+        case "literal_error":
+            return f"must be {context['expected']}"
+        case "bool_parsing" | "bool_type":
+            return "must be true or false"
+        case _:
+            return str(item["msg"]).removeprefix("Value error, ")
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -35,6 +35,11 @@ def as_size(value: Any) -> Any:
     return parse_bytes(value) if isinstance(value, str) else value
 
 
+def as_name(value: Any) -> Any:
+    """YAML reads ``4090`` as a number; people mean a name."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def as_names(value: Any) -> Any:
     """One name, a comma-separated text or a list."""
     if isinstance(value, str):
@@ -69,6 +74,8 @@ def switch_or_count(value: Any) -> bool | int:
 _SWITCH_WORDS = {"true": True, "on": True, "all": True, "false": False, "off": False, "none": False}
 
 PositiveInt = Annotated[int, BeforeValidator(whole_number), Field(gt=0)]
+RowLength = Annotated[int, BeforeValidator(whole_number), Field(ge=2)]
+"""A row of one token has no next token to learn."""
 CountInt = Annotated[int, BeforeValidator(whole_number), Field(ge=0)]
 Seed = Annotated[int, BeforeValidator(whole_number), Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, BeforeValidator(number), Field(gt=0)]

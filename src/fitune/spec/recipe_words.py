@@ -78,6 +78,7 @@ SWITCHES: dict[str, tuple[str, str]] = {
 FOREIGN_FILES = {
     "deepspeed": "zero: 3, backend: deepspeed, offload_optimizer: cpu; what is left open is planned, no file is read",
     "fsdp": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",
+    "load_in_8bit": "tuning: qlora, quantization: hqq, quantization_bits: 8",
     "fsdp_config": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",
 }
 """Settings of other frameworks that name a configuration of their own, and what says the same here."""

@@ -72,6 +72,8 @@ class Estimate:
     """Of a node's memory; 0 when its size is not known or nothing leaves the device."""
     nvme_bytes: int = 0
     """On each node."""
+    usable_nvme_bytes: int = 0
+    """Of a node's NVMe; 0 when its size is not known or nothing goes there."""
     checkpoint_bytes: int = 0
     """One checkpoint on disk, over all devices; 0 in estimates made before it was counted."""
     communication_bytes: int = 0
@@ -92,7 +94,8 @@ class Estimate:
     @property
     def fits(self) -> bool:
         on_host = not self.usable_host_bytes or self.host_bytes <= self.usable_host_bytes
-        return self.peak_bytes <= self.usable_bytes and on_host
+        on_disk = not self.usable_nvme_bytes or self.nvme_bytes <= self.usable_nvme_bytes
+        return self.peak_bytes <= self.usable_bytes and on_host and on_disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
