@@ -2,6 +2,7 @@
 
     python bench/estimate_vs_rehearsal.py              132 plans of real shapes: 12 models of 7 families, full and LoRA,
                                                        recompute none, half, all, plain and chunked loss, five devices
+    python bench/estimate_vs_rehearsal.py --sharded    24 plans of six models on eight ranks, FSDP2's three stages
     python bench/estimate_vs_rehearsal.py --every 10   each tenth of them
 
     python bench/estimate_vs_rehearsal.py --json results/estimate_vs_rehearsal.json
@@ -16,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ from fitune.spec.plan import (
     Sgd,
     Single,
     Steps,
+    Zero,
 )
 from fitune.units import GIB, format_bytes
 
@@ -58,8 +61,14 @@ SHAPES = ((1, 512), (1, 2048), (4, 1024), (1, 8192))
 """Rows × tokens of a micro-batch."""
 
 
-def device(name: str) -> Hardware:
-    return hardware_for(gpu=cpu_gpu(memory_bytes=64 * GIB, cores=8) if name == "cpu" else find_gpu(name))
+SHARDED_MODELS = (
+    "llama-3.1-8b", "qwen3-4b", "mixtral-8x7b", "qwen2.5-7b", "llama-2-70b", "qwen3-30b-a3b",
+)  # fmt: skip
+
+
+def device(name: str, *, gpus: int = 1) -> Hardware:
+    gpu = cpu_gpu(memory_bytes=64 * GIB, cores=8) if name == "cpu" else find_gpu(name)
+    return hardware_for(gpu=gpu, gpus=gpus)
 
 
 def plan_of(
@@ -113,6 +122,24 @@ def plans() -> Iterator[Plan]:
         )  # fmt: skip
 
 
+def sharded_plans() -> Iterator[Plan]:
+    """4 for each of six models on eight ranks: FSDP2's three stages, full and LoRA."""
+    for index, (name, turn) in enumerate(itertools.product(SHARDED_MODELS, range(4))):
+        single = plan_of(
+            name, device(("h100", "a100-80gb", "v100-32gb")[index % 3], gpus=8),
+            "lora" if (index * 5 // 3) % 2 else "full",
+            (Precision.BF16, Precision.BF16_MASTER, Precision.FP16)[index % 3]
+            if turn else Precision.FP32,
+            (1.0, 0.5, 0.0, 1.0)[(index // 2) % 4],
+            (1024, 0, 256)[(index // 3) % 3],
+            (1, 4)[(index // 4 + turn) % 2],
+            SHAPES[(index + turn) % 3],
+            False,
+            index % 5 == 0,
+        )  # fmt: skip
+        yield replace(single, sharding=Zero(stage=(3, 2, 3, 1)[turn], backend="fsdp"))
+
+
 def compare(plan: Plan) -> dict[str, Any]:
     started = time.perf_counter()
     rehearsed = rehearse(plan).tensor_peak_bytes
@@ -148,13 +175,15 @@ def write(path: Path, section: str, content: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sharded", action="store_true", help="the 24 plans on eight ranks")
     parser.add_argument("--every", type=int, default=1, help="only each N-th plan")
     parser.add_argument("--tolerance", type=float, default=0.02, help="largest |error| that is not a failure")
     parser.add_argument("--json", type=Path, help="write mean and worst into this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-    found = [compare(plan) for plan in itertools.islice(plans(), 0, None, arguments.every)]
+    chosen = sharded_plans() if arguments.sharded else plans()
+    found = [compare(plan) for plan in itertools.islice(chosen, 0, None, arguments.every)]
     result = summary(found)
     print(
         f"{result['plans']} plans: mean |error| {result['mean_abs_error']:.3%}, worst {result['worst_abs_error']:.3%}"
@@ -162,7 +191,7 @@ def main() -> int:
     for row in result["worst"]:
         print(f"  {row['error']:+.3%}: {row['plan']}")
     if arguments.json is not None:
-        write(arguments.json, "one device", result)
+        write(arguments.json, "eight ranks" if arguments.sharded else "one device", result)
     return 0 if result["worst_abs_error"] <= arguments.tolerance else 1
 
 
