@@ -99,6 +99,26 @@ def why(
 
 
 @app.command(context_settings=_RECIPE_WORDS)
+def matrix(
+    models: Annotated[
+        str,
+        typer.Option("--models", help="Models, with commas between; 13b alone: the one before in that size."),
+    ],
+    context: Annotated[str, typer.Option("--context", help="Lengths of rows in tokens: 512,1024,2048.")],
+    words: Words = None,
+    settings: Settings = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw it into a file, too.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Models × lengths of rows: the plan taken for each, and which of DDP, ZeRO, recompute and offload fit."""
+    from fitune.cli.matrix import print_matrix
+
+    print_matrix(words or [], settings or [], models=models, context=context, picture=picture, json=json)
+
+
+@app.command(context_settings=_RECIPE_WORDS)
 def rehearse(
     words: Words = None,
     settings: Settings = None,

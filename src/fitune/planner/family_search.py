@@ -101,15 +101,17 @@ class FamilySearch:
 
     def fits(self) -> bool:
         """Whether any plan has room."""
-        return any(
-            fits(self._least(self.describe(spread, batch)))
-            for spread in self.spreads
-            if self.fits_at_all(spread)
-            for batch in reversed(self.batches)
+        return any(self.has_room(spread) for spread in self.spreads)
+
+    def has_room(self, spread: Spread) -> bool:
+        """Whether any plan of this spread has."""
+        batches = reversed(self.batches)
+        return self.fits_at_all(spread) and any(
+            fits(self._least(self.describe(spread, batch))) for batch in batches
         )
 
     def fits_at_all(self, spread: Spread) -> bool:
-        """Whether the spread's smallest batch, made smaller still by adding nothing up, has room."""
+        """Whether the spread's smallest batch, made smaller still by adding nothing up, has room: if not, none has."""
         if self._resident_bytes(spread) > self._usable:
             return False
         smallest = replace(self.batches[-1], accumulation=1)

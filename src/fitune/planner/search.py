@@ -105,13 +105,33 @@ def search(
     for family in filter(wanted, families(recipe, model=model, gpu=hardware.gpu)):
         if _is_settled(family, answers):
             continue
-        searches = [
-            FamilySearch(recipe, family, model, devices, missing) for devices in _devices(recipe, hardware)
-        ]
-        searches = [one for one in searches if one.spreads]
-        if searches:
-            answers.append(_answer(recipe, family, searches))
+        answer = _searched(recipe, family, model, hardware, missing)
+        if answer is not None:
+            answers.append(answer)
     return answers
+
+
+def first_choice(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> Priced | None:
+    """The plan that ``find_plan`` takes, without the others; the smallest where none fits, None without any."""
+    smallest: list[StepStages] = []
+    for family in families(recipe, model=model, gpu=hardware.gpu):
+        answer = _searched(recipe, family, model, hardware, nothing_missing)
+        if answer is not None and answer.found:
+            return _priced(answer.found[0].plan)
+        if answer is not None and answer.smallest is not None:
+            smallest.append(answer.smallest)
+    return _priced(min(smallest, key=shortage).plan) if smallest else None
+
+
+def _searched(
+    recipe: Recipe, family: Family, model: ModelSpec, hardware: Hardware, missing: Missing
+) -> Answer | None:
+    """What one family has to offer; None when no way of spreading it is left."""
+    searches = [
+        FamilySearch(recipe, family, model, devices, missing) for devices in _devices(recipe, hardware)
+    ]
+    searches = [one for one in searches if one.spreads]
+    return _answer(recipe, family, searches) if searches else None
 
 
 def _is_settled(family: Family, answers: Sequence[Answer]) -> bool:

@@ -1,0 +1,101 @@
+"""``fitune matrix`` as a user types it."""
+
+import json
+import sys
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+import pytest
+
+from fitune.cli import main
+from fitune.cli.matrix import full_names, row_lengths
+from fitune.errors import RecipeError
+
+ON_V100 = ("--gpu", "v100-32gb", "--gpus", "8")
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fitune", "matrix", *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_a_size_alone_stands_for_the_model_before_it():
+    assert tuple(full_names("llama-2-7b,13b, 70b")) == ("llama-2-7b", "llama-2-13b", "llama-2-70b")
+    assert tuple(full_names("qwen3-0.6b,1.7b,llama-3.1-8b,70b")) == (
+        "qwen3-0.6b", "qwen3-1.7b", "llama-3.1-8b", "llama-3.1-70b",
+    )  # fmt: skip
+    assert tuple(full_names("mixtral-8x7b,8x22b")) == ("mixtral-8x7b", "mixtral-8x22b")
+    assert tuple(full_names("llama-2-7b,llama-2-7b")) == ("llama-2-7b",)
+
+
+@pytest.mark.parametrize("words", ["", " , ", "13b", "gpt2,13b"])
+def test_a_size_without_a_model_is_refused(words):
+    with pytest.raises(RecipeError, match="--models"):
+        tuple(full_names(words))
+
+
+@pytest.mark.parametrize("words", ["", "0", "-256", "512,abc", "1k", "512.5"])
+def test_lengths_that_are_no_numbers_of_tokens_are_refused(words):
+    with pytest.raises(RecipeError, match="--context"):
+        row_lengths(words)
+
+
+def test_table_json_and_picture(call, tmp_path: Path):
+    picture = tmp_path / "deep" / "matrix.svg"
+    words = (*ON_V100, "--models", "llama-2-7b,13b", "--context", "512,1024")
+    code, out, _ = call(*words, "--picture", str(picture))
+    assert code == 0
+    assert "Llama-2-13b-hf" in out
+    assert "the study" in out
+    root = xml.parse(picture).getroot()
+    words_of_picture = "".join(root.itertext())
+    assert "Llama-2-13b" in words_of_picture
+    assert "1,024 tokens" in words_of_picture
+    code, out, _ = call(*words, "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert len(data["cells"]) == 4
+    assert data["findings"]
+
+
+def test_pins_are_options(call):
+    code, out, _ = call(
+        *ON_V100, "--models", "llama-2-7b", "--context", "512", "--tuning", "lora", "--zero", "3", "--json"
+    )
+    assert code == 0
+    assert {setting["sharding"] for setting in json.loads(out)["cells"][0]["settings"]} == {"ZeRO-3"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--seq-len", "512"), "seq_len is what varies"),
+        (("--model", "llama-2-7b"), "model is what varies"),
+        (("--picture", "matrix.png"), "no .svg"),
+        (("--gpuz", "8"), "unknown key"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(call, words, message):
+    code, _, err = call(*ON_V100, "--models", "llama-2-7b", "--context", "512", *words)
+    assert code == 2
+    assert message in err
+
+
+def test_a_recipe_file_gives_the_pins_and_not_the_model(call, tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: llama-2-70b\ntuning: lora\nseq_len: 64\ngpu: v100-32gb\ngpus: 8\n")
+    code, out, _ = call(str(recipe), "--models", "llama-2-7b", "--context", "512", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert data["models"] == ["meta-llama/Llama-2-7b-hf"]
+    assert {setting["method"] for setting in data["cells"][0]["settings"]} == {"lora"}

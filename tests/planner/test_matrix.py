@@ -1,0 +1,167 @@
+"""The matrix: its cells are the planner's own answers, its marks obey the arithmetic, its findings are computed."""
+
+import itertools
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from estimate.tiny_plans import gpu, known
+from fitune.errors import HardwareError, RecipeError
+from fitune.planner.defaults import with_host_memory
+from fitune.planner.matrix import Matrix, Setting, matrix
+from fitune.planner.matrix_findings import explain_findings, findings
+from fitune.planner.matrix_words import explain_matrix, matrix_data
+from fitune.planner.search import find_plan
+from fitune.spec.recipe import Recipe, parse_recipe
+
+MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b")
+LENGTHS = (256, 512, 4096)
+V100S = with_host_memory(gpu("v100-32gb", gpus=8))
+
+
+def recipe_of(**pins: object) -> Recipe:
+    return parse_recipe({"model": MODELS[0], **pins})
+
+
+@cache
+def study() -> Matrix:
+    return matrix(recipe_of(), models=[known(name) for name in MODELS], seq_lens=LENGTHS, hardware=V100S)
+
+
+def cell(name: str, seq_len: int, of: Matrix | None = None):
+    return next(c for c in (of or study()).cells if c.model == known(name) and c.seq_len == seq_len)
+
+
+@pytest.mark.parametrize(("name", "seq_len"), [("llama-2-7b", 4096), ("llama-2-70b", 512)])
+def test_a_cell_is_what_plan_answers(name, seq_len):
+    recipe = recipe_of(seq_len=seq_len).model_copy(update={"model": known(name).name})
+    assert cell(name, seq_len).taken == find_plan(recipe, model=known(name), hardware=V100S).chosen
+
+
+def test_switching_something_on_never_takes_room_away():
+    for one in study().cells:
+        for setting in one.settings:
+            if setting.fits:
+                assert one.some_fits(method=setting.method, sharding=setting.sharding, recompute=True)
+
+
+def test_longer_rows_never_fit_where_shorter_ones_do_not():
+    for model in study().models:
+        cells = study().row(model)
+        for shorter, longer in itertools.pairwise(cells):
+            for before, after in zip(shorter.settings, longer.settings, strict=True):
+                assert replace(before, fits=True) == replace(after, fits=True)
+                assert before.fits or not after.fits
+
+
+def test_where_no_setting_of_a_method_fits_the_plan_is_of_another():
+    assert not cell("llama-2-70b", 256).some_fits(method="full")
+    assert cell("llama-2-70b", 256).taken.plan.tuning.base is not None
+    assert cell("llama-2-7b", 256).needs("full", "DDP") is None
+    assert cell("llama-2-7b", 256).needs("lora", "DDP") == ()
+
+
+def test_recompute_is_what_opens_4096_tokens_to_13b_and_70b():
+    for name, sharding, before in (("llama-2-13b", "ZeRO-2", 512), ("llama-2-70b", "ZeRO-3", 256)):
+        assert cell(name, before).needs("lora", sharding) == ()
+        assert cell(name, 4096).needs("lora", sharding) == ("recompute",)
+
+
+def test_findings_follow_the_cells():
+    found = {finding.study: finding for finding in findings(recipe_of(), study())}
+    alone, stages, opened, default, seventy = found.values()
+    assert alone.verdict == "agrees for full, differs for LoRA"
+    assert "full: no model" in alone.ours
+    assert "Llama-2-13b to 4096" in alone.ours
+    assert stages.verdict == "agrees"
+    assert "Llama-2-70b ZeRO-3 to 256" in stages.ours
+    assert opened.verdict == "agrees"
+    assert "Llama-2-70b by ZeRO-3 from 256 to 4096" in opened.ours
+    fitting = [one for one in study().cells if one.some_fits(method="lora", sharding="ZeRO-2", offload=False)]
+    assert f"fits in {len(fitting)} of 9 cells" in default.ours
+    assert "68,976,648,192 × 2 / 8 = 17.2 GB" in seventy.ours
+    assert all(finding.study in explain_findings(list(found.values())) for finding in found.values())
+
+
+def test_a_finding_turns_with_the_cells():
+    def without_recompute(setting: Setting) -> Setting:
+        return replace(setting, fits=setting.fits and not setting.recompute)
+
+    blind = replace(
+        study(),
+        cells=tuple(
+            replace(one, settings=tuple(without_recompute(setting) for setting in one.settings))
+            for one in study().cells
+        ),
+    )
+    opened = next(finding for finding in findings(recipe_of(), blind) if "recomputing" in finding.study)
+    assert opened.verdict == "differs"
+
+
+def test_a_row_longer_than_the_model_takes_is_a_cell_without_a_plan():
+    falcon = matrix(recipe_of(), models=[known("falcon-180b")], seq_lens=[4096, 256], hardware=V100S)
+    assert falcon.seq_lens == (256, 4096)
+    assert cell("falcon-180b", 4096, falcon).taken is None
+    assert "rows of at most 2,048 tokens" in explain_matrix(falcon)
+    assert "2048 positions" in matrix_data(falcon)["cells"][1]["why"]
+
+
+def test_what_does_not_fit_says_how_much_is_missing():
+    tight = matrix(
+        recipe_of(tuning="full"), models=[known("llama-2-70b")], seq_lens=[256],
+        hardware=replace(V100S, gpus_per_node=2, host_memory_bytes=8 << 30),
+    )  # fmt: skip
+    taken = cell("llama-2-70b", 256, tight).taken
+    assert not taken.estimate.fits
+    missing = taken.estimate.peak_bytes - taken.estimate.usable_bytes
+    assert f"−{missing / 2**30:,.2f} GiB" in explain_matrix(tight)
+    assert "none" in explain_matrix(tight)
+
+
+def test_pins_hold_in_every_cell():
+    pinned = matrix(
+        recipe_of(tuning="lora", zero=3, gradient_checkpointing=True),
+        models=[known("llama-2-7b")], seq_lens=[512], hardware=V100S,
+    )  # fmt: skip
+    assert pinned.methods == ("lora",)
+    assert pinned.shardings == ("ZeRO-3",)
+    assert {setting.recompute for setting in pinned.cells[0].settings} == {True}
+    assert pinned.cells[0].taken.plan.recompute.blocks == 32
+
+
+def test_one_device_has_no_stages_and_nothing_of_the_study():
+    alone = matrix(
+        recipe_of(), models=[known("qwen3-0.6b")], seq_lens=[512],
+        hardware=with_host_memory(gpu("v100-32gb")),
+    )  # fmt: skip
+    assert alone.shardings == ("one device",)
+    assert findings(recipe_of(), alone) == ()
+
+
+def test_contradictions_are_refused_as_everywhere():
+    with pytest.raises(HardwareError, match="FlashAttention"):
+        matrix(
+            recipe_of(attn_implementation="flash"), models=[known("llama-2-7b")], seq_lens=[512],
+            hardware=V100S,
+        )  # fmt: skip
+    with pytest.raises(RecipeError, match="models and lengths"):
+        matrix(recipe_of(), models=[], seq_lens=[512], hardware=V100S)
+
+
+def test_the_data_holds_every_setting_and_survives_json():
+    data = json.loads(json.dumps(matrix_data(study())))
+    assert data["context"] == list(LENGTHS)
+    assert len(data["cells"]) == len(MODELS) * len(LENGTHS)
+    settings = data["cells"][0]["settings"]
+    combinations = {(s["method"], s["sharding"], s["recompute"], s["offload"]) for s in settings}
+    assert len(combinations) == len(settings) == 3 * 2 * (1 + 3 * 2)  # DDP offloads nothing
+    assert all(cell["estimate"]["peak_bytes"] for cell in data["cells"])
+
+
+def test_the_table_has_a_line_and_marks_for_every_cell():
+    text = explain_matrix(study())
+    lines = [line for line in text.splitlines() if "GiB" in line and "usable" not in line]
+    assert len(lines) == len(MODELS) * len(LENGTHS)
+    assert lines[-1].split()[-3:] == ["····", "···r", "···r"]
