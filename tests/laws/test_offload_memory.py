@@ -6,7 +6,9 @@ import pytest
 
 from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.estimate.memory import predict_memory
-from fitune.spec.plan import Offload
+from fitune.estimate.parameters import weights_bytes
+from fitune.measure.memory import LiveTensors
+from fitune.spec.plan import Dense, Nf4, Offload
 from fitune.spec.reports import Phase
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import ROWS, bench
@@ -16,6 +18,9 @@ from rehearse.tiny_configs import tiny
 ALL = bench.LAYERS
 ACTIVATIONS = Offload(activations="cpu")
 OPTIMIZER = Offload(optimizer="cpu")
+FROZEN = Offload(parameters="cpu")
+STATES = Offload(parameters="cpu", optimizer="cpu")
+ALL_THREE = Offload(parameters="cpu", optimizer="cpu", activations="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +66,69 @@ def test_an_optimizer_on_the_host_is_the_real_step(model, tuning, precision, rec
 
 
 @pytest.mark.parametrize(
+    ("offload", "tuning", "precision", "recompute", "accumulation"),
+    [
+        (STATES, "full", "fp32", 0, 1), (STATES, "full", "bf16", ALL // 2, 2), (ALL_THREE, "full", "bf16", ALL, 1),
+        (FROZEN, "lora", "bf16-master", 0, 2), (FROZEN, "lora", "fp32", ALL // 2, 1), (FROZEN, "lora", "bf16", ALL, 1),
+        (ALL_THREE, "lora", "fp32", 0, 1),
+    ],
+)  # fmt: skip
+def test_weights_on_the_host_are_the_real_step(model, offload, tuning, precision, recompute, accumulation):
+    plan = plan_of(
+        model, offload, tuning=tuning, precision=precision, recompute=recompute, accumulation=accumulation
+    )  # fmt: skip
+    test_memory_prediction.check(plan)
+
+
+@pytest.mark.parametrize("recompute", [0, ALL])
+def test_packed_weights_on_the_host_are_the_real_step(model, recompute):
+    """The pieces of a packed block lie at multiples of 16 bytes; that is all that is not counted."""
+    pytest.importorskip("bitsandbytes")
+    plan = plan_of(model, FROZEN, tuning="lora", precision="bf16", recompute=recompute)
+    plan = replace(plan, tuning=replace(plan.tuning, base=Nf4()))
+    test_memory_prediction.check(plan)
+    test_rehearsal_real_step.check(plan)
+
+
+class Budget(LiveTensors):
+    """A device with so many bytes and no more."""
+
+    budget_bytes = 0
+
+    def _note_peak(self) -> None:
+        super()._note_peak()
+        if self.current_bytes > self.budget_bytes:
+            raise MemoryError(f"{self.current_bytes} bytes on a device that has {self.budget_bytes}")
+
+
+@pytest.mark.parametrize(
+    ("tuning", "base", "offload"),
+    [("full", Dense(), ALL_THREE), ("lora", Dense(), FROZEN), ("lora", Nf4(), FROZEN)],
+    ids=["full", "lora", "qlora"],
+)
+def test_a_model_of_four_times_the_budget_trains(tuning, base, offload, monkeypatch):
+    """32 blocks; the device is given a quarter of what the model's weights alone take."""
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setitem(bench.CONFIG, "num_hidden_layers", 32)
+    monkeypatch.setitem(bench.CONFIG, "vocab_size", 200)
+    plan = plan_of(bench.small_model(), offload, tuning=tuning, precision="bf16", recompute=32)
+    if tuning == "lora":
+        plan = replace(plan, tuning=replace(plan.tuning, base=base, rank=1, targets=("q_proj",)))
+    monkeypatch.setattr(Budget, "budget_bytes", weights_bytes(plan) // 4)
+    monkeypatch.setattr(bench, "LiveTensors", Budget)
+    rows = bench.random_rows((8, 8), vocab_size=plan.model.vocab_size)
+    peaks = bench.measured_peaks(plan, rows)
+    assert max(peaks.values()) <= weights_bytes(plan) // 4
+    with pytest.raises(MemoryError):
+        bench.measured_peaks(replace(plan, offload=Offload()), rows)
+
+
+@pytest.mark.parametrize(
     ("offload", "tuning", "recompute", "accumulation"),
     [
         (ACTIVATIONS, "full", 0, 1), (ACTIVATIONS, "lora", ALL // 2, 1), (ACTIVATIONS, "lora", ALL, 1),
         (OPTIMIZER, "full", 0, 2), (OPTIMIZER, "lora", ALL, 1),
+        (FROZEN, "lora", ALL // 2, 1), (STATES, "full", 0, 1), (ALL_THREE, "full", ALL, 1),
     ],
 )  # fmt: skip
 def test_the_rehearsal_is_the_real_step(model, offload, tuning, recompute, accumulation):
@@ -97,7 +161,13 @@ def test_activations_on_the_host_are_gone_from_the_device(model, recompute):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
 @pytest.mark.parametrize(
     ("hardware", "offload", "tuning"),
-    [(CPU, ACTIVATIONS, "lora"), (gpu("h100"), ACTIVATIONS, "lora"), (gpu("h100"), OPTIMIZER, "full")],
+    [
+        (CPU, ACTIVATIONS, "lora"),
+        (gpu("h100"), ACTIVATIONS, "lora"),
+        (gpu("h100"), OPTIMIZER, "full"),
+        (gpu("h100"), FROZEN, "lora"),
+        (gpu("h100"), STATES, "full"),
+    ],
 )
 def test_estimate_and_rehearsal_agree(family, hardware, offload, tuning):
     config, spec = tiny(family)

@@ -2,19 +2,22 @@
 
 import copy
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fitune.models.weights import compute_dtype
-from fitune.spec.plan import AdamW, Offload, PlainLoss, Plan, Precision, Sgd
+from fitune.spec.plan import AdamW, Nf4, Offload, PlainLoss, Plan, Precision, Sgd
 from fitune.train.prepare import Prepared, prepare_loaded
 from laws.test_memory_prediction import ROWS, bench
 
 ALL = bench.LAYERS
 ACTIVATIONS = Offload(activations="cpu")
 OPTIMIZER = Offload(optimizer="cpu")
+FROZEN = Offload(parameters="cpu")
+ALL_THREE = Offload(parameters="cpu", optimizer="cpu", activations="cpu")
 
 
 def plan_of(
@@ -133,6 +136,58 @@ def test_a_run_may_move_its_optimizer_to_the_host_and_back():
     back.model.whole.load_state_dict(moved.model.whole.state_dict())
     back.engine.restore(copy.deepcopy(moved.engine.state()))
     assert losses(back, plan, seed=3) == losses(moved, plan, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("offload", "tuning", "precision", "recompute", "accumulation"),
+    [
+        (FROZEN, "lora", "fp32", 0, 2),
+        (FROZEN, "lora", "bf16-master", ALL, 1),
+        (Offload(parameters="cpu", optimizer="cpu"), "full", "fp32", 0, 1),
+        (ALL_THREE, "full", "fp32", ALL // 2, 1),
+        (ALL_THREE, "lora", "fp32", ALL // 2, 1),
+    ],
+)
+def test_weights_on_the_host_change_nothing(offload, tuning, precision, recompute, accumulation):
+    plan = plan_of(
+        offload, tuning=tuning, precision=precision, recompute=recompute, accumulation=accumulation
+    )
+    assert_same_training(replace(plan, offload=Offload()), plan)
+
+
+def test_packed_weights_are_the_same_bytes_after_many_round_trips():
+    """They are copied as bytes and never back, never packed anew."""
+    pytest.importorskip("bitsandbytes")
+    plan = plan_of(FROZEN, tuning="lora", precision="bf16", recompute=2)
+    plan = replace(plan, tuning=replace(plan.tuning, base=Nf4()))
+    here, away = prepared(replace(plan, offload=Offload())), prepared(plan)
+    assert losses(here, plan, steps=4) == losses(away, plan, steps=4)
+    theirs = dict(chain(away.model.whole.named_parameters(), away.model.whole.named_buffers()))
+    for name, tensor in chain(here.model.whole.named_parameters(), here.model.whole.named_buffers()):
+        assert torch.equal(as_bytes(tensor), as_bytes(theirs[name])), name
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def test_weights_are_at_home_between_two_steps_and_after_an_evaluation():
+    plan = plan_of(ALL_THREE, tuning="full", precision="fp32")
+    ready = prepared(plan)
+    rows = bench.random_rows(ROWS, vocab_size=plan.model.vocab_size)
+    for run in (lambda: losses(ready, plan, steps=1), lambda: ready.model.loss(rows)):
+        run()
+        assert all(ready.host.owns(p) for block in ready.model.blocks for p in block.parameters())
+        assert not ready.host.owns(ready.model.head.weight)
+
+
+def test_a_forward_that_was_broken_off_leaves_nothing_behind():
+    """Whatever is on the device then goes when the next one begins."""
+    plan = plan_of(FROZEN, tuning="lora", precision="fp32")
+    straight, broken = prepared(plan), prepared(plan)
+    rows = bench.random_rows(ROWS, vocab_size=plan.model.vocab_size)
+    broken.model.hidden_states(rows)
+    assert losses(straight, plan) == losses(broken, plan)
 
 
 def test_the_host_keeps_no_activations_between_two_steps():

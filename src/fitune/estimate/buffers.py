@@ -35,12 +35,16 @@ class Buffers:
     """Gathered weights when the last block's are copied out of their buffer, before it begins."""
     forward: int = 0
     """Gathered weights at the last block's forward."""
+    forward_ahead: int = 0
+    """More while a block is left to run after the one at work."""
     end: int = 0
     """Gathered weights at the final norm."""
     loss: int = 0
     final_norm: int = 0
     """Before the last block goes back."""
     backward: int = 0
+    backward_ahead: int = 0
+    """More while a block is left to go back after the one at work."""
     backward_per_block: int = 0
     """More for each block that has not gone back yet."""
     root: int = 0
@@ -59,7 +63,7 @@ def buffers_of(plan: Plan) -> Buffers:
     if uses_fsdp(plan):
         return _fsdp(plan)
     if uses_deepspeed(plan):
-        return _deepspeed(plan, streamed=streamed)
+        return _deepspeed(plan)
     carried = group_gradient_bytes(plan) if gradients_go_to_the_host(plan) else 0
     return replace(_streamed(plan) if streamed else Buffers(), reduce=carried)
 
@@ -125,7 +129,7 @@ def _fsdp(plan: Plan) -> Buffers:
     )
 
 
-def _deepspeed(plan: Plan, *, streamed: bool) -> Buffers:
+def _deepspeed(plan: Plan) -> Buffers:
     """Sums: a bucket of 5e8 elements, twice at stage 3, where overlap_comm is on by default; weights after the step:
     an all-gather bucket of 5e8 at stages 1 and 2. Gathered at stage 3: at most 1e9 elements.
 
@@ -137,8 +141,7 @@ def _deepspeed(plan: Plan, *, streamed: bool) -> Buffers:
     bucket = min(REDUCE_BUCKET, trained) * e
     if stage < 3:
         update = min(GATHER_BUCKET, trained) * e
-        weights = _streamed(plan) if streamed else Buffers()
-        return replace(weights, buckets=bucket, update=update)
+        return Buffers(buckets=bucket, update=update)
     live = min(MAX_LIVE * e, weights_bytes(plan))
     small = _small_tensor_bytes(plan)
     return Buffers(
@@ -160,10 +163,19 @@ def _small_tensor_bytes(plan: Plan) -> int:
 
 
 def _streamed(plan: Plan) -> Buffers:
-    """Offloaded weights on a device that needs them whole: the root's, the block at work, and the next one."""
-    block, root = block_weight_bytes(plan), root_weight_bytes(plan)
-    two = root + min(2, plan.model.num_layers) * block
+    """Offloaded weights on one device: the block at work and the next one; the last waits for backward in the loss.
+
+    Embedding, final norm, head and adapters stay (models/streaming.py).
+    """
+    layers = plan.model.num_layers
+    block = base_bytes([t for t in base_tensors(plan.model) if t.in_block], plan) // layers
+    ahead = block if layers > 1 else 0
     return Buffers(
-        start=two, forward=two, end=root + block, loss=root + block, final_norm=root + block,
-        backward=two, root=root,
-    )  # fmt: skip
+        forward=block,
+        forward_ahead=ahead,
+        end=block,
+        loss=block,
+        final_norm=block,
+        backward=block,
+        backward_ahead=ahead,
+    )

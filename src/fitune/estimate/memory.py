@@ -80,9 +80,18 @@ def _forward_terms(step: StepStages) -> Terms:
         "temporaries": 2 * step.hidden,
         "gathered weights": step.buffers.forward,
     }
+    earlier = max(0, last - 1)
+    a_block_earlier: Terms = {  # while the last one's weights come from the host
+        "activations": step.kept_before(earlier),
+        "recompute inputs": step.inputs_before(earlier) + step.own_input(earlier),
+        "temporaries": step.other_block.forward,
+        "gathered weights": step.buffers.forward + step.buffers.forward_ahead,
+    }
     at_the_start: Terms = {"temporaries": step.hidden, "gathered weights": step.buffers.start}
     gradients = {"gradients": step.gradients_before}
     moments = [at_the_end, in_the_last_block, before_the_last_block, behind_the_last_block, at_the_start]
+    if step.buffers.forward_ahead:
+        moments.append(a_block_earlier)
     return {**step.around(), **gradients, **_largest(moments)}
 
 

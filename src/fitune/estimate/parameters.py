@@ -12,7 +12,7 @@ from fitune.estimate.shares import (
 from fitune.estimate.tensors import adapter_tensors, base_tensors
 from fitune.spec.model import ModelSpec
 from fitune.spec.parameters import count_parameters
-from fitune.spec.plan import Dense, Plan, trains_every_weight
+from fitune.spec.plan import Dense, Plan, Single, trains_every_weight
 
 
 def base_parameters(model: ModelSpec) -> int:
@@ -51,8 +51,12 @@ def weights_share_bytes(plan: Plan) -> int:
 
 
 def weights_on_device_bytes(plan: Plan) -> int:
-    """The share between two steps, nothing when parameters are offloaded."""
-    return weights_share_bytes(plan) if plan.offload.parameters == "device" else 0
+    """The share between two steps; of offloaded ones nothing, or embedding, final norm and head on one device."""
+    if plan.offload.parameters == "device":
+        return weights_share_bytes(plan)
+    if not isinstance(plan.sharding, Single):
+        return 0
+    return base_bytes([t for t in base_tensors(plan.model) if not t.in_block], plan)
 
 
 def adapters_bytes(plan: Plan) -> int:

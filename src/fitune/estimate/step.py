@@ -90,7 +90,8 @@ class StepStages:
 
     def gathered_in_backward(self, index: int) -> int:
         """Whole weights while block ``index`` goes back."""
-        return self.buffers.backward + (index + 1) * self.buffers.backward_per_block
+        ahead = self.buffers.backward_ahead if index > 0 else 0
+        return self.buffers.backward + ahead + (index + 1) * self.buffers.backward_per_block
 
     @property
     def num_layers(self) -> int:

@@ -62,6 +62,10 @@ class HostMemory:
     def owns(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._owned
 
+    def room(self, size: int) -> Tensor:
+        """``size`` bytes in one piece."""
+        return self.empty_like(torch.empty(size, dtype=torch.uint8, device="meta"))
+
     def empty_like(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """Room for a copy, contiguous."""
         with self.working():

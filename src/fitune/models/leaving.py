@@ -107,9 +107,6 @@ class LeavingActivations:
         for storage in self._alive(block - 1):
             storage.come_back()
 
-    def is_through(self) -> None:
-        self._kept.clear()
-
     def _alive(self, block: int) -> list[Storage]:
         found = [reference() for reference in self._kept.get(block, ())]
         return [storage for storage in found if storage is not None]

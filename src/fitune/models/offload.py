@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from fitune.models.host import HostMemory
 from fitune.models.leaving import LeavingActivations
+from fitune.models.streaming import StreamedWeights
 from fitune.spec.plan import Offload
 
 
@@ -37,18 +37,21 @@ class Place(Protocol):
         """Before backward."""
         ...
 
-    def is_through(self) -> None:
-        """After the backward of all blocks."""
-        ...
-
     def keep(self, tensor: Tensor) -> Kept | None:
         """What autograd shall keep in place of ``tensor``; None: it is none of this place's."""
         ...
 
 
-def offload_blocks(blocks: nn.ModuleList, offload: Offload, host: HostMemory) -> None:
-    """Give each kind of tensor that leaves the device its place on the host."""
+def offload_blocks(
+    blocks: nn.ModuleList, offload: Offload, host: HostMemory, *, trains_weights: bool
+) -> None:
+    """Give each kind of tensor that leaves the device its place on the host.
+
+    With ``trains_weights`` what is trained is in the blocks' own weights, which wait on the host too.
+    """
     places: list[Place] = []
+    if offload.parameters == "cpu":
+        places.append(StreamedWeights(blocks, host, trained=trains_weights))
     if offload.activations == "cpu":
         places.append(LeavingActivations(blocks, host))
     if places:
@@ -66,11 +69,6 @@ def before_backward(blocks: Sequence[nn.Module], call: Callable[[int], None]) ->
     for index, block in enumerate(blocks):
         block.register_forward_hook(lambda _, inputs, output, index=index: _watch(output, call, index))
     blocks[0].register_forward_pre_hook(lambda _, inputs: _watch(inputs, call, -1))
-
-
-def after_backward(call: Callable[[], None]) -> None:
-    """Once, when the backward that is running is through."""
-    Variable._execution_engine.queue_callback(call)  # type: ignore[no-untyped-call]
 
 
 def _watch(hidden: Any, call: Callable[[int], None], index: int) -> None:

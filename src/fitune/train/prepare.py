@@ -20,8 +20,9 @@ from fitune.models.language_model import LanguageModel, blocks_of, language_mode
 from fitune.models.offload import before_backward, offload_blocks
 from fitune.models.quantize import quantise_linears
 from fitune.models.recompute import recompute_blocks
+from fitune.models.streaming import stay_on
 from fitune.models.weights import compute_dtype, load_model
-from fitune.spec.plan import Dense, Full, Hqq, Lomo, Lora, Nf4, Offload, Plan, Zero
+from fitune.spec.plan import Dense, Full, Hqq, Lomo, Lora, Nf4, Offload, Plan, Zero, trains_every_weight
 from fitune.train.supported import require_method, require_supported
 
 if TYPE_CHECKING:
@@ -48,31 +49,49 @@ def prepare(plan: Plan) -> Prepared:
     """Load the plan's model and change it into what the plan says."""
     require_supported(plan)
     dtype = compute_dtype(plan.precision)
-    model = load_model(plan.model_path, dtype=dtype, device=training_device(plan), base=_base(plan))
-    return prepare_loaded(model, plan)
+    device = training_device(plan)
+    streamed = plan.offload.parameters != "device"  # then the device has no room for all of it
+    to = torch.device("cpu") if streamed else device
+    model = load_model(plan.model_path, dtype=dtype, device=to, base=_base(plan))
+    return prepare_loaded(model, plan, device=device)
 
 
-def prepare_loaded(model: PreTrainedModel, plan: Plan, *, mesh: "DeviceMesh | None" = None) -> Prepared:
+def prepare_loaded(
+    model: PreTrainedModel,
+    plan: Plan,
+    *,
+    device: torch.device | None = None,
+    mesh: "DeviceMesh | None" = None,
+) -> Prepared:
     """The same for a model that is already in memory, in the plan's compute dtype, packed or not.
 
+    ``device``: where it is trained, when that is not where it is.
     ``mesh``: the ranks that a sharded plan is divided over.
     """
     require_method(plan)
     quantise_linears(blocks_of(model), _base(plan))  # before adapters: they wrap the packed linear
     use_attention(model, plan.attention)
     whole = _tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
+    if plan.offload.parameters == "cpu":
+        trained = trains_every_weight(plan.tuning)
+        stay_on(device or model.device, whole, blocks_of(model), trained=trained)
     parts = language_model(whole, plan.loss)
     recompute_blocks(parts.blocks, plan.recompute, has_dropout=_has_dropout(parts))
     host = None if plan.offload == Offload() else HostMemory(parts.device)
-    if host is not None:
-        offload_blocks(parts.blocks, plan.offload, host)  # after recompute: what leaves is what is kept
     whole.train()
     if isinstance(plan.sharding, Zero) and mesh is not None:
-        return replace(_sharded(plan, plan.sharding, parts, mesh), host=host)
+        return _sharded(plan, plan.sharding, parts, mesh)
     engine = engine_for(plan, parts, parts.trained, host=host)
+    if host is not None:
+        _offload(plan, parts, engine, host)  # after recompute: what leaves is what is kept
+    return Prepared(model=parts, engine=engine, host=host)
+
+
+def _offload(plan: Plan, parts: LanguageModel, engine: Engine, host: HostMemory) -> None:
+    """Gradients first: those of one block are gone before the weights of the next come."""
     if isinstance(engine, PlainEngine) and plan.offload.optimizer == "cpu":
         before_backward(parts.blocks, engine.goes_back)
-    return Prepared(model=parts, engine=engine, host=host)
+    offload_blocks(parts.blocks, plan.offload, host, trains_weights=trains_every_weight(plan.tuning))
 
 
 def _sharded(plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh") -> Prepared:

@@ -3,7 +3,19 @@
 from collections.abc import Iterator
 
 from fitune.errors import RecipeError
-from fitune.spec.plan import AdamW8bit, ClipByNorm, Ddp, Lomo, Offload, Plan, Precision, Sgd, Single, Zero
+from fitune.spec.plan import (
+    AdamW8bit,
+    ClipByNorm,
+    Ddp,
+    Full,
+    Lomo,
+    Offload,
+    Plan,
+    Precision,
+    Sgd,
+    Single,
+    Zero,
+)
 
 
 def require_supported(plan: Plan) -> None:
@@ -53,8 +65,12 @@ def _missing_of_offload(plan: Plan) -> Iterator[str]:
     offload = plan.offload
     if offload != Offload() and not isinstance(plan.sharding, Single):
         yield "offload together with sharding"
-    if offload.parameters != "device":
-        yield f"offload of parameters to {offload.parameters}"
+    if offload.parameters == "nvme":
+        yield "offload of parameters to nvme"
+    if offload.parameters == "cpu" and isinstance(plan.tuning, Lomo):
+        yield "offload of weights that LOMO updates where they are"
+    if offload.parameters == "cpu" and isinstance(plan.tuning, Full) and offload.optimizer == "device":
+        yield "offload of trained weights without their optimizer (offload_optimizer: cpu)"
     if offload.optimizer == "nvme":
         yield "offload of optimizer to nvme"
     if offload.optimizer == "cpu" and isinstance(plan.tuning, Lomo):
