@@ -80,7 +80,7 @@ def _nothing_to_try(recipe: Recipe, *, model: ModelSpec, hardware: Hardware, mis
         return RecipeError("no way of training keeps all of these settings", hint="leave one of them open")
     parts = ", ".join(sorted(lacking, key=len)[0])
     return RecipeError(
-        f"this version cannot train with {parts} yet", hint="another tuning; fitune plan shows all"
+        f"not possible here: {parts}", hint="another tuning, backend or zero; fitune plan shows all"
     )
 
 

@@ -9,7 +9,8 @@ import torch
 from fitune.engine.protocol import Engine
 from fitune.errors import RecipeError
 from fitune.rehearse.recorder import Recorder
-from fitune.spec.plan import Ddp, Lomo, Plan, Single, Zero
+from fitune.rehearse.supported import require_ranks
+from fitune.spec.plan import Plan, Zero
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -21,28 +22,14 @@ def fake_ranks(plan: Plan) -> Iterator["DeviceMesh | None"]:
 
     Raises RecipeError for what does not run on fake tensors.
     """
-    match plan.sharding:
-        case Single():
-            yield None
-        case Ddp():
-            raise RecipeError(
-                "DDP's buckets are filled in C++, which fake tensors do not reach, so it cannot be rehearsed",
-                hint="`fitune plan` estimates it; ZeRO by fsdp can be rehearsed",
-            )
-        case Zero(backend="deepspeed"):
-            raise RecipeError(
-                "DeepSpeed does not run on fake tensors, so its plans cannot be rehearsed",
-                hint="`fitune plan` estimates them; backend fsdp can be rehearsed",
-            )
-        case Zero() if isinstance(plan.tuning, Lomo):
-            raise RecipeError(
-                "LOMO on several ranks cannot be rehearsed yet", hint="rehearse it on one device"
-            )
-        case Zero() as sharding:
-            from fitune.engine.fsdp import mesh_of
+    require_ranks(plan)
+    if not isinstance(plan.sharding, Zero):
+        yield None
+        return
+    from fitune.engine.fsdp import mesh_of
 
-            with _fake_group(plan.hardware.num_gpus):
-                yield mesh_of(sharding, plan.hardware, device="cpu")  # it stands for the plan's
+    with _fake_group(plan.hardware.num_gpus):
+        yield mesh_of(plan.sharding, plan.hardware, device="cpu")  # it stands for the plan's
 
 
 def announce(engine: Engine, *, last: bool) -> None:

@@ -25,7 +25,12 @@ def require_supported(plan: Plan) -> None:
 
 def require_method(plan: Plan) -> None:
     """The same but for how many processes train together."""
-    _refuse((*_missing(plan), *_missing_of_offload(plan)))
+    _refuse(missing_method(plan))
+
+
+def missing_method(plan: Plan) -> tuple[str, ...]:
+    """In words; empty when one process could train its part of the plan."""
+    return (*_missing(plan), *_missing_of_offload(plan))
 
 
 def missing_parts(plan: Plan) -> tuple[str, ...]:

@@ -1,0 +1,51 @@
+"""What cannot be rehearsed is known before torch is loaded, and said with what can."""
+
+from dataclasses import replace
+
+import pytest
+
+from estimate.tiny_plans import gpu, known
+from fitune.errors import RecipeError
+from fitune.planner.search import find_plan
+from fitune.rehearse.supported import missing_on_ranks, require_ranks
+from fitune.spec.plan import ClipByValue, Ddp, Lomo, Zero
+from fitune.spec.recipe import parse_recipe
+
+
+def plan_on_ranks(sharding, **changes):
+    recipe = parse_recipe({"model": "qwen3-0.6b", "tuning": "lora", "seq_len": 512})
+    plan = find_plan(recipe, model=known("qwen3-0.6b"), hardware=gpu("a100-40gb", gpus=4)).chosen.plan
+    return replace(plan, sharding=sharding, **changes)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fsdp_can_be_rehearsed(stage):
+    assert not missing_on_ranks(plan_on_ranks(Zero(stage=stage, backend="fsdp")))
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (plan_on_ranks(Ddp()), "DDP's buckets"),
+        (plan_on_ranks(Zero(stage=3, backend="deepspeed")), "DeepSpeed does not run"),
+        (
+            plan_on_ranks(
+                Zero(stage=3, backend="fsdp"), tuning=Lomo(adaptive=False, clip=ClipByValue(value=1.0))
+            ),
+            "LOMO on several ranks",
+        ),
+    ],
+    ids=["ddp", "deepspeed", "lomo"],
+)
+def test_what_cannot_is_refused(plan, words):
+    with pytest.raises(RecipeError, match=words) as caught:
+        require_ranks(plan)
+    assert "fsdp" in caught.value.hint
+
+
+def test_the_plan_to_rehearse_is_one_that_can_be():
+    recipe = parse_recipe({"model": "llama-2-70b", "seq_len": 1024})
+    report = find_plan(
+        recipe, model=known("llama-2-70b"), hardware=gpu("v100-32gb", gpus=8), missing=missing_on_ranks
+    )
+    assert report.chosen.plan.sharding == Zero(stage=3, backend="fsdp")
