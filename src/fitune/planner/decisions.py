@@ -185,9 +185,11 @@ def _recompute(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield "recompute: no block, all activations fit"
     else:
         again = f"{blocks / layers:.0%} of a forward pass more"
-        most = (
-            "which need least memory" if _is_least(recipe) else "the fewest that fit with this batch and loss"
-        )
+        most = "the fewest that fit with this batch and loss"
+        if _is_least(recipe):
+            most = "which need least memory"
+        elif plan.offload.activations != "device":
+            most = "as many as cost less than 1 % of the speed: what they keep need not leave for the host"
         yield f"recompute: {blocks} of {layers} blocks, {most}; costs {again}"
 
 

@@ -21,6 +21,7 @@ from fitune.planner.candidates import batches, block_counts, draft, losses
 from fitune.planner.families import Family
 from fitune.planner.fit import cheapest_blocks, counts_for_host, fewest_blocks, fits, host_fits, peak_of
 from fitune.planner.preference import (
+    INDISTINGUISHABLE,
     SIMPLER_IS_WORTH,
     STAYING_IS_WORTH,
     Found,
@@ -205,7 +206,21 @@ class FamilySearch:
             more = self._fewest_blocks(step, loss, counts)
             if more is not None:
                 fitting.append(step.varied(recompute=Recompute(blocks=more), loss=loss))
-        return preferred(fitting, by=self._peak)
+        return self._sparing_the_host(preferred(fitting, by=self._peak))
+
+    def _sparing_the_host(self, step: StepStages) -> StepStages:
+        """Where activations leave, as many recomputed blocks as no estimate tells apart: they need not leave at all."""
+        if not step.activations_leave:
+            return step
+        enough = INDISTINGUISHABLE * tokens_per_second(step)
+        low, high = step.plan.recompute.blocks, self._counts[-1] + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            other = step.varied(recompute=Recompute(blocks=middle), loss=step.plan.loss)
+            low, high = (
+                (middle, high) if tokens_per_second(other) >= enough and fits(other) else (low, middle)
+            )
+        return step.varied(recompute=Recompute(blocks=low), loss=step.plan.loss)
 
     def _fewest_blocks(self, step: StepStages, loss: Loss, counts: range) -> int | None:
         peaks = cache(lambda blocks: peak_of(step, blocks=blocks, loss=loss))
