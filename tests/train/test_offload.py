@@ -6,8 +6,11 @@ from itertools import chain
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fitune.models.host import HostMemory
+from fitune.models.streaming import StreamedWeights
 from fitune.models.weights import compute_dtype
 from fitune.spec.plan import AdamW, Nf4, Offload, PlainLoss, Plan, Precision, Sgd
 from fitune.train.prepare import Prepared, prepare_loaded
@@ -227,3 +230,24 @@ def test_recompute_alone_leaves_the_block_inputs_to_the_host():
     taken = taken_from(ready)
     losses(ready, plan, steps=1)
     assert [elements for _, elements in taken] == [sum(ROWS) * 128] * (ALL - 1)  # the last one's stays
+
+
+def test_tensors_of_any_type_and_shape_stream():
+    """A scalar, a mask and a matrix of a block come whole, and go back to the memory that they came from."""
+    block = nn.Module()
+    block.register_parameter(
+        "matrix", nn.Parameter(torch.randn(3, 5, dtype=torch.bfloat16), requires_grad=False)
+    )
+    block.register_buffer("scalar", torch.tensor(2.5, dtype=torch.float64))
+    block.register_buffer("mask", torch.tensor([True, False, True]))
+    before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    host = HostMemory(torch.device("cpu"))
+    places = StreamedWeights(nn.ModuleList([block]), host, trained=False)
+    for away in (True, False, True):
+        for name, tensor in block.state_dict().items():
+            assert torch.equal(tensor, before[name])
+            assert host.owns(tensor) is away
+        if away:
+            places.begins(0, shared=set())
+        else:
+            places._only(-1, -1)

@@ -40,7 +40,7 @@ class _StreamedBlock:
         for slot in self._slots:
             old = slot.tensor.data
             slot.point_into(self.home)
-            slot.tensor.data.view(torch.uint8).copy_(old.contiguous().view(torch.uint8))
+            _as_bytes(slot.tensor.data).copy_(_as_bytes(old.contiguous()))
         self._copy: Copy | None = None
 
     @property
@@ -140,6 +140,10 @@ def stay_on(device: torch.device, whole: nn.Module, blocks: nn.ModuleList, *, tr
     for tensor in chain(whole.parameters(), whole.buffers()):
         if id(tensor) not in streamed:
             tensor.data = tensor.data.to(device)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[_Slot], int]:
