@@ -42,7 +42,7 @@ def _refuse(missing: tuple[str, ...]) -> None:
     if missing:
         raise RecipeError(
             f"the plan asks for what this version cannot train yet: {', '.join(missing)}",
-            hint="full fine-tuning, LOMO, AdaLomo, or LoRA on a dense, NF4 or HQQ base, on one device, its CPU beside it",
+            hint="full fine-tuning, LOMO, AdaLomo, or LoRA on a dense, NF4 or HQQ base, on one device and its host",
         )
 
 
