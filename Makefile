@@ -5,13 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types clean
+.PHONY: demo test slow lint types clean
 
 demo: $(STAMP)
 	$(BIN)/fitune demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# The larger grids of the laws, six minutes more.
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
