@@ -329,7 +329,10 @@ def _print_error(error: FituneError) -> None:
         content = {"kind": error.kind, "message": error.message, "hint": error.hint}
         print(json_text.dumps({"error": content}, indent=2, ensure_ascii=False))
     else:
-        print("\n".join(_folded(line) for line in f"error: {error}".splitlines()), file=sys.stderr)
+        lines = f"error: {error}".splitlines()
+        if sys.stderr.isatty():  # a log keeps its lines whole, so that they can be searched
+            lines = [_folded(line) for line in lines]
+        print("\n".join(lines), file=sys.stderr)
 
 
 def _folded(line: str) -> str:
