@@ -106,17 +106,19 @@ class FamilySearch:
 
     def has_room(self, spread: Spread) -> bool:
         """Whether any plan of this spread has."""
-        batches = reversed(self.batches)
         return self.fits_at_all(spread) and any(
-            fits(self._least(self.describe(spread, batch))) for batch in batches
+            self._has_room_for(spread, batch) for batch in reversed(self.batches)
         )
 
     def fits_at_all(self, spread: Spread) -> bool:
         """Whether the spread's smallest batch, made smaller still by adding nothing up, has room: if not, none has."""
         if self._resident_bytes(spread) > self._usable:
             return False
-        smallest = replace(self.batches[-1], accumulation=1)
-        step = self._all_recomputed(self.describe(spread, smallest))
+        return self._has_room_for(spread, replace(self.batches[-1], accumulation=1))
+
+    def _has_room_for(self, spread: Spread, batch: Batch) -> bool:
+        """With any loss and number of blocks; the ends that decide most cases are looked at first."""
+        step = self._all_recomputed(self.describe(spread, batch))
         if fits(step):
             return True
         if self._peak(step) - step.inputs_before(step.num_layers) > self._usable:
