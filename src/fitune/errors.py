@@ -5,6 +5,8 @@ The command line prints them without a traceback and exits with ``exit_code``: 2
 was refused before any work, 1 for work that failed on the way.
 """
 
+import importlib
+
 
 class FituneError(Exception):
     """What went wrong, in words a user can act on."""
@@ -58,6 +60,14 @@ class MissingExtra(FituneError):
     def __init__(self, what: str, *, extra: str) -> None:
         self.what = what
         super().__init__(f"{what} needs an optional part of fitune", hint=f"pip install 'fitune[{extra}]'")
+
+
+def require_library(module: str, *, needed_by: str, extra: str) -> None:
+    """Load an optional library whose operations are called by name. Raises MissingExtra."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtra(needed_by, extra=extra) from error
 
 
 class TrainingFailed(FituneError):

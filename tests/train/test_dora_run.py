@@ -19,7 +19,10 @@ pytest.importorskip("bitsandbytes")
 MakePlan = Callable[..., Plan]
 
 
-def dora(plan: Plan, base: Dense | Nf4 = Dense()) -> Plan:  # noqa: B008  (frozen)
+DENSE = Dense()
+
+
+def dora(plan: Plan, base: Dense | Nf4 = DENSE) -> Plan:
     return replace(plan, tuning=replace(plan.tuning, base=base, dora=True))
 
 

@@ -10,6 +10,7 @@ from fitune.planner.defaults import default_learning_rate, optimizer_of
 from fitune.planner.families import lomo_of, lora_of, nf4_of
 from fitune.report.methods_page import HEAD, MethodRun, comparison_rows, write_comparison
 from fitune.report.run_files import read_run
+from fitune.report.text_table import text_table
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import DataSource, Full, Sgd, Tuning
 from fitune.spec.recipe import Recipe, parse_recipe
@@ -38,7 +39,7 @@ def compare_methods(recipe: Recipe, names: Sequence[str], *, score_data: str, ov
         raise RecipeError("no method could be trained", hint="the reasons are above")
     base = _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite) if score_data else {}
     methods = [_scored(recipe, method, score_data, directory, overwrite=overwrite) for method in methods]
-    print(_table(methods))
+    print("\n" + text_table([HEAD, *comparison_rows(methods)]))
     print(f"comparison: {write_comparison(directory, methods, base_grades=base)}")
     return 0
 
@@ -123,13 +124,3 @@ def _score(model: str, adapter: str, data: str, directory: Path, *, overwrite: b
         model=model, adapter=adapter, data=DataSource(path=data), output_dir=str(directory / "scores")
     )
     return score(plan, say=print).grades
-
-
-def _table(methods: Sequence[MethodRun]) -> str:
-    rows = [HEAD, *comparison_rows(methods)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first, *others = widths
-    return "\n" + "\n".join(
-        "  ".join([name.ljust(first), *(c.rjust(w) for c, w in zip(cells, others, strict=True))]).rstrip()
-        for name, *cells in rows
-    )

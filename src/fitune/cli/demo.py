@@ -12,6 +12,7 @@ from fitune.demo.settings import HELD_OUT_ROWS, MAX_NEW_TOKENS
 from fitune.errors import RunDirectoryError
 from fitune.planner.explain import explain_plan
 from fitune.report.html import write_report
+from fitune.report.text_table import text_table
 from fitune.score.generate_hf import Sampling
 from fitune.score.manifest import remove_scores
 from fitune.score.run import ScorePlan, score
@@ -64,14 +65,8 @@ def run_demo(directory: Path) -> None:
 
 def outcome_table(outcomes: list[Outcome]) -> str:
     """Right answers before and after, and what training took: predicted | measured."""
-    rows = [("", "right answers", "loss", "peak predicted", "measured", "error", "speed", "time")]
-    rows += [_cells(outcome) for outcome in outcomes]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)
+    head = ("", "right answers", "loss", "peak predicted", "measured", "error", "speed", "time")
+    return text_table([head, *(_cells(outcome) for outcome in outcomes)], indent=2)
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:

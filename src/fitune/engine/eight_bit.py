@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Parameter
 
-from fitune.errors import MissingExtra
+from fitune.errors import require_library
 
 BLOCK = 256
 """State elements per scale."""
@@ -27,7 +27,7 @@ class EightBitAdamW(torch.optim.Optimizer):
     def __init__(
         self, groups: Iterable[Mapping[str, Any]], *, betas: tuple[float, float], eps: float
     ) -> None:
-        _require_bitsandbytes()
+        require_library("bitsandbytes", needed_by="8-bit AdamW", extra="quant")
         super().__init__([dict(group) for group in groups], {"lr": 0.0, "weight_decay": 0.0})
         self.betas = betas
         self.eps = eps
@@ -35,7 +35,7 @@ class EightBitAdamW(torch.optim.Optimizer):
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -96,10 +96,3 @@ def _values(signed: bool) -> tuple[float, ...]:
 
     with unset_fake_temporarily():
         return tuple(create_dynamic_map(signed=signed).tolist())
-
-
-def _require_bitsandbytes() -> None:
-    try:
-        import bitsandbytes  # noqa: F401  (registers torch.ops.bitsandbytes)
-    except ImportError as error:
-        raise MissingExtra("8-bit AdamW", extra="quant") from error

@@ -56,7 +56,7 @@ def block_work(plan: Plan) -> BlockWork:
     adapted = 0
     for linear in model.linears:
         base += linear.in_features * linear.out_features * linear.active_copies
-        if lora and linear.adaptable and linear.name.rsplit(".", 1)[-1] in lora.targets:
+        if lora and linear.is_target(lora.targets):
             adapted += 1
             adapters += (lora.rank + THINNESS) * (linear.in_features + linear.out_features)
             forward_moved += 6 * linear.out_features + linear.in_features

@@ -47,7 +47,7 @@ class Site:
     def adapted(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:
         match self.plan.tuning:
             case Lora(targets=targets):
-                return tuple(m for m in linears if m.adaptable and m.name.rsplit(".", 1)[-1] in targets)
+                return tuple(m for m in linears if m.is_target(targets))
             case Full() | Lomo():
                 return ()
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fitune.spec.model import Linear, ModelSpec
-from fitune.spec.parameters import short_name
 from fitune.spec.plan import Lora, Plan
 
 
@@ -66,7 +65,7 @@ def _adapters_of(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
 def _adapters(model: ModelSpec, lora: Lora) -> Iterator[ParameterTensor]:
     layers = model.num_layers
     for m in model.linears:
-        if not (m.adaptable and short_name(m) in lora.targets):
+        if not m.is_target(lora.targets):
             continue
         yield ParameterTensor(rows=lora.rank, row_elements=m.in_features, count=layers, in_block=True)
         yield ParameterTensor(rows=m.out_features, row_elements=lora.rank, count=layers, in_block=True)

@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from fitune.errors import HardwareError
 from fitune.spec.calibration import Calibration
+from fitune.spec.disk import write_atomically
 from fitune.spec.hardware import Gpu
 from fitune.spec.serial import from_data, to_json
 
@@ -55,14 +55,7 @@ def store_calibration(calibration: Calibration) -> Path:
     path = _file_of(calibration.device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(to_json(calibration))
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_atomically(path, to_json(calibration))
     except OSError as error:
         raise HardwareError(
             f"the calibration cannot be written to {path}: {error.strerror or error}",

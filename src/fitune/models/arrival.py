@@ -27,7 +27,7 @@ class PackOnArrival(QuantizationConfigMixin):
     """What ``from_pretrained`` is given as its quantization_config."""
 
     def __init__(self, base: Nf4 | Hqq) -> None:
-        self.quant_method = _METHOD  # type: ignore[assignment]  # an enum of those that transformers brings
+        self.quant_method = _METHOD
         self.base = base
 
 

@@ -40,5 +40,5 @@ def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model with parameters of the right shapes and no content; under a fake mode they take no memory."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model

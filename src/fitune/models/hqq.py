@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fitune.errors import MissingExtra, ModelError
+from fitune.errors import ModelError, require_library
 from fitune.models.quantised_linear import QuantisedLinear
 from fitune.spec.plan import Hqq
 
@@ -23,7 +23,7 @@ class HqqLinear(QuantisedLinear):
     base: Hqq
 
     def pack(self, weight_OI: Tensor) -> None:
-        _require_hqq()
+        require_library("hqq.core.quantize", needed_by="a base in HQQ", extra="quant")
         _require_whole_groups(weight_OI, self.base)
         words, scale, zero = quantise(weight_OI, self.base.bits, self.base.group_size)
         self.hold(words, scale=scale, zero=zero)
@@ -73,12 +73,5 @@ def _require_whole_groups(weight: Tensor, base: Hqq) -> None:
         raise ModelError(
             f"HQQ packs {base.bits}-bit weights in {together} × groups of {base.group_size}, and a matrix of "
             f"{weight.shape[0]} × {weight.shape[1]} = {weight.numel()} weights leaves a rest",
-            hint="a smaller group_size, or NF4",
+            hint="quantization_group_size: 64, or quantization: nf4",
         )
-
-
-def _require_hqq() -> None:
-    try:
-        import hqq.core.quantize  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra("a base in HQQ", extra="quant") from error

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fitune.errors import MissingExtra
+from fitune.errors import require_library
 from fitune.models.quantised_linear import QuantisedLinear
 from fitune.spec.plan import Nf4
 
@@ -22,7 +22,7 @@ class Nf4Linear(QuantisedLinear):
     base: Nf4
 
     def pack(self, weight_OI: Tensor) -> None:
-        _require_bitsandbytes()
+        require_library("bitsandbytes", needed_by="a base in NF4", extra="quant")
         packed, scales = torch.ops.bitsandbytes.quantize_4bit.default(
             weight_OI.contiguous(), BLOCK, "nf4", torch.uint8
         )
@@ -60,10 +60,3 @@ def _scale_codes() -> tuple[float, ...]:
 
     with unset_fake_temporarily():
         return tuple(create_dynamic_map(signed=True).tolist())
-
-
-def _require_bitsandbytes() -> None:
-    try:
-        import bitsandbytes  # noqa: F401  (registers torch.ops.bitsandbytes)
-    except ImportError as error:
-        raise MissingExtra("a base in NF4", extra="quant") from error

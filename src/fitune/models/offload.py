@@ -56,7 +56,7 @@ def offload_blocks(
         places.append(LeavingActivations(blocks, host))
     if places:
         for index, block in enumerate(blocks):
-            block.forward = _placed(block.forward, index, places)  # type: ignore[method-assign]
+            block.forward = _placed(block.forward, index, places)
         for place in places:
             before_backward(blocks, place.goes_back)
 

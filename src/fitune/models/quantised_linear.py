@@ -5,6 +5,7 @@ sharded, offloaded and saved. The libraries' own modules hold tensor subclasses 
 dictionaries and fail at one of these.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from fitune.spec.plan import Hqq, Nf4
 
 
-class QuantisedLinear(nn.Linear):
+class QuantisedLinear(nn.Linear, ABC):
     """``weight`` is packed, its scales lie beside it as buffers; both are made whole for one product at a time.
 
     A quantiser is a subclass with two methods, ``pack`` and ``dequantised``, and a row in models/quantize.py.
@@ -32,13 +33,13 @@ class QuantisedLinear(nn.Linear):
         """The compute type: what comes in, what goes out, and what the weight is made whole in."""
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
+    @abstractmethod
     def pack(self, weight_OI: Tensor) -> None:
         """Hold ``weight_OI`` [out, in] in few bits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def dequantised(self) -> Tensor:
         """The weight [out, in] in the compute type, new."""
-        raise NotImplementedError
 
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ + b, in the order of rounding that the library has."""
@@ -91,5 +92,5 @@ class _FrozenProduct(torch.autograd.Function):
         return linear.product(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient @ ctx.linear.dequantised(), None

@@ -16,7 +16,7 @@ def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute, *, has_d
     Random numbers are replayed only when there is dropout to replay.
     """
     for block in blocks[: recompute.blocks]:
-        block.forward = _recomputed(block.forward, replay_random=has_dropout)  # type: ignore[method-assign]
+        block.forward = _recomputed(block.forward, replay_random=has_dropout)
 
 
 def _recomputed(forward: Callable[..., Any], *, replay_random: bool) -> Callable[..., Any]:

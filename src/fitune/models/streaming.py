@@ -101,7 +101,7 @@ class StreamedWeights:
     def goes_back(self, block: int) -> None:
         self._only(block, block - 1)
         if block == 0:
-            Variable._execution_engine.queue_callback(lambda: self._only(-1, -1))  # type: ignore[no-untyped-call]
+            Variable._execution_engine.queue_callback(lambda: self._only(-1, -1))
 
     def keep(self, tensor: Tensor) -> _WeightView | None:
         flat = None if self._at_work is None else self._at_work.on_device

@@ -142,4 +142,4 @@ def _adapted(case: Case, part: str, *, inputs: bool) -> list[Linear]:
     assert isinstance(tuning, Lora)
     linears = [m for m in case.plan.model.linears if m.part == part]
     chosen = linears[:-1] if inputs else linears[-1:]
-    return [m for m in chosen if m.adaptable and m.name.rsplit(".", 1)[-1] in tuning.targets]
+    return [m for m in chosen if m.is_target(tuning.targets)]

@@ -48,7 +48,8 @@ def _document(text: str) -> list[Any] | None:
     except (ValueError, RecursionError):
         return None
     if isinstance(whole, dict) and isinstance(whole.get("rows"), list):
-        return whole["rows"]  # type: ignore[no-any-return]
+        rows: list[Any] = whole["rows"]
+        return rows
     return whole if isinstance(whole, list) else None
 
 

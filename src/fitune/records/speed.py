@@ -114,4 +114,4 @@ def _adapted(case: Case) -> list[Linear]:
     if not isinstance(tuning, Lora):
         return []
     linears = case.plan.model.linears
-    return [m for m in linears if m.adaptable and m.name.rsplit(".", 1)[-1] in tuning.targets]
+    return [m for m in linears if m.is_target(tuning.targets)]

@@ -50,11 +50,11 @@ def resizes_seen_by(recorder: Recorder) -> Iterator[None]:
         recorder.note_resize(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_and_note
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """A rehearsal: what the Plan's own step takes, without its device and without weights."""
 
+from contextlib import suppress
+
 from transformers import PretrainedConfig
 
 from fitune.models.build import model_config
@@ -37,11 +39,9 @@ def trace_plan(plan: Plan, config: PretrainedConfig, *, exact: bool) -> tuple[Tr
     depth = Depth(recomputed=recomputed, kept=layers - recomputed)
     repeats = _blocks_are_alike(config) and plan.offload == Offload()
     if not exact and depth.shallow() != depth and repeats:
-        try:
+        with suppress(Irregular):  # then every block is traced
             passes, update = record_few_blocks(plan, config, depth)
             return stretched(passes, update, depth), depth.shallow().layers
-        except Irregular:
-            pass  # traced whole instead
     return record_step(plan, config), layers
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fitune.errors import ModelError
 from fitune.spec.hardware import Gpu
 
 _aten = torch.ops.aten
@@ -38,7 +39,7 @@ class StandIns:
             return _grouped_product
         if func._schema.name in _UPDATES_IN_PLACE:
             return lambda *_, **__: None
-        return func  # type: ignore[no-any-return]
+        return func
 
     def workspace_bytes(self, func: Any, args: Any) -> int:
         """What a CUDA attention kernel allocates inside its backward, where no trace can look.
@@ -60,7 +61,11 @@ class StandIns:
     def _supervised_positions(self, mask: Tensor) -> Tensor:
         """The models' only data-dependent shape: the positions that have a label."""
         if mask.dim() != 1:
-            raise NotImplementedError("nonzero of a tensor that is not the mask of labels")
+            raise ModelError(
+                f"the model looks for what is not zero in a tensor of {mask.dim()} dimensions: how much that is "
+                "depends on the data, so its step cannot be rehearsed",
+                hint="`fitune plan` estimates it",
+            )
         return torch.empty((self.supervised_tokens, 1), dtype=torch.int64)
 
 

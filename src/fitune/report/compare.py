@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fitune.report.text_table import text_table
 from fitune.spec.reports import Estimate, Phase, RunReport, StepReport, settled_steps
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 
@@ -91,14 +92,7 @@ def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measur
 
 def comparison_table(rows: Sequence[Row]) -> str:
     """Plain text for the terminal, numbers to the right."""
-    lines = [("", "predicted", "measured", "error"), *(row_texts(row) for row in rows)]
-    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
-    return "\n".join(
-        "  ".join(
-            [what.ljust(first), *(text.rjust(width) for text, width in zip(texts, others, strict=True))]
-        )
-        for what, *texts in lines
-    )
+    return text_table([("", "predicted", "measured", "error"), *(row_texts(row) for row in rows)])
 
 
 def row_texts(row: Row) -> tuple[str, str, str, str]:

@@ -1,15 +1,13 @@
 """report.html: one page about one run, with nothing to load from anywhere and nothing to execute."""
 
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 
 from fitune.errors import MissingExtra
 from fitune.report import headline, sections
 from fitune.report.compare import compare, measure
-from fitune.report.durable_page import write_page
+from fitune.report.page import page, write_page
 from fitune.report.pictures import Pictures, draw_pictures
-from fitune.report.pieces import element, join, safe
+from fitune.report.pieces import element, join
 from fitune.report.run_files import RunFiles, read_run
 
 
@@ -18,8 +16,7 @@ def write_report(directory: Path) -> Path:
 
     Without matplotlib the page says how to get the pictures. Raises RunDirectoryError.
     """
-    page = render(read_run(directory))
-    return write_page(directory / "report.html", page)
+    return write_page(directory / "report.html", render(read_run(directory)))
 
 
 def render(run: RunFiles) -> str:
@@ -39,10 +36,7 @@ def render(run: RunFiles) -> str:
             element("footer", f"fitune report of {run.directory.name}"),
         ]
     )
-    folder = files("fitune.report")
-    template = Template(folder.joinpath("page.html").read_text(encoding="utf-8"))
-    style = folder.joinpath("style.css").read_text(encoding="utf-8")
-    return template.substitute(title=safe(f"{run.plan.model.name}: fitune report"), style=style, body=body)
+    return page(f"{run.plan.model.name}: fitune report", body)
 
 
 def _pictures(run: RunFiles) -> tuple[Pictures | None, str]:

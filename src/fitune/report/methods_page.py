@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 
 from fitune.errors import MissingExtra
 from fitune.report import plan_words
 from fitune.report.compare import PEAK, Row, compare, row_texts
-from fitune.report.durable_page import write_page
 from fitune.report.method_plots import held_out_curves, loss_curves, peak_bars
-from fitune.report.pieces import Html, details, element, figure, items, join, safe, section, table
+from fitune.report.page import page, write_page
+from fitune.report.pieces import Html, details, element, figure, items, join, section, table
 from fitune.report.run_files import RunFiles
 from fitune.units import format_number, format_percent, format_rate
 
@@ -49,10 +47,7 @@ def render(methods: Sequence[MethodRun], *, base_grades: dict[str, float]) -> st
             section("Not trained", items(f"{m.name}: {m.why_not}" for m in methods if m.run is None)),
         ]
     )
-    folder = files("fitune.report")
-    template = Template(folder.joinpath("page.html").read_text(encoding="utf-8"))
-    style = folder.joinpath("style.css").read_text(encoding="utf-8")
-    return template.substitute(title=safe(f"{name}: fitune compare"), style=style, body=body)
+    return page(f"{name}: fitune compare", body)
 
 
 HEAD = (

@@ -37,9 +37,8 @@ def linear_flops_per_token(linear: Linear, tuning: Tuning) -> float:
         case Full() | Lomo():
             return 6.0 * active
         case Lora(rank=rank, targets=targets):
-            adapted = linear.adaptable and linear.name.rsplit(".", 1)[-1] in targets
             return 4.0 * active + (
-                6.0 * rank * (linear.in_features + linear.out_features) if adapted else 0.0
+                6.0 * rank * (linear.in_features + linear.out_features) if linear.is_target(targets) else 0.0
             )
 
 

@@ -4,6 +4,7 @@ Counts are exact, and they are sums over one list: the linears of a block. Whate
 shapes (parameter counts, adapters, activations, FLOPs) goes through that list.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,15 @@ class Linear:
     part: Literal["attention", "mlp", "experts", "router"] = "attention"
     adaptable: bool = True
     """False when transformers holds it as a bare parameter that LoRA cannot wrap (fused experts, routers)."""
+
+    @property
+    def short_name(self) -> str:
+        """What LoRA targets are named by: ``q_proj``."""
+        return self.name.rsplit(".", 1)[-1]
+
+    def is_target(self, targets: Collection[str]) -> bool:
+        """Whether LoRA with these targets adapts it."""
+        return self.adaptable and self.short_name in targets
 
     @property
     def weights(self) -> int:
@@ -97,4 +107,4 @@ class ModelSpec:
     @property
     def adaptable_names(self) -> tuple[str, ...]:
         """What ``all-linear`` means: the last parts of the names LoRA can wrap, in order."""
-        return tuple(dict.fromkeys(m.name.rsplit(".", 1)[-1] for m in self.linears if m.adaptable))
+        return tuple(dict.fromkeys(m.short_name for m in self.linears if m.adaptable))

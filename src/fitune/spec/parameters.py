@@ -26,7 +26,7 @@ def lora_parameters(model: ModelSpec, *, rank: int, targets: Sequence[str]) -> i
 
     A is rank × in, B is out × rank (Hu et al. 2021, arXiv 2106.09685, section 4.1); no bias is trained.
     """
-    adapted = [linear for linear in model.linears if linear.adaptable and short_name(linear) in targets]
+    adapted = [linear for linear in model.linears if linear.is_target(targets)]
     return model.num_layers * sum(rank * (linear.in_features + linear.out_features) for linear in adapted)
 
 
@@ -46,13 +46,8 @@ def resolve_targets(model: ModelSpec, wanted: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in known if name in wanted)
 
 
-def short_name(linear: Linear) -> str:
-    """The last part of the name inside a block: ``q_proj``."""
-    return linear.name.rsplit(".", 1)[-1]
-
-
 def _unknown_target(model: ModelSpec, name: str) -> RecipeError:
-    if name in {short_name(linear) for linear in model.linears}:
+    if name in {linear.short_name for linear in model.linears}:
         why = "is a fused parameter in transformers that LoRA cannot wrap"
     else:
         why = "is no linear of this model"
