@@ -1,5 +1,6 @@
 """A quantised base is packed as it is read: the same bits as packed later, and never a dense model in memory."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
-from fitune.errors import ModelError
+from fitune.errors import MissingExtra, ModelError
 from fitune.measure.memory import LiveTensors
 from fitune.models.arrival import PackOnArrival
 from fitune.models.language_model import blocks_of
@@ -116,3 +117,15 @@ def test_no_dense_model_is_taken_from_a_gpu_in_advance() -> None:
     )
     outside = [p for name, p in model.named_parameters() if "proj" not in name]
     assert expected == sum(p.nbytes for p in outside)
+
+
+@pytest.mark.parametrize(
+    ("base", "library"), [(Nf4(), "bitsandbytes"), (Hqq(bits=4), "hqq.core.quantize")], ids=["nf4", "hqq"]
+)
+def test_a_missing_library_is_not_taken_for_damaged_files(
+    base: Nf4 | Hqq, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "model")
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingExtra, match=r"fitune\[quant\]"):
+        load_model(str(folder), dtype=torch.float32, device=CPU, base=base)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fitune.errors import ModelError, require_library
+from fitune.errors import ModelError
 from fitune.models.quantised_linear import QuantisedLinear
 from fitune.spec.plan import Hqq
 
@@ -20,10 +20,11 @@ _PER_WORD = {8: (1, torch.uint8), 4: (2, torch.uint8), 3: (10, torch.int32), 2: 
 class HqqLinear(QuantisedLinear):
     """Codes of 2, 3, 4 or 8 bit. No dequantised copy is kept, and no input (hqq's own modules keep one or both)."""
 
+    library, quantiser = "hqq.core.quantize", "HQQ"
     base: Hqq
 
     def pack(self, weight_OI: Tensor) -> None:
-        require_library("hqq.core.quantize", needed_by="a base in HQQ", extra="quant")
+        self.require()
         _require_whole_groups(weight_OI, self.base)
         words, scale, zero = quantise(weight_OI, self.base.bits, self.base.group_size)
         self.hold(words, scale=scale, zero=zero)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fitune.errors import require_library
 from fitune.models.quantised_linear import QuantisedLinear
 from fitune.spec.plan import Nf4
 
@@ -19,10 +18,11 @@ SCALE_BLOCK = 256
 class Nf4Linear(QuantisedLinear):
     """Two weights a byte, a scale per 64 of them; with double quantisation the scales are 8-bit themselves."""
 
+    library, quantiser = "bitsandbytes", "NF4"
     base: Nf4
 
     def pack(self, weight_OI: Tensor) -> None:
-        require_library("bitsandbytes", needed_by="a base in NF4", extra="quant")
+        self.require()
         packed, scales = torch.ops.bitsandbytes.quantize_4bit.default(
             weight_OI.contiguous(), BLOCK, "nf4", torch.uint8
         )

@@ -7,12 +7,13 @@ dictionaries and fail at one of these.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fitune.errors import require_library
 from fitune.spec.plan import Hqq, Nf4
 
 
@@ -21,6 +22,11 @@ class QuantisedLinear(nn.Linear, ABC):
 
     A quantiser is a subclass with two methods, ``pack`` and ``dequantised``, and a row in models/quantize.py.
     """
+
+    library: ClassVar[str]
+    """The module whose functions it calls."""
+    quantiser: ClassVar[str]
+    """Its name in words."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: Tensor | None, base: Nf4 | Hqq, dtype: torch.dtype
@@ -32,6 +38,11 @@ class QuantisedLinear(nn.Linear, ABC):
         self.dtype = dtype
         """The compute type: what comes in, what goes out, and what the weight is made whole in."""
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @classmethod
+    def require(cls) -> None:
+        """Raises MissingExtra when the library is not installed."""
+        require_library(cls.library, needed_by=f"a base in {cls.quantiser}", extra="quant")
 
     @abstractmethod
     def pack(self, weight_OI: Tensor) -> None:

@@ -15,6 +15,12 @@ from fitune.spec.plan import Dense, Hqq, Nf4
 LINEARS: dict[type[Nf4 | Hqq], type[QuantisedLinear]] = {Nf4: Nf4Linear, Hqq: HqqLinear}
 
 
+def require_quantiser(base: Dense | Nf4 | Hqq) -> None:
+    """Raises MissingExtra before anything is read: inside a conversion transformers would take it for damaged files."""
+    if not isinstance(base, Dense):
+        LINEARS[type(base)].require()
+
+
 def quantise_linears(blocks: nn.Module, base: Dense | Nf4 | Hqq) -> None:
     """Replace every dense linear inside ``blocks``; each dense weight is let go of before the next is packed."""
     if isinstance(base, Dense):

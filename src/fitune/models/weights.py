@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from fitune.errors import ModelError, is_out_of_memory
 from fitune.models.arrival import PackOnArrival
 from fitune.models.foreign import pickled_files
+from fitune.models.quantize import require_quantiser
 from fitune.spec.hub import no_waiting_for_the_hub
 from fitune.spec.plan import Dense, Hqq, Nf4, Precision
 
@@ -42,6 +43,7 @@ def load_model(
     if Path(path).is_dir():
         _check_weight_files(Path(path))
     transformers_logging.disable_progress_bar()
+    require_quantiser(base)
     packing = None if isinstance(base, Dense) else PackOnArrival(base)
     with _looked_up(path, "the model cannot be loaded", hint=_FETCH_AGAIN):
         model, report = AutoModelForCausalLM.from_pretrained(
