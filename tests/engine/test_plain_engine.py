@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fitune.engine.optimizers import DirectOptimizer
 from fitune.engine.plain import PlainEngine
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import AdamW, Optimizer, Precision, Sgd
@@ -163,3 +164,14 @@ def test_phases_come_in_order() -> None:
     engine.forward_backward(batches()[0], supervised_tokens=5, enter_phase=seen.append)
     engine.update(learning_rate=0.1, enter_phase=seen.append)
     assert seen == [Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.UPDATE]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("optimizer", [Sgd(), Sgd(momentum=0.9), Sgd(weight_decay=0.1), AdamW()], ids=str)
+def test_every_weight_moves_in_16_bit(optimizer: Optimizer, dtype: torch.dtype) -> None:
+    """torch's fused SGD passes over whole vectors of them on a CPU."""
+    weight = nn.Parameter(torch.ones(100, 3, dtype=dtype))
+    direct = DirectOptimizer({"weight": weight}, optimizer)
+    weight.grad = torch.ones_like(weight)
+    direct.step(learning_rate=0.25, gradient_factor=1.0)
+    assert (weight < 0.8).all()

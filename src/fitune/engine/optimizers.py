@@ -1,9 +1,10 @@
 """torch's fused optimizers, or 8-bit AdamW, over the trained weights or over their fp32 masters.
 
-Fused on purpose: the foreach variants allocate about as much again as all trained parameters.
+Fused on purpose: the foreach variants allocate about as much again as all trained parameters. Where the fused kernel is
+wrong, one weight after the other.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -139,9 +140,15 @@ def build_torch_optimizer(parameters: Mapping[str, Parameter], optimizer: Optimi
         case AdamW(beta1=beta1, beta2=beta2, eps=eps):
             return torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=eps, fused=True)
         case Sgd(momentum=momentum):
-            return torch.optim.SGD(groups, lr=0.0, momentum=momentum, fused=True)
+            fused = not _skipped_by_fused_sgd(parameters.values())
+            return torch.optim.SGD(groups, lr=0.0, momentum=momentum, fused=fused, foreach=False)
         case AdamW8bit(beta1=beta1, beta2=beta2, eps=eps):
             return EightBitAdamW(groups, betas=(beta1, beta2), eps=eps)
+
+
+def _skipped_by_fused_sgd(parameters: Iterable[Parameter]) -> bool:
+    """torch's fused SGD leaves 16-bit weights on a CPU as they are (pytorch/pytorch#191763, seen in 2.13)."""
+    return any(p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -38,11 +38,13 @@ class Communication:
         return round(self.forward.bytes + self.backward.bytes + self.between_nodes.bytes + self.update.bytes)
 
 
-def passes_per_step(plan: Plan) -> int:
-    """Forward and backward passes: micro-batches, twice when LOMO measures the gradient's norm first.
+def forward_passes(plan: Plan) -> int:
+    """One for each micro-batch: what backward reads is kept for a second one (engine/lomo.py)."""
+    return plan.batch.accumulation
 
-    Its first backward lets the activations go, so forward runs again too (OpenLMLab/LOMO, lomo_trainer.py).
-    """
+
+def backward_passes(plan: Plan) -> int:
+    """The same, twice when LOMO measures the gradients first; recomputed blocks run again in each."""
     return plan.batch.accumulation * (2 if goes_back_twice(plan) else 1)
 
 
@@ -69,15 +71,15 @@ def _fsdp(plan: Plan, zero: Zero) -> Communication:
     Stage 1 gathers and sums once a step, the others in every pass. Frozen weights are gathered too.
     """
     groups = plan.model.num_layers + 1
-    passes = 1 if zero.stage == 1 else passes_per_step(plan)
+    there, back = (1, 1) if zero.stage == 1 else (forward_passes(plan), backward_passes(plan))
     blocks = plan.model.num_layers * block_weight_bytes(plan)
     summed = trained_parameters(plan) * reduce_width(plan)
     again = blocks if zero.stage == 3 else 0
     calls = groups * (2 if zero.stage == 3 else 1)
     return Communication(
-        forward=_ring(plan, passes * (blocks + root_weight_bytes(plan)), calls=passes * groups),
-        backward=_ring(plan, passes * (again + summed), calls=passes * calls),
-        between_nodes=_between_nodes(plan, zero, passes * summed),
+        forward=_ring(plan, there * (blocks + root_weight_bytes(plan)), calls=there * groups),
+        backward=_ring(plan, back * (again + summed), calls=back * calls),
+        between_nodes=_between_nodes(plan, zero, back * summed),
     )
 
 
@@ -87,20 +89,20 @@ def _deepspeed(plan: Plan, zero: Zero) -> Communication:
     Stage 3 gathers all weights in forward and again in backward, frozen ones too.
     """
     e, trained = plan.precision.compute_bytes, trained_parameters(plan)
-    passes = 1 if zero.stage == 1 else passes_per_step(plan)
+    there, back = (1, 1) if zero.stage == 1 else (forward_passes(plan), backward_passes(plan))
     buckets = max(1, -(-trained // REDUCE_BUCKET))
-    between = _between_nodes(plan, zero, passes * trained * e)
+    between = _between_nodes(plan, zero, back * trained * e)
     if zero.stage < 3:
         return Communication(
-            backward=_ring(plan, passes * trained * e, calls=passes * buckets),
+            backward=_ring(plan, back * trained * e, calls=back * buckets),
             between_nodes=between,
             update=_ring(plan, trained * e, calls=buckets),
         )
     linears = plan.model.num_layers * len(plan.model.linears) + 2
     whole = plan.model.num_layers * block_weight_bytes(plan) + root_weight_bytes(plan)
     return Communication(
-        forward=_ring(plan, passes * whole, calls=passes * linears),
-        backward=_ring(plan, passes * (whole + trained * e), calls=passes * (linears + buckets)),
+        forward=_ring(plan, there * whole, calls=there * linears),
+        backward=_ring(plan, back * (whole + trained * e), calls=back * (linears + buckets)),
         between_nodes=between,
     )
 
@@ -118,5 +120,5 @@ def _between_nodes(plan: Plan, zero: Zero, summed: float) -> Exchange:
     if not zero.hybrid or nodes == 1:
         return Exchange()
     share = summed / num_shares(plan)
-    calls = passes_per_step(plan) * (plan.model.num_layers + 1)
+    calls = backward_passes(plan) * (plan.model.num_layers + 1)
     return Exchange(bytes=2 * share * (nodes - 1) / nodes, calls=calls, ranks=nodes, crosses_nodes=True)

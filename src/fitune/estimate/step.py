@@ -51,7 +51,7 @@ class StepStages:
     unpacked: int
     """More of them where packed weights are made whole first."""
     stepped: int
-    """Elements that this device's optimizer updates once backward is through."""
+    """Elements that this device updates, once backward is through or in it."""
     update: Terms
     """What the update holds beside what stays."""
     hidden: int
@@ -200,9 +200,7 @@ def describe_step(plan: Plan, shape: BatchShape, stages: ModelStages | None = No
         update={"gradients": update_gradient_bytes(plan), "temporaries": update_temporaries_bytes(plan)},
         weights_read=weights_read_bytes(plan),
         unpacked=unpacking_bytes(plan),
-        stepped=0
-        if isinstance(plan.tuning, Lomo) or plan.offload.optimizer != "device"
-        else trained_share(plan),
+        stepped=trained_share(plan) if plan.offload.optimizer == "device" else 0,
         hidden=activations.block_input_kept(
             tokens=shape.tokens, hidden=plan.model.hidden_size, element_bytes=plan.precision.compute_bytes
         ),

@@ -6,10 +6,10 @@ to the host run beside that or are waited for (transfers.py). The rates are meas
 and operations counted (eager.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fitune.estimate.attention_traits import is_multi_query, materialises_scores
-from fitune.estimate.communication import passes_per_step
+from fitune.estimate.communication import backward_passes, forward_passes
 from fitune.estimate.eager import BlockWork, block_work
 from fitune.estimate.loss import num_chunks
 from fitune.estimate.rates import Rates, rates_of
@@ -76,19 +76,32 @@ def step_time_of(step: StepStages) -> StepTime:
     plan, block = step.plan, block_work(step.plan)
     rates = rates_of(plan.hardware, plan.precision)
     forward = forward_work(step, block, rates)
-    per_micro_batch = {
-        Phase.FORWARD: forward,
-        Phase.LOSS: loss_work(step),
-        Phase.BACKWARD: backward_work(step, block, forward),
+    backward, update = backward_work(step, block, forward), update_work(step)
+    there, back = forward_passes(plan), backward_passes(plan)
+    works = {
+        Phase.FORWARD: [(there, forward)],
+        Phase.LOSS: [(back, loss_work(step))],  # the head's gradients are let go of with the others
+        Phase.BACKWARD: [(back, backward)],
+        Phase.UPDATE: [(1, update)],
     }
-    transfers, passes = transfers_of(step), passes_per_step(plan)
+    if isinstance(plan.tuning, Lomo):  # the last time it goes back it updates, too
+        works[Phase.BACKWARD] = [(back - 1, backward), (1, _together(backward, update))]
+        works[Phase.UPDATE] = [(1, Work())]
+    transfers = transfers_of(step)
     seconds, limits = {}, {}
-    for phase, work in per_micro_batch.items():
-        once, limit = _roofline(rates, work)
-        seconds[phase], limits[phase] = _with_transfers(once * passes, limit, transfers.get(phase))
-    update, limit = _roofline(rates, update_work(step))
-    seconds[Phase.UPDATE], limits[Phase.UPDATE] = _with_transfers(update, limit, transfers.get(Phase.UPDATE))
+    for phase, passes in works.items():
+        timed = [(times, *_roofline(rates, work)) for times, work in passes]
+        own, limit = sum(times * once for times, once, _ in timed), timed[-1][2]
+        seconds[phase], limits[phase] = _with_transfers(own, limit, transfers.get(phase))
     return StepTime(phases=seconds, limits=limits)
+
+
+def _together(work: Work, more: Work) -> Work:
+    return replace(
+        work,
+        bytes_in_place=work.bytes_in_place + more.bytes_in_place,
+        backward_operations=work.backward_operations + more.backward_operations,
+    )
 
 
 def _with_transfers(own: float, limit: str, transfers: Transfers | None) -> tuple[float, str]:
@@ -153,7 +166,7 @@ def loss_work(step: StepStages) -> Work:
 def backward_work(step: StepStages, block: BlockWork, forward: Work) -> Work:
     """What training needs beside forward, + the forward of the recomputed blocks; gradients written and read.
 
-    LOMO's update is in it: the weight read and written once more. Packed weights are made whole for every pass.
+    Packed weights are made whole for every pass.
 
     Attention's backward makes the scores again: 5 products to forward's 2 (Dao 2023, arXiv 2307.08691).
     """
@@ -164,9 +177,7 @@ def backward_work(step: StepStages, block: BlockWork, forward: Work) -> Work:
         attention_flops=(2.5 + again) * forward.attention_flops,
         bytes=tokens * layers * block.backward.bytes + again * forward.bytes,
         tensor_bytes=step.hidden,
-        bytes_in_place=step.weights_read
-        + (1 + again) * step.unpacked
-        + (2 + 2 * isinstance(step.plan.tuning, Lomo)) * step.whole_gradients,
+        bytes_in_place=step.weights_read + (1 + again) * step.unpacked + 2 * step.whole_gradients,
         forward_operations=again * forward.forward_operations,
         hook_seconds=(1 + again) * forward.hook_seconds,
         backward_operations=layers
@@ -177,8 +188,8 @@ def backward_work(step: StepStages, block: BlockWork, forward: Work) -> Work:
 def update_work(step: StepStages) -> Work:
     """Weight and states are read and written; the gradient is read for its norm, scaled in place and read again.
 
-    Of the rank's share; with masters the gradient has an fp32 copy, and 8-bit states are one byte. Nothing is left
-    for LOMO and for an optimizer on the host.
+    Of the rank's share; with masters the gradient has an fp32 copy, and 8-bit states are one byte. LOMO's is a part of
+    backward; an optimizer on the host leaves nothing.
     """
     plan, e = step.plan, step.element_bytes
     if not step.stepped:

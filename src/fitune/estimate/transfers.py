@@ -6,7 +6,7 @@ The rates are assumed where the device was not calibrated.
 
 from dataclasses import dataclass, field
 
-from fitune.estimate.communication import Exchange, communication_of, passes_per_step
+from fitune.estimate.communication import Exchange, backward_passes, communication_of, forward_passes
 from fitune.estimate.gradients import gradients_go_to_the_host
 from fitune.estimate.host import host_optimizer_bytes, offloaded_activation_bytes, ranks_per_node
 from fitune.estimate.parameters import weights_share_bytes
@@ -57,7 +57,7 @@ def transfers_of(step: StepStages) -> dict[Phase, Transfers]:
     return {
         Phase.FORWARD: Transfers(
             beside={"communication": forward, **_host_links(step, backward=False)},
-            waited={"communication": _first(forward, exchanged.forward) * passes_per_step(plan)},
+            waited={"communication": _first(forward, exchanged.forward) * forward_passes(plan)},
         ),
         Phase.BACKWARD: Transfers(
             beside={**({} if sums_are_waited_for else back), **_host_links(step, backward=True)},
@@ -108,7 +108,8 @@ def _first(seconds: float, exchange: Exchange) -> float:
 
 def _host_links(step: StepStages, *, backward: bool) -> dict[str, float]:
     """Weights come in every pass; gradients leave in backward; activations leave in forward and come in backward."""
-    plan, passes = step.plan, passes_per_step(step.plan)
+    plan = step.plan
+    passes = backward_passes(plan) if backward else forward_passes(plan)
     offload = plan.offload
     weights = passes * weights_share_bytes(plan) if offload.parameters != "device" else 0
     gradients = 0
