@@ -6,17 +6,22 @@
 Needs the `bench` extra. Each side runs in a process of its own, the sides take turns, and the first turn of each
 is a warm-up that does not count. Time runs from the end of step 4 to the end of the last; step 2 is the one whose
 live tensors are counted (fitune.measure.memory, the same counter on both sides), so it is not timed.
-Recompute is off on both sides, fp32, AdamW, no warm-up, constant rate, no clipping difference (1.0 on both).
+Speed by core time counts only the seconds in which the process had a core: with OMP_NUM_THREADS=1 a busy machine does
+not change it. Recompute is off on both sides, fp32, AdamW, no warm-up, constant rate, clipping by norm 1.0 on both.
 """
 
 import argparse
+import importlib.metadata
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +29,7 @@ SEQ_LEN = 512
 BATCH = 8
 FIRST_TIMED_STEP = 4
 MEASURED_STEP = 2
-RATES = {"lora": 2e-4, "full": 2e-5}
+RATES = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
 
 
 def main() -> None:
@@ -32,7 +37,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", required=True)
-    parser.add_argument("--methods", nargs="+", default=["lora", "full"], choices=["lora", "full"])
+    parser.add_argument("--methods", nargs="+", default=[*RATES], choices=[*RATES])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures here too")
@@ -53,48 +58,68 @@ def compare(options: argparse.Namespace) -> None:
         write_model(folder / "model", options.data)
         rows = [compare_method(folder, options, method) for method in options.methods]
     if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+        options.json.write_text(json.dumps(record(options, rows), indent=1) + "\n", encoding="utf-8")
+
+
+def record(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was seen, as results/ keeps it."""
+    libraries = ("torch", "transformers", "trl", "peft", "bitsandbytes")
+    return {
+        "benchmark": "bench/vs_trl.py",
+        "date": date.today().isoformat(),
+        "hardware": f"{os.cpu_count()} CPU cores, {os.environ.get('OMP_NUM_THREADS', 'all')} threads",
+        "versions": {name: importlib.metadata.version(name) for name in libraries},
+        "data": Path(options.data).name,
+        "settings": f"10.4 M parameter Llama, fp32, {BATCH} rows a step, seq_len {SEQ_LEN}, {options.steps} steps, "
+        f"median of {options.repeats} after a warm-up",
+        "rows": rows,
+    }
 
 
 def compare_method(folder: Path, options: argparse.Namespace, method: str) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {"fitune": [], "trl": []}
     for turn in range(options.repeats + 1):
         for side, results in runs.items():
-            command = [
-                sys.executable,
-                __file__,
-                "--side",
-                side,
-                "--folder",
-                str(folder),
-                "--data",
-                options.data,
-            ]
-            command += ["--methods", method, "--steps", str(options.steps)]
-            finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            found = run_side(side, folder, options, method)
             if turn > 0:
-                results.append(json.loads(finished.stdout.splitlines()[-1]))
+                results.append(found)
     ours, theirs = runs["fitune"], runs["trl"]
     row = {
         "method": method,
         "fitune": summary(ours),
         "trl": summary(theirs),
         "speed_ratio": median(ours, "speed") / median(theirs, "speed"),
+        "cpu_speed_ratio": median(ours, "cpu_speed") / median(theirs, "cpu_speed"),
         "memory_ratio": median(ours, "peak_bytes") / median(theirs, "peak_bytes"),
+        "losses_differ_by": largest_difference(ours[-1]["losses"], theirs[-1]["losses"]),
     }
     print_row(row)
     return row
 
 
+def run_side(side: str, folder: Path, options: argparse.Namespace, method: str) -> dict[str, Any]:
+    """One side's training, in a process of its own."""
+    words = ["--side", side, "--folder", str(folder), "--data", options.data]
+    words += ["--methods", method, "--steps", str(options.steps)]
+    finished = subprocess.run(
+        [sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, text=True
+    )
+    found: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    return found
+
+
 def summary(runs: list[dict[str, Any]]) -> dict[str, float]:
-    return {
-        key: median(runs, key)
-        for key in ("speed", "peak_bytes", "process_bytes", "first_loss", "last_losses")
-    }
+    keys = ("speed", "cpu_speed", "peak_bytes", "process_bytes", "first_loss", "last_losses")
+    return {key: median(runs, key) for key in keys}
 
 
 def median(runs: list[dict[str, Any]], key: str) -> float:
     return statistics.median(run[key] for run in runs)
+
+
+def largest_difference(ours: list[float], theirs: list[float]) -> float:
+    """Of any step's loss, as a share of it."""
+    return max(abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True))
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -102,12 +127,14 @@ def print_row(row: dict[str, Any]) -> None:
     for side in ("fitune", "trl"):
         found = row[side]
         print(
-            f"  {side:7} {found['speed']:8,.0f} supervised tokens/s"
+            f"  {side:7} {found['speed']:8,.0f} supervised tokens/s, {found['cpu_speed']:,.0f} a second of a core"
             f"   peak of tensors {found['peak_bytes'] / 2**20:7.1f} MiB"
             f"   process {found['process_bytes'] / 2**20:6.0f} MiB"
             f"   loss {found['first_loss']:.4f} → {found['last_losses']:.4f} (mean of the last 5)"
         )
-    print(f"  ratio   speed {row['speed_ratio']:.2f}   memory {row['memory_ratio']:.2f}")
+    ratios = f"speed {row['speed_ratio']:.2f}, by core time {row['cpu_speed_ratio']:.2f}"
+    ratios += f"   memory {row['memory_ratio']:.2f}"
+    print(f"  ratio   {ratios}   losses differ by at most {row['losses_differ_by']:.1e} of themselves")
 
 
 def write_model(folder: Path, data: str) -> None:
@@ -160,32 +187,39 @@ def read_data(plan: Any) -> Any:
 
 
 def run_fitune(folder: Path, data: str, method: str, steps: int) -> dict[str, Any]:
-    from fitune.measure.memory import memory_meter
     from fitune.train.loop import train
     from fitune.train.prepare import prepare
 
     plan = plan_of(folder, data, method, steps)
     _, _, loader = read_data(plan)
-    prepared = prepare(plan)
+    meter = one_step_meter()
     ends, reports = [], []
-    for report in train(plan, prepared, loader, meter=memory_meter(prepared.model.device)):
-        ends.append(time.perf_counter())
+    for report in train(plan, prepare(plan), loader, meter=meter):
+        ends.append((time.perf_counter(), time.process_time()))
         reports.append(report)
-    peak = max(max(report.memory_bytes.values(), default=0) for report in reports)
+        meter.wanted = report.step == MEASURED_STEP - 1
+    peak = max(reports[MEASURED_STEP - 1].memory_bytes.values())
     tokens = [report.supervised_tokens for report in reports]
     return result(ends, tokens, [report.loss for report in reports], peak)
 
 
+def one_step_meter() -> Any:
+    """fitune's meter, which the loop also asks for the heaviest step: TRL's side is measured in one, so this is too."""
+    from fitune.measure.memory import CpuMeter
+
+    class OneStep(CpuMeter):
+        wanted = False
+
+        def measuring(self, alive: Any, host: Any = None) -> Any:
+            return super().measuring(alive, host) if self.wanted else nullcontext()
+
+    return OneStep()
+
+
 def run_trl(folder: Path, data: str, method: str, steps: int) -> dict[str, Any]:
-    import torch
-    from datasets import Dataset
-    from peft import LoraConfig
-    from torch.utils.data import SequentialSampler
-    from transformers import AutoModelForCausalLM, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from trl_side import train_by_trl
 
     from fitune.data.loader import LoaderState
-    from fitune.measure.memory import LiveTensors
 
     plan = plan_of(folder, data, method, steps)
     tokenizer, dataset, loader = read_data(plan)
@@ -196,67 +230,19 @@ def run_trl(folder: Path, data: str, method: str, steps: int) -> dict[str, Any]:
         rows += [row for micro in batch.micro_batches for row in micro.row_ids]
         state = loader.after(state)
     examples = [dataset.row(row) for row in rows]
-    columns = {
-        "input_ids": [ids.tolist() for ids, _ in examples],
-        "completion_mask": [supervised.astype(int).tolist() for _, supervised in examples],
-    }
-
-    class InOrder(SFTTrainer):
-        def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-            return SequentialSampler(train_dataset or self.train_dataset)
-
-    class Watch(TrainerCallback):
-        """Ends of steps, and the live tensors of one step."""
-
-        def __init__(self) -> None:
-            self.ends: list[float] = []
-            self.tracker: LiveTensors | None = None
-            self.peak = 0
-
-        def on_step_begin(
-            self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
-        ) -> None:
-            if state.global_step == MEASURED_STEP - 1:
-                kept = [
-                    v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)
-                ]
-                self.tracker = LiveTensors([*model.parameters(), *model.buffers(), *kept])
-                self.tracker.__enter__()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.ends.append(time.perf_counter())
-            if self.tracker is not None:
-                self.tracker.__exit__(None, None, None)
-                self.peak = max(self.tracker.peaks.values())
-                self.tracker = None
-
-    lora = plan.tuning if method == "lora" else None
-    watch = Watch()
-    trainer = InOrder(
-        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
-        args=SFTConfig(
-            output_dir=str(folder / "trl"), per_device_train_batch_size=BATCH, max_length=SEQ_LEN, max_steps=steps,
-            learning_rate=RATES[method], lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=1.0, bf16=False,
-            weight_decay=0.0, gradient_checkpointing=False, completion_only_loss=True, optim="adamw_torch_fused",
-            logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, seed=42,
-        ),
-        train_dataset=Dataset.from_dict(columns),
-        processing_class=tokenizer,
-        callbacks=[watch],
-        peft_config=None if lora is None else LoraConfig(
-            r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets),
-            task_type="CAUSAL_LM",
-        ),
-    )  # fmt: skip
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    watch, losses = train_by_trl(plan, tokenizer, examples, folder, steps=steps, measured_step=MEASURED_STEP)
     return result(watch.ends, tokens, losses, watch.peak)
 
 
-def result(ends: list[float], tokens: list[int], losses: list[float], peak: int) -> dict[str, Any]:
-    seconds = ends[-1] - ends[FIRST_TIMED_STEP - 1]
+def result(
+    ends: list[tuple[float, float]], tokens: list[int], losses: list[float], peak: int
+) -> dict[str, Any]:
+    """``ends`` of the steps by the clock and by the time this process had a core."""
+    (start, start_cpu), (end, end_cpu) = ends[FIRST_TIMED_STEP - 1], ends[-1]
+    timed = sum(tokens[FIRST_TIMED_STEP:])
     return {
-        "speed": sum(tokens[FIRST_TIMED_STEP:]) / seconds,
+        "speed": timed / (end - start),
+        "cpu_speed": timed / (end_cpu - start_cpu),
         "peak_bytes": peak,
         "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "first_loss": losses[0],

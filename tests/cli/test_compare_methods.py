@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from fitune.cli import main
+from fitune.cli import comparing, main
 from fitune.cli.comparing import method_recipe
-from fitune.errors import RecipeError
-from fitune.spec.recipe import parse_recipe
+from fitune.cli.training import train_recipe
+from fitune.errors import RecipeError, TrainingFailed
+from fitune.spec.recipe import Recipe, parse_recipe
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -30,7 +31,8 @@ def test_full_and_lora_are_laid_side_by_side(
     words = [*words_for(model_folder, data_file, tmp_path / "both"), "--tunings", "full,lora"]
     assert run(monkeypatch, *words) == 0
     page = (tmp_path / "both" / "compare.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4
+    assert "Training loss at the end" in page
     assert "full" in page
     assert "src=" not in page
     table = capsys.readouterr().out.rsplit("learning rate", 1)[1].splitlines()
@@ -77,3 +79,22 @@ def test_overwriting_a_comparison_scores_the_new_models(
     words += ["--score-data", f"{data_file}#2"]
     assert run(monkeypatch, *words) == 0
     assert run(monkeypatch, *words, "--learning-rate", "1e-3", "--overwrite") == 0
+
+
+def test_a_method_that_fails_does_not_lose_the_others(
+    model_folder: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def failing(recipe: Recipe, **how: bool) -> int:
+        if recipe.tuning == "lomo":
+            raise TrainingFailed("the loss is inf; nothing was updated")
+        return train_recipe(recipe, **how)
+
+    monkeypatch.setattr(comparing, "train_recipe", failing)
+    words = [*words_for(model_folder, data_file, tmp_path / "three"), "--tunings", "lora,lomo,full"]
+    assert run(monkeypatch, *words) == 1
+    out = capsys.readouterr().out
+    assert "lomo failed: the loss is inf" in out
+    assert "lomo: the loss is inf" in (tmp_path / "three" / "compare.html").read_text(encoding="utf-8")
+    table = out.rsplit("learning rate", 1)[1].splitlines()
+    assert [line.split()[0] for line in table[1:3]] == ["lora", "full"]

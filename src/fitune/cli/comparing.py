@@ -1,14 +1,15 @@
 """``fitune compare``: the same recipe by several methods."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fitune.cli.training import train_recipe
-from fitune.errors import FituneError, RecipeError, did_you_mean
+from fitune.errors import FituneError, RecipeError, TrainingFailed, did_you_mean
 from fitune.planner.defaults import default_learning_rate, optimizer_of
 from fitune.planner.families import lomo_of, lora_of, nf4_of
-from fitune.report.methods_page import HEAD, MethodRun, comparison_rows, write_comparison
+from fitune.report.methods_page import MethodRun, comparison_rows, write_comparison
 from fitune.report.run_files import read_run
 from fitune.report.text_table import text_table
 from fitune.spec.model_config import load_model_spec
@@ -30,18 +31,28 @@ METHODS: dict[str, dict[str, Any]] = {
 def compare_methods(recipe: Recipe, names: Sequence[str], *, score_data: str, overwrite: bool) -> int:
     """Train the recipe by every method, score each, write compare.html; returns the exit code.
 
-    One folder for each method inside the recipe's output_dir. A method that cannot run is told and left out.
+    One folder for each method inside the recipe's output_dir. A method that cannot run, or fails, is told and left
+    out: the page, written anew after every method, has the others. The code is 1 when one failed on its way.
     """
     _refuse_unknown(names)
     directory = Path(recipe.output_dir or "runs/compare")
-    methods = [_train(recipe, name, directory, overwrite=overwrite) for name in names]
+    base = _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite) if score_data else {}
+    methods: list[MethodRun] = []
+    failed = False
+    for name in names:
+        method, code = _train(recipe, name, directory, overwrite=overwrite)
+        method, not_scored = _scored(recipe, method, score_data, directory, overwrite=overwrite)
+        methods.append(method)
+        failed = failed or code == 1 or not_scored
+        if any(one.run for one in methods):
+            page = write_comparison(directory, methods, base_grades=base)
+        if code not in (0, 1):
+            return code
     if not any(method.run for method in methods):
         raise RecipeError("no method could be trained", hint="the reasons are above")
-    base = _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite) if score_data else {}
-    methods = [_scored(recipe, method, score_data, directory, overwrite=overwrite) for method in methods]
-    print("\n" + text_table([HEAD, *comparison_rows(methods)]))
-    print(f"comparison: {write_comparison(directory, methods, base_grades=base)}")
-    return 0
+    print("\n" + text_table(comparison_rows(methods, base)))
+    print(f"comparison: {page}")
+    return int(failed)
 
 
 def _refuse_unknown(names: Sequence[str]) -> None:
@@ -89,29 +100,36 @@ def _tuning(recipe: Recipe, name: str) -> Tuning:
     return lora_of(recipe, load_model_spec(recipe.model), nf4_of(recipe))
 
 
-def _train(recipe: Recipe, name: str, directory: Path, *, overwrite: bool) -> MethodRun:
+def _train(recipe: Recipe, name: str, directory: Path, *, overwrite: bool) -> tuple[MethodRun, int]:
+    """The method's run and 0; without a run when it was refused (0), failed (1) or was interrupted (as train says)."""
     print(f"\n{name}")
     try:
         own = method_recipe(recipe, name, directory)
         status = train_recipe(own, overwrite=overwrite, quiet_plan=True)
     except FituneError as error:
-        if error.exit_code == 1:  # it began and failed: the others would be held against half a run
-            raise
-        print(f"{name} is left out: {error}")
-        return MethodRun(name=name, run=None, why_not=str(error))
+        failed = error.exit_code == TrainingFailed.exit_code
+        print(f"{name} {'failed' if failed else 'is left out'}: {error}")
+        return MethodRun(name=name, run=None, why_not=str(error)), int(failed)
     if status:
-        raise SystemExit(status)
-    return MethodRun(name=name, run=read_run(directory / name))
+        return MethodRun(name=name, run=None, why_not="interrupted"), status
+    return MethodRun(name=name, run=read_run(directory / name)), 0
 
 
-def _scored(recipe: Recipe, method: MethodRun, data: str, directory: Path, *, overwrite: bool) -> MethodRun:
+def _scored(
+    recipe: Recipe, method: MethodRun, data: str, directory: Path, *, overwrite: bool
+) -> tuple[MethodRun, bool]:
+    """With its grades, and whether scoring failed: the run is worth showing without."""
     if not data or method.run is None or method.run.run is None or not method.run.run.exported:
-        return method
+        return method, False
     exported = Path(method.run.run.exported)
     is_adapter = (exported / "adapter_config.json").is_file()
     model, adapter = (recipe.model, str(exported)) if is_adapter else (str(exported), "")
-    grades = _score(model, adapter, data, directory / method.name, overwrite=overwrite)
-    return MethodRun(name=method.name, run=method.run, grades=grades)
+    try:
+        grades = _score(model, adapter, data, directory / method.name, overwrite=overwrite)
+    except FituneError as error:
+        print(f"{method.name} is not scored: {error}")
+        return replace(method, why_not=f"not scored: {error}"), True
+    return replace(method, grades=grades), False
 
 
 def _score(model: str, adapter: str, data: str, directory: Path, *, overwrite: bool) -> Mapping[str, float]:

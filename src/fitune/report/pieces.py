@@ -43,14 +43,20 @@ def section(title: str, *children: Content, note: str = "") -> Html:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[Content]], *, numbers: int = 0, class_: str = ""
 ) -> Html:
-    """The last ``numbers`` columns hold figures and are set to the right; the first names the row."""
+    """The last ``numbers`` columns hold figures and are set to the right; the first names the row.
+
+    With class ``cards`` each row of a narrow page is a list of its own: its cells carry the names of their columns.
+    """
     first_number = len(head) - numbers
 
     def cells(name: str, row: Sequence[Content]) -> Html:
         return join(
-            element(name if place else "th", cell, class_="number" if place >= first_number else "")
+            element(
+                name if place else "th", cell, class_="number" if place >= first_number else "",
+                data_label=head[place] if class_ == "cards" and name == "td" else "",
+            )
             for place, cell in enumerate(row)
-        )
+        )  # fmt: skip
 
     body = join(element("tr", cells("td", row)) for row in rows)
     top = element("thead", element("tr", cells("th", head))) if any(head) else None

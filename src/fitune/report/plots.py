@@ -200,12 +200,13 @@ def draw_line(
     width: float,
     alpha: float = 1,
     marker: str = "",
+    style: object = "-",
 ) -> None:
     finite = thin([point for point in points if math.isfinite(point[1])])
     marker = marker or ("o" if len(finite) == 1 else "")
     axes.plot(
         [x for x, _ in finite], [y for _, y in finite], color=colour(series), label=label, linewidth=width,
-        alpha=alpha, marker=marker, markersize=3.5,
+        alpha=alpha, marker=marker, markersize=3.5, linestyle=style,
     )  # fmt: skip
 
 

@@ -1,0 +1,107 @@
+"""What several runs of the same data say together, in sentences: computed, not assumed."""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+
+from fitune.report.compare import PEAK, compare
+from fitune.report.run_files import RunFiles
+from fitune.spec.plan import Dense, Lomo, Lora, Plan, trains_every_weight
+from fitune.units import format_bytes, format_number, format_rate
+
+Runs = Mapping[str, RunFiles]
+_LAST = 10
+"""A final loss is the mean of a tenth of the steps: of one batch alone it says little."""
+_SAME = 0.01
+"""Losses that are nearer than this share are said to be equal."""
+
+
+def findings(runs: Runs) -> Iterator[str]:
+    """Sentences; fewer when there is less to compare."""
+    if len(runs) < 2:
+        return
+    final = {name: final_loss(run) for name, run in runs.items() if run.steps}
+    yield from _order("Training loss at the end", final)
+    yield from _order("Best loss on the held-out rows", _held_out(runs))
+    yield from _surprises(runs, final)
+    yield from _rounded_bases(runs)
+    yield from _least("Least memory", _measured(runs, PEAK), lambda value: format_bytes(int(value)))
+    yield from _most("Fastest here", _measured(runs, "Throughput"), format_rate)
+
+
+def final_loss(run: RunFiles) -> float:
+    """Mean over the last tenth of the steps."""
+    last = run.steps[-max(1, len(run.steps) // _LAST) :]
+    return sum(step.loss for step in last) / len(last)
+
+
+def _held_out(runs: Runs) -> dict[str, float]:
+    best = {name: run.run.best_eval_loss for name, run in runs.items() if run.run is not None}
+    return {name: loss for name, loss in best.items() if loss is not None}
+
+
+def _order(what: str, losses: Mapping[str, float]) -> Iterator[str]:
+    """``…: full 0.0147 < lora 0.0192 = qlora 0.0193``, the best first."""
+    if len(losses) < 2:
+        return
+    ranked = sorted(losses.items(), key=lambda entry: entry[1])
+    words = [f"{ranked[0][0]} {format_number(ranked[0][1], digits=3)}"]
+    for (_, before), (name, loss) in pairwise(ranked):
+        words.append(f"{'≈' if loss <= before * (1 + _SAME) else '<'} {name} {format_number(loss, digits=3)}")
+    yield f"{what}: {' '.join(words)}."
+
+
+def _surprises(runs: Runs, final: Mapping[str, float]) -> Iterator[str]:
+    """More trained weights can follow the data more closely; where they did not, why that may be."""
+    adapters = [final[name] for name in final if not trains_every_weight(runs[name].plan.tuning)]
+    if not adapters:
+        return
+    for name in final:
+        plan = runs[name].plan
+        if trains_every_weight(plan.tuning) and final[name] > min(adapters) * (1 + _SAME):
+            yield f"{name} ends above the adapters at equal steps: {_why_above(plan)}"
+
+
+def _why_above(plan: Plan) -> str:
+    rate = f"its rate of {plan.schedule.learning_rate:g}"
+    match plan.tuning:
+        case Lomo(adaptive=False):
+            return f"it is SGD without momentum, one rate for all weights; {rate} is the first thing to try higher."
+        case Lomo(adaptive=True):
+            return f"AdaLomo has no first moment; {rate} is the first thing to try higher."
+        case _:
+            return f"all weights take smaller steps than adapters; {rate} is the first thing to try higher."
+
+
+def _rounded_bases(runs: Runs) -> Iterator[str]:
+    """What packing the base costs before anything is trained, on the very same first batch."""
+    dense = [run for run in runs.values() if not _packed(run.plan) and run.steps]
+    packed = {name: run for name, run in runs.items() if _packed(run.plan) and run.steps}
+    if dense and packed:
+        first = dense[0].steps[0].loss
+        losses = ", ".join(f"{name} {format_number(run.steps[0].loss)}" for name, run in packed.items())
+        yield f"A packed base is another model from the first step on: {losses}, dense {format_number(first)}."
+
+
+def _packed(plan: Plan) -> bool:
+    return isinstance(plan.tuning, Lora) and not isinstance(plan.tuning.base, Dense)
+
+
+def _measured(runs: Runs, what: str) -> dict[str, float]:
+    rows = {name: compare(run.estimate, run.run, run.steps) for name, run in runs.items()}
+    values = {name: next(row.measured for row in found if row.what == what) for name, found in rows.items()}
+    return {name: value for name, value in values.items() if value}
+
+
+def _least(what: str, values: Mapping[str, float], text: Callable[[float], str]) -> Iterator[str]:
+    if len(values) > 1:
+        yield _extremes(what, min(values, key=values.__getitem__), values, text)
+
+
+def _most(what: str, values: Mapping[str, float], text: Callable[[float], str]) -> Iterator[str]:
+    if len(values) > 1:
+        yield _extremes(what, max(values, key=values.__getitem__), values, text)
+
+
+def _extremes(what: str, best: str, values: Mapping[str, float], text: Callable[[float], str]) -> str:
+    others = ", ".join(f"{name} {value / values[best]:.2f}" for name, value in values.items() if name != best)
+    return f"{what}: {best}, {text(values[best])}; times that: {others}."
