@@ -1,0 +1,183 @@
+"""The chunked head and loss equal the plain ones, value and gradients, to 1e-6 in fp32.
+
+Shapes: T tokens, D hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fitune.models.loss import loss_and_gradient, loss_sum
+from fitune.spec.shape import IGNORED
+
+T, D, V = 23, 16, 61
+CHUNKS = (None, 1, 5, 7, 22, 23, 100)
+"""5, 7 and 22 leave a rest of the 23 tokens; 100 is more than there are."""
+
+
+@dataclass
+class Case:
+    """Hidden states, labels and a head with a bias, the same for both sides."""
+
+    labels_T: Tensor
+    hidden_TD: Tensor = field(default_factory=lambda: _random(T, D, seed=1))
+    head: nn.Linear = field(default_factory=lambda: _head())
+    scale: float = 0.125
+
+
+@dataclass(frozen=True)
+class Found:
+    loss: Tensor
+    hidden_gradient_TD: Tensor
+    head_gradients: tuple[Tensor | None, ...]
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _head(*, bias: bool = True, frozen: bool = False) -> nn.Linear:
+    head = nn.Linear(D, V, bias=bias)
+    with torch.no_grad():
+        head.weight.copy_(_random(V, D, seed=2))
+        if bias:
+            head.bias.copy_(_random(V, seed=3))
+    return head.requires_grad_(not frozen)
+
+
+def all_labels() -> Tensor:
+    return torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(4))
+
+
+def some_labels() -> Tensor:
+    labels_T = all_labels()
+    labels_T[torch.tensor([0, 1, 2, 7, 11, 22])] = IGNORED
+    return labels_T
+
+
+def ours(case: Case, *, chunk_tokens: int | None, softcap: float | None = None) -> Found:
+    case.head.zero_grad()
+    loss, gradient_TD = loss_and_gradient(
+        case.hidden_TD, case.labels_T, case.head, scale=case.scale, chunk_tokens=chunk_tokens, softcap=softcap
+    )
+    return Found(loss, gradient_TD, _head_gradients(case.head))
+
+
+def plain(case: Case, *, softcap: float | None = None) -> Found:
+    """The loss as it is written in a textbook; autograd does the rest."""
+    case.head.zero_grad()
+    leaf_TD = case.hidden_TD.clone().requires_grad_()
+    logits_TV = case.head(leaf_TD)
+    if softcap is not None:
+        logits_TV = softcap * torch.tanh(logits_TV / softcap)
+    loss = F.cross_entropy(logits_TV, case.labels_T, ignore_index=IGNORED, reduction="sum")
+    (case.scale * loss).backward()
+    assert leaf_TD.grad is not None
+    return Found(loss.detach(), leaf_TD.grad, _head_gradients(case.head))
+
+
+def _head_gradients(head: nn.Linear) -> tuple[Tensor | None, ...]:
+    return tuple(None if p.grad is None else p.grad.clone() for p in head.parameters())
+
+
+def assert_equal(found: Found, expected: Found) -> None:
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(found.loss, expected.loss, **close)
+    torch.testing.assert_close(found.hidden_gradient_TD, expected.hidden_gradient_TD, **close)
+    for mine, theirs in zip(found.head_gradients, expected.head_gradients, strict=True):
+        assert (mine is None) == (theirs is None)
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, **close)
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize("labels", [all_labels, some_labels])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_equals_the_plain_loss(labels: object, chunk_tokens: int | None, softcap: float | None) -> None:
+    case = Case(labels())
+    assert_equal(ours(case, chunk_tokens=chunk_tokens, softcap=softcap), plain(case, softcap=softcap))
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+def test_a_frozen_head_gets_no_gradient_and_passes_the_same_one_on(chunk_tokens: int | None) -> None:
+    case = Case(some_labels(), head=_head(frozen=True))
+    found = ours(case, chunk_tokens=chunk_tokens)
+    assert found.head_gradients == (None, None)
+    assert_equal(found, plain(case))
+
+
+def test_a_tied_head_adds_to_the_gradient_that_the_embedding_has() -> None:
+    case = Case(some_labels(), head=_head(bias=False))
+    embedding = nn.Embedding(V, D)
+    embedding.weight = case.head.weight
+    alone = plain(case).head_gradients[0]
+    case.head.zero_grad()
+    ids_T = all_labels()
+    embedding(ids_T).sum().backward()
+    from_embedding = case.head.weight.grad.clone()
+    loss_and_gradient(case.hidden_TD, case.labels_T, case.head, scale=case.scale, chunk_tokens=5)
+    torch.testing.assert_close(embedding.weight.grad, from_embedding + alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+def test_without_a_label_there_is_no_loss_and_no_gradient(chunk_tokens: int | None) -> None:
+    """The plain mean would be 0 / 0 here."""
+    case = Case(torch.full((T,), IGNORED))
+    found = ours(case, chunk_tokens=chunk_tokens)
+    assert found.loss.item() == 0.0
+    assert not found.hidden_gradient_TD.any()
+    assert found.head_gradients == (None, None)
+    assert loss_sum(case.hidden_TD, case.labels_T, case.head, chunk_tokens=chunk_tokens).item() == 0.0
+
+
+def test_ignored_tokens_leave_their_hidden_states_without_gradient() -> None:
+    case = Case(some_labels())
+    gradient_TD = ours(case, chunk_tokens=5).hidden_gradient_TD
+    assert not gradient_TD[case.labels_T == IGNORED].any()
+    assert gradient_TD[case.labels_T != IGNORED].any(dim=1).all()
+
+
+def test_labels_are_not_smoothed() -> None:
+    """The loss of a certain and right prediction goes to zero; with smoothing it could not."""
+    case = Case(all_labels(), hidden_TD=torch.zeros(T, D))
+    with torch.no_grad():
+        case.head.weight.zero_()
+        case.head.bias.fill_(-50.0)
+        case.head.bias[case.labels_T[0]] = 50.0
+    case.labels_T = case.labels_T[:1].expand(T).clone()
+    assert ours(case, chunk_tokens=5).loss.item() == pytest.approx(0.0, abs=1e-6)
+    smoothed = F.cross_entropy(case.head(case.hidden_TD), case.labels_T, label_smoothing=0.1)
+    assert smoothed.item() > 1.0
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+def test_16_bit_logits_keep_an_fp32_softmax(chunk_tokens: int | None) -> None:
+    """Against fp64 on the same 16-bit numbers: the loss carries the rounding of the logits and no more."""
+    case = Case(some_labels(), hidden_TD=_random(T, D, seed=1).bfloat16(), head=_head().bfloat16())
+    found = ours(case, chunk_tokens=chunk_tokens)
+    logits = case.head(case.hidden_TD).double()
+    expected = F.cross_entropy(logits, case.labels_T, ignore_index=IGNORED, reduction="sum")
+    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert found.hidden_gradient_TD.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("chunk_tokens", [5, 7, 23])
+@pytest.mark.parametrize("labels", [all_labels, some_labels])
+def test_equals_the_chunked_loss_of_torch(labels: object, chunk_tokens: int, bias: bool) -> None:
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("this torch has no F.linear_cross_entropy (2.13 has)")
+    case = Case(labels(), head=_head(bias=bias))
+    found = ours(case, chunk_tokens=chunk_tokens)
+    case.head.zero_grad()
+    leaf_TD = case.hidden_TD.clone().requires_grad_()
+    loss = F.linear_cross_entropy(
+        leaf_TD, case.head.weight, case.labels_T, linear_bias=case.head.bias, reduction="sum",
+        ignore_index=IGNORED, options=nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens),
+    )  # fmt: skip
+    (case.scale * loss).backward()
+    assert leaf_TD.grad is not None
+    assert_equal(found, Found(loss.detach(), leaf_TD.grad, _head_gradients(case.head)))
