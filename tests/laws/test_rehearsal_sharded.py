@@ -10,7 +10,8 @@ from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import weights_share_bytes
 from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.run import trace_plan
-from fitune.spec.plan import Ddp, Zero
+from fitune.spec.parameters import resolve_targets
+from fitune.spec.plan import Ddp, Hqq, Lora, Nf4, Zero
 from fitune.spec.reports import Phase
 from rehearse.tiny_configs import tiny
 
@@ -55,6 +56,28 @@ def test_repeated_blocks_are_the_traced_ones(stage):
     choice = {"layers": 7, "tuning": "full", "precision": "bf16-master", "recompute": 0, "accumulation": 2}
     (_, short), (_, exact) = (rehearsed("llama", stage, exact=exact, **choice) for exact in (False, True))
     assert peaks_by_kind(short, on_cuda=True) == peaks_by_kind(exact, on_cuda=True)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [Nf4(), Hqq(bits=4)]
+    + [pytest.param(b, marks=pytest.mark.slow) for b in (Nf4(double_quant=False), Hqq(bits=3))],
+    ids=str,
+)
+def test_packed_words_are_divided_and_scales_are_whole_on_every_rank(base):
+    pytest.importorskip("bitsandbytes" if isinstance(base, Nf4) else "hqq")
+    config, spec = tiny("llama", num_hidden_layers=4)
+    lora = Lora(rank=8, alpha=8, dropout=0.0, targets=resolve_targets(spec, ("all-linear",)), base=base)
+    plan = plan_for(
+        spec, hardware=EIGHT, sharding=Zero(stage=3, backend="fsdp"), tuning="lora", precision="bf16", rows=1
+    )
+    plan = replace(plan, tuning=lora)
+    trace, _ = trace_plan(plan, config, exact=True)
+    peaks, memory = peaks_by_kind(trace, on_cuda=False), predict_memory(plan)
+    ready = sum(memory.phases[Phase.READY].values())
+    assert ready == pytest.approx(sum(peaks[Phase.READY].values()), rel=TOLERANCE)
+    expected = max(sum(kinds.values()) for kinds in peaks.values())
+    assert memory.tensor_peak_bytes == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_a_rank_holds_its_share_of_weights_and_states():

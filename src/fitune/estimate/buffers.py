@@ -7,6 +7,7 @@ from fitune.estimate.parameters import trained_parameters, weights_bytes
 from fitune.estimate.shares import (
     accumulates_whole,
     base_bytes,
+    gathered_bytes,
     num_shares,
     reduce_width,
     uses_deepspeed,
@@ -69,9 +70,9 @@ def buffers_of(plan: Plan) -> Buffers:
 
 
 def block_weight_bytes(plan: Plan) -> int:
-    """One decoder block as it is gathered: packed where quantised, adapters included."""
+    """One decoder block as it is gathered: packed where quantised, without its scales; adapters included."""
     e, layers = plan.precision.compute_bytes, plan.model.num_layers
-    base = base_bytes([t for t in base_tensors(plan.model) if t.in_block], plan)
+    base = gathered_bytes([t for t in base_tensors(plan.model) if t.in_block], plan)
     return (base + e * sum(t.elements * t.count for t in adapter_tensors(plan))) // layers
 
 

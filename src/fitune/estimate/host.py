@@ -4,7 +4,7 @@ Pinned buffers are counted at their size: one flat buffer each. (torch's own pin
 up to a power of two; a trainer that pins tensor by tensor with it can need up to twice as much.)
 """
 
-from fitune.estimate.parameters import weights_share_bytes
+from fitune.estimate.parameters import weights_away_bytes
 from fitune.estimate.shares import num_ranks, trained_share
 from fitune.estimate.states import SUB_GROUP, states_per_parameter
 from fitune.estimate.step import StepStages
@@ -80,7 +80,7 @@ def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:
     """Name, place, bytes of one rank, and the most that passes through the host when the place is NVMe."""
     plan, e = step.plan, step.element_bytes
     offload = plan.offload
-    weights = weights_share_bytes(plan) if offload.parameters != "device" else 0
+    weights = weights_away_bytes(plan)
     sub_group = min(SUB_GROUP, trained_share(plan))
     activations = offloaded_activation_bytes(step)
     return [

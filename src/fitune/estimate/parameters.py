@@ -5,6 +5,7 @@ from fitune.estimate.shares import (
     base_bytes,
     base_share_bytes,
     num_shares,
+    scale_bytes,
     share_elements,
     uses_fsdp,
     weights_are_divided,
@@ -51,12 +52,17 @@ def weights_share_bytes(plan: Plan) -> int:
 
 
 def weights_on_device_bytes(plan: Plan) -> int:
-    """The share between two steps; of offloaded ones nothing, or embedding, final norm and head on one device."""
+    """Between two steps. Of offloaded ones embedding, final norm and head stay on one device, scales on several."""
     if plan.offload.parameters == "device":
         return weights_share_bytes(plan)
-    if not isinstance(plan.sharding, Single):
-        return 0
-    return base_bytes([t for t in base_tensors(plan.model) if not t.in_block], plan)
+    if isinstance(plan.sharding, Single):
+        return base_bytes([t for t in base_tensors(plan.model) if not t.in_block], plan)
+    return scale_bytes(plan)
+
+
+def weights_away_bytes(plan: Plan) -> int:
+    """What of a rank's share waits on the host or on NVMe."""
+    return weights_share_bytes(plan) - weights_on_device_bytes(plan)
 
 
 def adapters_bytes(plan: Plan) -> int:

@@ -52,6 +52,21 @@ def stored_bytes(weights: int, base: Dense | Nf4 | Hqq, *, element_bytes: int) -
             return hqq_bytes(weights, bits=bits, group_size=group, element_bytes=element_bytes)
 
 
+def packed_bytes(weights: int, base: Dense | Nf4 | Hqq, *, element_bytes: int) -> int:
+    """One matrix's words without what scales them: the parameter, of which sharding makes shares.
+
+    Scales are buffers, which every rank holds whole (models/quantised_linear.py, engine/fsdp.py).
+    """
+    match base:
+        case Dense():
+            return weights * element_bytes
+        case Nf4():
+            return -(-weights // 2)
+        case Hqq(bits=bits):
+            per_word, word = HQQ_PACKING[bits]
+            return -(-weights // per_word) * word
+
+
 def dequantisation_workspace_bytes(*, in_features: int, out_features: int, element_bytes: int) -> int:
     """e·out·in: the matrix in the compute type while it is multiplied, forward and backward alike.
 

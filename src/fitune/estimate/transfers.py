@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fitune.estimate.communication import Exchange, backward_passes, communication_of, forward_passes
 from fitune.estimate.gradients import gradients_go_to_the_host
 from fitune.estimate.host import host_optimizer_bytes, offloaded_activation_bytes, ranks_per_node
-from fitune.estimate.parameters import weights_share_bytes
+from fitune.estimate.parameters import weights_away_bytes
 from fitune.estimate.shares import trained_share, uses_deepspeed, zero_stage
 from fitune.estimate.step import StepStages
 from fitune.spec.hardware import Hardware
@@ -111,7 +111,7 @@ def _host_links(step: StepStages, *, backward: bool) -> dict[str, float]:
     plan = step.plan
     passes = backward_passes(plan) if backward else forward_passes(plan)
     offload = plan.offload
-    weights = passes * weights_share_bytes(plan) if offload.parameters != "device" else 0
+    weights = passes * weights_away_bytes(plan)
     gradients = 0
     if backward and gradients_go_to_the_host(plan) and not isinstance(plan.tuning, Lomo):
         gradients = passes * trained_share(plan) * plan.precision.compute_bytes
