@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,7 @@ def staged(target: Path, weights: Mapping[str, Tensor], *, replace: bool) -> Ite
         remove_stale_siblings(target.parent, f"{target.name}-")
         temporary.mkdir()
         yield temporary
+        _let_all_be_read(temporary)
         sync_tree(temporary)
         _replace(target, temporary)
     except (OSError, SafetensorError) as error:
@@ -90,6 +92,14 @@ def write_texts(folder: Path, tokenizer: PreTrainedTokenizerBase, chat_template:
     if chat_template:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _let_all_be_read(folder: Path) -> None:
+    """By whoever may read the card: safetensors writes files that only their owner can open."""
+    card = folder / "README.md"
+    if card.is_file():
+        for file in folder.iterdir():
+            file.chmod(stat.S_IMODE(card.stat().st_mode))
 
 
 def _distinct(weights: Mapping[str, Tensor]) -> list[Tensor]:

@@ -27,6 +27,11 @@ def export_merged_model(run: Path, out: Path | None) -> None:
         raise RunDirectoryError(
             f"{run} is not complete, so it has no adapter yet", hint="fitune train … --resume"
         )
+    if plan.run.export == "merged" and not (run / FOLDERS["adapter"]).exists():
+        raise RecipeError(
+            f"{run} merged its adapter already, when it ended (export: merged): {run / FOLDERS['merged']}",
+            hint=f"use {run / FOLDERS['merged']}, or train with export: adapter to keep both",
+        )
     for warning in check_adapter(run / FOLDERS["adapter"], base=plan.model):
         print(f"warning: {warning}")
     device = training_device(plan)

@@ -46,6 +46,7 @@ from fitune.units import format_bytes
 T = TypeVar("T")
 
 _SAMPLE_TOKENS = 128
+_EXPORTS = {"adapter": "adapter", "merged": "merged model", "full": "model"}
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -66,6 +67,8 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
         finished = _run_or_report(report, recipe, stop_asked=lambda: bool(received), overwrite=overwrite)
     print(comparison_table(comparison(directory)))
     print(f"report: {write_report(directory)}")
+    if finished.exported:
+        print(f"{_EXPORTS[plan.run.export]}: {finished.exported} (verified by reloading)")
     if finished.status == "interrupted":
         print("interrupted: the step was finished and saved; add --resume to go on")
         return _EXIT_CODES[received[0]]

@@ -1,0 +1,90 @@
+"""From a base folder by `fitune train` and `fitune export` to a merged model that transformers loads alone."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from fitune.cli import main
+
+pytest.importorskip("bitsandbytes")
+
+ALONE = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder = sys.argv[1]
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+ids = tokenizer("What is 4 plus 5?", return_tensors="pt").input_ids
+written = tokenizer.decode(model.generate(ids, max_new_tokens=4)[0])
+assert not any(name.partition(".")[0] in ("fitune", "peft", "bitsandbytes") for name in sys.modules)
+print(json.dumps({"ids": ids[0].tolist(), "logits": model(ids).logits[0].tolist(), "written": written}))
+"""
+
+
+def fitune(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["fitune", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def alone(folder: Path) -> dict:
+    """What plain transformers makes of a folder, in a process that knows of nothing else."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    answered = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ALONE, str(folder)],
+        env={**environment, "HF_HUB_OFFLINE": "1"}, check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return json.loads(answered.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def recipe(model_folder: Path, data_file: Path, tmp_path: Path) -> Path:
+    """The ready recipe, on the tests' model and rows."""
+    ready = Path(__file__).parents[2] / "recipes" / "demo_qlora_tiny.yaml"
+    words = yaml.safe_load(ready.read_text(encoding="utf-8"))
+    words |= {"model": str(model_folder), "data": str(data_file), "eval_data": str(data_file), "gpu": "cpu"}
+    words |= {"seq_len": 64, "max_steps": 10, "learning_rate": 1e-2, "samples": 0}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({**words, "output_dir": str(tmp_path / "run")}), encoding="utf-8")
+    return file
+
+
+def test_a_merged_model_is_the_base_and_its_adapter_without_fitune(
+    recipe: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Trained on NF4, merged into the base as it is on disk: logits of base + adapter to 1e-5."""
+    assert fitune(monkeypatch, "train", recipe, "--export", "adapter") == 0
+    assert f"adapter: {tmp_path / 'run' / 'adapter'}" in capsys.readouterr().out
+    assert fitune(monkeypatch, "export", tmp_path / "run") == 0
+    found = alone(tmp_path / "run" / "merged")
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    ids = torch.tensor([found["ids"]])
+    with torch.no_grad():
+        before = base(ids).logits[0]
+        adapted = PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter"))(ids).logits[0]
+    torch.testing.assert_close(torch.tensor(found["logits"]), adapted, rtol=0, atol=1e-5)
+    assert (adapted - before).abs().max() > 0.1
+    assert found["written"].startswith("What is 4 plus 5?")
+
+
+def test_the_recipe_merges_by_itself_and_says_where(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merged = tmp_path / "run" / "merged"
+    assert fitune(monkeypatch, "train", recipe) == 0
+    assert f"merged model: {merged} (verified by reloading)" in capsys.readouterr().out
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in merged.iterdir()}
+    assert len(modes) == 1, "weights can be read by whoever reads the card"
+    assert fitune(monkeypatch, "export", tmp_path / "run") == 2
+    assert "merged its adapter already" in capsys.readouterr().err
