@@ -2,10 +2,12 @@
 
 Every message names the setting, its value and the arithmetic; ``hint`` is the next thing to try.
 The command line prints them without a traceback and exits with ``exit_code``: 2 for a request that
-was refused before any work, 1 for work that failed on the way.
+was refused before any work, 1 for work that failed on the way, 3 for memory that ran out.
 """
 
 import importlib
+from dataclasses import dataclass
+from typing import Literal
 
 
 class FituneError(Exception):
@@ -76,8 +78,30 @@ class TrainingFailed(FituneError):
     exit_code = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """What was known when an allocation failed; 0 where nothing was."""
+
+    doing: str
+    """As in ``Failure``: a phase of the step, or what was done between two."""
+    step: int = 0
+    """Counted from 1; 0 before the first."""
+    kind: Literal["live tensors", "cuda allocated", "process resident"] = "process resident"
+    in_use_bytes: int = 0
+    asked_bytes: int = 0
+    """Of the allocation that failed."""
+    capacity_bytes: int = 0
+    """For tensors of this process on the device: those in use and what was free beside them."""
+
+
 class OutOfMemory(TrainingFailed):
     """The device, or the host, had no room for the next allocation."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, hint: str | None = None, shortage: Shortage | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.shortage = shortage
 
 
 class ScoringFailed(FituneError):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.cli.training import train_recipe
-from fitune.errors import FituneError, RecipeError, TrainingFailed, did_you_mean
+from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.planner.defaults import default_learning_rate, optimizer_of
 from fitune.planner.families import lomo_of, lora_of, nf4_of
 from fitune.report.methods_page import MethodRun, comparison_rows, write_comparison
@@ -107,9 +107,9 @@ def _train(recipe: Recipe, name: str, directory: Path, *, overwrite: bool) -> tu
         own = method_recipe(recipe, name, directory)
         status = train_recipe(own, overwrite=overwrite, quiet_plan=True)
     except FituneError as error:
-        failed = error.exit_code == TrainingFailed.exit_code
+        failed = error.exit_code != FituneError.exit_code
         print(f"{name} {'failed' if failed else 'is left out'}: {error}")
-        return MethodRun(name=name, run=None, why_not=str(error)), int(failed)
+        return MethodRun(name=name, run=None, why_not=str(error)), error.exit_code if failed else 0
     if status:
         return MethodRun(name=name, run=None, why_not="interrupted"), status
     return MethodRun(name=name, run=read_run(directory / name)), 0

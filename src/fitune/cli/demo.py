@@ -6,7 +6,8 @@ from pathlib import Path
 
 from fitune.cli.planning import plan_for
 from fitune.cli.reporting import comparison
-from fitune.cli.training import run_plan
+from fitune.cli.retrying import Attempt
+from fitune.cli.training import run_attempt
 from fitune.demo.files import DemoFiles, write_demo
 from fitune.demo.settings import HELD_OUT_ROWS, MAX_NEW_TOKENS
 from fitune.errors import RunDirectoryError
@@ -106,7 +107,8 @@ def _train(path: Path, *, explain: bool) -> RunReport:
     report = plan_for(recipe)
     if explain:
         print(explain_plan(report), "\n")
-    return run_plan(report, recipe, stop_asked=lambda: False, overwrite=True)
+    attempt = Attempt(report=report, resume=False, overwrite=True)
+    return run_attempt(attempt, recipe, stop_asked=lambda: False)
 
 
 def _accuracy(files: DemoFiles, exported: Path) -> float:

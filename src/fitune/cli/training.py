@@ -13,6 +13,7 @@ from fitune.checkpoint.commit import is_committed, step_folders
 from fitune.checkpoint.differences import compare_plans, difference_table
 from fitune.cli.planning import plan_for
 from fitune.cli.reporting import comparison
+from fitune.cli.retrying import Attempt, run_until_it_fits
 from fitune.cli.room_on_disk import require_room_on_disk
 from fitune.data.dataset import PreparedData
 from fitune.data.formats import Conversation
@@ -20,7 +21,7 @@ from fitune.data.ledger import describe_ledger
 from fitune.data.loader import Loader
 from fitune.data.templates import load_template
 from fitune.engine.schedule import total_steps
-from fitune.errors import FituneError, RecipeError, RunDirectoryError, TrainingFailed
+from fitune.errors import FituneError, RecipeError, RunDirectoryError
 from fitune.estimate.predict import predict
 from fitune.models.language_model import LanguageModel
 from fitune.models.weights import load_tokenizer
@@ -63,8 +64,9 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
         print(f"{directory}: already complete; --overwrite starts anew")
         return 0
     require_room_on_disk(plan)
+    first = Attempt(report=report, resume=recipe.resume, overwrite=overwrite)
     with stop_signals() as received:
-        finished = _run_or_report(report, recipe, stop_asked=lambda: bool(received), overwrite=overwrite)
+        finished = _run_or_report(first, recipe, stop_asked=lambda: bool(received))
     print(comparison_table(comparison(directory)))
     print(f"report: {write_report(directory)}")
     if finished.exported:
@@ -75,24 +77,24 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
     return 0
 
 
-def _run_or_report(
-    report: PlanReport, recipe: Recipe, *, stop_asked: Callable[[], bool], overwrite: bool
-) -> RunReport:
-    """``run_plan``; a run that fails has its page, too."""
+def _run_or_report(first: Attempt, recipe: Recipe, *, stop_asked: Callable[[], bool]) -> RunReport:
+    """``run_attempt``, until one has room; a run that fails has its page, too."""
+
+    def run_one(attempt: Attempt) -> RunReport:
+        return run_attempt(attempt, recipe, stop_asked=stop_asked)
+
     try:
-        return run_plan(report, recipe, stop_asked=stop_asked, overwrite=overwrite)
+        return run_until_it_fits(first, recipe, run=run_one, stop_asked=stop_asked)
     except FituneError as error:
-        if error.exit_code == TrainingFailed.exit_code:
+        if error.exit_code != FituneError.exit_code:
             with suppress(FituneError, OSError):  # the cause is worth more than the page
-                print(f"report: {write_report(Path(report.chosen.plan.run.output_dir))}")
+                print(f"report: {write_report(Path(first.plan.run.output_dir))}")
         raise
 
 
-def run_plan(
-    report: PlanReport, recipe: Recipe, *, stop_asked: Callable[[], bool], overwrite: bool = False
-) -> RunReport:
-    """Execute the chosen plan with its estimate written beside it, for the report to compare."""
-    plan = report.chosen.plan
+def run_attempt(attempt: Attempt, recipe: Recipe, *, stop_asked: Callable[[], bool]) -> RunReport:
+    """Execute its plan with the estimate written beside it, for the report to compare."""
+    report, plan = attempt.report, attempt.plan
     directory = Path(plan.run.output_dir)
     sinks = [Progress(log_every=plan.run.log_every), *open_sinks(plan.run.report_to, directory)]
 
@@ -108,9 +110,10 @@ def run_plan(
         plan,
         callbacks=Callbacks(on_data=on_data, on_note=print, stop_asked=stop_asked, answer=answers_with(plan)),
         sinks=sinks,
-        resume=recipe.resume,
-        overwrite=overwrite,
+        resume=attempt.resume,
+        overwrite=attempt.overwrite,
         files={"recipe.yaml": dump_recipe(recipe)},
+        retries=attempt.retries,
     )
 
 

@@ -106,11 +106,13 @@ class CpuMeter:
     def measuring(
         self, alive: Callable[[], Iterable[Tensor]], host: OtherMemory | None = None
     ) -> Iterator[None]:
-        self._tracker = LiveTensors(alive(), host)
-        with self._tracker:
-            yield
-        self._peaks = self._tracker.peaks
-        self._tracker = None
+        self._tracker = tracker = LiveTensors(alive(), host)
+        try:
+            with tracker:
+                yield
+        finally:  # a step that runs out of memory was measured, too
+            self._peaks = tracker.peaks
+            self._tracker = None
 
     def enter(self, phase: Phase) -> None:
         if self._tracker is not None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from fitune.errors import MissingExtra
 from fitune.report import headline, sections
+from fitune.report.attempts import attempts
 from fitune.report.compare import compare, measure
 from fitune.report.page import page, write_page
 from fitune.report.pictures import Pictures, draw_pictures
@@ -28,6 +29,7 @@ def render(run: RunFiles) -> str:
             headline.header(run, measured),
             sections.prediction(rows, run, pictures, advice),
             sections.curves(run, pictures),
+            attempts(run),
             sections.samples(run),
             sections.plan(run),
             sections.alternatives(run),

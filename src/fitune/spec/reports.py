@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from fitune.errors import Shortage
 from fitune.spec.plan import Plan
+from fitune.spec.retries import Retry
 
 
 class Phase(StrEnum):
@@ -178,6 +180,8 @@ class StepReport:
     """Measured peaks of this step; empty when the step was not measured."""
     eval_loss: float | None = None
     """Set on the steps after which the held-out rows were evaluated."""
+    retries: tuple[Retry, ...] = ()
+    """On the first step of an attempt that follows one out of memory: how it came to that."""
 
 
 MeterKind = Literal["live tensors", "cuda allocated"]
@@ -250,6 +254,8 @@ class Failure:
     """A phase of the step (forward, loss, backward, update), or what was done between two: saving, evaluating, …"""
     step: int
     """Counted from 1; 0 before the first."""
+    shortage: Shortage | None = None
+    """Only of memory that ran out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +284,8 @@ class RunReport:
     exported: str = ""
     failure: Failure | None = None
     """Only when the status is failed."""
+    retries: tuple[Retry, ...] = ()
+    """Attempts that ran out of memory before this end, in their order."""
     steps_of_other_plan: int = 0
     """Done before a resume under other settings: memory and speed are of the steps after them."""
     versions: dict[str, str] = field(default_factory=dict)

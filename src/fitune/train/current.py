@@ -13,6 +13,7 @@ from fitune.data.loader import Loader, LoaderState
 from fitune.measure.memory import CpuMeter, MemoryMeter
 from fitune.models.language_model import LanguageModel
 from fitune.spec.plan import Plan
+from fitune.spec.retries import Retry
 from fitune.track.jsonl import MetricsLog
 from fitune.track.sinks import Sink
 from fitune.train.failure import Whereabouts
@@ -50,6 +51,8 @@ class Run:
     """``time.perf_counter`` when the run was asked for."""
     steps_of_other_plan: int = 0
     """Done before a resume that changed what memory and speed depend on: they are not measured for this one."""
+    retries: tuple[Retry, ...] = ()
+    """Attempts before this one that ran out of memory and that no step in the log tells of yet."""
     where: Whereabouts = field(default_factory=Whereabouts)
     prepared: Prepared | None = None
     """None until the model is loaded."""

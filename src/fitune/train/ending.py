@@ -53,6 +53,7 @@ def _summary(current: Run, status: Status, reason: str) -> RunReport:
         seconds=time.perf_counter() - current.began,
         steps_of_other_plan=current.steps_of_other_plan,
         best_eval_loss=None if math.isinf(current.best_eval_loss) else current.best_eval_loss,
+        untold=current.retries,
     )
 
 

@@ -24,7 +24,8 @@ class Whereabouts:
         return f"{self.doing}, step {self.step}" if self.step else self.doing
 
     def failure(self, error: FituneError) -> Failure:
-        return Failure(error=error.kind, doing=self.doing, step=self.step)
+        shortage = error.shortage if isinstance(error, OutOfMemory) else None
+        return Failure(error=error.kind, doing=self.doing, step=self.step, shortage=shortage)
 
 
 def explain(error: Exception, plan: Plan, where: Whereabouts) -> FituneError:
@@ -33,7 +34,8 @@ def explain(error: Exception, plan: Plan, where: Whereabouts) -> FituneError:
     What fails once steps are under way exits with 1: it is no refusal any more.
     """
     if isinstance(error, FituneError):
-        error.exit_code = TrainingFailed.exit_code if where.step else error.exit_code
+        if where.step and error.exit_code == FituneError.exit_code:
+            error.exit_code = TrainingFailed.exit_code
         return error
     if is_out_of_memory(error):
         return OutOfMemory(

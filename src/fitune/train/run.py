@@ -15,14 +15,16 @@ from transformers import PreTrainedTokenizerBase
 from fitune.checkpoint.save import save_checkpoint
 from fitune.data.dataset import PreparedData, prepare_data
 from fitune.data.loader import Loader
+from fitune.errors import OutOfMemory
 from fitune.measure.memory import memory_meter
 from fitune.models.weights import load_tokenizer
 from fitune.spec.disk import write_atomically
 from fitune.spec.ownership import lock_directory
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
+from fitune.spec.retries import Retry
 from fitune.spec.serial import to_json
-from fitune.track.jsonl import MetricsLog
+from fitune.track.jsonl import MetricsLog, read_metrics
 from fitune.track.sinks import Sink
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
@@ -30,6 +32,7 @@ from fitune.train.ending import complete, failed, interrupted
 from fitune.train.evaluate import evaluate
 from fitune.train.failure import TRACEBACK, explain
 from fitune.train.loop import train
+from fitune.train.oom import shortage_of
 from fitune.train.prepare import prepare
 from fitune.train.resume import Start, capture, require_same_rows, restore, where_to_start
 from fitune.train.samples import answer_before
@@ -43,11 +46,13 @@ def run(
     resume: bool | str = False,
     overwrite: bool = False,
     files: Mapping[str, str] | None = None,
+    retries: Sequence[Retry] = (),
 ) -> RunReport:
     """Execute ``plan`` in its output directory. ``files`` (name -> text) are written beside plan.json.
 
     ``resume``: True for the newest valid checkpoint (from the start when there is none), or a checkpoint's path.
     ``overwrite``: remove an earlier run once the data of this one was read.
+    ``retries``: attempts before this one that ran out of memory; the first step and report.json tell of them.
     Raises FituneError; once the data was read, report.json says what happened and how far the run came.
     """
     began = time.perf_counter()
@@ -67,9 +72,11 @@ def run(
         _begin(directory, {"plan.json": to_json(plan), **(files or {})})
         with MetricsLog(directory / "metrics.jsonl") as log:
             log.truncate_after(start.step)
+            told = {retry for step in read_metrics(log.path) for retry in step.retries}
             current = Run(
                 plan=plan, callbacks=callbacks, tokenizer=tokenizer, data=data, loader=loader, log=log, sinks=sinks,
                 began=began, steps_of_other_plan=start.steps_of_other_plan,
+                retries=tuple(retry for retry in retries if retry not in told),
             )  # fmt: skip
             return _train_and_report(current, start)
 
@@ -114,6 +121,8 @@ def _train_and_report(current: Run, start: Start) -> RunReport:
         raise
     except Exception as error:  # the one place that catches all: it is written down and raised again
         explained = explain(error, current.plan, current.where)
+        if isinstance(explained, OutOfMemory):
+            explained.shortage = shortage_of(error, current.where, meter=current.meter)
         report = failed(current, explained, error)
         if explained is error:
             raise
@@ -138,8 +147,9 @@ def _train(current: Run, start: Start) -> bool:
     for sink in current.sinks:
         sink.start(current.plan, current.directory.name)
     for report in _steps(current, start.step):
-        report, is_best = _evaluated(current, report)
+        report, is_best = _evaluated(current, replace(report, retries=current.retries))
         current.log.append(report)
+        current.retries = ()
         for sink in current.sinks:
             sink.step(report)
         stopping = current.callbacks.stop_asked() and report.step < report.total_steps

@@ -18,6 +18,7 @@ from fitune.spec.reports import (
     StepReport,
     settled_steps,
 )
+from fitune.spec.retries import Retry
 
 
 def summarise(
@@ -32,10 +33,11 @@ def summarise(
     best_eval_loss: float | None,
     steps_of_other_plan: int = 0,
     failure: Failure | None = None,
+    untold: Sequence[Retry] = (),
 ) -> RunReport:
     """``model`` None: the run ended before it was loaded. ``best_eval_loss`` is that of earlier attempts too.
 
-    Memory and speed are of the steps after ``steps_of_other_plan``.
+    Memory and speed are of the steps after ``steps_of_other_plan``. ``untold``: retries that no step tells of.
     """
     of_this_plan = [step for step in steps if step.step > steps_of_other_plan]
     steady = settled_steps(of_this_plan, kind=meter_kind)
@@ -67,6 +69,7 @@ def summarise(
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         total_parameters=0 if model is None else count_weights(model.whole),
         failure=failure,
+        retries=(*(retry for step in steps for retry in step.retries), *untold),
         steps_of_other_plan=steps_of_other_plan,
         versions=_versions(),
     )

@@ -1,0 +1,116 @@
+"""Out of memory in a step: the same run again, in smaller micro-batches, under a plan that takes less."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fitune.checkpoint.commit import FOLDER, is_committed, step_folders
+from fitune.errors import OutOfMemory, Shortage
+from fitune.estimate.predict import predict
+from fitune.planner.next_to_try import next_to_try
+from fitune.planner.retry import describe_size, smaller_plan, why_no_smaller
+from fitune.report.attempts import describe_retry, shortage_words
+from fitune.spec.plan import Plan
+from fitune.spec.recipe import Recipe
+from fitune.spec.reports import Phase, PlanReport, Priced, RunReport
+from fitune.spec.retries import Retry
+from fitune.train.oom import release
+from fitune.train.supported import missing_parts
+from fitune.units import format_bytes
+
+IN_A_STEP = (*(phase.value for phase in Phase), "evaluating")
+"""Where the micro-batch decides about memory; loading, answering and exporting know none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One try at a run."""
+
+    report: PlanReport
+    resume: bool | str
+    overwrite: bool
+    retries: tuple[Retry, ...] = field(default=())
+    """What came before it."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.report.chosen.plan
+
+
+def run_until_it_fits(
+    first: Attempt, recipe: Recipe, *, run: Callable[[Attempt], RunReport], stop_asked: Callable[[], bool]
+) -> RunReport:
+    """``run`` the attempt, and while memory runs out in a step, one that takes less.
+
+    Raises OutOfMemory with what was predicted, what was measured and what to try when there is no such attempt.
+    """
+    attempt = first
+    while True:
+        had = newest_step(attempt.plan)
+        ended = _run(run, attempt)
+        if isinstance(ended, RunReport):
+            return ended
+        shortage = ended.shortage
+        if shortage is None or shortage.doing not in IN_A_STEP or stop_asked():
+            raise ended
+        plan = smaller_plan(attempt.plan, recipe, shortage)
+        if plan is None:
+            raise _nothing_smaller(ended, shortage, attempt.plan, recipe)
+        attempt = _next(attempt, plan, ended, shortage, has_saved=newest_step(plan) > had)
+        print(describe_retry(attempt.retries[-1]))
+
+
+def _run(run: Callable[[Attempt], RunReport], attempt: Attempt) -> RunReport | OutOfMemory:
+    """The error is given back with nothing of the attempt behind it: what is held now is missing in the next one."""
+    try:
+        return run(attempt)
+    except OutOfMemory as error:
+        release(error)
+        return error
+
+
+def newest_step(plan: Plan) -> int:
+    """Of the committed checkpoints in the run's directory; 0 without any."""
+    saved = filter(is_committed, step_folders(Path(plan.run.output_dir) / FOLDER))
+    return max((int(path.name.removeprefix("step-")) for path in saved), default=0)
+
+
+def _next(
+    attempt: Attempt, plan: Plan, error: OutOfMemory, shortage: Shortage, *, has_saved: bool
+) -> Attempt:
+    """From the last checkpoint of this run, else from where the failed attempt began."""
+    elsewhere = isinstance(attempt.resume, str) and not attempt.overwrite
+    resume = attempt.resume if elsewhere and not has_saved else True
+    retry = Retry(
+        attempt=len(attempt.retries) + 1,
+        reason=error.message.partition("\n")[0],
+        shortage=shortage,
+        before=describe_size(attempt.plan),
+        after=describe_size(plan),
+        predicted_bytes=predict(attempt.plan).memory.tensor_peak_bytes,
+        predicted_after_bytes=predict(plan).memory.tensor_peak_bytes,
+        after_step=newest_step(plan),
+    )
+    words = f"{retry.after} instead of {retry.before}: attempt {retry.attempt} ran out of memory"
+    report = replace(
+        attempt.report,
+        chosen=Priced(plan=plan, estimate=predict(plan)),
+        decisions=(*attempt.report.decisions, words),
+    )
+    return Attempt(report=report, resume=resume, overwrite=False, retries=(*attempt.retries, retry))
+
+
+def _nothing_smaller(error: OutOfMemory, shortage: Shortage, plan: Plan, recipe: Recipe) -> OutOfMemory:
+    """What was predicted beside what was measured, and what is left to change."""
+    predicted = predict(plan).memory.tensor_peak_bytes
+    changes = next_to_try(plan, recipe, shortage, missing=missing_parts)
+    hints = [f"{change.words} ({format_bytes(change.peak_bytes)} predicted)" for change in changes]
+    lines = [
+        error.message,
+        f"  {shortage_words(shortage, predicted_bytes=predicted)}",
+        f"  no smaller micro-batch: {why_no_smaller(plan, shortage)}",
+    ]
+    saved = newest_step(plan)
+    going_on = f"; --resume goes on from step-{saved}" if saved else ""
+    hint = ("; or ".join(hints) or "a device with more memory, or a smaller model") + going_on
+    return OutOfMemory("\n".join(lines), hint=hint, shortage=shortage)

@@ -1,0 +1,48 @@
+"""Attempts that ran out of memory: what was predicted, what was measured, what was tried in their place."""
+
+from fitune.errors import Shortage
+from fitune.report.pieces import Html, element, section
+from fitune.report.run_files import RunFiles
+from fitune.spec.retries import Retry
+from fitune.units import format_bytes
+
+_KINDS = {
+    "live tensors": "tensors in use when it failed",
+    "cuda allocated": "allocated when it failed",
+    "process resident": "resident in the whole process when it failed",
+}
+
+
+def shortage_words(shortage: Shortage, *, predicted_bytes: int) -> str:
+    """``predicted 52.0 MiB of tensors at the peak; measured 61.2 MiB allocated when it failed, 4.0 MiB more …``."""
+    measured = f"{format_bytes(shortage.in_use_bytes)} {_KINDS[shortage.kind]}"
+    asked = f", {format_bytes(shortage.asked_bytes)} more asked for" if shortage.asked_bytes else ""
+    had = f", of {format_bytes(shortage.capacity_bytes)} there were" if shortage.capacity_bytes else ""
+    return (
+        f"predicted {format_bytes(predicted_bytes)} of tensors at the peak; measured {measured}{asked}{had}"
+    )
+
+
+def describe_retry(retry: Retry) -> str:
+    """What happened, both figures, and what is tried in its place."""
+    takes = f"{format_bytes(retry.predicted_after_bytes)} predicted"
+    return "\n".join(
+        [
+            f"attempt {retry.attempt}: {retry.reason}",
+            f"  {shortage_words(retry.shortage, predicted_bytes=retry.predicted_bytes)}",
+            f"  {retry.before} → {retry.after}: the same global batch, {takes}",
+            f"  attempt {retry.attempt + 1} {begins(retry)}",
+        ]
+    )
+
+
+def begins(retry: Retry) -> str:
+    return f"goes on from step {retry.after_step}" if retry.after_step else "begins anew"
+
+
+def attempts(run: RunFiles) -> Html:
+    """The part of the page about them; nothing when the first one had room."""
+    told = run.run.retries if run.run else tuple(retry for step in run.steps for retry in step.retries)
+    texts = [element("p", line) for retry in told for line in describe_retry(retry).splitlines()]
+    note = "Memory ran out, and the run went on in smaller micro-batches: the same rows in the same steps."
+    return section("Attempts", *texts, note=note)

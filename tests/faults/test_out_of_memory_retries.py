@@ -1,0 +1,214 @@
+"""Memory that runs out in a step costs time, never the run: smaller micro-batches, the same global batch, the same
+losses (row 19)."""
+
+import gc
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from faults.budgets import Budget
+from fitune.data.loader import GlobalBatch, Loader, LoaderState
+from fitune.spec.plan import Plan
+from fitune.spec.reports import RunReport, StepReport
+from fitune.spec.serial import from_json
+from fitune.track.jsonl import read_metrics
+from fitune.units import MIB
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The rows of every global batch that a run asks for."""
+    seen: list[list[int]] = []
+    real = Loader.batch_at
+
+    def batch_at(loader: Loader, state: LoaderState) -> GlobalBatch:
+        batch = real(loader, state)
+        seen.append([row for micro in batch.micro_batches for row in micro.row_ids])
+        return batch
+
+    monkeypatch.setattr(Loader, "batch_at", batch_at)
+    return seen
+
+
+def counted(
+    run: Callable[[], tuple[int, str, str]], budget: int | None = None
+) -> tuple[Budget, tuple[int, str, str]]:
+    gc.collect()
+    with Budget(budget) as device:
+        result = run()
+    return device, result
+
+
+def steps_of(directory: Path) -> list[StepReport]:
+    return read_metrics(directory / "metrics.jsonl")
+
+
+def losses(directory: Path) -> list[float]:
+    return [step.loss for step in steps_of(directory)]
+
+
+def report_of(directory: Path) -> RunReport:
+    return from_json(RunReport, (directory / "report.json").read_text())
+
+
+def plan_of(directory: Path) -> Plan:
+    return from_json(Plan, (directory / "plan.json").read_text())
+
+
+LARGE = {
+    "micro_batch_size": 16,
+    "gradient_accumulation_steps": 1,
+    "loss": "plain",
+    "learning_rate": 1e-3,
+    "max_steps": 3,
+}
+"""Training takes more than loading and exporting."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tuning": "full", "save_steps": 1, "val_fraction": 0.2, "eval_steps": 2},
+        {"packing": True, "seq_len": 80, "save_steps": 1},
+    ],
+    ids=["anew", "full", "packed"],
+)
+def test_the_losses_are_those_of_a_run_that_never_failed(
+    train: Call, tmp_path: Path, order: list[list[int]], settings: dict[str, object]
+) -> None:
+    """What the failed attempt held is let go of: the device has no room for two."""
+    common = {**LARGE, **settings}
+    never, failed = tmp_path / "never", tmp_path / "failed"
+    whole, _ = counted(lambda: train(output_dir=never, **common))
+    expected_order = order.copy()
+    order.clear()
+    budget = int(0.97 * whole.peak_bytes)
+    device, (code, out, err) = counted(lambda: train(output_dir=failed, **common), budget)
+    assert (code, err) == (0, "")
+    assert device.refusals == 1
+    assert losses(failed) == pytest.approx(losses(never), rel=1e-6)
+    (retry,) = report_of(failed).retries
+    assert retry.after_step == (retry.shortage.step - 1 if "save_steps" in settings else 0)
+    done_again = expected_order[retry.after_step :]
+    assert order == expected_order[: retry.shortage.step] + done_again
+    assert (plan_of(never).batch.micro_batch_size, plan_of(never).batch.accumulation) == (16, 1)
+    assert (plan_of(failed).batch.micro_batch_size, plan_of(failed).batch.accumulation) == (8, 2)
+    assert "attempt 1: out of memory" in out
+
+
+def test_every_attempt_is_told(train: Call, tmp_path: Path) -> None:
+    """In the log, in metrics.jsonl, in report.json and on the page: which one, why, from what plan to what plan."""
+    whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **LARGE))
+    failed = tmp_path / "failed"
+    device, (code, out, _) = counted(lambda: train(output_dir=failed, **LARGE), int(0.45 * whole.peak_bytes))
+    assert code == 0
+    assert device.refusals == 2
+    first, second = report_of(failed).retries
+    assert (first.attempt, second.attempt) == (1, 2)
+    assert first.after == second.before
+    assert "micro_batch_size 16 × 1 accumulated" in first.before
+    assert "micro_batch_size 4 × 4 accumulated" in second.after
+    assert second.predicted_after_bytes < first.predicted_after_bytes < first.predicted_bytes
+    assert first.shortage.doing in ("forward", "loss", "backward")
+    assert first.shortage.in_use_bytes > 0
+    assert steps_of(failed)[0].retries == (first, second)
+    assert all(not step.retries for step in steps_of(failed)[1:])
+    for told in (out, (failed / "report.html").read_text()):
+        assert "attempt 2: out of memory" in told
+        assert f"{first.before} → {first.after}" in told
+        assert "attempt 3 begins anew" in told
+    decisions = json.loads((failed / "estimate.json").read_text())["decisions"]
+    assert f"{first.after} instead of {first.before}: attempt 1 ran out of memory" in decisions
+
+
+def test_one_row_that_does_not_fit_is_an_error_with_both_figures_and_what_to_try(
+    train: Call, tmp_path: Path
+) -> None:
+    one = {**LARGE, "micro_batch_size": 1, "gradient_accumulation_steps": 16, "max_steps": 1}
+    whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **one))
+    device, (code, _, err) = counted(
+        lambda: train(output_dir=tmp_path / "failed", **one, tuning="full"), whole.peak_bytes
+    )
+    assert code == 3
+    assert device.refusals == 1
+    assert "predicted" in err
+    assert "measured" in err
+    assert "no smaller micro-batch: the micro-batch is one row already" in err
+    assert "tuning: lora" in err
+    report = report_of(tmp_path / "failed")
+    assert report.failure is not None
+    assert report.failure.shortage is not None
+    assert (report.status, report.failure.error) == ("failed", "OutOfMemory")
+
+
+def test_a_method_that_adds_no_gradients_up_says_so(train: Call, tmp_path: Path) -> None:
+    settings = {**LARGE, "tuning": "lomo"}
+    whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **settings))
+    device, (code, _, err) = counted(
+        lambda: train(output_dir=tmp_path / "failed", **settings), int(0.97 * whole.peak_bytes)
+    )
+    assert (code, device.refusals) == (3, 1)
+    assert "cannot be added up over several micro-batches" in err
+    assert "micro_batch_size: 8 (a smaller global batch: another run)" in err
+
+
+LIMITED = """
+import resource, sys
+import torch
+from fitune.train import run
+
+torch.set_num_threads(1)
+room, prepare = int(sys.argv.pop(1)), run.prepare
+
+
+def data_bytes():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmData"))
+
+
+def prepare_and_limit(plan):
+    prepared = prepare(plan)
+    if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + room, resource.RLIM_INFINITY))
+    return prepared
+
+
+run.prepare = prepare_and_limit
+from fitune.cli import main
+main()
+"""
+"""The command line in a process that the operating system gives ``room`` more bytes once the model is loaded."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux keeps this limit")
+def test_an_allocation_that_the_operating_system_refuses_is_survived(
+    model_folder: Path, data_file: Path, tmp_path: Path
+) -> None:
+    """A vocabulary so large that logits are nearly all that a step takes."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    config = LlamaConfig.from_pretrained(folder, vocab_size=2**17, hidden_size=8)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    settings = {
+        **LARGE, "model": folder, "data": data_file, "output_dir": tmp_path / "run", "gpu": "cpu", "tuning": "lora",
+        "precision": "fp32", "seq_len": 64, "samples": 0, "max_steps": 1, "export": "adapter",
+    }  # fmt: skip
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(90 * MIB), "train", *words],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (retry,) = report_of(tmp_path / "run").retries
+    assert "DefaultCPUAllocator" in retry.reason
+    assert retry.shortage.asked_bytes > 64 * MIB

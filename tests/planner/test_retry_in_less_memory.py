@@ -1,0 +1,135 @@
+"""The plan after an out-of-memory error: smaller micro-batches, the same global batch, never more than what failed."""
+
+from dataclasses import replace
+
+import pytest
+
+from fitune.errors import Shortage
+from fitune.estimate.predict import predict
+from fitune.planner.next_to_try import next_to_try
+from fitune.planner.retry import smaller_batches, smaller_plan, why_no_smaller
+from fitune.planner.search import find_plan
+from fitune.spec.gpus import find_gpu, hardware_for
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.plan import ChunkedLoss, Plan, Recompute
+from fitune.spec.recipe import Recipe, parse_recipe
+from fitune.spec.reports import Phase
+from fitune.units import GIB
+
+
+def asked(**settings: object) -> tuple[Recipe, Plan]:
+    wanted = {
+        "model": "meta-llama/Llama-3.1-8B", "gpu": "a100-80gb", "tuning": "lora", "micro_batch_size": 8,
+        "gradient_accumulation_steps": 2, **settings,
+    }  # fmt: skip
+    recipe = parse_recipe(wanted)
+    gpu = find_gpu(str(recipe.gpu))
+    hardware = hardware_for(gpu=gpu, gpus=1, nodes=1, host_memory_bytes=256 * GIB)
+    return recipe, find_plan(recipe, model=load_model_spec(recipe.model), hardware=hardware).chosen.plan
+
+
+def shortage(doing: str = "backward", *, in_use: int = 0, asked: int = 0, capacity: int = 0) -> Shortage:
+    return Shortage(
+        doing=doing,
+        step=3,
+        kind="cuda allocated",
+        in_use_bytes=in_use,
+        asked_bytes=asked,
+        capacity_bytes=capacity,
+    )
+
+
+def peak(plan: Plan) -> int:
+    return predict(plan).memory.tensor_peak_bytes
+
+
+@pytest.mark.parametrize(("rows", "halves"), [(8, [4, 2, 1]), (9, [3, 1]), (7, [1]), (6, [3, 1]), (1, [])])
+def test_the_micro_batch_halves_and_the_accumulation_doubles(rows: int, halves: list[int]) -> None:
+    _, plan = asked(micro_batch_size=rows)
+    found = list(smaller_batches(plan))
+    assert [batch.micro_batch_size for batch in found] == halves
+    assert {batch.global_batch_size for batch in found} <= {plan.batch.global_batch_size}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"tuning": "full", "gpu": "h200"}, {"tuning": "qlora", "gpu": "rtx-4090"}]
+)
+@pytest.mark.parametrize("doing", ["forward", "loss", "backward", "evaluating"])
+def test_the_next_plan_takes_less_and_gives_up_nothing(settings: dict[str, object], doing: str) -> None:
+    recipe, failed = asked(**settings)
+    while (plan := smaller_plan(failed, recipe, shortage(doing))) is not None:
+        assert peak(plan) < peak(failed)
+        assert plan.recompute.blocks >= failed.recompute.blocks
+        assert plan.batch.global_batch_size == failed.batch.global_batch_size
+        changed = {"batch": failed.batch, "recompute": failed.recompute, "loss": failed.loss}
+        assert replace(plan, **changed) == failed
+        failed = plan
+    assert failed.batch.micro_batch_size < 8
+    assert why_no_smaller(failed, shortage(doing))
+
+
+def test_a_device_that_has_less_than_was_thought_makes_it_recompute_more() -> None:
+    recipe, failed = asked()
+    half = peak(failed) // 2
+    plan = smaller_plan(failed, recipe, shortage(in_use=half - GIB, asked=2 * GIB, capacity=half))
+    thought = smaller_plan(failed, recipe, shortage())
+    assert plan is not None
+    assert thought is not None
+    assert peak(plan) <= half < peak(thought)
+
+
+def test_a_step_that_needed_more_than_was_thought_makes_the_rest_count_more() -> None:
+    """A tenth more than predicted where it failed: the next plan has a tenth to spare."""
+    recipe, failed = asked()
+    backward = sum(predict(failed).memory.phases[Phase.BACKWARD].values())
+    capacity = int(1.05 * backward)
+    known = shortage(in_use=int(1.1 * backward) - GIB, asked=GIB, capacity=capacity)
+    plan = smaller_plan(failed, recipe, known)
+    assert plan is not None
+    assert 1.1 * peak(plan) <= capacity
+
+
+def test_where_nothing_has_room_the_smallest_is_tried() -> None:
+    recipe, failed = asked()
+    plan = smaller_plan(failed, recipe, shortage(in_use=GIB, asked=GIB, capacity=2 * GIB))
+    assert plan is not None
+    assert plan.batch.micro_batch_size == 1
+    assert plan.recompute.blocks >= failed.model.num_layers - 1
+
+
+def test_pins_stay() -> None:
+    recipe, failed = asked(gradient_checkpointing=3, loss="chunked", loss_chunk_tokens=1024, gpu="h200")
+    plan = smaller_plan(failed, recipe, shortage(in_use=GIB, asked=GIB, capacity=2 * GIB))
+    assert plan is not None
+    assert plan.recompute == Recompute(blocks=3)
+    assert plan.loss == ChunkedLoss(chunk_tokens=1024)
+
+
+def test_what_the_micro_batch_does_not_decide_is_not_tried_again() -> None:
+    recipe, failed = asked(tuning="full", gpu="h200")
+    assert smaller_plan(failed, recipe, shortage("update")) is None
+    assert (
+        why_no_smaller(failed, shortage("update")) == "what update takes does not depend on the micro-batch"
+    )
+
+
+def test_lomo_adds_nothing_up() -> None:
+    recipe, failed = asked(
+        tuning="lomo", gradient_accumulation_steps=1, gradient_checkpointing=4, loss="plain", gpu="h200"
+    )
+    assert smaller_plan(failed, recipe, shortage()) is None
+    assert "cannot be added up" in why_no_smaller(failed, shortage())
+    words = [change.words for change in next_to_try(failed, recipe, shortage(), missing=lambda plan: ())]
+    assert words[0].startswith("loss: chunked, loss_chunk_tokens: 256")
+    assert any("gradient_checkpointing: true" in change for change in words)
+    assert any("micro_batch_size: 4 (a smaller global batch" in change for change in words)
+
+
+def test_what_is_left_to_try_takes_less_and_can_be_trained() -> None:
+    recipe, failed = asked(micro_batch_size=1, gradient_checkpointing=0, loss="plain")
+    changes = next_to_try(failed, recipe, shortage(), missing=lambda plan: ())
+    assert all(change.peak_bytes < peak(failed) for change in changes)
+    assert any("offload_activations: cpu" in change.words for change in changes)
+    assert any("tuning: qlora" in change.words for change in changes)
+    nowhere = next_to_try(failed, recipe, shortage(), missing=lambda plan: ("anything",))
+    assert nowhere == ()
