@@ -109,7 +109,7 @@ def _train(recipe: Recipe, name: str, directory: Path, *, overwrite: bool) -> tu
     except FituneError as error:
         failed = error.exit_code != FituneError.exit_code
         print(f"{name} {'failed' if failed else 'is left out'}: {error}")
-        return MethodRun(name=name, run=None, why_not=str(error)), error.exit_code if failed else 0
+        return MethodRun(name=name, run=None, why_not=str(error)), int(failed)
     if status:
         return MethodRun(name=name, run=None, why_not="interrupted"), status
     return MethodRun(name=name, run=read_run(directory / name)), 0
