@@ -219,11 +219,11 @@ def test_contradictions_are_refused_with_the_arithmetic(card, settings, error, w
     assert caught.value.hint
 
 
-def test_flash_is_refused_where_the_model_needs_a_mask():
-    with pytest.raises(RecipeError, match="sliding window of 4096"):
-        plan_of("mistral-7b", "h100", attn_implementation="flash", seq_len=8192)
-    assert plan_of("mistral-7b", "h100", tuning="lora", seq_len=4096).attention == "flash"
-    assert plan_of("mistral-7b", "h100", tuning="lora", seq_len=4224).attention == "sdpa"
+def test_flash_takes_sliding_windows_and_is_refused_where_the_model_needs_a_mask():
+    assert plan_of("mistral-7b", "h100", tuning="lora", seq_len=8192).attention == "flash"
+    assert plan_of("mistral-7b", "v100-32gb", tuning="lora", seq_len=8192).attention == "sdpa"
+    with pytest.raises(RecipeError, match="mask over the whole stream"):
+        plan_of("falcon-7b", "h100", tuning="lora", seq_len=2048, attn_implementation="flash")
 
 
 def test_nothing_fits_names_the_smallest_memory_the_device_and_the_change():

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from fitune.estimate import activations, transient
 from fitune.estimate.attention_traits import (
     attended_kv_dim,
+    attends_in_one_call,
     is_multi_query,
     kept_kv_dim,
     masks_whole_stream,
@@ -67,7 +68,7 @@ def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
 def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
     """Attention itself: fused, or written out."""
     model, shape, e = site.model, site.shape, site.element_bytes
-    rows = 1 if masks_whole_stream(model) else shape.rows
+    rows = 1 if masks_whole_stream(model) or attends_in_one_call(site.plan) else shape.rows
     common = {"tokens": shape.tokens, "q_dim": model.q_dim, "num_heads": model.num_heads}
     needed = site.reads_input(output)
     if is_multi_query(model):

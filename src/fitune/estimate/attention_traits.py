@@ -24,15 +24,24 @@ def materialises_scores(plan: Plan) -> bool:
     return plan.attention == "eager" or plan.model.model_type == "gemma2"
 
 
+def attends_in_one_call(plan: Plan) -> bool:
+    """Whether FlashAttention takes the whole stream with its rows and windows (models/attention.py, ``one_call``)."""
+    model, gpu = plan.model, plan.hardware.gpu
+    takes_shape = model.head_dim % 8 == 0 and model.head_dim <= 256
+    kernel = gpu.has_flash_attention and plan.precision is not Precision.FP32 and takes_shape
+    own = masks_whole_stream(model) or materialises_scores(plan)
+    return plan.attention == "flash" and kernel and not own
+
+
 def window_cuts(model: ModelSpec, seq_len: int) -> bool:
     """Whether a sliding window hides anything from rows of this length."""
     return 0 < model.sliding_window < seq_len
 
 
 def masks_window(plan: Plan) -> bool:
-    """Whether fused attention takes a mask of s × s for each row, in the blocks that have a window."""
-    fused = not (masks_whole_stream(plan.model) or materialises_scores(plan))
-    return fused and window_cuts(plan.model, plan.batch.seq_len)
+    """Whether attention row by row takes a mask of s × s for each, in the blocks that have a window."""
+    by_rows = not (masks_whole_stream(plan.model) or materialises_scores(plan) or attends_in_one_call(plan))
+    return by_rows and window_cuts(plan.model, plan.batch.seq_len)
 
 
 def windowed_blocks(model: ModelSpec) -> int:

@@ -2,9 +2,9 @@
 
 A micro-batch is a stream [1, T] of several rows without padding. Each row attends to itself alone, so
 no T × T mask is ever made and no work is spent across rows. transformers calls these functions by the
-names registered here; ``sequence_lengths`` travels through the model's keyword arguments.
+names registered here; ``rows`` travels through the model's keyword arguments.
 
-Shapes: B = 1, n heads, T tokens of the stream, d head size.
+Shapes: B = 1, n heads, k key heads, T tokens of the stream, d head size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from fitune.models.rows import Rows
 from fitune.spec.plan import Attention
 
 # transformers reads meaning into names that contain "sdpa" or "flash"; these contain neither.
-_NAMES: dict[Attention, str] = {"flash": "rows_fused", "sdpa": "rows", "eager": "rows_written_out"}
+_NAMES: dict[Attention, str] = {"flash": "rows_at_once", "sdpa": "rows", "eager": "rows_written_out"}
 
 
 def use_attention(model: PreTrainedModel, attention: Attention) -> None:
@@ -62,7 +63,7 @@ def rows_sdpa(
     value_BnTd: Tensor,
     attention_mask: Tensor | None,
     *,
-    sequence_lengths: Sequence[int],
+    rows: Rows,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -75,11 +76,11 @@ def rows_sdpa(
     """
     if softcap is not None:
         return rows_eager(
-            module, query_BnTd, key_BnTd, value_BnTd, attention_mask, sequence_lengths=sequence_lengths,
+            module, query_BnTd, key_BnTd, value_BnTd, attention_mask, rows=rows,
             scaling=scaling, dropout=dropout, sliding_window=sliding_window, softcap=softcap,
         )  # fmt: skip
     outputs = []
-    for q, k, v in _rows(query_BnTd, key_BnTd, value_BnTd, sequence_lengths):
+    for q, k, v in _each_row(query_BnTd, key_BnTd, value_BnTd, rows.lengths):
         window = _window_mask(q.shape[2], sliding_window, q.device)
         grouped = q.shape[1] != k.shape[1]
         if grouped and not _takes_groups(q, window):
@@ -94,15 +95,56 @@ def rows_sdpa(
     return _joined(outputs), None
 
 
-def rows_fused(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """``rows_sdpa`` by FlashAttention, or where a window needs a mask by the memory-efficient kernel.
+def rows_flash(
+    module: nn.Module, query_BnTd: Tensor, key_BkTd: Tensor, value_BkTd: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """All rows in one call of FlashAttention where it can; else row by row, with the memory-efficient kernel.
 
     Never by the one that writes the scores out: that would be slow and large without a word.
     """
-    on_gpu = args[0].device.type == "cuda"
+    if one_call(query_BnTd, softcap=kwargs.get("softcap")):
+        return _all_rows_at_once(query_BnTd, key_BkTd, value_BkTd, **kwargs), None
+    on_gpu = query_BnTd.device.type == "cuda"
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     with sdpa_kernel(fused) if on_gpu else nullcontext():
-        return rows_sdpa(module, *args, **kwargs)
+        return rows_sdpa(module, query_BnTd, key_BkTd, value_BkTd, *args, **kwargs)
+
+
+def one_call(query_BnTd: Tensor, *, softcap: float | None = None) -> bool:
+    """Whether FlashAttention takes the whole stream: Ampere or newer, 16 bit, heads of 8, 16, … 256, no cap."""
+    head_size = query_BnTd.shape[-1]
+    capability = _capability(query_BnTd.device)
+    takes_shape = softcap is None and head_size % 8 == 0 and head_size <= 256
+    return takes_shape and query_BnTd.dtype != torch.float32 and (capability or (0, 0)) >= (8, 0)
+
+
+def _all_rows_at_once(
+    query_BnTd: Tensor,
+    key_BkTd: Tensor,
+    value_BkTd: Tensor,
+    *,
+    rows: Rows,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> Tensor:
+    """FlashAttention over the stream [1, T, n, d], told where its rows begin: no mask, and no copy to join rows.
+
+    Keys may have fewer heads than queries. A window of w lets i look at i − w + 1 … i, which the kernel calls w − 1
+    to the left. The operation is torch's own (2.9 to 2.13 alike); its Python door varlen_attn changed in between.
+    """
+    q_Tnd, k_Tkd, v_Tkd = (x[0].transpose(0, 1) for x in (query_BnTd, key_BkTd, value_BkTd))
+    q_Tnd = (
+        q_Tnd.contiguous()
+    )  # the output is laid out alike; from Phi-3's heads-first layout it would be copied back
+    bounds, longest = rows.bounds(q_Tnd.device), rows.longest
+    left = -1 if sliding_window is None else sliding_window - 1
+    output_Tnd, *_kept = torch.ops.aten._flash_attention_forward(
+        q_Tnd, k_Tkd, v_Tkd, bounds, bounds, longest, longest, dropout, True, False, scale=scaling,
+        window_size_left=left, window_size_right=0,
+    )  # fmt: skip
+    return output_Tnd[None]
 
 
 def rows_eager(
@@ -112,7 +154,7 @@ def rows_eager(
     value_BnTd: Tensor,
     attention_mask: Tensor | None,
     *,
-    sequence_lengths: Sequence[int],
+    rows: Rows,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -123,7 +165,7 @@ def rows_eager(
     scale = query_BnTd.shape[-1] ** -0.5 if scaling is None else scaling
     groups = query_BnTd.shape[1] // key_BnTd.shape[1]
     outputs = []
-    for q, k, v in _rows(query_BnTd, key_BnTd, value_BnTd, sequence_lengths):
+    for q, k, v in _each_row(query_BnTd, key_BnTd, value_BnTd, rows.lengths):
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         scores = q @ k.transpose(2, 3) * scale
         if softcap is not None:
@@ -135,7 +177,7 @@ def rows_eager(
     return _joined(outputs), None
 
 
-def _rows(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Any:
+def _each_row(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Any:
     if len(lengths) == 1:
         return [(query, key, value)]
     return zip(*(x.split(list(lengths), dim=2) for x in (query, key, value)), strict=True)
@@ -189,6 +231,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
-for _attention, _function in (("sdpa", rows_sdpa), ("flash", rows_fused), ("eager", rows_eager)):
-    AttentionInterface.register(_NAMES[_attention], _function)
+# torch.compile stops here and goes on behind: rows change with every stream, and their loop with them.
+for _attention, _function in (("sdpa", rows_sdpa), ("flash", rows_flash), ("eager", rows_eager)):
+    AttentionInterface.register(_NAMES[_attention], torch.compiler.disable(_function))
     AttentionMaskInterface.register(_NAMES[_attention], _no_mask)

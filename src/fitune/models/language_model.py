@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from fitune.errors import ModelError
 from fitune.models.attention import attends_by_rows, row_mask
 from fitune.models.loss import loss_and_gradient, loss_sum
+from fitune.models.rows import Rows
 from fitune.spec.plan import ChunkedLoss, Loss
 
 
@@ -46,7 +47,7 @@ class LanguageModel:
         """Last hidden states [T, D] of one stream."""
         lengths = batch.sequence_lengths
         separation: dict[str, Any] = (
-            {"sequence_lengths": lengths}
+            {"rows": Rows(lengths)}
             if self.by_rows
             else {"attention_mask": row_mask(lengths, dtype=self.dtype, device=self.device)}
         )

@@ -66,7 +66,7 @@ def attention_of(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> Attention:
         return recipe.attn_implementation
     if model.model_type == "gemma2":
         return "eager"
-    if flash_refused_by_device(gpu) or flash_refused_by_model(model, seq_len=recipe.seq_len):
+    if flash_refused_by_device(gpu) or flash_refused_by_model(model):
         return "sdpa"
     return "flash"
 

@@ -211,9 +211,7 @@ def _loss(recipe: Recipe, plan: Plan) -> Iterator[str]:
 def _attention(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if recipe.attn_implementation is not None:
         return
-    why = flash_refused_by_device(plan.hardware.gpu) or flash_refused_by_model(
-        plan.model, seq_len=plan.batch.seq_len
-    )
+    why = flash_refused_by_device(plan.hardware.gpu) or flash_refused_by_model(plan.model)
     yield f"attention: {plan.attention}" + (
         f", because {why}" if why else ", the fastest that keeps no scores"
     )

@@ -114,7 +114,7 @@ def _refuse_attention(recipe: Recipe, model: ModelSpec, gpu: Gpu) -> None:
             raise HardwareError(
                 f"attn_implementation = flash: {why_not_here}", hint="attn_implementation: sdpa"
             )
-        why_not = flash_refused_by_model(model, seq_len=recipe.seq_len)
+        why_not = flash_refused_by_model(model)
         if why_not is not None:
             raise RecipeError(f"attn_implementation = flash: {why_not}", hint="attn_implementation: sdpa")
 
@@ -127,7 +127,7 @@ def flash_refused_by_device(gpu: Gpu) -> str | None:
     return None
 
 
-def flash_refused_by_model(model: ModelSpec, *, seq_len: int) -> str | None:
+def flash_refused_by_model(model: ModelSpec) -> str | None:
     """Why the FlashAttention kernel cannot compute this model's attention, or None."""
     if model.model_type == "falcon":
         return "Falcon's attention takes a mask over the whole stream, which the kernel does not"
@@ -135,11 +135,8 @@ def flash_refused_by_model(model: ModelSpec, *, seq_len: int) -> str | None:
         return "Gemma-2 caps its attention scores, which no fused kernel does"
     if model.head_dim > 256:
         return f"heads of {model.head_dim} are larger than the 256 the kernel takes"
-    if 0 < model.sliding_window < seq_len:
-        return (
-            f"rows of {seq_len} tokens are longer than the sliding window of {model.sliding_window}: "
-            "that needs a mask, which the kernel does not take"
-        )
+    if model.head_dim % 8:
+        return f"heads of {model.head_dim} are no multiple of the 8 the kernel takes"
     return None
 
 

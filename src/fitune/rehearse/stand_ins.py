@@ -20,6 +20,7 @@ _LARGE_NORM = 1e9
 
 # The fake CPU's fused kernel stands for CUDA's: the same inputs, output and log-sum-exp are kept.
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_FLASH_STREAM_BACKWARD = _aten._flash_attention_backward.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +45,22 @@ class StandIns:
     def workspace_bytes(self, func: Any, args: Any) -> int:
         """What a CUDA attention kernel allocates inside its backward, where no trace can look.
 
-        FlashAttention-2: the fp32 gradient of the queries, padded to 128 tokens, and a sum per query; with grouped
-        heads also the gradients of keys and values for every query head, before they are added up (flash_api.cpp,
-        mha_bwd: dq_accum, softmax_d, dk_expanded, dv_expanded). The memory-efficient kernel accumulates alike.
-        Read in the sources, not measured by us.
+        FlashAttention-2: the fp32 gradient of the queries, padded to 128 tokens (for a stream by 128 tokens a row),
+        and a sum per query; with grouped heads also the gradients of keys and values for every query
+        head, before they are added up (flash_api.cpp, mha_bwd and mha_varlen_bwd: dq_accum, softmax_d, dk_expanded,
+        dv_expanded). The memory-efficient kernel accumulates alike. Read in the sources, not measured by us.
         """
+        if func is _FLASH_STREAM_BACKWARD:
+            query_Tnd, key_Tkd, bounds = args[1], args[2], args[6]
+            tokens, heads, _ = query_Tnd.shape
+            padded = tokens + 128 * (len(bounds) - 1)
+            return _flash_workspace(query_Tnd, padded=padded, grouped=key_Tkd.shape[1] != heads, heads=heads)
         if self.gpu.is_cpu or func is not _FLASH_BACKWARD:
             return 0
         query_BnTd, key_BkTd = args[1], args[2]
-        B, n, T, d = query_BnTd.shape
-        padded = -(-T // 128) * 128
-        accumulated = 4 * B * n * padded * (d + 1)
-        expanded = 2 * B * n * T * d * query_BnTd.element_size() if key_BkTd.shape[1] != n else 0
-        return int(accumulated + expanded)
+        B, n, T, _ = query_BnTd.shape
+        padded = B * -(-T // 128) * 128
+        return _flash_workspace(query_BnTd, padded=padded, grouped=key_BkTd.shape[1] != n, heads=n)
 
     def _supervised_positions(self, mask: Tensor) -> Tensor:
         """The models' only data-dependent shape: the positions that have a label."""
@@ -67,6 +71,12 @@ class StandIns:
                 hint="`fitune plan` estimates it",
             )
         return torch.empty((self.supervised_tokens, 1), dtype=torch.int64)
+
+
+def _flash_workspace(query: Tensor, *, padded: int, grouped: bool, heads: int) -> int:
+    """4 · n · padded · (d + 1), and 2 · e · T · n · d for grouped heads."""
+    accumulated = 4 * heads * padded * (query.shape[-1] + 1)
+    return accumulated + (2 * query.numel() * query.element_size() if grouped else 0)
 
 
 def _grouped_product(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
