@@ -32,7 +32,6 @@ from fitune.rehearse.run import rehearse
 from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
-from fitune.spec.parameters import resolve_targets
 from fitune.spec.plan import (
     AdamW,
     Batch,
@@ -50,6 +49,7 @@ from fitune.spec.plan import (
     Steps,
     Zero,
 )
+from fitune.spec.targets import resolve_targets
 from fitune.units import GIB, format_bytes
 
 MODELS = (

@@ -21,7 +21,7 @@ from fitune.units import MIB
 
 def kept_per_token(plan, *, rows: int = 1) -> float:
     shape = BatchShape(tokens=1024, supervised_tokens=1024, rows=rows)
-    return sum(stage.kept for stage in block_stages(plan, shape, first=False)) / 1024
+    return sum(stage.kept for stage in block_stages(plan, shape)) / 1024
 
 
 def test_llama_block_in_bf16_keeps_the_published_sum():
@@ -80,8 +80,8 @@ def test_lora_dropout_costs_more_than_full_fine_tuning():
 def test_the_first_block_keeps_no_norm_under_lora():
     plan = plan_for(known("llama-3-8b"), precision="bf16", tuning="lora")
     shape = BatchShape(tokens=1, supervised_tokens=1, rows=1)
-    first = block_stages(plan, shape, first=True)[0].kept
-    other = block_stages(plan, shape, first=False)[0].kept
+    first = block_stages(plan, shape, gradient_enters=False)[0].kept
+    other = block_stages(plan, shape)[0].kept
     assert other - first == 4 * 4096 + 4
 
 

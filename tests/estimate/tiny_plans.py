@@ -7,7 +7,6 @@ from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.model_config import load_model_spec, spec_from_config
-from fitune.spec.parameters import resolve_targets
 from fitune.spec.plan import (
     AdamW,
     Batch,
@@ -23,6 +22,7 @@ from fitune.spec.plan import (
     Single,
     Steps,
 )
+from fitune.spec.targets import resolve_targets
 from fitune.units import GIB
 
 CPU = hardware_for(gpu=cpu_gpu(memory_bytes=16 * GIB, cores=2))

@@ -178,3 +178,11 @@ def test_estimate_and_rehearsal_agree(family, hardware, offload, tuning):
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
         rehearsed_peak(plan, config), rel=TOLERANCE
     )
+
+
+@pytest.mark.parametrize("offload", [ACTIVATIONS, OPTIMIZER, FROZEN, ALL_THREE], ids=str)
+def test_with_adapters_in_some_blocks_it_is_the_real_step_too(model, offload):
+    plan = plan_of(model, offload, tuning="lora", precision="bf16", recompute=3)
+    plan = replace(plan, tuning=replace(plan.tuning, layers=(2, 4)))
+    test_memory_prediction.check(plan)
+    test_rehearsal_real_step.check(plan)

@@ -10,7 +10,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.model_config import load_model_spec, spec_from_config
 from fitune.spec.model_table import find_known_model, known_model_names
-from fitune.spec.parameters import count_parameters, lora_parameters, resolve_targets
+from fitune.spec.parameters import count_parameters, lora_parameters
+from fitune.spec.plan import Lora
+from fitune.spec.targets import resolve_targets
 
 HAND_COUNTS = {
     # blocks · (q + k + v + o + gate, up, down + norms) + embeddings + final norm + head
@@ -236,14 +238,15 @@ def test_lora_trains_exactly_what_is_counted(config: dict[str, Any]) -> None:
         lora = LoraConfig(r=4, target_modules=list(targets), fan_in_fan_out=config["model_type"] == "gpt2")
         adapted = get_peft_model(build(config, device="cpu"), lora)
         trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-        assert trained == lora_parameters(spec, rank=4, targets=targets) > 0
+        assert trained == lora_parameters(spec, Lora(rank=4, alpha=4, dropout=0.0, targets=targets)) > 0
 
 
 def test_lora_on_llama_3_1_8b_by_hand() -> None:
     """q, k, v, o, gate, up, down of 32 blocks at rank 16: 41.9 million, the figure PEFT prints."""
     spec = load_model_spec("meta-llama/Llama-3.1-8B")
     by_hand = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
-    assert lora_parameters(spec, rank=16, targets=spec.adaptable_names) == by_hand == 41_943_040
+    lora = Lora(rank=16, alpha=16, dropout=0.0, targets=spec.adaptable_names)
+    assert lora_parameters(spec, lora) == by_hand == 41_943_040
 
 
 def shape_of(linear: Linear) -> tuple[int, ...]:

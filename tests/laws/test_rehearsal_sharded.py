@@ -10,9 +10,9 @@ from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import weights_share_bytes
 from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.run import trace_plan
-from fitune.spec.parameters import resolve_targets
 from fitune.spec.plan import Ddp, Hqq, Lora, Nf4, Zero
 from fitune.spec.reports import Phase
+from fitune.spec.targets import resolve_targets
 from rehearse.tiny_configs import tiny
 
 TOLERANCE = 0.02

@@ -176,7 +176,7 @@ def test_the_largest_linear_is_whole_while_it_is_multiplied():
         quantised(Nf4()),
         eight_b(tuning="lora", precision="bf16", targets=("q_proj", "v_proj"), rank=16),
     )
-    packed, dense = (block_stages(plan, shape, first=False) for plan in plans)
+    packed, dense = (block_stages(plan, shape) for plan in plans)
     more = [a.backward - b.backward for a, b in zip(packed, dense, strict=True)]
     assert max(more) == 2 * 4096 * 14336
     assert max(stage.forward for stage in packed) == 2 * (4096 * 14336 + 4096 + 4096 + 14336)

@@ -39,6 +39,12 @@ _LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj", "v_proj")}
             "a first pass measures the gradient's norm, which is kept to 1.",
         ),
         (
+            {"tuning": Lora(**_LORA, rslora=True, layers=(0, 2, 3))},
+            "rank-stabilised LoRA r8 on 2 linears of blocks 0, 2–3, fp32",
+            "LoRA r8",
+            "(alpha 8, over the rank's root, dropout 0) are trained on q_proj, v_proj of blocks 0, 2–3; the base",
+        ),
+        (
             {"tuning": Lora(**_LORA, base=Nf4(), dora=True)},
             "DoRA r8 on 2 linears of an NF4 base with double quantisation",
             "DoRA r8 on NF4",

@@ -13,7 +13,7 @@ from fitune.spec import model_config
 from fitune.spec.families import FAMILIES
 from fitune.spec.model_config import load_model_spec, spec_from_config
 from fitune.spec.model_table import find_known_model, known_model_names
-from fitune.spec.parameters import resolve_targets
+from fitune.spec.targets import resolve_targets
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

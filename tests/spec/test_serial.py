@@ -85,6 +85,7 @@ NEWER_CHOICES = [
     {"tuning": Lomo(adaptive=False, clip=ClipByValue(value=0.5))},
     {"tuning": Lora(**_LORA, base=Nf4(double_quant=False), dora=True)},
     {"tuning": Lora(**_LORA, base=Hqq(bits=3, group_size=128))},
+    {"tuning": Lora(**_LORA, rslora=True, layers=(0, 3, 31))},
     {"optimizer": AdamW8bit(weight_decay=0.1)},
     {"sharding": Ddp()},
     {"sharding": Zero(stage=2, backend="deepspeed")},
@@ -100,7 +101,7 @@ def test_strategies_survive_json(choice) -> None:
 
 def test_a_plan_written_before_there_was_offload_still_reads() -> None:
     data = to_data(plan())
-    del data["offload"], data["tuning"]["dora"]
+    del data["offload"], data["tuning"]["dora"], data["tuning"]["rslora"], data["tuning"]["layers"]
     assert from_data(Plan, data) == plan()
 
 

@@ -251,3 +251,11 @@ def test_tensors_of_any_type_and_shape_stream():
             places.begins(0, shared=set())
         else:
             places._only(-1, -1)
+
+
+@pytest.mark.parametrize("offload", [ACTIVATIONS, OPTIMIZER, FROZEN, ALL_THREE], ids=str)
+def test_with_adapters_in_some_blocks_it_is_the_same_too(offload):
+    """Backward ends at block 2: the blocks before it come and go in forward alone."""
+    plan = plan_of(offload, tuning="lora", precision="fp32", recompute=3)
+    plan = replace(plan, tuning=replace(plan.tuning, layers=(2, 4)), loss=PlainLoss())
+    assert_same_training(replace(plan, offload=Offload()), plan)

@@ -13,9 +13,14 @@ from fitune.spec.plan import Plan
 from fitune.spec.shape import BatchShape
 
 
-def block_stages(plan: Plan, shape: BatchShape, *, first: bool) -> tuple[Stage, ...]:
-    """Attention and MLP in the order they run; parallel blocks share or repeat the input norm."""
-    site = Site(plan, shape, first)
+def block_stages(
+    plan: Plan, shape: BatchShape, *, gradient_enters: bool = True, has_adapters: bool = True
+) -> tuple[Stage, ...]:
+    """Attention and MLP in the order they run; parallel blocks share or repeat the input norm.
+
+    ``gradient_enters``: something before the block trains. ``has_adapters``: LoRA adapts this one.
+    """
+    site = Site(plan, shape, gradient_enters, has_adapters)
     attention = [m for m in plan.model.linears if m.part == "attention"]
     mlp = [m for m in plan.model.linears if m.part != "attention"]
     projections, output = attention[:-1], attention[-1:]
@@ -28,7 +33,7 @@ def block_stages(plan: Plan, shape: BatchShape, *, first: bool) -> tuple[Stage, 
             *attention_stages(site, projections, output, passes=inside),
             *_sandwich_norm(site, "attention output norm", passes=after),
             *_second_norm(site, passes=after, read_by=mlp[:-1]),
-            *(expert_stages(site, mlp) if plan.model.num_experts else mlp_stages(site, mlp, passes=after)),
+            *(expert_stages if plan.model.num_experts else mlp_stages)(site, mlp, passes=after),
             *_sandwich_norm(site, "MLP output norm", passes=after or site.trains(mlp)),
         ]
     )
@@ -36,7 +41,7 @@ def block_stages(plan: Plan, shape: BatchShape, *, first: bool) -> tuple[Stage, 
 
 def final_norm_stage(plan: Plan, shape: BatchShape) -> Stage:
     """The norm after the last block. Its output is the hidden state, which the trainer holds itself."""
-    return _norm(Site(plan, shape, False), "final norm", passes=True, read_by=())
+    return _norm(Site(plan, shape, True), "final norm", passes=True, read_by=())
 
 
 def _norm(site: Site, name: str, *, passes: bool, read_by: Sequence[Linear]) -> Stage:

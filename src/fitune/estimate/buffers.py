@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from fitune.estimate.gradients import gradients_go_to_the_host, resting_gradient_bytes
-from fitune.estimate.parameters import trained_parameters, weights_bytes
+from fitune.estimate.parameters import blocks_trained, trained_parameters, weights_bytes
 from fitune.estimate.shares import (
     accumulates_whole,
     base_bytes,
@@ -73,7 +73,8 @@ def block_weight_bytes(plan: Plan) -> int:
     """One decoder block as it is gathered: packed where quantised, without its scales; adapters included."""
     e, layers = plan.precision.compute_bytes, plan.model.num_layers
     base = gathered_bytes([t for t in base_tensors(plan.model) if t.in_block], plan)
-    return (base + e * sum(t.elements * t.count for t in adapter_tensors(plan))) // layers
+    adapters = e * sum(t.elements * t.count for t in adapter_tensors(plan))
+    return base // layers + adapters // blocks_trained(plan)
 
 
 def root_weight_bytes(plan: Plan) -> int:
@@ -86,7 +87,7 @@ def group_gradient_bytes(plan: Plan, *, root: bool = False, width: int = 0) -> i
     tensors = [t for t in trained_tensors(plan) if t.in_block is not root]
     parts = num_shares(plan)
     elements = sum(t.share(parts) * parts * t.count for t in tensors)
-    return elements * (width or plan.precision.compute_bytes) // (1 if root else plan.model.num_layers)
+    return elements * (width or plan.precision.compute_bytes) // (1 if root else blocks_trained(plan))
 
 
 def _fsdp(plan: Plan) -> Buffers:

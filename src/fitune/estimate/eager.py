@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fitune.estimate.attention_traits import materialises_scores
 from fitune.estimate.site import SCALED_IN_FP32
 from fitune.spec.model import ModelSpec
+from fitune.spec.parameters import adapted_blocks, blocks_gone_back_through
 from fitune.spec.plan import Lora, Plan
 
 THINNESS = 32
@@ -19,7 +20,7 @@ of 8, 16 and 64 took as long as 48, 33 and 76 on an AVX2 core (2,048 tokens, for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Per token: FLOPs of products and bytes of elementwise operations. Per block: products and other operations."""
+    """Per token: FLOPs of products and bytes of elementwise operations. At all: products and other operations."""
 
     flops: float
     bytes: float
@@ -43,7 +44,27 @@ class _Norm:
     backward_operations: int
 
 
-def block_work(plan: Plan) -> BlockWork:
+def blocks_work(plan: Plan) -> BlockWork:
+    """All blocks: those that LoRA adapts and others; no gradient goes through those before the first of them."""
+    layers, back = plan.model.num_layers, blocks_gone_back_through(plan.model, plan.tuning)
+    adapted = adapted_blocks(plan.model, plan.tuning) if isinstance(plan.tuning, Lora) else layers
+    one, other = block_work(plan), block_work(plan, has_adapters=False)
+    return BlockWork(
+        forward=_sum(one.forward, adapted, other.forward, layers - adapted),
+        backward=_sum(one.backward, adapted, other.backward, back - adapted),
+    )
+
+
+def _sum(one: Pass, count: int, other: Pass, others: int) -> Pass:
+    return Pass(
+        flops=count * one.flops + others * other.flops,
+        bytes=count * one.bytes + others * other.bytes,
+        products=count * one.products + others * other.products,
+        operations=count * one.operations + others * other.operations,
+    )
+
+
+def block_work(plan: Plan, *, has_adapters: bool = True) -> BlockWork:
     """Sum over the linears and over what lies between them.
 
     An adapter's output is scaled and added: 5e per output, and 2e backward; its input gradient joins the base's: 3e.
@@ -56,7 +77,7 @@ def block_work(plan: Plan) -> BlockWork:
     adapted = 0
     for linear in model.linears:
         base += linear.in_features * linear.out_features * linear.active_copies
-        if lora and linear.is_target(lora.targets):
+        if lora and has_adapters and linear.is_target(lora.targets):
             adapted += 1
             adapters += (lora.rank + THINNESS) * (linear.in_features + linear.out_features)
             forward_moved += 6 * linear.out_features + linear.in_features

@@ -72,8 +72,8 @@ def offloaded_activation_bytes(step: StepStages) -> int:
     """All that the blocks keep for backward, for one micro-batch on one rank."""
     if not step.activations_leave:
         return 0
-    kept = max(0, step.num_layers - step.recomputed) * step.other_block.kept
-    return kept + step.recomputed * step.hidden
+    kept = step.kept_by_blocks[-1] - step.kept_by_blocks[step.recomputed]
+    return kept + (step.recomputed - step.untouched_before(step.recomputed)) * step.hidden
 
 
 def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:
@@ -87,5 +87,5 @@ def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:
         ("weights", offload.parameters, weights, PARAMETER_BUFFERS * PARAMETER_BUFFER * e),
         ("optimizer", offload.optimizer, host_optimizer_bytes(plan), OPTIMIZER_BUFFERS * 4 * sub_group),
         ("gradients", offload.optimizer, host_gradient_bytes(plan), OPTIMIZER_BUFFERS * sub_group),
-        ("activations", offload.activations, activations, 2 * step.other_block.kept),
+        ("activations", offload.activations, activations, 2 * max(block.kept for block in step.blocks)),
     ]

@@ -65,7 +65,7 @@ def _forward_terms(step: StepStages) -> Terms:
         "recompute inputs": step.inputs_before(last) + step.own_input(last),
         "temporaries": 3 * step.hidden  # residual, output, their sum
         if leaving_beside
-        else max(step.other_block.forward, 0 if last < step.recomputed else step.other_block.building),
+        else max(step.block(last).forward, 0 if last < step.recomputed else step.block(last).building),
         "gathered weights": step.buffers.forward,
     }
     before_the_last_block: Terms = {
@@ -84,7 +84,7 @@ def _forward_terms(step: StepStages) -> Terms:
     a_block_earlier: Terms = {  # while the last one's weights come from the host
         "activations": step.kept_before(earlier),
         "recompute inputs": step.inputs_before(earlier) + step.own_input(earlier),
-        "temporaries": step.other_block.forward,
+        "temporaries": step.block(earlier).forward,
         "gathered weights": step.buffers.forward + step.buffers.forward_ahead,
     }
     at_the_start: Terms = {"temporaries": step.hidden, "gathered weights": step.buffers.start}
@@ -92,7 +92,15 @@ def _forward_terms(step: StepStages) -> Terms:
     moments = [at_the_end, in_the_last_block, before_the_last_block, behind_the_last_block, at_the_start]
     if step.buffers.forward_ahead:
         moments.append(a_block_earlier)
-    return {**step.around(), **gradients, **_largest(moments)}
+    largest = _largest(moments)
+    hidden = largest.get("hidden states", 0) + _embedded_tokens(step)
+    return {**step.around(), **gradients, **largest, "hidden states": hidden}
+
+
+def _embedded_tokens(step: StepStages) -> int:
+    """What went into the first block, which the body holds to the end of forward; elsewhere that block keeps it."""
+    kept_by_block = step.full or (step.recomputed > 0 and not step.untouched)
+    return 0 if kept_by_block else step.hidden
 
 
 def _loss_terms(step: StepStages) -> Terms:
@@ -155,15 +163,15 @@ def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
 def _backward_terms(step: StepStages) -> Terms:
     """The largest of: the final norm, the blocks, the embedding.
 
-    Of the blocks the ends of both kinds suffice: from one to the next of a kind everything changes by the same.
+    Of the blocks the ends of every stretch suffice: from one to the next of a kind everything changes by the same.
     """
     layers, split = step.num_layers, step.recomputed
     summed_from = layers - 2 if step.buffers.reduce else 0  # the first block that has sums beside it
-    ends = {0, 1, split - 1, split, split + 1, split + 2, summed_from, layers - 1} & set(range(layers))
+    ends = {0, 1, split - 1, split, split + 1, split + 2, summed_from} | step.stretch_ends
     moments = [
         _head_used_moment(step),
         _final_norm_moment(step),
-        *(_block_moment(step, index) for index in sorted(ends)),
+        *(_block_moment(step, index) for index in sorted(ends) if step.untouched <= index < layers),
         _embedding_moment(step),
         _root_sum_moment(step),
     ]
@@ -203,7 +211,7 @@ def _block_moment(step: StepStages, index: int) -> Terms:
     peak = block.recomputed_peak if index < step.recomputed else block.peak
     later = step.num_layers - 1 - index
     root = step.head_gradient + step.final_norm.gradients
-    blocks = later * step.other_block.gradients
+    blocks = step.gradients_of_blocks[-1] - step.gradients_of_blocks[index + 1]
     resting = step.gradients_before or step.settled(blocks if step.root_waits else root + blocks)
     waiting = root if step.root_waits else 0
     kept = peak.kept
@@ -272,7 +280,7 @@ def _blocks_and_waiting(step: StepStages) -> int:
     """The blocks' gradients as they rest, and the whole ones of head and final norm where they wait."""
     if not step.root_waits:
         return step.gradients
-    blocks = step.num_layers * step.other_block.gradients
+    blocks = step.gradients_of_blocks[-1]
     resting = step.gradients_before or step.settled(blocks)
     return resting + step.head_gradient + step.final_norm.gradients
 

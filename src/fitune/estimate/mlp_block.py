@@ -74,26 +74,29 @@ def _tensors_at_once(site: Site, inputs: Sequence[Linear]) -> int:
     return (3 if gated else 2) + adapted
 
 
-def expert_stages(site: Site, linears: Sequence[Linear]) -> Iterator[Stage]:
-    """Router and fused experts: into the pairs of token and expert, through the gates, and back to tokens."""
+def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterator[Stage]:
+    """Router and fused experts: into the pairs of token and expert, through the gates, and back to tokens.
+
+    Nothing of them is kept where no gradient ``passes``: transformers' experts take no adapters.
+    """
     model, t, e = site.model, site.shape.tokens, site.element_bytes
     h, f, chosen = model.hidden_size, model.intermediate_size, model.experts_per_token
     sizes = {"tokens": t, "chosen": chosen, "hidden": h, "element_bytes": e}
     yield linears_stage(
         site, "expert inputs", linears[:-1],
-        kept=activations.expert_inputs_kept(**sizes, num_experts=model.num_experts, trained=site.full),
+        kept=passes * activations.expert_inputs_kept(**sizes, num_experts=model.num_experts, trained=site.full),
         forward=0,
         backward=transient.expert_inputs_backward(**sizes, width=f),
     )  # fmt: skip
     yield Stage(
         name="expert gates",
-        kept=chosen * activations.gated_mlp_kept(tokens=t, width=f, element_bytes=e),
+        kept=passes * chosen * activations.gated_mlp_kept(tokens=t, width=f, element_bytes=e),
         forward=transient.mlp_forward(tokens=t, hidden=2 * h, width=f * chosen, element_bytes=e, tensors=4),
         backward=transient.gate_backward(tokens=t, hidden=h, width=f * chosen, element_bytes=e),
     )
     yield linears_stage(
         site, "expert outputs", linears[-1:],
-        kept=activations.expert_outputs_kept(**sizes, width=f, trained=site.full),
+        kept=passes * activations.expert_outputs_kept(**sizes, width=f, trained=site.full),
         forward=0,
         backward=transient.expert_outputs_backward(**sizes, width=f),
         again=transient.expert_outputs_again(

@@ -12,8 +12,8 @@ from fitune.estimate.shares import (
 )
 from fitune.estimate.tensors import adapter_tensors, base_tensors
 from fitune.spec.model import ModelSpec
-from fitune.spec.parameters import count_parameters
-from fitune.spec.plan import Dense, Plan, Single, trains_every_weight
+from fitune.spec.parameters import adapted_blocks, count_parameters
+from fitune.spec.plan import Dense, Lora, Plan, Single, trains_every_weight
 
 
 def base_parameters(model: ModelSpec) -> int:
@@ -22,7 +22,7 @@ def base_parameters(model: ModelSpec) -> int:
 
 
 def adapter_parameters(plan: Plan) -> int:
-    """Σ over adapted linears and blocks of r·(in + out), + out with DoRA.
+    """Σ over adapted linears of adapted blocks of r·(in + out), + out with DoRA.
 
     Hu et al. 2021, arXiv 2106.09685, section 4.1; Liu et al. 2024, arXiv 2402.09353, section 4.1.
     """
@@ -32,6 +32,11 @@ def adapter_parameters(plan: Plan) -> int:
 def trained_parameters(plan: Plan) -> int:
     """Parameters that get a gradient: all of them, or the adapters alone."""
     return base_parameters(plan.model) if trains_every_weight(plan.tuning) else adapter_parameters(plan)
+
+
+def blocks_trained(plan: Plan) -> int:
+    """How many blocks have something that trains."""
+    return adapted_blocks(plan.model, plan.tuning) if isinstance(plan.tuning, Lora) else plan.model.num_layers
 
 
 def weights_bytes(plan: Plan) -> int:

@@ -21,8 +21,10 @@ class Site:
 
     plan: Plan
     shape: BatchShape
-    first: bool
-    """No gradient goes further back than this block's adapters when only adapters train."""
+    gradient_enters: bool
+    """Whether gradients go further back than this block: not where nothing trains before it."""
+    has_adapters: bool = True
+    """Whether this block is among those that LoRA adapts."""
 
     @property
     def model(self) -> ModelSpec:
@@ -37,18 +39,14 @@ class Site:
         return self.plan.precision.compute_bytes
 
     @property
-    def gradient_enters(self) -> bool:
-        return self.full or not self.first
-
-    @property
     def dropout(self) -> float:
         return self.plan.tuning.dropout if isinstance(self.plan.tuning, Lora) else 0.0
 
     def adapted(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:
         match self.plan.tuning:
-            case Lora(targets=targets):
+            case Lora(targets=targets) if self.has_adapters:
                 return tuple(m for m in linears if m.is_target(targets))
-            case Full() | Lomo():
+            case Full() | Lomo() | Lora():
                 return ()
 
     def trains(self, linears: Sequence[Linear]) -> bool:

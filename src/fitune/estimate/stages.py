@@ -54,6 +54,19 @@ class Block:
     """The same when it first runs again."""
 
 
+def untouched_block(stages: Sequence[Stage]) -> Block:
+    """One that no gradient reaches: it keeps nothing and never goes back."""
+    nothing = BackwardPeak(kept=0, gradients=0, temporaries=0)
+    return Block(
+        kept=0,
+        gradients=0,
+        forward=max(stage.forward for stage in stages),
+        building=0,
+        peak=nothing,
+        recomputed_peak=nothing,
+    )
+
+
 def block_of(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
     peak = backward_peak(stages, gradients_exist=gradients_exist)
     again = _running_again(stages)

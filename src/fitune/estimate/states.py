@@ -1,6 +1,6 @@
 """What the optimizer keeps between steps, and what it needs during one."""
 
-from fitune.estimate.parameters import embedding_parameters, trained_parameters
+from fitune.estimate.parameters import blocks_trained, embedding_parameters, trained_parameters
 from fitune.estimate.shares import num_shares, trained_share, uses_deepspeed, uses_fsdp, zero_stage
 from fitune.estimate.tensors import ParameterTensor, base_tensors, trained_tensors
 from fitune.spec.plan import AdamW, AdamW8bit, Ddp, Lomo, Optimizer, Plan, Sgd, trains_every_weight
@@ -140,7 +140,7 @@ def _divided_step_bytes(plan: Plan) -> int:
     if uses_fsdp(plan) and 4 * share <= MASTER_BUCKET_BYTES:
         ends_with_root = trains_every_weight(plan.tuning)
         last = [t for t in trained_tensors(plan) if t.in_block is not ends_with_root]
-        left = sum(t.share(parts) * t.count for t in last) // (1 if ends_with_root else plan.model.num_layers)
+        left = sum(t.share(parts) * t.count for t in last) // (1 if ends_with_root else blocks_trained(plan))
         return 4 * share - plan.precision.compute_bytes * (share - left)
     largest = max(t.share(parts) for t in trained_tensors(plan))
     return max(min(MASTER_BUCKET_BYTES, 4 * trained_share(plan)), 4 * largest)

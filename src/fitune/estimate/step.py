@@ -1,6 +1,7 @@
 """One optimizer step described for the timeline: its stages, its shape, what stays in memory throughout."""
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from fitune.estimate import activations
 from fitune.estimate.attention_traits import masks_whole_stream
@@ -22,9 +23,10 @@ from fitune.estimate.parameters import (
     weights_read_bytes,
 )
 from fitune.estimate.shares import trained_share
-from fitune.estimate.stages import Block, Stage, block_of
+from fitune.estimate.stages import Block, Stage, block_of, untouched_block
 from fitune.estimate.states import master_bytes, optimizer_bytes, update_temporaries_bytes
-from fitune.spec.plan import Lomo, Loss, Plan, Recompute, trains_every_weight
+from fitune.spec.parameters import blocks_gone_back_through
+from fitune.spec.plan import Lomo, Lora, Loss, Plan, Recompute, trains_every_weight
 from fitune.spec.shape import BatchShape
 
 Terms = dict[str, int]
@@ -36,9 +38,16 @@ class StepStages:
 
     plan: Plan
     shape: BatchShape
-    first_block: Block
-    """Differs from the others under LoRA: nothing before it needs a gradient."""
-    other_block: Block
+    blocks: tuple[Block, ...]
+    """Of up to four kinds (``model_stages``)."""
+    kept_by_blocks: tuple[int, ...]
+    """What the blocks 0…index−1 keep when none recomputes."""
+    gradients_of_blocks: tuple[int, ...]
+    """The same of the gradients that they leave."""
+    untouched: int
+    """How many of the first blocks no gradient reaches."""
+    stretch_ends: frozenset[int]
+    """Blocks of another kind than one beside them, and the outer ones."""
     final_norm: Stage
     resident: Terms
     gradients: int
@@ -111,7 +120,10 @@ class StepStages:
         return root_gradients_wait(self.plan)
 
     def block(self, index: int) -> Block:
-        return self.first_block if index == 0 else self.other_block
+        return self.blocks[index]
+
+    def untouched_before(self, index: int) -> int:
+        return min(index, self.untouched)
 
     def kept_before(self, index: int) -> int:
         """What the blocks 0…index−1 keep that do not recompute.
@@ -120,20 +132,18 @@ class StepStages:
         """
         if self.activations_leave:
             return self.block(index - 1).kept if index > self.recomputed else 0
-        kept = max(0, index - self.recomputed) * self.other_block.kept
-        if index > 0 and self.recomputed == 0:
-            kept += self.first_block.kept - self.other_block.kept
-        return kept
+        return self.kept_by_blocks[index] - self.kept_by_blocks[min(index, self.recomputed)]
 
     def inputs_before(self, index: int) -> int:
         """The inputs that the recomputed ones of blocks 0…index−1 keep; of the last alone when they leave."""
         if self.activations_leave:
-            return self.hidden if 0 < index <= self.recomputed else 0
-        return min(index, self.recomputed) * self.hidden
+            return self.own_input(index - 1) if index > 0 else 0
+        recomputed = min(index, self.recomputed)
+        return (recomputed - self.untouched_before(recomputed)) * self.hidden
 
     def own_input(self, index: int) -> int:
         """The input that block ``index`` keeps when it recomputes."""
-        return self.hidden if index < self.recomputed else 0
+        return self.hidden if self.untouched <= index < self.recomputed else 0
 
     @property
     def activations_leave(self) -> bool:
@@ -161,19 +171,28 @@ class StepStages:
 class ModelStages:
     """The stages of the model for one micro-batch: the same however its states are divided or offloaded."""
 
-    first_block: tuple[Stage, ...]
-    other_block: tuple[Stage, ...]
+    blocks: tuple[tuple[Stage, ...], ...]
+    """Of each block; those of one kind are the same object."""
+    untouched: int
     final_norm: Stage
 
 
 def model_stages(plan: Plan, shape: BatchShape) -> ModelStages:
-    other = tuple(block_stages(plan, shape, first=False))
-    alike = trains_every_weight(plan.tuning)
-    return ModelStages(
-        first_block=other if alike else tuple(block_stages(plan, shape, first=True)),
-        other_block=other,
-        final_norm=final_norm_stage(plan, shape),
-    )
+    """Up to four kinds of blocks: with adapters or without, with a gradient that goes further back or without."""
+    layers = plan.model.num_layers
+    untouched = layers - blocks_gone_back_through(plan.model, plan.tuning)
+    kinds: dict[tuple[bool, bool], tuple[Stage, ...]] = {}
+    blocks = []
+    for index in range(layers):
+        kind = (_trains_in(plan, index), trains_every_weight(plan.tuning) or index > untouched)
+        if kind not in kinds:
+            kinds[kind] = block_stages(plan, shape, has_adapters=kind[0], gradient_enters=kind[1])
+        blocks.append(kinds[kind])
+    return ModelStages(blocks=tuple(blocks), untouched=untouched, final_norm=final_norm_stage(plan, shape))
+
+
+def _trains_in(plan: Plan, index: int) -> bool:
+    return plan.tuning.adapts(index) if isinstance(plan.tuning, Lora) else True
 
 
 def describe_step(plan: Plan, shape: BatchShape, stages: ModelStages | None = None) -> StepStages:
@@ -182,16 +201,15 @@ def describe_step(plan: Plan, shape: BatchShape, stages: ModelStages | None = No
     A search over ways to divide the states hands in the ``stages`` that all of them share.
     """
     stages = stages or model_stages(plan, shape)
-    at_once = one_gradient_at_a_time(plan)
-    other = block_of(stages.other_block, gradients_exist=at_once)
-    first = other
-    if stages.first_block is not stages.other_block:
-        first = block_of(stages.first_block, gradients_exist=at_once)
+    blocks = _summed_up(stages, gradients_exist=one_gradient_at_a_time(plan))
     return StepStages(
         plan=plan,
         shape=shape,
-        first_block=first,
-        other_block=other,
+        blocks=blocks,
+        kept_by_blocks=(0, *accumulate(block.kept for block in blocks)),
+        gradients_of_blocks=(0, *accumulate(block.gradients for block in blocks)),
+        untouched=stages.untouched,
+        stretch_ends=_stretch_ends(blocks),
         final_norm=stages.final_norm,
         resident=resident_terms(plan),
         gradients=resting_gradient_bytes(plan),
@@ -205,6 +223,26 @@ def describe_step(plan: Plan, shape: BatchShape, stages: ModelStages | None = No
             tokens=shape.tokens, hidden=plan.model.hidden_size, element_bytes=plan.precision.compute_bytes
         ),
     )
+
+
+def _summed_up(stages: ModelStages, *, gradients_exist: bool) -> tuple[Block, ...]:
+    """The blocks of one kind are one object here, too."""
+    kinds: dict[int, Block] = {}
+    blocks = []
+    for index, block in enumerate(stages.blocks):
+        if id(block) not in kinds:
+            reached = index >= stages.untouched
+            kinds[id(block)] = (
+                block_of(block, gradients_exist=gradients_exist) if reached else untouched_block(block)
+            )
+        blocks.append(kinds[id(block)])
+    return tuple(blocks)
+
+
+def _stretch_ends(blocks: tuple[Block, ...]) -> frozenset[int]:
+    last = len(blocks) - 1
+    changes = (index for index in range(last) if blocks[index] is not blocks[index + 1])
+    return frozenset({0, last}) | {end for index in changes for end in (index, index + 1)}
 
 
 def resident_terms(plan: Plan) -> Terms:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.parameters import adapted_blocks
 from fitune.spec.plan import Lora, Plan
 
 
@@ -47,7 +48,7 @@ def base_tensors(model: ModelSpec) -> tuple[ParameterTensor, ...]:
 
 
 def adapter_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
-    """A: r × in, B: out × r, and DoRA's norm of each of the out rows, for every adapted linear of every block."""
+    """A: r × in, B: out × r, and DoRA's norm of each of the out rows, for every adapted linear of adapted blocks."""
     if not isinstance(plan.tuning, Lora):
         return ()
     return _adapters_of(plan.model, plan.tuning)
@@ -63,7 +64,7 @@ def _adapters_of(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
 
 
 def _adapters(model: ModelSpec, lora: Lora) -> Iterator[ParameterTensor]:
-    layers = model.num_layers
+    layers = adapted_blocks(model, lora)
     for m in model.linears:
         if not m.is_target(lora.targets):
             continue

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from fitune.estimate.attention_traits import is_multi_query, materialises_scores
 from fitune.estimate.communication import backward_passes, forward_passes
-from fitune.estimate.eager import BlockWork, block_work
+from fitune.estimate.eager import BlockWork, blocks_work
 from fitune.estimate.loss import num_chunks
 from fitune.estimate.rates import Rates, rates_of
 from fitune.estimate.shape import largest_batch
@@ -73,10 +73,10 @@ def predict_step_time(plan: Plan, shape: BatchShape | None = None) -> StepTime:
 
 def step_time_of(step: StepStages) -> StepTime:
     """The same for a step that is already described."""
-    plan, block = step.plan, block_work(step.plan)
+    plan, blocks = step.plan, blocks_work(step.plan)
     rates = rates_of(plan.hardware, plan.precision)
-    forward = forward_work(step, block, rates)
-    backward, update = backward_work(step, block, forward), update_work(step)
+    forward = forward_work(step, blocks, rates)
+    backward, update = backward_work(step, blocks, forward), update_work(step)
     there, back = forward_passes(plan), backward_passes(plan)
     works = {
         Phase.FORWARD: [(there, forward)],
@@ -120,18 +120,18 @@ def _with_transfers(own: float, limit: str, transfers: Transfers | None) -> tupl
     return together + sum(transfers.waited.values()), max(parts, key=lambda part: part[0])[1]
 
 
-def forward_work(step: StepStages, block: BlockWork, rates: Rates) -> Work:
+def forward_work(step: StepStages, blocks: BlockWork, rates: Rates) -> Work:
     """Per token the products of every block, per pair a third of attention's; weights are read once."""
     plan, layers, tokens = step.plan, step.num_layers, step.shape.tokens
     pairs = attention_pairs(step, rates.attention_row_tokens)
     return Work(
-        product_flops=tokens * layers * block.forward.flops,
-        products=layers * block.forward.products,
+        product_flops=tokens * blocks.forward.flops,
+        products=blocks.forward.products,
         attention_flops=layers * pairs * attention_flops_per_pair(plan.model) / 3,
-        bytes=tokens * layers * block.forward.bytes,
+        bytes=tokens * blocks.forward.bytes,
         tensor_bytes=step.hidden,
         bytes_in_place=step.weights_read + step.unpacked,
-        forward_operations=layers * (block.forward.products + block.forward.operations + step.shape.rows),
+        forward_operations=blocks.forward.products + blocks.forward.operations + layers * step.shape.rows,
         hook_seconds=layers * _modules(plan) * MODULE_HOOK_SECONDS if _fetches_modules(plan) else 0.0,
     )
 
@@ -163,25 +163,29 @@ def loss_work(step: StepStages) -> Work:
     )
 
 
-def backward_work(step: StepStages, block: BlockWork, forward: Work) -> Work:
+def backward_work(step: StepStages, blocks: BlockWork, forward: Work) -> Work:
     """What training needs beside forward, + the forward of the recomputed blocks; gradients written and read.
 
     Packed weights are made whole for every pass.
 
     Attention's backward makes the scores again: 5 products to forward's 2 (Dao 2023, arXiv 2307.08691).
     """
-    layers, tokens, again = step.num_layers, step.shape.tokens, step.recomputed / step.num_layers
+    tokens, again = step.shape.tokens, max(0, step.recomputed - step.untouched) / step.num_layers
+    back = step.num_layers - step.untouched
     return Work(
-        product_flops=tokens * layers * block.backward.flops + again * forward.product_flops,
-        products=layers * block.backward.products + again * forward.products,
-        attention_flops=(2.5 + again) * forward.attention_flops,
-        bytes=tokens * layers * block.backward.bytes + again * forward.bytes,
+        product_flops=tokens * blocks.backward.flops + again * forward.product_flops,
+        products=blocks.backward.products + again * forward.products,
+        attention_flops=(2.5 * back / step.num_layers + again) * forward.attention_flops,
+        bytes=tokens * blocks.backward.bytes + again * forward.bytes,
         tensor_bytes=step.hidden,
-        bytes_in_place=step.weights_read + (1 + again) * step.unpacked + 2 * step.whole_gradients,
+        bytes_in_place=step.weights_read * back / step.num_layers
+        + (back / step.num_layers + again) * step.unpacked
+        + 2 * step.whole_gradients,
         forward_operations=again * forward.forward_operations,
         hook_seconds=(1 + again) * forward.hook_seconds,
-        backward_operations=layers
-        * (block.backward.products + block.backward.operations + 2 * step.shape.rows),
+        backward_operations=blocks.backward.products
+        + blocks.backward.operations
+        + 2 * back * step.shape.rows,
     )
 
 

@@ -173,13 +173,13 @@ def _shape_in_base(module: str, base: ModelSpec | Shapes) -> tuple[int, int] | N
 def _untargeted(present: Iterable[str], config: dict[str, Any]) -> list[str]:
     """Linears that have keys and that the config does not adapt: PEFT drops such keys without a word."""
     targets = _plain_targets(config)
-    return [] if targets is None else [name for name in present if not _is_target(name, targets)]
+    return [] if targets is None else [name for name in present if not _is_target(name, targets, config)]
 
 
 def _plain_targets(config: dict[str, Any]) -> list[str] | None:
-    """Names of the adapted linears; None where they are a pattern or narrowed to some layers."""
+    """Names of the adapted linears; None where they are a pattern or narrowed by one."""
     targets = config.get("target_modules")
-    narrowed = any(config.get(key) for key in ("layers_to_transform", "layers_pattern", "exclude_modules"))
+    narrowed = any(config.get(key) for key in ("layers_pattern", "exclude_modules"))
     return targets if isinstance(targets, list) and not narrowed else None
 
 
@@ -189,7 +189,7 @@ def _missing(present: set[str], config: dict[str, Any], base: ModelSpec | Shapes
     if targets is None:
         return []
     tails = {_tail(name) for name in present}
-    return [name for name in _names(base) if _is_target(name, targets) and _tail(name) not in tails]
+    return [name for name in _names(base) if _is_target(name, targets, config) and _tail(name) not in tails]
 
 
 def _names(base: ModelSpec | Shapes) -> list[str]:
@@ -205,7 +205,11 @@ def _tail(name: str) -> str:
     return f"{match[1]}.{match[2]}" if match else name
 
 
-def _is_target(name: str, targets: list[str]) -> bool:
+def _is_target(name: str, targets: list[str], config: dict[str, Any]) -> bool:
+    layers, match = config.get("layers_to_transform"), _IN_BLOCK.fullmatch(name)
+    chosen = [layers] if isinstance(layers, int) else layers or []
+    if chosen and (match is None or int(match[1]) not in chosen):
+        return False
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 

@@ -23,8 +23,10 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
+        layers_to_transform=list(lora.layers) or None,
         fan_in_fan_out=_stores_weights_transposed(model, lora.targets),
         use_dora=lora.dora,
+        use_rslora=lora.rslora,
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -39,11 +41,8 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
 
 def _stores_weights_transposed(model: PreTrainedModel, targets: Sequence[str]) -> bool:
     """GPT-2 keeps its linears as Conv1D, [in, out] instead of [out, in]; PEFT wants to be told."""
-    return any(
-        isinstance(module, Conv1D)
-        for name, module in model.named_modules()
-        if name.rsplit(".", 1)[-1] in targets
-    )
+    ends = tuple(f".{target}" for target in targets)
+    return any(isinstance(module, Conv1D) for name, module in model.named_modules() if name.endswith(ends))
 
 
 def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:

@@ -12,6 +12,7 @@ from fitune.planner.describe import (
     method_name,
 )
 from fitune.planner.families import ORDER
+from fitune.planner.lora_decisions import lora_decisions
 from fitune.planner.refusals import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import (
@@ -19,7 +20,6 @@ from fitune.spec.plan import (
     AdamW8bit,
     ChunkedLoss,
     Ddp,
-    Dense,
     Full,
     Hqq,
     Lomo,
@@ -82,7 +82,7 @@ def decisions_of(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
         _learning_rate(recipe, plan),
         _overruled(recipe),
         _idle(recipe, plan),
-        _lora(recipe, plan),
+        lora_decisions(recipe, plan),
         _output(recipe, plan),
     ]
     return tuple(line for group in lines for line in group)
@@ -94,15 +94,16 @@ def _tuning(recipe: Recipe, plan: Plan) -> Iterator[str]:
     name = method_name(plan.tuning)
     if recipe.tuning is not None:
         yield f"quantization: {describe_base_of(plan.tuning)}, fitune's default for {recipe.tuning}"
-    elif recipe.export is not None or recipe.quantization_is_asked_for or recipe.dora:
-        asked = next(
-            key for key in ("export", "quantization", "quantization_bits", "dora") if getattr(recipe, key)
-        )
+    elif recipe.export is not None or recipe.quantization_is_asked_for or recipe.dora or recipe.rslora:
+        asked = next(key for key in _NARROWING if getattr(recipe, key))
         yield f"tuning: {name}, because of {asked}: {getattr(recipe, asked)} (order: {ORDER})"
     elif isinstance(plan.tuning, Full):
         yield f"tuning: full, every weight is trained; it fits (order: {ORDER})"
     else:
         yield f"tuning: {name}, the first that fits (order: {ORDER})"
+
+
+_NARROWING = ("export", "quantization", "quantization_bits", "dora", "rslora")
 
 
 def _spread(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -233,6 +234,7 @@ def _idle(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Settings that were given and that belong to a method or an optimizer that was not taken."""
     owners = {
         "lora_": ("tuning", isinstance(plan.tuning, Lora)),
+        "rslora": ("tuning", isinstance(plan.tuning, Lora)),
         "adam_": ("optimizer", isinstance(plan.optimizer, AdamW | AdamW8bit)),
         "momentum": ("optimizer", recipe.optimizer == "momentum"),
         "quantization_group": ("tuning", isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Hqq)),
@@ -243,34 +245,6 @@ def _idle(recipe: Recipe, plan: Plan) -> Iterator[str]:
         idle = [what for start, (what, taken) in owners.items() if name.startswith(start) and not taken]
         if idle and name in recipe.model_fields_set and getattr(recipe, name) != field.default:
             yield f"note on {name}: it does nothing with the {idle[0]} of this plan"
-
-
-def _lora(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    match plan.tuning:
-        case Lora(rank=rank, alpha=alpha, targets=targets):
-            if recipe.lora_alpha is None:
-                yield f"lora_alpha: {alpha} = 2 · lora_r {rank}"
-            narrowest = max(min(m.in_features, m.out_features) for m in plan.model.linears if m.adaptable)
-            if rank > narrowest:
-                yield (
-                    f"note on lora_r: no linear has more than {narrowest} dimensions on its narrow side; a rank "
-                    f"of {rank} costs memory and can say no more than {narrowest}"
-                )
-            if recipe.lora_target_modules == ["all-linear"]:
-                yield f"LoRA targets: all linears of a block that take adapters: {', '.join(targets)}"
-            yield from _left_in_16_bit(plan)
-
-
-def _left_in_16_bit(plan: Plan) -> Iterator[str]:
-    """Experts that transformers holds as bare parameters are neither quantised nor adapted."""
-    bare = plan.model.num_layers * sum(m.weights for m in plan.model.linears if not m.adaptable)
-    size = bare * plan.precision.compute_bytes
-    if bare and isinstance(plan.tuning, Lora):
-        packed = "neither quantised nor adapted" if not isinstance(plan.tuning.base, Dense) else "not adapted"
-        yield (
-            f"note on experts: they are bare parameters and {packed}; "
-            f"{format_bytes(size)} of weights stay in {8 * plan.precision.compute_bytes} bit"
-        )
 
 
 def _output(recipe: Recipe, plan: Plan) -> Iterator[str]:

@@ -25,6 +25,7 @@ from fitune.spec.plan import (
     Zero,
 )
 from fitune.spec.reports import Estimate, Phase
+from fitune.spec.targets import as_ranges
 from fitune.units import GIB, MIB
 
 
@@ -63,8 +64,10 @@ def describe_tuning(tuning: Tuning) -> str:
         case Lomo(adaptive=adaptive, clip=clip):
             cut = f"at norm {clip.max_norm:g}" if isinstance(clip, ClipByNorm) else f"to ±{clip.value:g}"
             return f"{'AdaLomo' if adaptive else 'LOMO'} clipped {cut}"
-        case Lora(rank=rank, targets=targets, base=base, dora=dora):
-            adapters = f"{'DoRA' if dora else 'LoRA'} r{rank} on {len(targets)} linears"
+        case Lora(rank=rank, targets=targets, base=base):
+            scaled = "rank-stabilised " if tuning.rslora else ""
+            adapters = f"{scaled}{'DoRA' if tuning.dora else 'LoRA'} r{rank} on {len(targets)} linears"
+            adapters += f" of blocks {as_ranges(tuning.layers)}" if tuning.layers else ""
             return adapters + ("" if isinstance(base, Dense) else f" of {describe_base(base)}")
 
 

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from fitune.estimate.parameters import trained_parameters
 from fitune.planner.describe import describe_plan, host_sum, memory_sum, unit_for, wrapped
-from fitune.spec.parameters import count_parameters, lora_parameters
-from fitune.spec.plan import Lora, Plan
+from fitune.spec.parameters import count_parameters
+from fitune.spec.plan import Plan
 from fitune.spec.reports import Estimate, MemoryBreakdown, PlanReport, Priced
 from fitune.spec.serial import to_data
 from fitune.units import format_bytes, format_count, format_rate, format_seconds
@@ -48,9 +49,7 @@ def explain_priced(priced: Priced, *, price: float = 0.0) -> str:
 
 def _title(plan: Plan) -> str:
     total = count_parameters(plan.model).total
-    trained = total
-    if isinstance(plan.tuning, Lora):
-        trained = lora_parameters(plan.model, rank=plan.tuning.rank, targets=plan.tuning.targets)
+    trained = trained_parameters(plan)
     share = f"{format_count(trained)} trained ({trained / total:.2%})" if trained < total else "all trained"
     hardware = plan.hardware
     device = f"{hardware.gpu.name}, {format_bytes(hardware.gpu.memory_bytes)}"

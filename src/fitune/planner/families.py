@@ -7,7 +7,6 @@ from typing import Literal
 from fitune.planner.defaults import optimizer_of
 from fitune.spec.hardware import Gpu
 from fitune.spec.model import ModelSpec
-from fitune.spec.parameters import resolve_targets
 from fitune.spec.plan import (
     ClipByNorm,
     ClipByValue,
@@ -23,6 +22,7 @@ from fitune.spec.plan import (
     Tuning,
 )
 from fitune.spec.recipe import Recipe
+from fitune.spec.targets import resolve_adapted
 
 ORDER = (
     "full with fp32 masters, LoRA, QLoRA; then the same with weights or optimizer on the host, LoRA and QLoRA "
@@ -96,7 +96,12 @@ def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:
         case "lora" | "qlora":
             return tuple(lora_of(recipe, model, base) for base in bases(recipe))
     loras = tuple(lora_of(recipe, model, base) for base in bases(recipe))
-    if recipe.export in ("adapter", "merged") or recipe.quantization_is_asked_for or recipe.dora:
+    if (
+        recipe.export in ("adapter", "merged")
+        or recipe.quantization_is_asked_for
+        or recipe.dora
+        or recipe.rslora
+    ):
         return loras
     updating: tuple[Tuning, ...] = ()
     if "optimizer" not in recipe.model_fields_set or recipe.optimizer == "sgd":
@@ -107,13 +112,16 @@ def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:
 
 
 def lora_of(recipe: Recipe, model: ModelSpec, base: Dense | Nf4 | Hqq) -> Lora:
+    adapted = resolve_adapted(model, targets=recipe.lora_target_modules, layers=recipe.lora_layers)
     return Lora(
         rank=recipe.lora_r,
         alpha=recipe.lora_alpha or 2 * recipe.lora_r,
         dropout=recipe.lora_dropout,
-        targets=resolve_targets(model, recipe.lora_target_modules),
+        targets=adapted.targets,
         base=base,
         dora=recipe.dora,
+        rslora=recipe.rslora,
+        layers=adapted.layers,
     )
 
 

@@ -101,7 +101,11 @@ def _largest_model(recipe: Recipe, family: Family, hardware: Hardware) -> str | 
     """Methods are the family's, its adapters on all linears, whose names differ from model to model."""
     known = (load_model_spec(name, offline=True) for name in known_model_names())
     for model in sorted(known, key=lambda model: count_parameters(model).total, reverse=True):
-        pins = {"seq_len": min(recipe.seq_len, model.max_seq_len), "lora_target_modules": ["all-linear"]}
+        pins = {
+            "seq_len": min(recipe.seq_len, model.max_seq_len),
+            "lora_target_modules": ["all-linear"],
+            "lora_layers": [],
+        }
         changed = recipe.model_copy(update=pins)
         for other in families(changed, model=model, gpu=hardware.gpu):
             if _label(other) == _label(family):

@@ -184,7 +184,7 @@ class Changes:
         known = (load_model_spec(name, offline=True) for name in known_model_names())
         for model in sorted(known, key=lambda model: count_parameters(model).total, reverse=True):
             seq_len = min(self.recipe.seq_len, model.max_seq_len)
-            changed = {"seq_len": seq_len, "lora_target_modules": ["all-linear"]}
+            changed = {"seq_len": seq_len, "lora_target_modules": ["all-linear"], "lora_layers": []}
             if self._family_fits(self.recipe.model_copy(update=changed), model):
                 return model.name
         return None

@@ -76,8 +76,8 @@ def _refuse_export(recipe: Recipe) -> None:
             f"export: {recipe.export} needs an adapter, and tuning: {recipe.tuning} trains none",
             hint="export: full",
         )
-    adapters = recipe.tuning in ("lora", "qlora") or recipe.quantization_is_asked_for or recipe.dora
-    if adapters and recipe.export == "full":
+    adapters = recipe.tuning in ("lora", "qlora") or recipe.dora or recipe.rslora
+    if (adapters or recipe.quantization_is_asked_for) and recipe.export == "full":
         raise RecipeError("export: full is for tuning: full; LoRA trains an adapter", hint="export: merged")
 
 

@@ -77,9 +77,10 @@ def _refuse_quantization(recipe: Recipe) -> None:
             f"quantization: nf4 has 4 bits, not quantization_bits = {recipe.quantization_bits}",
             hint="quantization: hqq",
         )
-    if recipe.dora and recipe.tuning in ("full", *_LOMO):
+    adapting = next((name for name in ("dora", "rslora") if getattr(recipe, name)), None)
+    if adapting and recipe.tuning in ("full", *_LOMO):
         raise RecipeError(
-            f"dora trains adapters, and tuning: {recipe.tuning} trains none", hint="tuning: lora"
+            f"{adapting} is for adapters, and tuning: {recipe.tuning} trains none", hint="tuning: lora"
         )
 
 

@@ -16,7 +16,7 @@ _NORM_READERS = {"attention norm": "attention", "MLP norm": "mlp"}
 
 def block_of_case(case: Case) -> Block:
     """A block that gradients pass through, with what a checkpoint holds of it while it goes back."""
-    stages = [_changed(case, stage) for stage in block_stages(case.plan, case.shape, first=False)]
+    stages = [_changed(case, stage) for stage in block_stages(case.plan, case.shape)]
     block = block_of(stages, gradients_exist=case.plan.batch.accumulation > 1)
     if not case.plan.recompute.blocks:
         return block

@@ -6,7 +6,6 @@ from fitune.records.row import Row
 from fitune.records.storage import trains_all
 from fitune.records.unrepresented import Unrepresented
 from fitune.spec.model import ModelSpec
-from fitune.spec.parameters import resolve_targets
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -21,6 +20,7 @@ from fitune.spec.plan import (
     Sgd,
     Tuning,
 )
+from fitune.spec.targets import resolve_targets
 
 PEFT_RANK = 8
 """PEFT's default, where a row does not say."""

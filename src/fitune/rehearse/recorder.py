@@ -81,7 +81,8 @@ class Recorder(LiveTensors):
     def _mark_gradient(self, block: int) -> Callable[..., None]:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
             hidden = output if isinstance(output, Tensor) else output[0]
-            hidden.register_hook(self._mark("backward", block))
+            if hidden.requires_grad:  # backward ends at the first block that trains
+                hidden.register_hook(self._mark("backward", block))
 
         return note
 

@@ -10,7 +10,7 @@ from fitune.rehearse.events import Trace
 from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.step import record_few_blocks, record_step
 from fitune.rehearse.stretch import Depth, Irregular, stretched
-from fitune.spec.plan import Offload, Plan
+from fitune.spec.plan import Lora, Offload, Plan
 from fitune.spec.reports import Rehearsal
 
 
@@ -37,7 +37,7 @@ def trace_plan(plan: Plan, config: PretrainedConfig, *, exact: bool) -> tuple[Tr
     layers = plan.model.num_layers
     recomputed = min(plan.recompute.blocks, layers)
     depth = Depth(recomputed=recomputed, kept=layers - recomputed)
-    repeats = _blocks_are_alike(config) and plan.offload == Offload()
+    repeats = _blocks_are_alike(config, plan) and plan.offload == Offload()
     if not exact and depth.shallow() != depth and repeats:
         with suppress(Irregular):  # then every block is traced
             passes, update = record_few_blocks(plan, config, depth)
@@ -45,6 +45,7 @@ def trace_plan(plan: Plan, config: PretrainedConfig, *, exact: bool) -> tuple[Tr
     return record_step(plan, config), layers
 
 
-def _blocks_are_alike(config: PretrainedConfig) -> bool:
-    """Not where windowed and global attention take turns."""
-    return len(set(getattr(config, "layer_types", None) or ())) <= 1
+def _blocks_are_alike(config: PretrainedConfig, plan: Plan) -> bool:
+    """Not where windowed and global attention take turns, or where some have adapters and others have none."""
+    some_adapted = isinstance(plan.tuning, Lora) and bool(plan.tuning.layers)
+    return len(set(getattr(config, "layer_types", None) or ())) <= 1 and not some_adapted

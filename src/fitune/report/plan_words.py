@@ -38,6 +38,7 @@ from fitune.spec.plan import (
     Tuning,
     Zero,
 )
+from fitune.spec.targets import as_ranges
 from fitune.units import format_bytes, format_learning_rate
 
 _PRECISIONS = {
@@ -135,9 +136,12 @@ def _tuning_sentence(tuning: Tuning) -> str:
             return _lomo_sentence(tuning)
         case Lora():
             norms = " with the norms of the adapted weights (DoRA)" if tuning.dora else ""
+            blocks = f" of blocks {as_ranges(tuning.layers)}" if tuning.layers else ""
+            scale = "over the rank's root, " if tuning.rslora else ""
             return (
-                f"Adapters of rank {tuning.rank} (alpha {tuning.alpha}, dropout {tuning.dropout:g}) are "
-                f"trained on {', '.join(tuning.targets)}{norms}; the base stays frozen{_base_words(tuning.base)}."
+                f"Adapters of rank {tuning.rank} (alpha {tuning.alpha}, {scale}dropout {tuning.dropout:g}) are "
+                f"trained on {', '.join(tuning.targets)}{blocks}{norms}; "
+                f"the base stays frozen{_base_words(tuning.base)}."
             )
     return f"Tuning is {_any_name(tuning)}."
 
@@ -259,6 +263,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _value(name: str, value: Any) -> str:
+    if name == "tuning.layers":
+        return as_ranges(value) or "all"
     if isinstance(value, tuple):
         return ", ".join(str(item) for item in value) or "none"
     if name.endswith("_bytes") and isinstance(value, int):

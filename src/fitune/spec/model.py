@@ -27,12 +27,12 @@ class Linear:
 
     @property
     def short_name(self) -> str:
-        """What LoRA targets are named by: ``q_proj``."""
+        """What LoRA targets are mostly named by: ``q_proj``."""
         return self.name.rsplit(".", 1)[-1]
 
     def is_target(self, targets: Collection[str]) -> bool:
         """Whether LoRA with these targets adapts it."""
-        return self.adaptable and self.short_name in targets
+        return self.adaptable and (self.short_name in targets or self.name in targets)
 
     @property
     def weights(self) -> int:

@@ -1,9 +1,7 @@
 """Exact parameter counts, as sums over the linears of one block."""
 
-from collections.abc import Sequence
-
-from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.model import Linear, ModelSpec, ParameterCounts
+from fitune.spec.tuning import Lora, Tuning
 
 
 def count_parameters(model: ModelSpec) -> ParameterCounts:
@@ -21,41 +19,27 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
     return ParameterCounts(**parts, norms=norms, embeddings=embeddings, head=head, active=total - idle)
 
 
-def lora_parameters(model: ModelSpec, *, rank: int, targets: Sequence[str]) -> int:
-    """Trainable parameters of LoRA: L · Σ rank · (in + out) over the adapted linears of a block.
+def lora_parameters(model: ModelSpec, lora: Lora) -> int:
+    """Trainable parameters of LoRA: Σ rank · (in + out), + out with DoRA, over the adapted linears of adapted blocks.
 
     A is rank × in, B is out × rank (Hu et al. 2021, arXiv 2106.09685, section 4.1); no bias is trained.
     """
-    adapted = [linear for linear in model.linears if linear.is_target(targets)]
-    return model.num_layers * sum(rank * (linear.in_features + linear.out_features) for linear in adapted)
-
-
-def resolve_targets(model: ModelSpec, wanted: Sequence[str]) -> tuple[str, ...]:
-    """The names LoRA adapts, in block order; ``all-linear`` (or ``all``) is every linear it can wrap.
-
-    Raises RecipeError for a name the model does not have or cannot adapt.
-    """
-    known = model.adaptable_names
-    if not wanted:
-        raise RecipeError("lora_target_modules is empty", hint=f"all-linear, or some of {', '.join(known)}")
-    for name in wanted:
-        if name not in (*known, "all-linear", "all"):
-            raise _unknown_target(model, name)
-    if {"all-linear", "all"} & set(wanted):
-        return known
-    return tuple(name for name in known if name in wanted)
-
-
-def _unknown_target(model: ModelSpec, name: str) -> RecipeError:
-    if name in {linear.short_name for linear in model.linears}:
-        why = "is a fused parameter in transformers that LoRA cannot wrap"
-    else:
-        why = "is no linear of this model"
-    known = f"{model.name} has {', '.join(model.adaptable_names)}"
-    return RecipeError(
-        f"lora_target_modules: {name!r} {why}; {known}",
-        hint=did_you_mean(name.rsplit(".", 1)[-1], model.adaptable_names) or "all-linear",
+    adapted = [linear for linear in model.linears if linear.is_target(lora.targets)]
+    of_a_block = sum(
+        lora.rank * (m.in_features + m.out_features) + m.out_features * lora.dora for m in adapted
     )
+    return adapted_blocks(model, lora) * of_a_block
+
+
+def adapted_blocks(model: ModelSpec, lora: Lora) -> int:
+    """How many blocks have adapters."""
+    return len(lora.layers) or model.num_layers
+
+
+def blocks_gone_back_through(model: ModelSpec, tuning: Tuning) -> int:
+    """How many blocks, counted from the last, backward goes through: before the first adapted one nothing trains."""
+    first = min(tuning.layers, default=0) if isinstance(tuning, Lora) else 0
+    return model.num_layers - first
 
 
 def _block_parameters(model: ModelSpec, part: str) -> int:

@@ -16,6 +16,7 @@ from fitune.spec.plan import DataFormat
 from fitune.spec.recipe_values import (
     CountFloat,
     CountInt,
+    Layers,
     Names,
     PositiveFloat,
     PositiveInt,
@@ -23,6 +24,7 @@ from fitune.spec.recipe_values import (
     Seed,
     Share,
     Size,
+    Targets,
     Text,
     as_name,
     as_source,
@@ -65,8 +67,10 @@ class Recipe(_Strict):
     lora_r: PositiveInt = 16
     lora_alpha: PositiveInt | None = None
     lora_dropout: Share = 0.0
-    lora_target_modules: Names = ["all-linear"]
+    lora_target_modules: Targets = ["all-linear"]
+    lora_layers: Layers = []
     dora: bool = False
+    rslora: bool = False
     quantization: Literal["nf4", "hqq", "none"] | None = None
     quantization_bits: Annotated[Literal[2, 3, 4, 8], BeforeValidator(whole_number)] | None = None
     quantization_group_size: PositiveInt = 64

@@ -1,6 +1,7 @@
 """How values are written: ``1e-4`` as text, ``128GiB``, a list or a comma-separated text."""
 
 import math
+import re
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -47,6 +48,36 @@ def as_names(value: Any) -> Any:
     return value
 
 
+def as_targets(value: Any) -> Any:
+    """The same for names of linears, but a regular expression keeps its commas."""
+    if isinstance(value, str) and set(value) & set("()[]{}|*+?^$\\"):
+        return [value.strip()]
+    return as_names(value)
+
+
+def as_layers(value: Any) -> Any:
+    """Numbers of blocks and ranges of them, ``0-3, 7``, as single numbers; ``all`` is none in particular."""
+    if isinstance(value, str) and value.strip().lower() == "all":
+        return []
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return [number for part in parts for number in _range_of(part)]
+
+
+def _range_of(part: Any) -> range:
+    match = _RANGE.fullmatch(str(part))
+    if isinstance(part, bool) or match is None:
+        raise ValueError(f"{part!r} is neither the number of a block nor a range like 24-31")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first or last > _MOST_BLOCKS:
+        raise ValueError(f"{part!r}: a range goes from the lower number to the higher, up to {_MOST_BLOCKS}")
+    return range(first, last + 1)
+
+
+_RANGE = re.compile(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?")
+_MOST_BLOCKS = 9_999
+"""No model has as many; a slip must not make a list of a billion."""
+
+
 def as_sources(value: Any) -> Any:
     if value is None:
         return []
@@ -84,3 +115,5 @@ Share = Annotated[float, BeforeValidator(number), Field(ge=0, lt=1)]
 Size = Annotated[int, BeforeValidator(as_size), Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 Names = Annotated[list[Text], BeforeValidator(as_names)]
+Targets = Annotated[list[Text], BeforeValidator(as_targets)]
+Layers = Annotated[list[int], BeforeValidator(as_layers)]

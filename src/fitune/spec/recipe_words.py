@@ -12,6 +12,9 @@ ALIASES = {
     "max_length": "seq_len", "max_seq_length": "seq_len", "max_seq_len": "seq_len",
     "sequence_len": "seq_len", "cutoff_len": "seq_len", "context_length": "seq_len",
     "lora_rank": "lora_r", "use_dora": "dora", "peft_use_dora": "dora",
+    "use_rslora": "rslora", "peft_use_rslora": "rslora",
+    "layers_to_transform": "lora_layers", "peft_layers_to_transform": "lora_layers",
+    "lora_layers_to_transform": "lora_layers",
     "quantization_method": "quantization", "quant_method": "quantization", "bnb_4bit_quant_type": "quantization",
     "quantization_bit": "quantization_bits", "group_size": "quantization_group_size",
     "bnb_4bit_use_double_quant": "double_quantization", "double_quant": "double_quantization",
@@ -72,6 +75,7 @@ SWITCHES: dict[str, tuple[str, str]] = {
     "fp16": ("precision", "fp16"),
     "pure_bf16": ("precision", "bf16"),
     "load_in_4bit": ("quantization", "nf4"),
+    "lora_target_linear": ("lora_target_modules", "all-linear"),
 }
 """Switches of other frameworks: the setting and the value they stand for when they are on."""
 

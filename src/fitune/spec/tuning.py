@@ -64,8 +64,11 @@ class Hqq:
 class Lora:
     """Train low-rank adapters on a frozen base (Hu et al. 2021, arXiv 2106.09685); a 4-bit base makes it QLoRA.
 
-    ``targets`` are the names of the adapted linears inside a block, the last part only (``q_proj``).
+    ``targets`` are the names of the adapted linears inside a block: the last part (``q_proj``), or all of it where the
+    last part names several (``attn.c_proj``).
     ``dora`` also trains the norm of each row of the adapted weights (Liu et al. 2024, arXiv 2402.09353).
+    ``rslora`` scales what adapters add by alpha / √rank instead of alpha / rank (Kalajdzievski 2023, arXiv 2312.03732).
+    ``layers`` are the numbers of the adapted blocks, ascending; empty: all.
     """
 
     rank: int
@@ -74,6 +77,11 @@ class Lora:
     targets: tuple[str, ...]
     base: Dense | Nf4 | Hqq = Dense()
     dora: bool = False
+    rslora: bool = False
+    layers: tuple[int, ...] = ()
+
+    def adapts(self, block: int) -> bool:
+        return not self.layers or block in self.layers
 
 
 Tuning = Full | Lomo | Lora

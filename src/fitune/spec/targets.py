@@ -1,0 +1,171 @@
+"""What LoRA adapts: names and patterns of linears, numbers of blocks, as a user writes them."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fitune.errors import RecipeError, did_you_mean
+from fitune.spec.model import Linear, ModelSpec
+
+_ALL = ("all-linear", "all")
+_NAME = re.compile(r"[\w.\-]+|\s*")
+"""Without the signs that make a regular expression."""
+_TABLES = ("embed_tokens", "wte", "word_embeddings", "lm_head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapted:
+    """``targets`` and ``layers`` as spec/tuning.py's Lora has them."""
+
+    targets: tuple[str, ...]
+    layers: tuple[int, ...]
+
+
+def resolve_adapted(model: ModelSpec, *, targets: Sequence[str], layers: Sequence[int] = ()) -> Adapted:
+    """The linears and the blocks that are adapted; no ``layers``: all.
+
+    ``all-linear`` (or ``all``) is every linear that LoRA can wrap. A regular expression matches a whole name: the last
+    part, the name in its block, or the full one (``model.layers.7.mlp.up_proj``), by which it may choose blocks too.
+    Raises RecipeError for what the model does not have, what matches nothing, and for different linears in different
+    blocks: a plan adapts the same ones in each.
+    """
+    if not targets:
+        raise RecipeError(
+            "lora_target_modules is empty", hint=f"all-linear, or some of {', '.join(model.adaptable_names)}"
+        )
+    blocks: dict[str, set[int]] = {}
+    for wanted in targets:
+        for name, numbers in _matches(model, wanted):
+            blocks.setdefault(name, set()).update(numbers)
+    both = _common_blocks(blocks) & set(resolve_layers(model, layers))
+    if not both:
+        raise RecipeError(
+            f"lora_layers and lora_target_modules have no block in common: {_listed(layers)} and "
+            f"{_listed(sorted(_common_blocks(blocks)))}",
+            hint="leave lora_layers out",
+        )
+    chosen = tuple(sorted(both)) if len(both) < model.num_layers else ()
+    return Adapted(targets=_shortest(model, blocks), layers=chosen)
+
+
+def resolve_targets(model: ModelSpec, wanted: Sequence[str]) -> tuple[str, ...]:
+    """The names alone, in block order."""
+    return resolve_adapted(model, targets=wanted).targets
+
+
+def resolve_layers(model: ModelSpec, wanted: Sequence[int]) -> tuple[int, ...]:
+    """Ascending; all of them when none is named. Raises RecipeError for a block that the model does not have."""
+    twice = [number for number in wanted if list(wanted).count(number) > 1]
+    if twice:
+        raise RecipeError(f"lora_layers names block {twice[0]} twice", hint="name every block once")
+    beyond = [number for number in wanted if number >= model.num_layers]
+    if beyond:
+        raise RecipeError(
+            f"lora_layers: there is no block {beyond[0]}; {model.name} has {model.num_layers}, "
+            f"numbered 0 to {model.num_layers - 1}",
+            hint=f"lora_layers: 0-{model.num_layers - 1}",
+        )
+    return tuple(sorted(wanted)) or tuple(range(model.num_layers))
+
+
+def _matches(model: ModelSpec, wanted: str) -> Sequence[tuple[str, Sequence[int]]]:
+    """Names in a block with the numbers of the blocks."""
+    everywhere = range(model.num_layers)
+    linears = [m for m in model.linears if m.adaptable]
+    if wanted in _ALL:
+        return [(m.name, everywhere) for m in linears]
+    if _NAME.fullmatch(wanted):
+        named = [(m.name, everywhere) for m in linears if wanted == m.short_name or _ends(m, wanted)]
+        if not named:
+            raise _unknown(model, wanted)
+        return named
+    expression = _compiled(wanted)
+    found: list[tuple[str, Sequence[int]]] = [
+        (m.name, everywhere)
+        for m in linears
+        if expression.fullmatch(m.short_name) or expression.fullmatch(m.name)
+    ]
+    if not found:
+        by_block = ((m.name, list(_blocks_matched(model, m, expression))) for m in linears)
+        found = [(name, numbers) for name, numbers in by_block if numbers]
+    if not found:
+        raise RecipeError(
+            f"lora_target_modules: the pattern {wanted!r} matches no linear of {model.name}, whose blocks have "
+            f"{', '.join(m.name for m in linears)}",
+            hint="a pattern has to match a whole name: .*q_proj",
+        )
+    return found
+
+
+def _ends(linear: Linear, wanted: str) -> bool:
+    return linear.name == wanted or linear.name.endswith(f".{wanted}")
+
+
+def _compiled(wanted: str) -> re.Pattern[str]:
+    try:
+        return re.compile(wanted)
+    except re.error as error:
+        raise RecipeError(
+            f"lora_target_modules: {wanted!r} is no regular expression: {error}", hint="all-linear"
+        ) from None
+
+
+def _blocks_matched(model: ModelSpec, linear: Linear, expression: re.Pattern[str]) -> Iterator[int]:
+    roots = ("transformer.h",) if model.model_type in ("gpt2", "falcon") else _ROOTS
+    for number in range(model.num_layers):
+        if any(expression.fullmatch(f"{root}.{number}.{linear.name}") for root in roots):
+            yield number
+
+
+_ROOTS = ("model.layers", "model.language_model.layers", "language_model.model.layers")
+"""Before the number of a block: a language model's own, and where it is a part of one that also sees."""
+
+
+def _common_blocks(blocks: dict[str, set[int]]) -> set[int]:
+    first, *others = blocks
+    for other in others:
+        if blocks[other] != blocks[first]:
+            raise RecipeError(
+                f"lora_target_modules adapts {first} in {_listed(sorted(blocks[first]))} and {other} in "
+                f"{_listed(sorted(blocks[other]))}; every adapted block has the same linears adapted",
+                hint="name the linears in lora_target_modules and the blocks in lora_layers",
+            )
+    return blocks[first]
+
+
+def _shortest(model: ModelSpec, chosen: dict[str, set[int]]) -> tuple[str, ...]:
+    """The last parts of the names, whole names where a last part would name more than was chosen."""
+    linears = [m for m in model.linears if m.adaptable]
+    ambiguous = {m.short_name for m in linears if m.name not in chosen}
+    names = (m.name if m.short_name in ambiguous else m.short_name for m in linears if m.name in chosen)
+    return tuple(dict.fromkeys(names))
+
+
+def _unknown(model: ModelSpec, name: str) -> RecipeError:
+    known = f"{model.name} has {', '.join(model.adaptable_names)}"
+    if not name.strip():
+        return RecipeError(f"lora_target_modules: a name is empty; {known}", hint="all-linear")
+    if name.rsplit(".", 1)[-1] in _TABLES:
+        why, hint = "is no linear of a block", f"lora_modules_to_save: [{name}] trains it whole"
+    elif name in {linear.short_name for linear in model.linears}:
+        why, hint = "is a fused parameter in transformers that LoRA cannot wrap", "all-linear"
+    else:
+        close = did_you_mean(name.rsplit(".", 1)[-1], model.adaptable_names)
+        why, hint = "is no linear of this model", close or "all-linear"
+    return RecipeError(f"lora_target_modules: {name!r} {why}; {known}", hint=hint)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """``blocks 0–3, 7``."""
+    return f"block{'s' if len(numbers) > 1 else ''} {as_ranges(numbers)}" if numbers else "all blocks"
+
+
+def as_ranges(numbers: Sequence[int]) -> str:
+    """``0–3, 7`` for ascending numbers."""
+    stretches: list[list[int]] = []
+    for number in numbers:
+        if stretches and number == stretches[-1][-1] + 1:
+            stretches[-1].append(number)
+        else:
+            stretches.append([number])
+    return ", ".join(f"{s[0]}–{s[-1]}" if len(s) > 1 else str(s[0]) for s in stretches)

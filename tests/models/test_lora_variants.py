@@ -1,0 +1,117 @@
+"""rsLoRA, LoRA in some blocks and by whole names: the same model as PEFT makes of the same words."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from checkpoint.tiny_export import byte_tokenizer
+from fitune.checkpoint.export import export_adapter, export_merged
+from fitune.errors import CheckpointError
+from fitune.models.adapter_check import check_adapter, linear_shapes
+from fitune.models.adapters import add_adapters
+from fitune.spec.plan import Lora
+from models.tiny_models import tiny_model
+
+IDS = torch.arange(3, 27).reshape(2, 12)
+PLAIN = Lora(rank=4, alpha=8, dropout=0.0, targets=("q_proj", "down_proj"))
+VARIANTS = {
+    "rslora": (replace(PLAIN, rslora=True), {"use_rslora": True}),
+    "some blocks": (replace(PLAIN, layers=(0, 2)), {"layers_to_transform": [0, 2]}),
+    "both, with DoRA": (
+        replace(PLAIN, rslora=True, layers=(1,), dora=True),
+        {"use_rslora": True, "layers_to_transform": [1], "use_dora": True},
+    ),
+}
+
+
+def ours(lora: Lora, model: PreTrainedModel) -> PeftModel:
+    return add_adapters(model, lora, dtype=torch.float32, seed=3)
+
+
+def theirs(words: dict, model: PreTrainedModel) -> PeftModel:
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **words
+    )
+    return get_peft_model(model, config)
+
+
+def filled(model: PeftModel) -> PeftModel:
+    """B is no longer zero, the same in both."""
+    torch.manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def gradients(model: PeftModel) -> dict[str, torch.Tensor]:
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_forward_and_gradients_are_pefts(variant: str) -> None:
+    lora, words = VARIANTS[variant]
+    mine, peft = filled(ours(lora, tiny_model())), filled(theirs(words, tiny_model()))
+    assert torch.equal(mine(input_ids=IDS).logits, peft(input_ids=IDS).logits)
+    found, expected = gradients(mine), gradients(peft)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_rslora_divides_by_the_root_of_the_rank() -> None:
+    layer = ours(VARIANTS["rslora"][0], tiny_model()).get_base_model().model.layers[0].mlp.down_proj
+    assert layer.scaling["default"] == 8 / 4**0.5
+
+
+def test_a_whole_name_adapts_one_of_two_linears() -> None:
+    lora = Lora(rank=2, alpha=4, dropout=0.0, targets=("attn.c_proj",))
+    adapted = ours(lora, tiny_model("gpt2"))
+    names = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert len(names) == 2 * 3
+    assert all(".attn.c_proj." in name for name in names)
+    assert torch.isfinite(filled(adapted)(input_ids=IDS).logits).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_exported_peft_loads_and_the_merged_model_answers_the_same(
+    tmp_path: Path, variant: str
+) -> None:
+    tiny_model(vocab_size=260).save_pretrained(tmp_path / "base")
+    model = filled(ours(VARIANTS[variant][0], AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
+    common = {"chat_template": "", "card": ""}
+    done = export_adapter(
+        model, byte_tokenizer(), tmp_path / "adapter", base=str(tmp_path / "base"), **common
+    )
+    assert done.max_logit_difference == 0.0
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    words = VARIANTS[variant][1]
+    assert {key: config[key] for key in words} == words
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    reloaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert torch.equal(reloaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    export_merged(model, byte_tokenizer(), tmp_path / "merged", **common)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=0, atol=1e-4)
+
+
+def test_an_adapter_of_some_blocks_is_checked_block_by_block(tmp_path: Path) -> None:
+    tiny_model(vocab_size=260).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    shapes = linear_shapes(base)
+    model = filled(ours(replace(PLAIN, layers=(0, 2)), base))
+    export_adapter(
+        model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), chat_template="", card=""
+    )
+    assert check_adapter(tmp_path / "out", base=shapes) == ()
+    file = tmp_path / "out/adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "layers_to_transform": [0, 1]}))
+    with pytest.raises(CheckpointError, match=r"(?s)layers\.2.*would be ignored.*layers\.1.*missing"):
+        check_adapter(tmp_path / "out", base=shapes)

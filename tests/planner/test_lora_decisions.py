@@ -1,0 +1,68 @@
+"""What is asked of adapters reaches the plan, is said in words, and contradictions are refused."""
+
+import pytest
+
+from fitune.errors import RecipeError
+from fitune.estimate.time import predict_step_time
+from fitune.planner.search import find_plan
+from fitune.spec.flops import model_flops
+from fitune.spec.gpus import find_gpu, hardware_for
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.plan import Lora
+from fitune.spec.recipe import canonical_keys, parse_recipe
+from fitune.spec.reports import Phase
+
+
+def found(**settings):
+    recipe = parse_recipe(
+        canonical_keys({"model": "llama-3.2-1b", "tuning": "lora", **settings}, where="test")
+    )
+    model = load_model_spec(recipe.model, offline=True)
+    return find_plan(recipe, model=model, hardware=hardware_for(gpu=find_gpu("rtx-4090")))
+
+
+def test_some_blocks_are_planned_and_said():
+    report = found(lora_layers="12-15", rslora=True, lora_r=16)
+    plan = report.chosen.plan
+    assert plan.tuning == Lora(
+        rank=16,
+        alpha=32,
+        dropout=0.0,
+        targets=plan.model.adaptable_names,
+        layers=(12, 13, 14, 15),
+        rslora=True,
+    )
+    lines = "\n".join(report.decisions)
+    assert "LoRA blocks: 12–15 of 0–15; nothing trains before block 12, so backward ends there" in lines
+    assert (
+        "rslora: what adapters add is scaled by alpha / √r = 32 / 4 = 8; without it by alpha / r = 2" in lines
+    )
+
+
+def test_a_pattern_is_said_with_what_it_found():
+    report = found(lora_target_modules=".*self_attn.*")
+    assert "LoRA targets: .*self_attn.* means q_proj, k_proj, v_proj, o_proj" in "\n".join(report.decisions)
+
+
+def test_rslora_asks_for_adapters():
+    assert isinstance(found(tuning=None, rslora=True).chosen.plan.tuning, Lora)
+    with pytest.raises(RecipeError, match="rslora is for adapters, and tuning: full trains none"):
+        found(tuning="full", rslora=True)
+
+
+def test_blocks_beyond_the_model_are_refused():
+    with pytest.raises(RecipeError, match="there is no block 16; .* has 16, numbered 0 to 15"):
+        found(lora_layers=[15, 16])
+
+
+def test_blocks_that_nothing_goes_back_through_cost_no_backward():
+    """Half of the blocks: half of the backward's time, and by hand 2 of 4 FLOPs for each weight of the other half."""
+    pins = {"gradient_checkpointing": False, "micro_batch_size": 2}
+    whole, half = found(**pins), found(**pins, lora_layers="8-15")
+    backward = [predict_step_time(report.chosen.plan).phases[Phase.BACKWARD] for report in (whole, half)]
+    assert 0.45 < backward[1] / backward[0] < 0.55
+    model, plan = half.chosen.plan.model, half.chosen.plan
+    flops = model_flops(model, plan.tuning, row_lengths=[1], supervised_tokens=0)
+    base = sum(m.in_features * m.out_features for m in model.linears)
+    adapters = sum(16 * (m.in_features + m.out_features) for m in model.linears)
+    assert flops == 8 * (4 * base + 6 * adapters + 12 * model.q_dim) + 8 * (2 * base + 4 * model.q_dim)
