@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fitune.engine.lomo import LomoEngine
+from fitune.engine.fused_rules import rule_for
+from fitune.engine.in_backward import InBackwardEngine
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import Engine
 from fitune.errors import TrainingFailed
@@ -28,19 +29,28 @@ from models.tiny_models import tiny_model
 UNCLIPPED = ClipByValue(value=math.inf)
 
 
-def small(family: str = "llama", *, recompute: int = 0, chunk: int = 0, dtype=torch.float32) -> LanguageModel:
-    model = tiny_model(family).to(dtype).train().requires_grad_(True)
+def small(
+    family: str = "llama", *, recompute: int = 0, chunk: int = 0, dtype=torch.float32, **changes: object
+) -> LanguageModel:
+    model = tiny_model(family, **changes).to(dtype).train().requires_grad_(True)
     parts = language_model(model, ChunkedLoss(chunk_tokens=chunk) if chunk else PlainLoss())
     recompute_blocks(parts.blocks, Recompute(blocks=recompute), has_dropout=False)
     return parts
 
 
 def lomo(parts: LanguageModel, *, adaptive=False, clip=UNCLIPPED, weight_decay=0.0, precision=Precision.FP32):
-    both = {id(p) for p in parts.head.parameters()} & {id(p) for p in parts.body.parameters()}
-    return LomoEngine(
-        parts, parts.trained, tuning=Lomo(adaptive=adaptive, clip=clip), weight_decay=weight_decay,
-        precision=precision, used_twice=[name for name, p in parts.trained.items() if id(p) in both],
+    rule = rule_for(
+        parts.trained, tuning=Lomo(adaptive=adaptive, clip=clip), optimizer=Sgd(weight_decay=weight_decay),
+        precision=precision,
     )  # fmt: skip
+    return InBackwardEngine(
+        parts, parts.trained, rule=rule, clip=clip, precision=precision, used_twice=used_twice(parts)
+    )
+
+
+def used_twice(parts: LanguageModel) -> list[str]:
+    both = {id(p) for p in parts.head.parameters()} & {id(p) for p in parts.body.parameters()}
+    return [name for name, p in parts.trained.items() if id(p) in both]
 
 
 def plain(parts: LanguageModel, *, max_grad_norm=0.0, weight_decay=0.0) -> PlainEngine:
@@ -198,7 +208,7 @@ def test_an_overflow_in_fp16_changes_nothing_but_the_scale() -> None:
 def test_gradients_that_are_not_finite_stop_the_run() -> None:
     for clip, said in (
         (ClipByNorm(max_norm=1.0), "nothing was updated"),
-        (UNCLIPPED, "has used them already"),
+        (UNCLIPPED, "the weights have used them already"),
     ):
         parts = small()
         with torch.no_grad():
@@ -210,7 +220,7 @@ def test_gradients_that_are_not_finite_stop_the_run() -> None:
 def test_a_second_micro_batch_is_refused() -> None:
     engine, stream = lomo(small()), stream_of(make_rows((9, 14)))
     engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None)
-    with pytest.raises(TrainingFailed, match="several micro-batches"):
+    with pytest.raises(TrainingFailed, match="other micro-batches"):
         engine.forward_backward(stream, supervised_tokens=22, enter_phase=lambda phase: None)
 
 

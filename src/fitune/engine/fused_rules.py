@@ -1,13 +1,17 @@
-"""What LOMO does with one gradient. A rule writes over the gradient it is given; ``factor`` undoes clip and loss scale.
+"""What becomes of one gradient in backward. A rule may write over it; ``factor`` undoes clip and loss scale.
 
 Symbols as in the papers: θ weight, g gradient, α learning rate, λ weight decay, of matrices only as everywhere here.
 """
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, set_learning_rate
+from fitune.spec.plan import Lomo, Optimizer, Precision, Tuning
 
 _EPS_SQUARE = 1e-30
 """Added to the mean squares, so that a weight without gradient divides by something (Adafactor's ε₁)."""
@@ -15,6 +19,32 @@ _EPS_WEIGHT = 1e-3
 """The least scale of a weight, so that zeros can leave zero (Adafactor's ε₂)."""
 _DECAY = 0.8
 """β_t = 1 − t^−0.8 (Shazeer & Stern 2018, arXiv 1804.04235, section 7.2)."""
+
+
+class Rule(Protocol):
+    """How one weight changes by its gradient."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        ...
+
+    def use(self, name: str, gradient: Tensor, *, learning_rate: float, factor: float) -> None: ...
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def facts(self) -> dict[str, float]: ...
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None: ...
+
+
+def rule_for(
+    parameters: Mapping[str, Parameter], *, tuning: Tuning, optimizer: Optimizer, precision: Precision
+) -> Rule:
+    """LOMO's, AdaLomo's, or the optimizer's, on fp32 masters where the precision has them."""
+    if isinstance(tuning, Lomo):
+        rule = AdaLomoRule if tuning.adaptive else SgdRule
+        return rule(parameters, weight_decay=optimizer.weight_decay)
+    return OptimizerRule(parameters, optimizer, masters=precision.has_master)
 
 
 class SgdRule:
@@ -43,6 +73,49 @@ class SgdRule:
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None:
         """Nothing is remembered."""
+
+
+class OptimizerRule:
+    """One weight's share of a step of any optimizer (optimizers.py), with the same states under the same names."""
+
+    def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer, *, masters: bool) -> None:
+        self.parameters = dict(parameters)
+        self.masters: Mapping[str, Parameter] = {}
+        self.optimizer: DirectOptimizer | MasterOptimizer
+        if masters:
+            self.optimizer = MasterOptimizer(self.parameters, optimizer)
+            self.masters = self.optimizer.masters
+        else:
+            self.optimizer = DirectOptimizer(self.parameters, optimizer)
+        groups = self.optimizer.torch_optimizer.param_groups
+        self._group_of = {p: {**group, "params": [p]} for group in groups for p in group["params"]}
+
+    def begin(self) -> None:
+        """Every weight counts its own steps."""
+
+    @torch.no_grad()
+    def use(self, name: str, gradient: Tensor, *, learning_rate: float, factor: float) -> None:
+        """The optimizer is shown one parameter: it would look through all of them for gradients."""
+        weight, torch_optimizer = self.parameters[name], self.optimizer.torch_optimizer
+        stepped = self.masters.get(name, weight)
+        stepped.grad = gradient.to(stepped.dtype)
+        if factor != 1.0:
+            stepped.grad.mul_(factor)
+        torch_optimizer.param_groups = [self._group_of[stepped]]
+        set_learning_rate(torch_optimizer, learning_rate)
+        torch_optimizer.step()
+        stepped.grad = None
+        if stepped is not weight:
+            weight.copy_(stepped)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.optimizer.tensors()
+
+    def facts(self) -> dict[str, float]:
+        return {}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None:
+        self.optimizer.restore(tensors)
 
 
 class AdaLomoRule:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from fitune.estimate.buffers import REDUCE_BUCKET, block_weight_bytes, root_weight_bytes
-from fitune.estimate.gradients import goes_back_twice
 from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.shares import num_ranks, num_shares, reduce_width
 from fitune.spec.plan import Ddp, Plan, Single, Zero
@@ -39,13 +38,13 @@ class Communication:
 
 
 def forward_passes(plan: Plan) -> int:
-    """One for each micro-batch: what backward reads is kept for a second one (engine/lomo.py)."""
+    """One for each micro-batch: what backward reads is kept for a second one (engine/in_backward.py)."""
     return plan.batch.accumulation
 
 
 def backward_passes(plan: Plan) -> int:
-    """The same, twice when LOMO measures the gradients first; recomputed blocks run again in each."""
-    return plan.batch.accumulation * (2 if goes_back_twice(plan) else 1)
+    """The same, twice where they measure the gradients first; recomputed blocks run again in each."""
+    return plan.batch.accumulation * (2 if plan.goes_back_twice else 1)
 
 
 def communication_of(plan: Plan) -> Communication:

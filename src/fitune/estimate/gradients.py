@@ -1,7 +1,7 @@
 """Where gradients rest, and how many are whole at once, by sharding and tuning.
 
 A gradient is born whole in backward. Then it stays (one device, DDP, ZeRO-1), is divided (ZeRO-2 and 3), goes to
-the host (offloaded optimizer) or is used on the spot (LOMO).
+the host (offloaded optimizer) or is used on the spot (LOMO, and any optimizer that steps in backward).
 """
 
 from fitune.estimate.parameters import gradients_bytes
@@ -13,12 +13,12 @@ from fitune.estimate.shares import (
     uses_deepspeed,
     uses_fsdp,
 )
-from fitune.spec.plan import ClipByNorm, Ddp, Lomo, Plan, Precision, Single
+from fitune.spec.plan import Ddp, Lomo, Plan, Single, updates_in_backward
 
 
 def resting_gradient_bytes(plan: Plan) -> int:
     """All gradients on the device once backward is through: whole, the rank's share, or none."""
-    if isinstance(plan.tuning, Lomo) or gradients_go_to_the_host(plan):
+    if updates_in_backward(plan.tuning) or gradients_go_to_the_host(plan):
         return 0
     if gradients_are_divided(plan):
         return trained_share(plan) * plan.precision.compute_bytes
@@ -29,7 +29,7 @@ def resting_gradient_bytes(plan: Plan) -> int:
 
 def update_gradient_bytes(plan: Plan) -> int:
     """What is left of them for the update: FSDP2's are divided by then at every stage."""
-    if uses_fsdp(plan) and not isinstance(plan.tuning, Lomo) and not gradients_go_to_the_host(plan):
+    if uses_fsdp(plan) and not updates_in_backward(plan.tuning) and not gradients_go_to_the_host(plan):
         return trained_share(plan) * plan.precision.compute_bytes
     return resting_gradient_bytes(plan)
 
@@ -37,28 +37,23 @@ def update_gradient_bytes(plan: Plan) -> int:
 def root_gradients_wait(plan: Plan) -> bool:
     """Whether head and final norm keep whole gradients until the embedding's is made, although others do not.
 
-    FSDP2 sums its root group last; LOMO's head must wait when it is the embedding too.
+    FSDP2 sums its root group last; a head that is stepped in backward must wait when it is the embedding too.
     """
-    if isinstance(plan.tuning, Lomo) and not uses_fsdp(plan):
+    if updates_in_backward(plan.tuning) and not uses_fsdp(plan):
         return plan.model.tied_embeddings
     return uses_fsdp(plan) and (gradients_are_divided(plan) or _adds_up_wider(plan))
 
 
-def adaptive_working_bytes(plan: Plan, elements: int) -> int:
-    """4 per element of a 16-bit parameter at hand: AdaLomo's step in fp32, beside the gradient.
+def stepping_bytes(plan: Plan, elements: int) -> int:
+    """4 per element of a 16-bit parameter that is stepped in backward, beside the gradient.
 
-    An fp32 gradient becomes the step itself; LOMO adds the gradient to the weight (engine/fused_rules.py).
+    AdaLomo's step in fp32, or the gradient of an fp32 master. An fp32 gradient becomes the step itself, and without
+    masters the other rules use it as it is (engine/fused_rules.py).
     """
-    adaptive = isinstance(plan.tuning, Lomo) and plan.tuning.adaptive
-    return 4 * elements if adaptive and plan.precision.compute_bytes < 4 else 0
-
-
-def goes_back_twice(plan: Plan) -> bool:
-    """Whether LOMO's backward runs first to measure the norm, or to see an overflow, with everything still kept."""
-    if not isinstance(plan.tuning, Lomo):
-        return False
-    by_norm = isinstance(plan.tuning.clip, ClipByNorm) and plan.tuning.clip.max_norm > 0
-    return by_norm or plan.precision is Precision.FP16
+    if not updates_in_backward(plan.tuning) or plan.precision.compute_bytes == 4:
+        return 0
+    in_fp32 = plan.tuning.adaptive if isinstance(plan.tuning, Lomo) else plan.precision.has_master
+    return 4 * elements if in_fp32 else 0
 
 
 def gradients_always_exist(plan: Plan) -> bool:
@@ -72,15 +67,15 @@ def gradients_always_exist(plan: Plan) -> bool:
 def one_gradient_at_a_time(plan: Plan) -> bool:
     """Whether a fresh gradient is added, copied or used up before the next one is made.
 
-    So from the second micro-batch on, into DDP's and DeepSpeed's buckets, and with LOMO. FSDP2 reduces a block's
-    gradients together when the last of them is there (_fsdp_param_group.py, post_backward); to the host they go
-    by blocks too.
+    So from the second micro-batch on, into DDP's and DeepSpeed's buckets, and where they are stepped in backward.
+    FSDP2 reduces a block's gradients together when the last of them is there (_fsdp_param_group.py, post_backward);
+    to the host they go by blocks too.
     """
     if uses_fsdp(plan) and (gradients_are_divided(plan) or _adds_up_wider(plan)):
         return False
-    if gradients_go_to_the_host(plan) and not isinstance(plan.tuning, Lomo) and not uses_deepspeed(plan):
+    if gradients_go_to_the_host(plan) and not updates_in_backward(plan.tuning) and not uses_deepspeed(plan):
         return False
-    if plan.batch.accumulation > 1 or isinstance(plan.tuning, Lomo):
+    if plan.batch.accumulation > 1 or updates_in_backward(plan.tuning):
         return True
     return not isinstance(plan.sharding, Single) and not uses_fsdp(plan)
 

@@ -7,15 +7,14 @@ are those of a step after the first, when optimizer states exist, and of its las
 from fitune.estimate import activations, overhead, transient
 from fitune.estimate import loss as loss_terms
 from fitune.estimate.gradients import (
-    adaptive_working_bytes,
-    goes_back_twice,
     gradients_always_exist,
     leaves_after_the_loss,
+    stepping_bytes,
 )
 from fitune.estimate.parameters import embedding_parameters, head_parameters
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import StepStages, Terms, describe_step
-from fitune.spec.plan import Lomo, Plan
+from fitune.spec.plan import Plan, updates_in_backward
 from fitune.spec.reports import MemoryBreakdown, Phase
 from fitune.spec.shape import BatchShape
 
@@ -127,7 +126,7 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
     head = step.head_gradient
     after_first = gradients if step.adds_in_place else gradients + head
     fresh = {"gradients": after_first, "temporaries": head if step.adds_in_place else 0}
-    if goes_back_twice(plan):
+    if plan.goes_back_twice:
         buffers += step.hidden  # the loss runs again while its first gradient waits
     moments: list[Terms] = [
         {"gradients": gradients, "loss": buffers + softmax},
@@ -183,14 +182,14 @@ def _backward_terms(step: StepStages) -> Terms:
 
 
 def _head_used_moment(step: StepStages) -> Terms:
-    """LOMO uses the gradient of a head of its own before the body goes back."""
-    if not isinstance(step.plan.tuning, Lomo) or step.root_waits:
+    """Where weights are stepped in backward, a head of its own is before the body goes back."""
+    if not updates_in_backward(step.plan.tuning) or step.root_waits:
         return {}
     return {
         "gradients": step.head_gradient,
         "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
         "recompute inputs": step.inputs_before(step.num_layers),
-        "temporaries": adaptive_working_bytes(step.plan, head_parameters(step.plan.model)),
+        "temporaries": stepping_bytes(step.plan, head_parameters(step.plan.model)),
     }
 
 
@@ -229,7 +228,7 @@ def _block_moment(step: StepStages, index: int) -> Terms:
 
 def _kept_around(step: StepStages, index: int) -> int:
     """What other blocks keep while ``index`` goes back: those before it, or all where backward runs a second time."""
-    if not goes_back_twice(step.plan) or step.activations_leave:
+    if not step.plan.goes_back_twice or step.activations_leave:
         return step.kept_before(index)
     own = 0 if index < step.recomputed else step.block(index).peak.kept
     return step.kept_before(step.num_layers) + step.final_norm.kept - own
@@ -237,7 +236,7 @@ def _kept_around(step: StepStages, index: int) -> int:
 
 def _inputs_around(step: StepStages, index: int) -> int:
     """The same of the recomputed ones' inputs, block ``index``'s own among them."""
-    if not goes_back_twice(step.plan) or step.activations_leave:
+    if not step.plan.goes_back_twice or step.activations_leave:
         return step.inputs_before(index) + step.own_input(index)
     return step.inputs_before(step.num_layers)
 
@@ -253,13 +252,13 @@ def _embedding_moment(step: StepStages) -> Terms:
             "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
             "recompute inputs": step.inputs_before(step.num_layers),
         }
-        if goes_back_twice(step.plan)
+        if step.plan.goes_back_twice
         else {}
     )
     return {
         **kept,
         "gradients": _blocks_and_waiting(step),
-        "temporaries": step.hidden + table + adaptive_working_bytes(step.plan, elements),
+        "temporaries": step.hidden + table + stepping_bytes(step.plan, elements),
         "gathered weights": step.buffers.root,
         "reduce buffers": step.buffers.buckets + step.buffers.reduce,
     }

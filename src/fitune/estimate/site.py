@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fitune.estimate import activations, transient
-from fitune.estimate.gradients import adaptive_working_bytes
+from fitune.estimate.gradients import stepping_bytes
 from fitune.estimate.quantised import base_of, dequantisation_workspace_bytes, is_quantised
 from fitune.estimate.stages import Stage
 from fitune.spec.model import Linear, ModelSpec
@@ -102,7 +102,7 @@ def linears_stage(
         backward=backward + whole,
         again=again,
         gradients=sum(sizes) * e,
-        largest_gradient=max(sizes, default=0) * e + adaptive_working_bytes(site.plan, max(sizes, default=0)),
+        largest_gradient=max(sizes, default=0) * e + stepping_bytes(site.plan, max(sizes, default=0)),
     )
 
 

@@ -3,7 +3,17 @@
 from fitune.estimate.parameters import blocks_trained, embedding_parameters, trained_parameters
 from fitune.estimate.shares import num_shares, trained_share, uses_deepspeed, uses_fsdp, zero_stage
 from fitune.estimate.tensors import ParameterTensor, base_tensors, trained_tensors
-from fitune.spec.plan import AdamW, AdamW8bit, Ddp, Lomo, Optimizer, Plan, Sgd, trains_every_weight
+from fitune.spec.plan import (
+    AdamW,
+    AdamW8bit,
+    Ddp,
+    Lomo,
+    Optimizer,
+    Plan,
+    Sgd,
+    trains_every_weight,
+    updates_in_backward,
+)
 from fitune.units import MIB
 
 MASTER_BUCKET_BYTES = 64 * MIB
@@ -103,7 +113,7 @@ def update_temporaries_bytes(plan: Plan) -> int:
     embedding: 4·V·h before its gradient is dropped, alone in its bucket when it is large; the last one, of the
     same size in a small model's only bucket, is still to be dropped when all others are: + 2·V·h.
     """
-    if isinstance(plan.tuning, Lomo) or plan.offload.optimizer != "device":
+    if updates_in_backward(plan.tuning) or plan.offload.optimizer != "device":
         return 0
     if uses_deepspeed(plan):
         return deepspeed_step_bytes(plan)

@@ -26,7 +26,7 @@ from fitune.estimate.shares import trained_share
 from fitune.estimate.stages import Block, Stage, block_of, untouched_block
 from fitune.estimate.states import master_bytes, optimizer_bytes, update_temporaries_bytes
 from fitune.spec.parameters import blocks_gone_back_through
-from fitune.spec.plan import Lomo, Lora, Loss, Plan, Recompute, trains_every_weight
+from fitune.spec.plan import Lora, Loss, Plan, Recompute, trains_every_weight, updates_in_backward
 from fitune.spec.shape import BatchShape
 
 Terms = dict[str, int]
@@ -76,8 +76,8 @@ class StepStages:
 
     @property
     def gradients_exist(self) -> bool:
-        """Before backward: from the second micro-batch on, always with DDP, never with LOMO."""
-        if isinstance(self.plan.tuning, Lomo):
+        """Before backward: from the second micro-batch on, always with DDP, never where they are used in backward."""
+        if updates_in_backward(self.plan.tuning):
             return False
         return self.plan.batch.accumulation > 1 or gradients_always_exist(self.plan)
 

@@ -20,7 +20,7 @@ from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.stretch import Depth
 from fitune.rehearse.update import make_states, parameter_keys, record_update
 from fitune.spec.hardware import Gpu
-from fitune.spec.plan import Lomo, Lora, Plan, Recompute, Zero
+from fitune.spec.plan import Lora, Plan, Recompute, Zero, updates_in_backward
 from fitune.train.prepare import Prepared, prepare_loaded
 
 RowLengths = tuple[int, ...]
@@ -48,7 +48,7 @@ def record_few_blocks(plan: Plan, config: PretrainedConfig, depth: Depth) -> tup
     with rehearsed(shallow, with_layers(config, few.layers)) as prepared:
         with _recording(shallow, prepared, None, None) as (recorder, run_passes):
             run_passes()
-            if isinstance(plan.tuning, Lomo):  # its backward is part of the update
+            if updates_in_backward(plan.tuning):  # backward is part of the update
                 prepared.engine.update(learning_rate=1.0, enter_phase=recorder.enter)
             passes = recorder.finished()
         return passes, record_update(plan, prepared.model, depth)

@@ -16,7 +16,7 @@ from fitune.rehearse.events import ParameterKey, Trace
 from fitune.rehearse.recorder import Recorder, local_part
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.stretch import Depth
-from fitune.spec.plan import Lomo, Plan
+from fitune.spec.plan import Plan, updates_in_backward
 from fitune.train.prepare import engine_for
 
 Keyed = tuple[ParameterKey, Tensor]
@@ -31,7 +31,7 @@ def record_update(plan: Plan, shallow: LanguageModel, depth: Depth) -> Trace:
     trained = {key: p for key, p in weights.items() if isinstance(p, Parameter) and p.requires_grad}
     engine = engine_for(plan, shallow, {_flat_name(key): p for key, p in trained.items()})
     make_states(plan, engine, trained.values())
-    if not isinstance(plan.tuning, Lomo):  # which has used them in backward
+    if not updates_in_backward(plan.tuning):
         _share_gradients(trained, dict(_parameters(shallow)), depth)
     resident: dict[str, Iterable[Tensor]] = {
         "weights": [*weights.values(), *(buffer for _, buffer in _deepened(_buffers(shallow), depth))],

@@ -16,23 +16,28 @@ from fitune.spec.sharding import Ddp, Offload, Place, Sharding, Single, Zero
 from fitune.spec.tuning import (
     AdamW,
     AdamW8bit,
+    AfterBackward,
     ClipByNorm,
     ClipByValue,
     Dense,
     Full,
     Hqq,
+    InBackward,
     Lomo,
     Lora,
     Nf4,
     Optimizer,
     Sgd,
     Tuning,
+    clip_in_backward,
     trains_every_weight,
+    updates_in_backward,
 )
 
 __all__ = [
     "AdamW",
     "AdamW8bit",
+    "AfterBackward",
     "Attention",
     "Batch",
     "ChunkedLoss",
@@ -46,6 +51,7 @@ __all__ = [
     "Fraction",
     "Full",
     "Hqq",
+    "InBackward",
     "Lomo",
     "Lora",
     "Loss",
@@ -65,7 +71,9 @@ __all__ = [
     "Steps",
     "Tuning",
     "Zero",
+    "clip_in_backward",
     "trains_every_weight",
+    "updates_in_backward",
 ]
 
 
@@ -246,6 +254,15 @@ class Plan:
     schedule: Schedule
     data: DataPlan = field(default_factory=DataPlan)
     run: RunPlan
+
+    @property
+    def goes_back_twice(self) -> bool:
+        """Where gradients are used in backward: whether a first one only measures, to clip by norm or to see whether
+        fp16 overflows."""
+        clip = clip_in_backward(self.tuning)
+        if clip is None:
+            return False
+        return self.precision is Precision.FP16 or (isinstance(clip, ClipByNorm) and clip.max_norm > 0)
 
     @property
     def tokens_per_step(self) -> int:

@@ -5,11 +5,6 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Full:
-    """Train every parameter."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClipByValue:
     """Every element of a gradient is cut to [−value, value]; one backward pass."""
 
@@ -18,9 +13,34 @@ class ClipByValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipByNorm:
-    """The whole gradient is scaled to this norm. LOMO holds one gradient at a time: a first pass measures the norm."""
+    """The whole gradient is scaled to this norm, 0 for never.
+
+    Where one gradient is held at a time a first backward measures the norm.
+    """
 
     max_norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AfterBackward:
+    """All gradients of the global batch first, then one step of all weights, clipped as the schedule says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InBackward:
+    """The plan's optimizer steps each weight as soon as its gradient exists, which is then let go of.
+
+    As LOMO does (Lv et al. 2023, arXiv 2306.09782), with any optimizer. Nothing adds up: no accumulation.
+    """
+
+    clip: ClipByValue | ClipByNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Full:
+    """Train every parameter."""
+
+    update: AfterBackward | InBackward = AfterBackward()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +110,19 @@ Tuning = Full | Lomo | Lora
 def trains_every_weight(tuning: Tuning) -> bool:
     """Full fine-tuning, whether gradients are gathered or used at once."""
     return not isinstance(tuning, Lora)
+
+
+def clip_in_backward(tuning: Tuning) -> ClipByValue | ClipByNorm | None:
+    """How gradients are clipped where each is used as soon as it exists; None where they are gathered first."""
+    match tuning:
+        case Lomo(clip=clip) | Full(update=InBackward(clip=clip)):
+            return clip
+    return None
+
+
+def updates_in_backward(tuning: Tuning) -> bool:
+    """One gradient is alive at a time, and there are no others to add it to."""
+    return clip_in_backward(tuning) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from fitune.engine.lomo import LomoEngine
+from fitune.engine.fused_rules import rule_for
+from fitune.engine.in_backward import InBackwardEngine
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import Engine
 from fitune.errors import HardwareError
@@ -22,7 +23,19 @@ from fitune.models.quantize import quantise_linears
 from fitune.models.recompute import recompute_blocks
 from fitune.models.streaming import stay_on
 from fitune.models.weights import compute_dtype, load_model
-from fitune.spec.plan import Dense, Full, Hqq, Lomo, Lora, Nf4, Offload, Plan, Zero, trains_every_weight
+from fitune.spec.plan import (
+    Dense,
+    Full,
+    Hqq,
+    Lomo,
+    Lora,
+    Nf4,
+    Offload,
+    Plan,
+    Zero,
+    clip_in_backward,
+    trains_every_weight,
+)
 from fitune.train.supported import require_method, require_supported
 
 if TYPE_CHECKING:
@@ -118,12 +131,13 @@ def engine_for(
     plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter], *, host: HostMemory | None = None
 ) -> Engine:
     """What turns the loss of ``model`` into new weights of ``trained``; ``host`` is where an offloaded optimizer is."""
-    if isinstance(plan.tuning, Lomo):
-        return LomoEngine(
+    clip = clip_in_backward(plan.tuning)
+    if clip is not None:
+        return InBackwardEngine(
             model,
             trained,
-            tuning=plan.tuning,
-            weight_decay=plan.optimizer.weight_decay,
+            rule=rule_for(trained, tuning=plan.tuning, optimizer=plan.optimizer, precision=plan.precision),
+            clip=clip,
             precision=plan.precision,
             used_twice=_used_twice(model, trained),
         )

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from fitune.errors import RecipeError
 from fitune.spec.plan import (
     AdamW8bit,
-    ClipByNorm,
     Ddp,
     Full,
     Lomo,
@@ -15,6 +14,7 @@ from fitune.spec.plan import (
     Sgd,
     Single,
     Zero,
+    updates_in_backward,
 )
 
 
@@ -52,10 +52,17 @@ def _missing(plan: Plan) -> Iterator[str]:
         name = "AdaLomo" if tuning.adaptive else "LOMO"
         if plan.precision is Precision.BF16_MASTER:
             yield f"{name} with fp32 masters (it updates the weights themselves: precision bf16 or fp32)"
-        if plan.batch.accumulation > 1:
-            yield f"{name} with gradients of several micro-batches (it keeps none: accumulation 1)"
         if not isinstance(plan.optimizer, Sgd) or plan.optimizer.momentum:
             yield f"{name} with another optimizer (its update is its own: Sgd())"
+    if updates_in_backward(tuning):
+        yield from _missing_in_backward(plan)
+
+
+def _missing_in_backward(plan: Plan) -> Iterator[str]:
+    if plan.batch.accumulation > 1:
+        yield "gradients of several micro-batches that are used in backward (they cannot add up: accumulation 1)"
+    if isinstance(plan.tuning, Full) and plan.offload.optimizer != "device":
+        yield "an optimizer that steps in backward and on the host"
 
 
 def _processes(plan: Plan) -> Iterator[str]:
@@ -84,14 +91,5 @@ def _missing_of_offload(plan: Plan) -> Iterator[str]:
         yield "AdamW8bit on the host (its states are fp32 there: AdamW())"
     if offload.activations == "nvme":
         yield "offload of activations to nvme"
-    if (
-        offload.activations != "device"
-        and isinstance(plan.tuning, Lomo)
-        and _goes_back_twice(plan.tuning, plan)
-    ):
-        yield "offload of activations that backward reads twice (LOMO clipping by norm, or in fp16)"
-
-
-def _goes_back_twice(lomo: Lomo, plan: Plan) -> bool:
-    by_norm = isinstance(lomo.clip, ClipByNorm) and lomo.clip.max_norm > 0
-    return by_norm or plan.precision is Precision.FP16
+    if offload.activations != "device" and plan.goes_back_twice:
+        yield "offload of activations that backward reads twice (updating in it, and clipping by norm or in fp16)"

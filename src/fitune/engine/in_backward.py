@@ -1,9 +1,10 @@
-"""LOMO and AdaLomo: a weight is updated inside backward, as soon as its gradient exists, which is then let go of.
+"""A weight is updated inside backward, as soon as its gradient exists, which is then let go of.
 
-Lv et al. 2023, arXiv 2306.09782 (LOMO) and 2310.10195 (AdaLomo). One gradient is alive at a time, at most the largest
-parameter's. The graph waits between ``forward_backward``, which ends with the loss, and ``update``, which knows the
-learning rate and runs backward. To clip by the norm of all gradients, or to skip a step that overflows in fp16,
-backward runs twice: first to measure, then to update.
+So do LOMO (Lv et al. 2023, arXiv 2306.09782), AdaLomo (2310.10195), and here any optimizer that is asked to:
+fused_rules.py. One gradient is alive at a time, at most the largest parameter's. The graph waits between
+``forward_backward``, which ends with the loss, and ``update``, which knows the learning rate and runs backward. To
+clip by the norm of all gradients, or to skip a step that overflows in fp16, backward runs twice: first to measure,
+then to update.
 """
 
 import math
@@ -17,11 +18,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fitune.engine.clip import clip_factor
-from fitune.engine.fused_rules import AdaLomoRule, SgdRule
+from fitune.engine.fused_rules import Rule
 from fitune.engine.loss_scale import LossScale
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
 from fitune.errors import TrainingFailed
-from fitune.spec.plan import ClipByNorm, ClipByValue, Lomo, Precision
+from fitune.spec.plan import ClipByNorm, ClipByValue, Precision
 from fitune.spec.reports import Phase
 
 _Visit = Callable[[str, Tensor], None]
@@ -38,27 +39,26 @@ class _Waiting:
     head_trains: bool
 
 
-class LomoEngine:
-    """SGD, or Adafactor's rule, fused into backward. No accumulation: gradients never add up."""
+class InBackwardEngine:
+    """A rule for one gradient, fused into backward. No accumulation: gradients never add up."""
 
     def __init__(
         self,
         model: LossModel,
         parameters: Mapping[str, Parameter],
         *,
-        tuning: Lomo,
-        weight_decay: float,
+        rule: Rule,
+        clip: ClipByValue | ClipByNorm,
         precision: Precision,
         used_twice: Collection[str] = (),
     ) -> None:
         """``used_twice`` names what both head and body use: its gradient waits until both have added to it."""
         self.model = model
         self.parameters = dict(parameters)
-        self.clip = tuning.clip
+        self.rule = rule
+        self.clip = clip
         self.used_twice = frozenset(used_twice)
         self.loss_scale = LossScale() if precision is Precision.FP16 else None
-        rule = AdaLomoRule if tuning.adaptive else SgdRule
-        self.rule: AdaLomoRule | SgdRule = rule(self.parameters, weight_decay=weight_decay)
         self._waiting: _Waiting | None = None
         self._visit: _Visit | None = None
         for name, parameter in self.parameters.items():
@@ -68,7 +68,7 @@ class LomoEngine:
         """Forward and loss; backward waits for the learning rate."""
         if self._waiting is not None:
             raise TrainingFailed(
-                "LOMO uses a gradient as soon as it exists and cannot add up those of several micro-batches",
+                "a gradient that is used as soon as it exists cannot be added to those of other micro-batches",
                 hint="gradient_accumulation_steps: 1",
             )
         enter_phase(Phase.FORWARD)
@@ -103,7 +103,7 @@ class LomoEngine:
         norm = measured.total() / scale if norm is None else norm
         if not math.isfinite(norm):
             raise TrainingFailed(
-                f"the gradients are not finite (norm {norm}), and LOMO has used them already",
+                f"the gradients are not finite (norm {norm}), and the weights have used them already",
                 hint="continue from the last checkpoint with a lower learning_rate, or clip by norm, which looks first",
             )
         if self.loss_scale is not None:
