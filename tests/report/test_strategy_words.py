@@ -12,7 +12,9 @@ from fitune.spec.plan import (
     ClipByNorm,
     ClipByValue,
     Ddp,
+    Full,
     Hqq,
+    InBackward,
     Lomo,
     Lora,
     Nf4,
@@ -37,6 +39,18 @@ _LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj", "v_proj")}
             "AdaLomo clipped at norm 1",
             "AdaLomo · fp32",
             "a first pass measures the gradient's norm, which is kept to 1.",
+        ),
+        (
+            {"tuning": Full(update=InBackward(clip=ClipByNorm(max_norm=1.0)))},
+            "full, fp32, AdamW in backward, clipped at norm 1, 0 of 4 blocks",
+            "full fine-tuning · fp32 · AdamW in backward",
+            "stepped as soon as its gradient exists; a first pass measures the gradient's norm, which is kept to 1.",
+        ),
+        (
+            {"tuning": Full(update=InBackward(clip=ClipByNorm(max_norm=0.0)))},
+            "AdamW in backward, not clipped",
+            "AdamW in backward",
+            "each stepped as soon as its gradient exists; gradients are not clipped.",
         ),
         (
             {"tuning": Lora(**_LORA, rslora=True, layers=(0, 2, 3))},

@@ -75,6 +75,8 @@ def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
         settings["micro_batch_size"] = recipe.micro_batch_size * (recipe.gradient_accumulation_steps or 1)
     if name in ("lomo", "adalomo"):
         settings["optimizer"] = None
+    if name != "full":
+        settings["optimizer_in_backward"] = None
     if recipe.learning_rate is not None:
         settings["learning_rate"] = (
             recipe.learning_rate * _usual_rate(recipe, name) / _usual_rate(recipe, _own(recipe))

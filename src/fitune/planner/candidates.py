@@ -21,12 +21,12 @@ from fitune.spec.plan import (
     Attention,
     Batch,
     ChunkedLoss,
-    Lomo,
     Loss,
     PlainLoss,
     Plan,
     Recompute,
     Single,
+    updates_in_backward,
 )
 from fitune.spec.recipe import Recipe
 
@@ -74,9 +74,11 @@ def attention_of(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> Attention:
 def batches(recipe: Recipe, family: Family, *, ranks: int) -> tuple[Batch, ...]:
     """Every split of the global batch over the ranks and into micro-batches that the pins allow, the largest first.
 
-    Empty when there is none. LOMO cannot add gradients up: its micro-batch is the rank's whole share.
+    Empty when there is none. Gradients that are used in backward cannot add up: the micro-batch is the rank's whole
+    share.
     """
-    splits = _whole_share(recipe, ranks) if isinstance(family.tuning, Lomo) else _splits(recipe, ranks)
+    alone = updates_in_backward(family.tuning)
+    splits = _whole_share(recipe, ranks) if alone else _splits(recipe, ranks)
     return tuple(
         Batch(micro_batch_size=micro, accumulation=steps, seq_len=recipe.seq_len, packing=recipe.packing)
         for micro, steps in splits

@@ -29,6 +29,7 @@ from fitune.spec.plan import (
     Plan,
     Precision,
     Zero,
+    updates_in_backward,
 )
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Phase, Priced
@@ -75,6 +76,7 @@ def decisions_of(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
         _tuning(recipe, plan),
         _spread(recipe, plan),
         _precision(recipe, plan),
+        _clipping_in_backward(recipe, plan),
         _batch(recipe, plan),
         _recompute(recipe, plan),
         _loss(recipe, plan),
@@ -97,6 +99,8 @@ def _tuning(recipe: Recipe, plan: Plan) -> Iterator[str]:
     elif recipe.export is not None or recipe.quantization_is_asked_for or recipe.dora or recipe.rslora:
         asked = next(key for key in _NARROWING if getattr(recipe, key))
         yield f"tuning: {name}, because of {asked}: {getattr(recipe, asked)} (order: {ORDER})"
+    elif recipe.optimizer_in_backward:
+        yield "tuning: full, because of optimizer_in_backward: there is nothing in it for adapters"
     elif isinstance(plan.tuning, Full):
         yield f"tuning: full, every weight is trained; it fits (order: {ORDER})"
     else:
@@ -151,6 +155,20 @@ def _precision(recipe: Recipe, plan: Plan) -> Iterator[str]:
             "note on bf16: with 8 significant bits an update smaller than about 1/256 of its weight is lost; "
             "bf16-master keeps it"
         )
+
+
+def _clipping_in_backward(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    if isinstance(plan.tuning, Full) and plan.goes_back_twice and recipe.optimizer_in_backward:
+        why = f"the norm is clipped at {recipe.max_grad_norm:g}"
+        if "max_grad_norm" not in recipe.model_fields_set:
+            why += ", fitune's default"
+        instead = "max_grad_norm: 0 or max_grad_value spares the second"
+        if plan.precision is Precision.FP16:
+            why, instead = (
+                "a step that overflows in fp16 must change nothing",
+                "precision: bf16 spares the second",
+            )
+        yield f"optimizer in backward: {why}, so a first backward measures and another steps; {instead}"
 
 
 def _batch(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -239,7 +257,8 @@ def _idle(recipe: Recipe, plan: Plan) -> Iterator[str]:
         "momentum": ("optimizer", recipe.optimizer == "momentum"),
         "quantization_group": ("tuning", isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Hqq)),
         "double_quant": ("tuning", isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Nf4)),
-        "max_grad_value": ("tuning", isinstance(plan.tuning, Lomo)),
+        "max_grad_value": ("tuning", updates_in_backward(plan.tuning)),
+        "optimizer_in_backward": ("tuning", isinstance(plan.tuning, Full)),
     }
     for name, field in type(recipe).model_fields.items():
         idle = [what for start, (what, taken) in owners.items() if name.startswith(start) and not taken]

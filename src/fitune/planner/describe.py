@@ -7,10 +7,12 @@ from fitune.spec.plan import (
     AdamW8bit,
     ChunkedLoss,
     ClipByNorm,
+    ClipByValue,
     Ddp,
     Dense,
     Full,
     Hqq,
+    InBackward,
     Lomo,
     Lora,
     Loss,
@@ -52,6 +54,8 @@ def describe_family(plan: Plan) -> str:
 
 def family_words(plan: Plan) -> tuple[str, ...]:
     optimizer = "" if isinstance(plan.tuning, Lomo) else describe_optimizer(plan.optimizer)
+    if isinstance(plan.tuning, Full) and isinstance(plan.tuning.update, InBackward):
+        optimizer += f" in backward, {describe_clip(plan.tuning.update.clip)}"
     words = (describe_tuning(plan.tuning), plan.precision.value, optimizer)
     return tuple(word for word in words if word)
 
@@ -62,13 +66,20 @@ def describe_tuning(tuning: Tuning) -> str:
         case Full():
             return "full"
         case Lomo(adaptive=adaptive, clip=clip):
-            cut = f"at norm {clip.max_norm:g}" if isinstance(clip, ClipByNorm) else f"to ±{clip.value:g}"
-            return f"{'AdaLomo' if adaptive else 'LOMO'} clipped {cut}"
+            return f"{'AdaLomo' if adaptive else 'LOMO'} {describe_clip(clip)}"
         case Lora(rank=rank, targets=targets, base=base):
             scaled = "rank-stabilised " if tuning.rslora else ""
             adapters = f"{scaled}{'DoRA' if tuning.dora else 'LoRA'} r{rank} on {len(targets)} linears"
             adapters += f" of blocks {as_ranges(tuning.layers)}" if tuning.layers else ""
             return adapters + ("" if isinstance(base, Dense) else f" of {describe_base(base)}")
+
+
+def describe_clip(clip: ClipByValue | ClipByNorm) -> str:
+    match clip:
+        case ClipByValue(value=value):
+            return f"clipped to ±{value:g}"
+        case ClipByNorm(max_norm=max_norm):
+            return f"clipped at norm {max_norm:g}" if max_norm else "not clipped"
 
 
 def method_name(tuning: Tuning) -> str:

@@ -13,6 +13,7 @@ from fitune.spec.plan import (
     Dense,
     Full,
     Hqq,
+    InBackward,
     Lomo,
     Lora,
     Nf4,
@@ -90,11 +91,13 @@ def _comes_last(family: Family, *, precision_is_open: bool) -> bool:
 def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:
     match recipe.tuning:
         case "full":
-            return (Full(),)
+            return (full_of(recipe),)
         case "lomo" | "adalomo":
             return (lomo_of(recipe, adaptive=recipe.tuning == "adalomo"),)
         case "lora" | "qlora":
             return tuple(lora_of(recipe, model, base) for base in bases(recipe))
+    if recipe.optimizer_in_backward:  # only where every weight is trained is there anything to gain
+        return (full_of(recipe),)
     loras = tuple(lora_of(recipe, model, base) for base in bases(recipe))
     if (
         recipe.export in ("adapter", "merged")
@@ -109,6 +112,15 @@ def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:
     if recipe.max_grad_value is not None:  # nothing else clips by value
         return updating
     return (Full(), *updating) if recipe.export == "full" else (Full(), *loras, *updating)
+
+
+def full_of(recipe: Recipe) -> Full:
+    """With the same clipping wherever the weights are stepped: by the norm, unless by value is asked for."""
+    if not recipe.optimizer_in_backward:
+        return Full()
+    if recipe.max_grad_value is not None:
+        return Full(update=InBackward(clip=ClipByValue(value=recipe.max_grad_value)))
+    return Full(update=InBackward(clip=ClipByNorm(max_norm=recipe.max_grad_norm)))
 
 
 def lora_of(recipe: Recipe, model: ModelSpec, base: Dense | Nf4 | Hqq) -> Lora:

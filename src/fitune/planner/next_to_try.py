@@ -8,7 +8,18 @@ from fitune.estimate.memory import memory_of
 from fitune.planner.defaults import CHUNK_TOKENS, optimizer_of
 from fitune.planner.families import lora_of, nf4_of
 from fitune.planner.retry import Known, adds_gradients_up, described
-from fitune.spec.plan import ChunkedLoss, Dense, Lora, Plan, Recompute, trains_every_weight
+from fitune.spec.plan import (
+    ChunkedLoss,
+    ClipByNorm,
+    Dense,
+    Full,
+    InBackward,
+    Lora,
+    Plan,
+    Recompute,
+    Single,
+    trains_every_weight,
+)
 from fitune.spec.recipe import Recipe
 
 Missing = Callable[[Plan], tuple[str, ...]]
@@ -41,7 +52,12 @@ def _changes(failed: Plan, recipe: Recipe) -> Iterator[tuple[str, Plan]]:
     for more, plan in _frugal(failed):
         words = f"{words}, {more}" if words else more
         yield words, plan
-    for more, other in (*_offloaded(plan), *_other_method(plan, recipe), *_fewer_tokens(plan)):
+    for more, other in (
+        *_in_backward(plan),
+        *_offloaded(plan),
+        *_other_method(plan, recipe),
+        *_fewer_tokens(plan),
+    ):
         yield (f"{words}, {more}" if words else more), other
 
 
@@ -53,6 +69,14 @@ def _frugal(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if plan.recompute.blocks < plan.model.num_layers:
         plan = replace(plan, recompute=Recompute(blocks=plan.model.num_layers))
         yield "gradient_checkpointing: true", plan
+
+
+def _in_backward(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The same steps, clipped alike, without their gradients."""
+    gathers = plan.tuning == Full() and plan.offload.optimizer == "device"
+    if gathers and isinstance(plan.sharding, Single) and plan.batch.accumulation == 1:
+        clip = ClipByNorm(max_norm=plan.schedule.max_grad_norm)
+        yield "optimizer_in_backward: true", replace(plan, tuning=Full(update=InBackward(clip=clip)))
 
 
 def _offloaded(plan: Plan) -> Iterator[tuple[str, Plan]]:

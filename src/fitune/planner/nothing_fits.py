@@ -17,7 +17,7 @@ from fitune.spec.model import ModelSpec
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.model_table import known_model_names
 from fitune.spec.parameters import count_parameters
-from fitune.spec.plan import Plan, Precision
+from fitune.spec.plan import Plan, Precision, updates_in_backward
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Rejection
 from fitune.units import format_bytes
@@ -131,6 +131,7 @@ class Changes:
 
     def _settings(self) -> Iterator[tuple[str, dict[str, object]]]:
         recipe, batch = self.recipe, self.best.plan.batch
+        yield from self._in_backward()
         if recipe.tuning in ("full", "lomo", "adalomo"):
             yield "tuning: lora", {"tuning": "lora", "export": None}
         if recipe.tuning in ("full", "lomo", "adalomo", "lora") and not recipe.quantization_is_asked_for:
@@ -139,7 +140,7 @@ class Changes:
             yield "precision: bf16-master", {"precision": "bf16-master"}
         if recipe.precision == "bf16-master":
             yield "precision: bf16", {"precision": "bf16"}
-        if batch.micro_batch_size > 1 and recipe.tuning not in ("lomo", "adalomo"):
+        if batch.micro_batch_size > 1 and not updates_in_backward(self.best.plan.tuning):
             steps = batch.global_batch_size
             words = f"micro_batch_size: 1, gradient_accumulation_steps: {steps}"
             yield words, {"micro_batch_size": 1, "gradient_accumulation_steps": steps}
@@ -153,6 +154,19 @@ class Changes:
         for pin in ("offload_parameters", "offload_optimizer", "offload_activations"):
             if getattr(recipe, pin) == "device":
                 yield f"{pin}: cpu", {pin: "cpu"}
+
+    def _in_backward(self) -> Iterator[tuple[str, dict[str, object]]]:
+        """Where all weights are to be trained on one device: the same steps without their gradients."""
+        recipe = self.recipe
+        host = {"cpu", "nvme"} & {recipe.offload_parameters, recipe.offload_optimizer}
+        if recipe.tuning != "full" or recipe.optimizer_in_backward or self.hardware.num_gpus > 1 or host:
+            return
+        if recipe.gradient_accumulation_steps in (None, 1):
+            yield "optimizer_in_backward: true", {"optimizer_in_backward": True}
+        if recipe.global_batch_size is None and recipe.micro_batch_size is None:
+            rows = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
+            words = "optimizer_in_backward: true with micro_batch_size: 1, then the whole batch"
+            yield words, {"optimizer_in_backward": True, **rows}
 
     def _smallest(self, change: Change) -> StepStages | None:
         recipe = self.recipe.model_copy(update=change.settings)

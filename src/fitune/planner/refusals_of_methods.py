@@ -11,6 +11,8 @@ _LOMO = ("lomo", "adalomo")
 def refuse_methods(recipe: Recipe, model: ModelSpec, gpu: Gpu) -> None:
     """Raises RecipeError or HardwareError for the first that cannot be honoured."""
     _refuse_lomo(recipe)
+    _refuse_in_backward(recipe)
+    _refuse_adding_up(recipe)
     _refuse_offload_of_nothing(recipe)
     _refuse_quantization(recipe)
     _refuse_groups(recipe, model)
@@ -22,13 +24,7 @@ def refuse_methods(recipe: Recipe, model: ModelSpec, gpu: Gpu) -> None:
 def _refuse_lomo(recipe: Recipe) -> None:
     if recipe.tuning not in _LOMO:
         return
-    name, steps = recipe.tuning, recipe.gradient_accumulation_steps
-    if steps is not None and steps > 1:
-        raise RecipeError(
-            f"tuning: {name} uses every gradient as soon as it exists, so nothing can be added up over "
-            f"gradient_accumulation_steps = {steps} micro-batches",
-            hint="gradient_accumulation_steps: 1 with a larger micro_batch_size, or tuning: full",
-        )
+    name = recipe.tuning
     if recipe.precision == "bf16-master":
         raise RecipeError(
             f"tuning: {name} updates the weights themselves and keeps no fp32 masters", hint="precision: bf16"
@@ -46,6 +42,41 @@ def _refuse_lomo(recipe: Recipe) -> None:
         raise RecipeError(
             f"tuning: {name} needs gradients clipped, and max_grad_norm = 0 turns that off",
             hint="max_grad_value: 1.0, which costs no second backward, or max_grad_norm: 1.0",
+        )
+
+
+def _refuse_in_backward(recipe: Recipe) -> None:
+    narrowing = recipe.quantization_is_asked_for or recipe.dora or recipe.rslora
+    adapters = recipe.tuning in ("lora", "qlora") or narrowing or recipe.export in ("adapter", "merged")
+    if recipe.optimizer_in_backward and adapters:
+        raise RecipeError(
+            "optimizer_in_backward spares the gradients of all weights, and adapters are hundreds of times fewer: "
+            "there is next to nothing to gain",
+            hint="leave optimizer_in_backward out, or tuning: full",
+        )
+
+
+def _refuse_adding_up(recipe: Recipe) -> None:
+    """Accumulation, asked for or implied, where gradients are used in backward."""
+    lomo = recipe.tuning in _LOMO
+    if not lomo and not recipe.optimizer_in_backward:
+        return
+    who = f"tuning: {recipe.tuning}" if lomo else "optimizer_in_backward"
+    other = "tuning: full" if lomo else "no optimizer_in_backward"
+    steps = recipe.gradient_accumulation_steps
+    if steps is not None and steps > 1:
+        raise RecipeError(
+            f"{who} uses every gradient as soon as it exists, so nothing can be added up over "
+            f"gradient_accumulation_steps = {steps} micro-batches",
+            hint=f"gradient_accumulation_steps: 1 with a larger micro_batch_size, or {other}",
+        )
+    micro, whole, devices = recipe.micro_batch_size, recipe.global_batch_size, recipe.gpus * recipe.nodes
+    if micro is not None and whole is not None and micro * devices < whole:
+        raise RecipeError(
+            f"{who} takes one micro-batch a step, and global_batch_size {whole} is "
+            f"{whole / (micro * devices):g} × micro_batch_size {micro}"
+            + (f" × {devices} devices" if devices > 1 else ""),
+            hint=f"global_batch_size: {micro * devices}, or {other}",
         )
 
 
@@ -125,10 +156,12 @@ def _refuse_optimizer(recipe: Recipe, gpu: Gpu) -> None:
 
 
 def _refuse_clipping(recipe: Recipe) -> None:
-    """Only LOMO clips by value; elsewhere the norm is what everybody means."""
+    """Only what is stepped in backward clips by value; elsewhere the norm is what everybody means."""
+    if recipe.optimizer_in_backward:
+        return
     if recipe.max_grad_value is not None and recipe.tuning not in (None, *_LOMO):
         raise RecipeError(
-            f"max_grad_value = {recipe.max_grad_value:g} is for lomo and adalomo; "
+            f"max_grad_value = {recipe.max_grad_value:g} is for lomo and adalomo, and for optimizer_in_backward; "
             f"tuning: {recipe.tuning} clips by the norm",
             hint="no max_grad_value; max_grad_norm: 1.0 clips by the norm",
         )

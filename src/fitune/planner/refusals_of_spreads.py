@@ -8,6 +8,7 @@ from fitune.spec.recipe import Recipe
 def refuse_spreads(recipe: Recipe, hardware: Hardware) -> None:
     """Raises RecipeError for the first that cannot be honoured."""
     _refuse_sharding(recipe, hardware)
+    _refuse_in_backward(recipe, hardware)
     _refuse_uneven_batch(recipe, hardware)
     _refuse_offload(recipe, hardware)
     _refuse_nvme(recipe, hardware)
@@ -43,6 +44,24 @@ def _refuse_sharding(recipe: Recipe, hardware: Hardware) -> None:
             f"which is stage 3, not zero = {recipe.zero}",
             hint="zero: 3, or tuning: full",
         )
+
+
+def _refuse_in_backward(recipe: Recipe, hardware: Hardware) -> None:
+    if not recipe.optimizer_in_backward or recipe.tuning in ("lomo", "adalomo"):
+        return
+    if hardware.num_gpus > 1:
+        raise RecipeError(
+            f"optimizer_in_backward uses a gradient before it could be summed over {hardware.num_gpus} devices",
+            hint="gpus: 1; or leave it out, and zero: 2 or 3 divides the gradients",
+        )
+    for name in ("offload_optimizer", "offload_parameters"):
+        place = getattr(recipe, name)
+        if place in ("cpu", "nvme"):
+            raise RecipeError(
+                f"optimizer_in_backward steps weights on the device, and {name} = {place} steps them on the host, "
+                "where gradients go block by block anyway",
+                hint=f"keep one of the two: no {name}, or no optimizer_in_backward",
+            )
 
 
 def _refuse_uneven_batch(recipe: Recipe, hardware: Hardware) -> None:

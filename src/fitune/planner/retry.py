@@ -16,7 +16,7 @@ from fitune.planner.candidates import block_counts, losses
 from fitune.planner.describe import describe_loss
 from fitune.planner.fit import cheapest_blocks, fewest_blocks
 from fitune.planner.preference import preferred
-from fitune.spec.plan import Batch, ChunkedLoss, Lomo, Loss, Plan, Recompute
+from fitune.spec.plan import Batch, ChunkedLoss, Loss, Plan, Recompute, updates_in_backward
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import MemoryBreakdown, Phase
 
@@ -65,7 +65,7 @@ def describe_size(plan: Plan) -> str:
 
 
 def adds_gradients_up(plan: Plan) -> bool:
-    return not isinstance(plan.tuning, Lomo)
+    return not updates_in_backward(plan.tuning)
 
 
 def smaller_batches(plan: Plan) -> Iterator[Batch]:

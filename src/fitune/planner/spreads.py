@@ -5,7 +5,18 @@ from dataclasses import dataclass
 
 from fitune.planner.families import Family
 from fitune.spec.hardware import Hardware
-from fitune.spec.plan import AdamW8bit, Ddp, Full, Lomo, Offload, Place, Sharding, Single, Zero
+from fitune.spec.plan import (
+    AdamW8bit,
+    Ddp,
+    Full,
+    Lomo,
+    Offload,
+    Place,
+    Sharding,
+    Single,
+    Zero,
+    updates_in_backward,
+)
 from fitune.spec.recipe import Recipe
 
 
@@ -44,15 +55,21 @@ def shardings(recipe: Recipe, family: Family, hardware: Hardware) -> tuple[Shard
     """One process; or DDP and the stages of ZeRO by both backends.
 
     LOMO's gradients are gone before they could be summed over ranks in buckets: it runs alone or with ZeRO-3, where
-    each rank updates its share (Lv et al. 2023, arXiv 2306.09782, section 3.2).
+    each rank updates its share (Lv et al. 2023, arXiv 2306.09782, section 3.2). Other optimizers in backward: alone.
     """
     alone = hardware.num_gpus == 1
     found: list[Sharding] = [Single()] if alone else [Ddp(), *_zeros(hardware)]
+    if _steps_in_backward(family) and not alone:
+        return ()
     if isinstance(family.tuning, Lomo) and not alone:
         found = [way for way in found if isinstance(way, Zero) and way.stage == 3 and not way.hybrid]
     if isinstance(family.optimizer, AdamW8bit):
         found = [way for way in found if not (isinstance(way, Zero) and way.backend == "deepspeed")]
     return tuple(way for way in found if _is_allowed(recipe, way))
+
+
+def _steps_in_backward(family: Family) -> bool:
+    return isinstance(family.tuning, Full) and updates_in_backward(family.tuning)
 
 
 def _zeros(hardware: Hardware) -> Iterator[Zero]:
@@ -106,6 +123,8 @@ def states_places(family: Family, sharding: Sharding) -> tuple[tuple[Place, Plac
         case Ddp():
             return (("device", "device"),)
         case Single():
+            if _steps_in_backward(family):  # its weights and states are stepped where they are
+                return (("device", "device"),)
             if lomo:
                 return ("device", "device"), ("cpu", "device")
             streamed: tuple[Place, Place] = ("cpu", "cpu") if full else ("cpu", "device")

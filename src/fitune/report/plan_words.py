@@ -12,6 +12,7 @@ from fitune.spec.plan import (
     Batch,
     ChunkedLoss,
     ClipByNorm,
+    ClipByValue,
     DataPlan,
     DataSource,
     Ddp,
@@ -20,6 +21,7 @@ from fitune.spec.plan import (
     Fraction,
     Full,
     Hqq,
+    InBackward,
     Lomo,
     Lora,
     Loss,
@@ -37,6 +39,7 @@ from fitune.spec.plan import (
     Single,
     Tuning,
     Zero,
+    updates_in_backward,
 )
 from fitune.spec.targets import as_ranges
 from fitune.units import format_bytes, format_learning_rate
@@ -74,12 +77,20 @@ def headline(plan: Plan) -> str:
         for name in (
             tuning_name(plan.tuning),
             plan.precision.value,
-            "" if isinstance(plan.tuning, Lomo) else type(plan.optimizer).__name__,
+            _optimizer_name(plan),
             sharding_name(plan.sharding),
             hardware_name(plan.hardware),
         )
         if name
     )
+
+
+def _optimizer_name(plan: Plan) -> str:
+    """LOMO is one itself."""
+    if isinstance(plan.tuning, Lomo):
+        return ""
+    in_backward = updates_in_backward(plan.tuning)
+    return f"{type(plan.optimizer).__name__}{' in backward' if in_backward else ''}"
 
 
 def tuning_name(tuning: Tuning) -> str:
@@ -119,7 +130,7 @@ def sentences(plan: Plan) -> list[str]:
         _loss_sentence(plan.loss),
         *([] if isinstance(plan.tuning, Lomo) else [_optimizer_sentence(plan.optimizer)]),
         *_spread_sentences(plan),
-        _schedule_sentence(plan.schedule),
+        _schedule_sentence(plan.schedule, clips=not updates_in_backward(plan.tuning)),
     ]
 
 
@@ -130,10 +141,13 @@ def settings(plan: Plan) -> list[tuple[str, str]]:
 
 def _tuning_sentence(tuning: Tuning) -> str:
     match tuning:
+        case Full(update=InBackward(clip=clip)):
+            return f"Every parameter is trained, each stepped as soon as its gradient exists; {_clip_words(clip)}."
         case Full():
             return "Every parameter is trained."
-        case Lomo():
-            return _lomo_sentence(tuning)
+        case Lomo(clip=clip):
+            name = "AdaLomo" if tuning.adaptive else "LOMO"
+            return f"Every parameter is trained, each as soon as its gradient exists ({name}); {_clip_words(clip)}."
         case Lora():
             norms = " with the norms of the adapted weights (DoRA)" if tuning.dora else ""
             blocks = f" of blocks {as_ranges(tuning.layers)}" if tuning.layers else ""
@@ -146,15 +160,14 @@ def _tuning_sentence(tuning: Tuning) -> str:
     return f"Tuning is {_any_name(tuning)}."
 
 
-def _lomo_sentence(lomo: Lomo) -> str:
-    name = "AdaLomo" if lomo.adaptive else "LOMO"
-    clip = lomo.clip
-    cut = (
-        f"a first pass measures the gradient's norm, which is kept to {clip.max_norm:g}"
-        if isinstance(clip, ClipByNorm)
-        else f"gradients are cut to ±{clip.value:g}"
-    )
-    return f"Every parameter is trained, each as soon as its gradient exists ({name}); {cut}."
+def _clip_words(clip: ClipByNorm | ClipByValue) -> str:
+    match clip:
+        case ClipByValue(value=value):
+            return f"gradients are cut to ±{value:g}"
+        case ClipByNorm(max_norm=0):
+            return "gradients are not clipped"
+        case ClipByNorm(max_norm=max_norm):
+            return f"a first pass measures the gradient's norm, which is kept to {max_norm:g}"
 
 
 def _base_words(base: Dense | Nf4 | Hqq) -> str:
@@ -228,18 +241,18 @@ def _spread_sentences(plan: Plan) -> Iterator[str]:
         yield f"Kept off the device until needed: {', '.join(away)}."
 
 
-def _schedule_sentence(schedule: Schedule) -> str:
+def _schedule_sentence(schedule: Schedule, *, clips: bool) -> str:
+    """``clips``: by the schedule's norm, and not as the tuning says."""
     warmup, duration = schedule.warmup, schedule.duration
     rise = f"{warmup.of * 100:g} % of the steps" if isinstance(warmup, Fraction) else f"{warmup.count} steps"
     span = f"{duration.count:g} epochs" if isinstance(duration, Epochs) else f"{duration.count:,} steps"
     shape = "stays there" if schedule.kind == "constant" else f"falls to zero ({schedule.kind})"
-    clip = (
-        f"gradients are clipped at norm {schedule.max_grad_norm:g}"
-        if schedule.max_grad_norm
-        else "no clipping"
-    )
     peak = format_learning_rate(schedule.learning_rate)
-    return f"Over {span} the learning rate rises to {peak} in {rise}, then {shape}; {clip}."
+    line = f"Over {span} the learning rate rises to {peak} in {rise}, then {shape}"
+    if not clips:
+        return f"{line}."
+    norm = schedule.max_grad_norm
+    return f"{line}; {f'gradients are clipped at norm {norm:g}' if norm else 'no clipping'}."
 
 
 def _any_name(value: Any) -> str:

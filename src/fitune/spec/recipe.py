@@ -105,6 +105,7 @@ class Recipe(_Strict):
 
     # how
     optimizer: Literal["adamw", "adamw-8bit", "sgd", "momentum"] = "adamw"
+    optimizer_in_backward: bool = False
     learning_rate: PositiveFloat | None = None
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: CountInt | None = None

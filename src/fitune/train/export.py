@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
 from fitune.data.templates import load_template
 from fitune.models.language_model import LanguageModel
-from fitune.spec.plan import Dense, Full, Hqq, Lomo, Lora, Nf4, Plan
+from fitune.spec.plan import Dense, Full, Hqq, InBackward, Lomo, Lora, Nf4, Plan
 from fitune.spec.reports import RunReport
 from fitune.units import format_bytes, format_count, format_seconds
 
@@ -68,5 +68,6 @@ def _method(plan: Plan) -> str:
             return f"LoRA r={rank} on a base in HQQ {bits} bit"
         case Lomo(adaptive=adaptive):
             return f"full fine-tuning with {'AdaLomo' if adaptive else 'LOMO'}"
-        case Full():
-            return "full fine-tuning"
+        case Full(update=update):
+            in_backward = isinstance(update, InBackward)
+            return f"full fine-tuning{', stepped in backward' if in_backward else ''}"

@@ -1,0 +1,112 @@
+"""``optimizer_in_backward``: only where it is asked for, with the same mathematics, and refused with its reason."""
+
+from dataclasses import replace
+
+import pytest
+
+from estimate.tiny_plans import gpu, known
+from fitune.errors import NothingFits, RecipeError
+from fitune.estimate.predict import predict
+from fitune.planner.families import families
+from fitune.planner.search import find_plan
+from fitune.spec.plan import AdamW8bit, ClipByNorm, ClipByValue, Full, InBackward, Plan, Precision
+from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.reports import Phase
+from fitune.spec.serial import from_data, from_json, to_data, to_json
+
+ONE_ROW = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
+
+
+def recipe_of(**settings: object) -> Recipe:
+    return parse_recipe(canonical_keys({"model": "llama-3.1-8b", **settings}, where="test"))
+
+
+def report_of(card: str = "h100", *, gpus: int = 1, **settings: object):
+    wanted = {"tuning": "full", "optimizer_in_backward": True, **settings}
+    return find_plan(recipe_of(**wanted), model=known("llama-3.1-8b"), hardware=gpu(card, gpus=gpus))
+
+
+def plan_of(card: str = "h100", **settings: object) -> Plan:
+    return report_of(card, **settings).chosen.plan
+
+
+def test_it_is_clipped_as_the_recipe_says() -> None:
+    """By norm as everywhere when nothing is said: the same steps come out."""
+    eight_bit = {"optimizer": "adamw-8bit", **ONE_ROW}
+    assert plan_of(**eight_bit).tuning == Full(update=InBackward(clip=ClipByNorm(max_norm=1.0)))
+    never = plan_of(**eight_bit, max_grad_norm=0)
+    assert never.tuning == Full(update=InBackward(clip=ClipByNorm(max_norm=0)))
+    assert not never.goes_back_twice
+    by_value = plan_of(**eight_bit, max_grad_value=0.5)
+    assert by_value.tuning == Full(update=InBackward(clip=ClipByValue(value=0.5)))
+
+
+def test_torchtunes_name_is_known() -> None:
+    assert recipe_of(optimizer_in_bwd=True).optimizer_in_backward
+
+
+def test_the_second_backward_is_told_and_counted() -> None:
+    report = report_of(optimizer="adamw-8bit", **ONE_ROW)
+    line = next(line for line in report.decisions if line.startswith("optimizer in backward"))
+    assert "clipped at 1, fitune's default" in line
+    assert "max_grad_norm: 0" in line
+    plan = report.chosen.plan
+    once = predict(replace(plan, tuning=Full(update=InBackward(clip=ClipByNorm(max_norm=0)))))
+    twice = predict(plan)
+    assert twice.time.phases[Phase.FORWARD] == once.time.phases[Phase.FORWARD]
+    assert 1.5 < twice.time.phases[Phase.BACKWARD] / once.time.phases[Phase.BACKWARD] < 2
+
+
+def test_the_micro_batch_is_the_whole_batch() -> None:
+    plan = plan_of(optimizer="adamw-8bit", global_batch_size=4)
+    assert (plan.batch.micro_batch_size, plan.batch.accumulation) == (4, 1)
+
+
+def test_an_open_tuning_becomes_full() -> None:
+    """Adapters have next to no gradients to spare."""
+    found = families(recipe_of(optimizer_in_backward=True), model=known("llama-3.1-8b"), gpu=gpu("h100").gpu)
+    assert {type(family.tuning) for family in found} == {Full}
+    report = report_of("h200", tuning=None, precision="bf16", **ONE_ROW)
+    assert any(line.startswith("tuning: full, because of optimizer_in_backward") for line in report.decisions)
+
+
+def test_it_is_never_chosen_and_is_proposed_where_it_helps() -> None:
+    """8-bit AdamW in bf16: 8B takes 45 GiB with its gradients, and 33 without."""
+    settings = {"tuning": "full", "precision": "bf16", "optimizer": "adamw-8bit"}
+    for family in families(recipe_of(**settings), model=known("llama-3.1-8b"), gpu=gpu("h100").gpu):
+        assert family.tuning == Full()
+    with pytest.raises(NothingFits) as caught:
+        report_of("a100-40gb", **settings, optimizer_in_backward=False)
+    hint = str(caught.value.hint)
+    assert hint.startswith("optimizer_in_backward: true with micro_batch_size: 1")
+    assert plan_of("a100-40gb", **settings, **ONE_ROW).optimizer == AdamW8bit()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "message"),
+    [
+        (1, {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps = 4"),
+        (1, {"global_batch_size": 8, "micro_batch_size": 2}, "global_batch_size 8 is 4 × micro_batch_size 2"),
+        (1, {"tuning": "lora"}, "adapters are hundreds of times fewer"),
+        (1, {"tuning": None, "quantization": "nf4"}, "next to nothing to gain"),
+        (2, {}, "summed over 2 devices"),
+        (1, {"offload_optimizer": "cpu"}, "offload_optimizer = cpu steps them on the host"),
+        (1, {"offload_parameters": "cpu"}, "offload_parameters = cpu"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(gpus: int, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        report_of(gpus=gpus, **settings)
+    assert caught.value.hint
+
+
+def test_a_plan_is_read_as_it_was_written() -> None:
+    plan = plan_of(optimizer="adamw-8bit", **ONE_ROW)
+    assert from_json(Plan, to_json(plan)) == plan
+
+
+def test_a_plan_from_before_there_was_a_choice_still_reads() -> None:
+    plan = replace(plan_of(optimizer="adamw-8bit", **ONE_ROW), tuning=Full(), precision=Precision.BF16)
+    data = to_data(plan)
+    del data["tuning"]["update"]
+    assert from_data(Plan, data) == plan
