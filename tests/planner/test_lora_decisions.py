@@ -1,13 +1,17 @@
 """What is asked of adapters reaches the plan, is said in words, and contradictions are refused."""
 
+import re
+
 import pytest
 
 from fitune.errors import RecipeError
+from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.time import predict_step_time
 from fitune.planner.search import find_plan
 from fitune.spec.flops import model_flops
 from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.spec.model_config import load_model_spec
+from fitune.spec.parameters import lora_parameters
 from fitune.spec.plan import Lora
 from fitune.spec.recipe import canonical_keys, parse_recipe
 from fitune.spec.reports import Phase
@@ -66,3 +70,36 @@ def test_blocks_that_nothing_goes_back_through_cost_no_backward():
     base = sum(m.in_features * m.out_features for m in model.linears)
     adapters = sum(16 * (m.in_features + m.out_features) for m in model.linears)
     assert flops == 8 * (4 * base + 6 * adapters + 12 * model.q_dim) + 8 * (2 * base + 4 * model.q_dim)
+
+
+def test_tables_are_trained_whole_and_what_that_is_said():
+    """Llama-3.2-1B's embedding is its head: asked for one, both are trained, 128,256 × 2,048 numbers once."""
+    report = found(lora_modules_to_save="lm_head", lora_layers="8-15")
+    plan = report.chosen.plan
+    assert plan.tuning.modules_to_save == ("embed_tokens", "lm_head")
+    assert trained_parameters(plan) == 128_256 * 2_048 + lora_parameters(plan.model, plan.tuning)
+    lines = "\n".join(report.decisions)
+    assert "embed_tokens and lm_head, one tensor, train whole, 263 M of the 268 M trained parameters" in lines
+    assert "backward ends" not in lines
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora_modules_to_save": ["norm"]}, "'norm' is neither the embedding nor the head"),
+        ({"lora_modules_to_save": ["embed_tokens", "wte"]}, "names embed_tokens twice"),
+        ({"lora_modules_to_save": [""]}, "must not be empty"),
+        ({"lora_modules_to_save": ["lm_head"], "tuning": "full"}, "trains every weight anyway"),
+    ],
+)
+def test_modules_that_cannot_be_trained_whole_are_refused(settings, words):
+    with pytest.raises(RecipeError, match=words):
+        found(**settings)
+
+
+def test_what_dropout_costs_is_said():
+    lines = "\n".join(found(lora_dropout=0.05).decisions)
+    assert re.search(
+        r"lora_dropout: 0\.05 keeps .*: [\d.]+ [MG]iB more at the peak .* takes \d+\.\d% longer", lines
+    )
+    assert "lora_dropout" not in "\n".join(found().decisions)

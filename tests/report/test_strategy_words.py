@@ -59,6 +59,12 @@ _LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj", "v_proj")}
             "(alpha 8, over the rank's root, dropout 0) are trained on q_proj, v_proj of blocks 0, 2–3; the base",
         ),
         (
+            {"tuning": Lora(**_LORA, modules_to_save=("lm_head",), base=Nf4())},
+            "LoRA r8 on 2 linears, lm_head whole, of an NF4 base",
+            "LoRA r8 on NF4",
+            "are trained on q_proj, v_proj, the head whole; the base stays frozen in 4-bit",
+        ),
+        (
             {"tuning": Lora(**_LORA, base=Nf4(), dora=True)},
             "DoRA r8 on 2 linears of an NF4 base with double quantisation",
             "DoRA r8 on NF4",

@@ -86,6 +86,7 @@ NEWER_CHOICES = [
     {"tuning": Lora(**_LORA, base=Nf4(double_quant=False), dora=True)},
     {"tuning": Lora(**_LORA, base=Hqq(bits=3, group_size=128))},
     {"tuning": Lora(**_LORA, rslora=True, layers=(0, 3, 31))},
+    {"tuning": Lora(**_LORA, modules_to_save=("embed_tokens", "lm_head"))},
     {"optimizer": AdamW8bit(weight_decay=0.1)},
     {"sharding": Ddp()},
     {"sharding": Zero(stage=2, backend="deepspeed")},
@@ -101,7 +102,9 @@ def test_strategies_survive_json(choice) -> None:
 
 def test_a_plan_written_before_there_was_offload_still_reads() -> None:
     data = to_data(plan())
-    del data["offload"], data["tuning"]["dora"], data["tuning"]["rslora"], data["tuning"]["layers"]
+    del data["offload"]
+    for name in ("dora", "rslora", "layers", "modules_to_save"):
+        del data["tuning"][name]
     assert from_data(Plan, data) == plan()
 
 

@@ -18,6 +18,7 @@ from fitune.checkpoint.layout import staged, write_adapter, write_model, write_t
 from fitune.checkpoint.merge import merged_weights
 from fitune.models.attention import attends_by_rows
 from fitune.models.quantize import quantised_base
+from fitune.models.tables import copy_tables, table_weights, ties_are_kept
 from fitune.models.weights import load_model
 from fitune.spec.plan import Dense
 
@@ -115,9 +116,12 @@ def export_full(
 
 
 def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
-    # Embeddings are never adapted here; PEFT would ask the Hub whether the vocabulary grew.
+    """On the host, each a storage of its own: adapters, and the tables that train in place (models/tables.py)."""
+    # PEFT would ask the Hub whether the vocabulary grew.
     state = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    adapters = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    tables = table_weights(model.get_base_model())
+    return {**adapters, **{name: tensor.detach().cpu().clone() for name, tensor in tables.items()}}
 
 
 def on_dense_base(model: PeftModel, base_path: str) -> PeftModel:
@@ -126,7 +130,9 @@ def on_dense_base(model: PeftModel, base_path: str) -> PeftModel:
     base = load_model(base_path, dtype=dtype, device=_reload_device(model))
     config = model.peft_config[model.active_adapter]
     adapted = get_peft_model(base, config, autocast_adapter_dtype=False)
-    set_peft_model_state_dict(adapted, adapter_weights(model))
+    weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
+    set_peft_model_state_dict(adapted, weights)
+    copy_tables(model.get_base_model(), base)
     return adapted
 
 
@@ -155,7 +161,8 @@ def _reloaded_adapter_logits(
         base.set_attn_implementation(attention)
     # PEFT casts adapters to the base's type, or 16-bit ones to fp32: ask for whichever keeps what was trained.
     in_fp32 = all(tensor.dtype == torch.float32 for tensor in weights.values())
-    reloaded = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=in_fp32)
+    with ties_are_kept():
+        reloaded = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=in_fp32)
     parity.require_same_weights(adapter_weights(reloaded), weights)
     return parity.logits(reloaded)
 

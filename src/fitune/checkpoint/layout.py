@@ -25,6 +25,7 @@ from fitune.checkpoint.durable import (
 )
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.models.adapter_check import WEIGHTS
+from fitune.models.tables import trained_tables
 from fitune.spec.disk import sync_tree
 from fitune.units import MIB
 
@@ -67,6 +68,8 @@ def write_adapter(model: PeftModel, folder: Path, weights: dict[str, Tensor], ba
     config.task_type = config.task_type or "CAUSAL_LM"
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # the same file from every process
+    saved = {name.rsplit(".", 1)[-1] for name in trained_tables(model.get_base_model())}
+    config.modules_to_save = sorted(saved) or None
     config.save_pretrained(folder)
 
 

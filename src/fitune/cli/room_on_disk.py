@@ -4,9 +4,9 @@ from pathlib import Path
 
 from fitune.checkpoint.durable import require_space
 from fitune.estimate.checkpoint import checkpoint_bytes
-from fitune.estimate.parameters import trained_parameters
+from fitune.estimate.parameters import embedding_parameters, trained_parameters
 from fitune.spec.parameters import count_parameters
-from fitune.spec.plan import Plan
+from fitune.spec.plan import Plan, trains_embeddings
 from fitune.train.directory import FOLDERS
 from fitune.units import MIB
 
@@ -28,9 +28,14 @@ def require_room_on_disk(plan: Plan) -> None:
 
 
 def export_bytes(plan: Plan) -> int:
-    """P · e: all weights in the compute type, or the trained ones where an adapter is exported."""
-    is_adapter = plan.run.export == "adapter"
-    count = trained_parameters(plan) if is_adapter else count_parameters(plan.model).total
+    """P · e: all weights in the compute type, or the trained ones where an adapter is exported.
+
+    There a table that is embedding and head is written under both names.
+    """
+    if plan.run.export != "adapter":
+        return count_parameters(plan.model).total * plan.precision.compute_bytes
+    twice = plan.model.tied_embeddings and trains_embeddings(plan.tuning)
+    count = trained_parameters(plan) + (embedding_parameters(plan.model) if twice else 0)
     return count * plan.precision.compute_bytes
 
 

@@ -14,7 +14,7 @@ from fitune.estimate.gradients import (
 from fitune.estimate.parameters import embedding_parameters, head_parameters
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import StepStages, Terms, describe_step
-from fitune.spec.plan import Plan, updates_in_backward
+from fitune.spec.plan import Plan, trains_embeddings, updates_in_backward
 from fitune.spec.reports import MemoryBreakdown, Phase
 from fitune.spec.shape import BatchShape
 
@@ -98,7 +98,7 @@ def _forward_terms(step: StepStages) -> Terms:
 
 def _embedded_tokens(step: StepStages) -> int:
     """What went into the first block, which the body holds to the end of forward; elsewhere that block keeps it."""
-    kept_by_block = step.full or (step.recomputed > 0 and not step.untouched)
+    kept_by_block = trains_embeddings(step.plan.tuning) or (step.recomputed > 0 and not step.untouched)
     return 0 if kept_by_block else step.hidden
 
 
@@ -243,7 +243,7 @@ def _inputs_around(step: StepStages, index: int) -> int:
 
 def _embedding_moment(step: StepStages) -> Terms:
     """All gradients, and the embedding's made last: beside the head's when tied, or the earlier micro-batches'."""
-    elements = embedding_parameters(step.plan.model) if step.full else 0
+    elements = embedding_parameters(step.plan.model) if trains_embeddings(step.plan.tuning) else 0
     divided = step.gradients != step.whole_gradients
     adds = step.gradients_exist or step.plan.model.tied_embeddings or divided
     table = elements * step.element_bytes if adds else 0

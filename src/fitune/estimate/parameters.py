@@ -10,10 +10,10 @@ from fitune.estimate.shares import (
     uses_fsdp,
     weights_are_divided,
 )
-from fitune.estimate.tensors import adapter_tensors, base_tensors
+from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tables
 from fitune.spec.model import ModelSpec
 from fitune.spec.parameters import adapted_blocks, count_parameters
-from fitune.spec.plan import Dense, Lora, Plan, Single, trains_every_weight
+from fitune.spec.plan import Dense, Lora, Plan, Single
 
 
 def base_parameters(model: ModelSpec) -> int:
@@ -30,8 +30,10 @@ def adapter_parameters(plan: Plan) -> int:
 
 
 def trained_parameters(plan: Plan) -> int:
-    """Parameters that get a gradient: all of them, or the adapters alone."""
-    return base_parameters(plan.model) if trains_every_weight(plan.tuning) else adapter_parameters(plan)
+    """Parameters that get a gradient: all of them, or adapters and what is trained whole beside them."""
+    if not isinstance(plan.tuning, Lora):
+        return base_parameters(plan.model)
+    return adapter_parameters(plan) + sum(t.elements for t in trained_tables(plan.model, plan.tuning))
 
 
 def blocks_trained(plan: Plan) -> int:

@@ -1,17 +1,28 @@
 """What the optimizer keeps between steps, and what it needs during one."""
 
+from functools import lru_cache
+
 from fitune.estimate.parameters import blocks_trained, embedding_parameters, trained_parameters
 from fitune.estimate.shares import num_shares, trained_share, uses_deepspeed, uses_fsdp, zero_stage
-from fitune.estimate.tensors import ParameterTensor, base_tensors, trained_tensors
+from fitune.estimate.tensors import (
+    ParameterTensor,
+    adapters_of,
+    base_tensors,
+    trained_tables,
+    trained_tensors,
+)
+from fitune.spec.model import ModelSpec
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
     Ddp,
     Lomo,
+    Lora,
     Optimizer,
     Plan,
     Sgd,
     trains_every_weight,
+    trains_head,
     updates_in_backward,
 )
 from fitune.units import MIB
@@ -127,7 +138,27 @@ def update_temporaries_bytes(plan: Plan) -> int:
         table = embedding_parameters(plan.model)
         last = 2 * table if bucket < MASTER_BUCKET_BYTES and not plan.model.tied_embeddings else 0
         return max(half_converted + last, 4 * table)
-    return half_converted
+    assert isinstance(plan.tuning, Lora)
+    return _converted_bytes(plan.model, plan.tuning) if plan.tuning.modules_to_save else half_converted
+
+
+@lru_cache(maxsize=64)
+def _converted_bytes(model: ModelSpec, lora: Lora) -> int:
+    """The most that fp32 copies of gradients are more than the 16-bit ones gone by then, bucket by bucket.
+
+    In the order in which the model holds its parameters: embedding, adapters, head (engine/optimizers.py).
+    """
+    tables = trained_tables(model, lora)
+    first = tables[:1] if "embed_tokens" in lora.modules_to_save else ()
+    most = dropped = copies = 0
+    for tensor in (*first, *adapters_of(model, lora), *tables[len(first) :]):
+        for _ in range(tensor.count):
+            if copies and copies + 4 * tensor.elements > MASTER_BUCKET_BYTES:
+                copies = 0
+            copies += 4 * tensor.elements
+            most = max(most, copies - dropped)
+            dropped += 2 * tensor.elements
+    return most
 
 
 def deepspeed_step_bytes(plan: Plan) -> int:
@@ -148,7 +179,7 @@ def _divided_step_bytes(plan: Plan) -> int:
     parts = num_shares(plan)
     share = trained_share(plan)
     if uses_fsdp(plan) and 4 * share <= MASTER_BUCKET_BYTES:
-        ends_with_root = trains_every_weight(plan.tuning)
+        ends_with_root = trains_head(plan.tuning)
         last = [t for t in trained_tensors(plan) if t.in_block is not ends_with_root]
         left = sum(t.share(parts) * t.count for t in last) // (1 if ends_with_root else blocks_trained(plan))
         return 4 * share - plan.precision.compute_bytes * (share - left)

@@ -26,7 +26,16 @@ from fitune.estimate.shares import trained_share
 from fitune.estimate.stages import Block, Stage, block_of, untouched_block
 from fitune.estimate.states import master_bytes, optimizer_bytes, update_temporaries_bytes
 from fitune.spec.parameters import blocks_gone_back_through
-from fitune.spec.plan import Lora, Loss, Plan, Recompute, trains_every_weight, updates_in_backward
+from fitune.spec.plan import (
+    Lora,
+    Loss,
+    Plan,
+    Recompute,
+    trains_embeddings,
+    trains_every_weight,
+    trains_head,
+    updates_in_backward,
+)
 from fitune.spec.shape import BatchShape
 
 Terms = dict[str, int]
@@ -112,7 +121,7 @@ class StepStages:
 
     @property
     def head_gradient(self) -> int:
-        return head_parameters(self.plan.model) * self.element_bytes if self.full else 0
+        return head_parameters(self.plan.model) * self.element_bytes if trains_head(self.plan.tuning) else 0
 
     @property
     def root_waits(self) -> bool:
@@ -184,7 +193,7 @@ def model_stages(plan: Plan, shape: BatchShape) -> ModelStages:
     kinds: dict[tuple[bool, bool], tuple[Stage, ...]] = {}
     blocks = []
     for index in range(layers):
-        kind = (_trains_in(plan, index), trains_every_weight(plan.tuning) or index > untouched)
+        kind = (_trains_in(plan, index), trains_embeddings(plan.tuning) or index > untouched)
         if kind not in kinds:
             kinds[kind] = block_stages(plan, shape, has_adapters=kind[0], gradient_enters=kind[1])
         blocks.append(kinds[kind])

@@ -51,15 +51,28 @@ def adapter_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
     """A: r × in, B: out × r, and DoRA's norm of each of the out rows, for every adapted linear of adapted blocks."""
     if not isinstance(plan.tuning, Lora):
         return ()
-    return _adapters_of(plan.model, plan.tuning)
+    return adapters_of(plan.model, plan.tuning)
 
 
 def trained_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
-    return adapter_tensors(plan) if isinstance(plan.tuning, Lora) else base_tensors(plan.model)
+    if not isinstance(plan.tuning, Lora):
+        return base_tensors(plan.model)
+    return (*adapter_tensors(plan), *trained_tables(plan.model, plan.tuning))
+
+
+def trained_tables(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
+    """Embedding and head where they are trained whole; once where they are one tensor."""
+    table = ParameterTensor(rows=model.vocab_size, row_elements=model.hidden_size, in_block=False)
+    bias = ParameterTensor(rows=model.vocab_size, in_block=False)
+    embedding = (table,) if "embed_tokens" in lora.modules_to_save else ()
+    if "lm_head" not in lora.modules_to_save:
+        return embedding
+    head = () if model.tied_embeddings else (table,)
+    return (*embedding, *head, *((bias,) if model.head_bias else ()))
 
 
 @lru_cache(maxsize=64)
-def _adapters_of(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
+def adapters_of(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
     return tuple(_adapters(model, lora))
 
 

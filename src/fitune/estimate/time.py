@@ -19,7 +19,7 @@ from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.transfers import Transfers, transfers_of
 from fitune.spec.flops import attention_flops_per_pair, head_flops_per_token, model_flops
-from fitune.spec.plan import AdamW8bit, Lomo, Plan, updates_in_backward
+from fitune.spec.plan import AdamW8bit, Lomo, Plan, trains_head, updates_in_backward
 from fitune.spec.reports import Phase, StepTime
 from fitune.spec.shape import BatchShape
 
@@ -162,9 +162,9 @@ def loss_work(step: StepStages) -> Work:
     per_logit = 8 * 4 + (12 if step.element_bytes < 4 else 0)
     return Work(
         product_flops=supervised * head_flops_per_token(plan.model, plan.tuning),
-        products=chunks * (3 if step.full else 2),
+        products=chunks * (3 if trains_head(plan.tuning) else 2),
         bytes_in_place=supervised * plan.model.vocab_size * per_logit
-        + chunks * head * (4 if step.full else 2),
+        + chunks * head * (4 if trains_head(plan.tuning) else 2),
         forward_operations=27.0 * chunks,
     )
 

@@ -36,7 +36,7 @@ def check_adapter(path: Path, *, base: ModelSpec | Shapes) -> tuple[str, ...]:
     refuse_pickle(path)
     refuse_remote_code(path)
     config = _read_config(path)
-    pairs, problems, is_zero = _read_weights(path, config)
+    pairs, problems, is_zero = _read_weights(path, config, base)
     problems += [problem for pair in pairs.values() for problem in _mismatches(pair, config, base)]
     problems += [
         f"{name}: not among target_modules, so it would be ignored" for name in _untargeted(pairs, config)
@@ -92,8 +92,13 @@ def _read_config(path: Path) -> dict[str, Any]:
 _LORA_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 
 
-def _read_weights(path: Path, config: dict[str, Any]) -> tuple[dict[str, _Pair], list[str], bool]:
-    """Pairs by linear, what is wrong with single keys, and whether all B are zero. One tensor in memory at a time."""
+def _read_weights(
+    path: Path, config: dict[str, Any], base: ModelSpec | Shapes
+) -> tuple[dict[str, _Pair], list[str], bool]:
+    """Pairs by linear, what is wrong with single keys, and whether all B are zero and nothing else is there.
+
+    One tensor is in memory at a time.
+    """
     pairs: dict[str, _Pair] = {}
     problems: list[str] = []
     is_zero = True
@@ -102,7 +107,8 @@ def _read_weights(path: Path, config: dict[str, Any]) -> tuple[dict[str, _Pair],
             problems.append(f"{key}: NaN or infinite")
         match = _LORA_KEY.fullmatch(key)
         if match is None:
-            problems += [] if _is_extra(key, config) else [f"{key}: unknown key"]
+            problems += _extra_problems(key, tensor, config, base)
+            is_zero = is_zero and key.endswith(_MAGNITUDE)
             continue
         pair = pairs.setdefault(match[1], _Pair(module=match[1]))
         if match[2] == "A":
@@ -126,10 +132,31 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise CheckpointError(f"{file}: damaged, no safetensors: {error}") from error
 
 
-def _is_extra(key: str, config: dict[str, Any]) -> bool:
-    """Whole modules that were trained beside the adapter, and DoRA's magnitudes."""
-    whole = config.get("modules_to_save") or []
-    return key.endswith("lora_magnitude_vector") or any(f".{name}." in f".{key}" for name in whole)
+_MAGNITUDE = "lora_magnitude_vector"
+
+
+def _extra_problems(
+    key: str, tensor: torch.Tensor, config: dict[str, Any], base: ModelSpec | Shapes
+) -> list[str]:
+    """Of what is no A or B: DoRA's magnitudes, and modules trained whole, embedding and head by their shape."""
+    if key.endswith(_MAGNITUDE):
+        return []
+    module, _, inner = key.rpartition(".")
+    if not any(module.endswith(f".{name}") for name in config.get("modules_to_save") or []):
+        return [f"{key}: unknown key"]
+    wanted, found = _table_shape(base), tuple(tensor.shape)
+    if wanted is None or inner != "weight" or len(found) != 2:
+        return []
+    fits = found[1] == wanted[1] and found[0] >= wanted[0]  # more rows: tokens were added
+    return [] if fits else [f"{key}: {found}, expected {wanted}"]
+
+
+def _table_shape(base: ModelSpec | Shapes) -> tuple[int, int] | None:
+    """(vocabulary, hidden size); None when a model without a head has no saying."""
+    if isinstance(base, ModelSpec):
+        return base.vocab_size, base.hidden_size
+    head = base.get("lm_head")
+    return (head[1], head[0]) if head else None
 
 
 def _mismatches(pair: _Pair, config: dict[str, Any], base: ModelSpec | Shapes) -> list[str]:

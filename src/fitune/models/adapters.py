@@ -9,11 +9,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fitune.models.adapter_check import check_adapter, linear_shapes
+from fitune.models.tables import put_in_place, ties_are_kept, train_tables
 from fitune.spec.plan import Lora
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed: int) -> PeftModel:
-    """Freeze ``model`` and put a trainable low-rank pair beside every linear named in ``lora.targets``.
+    """Freeze ``model`` but for ``lora.modules_to_save``; put a trainable low-rank pair beside each of ``lora.targets``.
 
     PEFT would cast the adapters to fp32; then every adapted input is kept a second time in fp32
     (about +63 % activations). They stay in ``dtype``, and the optimizer keeps an fp32 master where the plan says so.
@@ -36,6 +37,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    train_tables(model, lora.modules_to_save)
     return adapted
 
 
@@ -51,4 +53,9 @@ def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
     Only safetensors are read. Raises CheckpointError when the adapter does not fit this very model.
     """
     check_adapter(Path(path), base=linear_shapes(model))
-    return PeftModel.from_pretrained(model, str(path), is_trainable=False, autocast_adapter_dtype=False)
+    with ties_are_kept():
+        adapted = PeftModel.from_pretrained(
+            model, str(path), is_trainable=False, autocast_adapter_dtype=False
+        )
+    put_in_place(adapted)
+    return adapted

@@ -71,7 +71,12 @@ def describe_tuning(tuning: Tuning) -> str:
             scaled = "rank-stabilised " if tuning.rslora else ""
             adapters = f"{scaled}{'DoRA' if tuning.dora else 'LoRA'} r{rank} on {len(targets)} linears"
             adapters += f" of blocks {as_ranges(tuning.layers)}" if tuning.layers else ""
-            return adapters + ("" if isinstance(base, Dense) else f" of {describe_base(base)}")
+            adapters += f", {' and '.join(tuning.modules_to_save)} whole," if tuning.modules_to_save else ""
+            return (
+                adapters.removesuffix(",")
+                if isinstance(base, Dense)
+                else f"{adapters} of {describe_base(base)}"
+            )
 
 
 def describe_clip(clip: ClipByValue | ClipByNorm) -> str:

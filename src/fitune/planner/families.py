@@ -23,7 +23,7 @@ from fitune.spec.plan import (
     Tuning,
 )
 from fitune.spec.recipe import Recipe
-from fitune.spec.targets import resolve_adapted
+from fitune.spec.targets import resolve_adapted, resolve_modules_to_save
 
 ORDER = (
     "full with fp32 masters, LoRA, QLoRA; then the same with weights or optimizer on the host, LoRA and QLoRA "
@@ -134,6 +134,7 @@ def lora_of(recipe: Recipe, model: ModelSpec, base: Dense | Nf4 | Hqq) -> Lora:
         dora=recipe.dora,
         rslora=recipe.rslora,
         layers=adapted.layers,
+        modules_to_save=resolve_modules_to_save(model, recipe.lora_modules_to_save),
     )
 
 

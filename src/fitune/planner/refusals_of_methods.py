@@ -108,6 +108,12 @@ def _refuse_quantization(recipe: Recipe) -> None:
             f"quantization: nf4 has 4 bits, not quantization_bits = {recipe.quantization_bits}",
             hint="quantization: hqq",
         )
+    if recipe.lora_modules_to_save and recipe.tuning in ("full", *_LOMO):
+        raise RecipeError(
+            f"lora_modules_to_save = {recipe.lora_modules_to_save} is for modules beside adapters, and tuning: "
+            f"{recipe.tuning} trains every weight anyway",
+            hint="leave lora_modules_to_save out, or tuning: lora",
+        )
     adapting = next((name for name in ("dora", "rslora") if getattr(recipe, name)), None)
     if adapting and recipe.tuning in ("full", *_LOMO):
         raise RecipeError(

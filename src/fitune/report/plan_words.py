@@ -154,7 +154,7 @@ def _tuning_sentence(tuning: Tuning) -> str:
             scale = "over the rank's root, " if tuning.rslora else ""
             return (
                 f"Adapters of rank {tuning.rank} (alpha {tuning.alpha}, {scale}dropout {tuning.dropout:g}) are "
-                f"trained on {', '.join(tuning.targets)}{blocks}{norms}; "
+                f"trained on {', '.join(tuning.targets)}{blocks}{norms}{_tables_words(tuning)}; "
                 f"the base stays frozen{_base_words(tuning.base)}."
             )
     return f"Tuning is {_any_name(tuning)}."
@@ -168,6 +168,17 @@ def _clip_words(clip: ClipByNorm | ClipByValue) -> str:
             return "gradients are not clipped"
         case ClipByNorm(max_norm=max_norm):
             return f"a first pass measures the gradient's norm, which is kept to {max_norm:g}"
+
+
+def _tables_words(lora: Lora) -> str:
+    match lora.modules_to_save:
+        case ("embed_tokens", "lm_head"):
+            return ", the embedding and the head whole"
+        case ("embed_tokens",):
+            return ", the embedding whole"
+        case ("lm_head",):
+            return ", the head whole"
+    return ""
 
 
 def _base_words(base: Dense | Nf4 | Hqq) -> str:

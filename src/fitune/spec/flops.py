@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fitune.spec.hardware import Gpu
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.parameters import adapted_blocks, blocks_gone_back_through
-from fitune.spec.plan import Full, Lomo, Lora, Precision, Tuning, trains_every_weight
+from fitune.spec.plan import Full, Lomo, Lora, Precision, Tuning, trains_head
 
 
 def model_flops(
@@ -54,7 +54,7 @@ def attention_flops_per_pair(model: ModelSpec) -> float:
 
 def head_flops_per_token(model: ModelSpec, tuning: Tuning) -> float:
     weights = model.hidden_size * model.vocab_size
-    return (6.0 if trains_every_weight(tuning) else 4.0) * weights
+    return (6.0 if trains_head(tuning) else 4.0) * weights
 
 
 def peak_flops(gpu: Gpu, precision: Precision) -> float:

@@ -1,7 +1,7 @@
 """Exact parameter counts, as sums over the linears of one block."""
 
 from fitune.spec.model import Linear, ModelSpec, ParameterCounts
-from fitune.spec.tuning import Lora, Tuning
+from fitune.spec.tuning import Lora, Tuning, trains_embeddings
 
 
 def count_parameters(model: ModelSpec) -> ParameterCounts:
@@ -37,8 +37,10 @@ def adapted_blocks(model: ModelSpec, lora: Lora) -> int:
 
 
 def blocks_gone_back_through(model: ModelSpec, tuning: Tuning) -> int:
-    """How many blocks, counted from the last, backward goes through: before the first adapted one nothing trains."""
-    first = min(tuning.layers, default=0) if isinstance(tuning, Lora) else 0
+    """How many blocks, counted from the last, backward goes through: all, or from the first adapted one on when nothing
+    before it trains."""
+    adapters_alone = isinstance(tuning, Lora) and not trains_embeddings(tuning)
+    first = min(tuning.layers, default=0) if isinstance(tuning, Lora) and adapters_alone else 0
     return model.num_layers - first
 
 

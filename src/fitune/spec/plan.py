@@ -30,7 +30,9 @@ from fitune.spec.tuning import (
     Sgd,
     Tuning,
     clip_in_backward,
+    trains_embeddings,
     trains_every_weight,
+    trains_head,
     updates_in_backward,
 )
 
@@ -72,7 +74,9 @@ __all__ = [
     "Tuning",
     "Zero",
     "clip_in_backward",
+    "trains_embeddings",
     "trains_every_weight",
+    "trains_head",
     "updates_in_backward",
 ]
 

@@ -69,6 +69,7 @@ class Recipe(_Strict):
     lora_dropout: Share = 0.0
     lora_target_modules: Targets = ["all-linear"]
     lora_layers: Layers = []
+    lora_modules_to_save: Names = []
     dora: bool = False
     rslora: bool = False
     quantization: Literal["nf4", "hqq", "none"] | None = None

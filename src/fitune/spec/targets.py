@@ -3,14 +3,21 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.model import Linear, ModelSpec
 
+Table = Literal["embed_tokens", "lm_head"]
+
 _ALL = ("all-linear", "all")
 _NAME = re.compile(r"[\w.\-]+|\s*")
 """Without the signs that make a regular expression."""
-_TABLES = ("embed_tokens", "wte", "word_embeddings", "lm_head")
+_TABLES: dict[str, Table] = {
+    "embed_tokens": "embed_tokens", "wte": "embed_tokens", "word_embeddings": "embed_tokens",
+    "embed": "embed_tokens", "embeddings": "embed_tokens", "lm_head": "lm_head", "head": "lm_head",
+}  # fmt: skip
+"""What models and people call the two tables -> Llama's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +73,28 @@ def resolve_layers(model: ModelSpec, wanted: Sequence[int]) -> tuple[int, ...]:
             hint=f"lora_layers: 0-{model.num_layers - 1}",
         )
     return tuple(sorted(wanted)) or tuple(range(model.num_layers))
+
+
+def resolve_modules_to_save(model: ModelSpec, wanted: Sequence[str]) -> tuple[Table, ...]:
+    """Embedding and head in that order, both where they are one tensor.
+
+    Raises RecipeError for a name twice and for any other module.
+    """
+    found: list[Table] = []
+    for name in wanted:
+        table = _TABLES.get(name.rsplit(".", 1)[-1])
+        if table is None:
+            raise RecipeError(
+                f"lora_modules_to_save: {name!r} is neither the embedding nor the head; these two can be trained whole "
+                "beside adapters",
+                hint="lora_modules_to_save: [embed_tokens, lm_head]; linears of blocks belong in lora_target_modules",
+            )
+        if table in found:
+            raise RecipeError(f"lora_modules_to_save names {table} twice", hint="name it once")
+        found.append(table)
+    if found and model.tied_embeddings:
+        return ("embed_tokens", "lm_head")
+    return tuple(sorted(found))
 
 
 def _matches(model: ModelSpec, wanted: str) -> Sequence[tuple[str, Sequence[int]]]:

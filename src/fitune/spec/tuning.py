@@ -89,6 +89,8 @@ class Lora:
     ``dora`` also trains the norm of each row of the adapted weights (Liu et al. 2024, arXiv 2402.09353).
     ``rslora`` scales what adapters add by alpha / √rank instead of alpha / rank (Kalajdzievski 2023, arXiv 2312.03732).
     ``layers`` are the numbers of the adapted blocks, ascending; empty: all.
+    ``modules_to_save`` are trained whole beside the adapters, in place (PEFT's word, Llama's names whatever the model
+    calls them); where embedding and head are one tensor, both are named.
     """
 
     rank: int
@@ -99,6 +101,7 @@ class Lora:
     dora: bool = False
     rslora: bool = False
     layers: tuple[int, ...] = ()
+    modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = ()
 
     def adapts(self, block: int) -> bool:
         return not self.layers or block in self.layers
@@ -123,6 +126,14 @@ def clip_in_backward(tuning: Tuning) -> ClipByValue | ClipByNorm | None:
 def updates_in_backward(tuning: Tuning) -> bool:
     """One gradient is alive at a time, and there are no others to add it to."""
     return clip_in_backward(tuning) is not None
+
+
+def trains_embeddings(tuning: Tuning) -> bool:
+    return not isinstance(tuning, Lora) or "embed_tokens" in tuning.modules_to_save
+
+
+def trains_head(tuning: Tuning) -> bool:
+    return not isinstance(tuning, Lora) or "lm_head" in tuning.modules_to_save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,152 @@
+"""Embedding and head trained whole beside adapters: PEFT's gradients, PEFT's files, ties kept, nothing held twice."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from checkpoint.tiny_export import byte_tokenizer
+from fitune.checkpoint.export import export_adapter, export_merged
+from fitune.errors import CheckpointError
+from fitune.models.adapter_check import check_adapter, linear_shapes
+from fitune.models.adapters import add_adapters, load_adapter
+from fitune.models.language_model import blocks_of
+from fitune.models.quantize import quantise_linears
+from fitune.spec.plan import Lora, Nf4
+from models.tiny_models import tiny_model
+
+IDS = torch.arange(3, 27).reshape(2, 12)
+BOTH = ("embed_tokens", "lm_head")
+LORA = Lora(rank=4, alpha=8, dropout=0.0, targets=("q_proj", "down_proj"), modules_to_save=BOTH)
+COMMON = {"chat_template": "", "card": ""}
+
+
+def ours(model: PreTrainedModel, lora: Lora = LORA) -> PeftModel:
+    return add_adapters(model, lora, dtype=torch.float32, seed=3)
+
+
+def moved(model: PeftModel) -> PeftModel:
+    """As if trained: whatever trains is somewhere else."""
+    torch.manual_seed(4)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+    return model
+
+
+def base_in(folder: Path, *, family: str = "llama", tied: bool = False) -> PreTrainedModel:
+    tiny_model(family, vocab_size=260, tie_word_embeddings=tied).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@torch.no_grad()
+def answer(model: torch.nn.Module) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+def test_gradients_are_those_of_pefts_copies() -> None:
+    mine, other = ours(tiny_model()), tiny_model()
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "down_proj"],
+        modules_to_save=list(BOTH),
+        task_type="CAUSAL_LM",
+    )
+    theirs = get_peft_model(other, config)
+    found, expected = [], []
+    for model, into in ((mine, found), (theirs, expected)):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        into += [loss, *(p.grad for p in model.parameters() if p.requires_grad)]
+    assert len(found) == 1 + 2 + 2 * 2 * 3
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def test_nothing_is_held_twice() -> None:
+    assert sum(p.numel() for p in ours(tiny_model()).parameters()) == sum(
+        p.numel() for p in ours(tiny_model(), replace(LORA, modules_to_save=())).parameters()
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "saved"),
+    [
+        ("llama", False, BOTH), ("llama", False, ("embed_tokens",)), ("llama", False, ("lm_head",)),
+        ("llama", True, BOTH), ("gpt2", True, BOTH), ("phi", False, ("lm_head",)),
+    ],
+)  # fmt: skip
+def test_peft_loads_what_is_exported(tmp_path: Path, family: str, tied: bool, saved: tuple[str, ...]) -> None:
+    targets = {"llama": ("q_proj", "down_proj"), "gpt2": ("c_attn",), "phi": ("q_proj",)}[family]
+    model = moved(
+        ours(
+            base_in(tmp_path / "base", family=family, tied=tied),
+            replace(LORA, targets=targets, modules_to_save=saved),
+        )
+    )
+    done = export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), **COMMON)
+    assert done.max_logit_difference == 0.0
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert len(config["modules_to_save"]) == len(saved)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    untrained = answer(base)
+    reloaded = PeftModel.from_pretrained(base, tmp_path / "out")
+    assert torch.equal(answer(reloaded), answer(model))
+    assert (answer(model) - untrained).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_merged_it_is_a_model_that_transformers_loads_alone_with_its_tie(tmp_path: Path, tied: bool) -> None:
+    model = moved(ours(base_in(tmp_path / "base", tied=tied)))
+    export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(answer(merged), answer(model), rtol=0, atol=1e-4)
+    head, table = merged.get_output_embeddings().weight, merged.get_input_embeddings().weight
+    assert (head.data_ptr() == table.data_ptr()) is tied
+    assert ("lm_head.weight" in load_file(tmp_path / "out/model.safetensors")) is not tied
+    trained = model.get_base_model().get_input_embeddings().weight
+    assert torch.equal(table, trained)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_read_again_for_scoring_or_a_merge_it_is_in_place_and_tied(tmp_path: Path, tied: bool) -> None:
+    model = moved(ours(base_in(tmp_path / "base", tied=tied)))
+    export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), **COMMON)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    reloaded = load_adapter(base, tmp_path / "out")
+    assert torch.equal(answer(reloaded), answer(model))
+    assert sum(p.numel() for p in reloaded.parameters()) == sum(p.numel() for p in model.parameters())
+    export_merged(reloaded, byte_tokenizer(), tmp_path / "merged", **COMMON)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(answer(merged), answer(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_beside_a_packed_base_they_train_and_are_merged_into_the_dense_one(
+    tmp_path: Path, tied: bool
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    base = base_in(tmp_path / "base", tied=tied)
+    quantise_linears(blocks_of(base), Nf4())
+    model = moved(ours(base, replace(LORA, base=Nf4())))
+    where = {"base_path": str(tmp_path / "base")}
+    export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), **COMMON)
+    export_merged(model, byte_tokenizer(), tmp_path / "merged", **where, **COMMON)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    expected = answer(PeftModel.from_pretrained(dense, tmp_path / "out"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(answer(merged), expected, rtol=0, atol=1e-4)
+
+
+def test_a_table_of_another_shape_is_refused(tmp_path: Path) -> None:
+    model = moved(ours(base_in(tmp_path / "base")))
+    export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), **COMMON)
+    other = tiny_model(vocab_size=300)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight: \(260, 32\), expected \(300, 32\)"):
+        check_adapter(tmp_path / "out", base=linear_shapes(other))
