@@ -326,7 +326,7 @@ def test_weights_of_another_shape_are_named(train: Call, model_folder: Path, tmp
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
     code, _, err = train(model=model)
     assert code == 2
-    assert "lm_head.weight (384, 32), config.json says (100, 32)" in err
+    assert "lm_head.weight (384, 32) in model.safetensors, config.json says (100, 32)" in err
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(

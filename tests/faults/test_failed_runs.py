@@ -141,7 +141,7 @@ def test_no_room_for_the_weights_is_not_taken_for_damaged_files(
     train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's error for it is a RuntimeError, like those of weights that do not match."""
-    failing(monkeypatch, "fitune.models.weights.AutoModelForCausalLM.from_pretrained", CUDA)
+    failing(monkeypatch, "transformers.PreTrainedModel.from_pretrained", CUDA)
     code, _, err = train()
     assert code == 3
     assert "out of memory (loading the model)" in err

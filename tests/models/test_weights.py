@@ -59,7 +59,9 @@ def test_a_missing_tensor_is_named(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        ModelError, match=r"missing in model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
         load_model(str(folder), dtype=torch.float32, device=CPU)
 
 
@@ -68,13 +70,6 @@ def test_a_misshapen_tensor_is_named(folder: Path) -> None:
     tensors["model.norm.weight"] = torch.ones(5)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="model"):
-        load_model(str(folder), dtype=torch.float32, device=CPU)
-
-
-def test_truncated_safetensors(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(ModelError, match="cannot be loaded"):
         load_model(str(folder), dtype=torch.float32, device=CPU)
 
 

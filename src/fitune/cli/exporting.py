@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from fitune.checkpoint.export import export_merged
+from fitune.cli.loading import loading_bar
 from fitune.data.templates import load_template
 from fitune.errors import RecipeError, RunDirectoryError
 from fitune.models.adapter_check import check_adapter
@@ -35,7 +36,10 @@ def export_merged_model(run: Path, out: Path | None) -> None:
     for warning in check_adapter(run / FOLDERS["adapter"], base=plan.model):
         print(f"warning: {warning}")
     device = training_device(plan)
-    base = load_model(plan.model_path, dtype=compute_dtype(plan.precision), device=device)
+    with loading_bar() as on_bytes:
+        base = load_model(
+            plan.model_path, dtype=compute_dtype(plan.precision), device=device, on_bytes=on_bytes
+        )
     tokenizer = load_tokenizer(plan.model_path)
     exported = export_merged(
         load_adapter(base, run / FOLDERS["adapter"]),

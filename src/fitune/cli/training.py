@@ -11,6 +11,7 @@ from typing import TypeVar
 from fitune.checkpoint.commit import FOLDER as CHECKPOINTS
 from fitune.checkpoint.commit import is_committed, step_folders
 from fitune.checkpoint.differences import compare_plans, difference_table
+from fitune.cli.loading import loading_bar
 from fitune.cli.planning import plan_for
 from fitune.cli.reporting import comparison
 from fitune.cli.retrying import Attempt, run_until_it_fits
@@ -106,15 +107,22 @@ def run_attempt(attempt: Attempt, recipe: Recipe, *, stop_asked: Callable[[], bo
         print(describe_prediction(prediction))
         write_atomically(directory / "estimate.json", to_json(prediction))
 
-    return run(
-        plan,
-        callbacks=Callbacks(on_data=on_data, on_note=print, stop_asked=stop_asked, answer=answers_with(plan)),
-        sinks=sinks,
-        resume=attempt.resume,
-        overwrite=attempt.overwrite,
-        files={"recipe.yaml": dump_recipe(recipe)},
-        retries=attempt.retries,
-    )
+    with loading_bar() as on_bytes:
+        return run(
+            plan,
+            callbacks=Callbacks(
+                on_data=on_data,
+                on_note=print,
+                stop_asked=stop_asked,
+                answer=answers_with(plan),
+                on_bytes=on_bytes,
+            ),
+            sinks=sinks,
+            resume=attempt.resume,
+            overwrite=attempt.overwrite,
+            files={"recipe.yaml": dump_recipe(recipe)},
+            retries=attempt.retries,
+        )
 
 
 def predict_run(report: PlanReport, loader: Loader, *, after: int = 0) -> Prediction:

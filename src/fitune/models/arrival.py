@@ -29,6 +29,8 @@ class PackOnArrival(QuantizationConfigMixin):
     def __init__(self, base: Nf4 | Hqq) -> None:
         self.quant_method = _METHOD
         self.base = base
+        self.failure: Exception | None = None
+        """What packing raised first: transformers keeps its words alone."""
 
 
 @register_quantizer(_METHOD)
@@ -90,7 +92,12 @@ class _Pack(ConversionOps):
         self.packer = packer
 
     def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Tensor]:
-        return {
-            name: self.packer.pack(name, value[0] if isinstance(value, list) else value)
-            for name, value in input_dict.items()
-        }
+        try:
+            return {
+                name: self.packer.pack(name, value[0] if isinstance(value, list) else value)
+                for name, value in input_dict.items()
+            }
+        except Exception as error:  # kept and raised again
+            config = self.packer.quantization_config
+            config.failure = config.failure or error
+            raise

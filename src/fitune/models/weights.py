@@ -1,19 +1,29 @@
 """A model folder or Hub id to a transformers model and its tokenizer. Only safetensors are read."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from fitune.errors import ModelError, is_out_of_memory
 from fitune.models.arrival import PackOnArrival
-from fitune.models.foreign import pickled_files
 from fitune.models.quantize import require_quantiser
+from fitune.models.reading import OnBytes, Unread, nobody, unread_tensors
+from fitune.models.weight_files import StoredTensor, stored_tensors
 from fitune.spec.hub import no_waiting_for_the_hub
 from fitune.spec.plan import Dense, Hqq, Nf4, Precision
 
@@ -33,30 +43,79 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 
 
 def load_model(
-    path: str, *, dtype: torch.dtype, device: torch.device, base: Dense | Nf4 | Hqq = _DENSE
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    base: Dense | Nf4 | Hqq = _DENSE,
+    on_bytes: OnBytes = nobody,
 ) -> PreTrainedModel:
     """The causal language model at ``path`` with its weights in ``dtype`` on ``device``, in training order.
 
     Read tensor by tensor to where they belong; the linears of a quantised ``base`` are packed as they arrive.
     Raises ModelError when there are no weights, only pickled ones, or weights that do not match the config.
     """
-    if Path(path).is_dir():
-        _check_weight_files(Path(path))
-    transformers_logging.disable_progress_bar()
     require_quantiser(base)
-    packing = None if isinstance(base, Dense) else PackOnArrival(base)
+    transformers_logging.disable_progress_bar()
     with _looked_up(path, "the model cannot be loaded", hint=_FETCH_AGAIN):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
+        folder = model_folder(path)
+        stored = stored_tensors(folder)
+        with unread_tensors(stored, on_bytes) as unread:
+            model, report = _filled(folder, unread, dtype=dtype, device=device, base=base)
+        model.config.name_or_path = model.name_or_path = path
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    _check_complete(path, report, stored)
+    return model
+
+
+def model_folder(path: str) -> Path:
+    """``path`` itself, or where the Hub's cache has the model, fetched when it is not there.
+
+    Raises ModelError when the folder is that of no model.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(path, allow_patterns=["*.json", "model*.safetensors"]))
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder}: no config.json, so this is no model folder")
+    return folder
+
+
+def _causal(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """transformers' class for the model and its config; of a model that also sees, the language model's."""
+    with torch.device("meta"):
+        empty: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return type(empty), empty.config
+
+
+def _filled(
+    folder: Path,
+    unread: dict[str, Unread],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    base: Dense | Nf4 | Hqq,
+) -> tuple[PreTrainedModel, dict[str, object]]:
+    """The model with every tensor read and put in place, and what did not match."""
+    architecture, config = _causal(folder)
+    packing = None if isinstance(base, Dense) else PackOnArrival(base)
+    try:
+        model, report = architecture.from_pretrained(
+            None,
+            config=config,
+            state_dict=unread,
             dtype=dtype,
-            use_safetensors=True,
             output_loading_info=True,
             quantization_config=packing,
             device_map=None if device.type == "cpu" else {"": device},
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    _check_complete(path, report)
-    return model
+    except RuntimeError as error:  # transformers collects what packing raises and raises something of its own
+        if packing is not None and packing.failure is not None:
+            raise packing.failure from error
+        raise
+    return model, report
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -102,26 +161,18 @@ def _looked_up(path: str, what: str, *, hint: str) -> Iterator[None]:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
-def _check_weight_files(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder}: no config.json, so this is no model folder")
-    if any(folder.glob("*.safetensors")):
-        return
-    if pickled := pickled_files(folder):
-        raise ModelError(
-            f"{folder}: the weights are pickled ({', '.join(pickled[:3])}); loading them could run code",
-            hint="convert them to safetensors, e.g. with transformers' save_pretrained, in an environment you trust",
-        )
-    raise ModelError(f"{folder}: no weights (*.safetensors)", hint="name a complete model folder or a Hub id")
+def _check_complete(path: str, report: dict[str, Any], stored: Mapping[str, StoredTensor]) -> None:
+    def place(name: str) -> str:
+        return f" in {stored[name].file.name}" if name in stored else ""
 
-
-def _check_complete(path: str, report: dict[str, object]) -> None:
+    missing, unknown = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    files = ", ".join(sorted({tensor.file.name for tensor in stored.values()})[:3])
     problems = [
-        f"{title}: {', '.join(map(str, list(names)[:5]))}"
+        f"{title}: {', '.join(names[:5])}"
         for title, names in (
-            ("missing", report.get("missing_keys")),
-            ("of another shape", _shapes(report.get("mismatched_keys"))),
-            ("unknown to the model", sorted(report.get("unexpected_keys") or ())),
+            (f"missing in {files}", missing),
+            ("of another shape", _shapes(report["mismatched_keys"], place)),
+            ("unknown to the model", [name + place(name) for name in unknown]),
         )
         if names
     ]
@@ -132,10 +183,11 @@ def _check_complete(path: str, report: dict[str, object]) -> None:
         )
 
 
-def _shapes(mismatched: Any) -> list[str]:
-    """``name (384, 32), config.json says (100, 32)``, in a fixed order."""
+def _shapes(mismatched: Any, place: Callable[[str], str]) -> list[str]:
+    """``name (384, 32) in model.safetensors, config.json says (100, 32)``, in a fixed order."""
     return sorted(
-        f"{name} {tuple(found)}, config.json says {tuple(wanted)}" for name, found, wanted in mismatched or ()
+        f"{name} {tuple(found)}{place(name)}, config.json says {tuple(wanted)}"
+        for name, found, wanted in mismatched
     )
 
 

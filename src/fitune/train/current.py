@@ -12,6 +12,7 @@ from fitune.data.formats import Conversation
 from fitune.data.loader import Loader, LoaderState
 from fitune.measure.memory import CpuMeter, MemoryMeter
 from fitune.models.language_model import LanguageModel
+from fitune.models.reading import OnBytes, nobody
 from fitune.spec.plan import Plan
 from fitune.spec.retries import Retry
 from fitune.track.jsonl import MetricsLog
@@ -34,6 +35,8 @@ class Callbacks:
     """Asked after every step; True saves and ends the run as interrupted."""
     answer: Answer
     """Answers held-out prompts with the model as it is, for the samples before and after."""
+    on_bytes: OnBytes = nobody
+    """While weights are read: bytes so far and in all."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from fitune.models.host import HostMemory
 from fitune.models.language_model import LanguageModel, blocks_of, language_model
 from fitune.models.offload import before_backward, offload_blocks
 from fitune.models.quantize import quantise_linears
+from fitune.models.reading import OnBytes, nobody
 from fitune.models.recompute import recompute_blocks
 from fitune.models.streaming import stay_on
 from fitune.models.weights import compute_dtype, load_model
@@ -58,14 +59,14 @@ class Prepared:
         yield from self.engine.state().tensors.values()
 
 
-def prepare(plan: Plan) -> Prepared:
-    """Load the plan's model and change it into what the plan says."""
+def prepare(plan: Plan, *, on_bytes: OnBytes = nobody) -> Prepared:
+    """Load the plan's model and change it into what the plan says. ``on_bytes`` is told how far the reading is."""
     require_supported(plan)
     dtype = compute_dtype(plan.precision)
     device = training_device(plan)
     streamed = plan.offload.parameters != "device"  # then the device has no room for all of it
     to = torch.device("cpu") if streamed else device
-    model = load_model(plan.model_path, dtype=dtype, device=to, base=_base(plan))
+    model = load_model(plan.model_path, dtype=dtype, device=to, base=_base(plan), on_bytes=on_bytes)
     return prepare_loaded(model, plan, device=device)
 
 

@@ -136,7 +136,7 @@ def _train(current: Run, start: Start) -> bool:
     """Load the model and do all steps; True when the caller asked to stop before the end."""
     current.callbacks.on_data(current.data, current.loader, current.steps_of_other_plan)
     current.where.doing = "loading the model"
-    current.prepared = prepare(current.plan)
+    current.prepared = prepare(current.plan, on_bytes=current.callbacks.on_bytes)
     current.meter = memory_meter(current.model.device)
     torch.manual_seed(current.plan.run.seed)
     if start.state is not None:

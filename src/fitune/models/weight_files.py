@@ -1,0 +1,164 @@
+"""The safetensors files of a model folder, looked at before anything is loaded: which tensor is where, and whether all
+of it is there.
+
+A file begins with the length of its header (8 bytes, little endian) and the header, JSON: name -> dtype, shape and the
+place of its bytes behind the header (https://github.com/huggingface/safetensors#format).
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from fitune.errors import ModelError
+from fitune.models.foreign import pickled_files
+from fitune.units import MIB, format_bytes
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_LARGEST_HEADER = 100 * MIB
+"""As the safetensors library has it."""
+_ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
+_AGAIN = "the file is damaged or was not fetched whole: fetch it again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the model in ``folder``, by name.
+
+    Raises ModelError naming the file, and the tensor, when weights are missing, pickled or damaged.
+    """
+    files, placed = _weight_files(folder)
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in read_header(file).items():
+            if name in found:
+                raise ModelError(f"{name} is both in {found[name].file} and in {file}", hint=_AGAIN)
+            found[name] = tensor
+    for name, file in placed.items():
+        if name not in found or found[name].file != file:
+            raise ModelError(
+                f"{file}: {name} is not in it, and {INDEX} says that it is",
+                hint="index and files must be of the same model: fetch them again",
+            )
+    return found
+
+
+def _weight_files(folder: Path) -> tuple[Sequence[Path], Mapping[str, Path]]:
+    """The files to read, and where the index places each tensor; empty without an index."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE], {}
+    if (folder / INDEX).is_file():
+        placed = {name: _shard(folder, name, file) for name, file in _weight_map(folder / INDEX).items()}
+        return sorted(set(placed.values())), placed
+    if pickled := pickled_files(folder):
+        raise ModelError(
+            f"{folder}: the weights are pickled ({', '.join(pickled[:3])}); loading them could run code",
+            hint="convert them to safetensors, e.g. with transformers' save_pretrained, in an environment you trust",
+        )
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    beside = f", only {', '.join(others[:3])}" if others else ""
+    raise ModelError(
+        f"{folder}: no weights (*.safetensors): neither {SINGLE} nor {INDEX}{beside}",
+        hint="name a complete model folder or a Hub id",
+    )
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{index}: no index of weights: {error}", hint=_AGAIN) from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index}: its weight_map names no tensor", hint=_AGAIN)
+    return weight_map
+
+
+def _shard(folder: Path, tensor: str, name: object) -> Path:
+    """The file of that name in ``folder``, which may be a link into the Hub's cache; no path leads out of it."""
+    plain = isinstance(name, str) and name == PurePosixPath(name).name == PureWindowsPath(name).name
+    if not plain or not str(name).endswith(".safetensors"):
+        raise ModelError(
+            f"{folder / INDEX}: {tensor} is said to be in {name!r}, which is no safetensors file of this folder",
+            hint="fetch the model again from a source that you trust",
+        )
+    file = folder / str(name)
+    if not file.is_file():
+        raise ModelError(
+            f"{file}: not there, and {INDEX} says that {tensor} is in it",
+            hint="the model was not fetched whole: fetch it again",
+        )
+    return file
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor. Raises ModelError when header or data are cut short or contradict one another."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > size - 8 or length > _LARGEST_HEADER:
+            raise ModelError(
+                f"{file}: cut short or no safetensors file: {format_bytes(size)}, and its first 8 bytes ask for a "
+                f"header of {format_bytes(length)}",
+                hint=_AGAIN,
+            )
+        header = _parsed(file, stream.read(length))
+    header.pop("__metadata__", None)
+    begin = 8 + length
+    tensors = {name: _stored(file, name, entry, data_bytes=size - begin) for name, entry in header.items()}
+    _require_nothing_between(file, sum(tensor.size_bytes for tensor in tensors.values()), size - begin)
+    return tensors
+
+
+def _parsed(file: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"{file}: its header is no JSON: {error}", hint=_AGAIN) from None
+    if not isinstance(header, dict):
+        raise ModelError(f"{file}: its header is no object", hint=_AGAIN)
+    return header
+
+
+def _stored(file: Path, name: str, entry: Any, *, data_bytes: int) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+        size = math.prod(shape) * _ITEM_BYTES[dtype]
+        fits = 0 <= begin <= end and end - begin == size
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{file}: {name}: its entry in the header is unreadable: {error!r}", hint=_AGAIN
+        ) from None
+    if not fits:
+        raise ModelError(
+            f"{file}: {name}: {list(shape)} of {dtype} are {size} bytes, and the header gives it {begin} to {end}",
+            hint=_AGAIN,
+        )
+    if end > data_bytes:
+        raise ModelError(
+            f"{file}: cut short: {name} ends at byte {end} of the data, and there are {data_bytes}",
+            hint=_AGAIN,
+        )
+    return StoredTensor(file=file, dtype=dtype, shape=shape, size_bytes=size)
+
+
+def _require_nothing_between(file: Path, tensors: int, data: int) -> None:
+    if tensors != data:
+        raise ModelError(
+            f"{file}: its tensors take {tensors} bytes, and there are {data} behind the header", hint=_AGAIN
+        )

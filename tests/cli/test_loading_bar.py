@@ -1,0 +1,43 @@
+"""Reading weights is shown to a person at a terminal, in bytes, and to nobody else."""
+
+import io
+
+import pytest
+
+from fitune.cli.loading import loading_bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(stream: io.StringIO, *, quiet: bool = False) -> str:
+    with loading_bar(quiet=quiet, stream=stream) as on_bytes:
+        for done in range(0, 4097, 1024):
+            on_bytes(done * 1024, 4096 * 1024)
+    return stream.getvalue()
+
+
+def test_a_terminal_sees_bytes() -> None:
+    text = shown(Terminal())
+    assert "reading weights" in text
+    assert "MiB" in text
+
+
+def test_a_log_sees_nothing() -> None:
+    assert shown(io.StringIO()) == ""
+    assert shown(Terminal(), quiet=True) == ""
+
+
+def test_the_terminal_is_given_back_when_loading_fails() -> None:
+    stream = Terminal()
+
+    def load() -> None:
+        with loading_bar(stream=stream) as on_bytes:
+            on_bytes(1, 2)
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        load()
+    assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h")

@@ -1,0 +1,88 @@
+"""What cannot run is said before anything is loaded or written: nothing fits, the host is too small, the device has no
+bf16, a quantiser is not installed, a checkpoint is a pickle (rows 20, 23, 42)."""
+
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Call = Callable[..., tuple[int, str, str]]
+GPU = ("--model", "meta-llama/Llama-3.1-8B", "--host-memory", "64GiB")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*words: object, **named: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("fitune.train.prepare.load_model", load)
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_nothing_fits(call: Call, tmp_path: Path, data_file: Path, command: str) -> None:
+    more = ("--data", data_file, "--output-dir", tmp_path / "run") if command == "train" else ()
+    code, _, err = call(
+        command, *GPU, "--gpu", "t4", "--tuning", "full", "--offload-optimizer", "device", *more
+    )
+    assert code == 2
+    assert "nothing fits: meta-llama/Llama-3.1-8B on one t4" in err
+    assert "smallest memory that would do" in err
+    assert "the smallest known GPU that holds it" in err
+    assert "try: tuning: lora" in err or "tuning: qlora" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_that_is_too_small_for_what_was_offloaded(call: Call, tmp_path: Path, data_file: Path) -> None:
+    words = ("--offload-parameters", "cpu", "--offload-optimizer", "cpu", "--output-dir", tmp_path / "run")
+    code, _, err = call("train", *GPU, "--gpu", "a100-40gb", "--tuning", "full", "--data", data_file, *words)
+    assert code == 2
+    assert "the host does not" in err
+    assert "162.6 GiB a node, 60.0 usable, 102.6 short" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("gpu", "capability"), [("v100-32gb", "7.0"), ("t4", "7.5"), ("rtx-2080-ti", "7.5")])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-master"])
+def test_bf16_on_a_device_that_has_none(call: Call, gpu: str, capability: str, precision: str) -> None:
+    code, _, err = call("plan", *GPU, "--gpu", gpu, "--tuning", "qlora", "--precision", precision)
+    assert code == 2
+    assert f"precision = {precision}, and {gpu} (compute capability {capability}) has no bf16" in err
+    assert "try: precision: fp16" in err
+    code, out, _ = call("plan", *GPU, "--gpu", "v100-32gb", "--tuning", "qlora")
+    assert code == 0
+    assert "fp16" in out
+
+
+@pytest.mark.parametrize(("quantiser", "library"), [("nf4", "bitsandbytes"), ("hqq", "hqq.core.quantize")])
+def test_a_quantiser_that_is_not_installed(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantiser: str, library: str
+) -> None:
+    monkeypatch.undo()  # the check is the first thing that loading does
+    monkeypatch.setitem(sys.modules, library, None)
+    code, _, err = train(tuning="qlora", quantization=quantiser)
+    assert code == 2
+    assert "pip install 'fitune[quant]'" in err
+
+
+class Bomb:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return (open, (str(self.target), "w"))
+
+
+@pytest.mark.parametrize("name", ["state.pt", "checkpoint.ckpt", "training_args.bin", "folder"])
+def test_a_pickled_checkpoint_is_refused_and_not_run(train: Call, tmp_path: Path, name: str) -> None:
+    """A file, or the folder of another trainer."""
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    inside = path / "optimizer.pt" if name == "folder" else path
+    inside.write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    code, _, err = train(resume=path)
+    assert code == 2
+    assert str(path) in err
+    assert not (tmp_path / "exploded").exists()

@@ -1,0 +1,140 @@
+"""Weight files that are not what they should be: one readable error naming file and tensor, dense or packed."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fitune.errors import ModelError, OutOfMemory, is_out_of_memory
+from fitune.models.weight_files import stored_tensors
+from fitune.models.weights import load_model
+from fitune.spec.plan import Dense, Hqq, Nf4
+from models.tiny_models import tiny_model
+
+CPU = torch.device("cpu")
+NAME = "model.layers.1.mlp.up_proj.weight"
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One of several files."""
+    tiny_model(hidden_size=64, intermediate_size=128).save_pretrained(
+        tmp_path / "model", max_shard_size="100KB"
+    )
+    return tmp_path / "model"
+
+
+def shard(folder: Path) -> Path:
+    """The file that NAME is in."""
+    return folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][NAME]
+
+
+def rewritten(change: Callable[[dict[str, Tensor]], None]) -> Damage:
+    def damage(folder: Path) -> None:
+        file = shard(folder)
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    return damage
+
+
+def indexed(name: str) -> Damage:
+    def damage(folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        content["weight_map"][NAME] = name
+        index.write_text(json.dumps(content))
+
+    return damage
+
+
+def cut(keep: Callable[[bytes], bytes]) -> Damage:
+    def damage(folder: Path) -> None:
+        shard(folder).write_bytes(keep(shard(folder).read_bytes()))
+
+    return damage
+
+
+def header_of(content: bytes) -> int:
+    return 8 + struct.unpack("<Q", content[:8])[0]
+
+
+def with_header(content: bytes, change: Callable[[dict[str, dict[str, object]]], None]) -> bytes:
+    end = header_of(content)
+    header = json.loads(content[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content[end:]
+
+
+CASES: dict[str, tuple[Damage, str]] = {
+    "header cut short": (cut(lambda c: c[:100]), r"model-0000\d.*cut short.*header of"),
+    "eight bytes": (cut(lambda c: c[:5]), r"model-0000\d.*cut short"),
+    "data cut short": (cut(lambda c: c[:-10]), r"model-0000\d.*cut short: model\.layers\.\d.* ends at byte"),
+    "more data": (cut(lambda c: c + b"more"), r"model-0000\d.*its tensors take \d+ bytes, and there are"),
+    "no safetensors": (cut(lambda c: b"<html>not found</html>" * 9), r"model-0000\d.*no safetensors file"),
+    "empty": (cut(lambda c: b""), r"model-0000\d.*cut short.*0 B"),
+    "no JSON": (cut(lambda c: c[:8] + b"[" * (header_of(c) - 8) + c[header_of(c) :]), r"header is no JSON"),
+    "a shape too large": (
+        cut(lambda c: with_header(c, lambda h: h[NAME].update(shape=[999, 64]))),
+        rf"model-0000\d.*{NAME}: \[999, 64\] of F32 are",
+    ),
+    "an unknown type": (
+        cut(lambda c: with_header(c, lambda h: h[NAME].update(dtype="F7"))), rf"{NAME}: its entry.*F7",
+    ),
+    "a missing shard": (lambda folder: shard(folder).unlink(), rf"model-0000\d.*not there.*says that {NAME}|model\.l"),
+    "a missing tensor": (rewritten(lambda t: t.pop(NAME)), rf"model-0000\d.*{NAME} is not in it"),
+    "a misshapen tensor": (
+        rewritten(lambda t: t.update({NAME: torch.ones(5, 64)})),
+        rf"of another shape: {NAME} \(5, 64\) in model-0000\d.*config\.json says \(128, 64\)",
+    ),
+    "an extra tensor": (
+        rewritten(lambda t: t.update(extra=torch.ones(5))), r"unknown to the model: extra in model-0000\d",
+    ),
+    "an index to nowhere": (indexed("model-9.safetensors"), rf"model-9\.safetensors: not there.*{NAME}"),
+    "a path out": (indexed("../model.safetensors"), rf"{NAME} is said to be in '\.\./model.safetensors'"),
+    "an absolute path": (indexed("/etc/passwd"), r"is said to be in '/etc/passwd'"),
+    "a pickle": (indexed("model.bin"), r"is said to be in 'model\.bin', which is no safetensors"),
+    "no index": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text("{"), r"index\.json: no index of weights",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", [Dense(), Nf4()], ids=["dense", "packed"])
+@pytest.mark.parametrize(("damage", "message"), CASES.values(), ids=CASES.keys())
+def test_damage_is_named(folder: Path, damage: Damage, message: str, base: Dense | Nf4) -> None:
+    damage(folder)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(str(folder), dtype=torch.float32, device=CPU, base=base)
+    assert caught.value.hint
+
+
+def test_the_command_line_says_it_in_one_line(folder: Path, tmp_path: Path) -> None:
+    cut(lambda c: c[:-10])(folder)
+    with pytest.raises(ModelError) as caught:
+        stored_tensors(folder)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize("base", [Nf4(), Hqq(bits=4)], ids=["nf4", "hqq"])
+def test_no_memory_while_packing_is_not_taken_for_damaged_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, base: Nf4 | Hqq
+) -> None:
+    """transformers collects what packing raises and raises an error of its own."""
+
+    def full(*words: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("fitune.models.arrival.packed_linear", full)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        load_model(str(folder), dtype=torch.float32, device=CPU, base=base)
+    assert is_out_of_memory(caught.value)
+    assert not isinstance(caught.value, OutOfMemory | ModelError)
