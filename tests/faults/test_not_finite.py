@@ -85,7 +85,7 @@ def test_lomo_that_clips_by_value_says_that_the_gradient_was_used(
         spoiled(broken, after=2, loss=False, value=float("nan"))
         code, _, err = train(**LOMO, save_steps=1, max_steps=3)
     assert code == 1
-    assert "LOMO has used them already" in err
+    assert "used them already" in err
     assert "Rows of this step" in err
     assert newest_checkpoint(tmp_path / "run").warnings == ()
     assert train("--resume", **LOMO, save_steps=1, max_steps=3)[0] == 0

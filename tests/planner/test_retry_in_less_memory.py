@@ -113,9 +113,10 @@ def test_what_the_micro_batch_does_not_decide_is_not_tried_again() -> None:
     )
 
 
-def test_lomo_adds_nothing_up() -> None:
+@pytest.mark.parametrize("method", [{"tuning": "lomo"}, {"tuning": "full", "optimizer_in_backward": True}])
+def test_what_updates_in_backward_adds_nothing_up(method: dict[str, object]) -> None:
     recipe, failed = asked(
-        tuning="lomo", gradient_accumulation_steps=1, gradient_checkpointing=4, loss="plain", gpu="h200"
+        **method, gradient_accumulation_steps=1, gradient_checkpointing=4, loss="plain", gpu="h200"
     )
     assert smaller_plan(failed, recipe, shortage()) is None
     assert "cannot be added up" in why_no_smaller(failed, shortage())
