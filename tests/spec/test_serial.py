@@ -88,6 +88,7 @@ NEWER_CHOICES = [
     {"tuning": Lora(**_LORA, rslora=True, layers=(0, 3, 31))},
     {"tuning": Lora(**_LORA, modules_to_save=("embed_tokens", "lm_head"))},
     {"optimizer": AdamW8bit(weight_decay=0.1)},
+    {"added_tokens": ("<think>", "</think>")},
     {"sharding": Ddp()},
     {"sharding": Zero(stage=2, backend="deepspeed")},
     {"sharding": Zero(stage=3, backend="fsdp", hybrid=True), "offload": Offload(optimizer="nvme")},
@@ -102,7 +103,7 @@ def test_strategies_survive_json(choice) -> None:
 
 def test_a_plan_written_before_there_was_offload_still_reads() -> None:
     data = to_data(plan())
-    del data["offload"]
+    del data["offload"], data["added_tokens"]
     for name in ("dora", "rslora", "layers", "modules_to_save"):
         del data["tuning"][name]
     assert from_data(Plan, data) == plan()

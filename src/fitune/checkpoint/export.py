@@ -19,6 +19,7 @@ from fitune.checkpoint.merge import merged_weights
 from fitune.models.attention import attends_by_rows
 from fitune.models.quantize import quantised_base
 from fitune.models.tables import copy_tables, table_weights, ties_are_kept
+from fitune.models.vocabulary import resized
 from fitune.models.weights import load_model
 from fitune.spec.plan import Dense
 
@@ -128,6 +129,7 @@ def on_dense_base(model: PeftModel, base_path: str) -> PeftModel:
     """The same adapter on its base as it is on disk, in the compute type."""
     dtype = model.get_base_model().dtype
     base = load_model(base_path, dtype=dtype, device=_reload_device(model))
+    resized(base, _rows(model))
     config = model.peft_config[model.active_adapter]
     adapted = get_peft_model(base, config, autocast_adapter_dtype=False)
     weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
@@ -157,6 +159,7 @@ def _reloaded_adapter_logits(
         device=_reload_device(model),
         base=quantised_base(model),
     )
+    resized(base, _rows(model))
     if attends_by_rows(base):
         base.set_attn_implementation(attention)
     # PEFT casts adapters to the base's type, or 16-bit ones to fp32: ask for whichever keeps what was trained.
@@ -165,6 +168,10 @@ def _reloaded_adapter_logits(
         reloaded = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=in_fp32)
     parity.require_same_weights(adapter_weights(reloaded), weights)
     return parity.logits(reloaded)
+
+
+def _rows(model: PeftModel) -> int:
+    return int(model.get_base_model().get_input_embeddings().weight.shape[0])
 
 
 def _reload_device(model: PreTrainedModel | PeftModel) -> torch.device:

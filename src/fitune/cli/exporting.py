@@ -8,7 +8,8 @@ from fitune.data.templates import load_template
 from fitune.errors import RecipeError, RunDirectoryError
 from fitune.models.adapter_check import check_adapter
 from fitune.models.adapters import load_adapter
-from fitune.models.weights import compute_dtype, load_model, load_tokenizer
+from fitune.models.vocabulary import planned_tokenizer
+from fitune.models.weights import compute_dtype, load_model
 from fitune.report.run_files import read_run
 from fitune.spec.plan import Lora
 from fitune.train.export import FOLDERS, model_card
@@ -40,7 +41,7 @@ def export_merged_model(run: Path, out: Path | None) -> None:
         base = load_model(
             plan.model_path, dtype=compute_dtype(plan.precision), device=device, on_bytes=on_bytes
         )
-    tokenizer = load_tokenizer(plan.model_path)
+    tokenizer = planned_tokenizer(plan)
     exported = export_merged(
         load_adapter(base, run / FOLDERS["adapter"]),
         tokenizer,

@@ -25,7 +25,7 @@ from fitune.engine.schedule import total_steps
 from fitune.errors import FituneError, RecipeError, RunDirectoryError
 from fitune.estimate.predict import predict
 from fitune.models.language_model import LanguageModel
-from fitune.models.weights import load_tokenizer
+from fitune.models.vocabulary import planned_tokenizer
 from fitune.planner.explain import describe_plan, explain_plan
 from fitune.report.compare import comparison_table
 from fitune.report.html import write_report
@@ -234,7 +234,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 def answers_with(plan: Plan) -> Callable[[LanguageModel, Sequence[Conversation]], list[str]]:
     """Greedy answers to held-out prompts, in the plan's own template."""
-    tokenizer = load_tokenizer(plan.model_path)
+    tokenizer = planned_tokenizer(plan)
     template = load_template(tokenizer, plan.data.chat_template)
     sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS)
 

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fitune.models.adapter_check import check_adapter, linear_shapes
-from fitune.models.tables import put_in_place, ties_are_kept, train_tables
+from fitune.models.tables import put_in_place, saved_rows, ties_are_kept, train_tables
+from fitune.models.vocabulary import resized
 from fitune.spec.plan import Lora
 
 
@@ -50,9 +51,11 @@ def _stores_weights_transposed(model: PreTrainedModel, targets: Sequence[str]) -
 def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
     """Put a saved adapter on ``model`` for inference, every key of it: PEFT drops what it does not find.
 
-    Only safetensors are read. Raises CheckpointError when the adapter does not fit this very model.
+    Where tokens were added, embedding and head grow to what is saved. Only safetensors are read. Raises
+    CheckpointError when the adapter does not fit this very model.
     """
     check_adapter(Path(path), base=linear_shapes(model))
+    resized(model, saved_rows(Path(path)))
     with ties_are_kept():
         adapted = PeftModel.from_pretrained(
             model, str(path), is_trainable=False, autocast_adapter_dtype=False

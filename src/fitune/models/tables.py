@@ -5,15 +5,20 @@ two. Here the model's own parameters train, so nothing is held twice and what is
 written is PEFT's layout, and what is read from it is put back in place.
 """
 
+import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from peft import PeftModel
 from peft.utils.other import ModulesToSaveWrapper
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from fitune.models.adapter_check import CONFIG, WEIGHTS
 
 PREFIX = "base_model.model."
 """Before a base model's names in an adapter's file."""
@@ -59,6 +64,20 @@ def put_in_place(model: PeftModel) -> None:
         setattr(base.get_submodule(parent), last, wrapper.modules_to_save[adapter])
     if wrapped:
         base.tie_weights()
+
+
+def saved_rows(adapter: Path) -> int:
+    """Rows of the largest table in an adapter's file, 0 when there is none."""
+    names = json.loads((adapter / CONFIG).read_bytes()).get("modules_to_save") or []
+    with safe_open(adapter / WEIGHTS, framework="pt") as opened:
+        return max(
+            (
+                opened.get_slice(key).get_shape()[0]
+                for key in opened.keys()  # noqa: SIM118  (not a dict)
+                if key.endswith(tuple(f".{name}.weight" for name in names))
+            ),
+            default=0,
+        )
 
 
 @contextmanager

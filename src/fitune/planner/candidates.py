@@ -50,6 +50,7 @@ def draft(recipe: Recipe, family: Family, spread: Spread, *, model: ModelSpec, h
         schedule=schedule_of(recipe, learning_rate=rate),
         data=data_of(recipe),
         run=run_of(recipe, model=model, tuning=family.tuning),
+        added_tokens=tuple(recipe.added_tokens),
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fitune.estimate.shares import num_ranks
+from fitune.planner.added_tokens import added_tokens_decisions
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
 from fitune.planner.describe import (
     describe_base_of,
@@ -84,6 +85,7 @@ def decisions_of(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
         _learning_rate(recipe, plan),
         _overruled(recipe),
         _idle(recipe, plan),
+        added_tokens_decisions(recipe, plan),
         lora_decisions(recipe, plan),
         _output(recipe, plan),
     ]

@@ -134,8 +134,13 @@ def lora_of(recipe: Recipe, model: ModelSpec, base: Dense | Nf4 | Hqq) -> Lora:
         dora=recipe.dora,
         rslora=recipe.rslora,
         layers=adapted.layers,
-        modules_to_save=resolve_modules_to_save(model, recipe.lora_modules_to_save),
+        modules_to_save=resolve_modules_to_save(model, _wanted_whole(recipe)),
     )
+
+
+def _wanted_whole(recipe: Recipe) -> list[str]:
+    """Rows of new tokens have to be trained, in both tables."""
+    return ["embed_tokens", "lm_head"] if recipe.added_tokens else recipe.lora_modules_to_save
 
 
 def bases(recipe: Recipe) -> tuple[Dense | Nf4 | Hqq, ...]:

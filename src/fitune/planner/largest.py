@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fitune.errors import RecipeError
+from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.defaults import with_usual_row
 from fitune.planner.describe import describe_base_of, method_name
 from fitune.planner.families import Family, Tier, families
@@ -40,6 +41,7 @@ def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardwa
     """
     if quantity not in QUANTITIES:
         raise RecipeError(f"--largest {quantity} is not known", hint=f"one of {', '.join(QUANTITIES)}")
+    model = with_added_rows(recipe, model)
     recipe = _small(with_usual_row(recipe, model))
     refuse_contradictions(recipe, model=model, hardware=hardware)
     found: dict[tuple[str, str, str], Largest] = {}

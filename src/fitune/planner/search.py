@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from fitune.errors import RecipeError
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
+from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.decisions import decisions_of, devices_left_idle, faster_method, long_update, usual_row
 from fitune.planner.defaults import with_usual_row
 from fitune.planner.describe import describe_family, describe_spread, memory_sum
@@ -40,6 +41,7 @@ def find_plan(
     Raises RecipeError or HardwareError for pins that cannot be honoured, NothingFits when no plan that keeps
     them fits.
     """
+    model = with_added_rows(recipe, model)
     asked, recipe = recipe, with_usual_row(recipe, model)
     refuse_contradictions(recipe, model=model, hardware=hardware)
     answers = search(recipe, model=model, hardware=hardware, missing=missing)

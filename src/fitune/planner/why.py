@@ -7,6 +7,7 @@ from typing import Any
 from fitune.errors import RecipeError
 from fitune.estimate.predict import predict
 from fitune.estimate.shares import num_ranks
+from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.defaults import with_usual_row
 from fitune.planner.describe import describe_plan, memory_sum, method_name, wrapped
 from fitune.planner.explain import estimate_data
@@ -52,6 +53,7 @@ def compare(
     changed: Recipe, change: str, *, taken: Priced, model: ModelSpec, hardware: Hardware
 ) -> Alternative:
     """Search with the change and the same method; when nothing fits, the smallest plan stands for it."""
+    model = with_added_rows(changed, model)
     changed = with_usual_row(changed, model)
     refuse_contradictions(changed, model=model, hardware=hardware)
     answers = search(changed, model=model, hardware=hardware, wanted=_like(taken.plan, changed))

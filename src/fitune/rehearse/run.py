@@ -19,7 +19,10 @@ def rehearse(plan: Plan, *, exact: bool = False, outside: dict[str, int] | None 
 
     ``outside`` is what no tensor explains (contexts, workspaces), by name: it is taken as given.
     """
-    trace, traced = trace_plan(plan, model_config(plan.model_path), exact=exact)
+    config = model_config(plan.model_path)
+    if plan.added_tokens:
+        config.vocab_size = plan.model.vocab_size
+    trace, traced = trace_plan(plan, config, exact=exact)
     on_cuda = not plan.hardware.gpu.is_cpu
     return Rehearsal(
         phases=peaks_by_kind(trace, on_cuda=on_cuda),

@@ -13,6 +13,7 @@ from fitune.data.templates import ChatTemplate, load_template
 from fitune.models.adapter_check import check_adapter
 from fitune.models.adapters import load_adapter
 from fitune.models.finite import require_finite
+from fitune.models.tables import saved_rows
 from fitune.models.weights import load_model, load_tokenizer
 from fitune.score.generate_hf import Sampling, answer_all
 from fitune.score.grade import check_graders, choose_graders, grade
@@ -81,7 +82,7 @@ def score(
     directory = Path(plan.output_dir)
     device = choose_device()
     dtype = choose_dtype(device)
-    tokenizer = load_tokenizer(plan.model)
+    tokenizer = load_tokenizer(_tokenizer_folder(plan))
     template = load_template(tokenizer, plan.chat_template)
     tasks = read_tasks(plan.data, template=template, id_column=plan.id_column)
     graders = plan.graders or _announced_graders(tasks, say)
@@ -121,6 +122,14 @@ def _load(plan: ScorePlan, dtype: torch.dtype, device: torch.device) -> Any:
     model = load_model(plan.model, dtype=dtype, device=device)
     require_finite(model, plan.model)
     return load_adapter(model, plan.adapter).to(device) if plan.adapter else model
+
+
+def _tokenizer_folder(plan: ScorePlan) -> str:
+    """The adapter's, where embedding or head were trained with it: tokens may have been added."""
+    folder = Path(plan.adapter) if plan.adapter else None
+    if folder is not None and (folder / "tokenizer.json").is_file() and saved_rows(folder):
+        return plan.adapter
+    return plan.model
 
 
 def _announced_graders(tasks: Sequence[Task], say: Callable[[str], None]) -> tuple[str, ...]:

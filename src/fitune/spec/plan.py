@@ -258,6 +258,8 @@ class Plan:
     schedule: Schedule
     data: DataPlan = field(default_factory=DataPlan)
     run: RunPlan
+    added_tokens: tuple[str, ...] = ()
+    """Of which the tokenizer learns and ``model.vocab_size`` counts the rows."""
 
     @property
     def goes_back_twice(self) -> bool:

@@ -70,6 +70,7 @@ class Recipe(_Strict):
     lora_target_modules: Targets = ["all-linear"]
     lora_layers: Layers = []
     lora_modules_to_save: Names = []
+    added_tokens: Names = []
     dora: bool = False
     rslora: bool = False
     quantization: Literal["nf4", "hqq", "none"] | None = None

@@ -15,6 +15,7 @@ ALIASES = {
     "use_rslora": "rslora", "peft_use_rslora": "rslora",
     "layers_to_transform": "lora_layers", "peft_layers_to_transform": "lora_layers",
     "lora_layers_to_transform": "lora_layers",
+    "tokens": "added_tokens", "add_tokens": "added_tokens",
     "modules_to_save": "lora_modules_to_save", "additional_target": "lora_modules_to_save",
     "quantization_method": "quantization", "quant_method": "quantization", "bnb_4bit_quant_type": "quantization",
     "quantization_bit": "quantization_bits", "group_size": "quantization_group_size",

@@ -53,9 +53,23 @@ def model_card(plan: Plan, report: RunReport) -> str:
         f"- {report.steps} steps, {format_count(report.tokens)} tokens, "
         f"{format_count(report.supervised_tokens)} of them supervised, in {format_seconds(report.seconds)}\n"
         f"- loss {report.first_loss:.4f} → {report.final_loss:.4f}\n{eval_line}"
+        f"{_added_tokens(plan)}"
         f"- {format_count(report.trainable_parameters)} of {format_count(report.total_parameters)} parameters trained\n"
         f"- measured peak memory: {memory}\n"
     )
+
+
+def _added_tokens(plan: Plan) -> str:
+    """What somebody who loads it without fitune has to know."""
+    if not plan.added_tokens:
+        return ""
+    tokens, rows = ", ".join(f"`{token}`" for token in plan.added_tokens), plan.model.vocab_size
+    first = (
+        f"; before PEFT loads it: `base.resize_token_embeddings({rows})`"
+        if plan.run.export == "adapter"
+        else ""
+    )
+    return f"- added tokens: {tokens}; {rows:,} rows in embedding and head{first}\n"
 
 
 def _method(plan: Plan) -> str:

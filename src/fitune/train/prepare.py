@@ -23,6 +23,7 @@ from fitune.models.quantize import quantise_linears
 from fitune.models.reading import OnBytes, nobody
 from fitune.models.recompute import recompute_blocks
 from fitune.models.streaming import stay_on
+from fitune.models.vocabulary import add_rows
 from fitune.models.weights import compute_dtype, load_model
 from fitune.spec.plan import (
     Dense,
@@ -67,6 +68,7 @@ def prepare(plan: Plan, *, on_bytes: OnBytes = nobody) -> Prepared:
     streamed = plan.offload.parameters != "device"  # then the device has no room for all of it
     to = torch.device("cpu") if streamed else device
     model = load_model(plan.model_path, dtype=dtype, device=to, base=_base(plan), on_bytes=on_bytes)
+    add_rows(model, plan)
     return prepare_loaded(model, plan, device=device)
 
 

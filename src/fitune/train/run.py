@@ -17,7 +17,7 @@ from fitune.data.dataset import PreparedData, prepare_data
 from fitune.data.loader import Loader
 from fitune.errors import OutOfMemory
 from fitune.measure.memory import memory_meter
-from fitune.models.weights import load_tokenizer
+from fitune.models.vocabulary import planned_tokenizer
 from fitune.spec.disk import write_atomically
 from fitune.spec.ownership import lock_directory
 from fitune.spec.plan import Plan
@@ -83,7 +83,7 @@ def run(
 
 def _read_data(plan: Plan, start: Start) -> tuple[PreTrainedTokenizerBase, PreparedData, Loader]:
     """Tokenise before the model is loaded: bad data should not cost the wait for the weights."""
-    tokenizer = load_tokenizer(plan.model_path)
+    tokenizer = planned_tokenizer(plan)
     data = prepare_data(
         plan.data,
         tokenizer=tokenizer,

@@ -1,0 +1,77 @@
+"""Tokens that a plan adds: the tokenizer that knows them, and rows for them in embedding and head."""
+
+from collections.abc import Sequence
+
+import torch
+from tokenizers import AddedToken
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fitune.errors import ModelError
+from fitune.models.weights import load_tokenizer
+from fitune.spec.plan import Plan
+
+NOISE = 0.01
+"""Of the rows' own spread, on top of their mean: new tokens begin alike, not equal (Hewitt 2021, "Initializing New
+Word Embeddings for Pretrained Language Models")."""
+
+
+def planned_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
+    """The base's with the plan's tokens. Raises ModelError for one that it has, or that no row is there for."""
+    tokenizer = load_tokenizer(plan.model_path)
+    if not plan.added_tokens:
+        return tokenizer
+    known = tokenizer.get_vocab()
+    for token in plan.added_tokens:
+        if token in known:
+            raise ModelError(
+                f"added_tokens: {token!r} is token {known[token]} of the tokenizer already",
+                hint="leave it out",
+            )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plan.added_tokens])
+    largest, rows = max(_ids(tokenizer, plan.added_tokens)), plan.model.vocab_size
+    if largest >= rows:
+        raise ModelError(
+            f"{plan.model_path}: the tokenizer gives an added token the id {largest}, and the plan has {rows} rows",
+            hint="plan again where the tokenizer can be read",
+        )
+    return tokenizer
+
+
+@torch.no_grad()
+def add_rows(model: PreTrainedModel, plan: Plan) -> None:
+    """Give ``model`` the plan's rows; those of new tokens and beyond the old table begin as the mean of the others."""
+    if not plan.added_tokens:
+        return
+    ids = _ids(planned_tokenizer(plan), plan.added_tokens)
+    old, rows = resized(model, plan.model.vocab_size), plan.model.vocab_size
+    fresh = torch.tensor(sorted({*ids, *range(old, rows)}))
+    learned = min(old, *ids)
+    generator = torch.Generator().manual_seed(plan.run.seed)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    _begin(embedding.weight, fresh, learned, generator)
+    if head.weight is not embedding.weight:
+        _begin(head.weight, fresh, learned, generator)
+    if getattr(head, "bias", None) is not None:
+        head.bias[fresh] = head.bias[:learned].mean()
+
+
+def resized(model: PreTrainedModel, rows: int) -> int:
+    """Make embedding and head ``rows`` long where they are shorter; returns how long they were."""
+    old = int(model.get_input_embeddings().weight.shape[0])
+    if rows > old:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    return old
+
+
+def _begin(table_VD: Tensor, fresh: Tensor, learned: int, generator: torch.Generator) -> None:
+    rows_VD = table_VD[:learned]
+    mean_D = rows_VD.mean(dim=0, dtype=torch.float32)
+    square_D = torch.linalg.vector_norm(rows_VD, dim=0, dtype=torch.float32).square() / learned
+    spread_D = (square_D - mean_D.square()).clamp_min(0).sqrt()
+    noise_ND = torch.randn(len(fresh), table_VD.shape[1], generator=generator).to(mean_D.device)
+    table_VD[fresh.to(table_VD.device)] = (mean_D + NOISE * spread_D * noise_ND).to(table_VD.dtype)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[int]:
+    return [int(tokenizer.convert_tokens_to_ids(token)) for token in tokens]

@@ -1,0 +1,49 @@
+"""How many tokens a tokenizer has, read from its tokenizer.json without building it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    length: int
+    """One more than the largest id."""
+    tokens: dict[str, int]
+
+
+def vocabulary_of(name: str) -> Vocabulary | None:
+    """Of a model's folder or of what the Hugging Face cache has; None where no tokenizer.json says it."""
+    file = _tokenizer_file(name)
+    if file is None:
+        return None
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        tokens = _model_tokens(data["model"]["vocab"])
+        tokens |= {token["content"]: token["id"] for token in data.get("added_tokens") or ()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # whoever needs the tokenizer itself says what is wrong with it
+    return Vocabulary(length=max(tokens.values(), default=-1) + 1, tokens=tokens)
+
+
+def _model_tokens(vocabulary: Any) -> dict[str, int]:
+    """Token -> id; Unigram models list pairs of token and score in the order of the ids."""
+    if isinstance(vocabulary, dict):
+        return dict(vocabulary)
+    return {token: place for place, (token, _) in enumerate(vocabulary)}
+
+
+def _tokenizer_file(name: str) -> Path | None:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        file = folder / "tokenizer.json"
+        return file if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "tokenizer.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None

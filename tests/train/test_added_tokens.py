@@ -1,0 +1,198 @@
+"""Tokens that a recipe adds: known to the tokenizer, trained, resumed, exported, merged, scored."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from fitune.cli.exporting import export_merged_model
+from fitune.data.dataset import prepare_data
+from fitune.errors import ModelError, RecipeError
+from fitune.models.build import model_config
+from fitune.models.vocabulary import add_rows, planned_tokenizer
+from fitune.models.weights import load_model
+from fitune.rehearse.run import rehearse
+from fitune.score.generate_hf import Sampling
+from fitune.score.run import ScorePlan, score
+from fitune.spec.plan import DataSource, Nf4, Plan
+from fitune.train.prepare import prepare
+from fitune.train.run import run
+from train.test_run import callbacks, losses
+
+MakePlan = Callable[..., Plan]
+TOKENS = ["<think>", "</think>"]
+IDS = torch.arange(3, 40)[None]
+
+
+@pytest.fixture
+def padded_folder(model_folder: Path, tmp_path: Path) -> Path:
+    """The same tokenizer with a table of 16 spare rows, embedding and head one tensor."""
+    folder = tmp_path / "padded"
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = {
+        **json.loads((model_folder / "config.json").read_text()),
+        "vocab_size": 400,
+        "tie_word_embeddings": True,
+    }
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def thoughts(tmp_path: Path) -> Path:
+    file = tmp_path / "thoughts.jsonl"
+    rows = [
+        {"question": f"What is {a} plus {b}?", "answer": f"<think>{a}, {b}</think>{a + b}"}
+        for a in range(2, 9)
+        for b in range(3, 11)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@torch.no_grad()
+def answer(model: torch.nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
+    return model.eval()(input_ids=ids).logits
+
+
+def tokens_in(plan: Plan) -> int:
+    return len(AutoTokenizer.from_pretrained(plan.model_path))
+
+
+def test_new_rows_begin_near_the_mean_and_old_ones_stay(make_plan: MakePlan) -> None:
+    plan = make_plan(added_tokens=TOKENS)
+    assert plan.model.vocab_size == max(384, tokens_in(plan) + 2)
+    base, grown = (
+        load_model(plan.model_path, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)
+    )
+    add_rows(grown, plan)
+    ids = planned_tokenizer(plan).convert_tokens_to_ids(TOKENS)
+    for table in ("get_input_embeddings", "get_output_embeddings"):
+        old, new = getattr(base, table)().weight, getattr(grown, table)().weight
+        learned = min(ids)
+        assert torch.equal(new[:learned], old[:learned])
+        mean, spread = old[:learned].mean(dim=0), old[:learned].std(dim=0)
+        assert ((new[ids] - mean).abs() < 0.06 * spread).all()
+        assert not torch.equal(new[ids[0]], new[ids[1]])
+    again = load_model(plan.model_path, dtype=torch.float32, device=torch.device("cpu"))
+    add_rows(again, plan)
+    assert torch.equal(again.get_input_embeddings().weight, grown.get_input_embeddings().weight)
+
+
+def test_spare_rows_are_taken_first(make_plan: MakePlan, padded_folder: Path) -> None:
+    plan = make_plan(model=str(padded_folder), added_tokens=TOKENS)
+    assert plan.model.vocab_size == 400
+    many = make_plan(
+        model=str(padded_folder), added_tokens=[f"<{n}>" for n in range(400 - tokens_in(plan) + 5)]
+    )
+    assert many.model.vocab_size == 405
+    whole = prepare(many).model.whole.get_base_model()
+    assert whole.get_input_embeddings().weight is whole.get_output_embeddings().weight
+    assert whole.get_input_embeddings().weight.shape[0] == whole.config.vocab_size == 405
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_from_training_to_a_merged_model_that_transformers_loads_alone(
+    make_plan: MakePlan, padded_folder: Path, thoughts: Path, tmp_path: Path, padded: bool, packed: bool
+) -> None:
+    base = {"model": str(padded_folder)} if padded else {}
+    plan = make_plan(**base, data=[str(thoughts)], added_tokens=TOKENS, max_steps=8)
+    if packed:
+        pytest.importorskip("bitsandbytes")
+        plan = replace(plan, tuning=replace(plan.tuning, base=Nf4()))
+    report = run(plan, callbacks=callbacks())
+    assert report.final_loss < report.first_loss
+    adapter = Path(report.exported)
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    ids = tokenizer.convert_tokens_to_ids(TOKENS)
+    assert tokenizer("a<think>b</think>").input_ids.count(ids[0]) == 1
+    dense = AutoModelForCausalLM.from_pretrained(plan.model_path)
+    dense.resize_token_embeddings(plan.model.vocab_size, mean_resizing=False)
+    assert f"resize_token_embeddings({plan.model.vocab_size})" in (adapter / "README.md").read_text()
+    expected = answer(PeftModel.from_pretrained(dense, adapter), torch.tensor([[5, *ids, 7]]))
+    export_merged_model(Path(plan.run.output_dir), None)
+    merged = AutoModelForCausalLM.from_pretrained(Path(plan.run.output_dir) / "merged")
+    assert merged.config.vocab_size == plan.model.vocab_size
+    torch.testing.assert_close(answer(merged, torch.tensor([[5, *ids, 7]])), expected, rtol=0, atol=1e-4)
+    assert (merged.get_output_embeddings().weight is merged.get_input_embeddings().weight) is padded
+    assert len(AutoTokenizer.from_pretrained(Path(plan.run.output_dir) / "merged")) == len(tokenizer)
+
+
+def test_in_the_data_they_are_one_token_each(make_plan: MakePlan, thoughts: Path) -> None:
+    plan = make_plan(data=[str(thoughts)], added_tokens=TOKENS)
+    tokenizer = planned_tokenizer(plan)
+    data = prepare_data(plan.data, tokenizer=tokenizer, tokenizer_path=plan.model_path, seq_len=64, seed=1)
+    row = data.train.row(0)[0].tolist()
+    assert [row.count(number) for number in tokenizer.convert_tokens_to_ids(TOKENS)] == [1, 1]
+
+
+def test_full_fine_tuning_takes_new_tokens_too(make_plan: MakePlan, thoughts: Path) -> None:
+    plan = make_plan(tuning="full", data=[str(thoughts)], added_tokens=TOKENS, max_steps=4)
+    report = run(plan, callbacks=callbacks())
+    model = AutoModelForCausalLM.from_pretrained(report.exported)
+    assert model.get_input_embeddings().weight.shape[0] == plan.model.vocab_size
+    assert AutoTokenizer.from_pretrained(report.exported).convert_tokens_to_ids("<think>") == tokens_in(plan)
+
+
+def test_resumed_it_ends_bit_for_bit_the_same(make_plan: MakePlan, thoughts: Path, tmp_path: Path) -> None:
+    common = {"added_tokens": TOKENS, "data": [str(thoughts)], "save_steps": 2}
+    straight, broken = (make_plan(**common, output_dir=str(tmp_path / name)) for name in ("one", "two"))
+    run(straight, callbacks=callbacks())
+    run(broken, callbacks=callbacks(stop_after=3))
+    run(broken, callbacks=callbacks(), resume=True)
+    assert losses(straight) == losses(broken)
+
+
+def test_an_adapter_with_new_tokens_is_scored(make_plan: MakePlan, thoughts: Path, tmp_path: Path) -> None:
+    plan = make_plan(data=[str(thoughts)], added_tokens=TOKENS, max_steps=2)
+    adapter = run(plan, callbacks=callbacks()).exported
+    report = score(
+        ScorePlan(
+            model=plan.model_path, adapter=str(adapter), data=DataSource(path=str(thoughts), sample=3),
+            output_dir=str(tmp_path / "scores"), sampling=Sampling(max_new_tokens=4),
+        ),
+        say=lambda line: None,
+    )  # fmt: skip
+    assert report.answered == 3
+
+
+def test_the_rehearsal_has_the_new_rows(make_plan: MakePlan) -> None:
+    many = [f"<{n}>" for n in range(300)]
+    plain, grown = (
+        make_plan(**extra, lora_modules_to_save=["embed_tokens", "lm_head"])
+        for extra in ({}, {"added_tokens": many})
+    )
+    weights = [rehearse(plan, exact=True).phases for plan in (plain, grown)]
+    first, second = (next(iter(phases.values()))["weights"] for phases in weights)
+    added = grown.model.vocab_size - plain.model.vocab_size
+    assert added > 200
+    assert second - first == 2 * added * 32 * 4
+    assert model_config(plain.model_path).vocab_size == 384
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (["<think>", "<think>"], "names '<think>' twice"),
+        ([" "], "' ' is empty"),
+        (["</s>"], "'</s>' is token 2 of the tokenizer already"),
+    ],
+)
+def test_tokens_that_cannot_be_added_are_refused(make_plan: MakePlan, tokens: list[str], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        make_plan(added_tokens=tokens)
+
+
+def test_a_token_that_only_the_tokenizer_itself_knows_of_is_refused_before_anything_is_read(
+    make_plan: MakePlan,
+) -> None:
+    plan = replace(make_plan(added_tokens=TOKENS), added_tokens=("</s>",))
+    with pytest.raises(ModelError, match="'</s>' is token 2 of the tokenizer already"):
+        run(plan, callbacks=callbacks())
