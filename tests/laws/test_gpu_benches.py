@@ -1,0 +1,64 @@
+"""The benchmarks for a GPU run from end to end without one: what they compare is the same step on both sides."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+WITHOUT = """
+import runpy, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("pydantic", "datasets", "trl"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Missing())
+sys.path.insert(0, {bench!r})
+import gpu_speed
+sys.argv = ["gpu_memory.py", "--shapes", "tiny", "--cases", "lora", "lomo", "--out", {out!r}]
+runpy.run_path({bench!r} + "/gpu_memory.py", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def benches(monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return BENCH
+
+
+def test_memory_is_compared_by_phase_without_what_reads_recipes_and_data(tmp_path: Path) -> None:
+    """pydantic, datasets and trl are not at hand on every machine with a GPU."""
+    script = WITHOUT.format(bench=str(BENCH), out=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads((tmp_path / "gpu_memory.json").read_text())
+    assert content["is_gpu"] is False
+    assert [case["recompute"] for case in content["cases"]] == [0, 4, 0, 4]
+    for case in content["cases"]:
+        for phase, measured in case["phases"]["measured"].items():
+            for side in ("predicted", "rehearsed"):
+                assert case["phases"][side][phase] == pytest.approx(measured, rel=0.02), (case["case"], phase)
+
+
+def test_both_sides_begin_with_the_same_loss(benches: Path) -> None:
+    """The same random weights, rows and trained linears; NF4 packed by fitune and by bitsandbytes."""
+    pytest.importorskip("bitsandbytes")
+    cases, peers = importlib.import_module("gpu_cases"), importlib.import_module("gpu_peer")
+    prepare = importlib.import_module("fitune.train.prepare")
+    shape, case = cases.SHAPES["tiny"], cases.CASES["qlora"]
+    plan = cases.plan_of(case, shape, hardware=cases.hardware_here(), rows=1)
+    device = prepare.training_device(plan)
+    prepared = prepare.prepare_loaded(
+        cases.random_model(plan, cases.config_of(shape), device), plan, device=device
+    )
+    rows = cases.full_rows(plan)
+    loss = prepared.engine.forward_backward(
+        rows, supervised_tokens=rows.supervised_tokens, enter_phase=lambda phase: None
+    )
+    theirs = peers.peer_of(case, shape, plan, device, recompute=False).step()
+    assert loss.item() / rows.supervised_tokens == pytest.approx(theirs, rel=1e-3)  # bf16
