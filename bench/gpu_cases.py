@@ -30,6 +30,7 @@ from fitune.spec.plan import (
     ClipByValue,
     Full,
     Hqq,
+    InBackward,
     Lomo,
     Lora,
     Nf4,
@@ -97,6 +98,7 @@ CASES = {
     "dora": Case(tuning="lora", precision=Precision.BF16_MASTER, dora=True),
     "full": Case(tuning="full"),
     "full-8bit": Case(tuning="full", optimizer=AdamW8bit(), needs="bitsandbytes"),
+    "full-8bit-in-backward": Case(tuning="in backward", optimizer=AdamW8bit(), needs="bitsandbytes"),
     "lomo": Case(tuning="lomo", optimizer=Sgd()),
     "adalomo": Case(tuning="adalomo", optimizer=Sgd()),
     "full-optimizer-away": Case(tuning="full", offload=Offload(optimizer="cpu")),
@@ -147,6 +149,8 @@ def _tuning(case: Case, targets: tuple[str, ...]) -> Tuning:
     match case.tuning:
         case "full":
             return Full()
+        case "in backward":
+            return Full(update=InBackward(clip=ClipByValue(value=1.0)))
         case "lomo" | "adalomo":
             return Lomo(adaptive=case.tuning == "adalomo", clip=ClipByValue(value=1.0))
     lora = Lora(rank=16, alpha=32, dropout=0.0, targets=targets, dora=case.dora)

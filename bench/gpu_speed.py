@@ -46,7 +46,7 @@ from fitune.spec.plan import Plan
 from fitune.train.prepare import prepare_loaded, training_device
 from fitune.units import GIB, format_bytes
 
-DEFAULT_CASES = ("lora", "qlora", "lomo", "full-8bit")
+DEFAULT_CASES = ("lora", "qlora", "lomo", "full-8bit-in-backward")
 WARM_UP = 2
 LEAST_STEPS = 3
 

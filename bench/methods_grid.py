@@ -11,7 +11,9 @@ from fitune.spec.plan import (
     AdamW8bit,
     ClipByNorm,
     ClipByValue,
+    Full,
     Hqq,
+    InBackward,
     Lomo,
     Lora,
     Nf4,
@@ -60,6 +62,10 @@ def _lomo(clip: ClipByValue | ClipByNorm, *, adaptive: bool = False) -> Callable
     return _full(tuning=Lomo(adaptive=adaptive, clip=clip), optimizer=Sgd())
 
 
+def _in_backward(clip: ClipByValue | ClipByNorm, **choice: Any) -> Callable[[Plan], Plan]:
+    return _full(tuning=Full(update=InBackward(clip=clip)), **choice)
+
+
 BY_VALUE, BY_NORM = ClipByValue(value=1.0), ClipByNorm(max_norm=1.0)
 AWAY = {
     "activations": Offload(activations="cpu"),
@@ -71,6 +77,9 @@ AWAY = {
 METHODS: dict[str, tuple[str, Callable[[Plan], Plan], tuple[Setting, ...]]] = {
     "full, AdamW": ("full", _full(), EVERY),
     "full, 8-bit AdamW": ("full", _full(optimizer=AdamW8bit()), PLAIN),
+    "full, AdamW in backward, clipped by value": ("full", _in_backward(BY_VALUE), (*PLAIN, MASTER_HALF)),
+    "full, AdamW in backward, clipped by norm": ("full", _in_backward(BY_NORM), PLAIN),
+    "full, 8-bit AdamW in backward": ("full", _in_backward(BY_VALUE, optimizer=AdamW8bit()), PLAIN),
     "full, momentum SGD": ("full", _full(optimizer=Sgd(momentum=0.9)), PLAIN),
     "full, SGD": ("full", _full(optimizer=Sgd()), PLAIN),
     "LOMO, clipped by value": ("full", _lomo(BY_VALUE), (*PLAIN, FP16_ALL)),
@@ -78,6 +87,7 @@ METHODS: dict[str, tuple[str, Callable[[Plan], Plan], tuple[Setting, ...]]] = {
     "AdaLomo, clipped by value": ("full", _lomo(BY_VALUE, adaptive=True), PLAIN),
     "AdaLomo, clipped by norm": ("full", _lomo(BY_NORM, adaptive=True), PLAIN),
     "LoRA": ("lora", _lora(), EVERY),
+    "LoRA in the last three blocks": ("lora", _lora(layers=tuple(range(LAYERS // 2, LAYERS))), PLAIN),
     "DoRA": ("lora", _lora(dora=True), PLAIN),
     "QLoRA, NF4": ("lora", _lora(base=Nf4()), EVERY),
     "QLoRA, NF4, single scales": ("lora", _lora(base=Nf4(double_quant=False)), PLAIN),
