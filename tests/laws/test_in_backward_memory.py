@@ -21,8 +21,9 @@ NEEDS_BITSANDBYTES = pytest.mark.skipif(
     not find_spec("bitsandbytes"), reason="needs bitsandbytes: fitune[quant]"
 )
 TOLERANCE = 0.02
-MISSES = {"mixtral": 0.05, "qwen3_moe": 0.10}
-"""Masters with experts: too much is predicted, as with AdaLomo (test_lomo_memory.py)."""
+MISSES = {"gemma2": 0.03}
+"""Written-out attention that goes back twice: 2.3 % too little, because what it lets go of in one backward stays for
+the second."""
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +65,22 @@ def test_estimate_rehearsal_and_real_step_agree(model, optimizer, tuning, precis
 def test_estimate_and_rehearsal_agree(family, tuning, precision, recompute, hardware):
     config, spec = tiny(family, num_hidden_layers=4)
     plan = plan_for(
-        spec, precision=precision, recompute=recompute, hardware=hardware, seq_len=128, rows=2, chunk=64,
-        tuning=tuning,
-    )  # fmt: skip
+        spec, precision=precision, recompute=recompute, hardware=hardware, seq_len=128, rows=2, chunk=64
+    )
+    plan = replace(plan, tuning=tuning)
     trace, _ = trace_plan(plan, config, exact=True)
     rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
     tolerance = MISSES.get(family, TOLERANCE)
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=tolerance)
 
 
+@pytest.mark.parametrize("recompute", [0, 8])
 @pytest.mark.parametrize("tuning", [NEVER, BY_NORM], ids=["never clipped", "by norm"])
-def test_repeated_blocks_are_the_traced_ones(tuning):
+def test_repeated_blocks_are_the_traced_ones(tuning, recompute):
+    """Their states, too, which are there before the step begins."""
     config, spec = tiny("llama", num_hidden_layers=8)
-    plan = plan_for(spec, precision="bf16-master", tuning=tuning, rows=2, chunk=100)
+    plan = plan_for(spec, precision="bf16-master", recompute=recompute, rows=2, chunk=100)
+    plan = replace(plan, tuning=tuning)
     (short, few), (exact, all_of_them) = (trace_plan(plan, config, exact=exact) for exact in (False, True))
     assert few < all_of_them == 8
     repeated, traced = (peaks_by_kind(trace, on_cuda=True) for trace in (short, exact))

@@ -46,9 +46,11 @@ def record_few_blocks(plan: Plan, config: PretrainedConfig, depth: Depth) -> tup
     few = depth.shallow()
     shallow = shallow_plan(plan, layers=few.layers, recomputed=few.recomputed)
     with rehearsed(shallow, with_layers(config, few.layers)) as prepared:
+        if updates_in_backward(plan.tuning):  # its states are there when the second step goes back
+            make_states(shallow, prepared.engine, prepared.model.trained.values())
         with _recording(shallow, prepared, None, None) as (recorder, run_passes):
             run_passes()
-            if updates_in_backward(plan.tuning):  # backward is part of the update
+            if updates_in_backward(plan.tuning):
                 prepared.engine.update(learning_rate=1.0, enter_phase=recorder.enter)
             passes = recorder.finished()
         return passes, record_update(plan, prepared.model, depth)
