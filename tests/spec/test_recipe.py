@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.spec.recipe import Recipe, SourceRecipe, dump_recipe, read_recipe
+from fitune.spec.recipe import Recipe, SourceRecipe, canonical_keys, dump_recipe, read_recipe
 
 ALIASES = {
     # canonical name -> (value, what is read, every name other frameworks use)
@@ -118,6 +118,24 @@ def test_what_is_refused_is_named(tmp_path: Path, text: str, words: list[str]) -
         assert word in message
 
 
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("paged_adamw_8bit", "offload_optimizer: cpu"),
+        ("paged_adamw_32bit", "adamw-8bit"),
+        ("PAGED_ADAMW", "adamw-8bit"),
+        ("adam", "adamw"),
+        ("adalomo", "tuning: adalomo"),
+        ("adafactor", "sgd or momentum"),
+        ("adamw_anyprecision", "precision: bf16"),
+    ],
+)
+def test_another_frameworks_optimizer_is_refused_by_name(name: str, nearest: str) -> None:
+    with pytest.raises(RecipeError, match=f"optimizer: {name} is not in this version") as caught:
+        canonical_keys({"model": "a", "optim": name}, where="test")
+    assert nearest in str(caught.value.hint)
+
+
 def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
     assert "nested too deeply" in refusal(tmp_path, "model: " + "[" * 1000)
 
@@ -155,6 +173,11 @@ def test_numbers_written_as_text_are_numbers(tmp_path: Path) -> None:
         ("torch_dtype: bfloat16", "precision", "bf16"),
         ("precision: 32", "precision", "fp32"),
         ("optim: adamw_torch_fused", "optimizer", "adamw"),
+        ("optim: adamw_torch", "optimizer", "adamw"),
+        ("optimizer: adamw_8bit", "optimizer", "adamw-8bit"),
+        ("optim: SGD", "optimizer", "sgd"),
+        ("optim: momentum", "optimizer", "momentum"),
+        ("optimizer_in_bwd: true", "optimizer_in_backward", True),
         ("flash_attn: true", "attn_implementation", "flash"),
         ("lr_scheduler_type: constant_with_warmup", "lr_scheduler", "constant"),
         ("tuning: LoRA", "tuning", "lora"),

@@ -32,7 +32,14 @@ from fitune.spec.recipe_values import (
     switch_or_count,
     whole_number,
 )
-from fitune.spec.recipe_words import ALIASES, FOREIGN_FILES, SWITCHES, canonical_value, read_switch
+from fitune.spec.recipe_words import (
+    ALIASES,
+    FOREIGN_FILES,
+    SWITCHES,
+    canonical_value,
+    read_switch,
+    refuse_foreign_value,
+)
 from fitune.spec.recipe_yaml import load_yaml, parse_value
 
 
@@ -200,6 +207,7 @@ def canonical_keys(raw: Mapping[str, Any], *, where: str) -> dict[str, Any]:
         if name not in Recipe.model_fields:
             hint = FOREIGN_FILES.get(key) or did_you_mean(str(key), known)
             raise RecipeError(f"{where}: unknown key {key!r}", hint=hint)
+        refuse_foreign_value(name, value, where=where)
         value = None if _is_left_open(name, value) else canonical_value(name, value)
         if name in spelled and result[name] != value:
             raise RecipeError(

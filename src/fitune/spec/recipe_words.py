@@ -56,7 +56,7 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
         "bf16-mixed": "bf16-master", "bf16_master": "bf16-master",
     },
     "optimizer": {
-        "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adam": "adamw",
+        "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
         "sgd_momentum": "momentum", "momentum_sgd": "momentum",
         "adamw_8bit": "adamw-8bit", "adamw_bnb_8bit": "adamw-8bit", "adamw8bit": "adamw-8bit",
     },
@@ -88,6 +88,47 @@ FOREIGN_FILES = {
     "fsdp_config": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",
 }
 """Settings of other frameworks that name a configuration of their own, and what says the same here."""
+
+
+_PAGED = (
+    "paged states are not in this version: optimizer: adamw-8bit keeps them small on the device, optimizer: adamw with "
+    "offload_optimizer: cpu keeps them on the host"
+)
+_ELSEWHERE = (
+    "optimizer: adamw, adamw-8bit, sgd or momentum; tuning: lora, lomo or adalomo take less memory still"
+)
+FOREIGN_VALUES: dict[str, dict[str, str]] = {
+    "optimizer": {
+        **dict.fromkeys(
+            (
+                "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit", "paged_lion", "paged_lion_32bit",
+                "paged_lion_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit",
+            ),
+            _PAGED,
+        ),
+        "adam": "optimizer: adamw, which decays weights beside the gradient (the same while weight_decay is 0)",
+        "lomo": "tuning: lomo", "adalomo": "tuning: adalomo",
+        "adamw_torch_8bit": "optimizer: adamw-8bit, by bitsandbytes",
+        "adamw_torch_4bit": "optimizer: adamw-8bit, by bitsandbytes",
+        "adamw_anyprecision": "optimizer: adamw with precision: bf16, whose states are bf16",
+        **dict.fromkeys(
+            (
+                "adafactor", "adamw_apex_fused", "adagrad", "rmsprop", "rmsprop_bnb", "lion", "lion_8bit", "lion_32bit",
+                "ademamix", "ademamix_8bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw",
+                "grokadamw", "schedule_free_adamw", "schedule_free_sgd", "muon",
+            ),
+            _ELSEWHERE,
+        ),
+    },
+}  # fmt: skip
+"""Setting -> another framework's value that nothing here is the same as -> what comes nearest."""
+
+
+def refuse_foreign_value(name: str, value: Any, *, where: str) -> None:
+    """Raises RecipeError for a value that is known elsewhere and means nothing here."""
+    nearest = FOREIGN_VALUES.get(name, {}).get(str(value).lower())
+    if nearest is not None:
+        raise RecipeError(f"{where}: {name}: {value} is not in this version", hint=nearest)
 
 
 def canonical_value(name: str, value: Any) -> Any:
