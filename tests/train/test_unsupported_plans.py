@@ -15,6 +15,7 @@ from fitune.spec.plan import (
     Offload,
     Plan,
     Precision,
+    Sgd,
     Zero,
 )
 from fitune.train.prepare import prepare
@@ -38,6 +39,26 @@ def any_plan() -> Plan:
             "AdaLomo with fp32 masters",
         ),
         ({"sharding": Ddp()}, "sharding DDP"),
+        (
+            {
+                "tuning": Lomo(adaptive=False, clip=ClipByNorm(max_norm=1.0)),
+                "optimizer": Sgd(),
+                "kernels": "liger",
+            },
+            "Liger's kernels where backward runs twice",
+        ),
+        (
+            {
+                "tuning": Lomo(adaptive=False, clip=ClipByValue(value=1.0)),
+                "optimizer": Sgd(),
+                "compile_blocks": True,
+            },
+            "updating in backward with compiled blocks",
+        ),
+        (
+            {"offload": Offload(activations="cpu"), "compile_blocks": True},
+            "offload together with compiled blocks",
+        ),
         ({"sharding": Zero(stage=3, backend="fsdp")}, r"sharding ZeRO-3 \(fsdp\)"),
         ({"offload": Offload(optimizer="cpu"), "optimizer": AdamW8bit()}, "AdamW8bit on the host"),
         ({"offload": Offload(parameters="cpu")}, "offload of trained weights without their optimizer"),

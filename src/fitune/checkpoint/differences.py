@@ -78,6 +78,8 @@ _FREE = {
     "data.cache_dir": "only a place",
     "recompute": "same arithmetic, done twice",
     "attention": "same function, rounded differently",
+    "kernels": "same function, rounded differently",
+    "compile_blocks": "same function, rounded differently",
     "loss": "same function, rounded differently",
 }
 """Setting, or everything below it, -> why it may change."""

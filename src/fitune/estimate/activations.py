@@ -34,6 +34,15 @@ def rms_norm_kept(
     return tokens * (FP32 * size + FP32 * groups + scaled)
 
 
+def fused_rms_norm_kept(
+    *, tokens: int, size: int, groups: int, element_bytes: int, gradient_passes: bool, trained: bool
+) -> int:
+    """t · (e·size + 4·groups): the input and the fp32 reciprocal root (liger_kernel.ops.rms_norm 0.8.5)."""
+    if not (gradient_passes or trained):
+        return 0
+    return tokens * (element_bytes * size + FP32 * groups)
+
+
 def layer_norm_kept(
     *, tokens: int, size: int, element_bytes: int, gradient_passes: bool, trained: bool
 ) -> int:
@@ -149,6 +158,11 @@ def window_mask_kept(*, tokens: int, row_tokens: int, element_bytes: int) -> int
 def gated_mlp_kept(*, tokens: int, width: int, element_bytes: int) -> int:
     """3·e·f per token: gate, activated gate, up (their product belongs to the down projection's input)."""
     return 3 * tokens * width * element_bytes
+
+
+def fused_gated_mlp_kept(*, tokens: int, width: int, element_bytes: int) -> int:
+    """2·e·f per token: gate and up; the activated gate is computed again (liger_kernel.ops.swiglu, geglu 0.8.5)."""
+    return 2 * tokens * width * element_bytes
 
 
 def plain_mlp_kept(*, tokens: int, width: int, element_bytes: int, composed_gelu: bool) -> int:

@@ -25,11 +25,13 @@ def attention_stages(
     model, t, e = site.model, site.shape.tokens, site.element_bytes
     sizes = {"hidden": model.hidden_size, "q_dim": model.q_dim, "kv_dim": attended_kv_dim(site.plan)}
     kept = _queries_keys_values(site, projections) if passes else 0
+    making = transient.projections_in_place_forward if site.fused else transient.projections_forward
+    going_back = transient.projections_in_place_backward if site.fused else transient.projections_backward
     yield linears_stage(
         site, "queries, keys, values", projections,
         kept=kept,
-        forward=transient.projections_forward(tokens=t, element_bytes=e, **sizes),
-        backward=transient.projections_backward(tokens=t, element_bytes=e, **sizes) if passes else 0,
+        forward=making(tokens=t, element_bytes=e, **sizes),
+        backward=going_back(tokens=t, element_bytes=e, **sizes) if passes else 0,
     )  # fmt: skip
     yield _scores(site, output, passes=passes)
     yield linears_stage(
@@ -58,8 +60,13 @@ def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
         )  # fmt: skip
     if model.qk_norm == "none":
         return kept
+    size, groups = model.q_dim + model.kv_dim, model.num_heads + model.num_kv_heads
+    if site.fused:
+        return kept + activations.fused_rms_norm_kept(
+            tokens=t, size=size, groups=groups, element_bytes=e, gradient_passes=True, trained=site.full
+        )
     norm = activations.rms_norm_kept(
-        tokens=t, size=model.q_dim + model.kv_dim, groups=model.num_heads + model.num_kv_heads, element_bytes=e,
+        tokens=t, size=size, groups=groups, element_bytes=e,
         gradient_passes=True, trained=site.full, scaled_in_fp32=model.model_type in SCALED_IN_FP32,
     )  # fmt: skip
     return kept + norm

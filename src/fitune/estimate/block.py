@@ -61,6 +61,13 @@ def _norm(site: Site, name: str, *, passes: bool, read_by: Sequence[Linear]) -> 
             tokens=t, hidden=h, element_bytes=e, freed_sizes=int(output > 0)
         )
         weights *= 2
+    elif site.fused:
+        kept = activations.fused_rms_norm_kept(
+            tokens=t, size=h, groups=1, element_bytes=e, gradient_passes=passes, trained=site.full
+        )
+        backward = transient.layer_norm_backward(
+            tokens=t, hidden=h, element_bytes=e, freed_sizes=int(output > 0)
+        )
     else:
         in_fp32 = model.model_type in SCALED_IN_FP32
         kept = activations.rms_norm_kept(
@@ -73,10 +80,11 @@ def _norm(site: Site, name: str, *, passes: bool, read_by: Sequence[Linear]) -> 
             scaled_in_fp32=in_fp32,
         )
         backward = transient.rms_norm_backward(tokens=t, hidden=h, element_bytes=e, freed_sizes=freed)
+    making = transient.fused_rms_norm_forward if site.fused else transient.rms_norm_forward
     return Stage(
         name=name,
         kept=kept + output,
-        forward=transient.rms_norm_forward(tokens=t, hidden=h, element_bytes=e),
+        forward=making(tokens=t, hidden=h, element_bytes=e),
         backward=backward if passes or site.full else 0,
         gradients=weights * e,
         largest_gradient=weights * e,

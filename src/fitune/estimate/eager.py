@@ -86,10 +86,14 @@ def block_work(plan: Plan, *, has_adapters: bool = True) -> BlockWork:
                 forward_moved += 3 * linear.in_features
                 backward_moved += 3 * linear.in_features
     count = len(model.linears)
-    norm = norm_traffic(model, e)
-    between = _between(model, norm, e)
+    fused = plan.kernels == "liger"
+    norm = _Norm(2 * e, 4 * e, 1, 2) if fused else norm_traffic(model, e)
+    between = _between(model, norm, e, fused=fused)
     gradients = 2 if lora is None else 1
-    norms, others = model.norms_per_block + (2 if model.qk_norm != "none" else 0), _operations(model)
+    norms, others = (
+        model.norms_per_block + (2 if model.qk_norm != "none" else 0),
+        _operations(model, fused=fused),
+    )
     return BlockWork(
         forward=Pass(
             flops=2.0 * (base + adapters),
@@ -118,27 +122,35 @@ def norm_traffic(model: ModelSpec, element_bytes: int) -> _Norm:
     return _Norm(36, 94, 8, 16)
 
 
-def _between(model: ModelSpec, norm: _Norm, e: int) -> tuple[float, float]:
+def _between(model: ModelSpec, norm: _Norm, e: int, *, fused: bool) -> tuple[float, float]:
     """Norms; 3e·h for each of two sums with the residual stream, and in backward for each gradient that joins it
     (6 in all: both sums, q, k and v, gate and up); 10e and 17e for queries and keys turned to their positions;
-    the MLP's activation.
+    the MLP's activation. Liger's kernels turn them in place, 2e each way, and read gate and up once: 3e·f and 5e·f.
     """
     h, q, k = model.hidden_size, model.q_dim, model.kv_dim
     turned = 0 if model.learned_positions else q + k
     normed = q + k if model.qk_norm != "none" else 0
     activation = _activation(model)
-    forward = norm.forward * (model.norms_per_block * h + normed) + e * (6 * h + 10 * turned + activation[0])
+    turning = (2, 2) if fused else (10, 17)
+    if fused and not model.num_experts:
+        activation = 3.0 * model.intermediate_size, 5.0 * model.intermediate_size
+    forward = norm.forward * (model.norms_per_block * h + normed) + e * (
+        6 * h + turning[0] * turned + activation[0]
+    )
     backward = norm.backward * (model.norms_per_block * h + normed) + e * (
-        18 * h + 17 * turned + activation[1]
+        18 * h + turning[1] * turned + activation[1]
     )
     return forward, backward
 
 
-def _operations(model: ModelSpec) -> tuple[int, int]:
+def _operations(model: ModelSpec, *, fused: bool) -> tuple[int, int]:
     """Besides norms: 10 and 14 turn queries and keys; activation, sums and attention take 5 and 12, 6 and 8 more where
-    GELU is written out, 18 more each for a mixture of experts."""
+    GELU is written out, 18 more each for a mixture of experts. Liger's kernels are one each: for the positions, and for
+    a gated product that takes 2 and 3 operations otherwise."""
     forward, backward = 5, 12
-    if not model.learned_positions:
+    if fused:
+        forward, backward = (6, 13) if model.num_experts else (5, 11)
+    elif not model.learned_positions:
         forward, backward = forward + 10, backward + 14
     if model.num_experts:
         return forward + 18, backward + 18

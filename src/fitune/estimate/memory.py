@@ -49,7 +49,9 @@ def _forward_terms(step: StepStages) -> Terms:
         "activations": step.kept_before(layers) + step.final_norm.kept,
         "recompute inputs": step.inputs_before(layers),
         "hidden states": step.hidden,
-        "temporaries": transient.final_norm_forward(
+        "temporaries": 0  # one kernel, from the input that is kept to the hidden states
+        if step.plan.kernels == "liger"
+        else transient.final_norm_forward(
             tokens=step.shape.tokens,
             hidden=step.plan.model.hidden_size,
             element_bytes=step.element_bytes,

@@ -30,8 +30,7 @@ def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterat
         ),
     )  # fmt: skip
     if gated:
-        kept = activations.gated_mlp_kept(tokens=t, width=f, element_bytes=e)
-        backward = transient.gate_backward(tokens=t, hidden=h, width=f, element_bytes=e)
+        kept, backward = _gate(site, inputs)
     else:
         kept = activations.plain_mlp_kept(tokens=t, width=f, element_bytes=e, composed_gelu=composed)
         backward = transient.activation_backward(
@@ -59,6 +58,21 @@ def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterat
             tokens=t, hidden=h, width=f, element_bytes=e, adapted=not site.full
         ),
     )  # fmt: skip
+
+
+def _gate(site: Site, inputs: Sequence[Linear]) -> tuple[int, int]:
+    """What the gated product keeps, and the worst moment of its way back."""
+    sizes = {
+        "tokens": site.shape.tokens,
+        "width": site.model.intermediate_size,
+        "element_bytes": site.element_bytes,
+    }
+    hidden = site.model.hidden_size
+    if site.fused:
+        kept = activations.fused_gated_mlp_kept(**sizes)
+        halves = _is_fused(site, inputs)
+        return kept, transient.fused_gate_backward(**sizes, hidden=hidden, halves=halves)
+    return activations.gated_mlp_kept(**sizes), transient.gate_backward(**sizes, hidden=hidden)
 
 
 def _is_fused(site: Site, inputs: Sequence[Linear]) -> bool:

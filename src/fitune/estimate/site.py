@@ -39,6 +39,11 @@ class Site:
         return self.plan.precision.compute_bytes
 
     @property
+    def fused(self) -> bool:
+        """Whether Liger's kernels stand where transformers has small operations."""
+        return self.plan.kernels == "liger"
+
+    @property
     def dropout(self) -> float:
         return self.plan.tuning.dropout if isinstance(self.plan.tuning, Lora) else 0.0
 

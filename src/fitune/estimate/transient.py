@@ -22,6 +22,11 @@ def rms_norm_backward(*, tokens: int, hidden: int, element_bytes: int, freed_siz
     return tokens * hidden * (element_bytes + 5 * FP32 - freed_sizes * element_bytes)
 
 
+def fused_rms_norm_forward(*, tokens: int, hidden: int, element_bytes: int) -> int:
+    """2·t·e·h: residual and output; Liger's kernel makes nothing between."""
+    return 2 * tokens * hidden * element_bytes
+
+
 def layer_norm_backward(*, tokens: int, hidden: int, element_bytes: int, freed_sizes: int) -> int:
     """t · e·h · (3 − freed): residual gradient, gradient of the output, gradient of the input."""
     return tokens * hidden * element_bytes * (3 - freed_sizes)
@@ -30,6 +35,20 @@ def layer_norm_backward(*, tokens: int, hidden: int, element_bytes: int, freed_s
 def projections_forward(*, tokens: int, hidden: int, q_dim: int, kv_dim: int, element_bytes: int) -> int:
     """t · e · (2h + 4q + 3k): residual, norm output, projections, and rotary's products for the queries."""
     return tokens * element_bytes * (2 * hidden + 4 * q_dim + 3 * kv_dim)
+
+
+def projections_in_place_forward(
+    *, tokens: int, hidden: int, q_dim: int, kv_dim: int, element_bytes: int
+) -> int:
+    """t · e · (2h + 3q + 2k): as above, with queries and keys turned where they are; 3q while an adapter is added."""
+    return tokens * element_bytes * (2 * hidden + 3 * q_dim + 2 * kv_dim)
+
+
+def projections_in_place_backward(
+    *, tokens: int, hidden: int, q_dim: int, kv_dim: int, element_bytes: int
+) -> int:
+    """t · e · (3h + q + 2k): gradients of q, k and v, turned where they are, and two of their input."""
+    return tokens * element_bytes * (3 * hidden + q_dim + 2 * kv_dim)
 
 
 def projections_backward(*, tokens: int, hidden: int, q_dim: int, kv_dim: int, element_bytes: int) -> int:
@@ -138,6 +157,14 @@ def down_projection_backward(
 def gate_backward(*, tokens: int, hidden: int, width: int, element_bytes: int) -> int:
     """t · e · (h + 3f): gradients of the product, of the activated gate and of up."""
     return tokens * element_bytes * (hidden + 3 * width)
+
+
+def fused_gate_backward(*, tokens: int, hidden: int, width: int, element_bytes: int, halves: bool) -> int:
+    """t · e · (h + f): gradient of the product; those of gate and up are written over them.
+
+    Where one linear makes both (``halves``), theirs is another tensor of 2·f.
+    """
+    return tokens * element_bytes * (hidden + (3 if halves else 1) * width)
 
 
 def mlp_inputs_backward(

@@ -45,6 +45,8 @@ def draft(recipe: Recipe, family: Family, spread: Spread, *, model: ModelSpec, h
         offload=spread.offload,
         recompute=Recompute(blocks=block_counts(recipe, layers=model.num_layers)[0]),
         attention=attention_of(recipe, model=model, gpu=hardware.gpu),
+        kernels=recipe.kernels,
+        compile_blocks=recipe.torch_compile,
         loss=losses(recipe)[-1],
         batch=Batch(micro_batch_size=1, accumulation=1, seq_len=recipe.seq_len, packing=recipe.packing),
         schedule=schedule_of(recipe, learning_rate=rate),

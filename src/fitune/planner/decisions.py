@@ -82,6 +82,7 @@ def decisions_of(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
         _recompute(recipe, plan),
         _loss(recipe, plan),
         _attention(recipe, plan),
+        _compiled(plan),
         _learning_rate(recipe, plan),
         _overruled(recipe),
         _idle(recipe, plan),
@@ -236,6 +237,14 @@ def _attention(recipe: Recipe, plan: Plan) -> Iterator[str]:
     yield f"attention: {plan.attention}" + (
         f", because {why}" if why else ", the fastest that keeps no scores"
     )
+
+
+def _compiled(plan: Plan) -> Iterator[str]:
+    if plan.compile_blocks:
+        yield (
+            "note on torch_compile: what it gains and how it changes memory is not estimated, and a rehearsal traces "
+            "the blocks uncompiled; all figures are of uncompiled blocks. Evaluation runs uncompiled"
+        )
 
 
 def _learning_rate(recipe: Recipe, plan: Plan) -> Iterator[str]:

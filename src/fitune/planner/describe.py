@@ -42,6 +42,8 @@ def describe_plan(plan: Plan) -> str:
             f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed",
             describe_loss(plan.loss),
             f"{plan.attention} attention",
+            *(["Liger's kernels"] if plan.kernels == "liger" else []),
+            *(["compiled blocks"] if plan.compile_blocks else []),
             f"micro-batch {batch.micro_batch_size} × {batch.seq_len} tokens × {batch.accumulation} accumulated",
         )
     )

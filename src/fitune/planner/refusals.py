@@ -4,6 +4,7 @@ from fitune.errors import HardwareError, RecipeError
 from fitune.planner.refusals_of_methods import refuse_methods
 from fitune.planner.refusals_of_spreads import refuse_spreads
 from fitune.spec.hardware import Gpu, Hardware
+from fitune.spec.kernels import liger_refused_by_model
 from fitune.spec.model import ModelSpec
 from fitune.spec.recipe import Recipe
 
@@ -20,6 +21,8 @@ def refuse_contradictions(recipe: Recipe, *, model: ModelSpec, hardware: Hardwar
     _refuse_evaluation_of_nothing(recipe)
     _refuse_precision(recipe, hardware.gpu)
     _refuse_attention(recipe, model, hardware.gpu)
+    _refuse_kernels(recipe, model, hardware.gpu)
+    _refuse_compile(recipe)
 
 
 def _refuse_long_rows(recipe: Recipe, model: ModelSpec) -> None:
@@ -117,6 +120,47 @@ def _refuse_attention(recipe: Recipe, model: ModelSpec, gpu: Gpu) -> None:
         why_not = flash_refused_by_model(model)
         if why_not is not None:
             raise RecipeError(f"attn_implementation = flash: {why_not}", hint="attn_implementation: sdpa")
+
+
+def _refuse_kernels(recipe: Recipe, model: ModelSpec, gpu: Gpu) -> None:
+    if recipe.kernels == "torch":
+        return
+    if gpu.capability < _TRITON:
+        where = "a CPU" if gpu.is_cpu else f"{gpu.name} ({_capability(gpu)})"
+        raise HardwareError(
+            f"kernels: liger are Triton kernels, which run on GPUs of compute capability 7.0 and newer, not on {where}",
+            hint="kernels: torch",
+        )
+    why_not = liger_refused_by_model(model)
+    if why_not is not None:
+        raise RecipeError(f"kernels: liger: {why_not}", hint="kernels: torch")
+
+
+def _refuse_compile(recipe: Recipe) -> None:
+    if not recipe.torch_compile:
+        return
+    if recipe.kernels == "liger":
+        raise RecipeError(
+            "kernels: liger write gradients over what they kept, which torch_compile does not expect",
+            hint="one of them: kernels: torch, or no torch_compile",
+        )
+    if recipe.tuning in ("lomo", "adalomo") or recipe.optimizer_in_backward:
+        who = "optimizer_in_backward" if recipe.optimizer_in_backward else f"tuning: {recipe.tuning}"
+        raise RecipeError(
+            f"{who} uses each gradient as soon as it exists, and a block under torch_compile has all "
+            "of its gradients at once",
+            hint="no torch_compile",
+        )
+    places = ("offload_parameters", "offload_optimizer", "offload_activations")
+    away = next((place for place in places if getattr(recipe, place) in ("cpu", "nvme")), None)
+    if away is not None:
+        raise RecipeError(
+            f"torch_compile expects tensors where they were, and {away} = {getattr(recipe, away)} moves them away",
+            hint=f"no torch_compile, or no {away}",
+        )
+
+
+_TRITON = (7, 0)
 
 
 def flash_refused_by_device(gpu: Gpu) -> str | None:

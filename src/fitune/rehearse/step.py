@@ -9,11 +9,13 @@ from transformers import PretrainedConfig
 
 from fitune.models.attention import attending_as
 from fitune.models.build import empty_model, with_layers
+from fitune.models.liger import computing_with
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.batch import full_stream, heaviest_rows, most_labels
 from fitune.rehearse.cuda_functions import CudaFunctions
 from fitune.rehearse.events import Trace
 from fitune.rehearse.fake import fake_tensors, modules_may_move
+from fitune.rehearse.liger_stand_ins import LIGER_STAND_INS
 from fitune.rehearse.ranks import announce, fake_ranks, resizes_seen_by
 from fitune.rehearse.recorder import Recorder, local_part
 from fitune.rehearse.stand_ins import StandIns
@@ -58,7 +60,7 @@ def record_few_blocks(plan: Plan, config: PretrainedConfig, depth: Depth) -> tup
 
 @contextmanager
 def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
-    """Model and engine of ``plan`` on fake tensors."""
+    """Model and engine of ``plan`` on fake tensors, its blocks not compiled."""
     collecting = gc.isenabled()
     gc.disable()  # what only the cycle collector frees is freed at no moment that could be predicted
     try:
@@ -69,7 +71,7 @@ def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
         ):
             with modules_may_move(mode):
                 model = empty_model(config, compute_dtype(plan.precision))
-                prepared = prepare_loaded(model, plan, mesh=mesh)
+                prepared = prepare_loaded(model, replace(plan, compile_blocks=False), mesh=mesh)
             yield prepared
     finally:
         if collecting:
@@ -79,7 +81,8 @@ def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
 @contextmanager
 def _standing_for(gpu: Gpu, *, drops_out: bool) -> Iterator[None]:
     differs = drops_out and not gpu.is_cpu
-    with attending_as(gpu.capability), CudaFunctions() if differs else nullcontext():
+    functions = CudaFunctions() if differs else nullcontext()
+    with attending_as(gpu.capability), computing_with(LIGER_STAND_INS), functions:
         yield
 
 

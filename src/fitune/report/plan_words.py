@@ -127,6 +127,7 @@ def sentences(plan: Plan) -> list[str]:
         f"Numbers are {_PRECISIONS[plan.precision]}.",
         _batch_sentence(plan),
         _recompute_sentence(plan),
+        *_kernel_sentences(plan),
         _loss_sentence(plan.loss),
         *([] if isinstance(plan.tuning, Lomo) else [_optimizer_sentence(plan.optimizer)]),
         *_spread_sentences(plan),
@@ -209,6 +210,13 @@ def _recompute_sentence(plan: Plan) -> str:
         return "All activations are kept; nothing is computed twice."
     which = f"All {layers} blocks keep" if blocks == layers else f"The first {blocks} of {layers} blocks keep"
     return f"{which} only their input and run again in backward."
+
+
+def _kernel_sentences(plan: Plan) -> Iterator[str]:
+    if plan.kernels == "liger":
+        yield "Norms, gated MLPs and rotary positions are Liger's fused kernels."
+    if plan.compile_blocks:
+        yield "Each block is compiled by torch; what was predicted is for uncompiled blocks."
 
 
 def _loss_sentence(loss: Loss) -> str:

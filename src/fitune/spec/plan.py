@@ -54,6 +54,7 @@ __all__ = [
     "Full",
     "Hqq",
     "InBackward",
+    "Kernels",
     "Lomo",
     "Lora",
     "Loss",
@@ -114,6 +115,9 @@ class Recompute:
 
 
 Attention = Literal["flash", "sdpa", "eager"]
+
+Kernels = Literal["torch", "liger"]
+"""Norms, gated MLP and rotary positions as transformers writes them, or as Liger's fused kernels on CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +257,9 @@ class Plan:
     offload: Offload = field(default_factory=Offload)
     recompute: Recompute
     attention: Attention
+    kernels: Kernels = "torch"
+    compile_blocks: bool = False
+    """Whether torch compiles each decoder block."""
     loss: Loss
     batch: Batch
     schedule: Schedule

@@ -144,6 +144,10 @@ class Recipe(_Strict):
     loss_chunk_tokens: PositiveInt | None = None
     attn_implementation: Literal["flash", "sdpa", "eager"] | None = None
 
+    # to save time, when asked for
+    kernels: Literal["torch", "liger"] = "torch"
+    torch_compile: bool = False
+
     # where to
     output_dir: str | None = None
     resume: bool | str = False

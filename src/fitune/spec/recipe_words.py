@@ -29,6 +29,7 @@ ALIASES = {
     "recompute": "gradient_checkpointing", "enable_activation_checkpointing": "gradient_checkpointing",
     "flash_attn": "attn_implementation", "attn_impl": "attn_implementation",
     "attention_implementation": "attn_implementation",
+    "compile": "torch_compile", "use_torch_compile": "torch_compile",
     "out_dir": "output_dir", "output_directory": "output_dir",
     "resume_from_checkpoint": "resume",
     "logger": "report_to", "tracker": "report_to", "log_to": "report_to",
@@ -78,6 +79,9 @@ SWITCHES: dict[str, tuple[str, str]] = {
     "pure_bf16": ("precision", "bf16"),
     "load_in_4bit": ("quantization", "nf4"),
     "lora_target_linear": ("lora_target_modules", "all-linear"),
+    "use_liger_kernel": ("kernels", "liger"),
+    "enable_liger_kernel": ("kernels", "liger"),
+    "use_liger": ("kernels", "liger"),
 }
 """Switches of other frameworks: the setting and the value they stand for when they are on."""
 
@@ -86,6 +90,18 @@ FOREIGN_FILES = {
     "fsdp": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",
     "load_in_8bit": "tuning: qlora, quantization: hqq, quantization_bits: 8",
     "fsdp_config": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",
+    **dict.fromkeys(
+        (
+            "plugins",
+            "liger_rms_norm",
+            "liger_rope",
+            "liger_glu_activation",
+            "liger_swiglu",
+            "liger_layer_norm",
+        ),
+        "kernels: liger, which replaces norms, gated MLPs and rotary positions together",
+    ),
+    "liger_fused_linear_cross_entropy": "loss: chunked, on any device",
 }
 """Settings of other frameworks that name a configuration of their own, and what says the same here."""
 

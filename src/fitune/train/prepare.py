@@ -16,8 +16,10 @@ from fitune.engine.protocol import Engine
 from fitune.errors import HardwareError
 from fitune.models.adapters import add_adapters
 from fitune.models.attention import use_attention
+from fitune.models.compile import compile_blocks
 from fitune.models.host import HostMemory
 from fitune.models.language_model import LanguageModel, blocks_of, language_model
+from fitune.models.liger import use_kernels
 from fitune.models.offload import before_backward, offload_blocks
 from fitune.models.quantize import quantise_linears
 from fitune.models.reading import OnBytes, nobody
@@ -87,11 +89,14 @@ def prepare_loaded(
     require_method(plan)
     quantise_linears(blocks_of(model), _base(plan))  # before adapters: they wrap the packed linear
     use_attention(model, plan.attention)
+    use_kernels(model, plan.kernels)
     whole = _tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
     if plan.offload.parameters == "cpu":
         trained = trains_every_weight(plan.tuning)
         stay_on(device or model.device, whole, blocks_of(model), trained=trained)
     parts = language_model(whole, plan.loss)
+    if plan.compile_blocks:
+        compile_blocks(parts.blocks)  # before recompute: the compiled block runs twice
     recompute_blocks(parts.blocks, plan.recompute, has_dropout=_has_dropout(parts))
     host = None if plan.offload == Offload() else HostMemory(parts.device)
     whole.train()

@@ -30,12 +30,12 @@ def require_method(plan: Plan) -> None:
 
 def missing_method(plan: Plan) -> tuple[str, ...]:
     """In words; empty when one process could train its part of the plan."""
-    return (*_missing(plan), *_missing_of_offload(plan))
+    return (*_missing(plan), *_missing_of_offload(plan), *_missing_of_kernels(plan))
 
 
 def missing_parts(plan: Plan) -> tuple[str, ...]:
     """In words; empty when the plan can be trained."""
-    return (*_missing(plan), *_processes(plan), *_missing_of_offload(plan))
+    return (*_missing(plan), *_processes(plan), *_missing_of_offload(plan), *_missing_of_kernels(plan))
 
 
 def _refuse(missing: tuple[str, ...]) -> None:
@@ -93,3 +93,16 @@ def _missing_of_offload(plan: Plan) -> Iterator[str]:
         yield "offload of activations to nvme"
     if offload.activations != "device" and plan.goes_back_twice:
         yield "offload of activations that backward reads twice (updating in it, and clipping by norm or in fp16)"
+
+
+def _missing_of_kernels(plan: Plan) -> Iterator[str]:
+    if plan.kernels == "liger" and plan.goes_back_twice:
+        yield "Liger's kernels where backward runs twice (updating in it, and clipping by norm or in fp16)"
+    if not plan.compile_blocks:
+        return
+    if updates_in_backward(plan.tuning):
+        yield "updating in backward with compiled blocks (a compiled block has all its gradients at once)"
+    if plan.offload != Offload():
+        yield "offload together with compiled blocks"
+    if not isinstance(plan.sharding, Single):
+        yield "sharding together with compiled blocks"

@@ -1,0 +1,156 @@
+"""Liger's fused kernels in place of transformers' small operations: RMSNorm, gated MLP, rotary positions.
+
+Each kernel reads its inputs once and keeps them alone: no fp32 copies in norms, no activated gate, queries and keys
+turned where they are. The mixture of experts keeps transformers' grouped products. Only the modules of the given
+model change, nothing in transformers itself.
+"""
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fitune.errors import HardwareError, ModelError, require_library
+from fitune.spec.kernels import LIGER_FAMILIES
+from fitune.spec.plan import Kernels
+
+_GEMMA = ("gemma2", "gemma3_text")
+"""Their norms multiply by 1 + weight, in fp32, before they cast back."""
+
+
+class _RmsNorm(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, *, eps: float, offset: float, in_fp32: bool) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """What is put in place; the rehearsal has stand-ins that keep the same tensors."""
+
+    rms_norm: _RmsNorm
+    silu_product: Callable[[Tensor, Tensor], Tensor]
+    """silu(gate) · up."""
+    gelu_product: Callable[[Tensor, Tensor], Tensor]
+    """gelu(gate) · up, by the hyperbolic tangent."""
+    silu_halves: Callable[[Tensor], Tensor]
+    """silu(first half) · second half of the last dimension."""
+    rotate: Callable[..., tuple[Tensor, Tensor]]
+    """Queries [B, n, T, d] and keys turned to their positions by cosines and sines [B, T, d]."""
+
+
+def use_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
+    """Replace what the family allows. Before adapters, which wrap the linears that stay.
+
+    Raises ModelError for a family or an activation that the kernels do not know, HardwareError without CUDA,
+    MissingExtra without liger-kernel.
+    """
+    if kernels == "torch":
+        return
+    family = model.config.model_type
+    if family not in LIGER_FAMILIES:
+        raise ModelError(
+            f"kernels: liger are for {', '.join(LIGER_FAMILIES)}, not for {family}", hint="kernels: torch"
+        )
+    operations = _stand_ins.get() or liger_operations(model.device)
+    for module in model.modules():
+        name = type(module).__name__
+        if name.endswith("RMSNorm"):
+            module.forward = _norm(module, operations, gemma=family in _GEMMA)
+        elif name.endswith("Attention"):
+            module.forward = _with_rotation(module, operations.rotate)
+        elif name.endswith("MLP"):
+            module.forward = _gated_mlp(module, operations)
+
+
+def liger_operations(device: torch.device) -> Operations:
+    """Liger's own. Raises HardwareError where Triton has no device, MissingExtra without liger-kernel."""
+    if device.type != "cuda":
+        raise HardwareError(
+            f"kernels: liger are Triton kernels and run on CUDA, and the model is on {device.type}",
+            hint="kernels: torch",
+        )
+    return operations_of_liger()
+
+
+def operations_of_liger() -> Operations:
+    require_library("liger_kernel.ops", needed_by="kernels: liger", extra="liger")
+    from liger_kernel import ops
+
+    def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float, in_fp32: bool) -> Tensor:
+        # not in place: the gradient that Liger would write over may be the residual stream's
+        casting, in_place = "gemma" if in_fp32 else "llama", False
+        y: Tensor = ops.LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)
+        return y
+
+    def silu_halves(both: Tensor) -> Tensor:
+        # as a matrix: its backward returns one (0.8.5)
+        product: Tensor = ops.LigerFusedGateUpSiLUMulFunction.apply(both.flatten(0, -2))
+        return product.unflatten(0, both.shape[:-1])
+
+    return Operations(
+        rms_norm=rms_norm,
+        silu_product=ops.LigerSiLUMulFunction.apply,
+        gelu_product=ops.LigerGELUMulFunction.apply,
+        silu_halves=silu_halves,
+        rotate=ops.LigerRopeFunction.apply,
+    )
+
+
+_stand_ins: ContextVar[Operations | None] = ContextVar("_stand_ins", default=None)
+
+
+@contextmanager
+def computing_with(operations: Operations) -> Iterator[None]:
+    """Models prepared inside take these instead of Liger's, on any device."""
+    token = _stand_ins.set(operations)
+    try:
+        yield
+    finally:
+        _stand_ins.reset(token)
+
+
+def _norm(module: nn.Module, operations: Operations, *, gemma: bool) -> Callable[[Tensor], Tensor]:
+    eps = module.eps if gemma else module.variance_epsilon
+
+    def forward(x: Tensor) -> Tensor:
+        return operations.rms_norm(x, module.weight, eps=eps, offset=float(gemma), in_fp32=gemma)
+
+    return forward
+
+
+def _gated_mlp(module: nn.Module, operations: Operations) -> Callable[[Tensor], Tensor]:
+    product = _product(module, operations)
+    if hasattr(module, "gate_up_proj"):
+        if product is not operations.silu_product:
+            raise ModelError("kernels: liger turn a fused gate and up by SiLU only", hint="kernels: torch")
+        return lambda x: module.down_proj(operations.silu_halves(module.gate_up_proj(x)))
+    return lambda x: module.down_proj(product(module.gate_proj(x), module.up_proj(x)))
+
+
+def _product(module: nn.Module, operations: Operations) -> Callable[[Tensor, Tensor], Tensor]:
+    config = module.config
+    word = getattr(config, "hidden_activation", None) or config.hidden_act
+    products = {
+        "silu": operations.silu_product,
+        "swish": operations.silu_product,
+        "gelu_pytorch_tanh": operations.gelu_product,
+    }
+    if word not in products:
+        raise ModelError(f"kernels: liger have no gated MLP with {word}", hint="kernels: torch")
+    return products[word]
+
+
+def _with_rotation(module: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    """The attention's own forward, in which one name, transformers' rotation, means another function."""
+    written = type(module).forward
+    names = {**written.__globals__, "apply_rotary_pos_emb": rotate}
+    forward = types.FunctionType(
+        written.__code__, names, written.__name__, written.__defaults__, written.__closure__
+    )
+    forward.__kwdefaults__ = written.__kwdefaults__
+    return types.MethodType(forward, module)

@@ -1,0 +1,60 @@
+"""What Liger's kernels keep: the estimate is what the rehearsal traces with stand-ins, and less than without them."""
+
+from dataclasses import replace
+
+import pytest
+
+from estimate.tiny_plans import gpu, known, plan_for
+from fitune.estimate.memory import predict_memory
+from fitune.estimate.shape import largest_batch
+from fitune.estimate.step import describe_step
+from fitune.rehearse.peaks import peaks_by_kind
+from fitune.rehearse.run import trace_plan
+from fitune.spec.kernels import LIGER_FAMILIES
+from rehearse.tiny_configs import FAMILIES, tiny
+
+CHOICES = [
+    {"tuning": "full", "precision": "bf16-master", "recompute": 0},
+    {"tuning": "lora", "precision": "bf16", "recompute": 2, "chunk": 64},
+    {"tuning": "full", "precision": "fp32", "recompute": 4, "chunk": 64},
+]
+
+
+def rehearsed_peak(plan, config) -> int:
+    trace, _ = trace_plan(plan, config, exact=True)
+    return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family in LIGER_FAMILIES])
+def test_estimate_and_rehearsal_agree(family, choice):
+    config, spec = tiny(family)
+    plan = plan_for(
+        spec, hardware=gpu("h100"), seq_len=128, rows=2, kernels="liger", attention="flash", **choice
+    )
+    found = rehearsed_peak(plan, config)
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(found, rel=0.02)
+    if choice["recompute"] == 0:
+        assert found < rehearsed_peak(replace(plan, kernels="torch"), config)
+
+
+def test_a_block_of_llama_keeps_by_hand():
+    """Llama-3.1-8B, one token, full in bf16, nothing recomputed: two norms with their outputs (2 · (2·4096 + 4) and
+    2 · 2·4096), queries, keys and values (2 · 6144), attention's output and log-sum-exp (2·4096 + 4·32), gate, up and
+    their product (3 · 2·14336)."""
+    model = known("llama-3.1-8b")
+    plan = plan_for(
+        model,
+        hardware=gpu("h100"),
+        precision="bf16",
+        kernels="liger",
+        attention="flash",
+        rows=1,
+        seq_len=4096,
+    )
+    by_hand = 2 * (2 * 4096 + 4) + 2 * 2 * 4096 + 2 * 6144 + 2 * 4096 + 4 * 32 + 3 * 2 * 14336
+    step = describe_step(plan, largest_batch(plan))
+    assert step.other_block.kept == 4096 * by_hand
+    assert (
+        describe_step(replace(plan, kernels="torch"), largest_batch(plan)).other_block.kept > 4096 * by_hand
+    )

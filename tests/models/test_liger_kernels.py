@@ -1,0 +1,131 @@
+"""Liger's kernels are put where they belong, and say what transformers' own modules say.
+
+Triton compiles for GPUs. Written-out operations show that every family is wired rightly; Liger's own run in Triton's
+interpreter where triton and liger-kernel are installed.
+"""
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fitune.errors import HardwareError, MissingExtra, ModelError
+from fitune.models.attention import use_attention
+from fitune.models.language_model import language_model
+from fitune.models.liger import Operations, computing_with, operations_of_liger, use_kernels
+from fitune.spec.kernels import LIGER_FAMILIES
+from fitune.spec.plan import PlainLoss
+from models.streams import make_rows, stream_of
+from models.tiny_models import FAMILIES, tiny_model
+from models.triton_interpreter import interpreted_liger
+
+ROWS = make_rows((9, 4, 13))
+
+
+def written_out(calls: Counter[str]) -> Operations:
+    """What each kernel computes, in plain torch, counted."""
+
+    def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float, in_fp32: bool) -> Tensor:
+        calls["norm"] += 1
+        normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        if in_fp32:
+            return (normed * (offset + weight.float())).to(x.dtype)
+        return normed.to(x.dtype) * (offset + weight)
+
+    def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+        calls["product"] += 1
+        return F.silu(gate) * up
+
+    def gelu_product(gate: Tensor, up: Tensor) -> Tensor:
+        calls["product"] += 1
+        return F.gelu(gate, approximate="tanh") * up
+
+    def silu_halves(both: Tensor) -> Tensor:
+        return silu_product(*both.chunk(2, dim=-1))
+
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        low, high = x.chunk(2, dim=-1)
+        return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        calls["rotation"] += 1
+        return turned(query, cos, sin), turned(key, cos, sin)
+
+    return Operations(
+        rms_norm=rms_norm, silu_product=silu_product, gelu_product=gelu_product, silu_halves=silu_halves, rotate=rotate
+    )  # fmt: skip
+
+
+def hidden_and_gradients(family: str, operations: Operations | None) -> tuple[Tensor, dict[str, Tensor]]:
+    model = tiny_model(family).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.2)
+    if operations is not None:
+        with computing_with(operations):
+            use_kernels(model, "liger")
+    use_attention(model, "sdpa")
+    parts = language_model(model, PlainLoss())
+    hidden_TD = parts.hidden_states(stream_of(ROWS))
+    hidden_TD.backward(torch.randn(hidden_TD.shape, generator=torch.Generator().manual_seed(4)))
+    return hidden_TD.detach(), {n: p.grad for n, p in parts.trained.items() if p.grad is not None}
+
+
+def assert_same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5 * scale)
+
+
+NORMS = {"gemma2": 13, "gemma3_text": 19, "qwen3": 13, "qwen3_moe": 13}
+"""Three blocks of two norms and the last one; four in Gemma's; queries' and keys' where they have any."""
+
+
+@pytest.mark.parametrize("family", LIGER_FAMILIES)
+def test_every_family_is_wired_rightly(family):
+    calls: Counter[str] = Counter()
+    assert_same(hidden_and_gradients(family, written_out(calls)), hidden_and_gradients(family, None))
+    experts = family in ("mixtral", "qwen3_moe")
+    assert calls["rotation"] == 3
+    assert calls["product"] == (0 if experts else 3)
+    assert calls["norm"] == NORMS.get(family, 7)
+
+
+@pytest.mark.parametrize("family", LIGER_FAMILIES)
+def test_ligers_own_kernels_in_tritons_interpreter(family):
+    with interpreted_liger() as operations:
+        assert_same(hidden_and_gradients(family, operations), hidden_and_gradients(family, None))
+
+
+def test_other_models_of_the_family_stay_as_they_are():
+    calls: Counter[str] = Counter()
+    hidden_and_gradients("llama", written_out(calls))
+    before = dict(calls)
+    hidden_and_gradients("llama", None)
+    assert dict(calls) == before
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(LIGER_FAMILIES)))
+def test_other_families_are_refused_by_name(family):
+    with pytest.raises(ModelError, match=f"not for {family}"):
+        use_kernels(tiny_model(family), "liger")
+
+
+def test_refused_on_a_cpu_and_named_when_not_installed(monkeypatch):
+    with pytest.raises(HardwareError, match="run on CUDA"):
+        use_kernels(tiny_model(), "liger")
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
+    with pytest.raises(MissingExtra) as caught:
+        operations_of_liger()
+    assert "fitune[liger]" in str(caught.value)
+
+
+def test_an_activation_without_a_kernel_is_refused():
+    with computing_with(written_out(Counter())), pytest.raises(ModelError, match="relu"):
+        use_kernels(tiny_model(hidden_act="relu"), "liger")

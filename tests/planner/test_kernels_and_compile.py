@@ -1,0 +1,81 @@
+"""Liger's kernels and compiled blocks are planned when they are asked for, and refused with the reason."""
+
+import pytest
+
+from estimate.tiny_plans import CPU, gpu, known
+from fitune.errors import HardwareError, RecipeError
+from fitune.planner.describe import describe_plan
+from fitune.planner.search import find_plan
+from fitune.report.plan_words import sentences
+from fitune.spec.plan import Plan
+from fitune.spec.recipe import canonical_keys, parse_recipe
+from fitune.spec.serial import from_data, from_json, to_data, to_json
+
+
+def report_of(model: str, card: str, **settings):
+    recipe = parse_recipe(canonical_keys({"model": model, "tuning": "lora", **settings}, where="test"))
+    return find_plan(recipe, model=known(model), hardware=CPU if card == "cpu" else gpu(card))
+
+
+def test_neither_is_taken_unless_asked_for():
+    plan = report_of("llama-3.2-1b", "rtx-4090").chosen.plan
+    assert (plan.kernels, plan.compile_blocks) == ("torch", False)
+
+
+def test_a_plan_from_before_they_were_can_be_read():
+    plan = report_of("llama-3.2-1b", "rtx-4090").chosen.plan
+    old = {name: value for name, value in to_data(plan).items() if name not in ("kernels", "compile_blocks")}
+    assert from_data(Plan, old) == plan
+
+
+def test_liger_is_planned_smaller_and_faster():
+    settings = {
+        "micro_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": False,
+        "loss_chunk_tokens": 1024,
+    }
+    without, chosen = (
+        report_of("llama-3.2-1b", "h100", kernels=kernels, **settings).chosen
+        for kernels in ("torch", "liger")
+    )
+    assert chosen.plan.kernels == "liger"
+    assert chosen.estimate.peak_bytes < without.estimate.peak_bytes
+    assert chosen.estimate.tokens_per_second > without.estimate.tokens_per_second
+    assert "Liger's kernels" in describe_plan(chosen.plan)
+    assert any("Liger" in sentence for sentence in sentences(chosen.plan))
+    assert from_json(Plan, to_json(chosen.plan)) == chosen.plan
+
+
+def test_compiled_blocks_are_planned_with_what_is_not_known():
+    plain, report = (report_of("llama-3.2-1b", "rtx-4090", torch_compile=on) for on in (False, True))
+    assert report.chosen.plan.compile_blocks
+    assert report.chosen.estimate == plain.chosen.estimate
+    assert any(
+        line.startswith("note on torch_compile") and "not estimated" in line for line in report.decisions
+    )
+    assert "compiled blocks" in describe_plan(report.chosen.plan)
+
+
+@pytest.mark.parametrize(
+    ("model", "card", "settings", "error", "words"),
+    [
+        ("llama-3.2-1b", "cpu", {"kernels": "liger"}, HardwareError, "7.0 and newer, not on a CPU"),
+        ("falcon-7b", "h100", {"kernels": "liger"}, RecipeError, "is falcon"),
+        ("gpt2", "h100", {"kernels": "liger"}, RecipeError, "is gpt2"),
+        ("llama-3.2-1b", "h100", {"kernels": "liger", "torch_compile": True}, RecipeError, "write gradients over"),
+        ("llama-3.2-1b", "h100", {"tuning": "lomo", "torch_compile": True}, RecipeError, "all of its gradients"),
+        ("llama-3.2-1b", "h100", {"offload_activations": "cpu", "torch_compile": True}, RecipeError, "moves them away"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(model, card, settings, error, words):
+    with pytest.raises(error, match=words) as caught:
+        report_of(model, card, **settings)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("key", ["liger_rms_norm", "liger_glu_activation", "plugins"])
+def test_switches_for_single_kernels_are_refused_with_ours(key):
+    with pytest.raises(RecipeError) as caught:
+        canonical_keys({key: True}, where="test")
+    assert "kernels: liger" in str(caught.value)
