@@ -12,10 +12,13 @@ from fitune.spec.plan import (
     AdamW,
     Batch,
     ChunkedLoss,
+    ClipByNorm,
+    ClipByValue,
     DataPlan,
     DataSource,
     Epochs,
     Full,
+    InBackward,
     Lora,
     PlainLoss,
     Plan,
@@ -140,3 +143,27 @@ def test_the_refusal_is_a_table_of_every_difference_with_its_arithmetic():
     assert lines[2][:4] == ["batch.accumulation", "4", "8", "refused:"]
     assert "the global batch changes: 2 × 4 × 1 = 8, then 2 × 8 × 1 = 16" in refusal.value.message
     assert lines[3][:4] == ["run.output_dir", "runs/a", "runs/b", "allowed:"]
+
+
+@pytest.mark.parametrize(
+    ("clip", "word"),
+    [
+        (ClipByNorm(max_norm=1.0), "the same steps, clipped alike"),
+        (ClipByNorm(max_norm=0), "clipped otherwise"),
+        (ClipByValue(value=1.0), "clipped otherwise"),
+    ],
+)
+def test_a_run_may_begin_to_step_in_backward_and_stop_it(clip: ClipByNorm | ClipByValue, word: str) -> None:
+    """Which is what to try when memory runs out."""
+    after = replace(PLAN, tuning=Full())
+    inside = replace(PLAN, tuning=Full(update=InBackward(clip=clip)))
+    for saved, wanted in ((after, inside), (inside, after)):
+        differences = compare_plans(saved, wanted)
+        assert {d.setting.startswith("tuning.update") for d in differences} == {True}
+        assert {d.allowed for d in differences} == {word.startswith("the same")}
+        assert all(word in d.reason for d in differences)
+
+
+def test_adapters_do_not_become_weights_that_step_in_backward() -> None:
+    with pytest.raises(CheckpointError):
+        require_resumable(PLAN, replace(PLAN, tuning=Full(update=InBackward(clip=ClipByNorm(max_norm=1.0)))))

@@ -50,3 +50,15 @@ def test_interrupted_and_resumed_it_ends_bit_for_bit_the_same(make_plan: MakePla
     two = run(broken, callbacks=callbacks(), resume=True)
     assert losses(straight) == losses(broken)
     assert_same(one, two)
+
+
+def test_a_run_goes_on_in_backward(make_plan: MakePlan, tmp_path: Path) -> None:
+    """With the states of the ordinary engine: what to do when its memory runs out."""
+    settings = {**COMMON, "output_dir": str(tmp_path / "broken")}
+    plain, ours = make_plan(**settings), make_plan(**settings, optimizer_in_backward=True)
+    straight = make_plan(**{**settings, "output_dir": str(tmp_path / "straight")})
+    one = run(straight, callbacks=callbacks())
+    run(plain, callbacks=callbacks(stop_after=3))
+    two = run(ours, callbacks=callbacks(), resume=True)
+    assert losses(straight) == losses(ours)
+    assert_same(one, two)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fitune.errors import CheckpointError
-from fitune.spec.plan import Epochs, Full, Plan, Steps
+from fitune.spec.plan import ClipByNorm, ClipByValue, Epochs, Full, Plan, Steps, clip_in_backward
 from fitune.spec.serial import to_data
 
 
@@ -95,6 +95,8 @@ def _verdict(setting: str, saved: Plan, wanted: Plan) -> tuple[bool, str]:
         return _same_global_batch(saved, wanted)
     if _below(setting, "schedule.duration"):
         return _longer(saved.schedule.duration, wanted.schedule.duration)
+    if _below(setting, "tuning.update"):
+        return _same_steps(saved, wanted)
     if setting == "model_path" and isinstance(wanted.tuning, Full):
         return True, "all weights come from the checkpoint"
     return False, "another run would come out"
@@ -115,6 +117,20 @@ def _global_batch(plan: Plan) -> tuple[int, str]:
     batch, devices = plan.batch, plan.hardware.num_gpus
     rows = batch.global_batch_size * devices
     return rows, f"{batch.micro_batch_size} × {batch.accumulation} × {devices} = {rows}"
+
+
+def _same_steps(saved: Plan, wanted: Plan) -> tuple[bool, str]:
+    """In backward or after it: the optimizer's states are the same, and so are its steps if gradients are clipped
+    alike."""
+    if not isinstance(saved.tuning, Full) or not isinstance(wanted.tuning, Full):
+        return False, "another run would come out"
+    if _clip(saved) != _clip(wanted):
+        return False, "gradients would be clipped otherwise"
+    return True, "the same steps, clipped alike"
+
+
+def _clip(plan: Plan) -> ClipByValue | ClipByNorm:
+    return clip_in_backward(plan.tuning) or ClipByNorm(max_norm=plan.schedule.max_grad_norm)
 
 
 def _longer(saved: Epochs | Steps, wanted: Epochs | Steps) -> tuple[bool, str]:
