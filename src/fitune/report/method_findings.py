@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from statistics import quantiles
 
 from fitune.report.compare import PEAK, compare
 from fitune.report.run_files import RunFiles
 from fitune.spec.plan import Dense, Lomo, Lora, Plan, trains_every_weight
+from fitune.spec.reports import MeterKind, settled_steps
 from fitune.units import format_bytes, format_number, format_rate
 
 Runs = Mapping[str, RunFiles]
@@ -13,6 +15,8 @@ _LAST = 10
 """A final loss is the mean of a tenth of the steps: of one batch alone it says little."""
 _SAME = 0.01
 """Losses that are nearer than this share are said to be equal."""
+_UNSTEADY = 2.0
+"""A run whose faster steps are so many times as fast as its slower ones was not alone on its machine."""
 
 
 def findings(runs: Runs) -> Iterator[str]:
@@ -25,7 +29,7 @@ def findings(runs: Runs) -> Iterator[str]:
     yield from _surprises(runs, final)
     yield from _rounded_bases(runs)
     yield from _least("Least memory", _measured(runs, PEAK), lambda value: format_bytes(int(value)))
-    yield from _most("Fastest here", _measured(runs, "Throughput"), format_rate)
+    yield from _speeds(runs)
 
 
 def final_loss(run: RunFiles) -> float:
@@ -92,14 +96,38 @@ def _measured(runs: Runs, what: str) -> dict[str, float]:
     return {name: value for name, value in values.items() if value}
 
 
+def _speeds(runs: Runs) -> Iterator[str]:
+    """Who was fastest; where one run's own steps differ much in speed, that the runs cannot be compared."""
+    spreads = {name: _spread(run) for name, run in runs.items()}
+    worst = max(spreads, key=lambda name: spreads[name][1] / spreads[name][0])
+    slow, fast = spreads[worst]
+    if fast > _UNSTEADY * slow:
+        yield (
+            f"Speeds cannot be compared: the steps of {worst} alone went from {slow:,.0f} to {format_rate(fast)}, "
+            "so this machine had other work."
+        )
+        return
+    speeds = _measured(runs, "Throughput")
+    if len(speeds) > 1:
+        yield _extremes("Fastest here", max(speeds, key=speeds.__getitem__), speeds, format_rate)
+
+
+def _spread(run: RunFiles) -> tuple[float, float]:
+    """Tokens a second that a tenth of the settled steps were below, and above."""
+    speeds = [step.tokens_per_second for step in settled_steps(run.steps, kind=_kind(run))]
+    if len(speeds) < _LAST:
+        return 1.0, 1.0
+    tenths = quantiles(speeds, n=10)
+    return tenths[0], tenths[-1]
+
+
+def _kind(run: RunFiles) -> MeterKind | None:
+    return None if run.run is None or run.run.memory is None else run.run.memory.kind
+
+
 def _least(what: str, values: Mapping[str, float], text: Callable[[float], str]) -> Iterator[str]:
     if len(values) > 1:
         yield _extremes(what, min(values, key=values.__getitem__), values, text)
-
-
-def _most(what: str, values: Mapping[str, float], text: Callable[[float], str]) -> Iterator[str]:
-    if len(values) > 1:
-        yield _extremes(what, max(values, key=values.__getitem__), values, text)
 
 
 def _extremes(what: str, best: str, values: Mapping[str, float], text: Callable[[float], str]) -> str:
