@@ -3,7 +3,7 @@
 import pytest
 
 from estimate.tiny_plans import CPU, gpu, known
-from fitune.errors import HardwareError, RecipeError
+from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.planner.describe import describe_plan
 from fitune.planner.search import find_plan
 from fitune.report.plan_words import sentences
@@ -79,3 +79,20 @@ def test_switches_for_single_kernels_are_refused_with_ours(key):
     with pytest.raises(RecipeError) as caught:
         canonical_keys({key: True}, where="test")
     assert "kernels: liger" in str(caught.value)
+
+
+def test_liger_is_proposed_where_it_makes_room():
+    settings = {
+        "precision": "bf16-master",
+        "seq_len": 4096,
+        "micro_batch_size": 1,
+        "gradient_checkpointing": 0,
+        "gradient_accumulation_steps": 1,
+        "loss_chunk_tokens": 256,
+        "offload_activations": "device",
+        "offload_parameters": "device",
+    }
+    with pytest.raises(NothingFits) as caught:
+        report_of("llama-3.1-8b", "a100-40gb", **settings)
+    assert "kernels: liger (pip install 'fitune[liger]')" in str(caught.value.hint)
+    assert report_of("llama-3.1-8b", "a100-40gb", kernels="liger", **settings).chosen.estimate.fits

@@ -13,6 +13,7 @@ from fitune.planner.family_search import FamilySearch
 from fitune.planner.fit import fits, host_fits
 from fitune.spec.gpus import CARDS
 from fitune.spec.hardware import Hardware
+from fitune.spec.kernels import liger_refused_by_device, liger_refused_by_model
 from fitune.spec.model import ModelSpec
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.model_table import known_model_names
@@ -129,6 +130,11 @@ class Changes:
                     devices = replace(self.hardware, gpus_per_node=gpus)
                     yield Change(words=f"gpus: {gpus}", settings={"gpus": gpus}, hardware=devices)
 
+    def _liger_would_run(self) -> bool:
+        free = self.recipe.kernels == "torch" and not self.recipe.torch_compile
+        refused = liger_refused_by_device(self.hardware.gpu) or liger_refused_by_model(self.model)
+        return free and refused is None
+
     def _settings(self) -> Iterator[tuple[str, dict[str, object]]]:
         recipe, batch = self.recipe, self.best.plan.batch
         yield from self._in_backward()
@@ -148,6 +154,8 @@ class Changes:
             yield "gradient_checkpointing open", {"gradient_checkpointing": None}
         if recipe.loss == "plain":
             yield "loss: chunked", {"loss": "chunked"}
+        if self._liger_would_run():
+            yield "kernels: liger (pip install 'fitune[liger]')", {"kernels": "liger"}
         for pin in ("zero", "backend", "hybrid_sharding"):
             if getattr(recipe, pin) is not None:
                 yield f"{pin} open", {pin: None}

@@ -4,7 +4,7 @@ from fitune.errors import HardwareError, RecipeError
 from fitune.planner.refusals_of_methods import refuse_methods
 from fitune.planner.refusals_of_spreads import refuse_spreads
 from fitune.spec.hardware import Gpu, Hardware
-from fitune.spec.kernels import liger_refused_by_model
+from fitune.spec.kernels import liger_refused_by_device, liger_refused_by_model
 from fitune.spec.model import ModelSpec
 from fitune.spec.recipe import Recipe
 
@@ -125,12 +125,9 @@ def _refuse_attention(recipe: Recipe, model: ModelSpec, gpu: Gpu) -> None:
 def _refuse_kernels(recipe: Recipe, model: ModelSpec, gpu: Gpu) -> None:
     if recipe.kernels == "torch":
         return
-    if gpu.capability < _TRITON:
-        where = "a CPU" if gpu.is_cpu else f"{gpu.name} ({_capability(gpu)})"
-        raise HardwareError(
-            f"kernels: liger are Triton kernels, which run on GPUs of compute capability 7.0 and newer, not on {where}",
-            hint="kernels: torch",
-        )
+    why_not_here = liger_refused_by_device(gpu)
+    if why_not_here is not None:
+        raise HardwareError(f"kernels: liger: {why_not_here}", hint="kernels: torch")
     why_not = liger_refused_by_model(model)
     if why_not is not None:
         raise RecipeError(f"kernels: liger: {why_not}", hint="kernels: torch")
@@ -158,9 +155,6 @@ def _refuse_compile(recipe: Recipe) -> None:
             f"torch_compile expects tensors where they were, and {away} = {getattr(recipe, away)} moves them away",
             hint=f"no torch_compile, or no {away}",
         )
-
-
-_TRITON = (7, 0)
 
 
 def flash_refused_by_device(gpu: Gpu) -> str | None:
