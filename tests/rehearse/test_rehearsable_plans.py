@@ -8,7 +8,7 @@ from estimate.tiny_plans import gpu, known
 from fitune.errors import RecipeError
 from fitune.planner.search import find_plan
 from fitune.rehearse.supported import missing_on_ranks, require_ranks
-from fitune.spec.plan import ClipByValue, Ddp, Lomo, Zero
+from fitune.spec.plan import ClipByNorm, ClipByValue, Ddp, Full, InBackward, Lomo, Zero
 from fitune.spec.recipe import parse_recipe
 
 
@@ -32,10 +32,16 @@ def test_fsdp_can_be_rehearsed(stage):
             plan_on_ranks(
                 Zero(stage=3, backend="fsdp"), tuning=Lomo(adaptive=False, clip=ClipByValue(value=1.0))
             ),
-            "LOMO on several ranks",
+            "as LOMO does, on several ranks",
+        ),
+        (
+            plan_on_ranks(
+                Zero(stage=3, backend="fsdp"), tuning=Full(update=InBackward(clip=ClipByNorm(max_norm=0)))
+            ),
+            "stepping in backward",
         ),
     ],
-    ids=["ddp", "deepspeed", "lomo"],
+    ids=["ddp", "deepspeed", "lomo", "in backward"],
 )
 def test_what_cannot_is_refused(plan, words):
     with pytest.raises(RecipeError, match=words) as caught:

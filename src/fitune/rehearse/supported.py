@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fitune.errors import RecipeError
-from fitune.spec.plan import Ddp, Lomo, Plan, Zero
+from fitune.spec.plan import Ddp, Plan, Zero, updates_in_backward
 
 
 def missing_on_ranks(plan: Plan) -> tuple[str, ...]:
@@ -27,5 +27,5 @@ def _missing(plan: Plan) -> Iterator[str]:
             yield "DDP's buckets are filled in C++, which fake tensors do not reach"
         case Zero(backend="deepspeed"):
             yield "DeepSpeed does not run on fake tensors"
-        case Zero() if isinstance(plan.tuning, Lomo):
-            yield "LOMO on several ranks is not built yet"
+        case Zero() if updates_in_backward(plan.tuning):
+            yield "stepping in backward, as LOMO does, on several ranks is not built yet"
