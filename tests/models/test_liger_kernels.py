@@ -126,6 +126,23 @@ def test_refused_on_a_cpu_and_named_when_not_installed(monkeypatch):
     assert "fitune[liger]" in str(caught.value)
 
 
+def test_where_the_model_is_trained_decides_not_where_its_weights_wait(monkeypatch):
+    """Weights that are streamed are on the host when the kernels are put in place."""
+    calls: Counter[str] = Counter()
+    monkeypatch.setattr("fitune.models.liger.operations_of_liger", lambda: written_out(calls))
+    model = tiny_model()
+    use_kernels(model, "liger", device=torch.device("cuda"))
+    model(input_ids=torch.tensor([[1, 2, 3]]))
+    assert calls["norm"] == NORMS.get("llama", 7)
+
+
+def test_heads_that_are_turned_in_part_are_refused():
+    """As Phi-4-mini's are: the kernel would turn all of each head."""
+    model = tiny_model("phi3", partial_rotary_factor=0.5)
+    with computing_with(written_out(Counter())), pytest.raises(ModelError, match=r"turns 0\.5 of each"):
+        use_kernels(model, "liger")
+
+
 def test_an_activation_without_a_kernel_is_refused():
     with computing_with(written_out(Counter())), pytest.raises(ModelError, match="relu"):
         use_kernels(tiny_model(hidden_act="relu"), "liger")

@@ -43,20 +43,18 @@ class Operations:
     """Queries [B, n, T, d] and keys turned to their positions by cosines and sines [B, T, d]."""
 
 
-def use_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
+def use_kernels(model: PreTrainedModel, kernels: Kernels, *, device: torch.device | None = None) -> None:
     """Replace what the family allows. Before adapters, which wrap the linears that stay.
 
-    Raises ModelError for a family or an activation that the kernels do not know, HardwareError without CUDA,
-    MissingExtra without liger-kernel.
+    ``device``: where the model is trained, when that is not where it is.
+    Raises ModelError for a model that the kernels do not know, HardwareError without CUDA, MissingExtra without
+    liger-kernel.
     """
     if kernels == "torch":
         return
+    _refuse_model(model)
     family = model.config.model_type
-    if family not in LIGER_FAMILIES:
-        raise ModelError(
-            f"kernels: liger are for {', '.join(LIGER_FAMILIES)}, not for {family}", hint="kernels: torch"
-        )
-    operations = _stand_ins.get() or liger_operations(model.device)
+    operations = _stand_ins.get() or liger_operations(device or model.device)
     for module in model.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm"):
@@ -65,6 +63,20 @@ def use_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
             module.forward = _with_rotation(module, operations.rotate)
         elif name.endswith("MLP"):
             module.forward = _gated_mlp(module, operations)
+
+
+def _refuse_model(model: PreTrainedModel) -> None:
+    family = model.config.model_type
+    if family not in LIGER_FAMILIES:
+        raise ModelError(
+            f"kernels: liger are for {', '.join(LIGER_FAMILIES)}, not for {family}", hint="kernels: torch"
+        )
+    turned = (getattr(model.config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
+    if turned != 1:
+        raise ModelError(
+            f"kernels: liger turn whole heads to their positions, and this {family} turns {turned:g} of each",
+            hint="kernels: torch",
+        )
 
 
 def liger_operations(device: torch.device) -> Operations:
@@ -148,6 +160,11 @@ def _product(module: nn.Module, operations: Operations) -> Callable[[Tensor, Ten
 def _with_rotation(module: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
     """The attention's own forward, in which one name, transformers' rotation, means another function."""
     written = type(module).forward
+    if "apply_rotary_pos_emb" not in written.__code__.co_names:
+        raise ModelError(
+            f"kernels: liger: {type(module).__name__} of this transformers does not call apply_rotary_pos_emb",
+            hint="kernels: torch",
+        )
     names = {**written.__globals__, "apply_rotary_pos_emb": rotate}
     forward = types.FunctionType(
         written.__code__, names, written.__name__, written.__defaults__, written.__closure__

@@ -89,7 +89,7 @@ def prepare_loaded(
     require_method(plan)
     quantise_linears(blocks_of(model), _base(plan))  # before adapters: they wrap the packed linear
     use_attention(model, plan.attention)
-    use_kernels(model, plan.kernels)
+    use_kernels(model, plan.kernels, device=device)
     whole = _tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
     if plan.offload.parameters == "cpu":
         trained = trains_every_weight(plan.tuning)
