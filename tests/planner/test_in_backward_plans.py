@@ -82,6 +82,14 @@ def test_it_is_never_chosen_and_is_proposed_where_it_helps() -> None:
     assert plan_of("a100-40gb", **settings, **ONE_ROW).optimizer == AdamW8bit()
 
 
+def test_adapters_are_proposed_without_what_they_refuse() -> None:
+    """``tuning: lora`` alone would be refused beside these settings."""
+    with pytest.raises(NothingFits) as caught:
+        report_of("rtx-4090", tuning="full", max_grad_value=1.0, export="full", **ONE_ROW)
+    words = "tuning: lora without optimizer_in_backward and max_grad_value and export: full"
+    assert words in str(caught.value.hint)
+
+
 @pytest.mark.parametrize(
     ("gpus", "settings", "message"),
     [

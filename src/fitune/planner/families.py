@@ -123,6 +123,15 @@ def full_of(recipe: Recipe) -> Full:
     return Full(update=InBackward(clip=ClipByNorm(max_norm=recipe.max_grad_norm)))
 
 
+def to_adapters(recipe: Recipe, tuning: Literal["lora", "qlora"]) -> tuple[str, dict[str, object]]:
+    """Words and settings of a change to adapters, without what only training every weight allows."""
+    settings: dict[str, object] = {"optimizer_in_backward": False, "max_grad_value": None}
+    left_out = [name for name in settings if getattr(recipe, name) not in (None, False)]
+    left_out += ["export: full"] if recipe.export == "full" else []
+    words = f"tuning: {tuning}" + (f" without {' and '.join(left_out)}" if left_out else "")
+    return words, {"tuning": tuning, "export": None, **settings}
+
+
 def lora_of(recipe: Recipe, model: ModelSpec, base: Dense | Nf4 | Hqq) -> Lora:
     adapted = resolve_adapted(model, targets=recipe.lora_target_modules, layers=recipe.lora_layers)
     return Lora(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fitune.errors import Shortage
 from fitune.estimate.memory import memory_of
 from fitune.planner.defaults import CHUNK_TOKENS, optimizer_of
-from fitune.planner.families import lora_of, nf4_of
+from fitune.planner.families import lora_of, nf4_of, to_adapters
 from fitune.planner.retry import Known, adds_gradients_up, described
 from fitune.spec.plan import (
     ChunkedLoss,
@@ -98,7 +98,7 @@ def _other_method(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Plan]]:
     if trains_every_weight(plan.tuning):
         lora = lora_of(recipe, plan.model, Dense())
         plan = replace(plan, tuning=lora, optimizer=optimizer_of(recipe))
-        yield "tuning: lora", plan
+        yield to_adapters(recipe, "lora")[0], plan
     elif isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Dense):
         yield "tuning: qlora", replace(plan, tuning=replace(plan.tuning, base=nf4_of(recipe)))
 

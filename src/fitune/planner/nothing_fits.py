@@ -8,7 +8,7 @@ from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.describe import describe_offload, describe_plan, host_sum, wrapped
-from fitune.planner.families import families
+from fitune.planner.families import families, to_adapters
 from fitune.planner.family_search import FamilySearch
 from fitune.planner.fit import fits, host_fits
 from fitune.spec.gpus import CARDS
@@ -139,9 +139,10 @@ class Changes:
         recipe, batch = self.recipe, self.best.plan.batch
         yield from self._in_backward()
         if recipe.tuning in ("full", "lomo", "adalomo"):
-            yield "tuning: lora", {"tuning": "lora", "export": None}
+            yield to_adapters(recipe, "lora")
         if recipe.tuning in ("full", "lomo", "adalomo", "lora") and not recipe.quantization_is_asked_for:
-            yield "tuning: qlora", {"tuning": "qlora", "quantization": None, "export": None}
+            words, settings = to_adapters(recipe, "qlora")
+            yield words, {**settings, "quantization": None}
         if recipe.precision == "fp32" and self.hardware.gpu.has_bf16:
             yield "precision: bf16-master", {"precision": "bf16-master"}
         if recipe.precision == "bf16-master":
