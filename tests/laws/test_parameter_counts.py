@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from fitune.estimate.tensors import adapters_of
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.model_config import load_model_spec, spec_from_config
 from fitune.spec.model_table import find_known_model, known_model_names
@@ -235,10 +236,12 @@ def test_lora_trains_exactly_what_is_counted(config: dict[str, Any]) -> None:
         spec.adaptable_names[:1],
         spec.adaptable_names[-1:],
     ):
-        lora = LoraConfig(r=4, target_modules=list(targets), fan_in_fan_out=config["model_type"] == "gpt2")
-        adapted = get_peft_model(build(config, device="cpu"), lora)
+        theirs = LoraConfig(r=4, target_modules=list(targets), fan_in_fan_out=config["model_type"] == "gpt2")
+        adapted = get_peft_model(build(config, device="cpu"), theirs)
         trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-        assert trained == lora_parameters(spec, Lora(rank=4, alpha=4, dropout=0.0, targets=targets)) > 0
+        ours = Lora(rank=4, alpha=4, dropout=0.0, targets=targets)
+        assert trained == lora_parameters(spec, ours) > 0
+        assert trained == sum(tensor.elements * tensor.count for tensor in adapters_of(spec, ours))
 
 
 def test_lora_on_llama_3_1_8b_by_hand() -> None:

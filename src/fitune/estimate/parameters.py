@@ -12,7 +12,7 @@ from fitune.estimate.shares import (
 )
 from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tables
 from fitune.spec.model import ModelSpec
-from fitune.spec.parameters import adapted_blocks, count_parameters
+from fitune.spec.parameters import adapted_blocks, count_parameters, lora_parameters
 from fitune.spec.plan import Dense, Lora, Plan, Single
 
 
@@ -21,19 +21,12 @@ def base_parameters(model: ModelSpec) -> int:
     return count_parameters(model).total
 
 
-def adapter_parameters(plan: Plan) -> int:
-    """Σ over adapted linears of adapted blocks of r·(in + out), + out with DoRA.
-
-    Hu et al. 2021, arXiv 2106.09685, section 4.1; Liu et al. 2024, arXiv 2402.09353, section 4.1.
-    """
-    return sum(tensor.elements * tensor.count for tensor in adapter_tensors(plan))
-
-
 def trained_parameters(plan: Plan) -> int:
     """Parameters that get a gradient: all of them, or adapters and what is trained whole beside them."""
     if not isinstance(plan.tuning, Lora):
         return base_parameters(plan.model)
-    return adapter_parameters(plan) + sum(t.elements for t in trained_tables(plan.model, plan.tuning))
+    tables = trained_tables(plan.model, plan.tuning)
+    return lora_parameters(plan.model, plan.tuning) + sum(table.elements for table in tables)
 
 
 def blocks_trained(plan: Plan) -> int:
@@ -77,9 +70,12 @@ def adapters_bytes(plan: Plan) -> int:
 
     Divided like the base's weights; they stay on the device when those are offloaded.
     """
-    parameters = adapter_parameters(plan)
-    if weights_are_divided(plan):
-        parameters = share_elements(adapter_tensors(plan), plan)
+    if not isinstance(plan.tuning, Lora):
+        return 0
+    divided = weights_are_divided(plan)
+    parameters = (
+        share_elements(adapter_tensors(plan), plan) if divided else lora_parameters(plan.model, plan.tuning)
+    )
     return parameters * plan.precision.compute_bytes
 
 

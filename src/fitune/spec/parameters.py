@@ -22,7 +22,8 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
 def lora_parameters(model: ModelSpec, lora: Lora) -> int:
     """Trainable parameters of LoRA: Σ rank · (in + out), + out with DoRA, over the adapted linears of adapted blocks.
 
-    A is rank × in, B is out × rank (Hu et al. 2021, arXiv 2106.09685, section 4.1); no bias is trained.
+    A is rank × in, B is out × rank (Hu et al. 2021, arXiv 2106.09685, section 4.1; of DoRA's norms Liu et al. 2024,
+    arXiv 2402.09353, section 4.1); no bias is trained.
     """
     adapted = [linear for linear in model.linears if linear.is_target(lora.targets)]
     of_a_block = sum(
