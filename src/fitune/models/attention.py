@@ -135,9 +135,8 @@ def _all_rows_at_once(
     to the left. The operation is torch's own (2.9 to 2.13 alike); its Python door varlen_attn changed in between.
     """
     q_Tnd, k_Tkd, v_Tkd = (x[0].transpose(0, 1) for x in (query_BnTd, key_BkTd, value_BkTd))
-    q_Tnd = (
-        q_Tnd.contiguous()
-    )  # the output is laid out alike; from Phi-3's heads-first layout it would be copied back
+    # The output is laid out as the queries are: from Phi-3's heads-first layout it would be copied back.
+    q_Tnd = q_Tnd.contiguous()
     bounds, longest = rows.bounds(q_Tnd.device), rows.longest
     left = -1 if sliding_window is None else sliding_window - 1
     output_Tnd, *_kept = torch.ops.aten._flash_attention_forward(

@@ -64,10 +64,8 @@ def run(
         start = Start(state=None) if overwrite else where_to_start(directory, plan, resume=resume)
         for note in start.notes:
             callbacks.on_note(note)
-        tokenizer, data, loader = _read_data(
-            plan, start
-        )  # what was there is untouched until the data is known
-        if overwrite:
+        tokenizer, data, loader = _read_data(plan, start)
+        if overwrite:  # only now: what was there is untouched until the data is known
             remove_run(directory)
         _begin(directory, {"plan.json": to_json(plan), **(files or {})})
         with MetricsLog(directory / "metrics.jsonl") as log:

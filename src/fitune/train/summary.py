@@ -9,7 +9,6 @@ from fitune.measure.memory import process_bytes
 from fitune.models.language_model import LanguageModel
 from fitune.models.quantize import count_weights
 from fitune.spec.reports import (
-    Failure,
     MeasuredMemory,
     MeterKind,
     Phase,
@@ -32,7 +31,6 @@ def summarise(
     seconds: float,
     best_eval_loss: float | None,
     steps_of_other_plan: int = 0,
-    failure: Failure | None = None,
     untold: Sequence[Retry] = (),
 ) -> RunReport:
     """``model`` None: the run ended before it was loaded. ``best_eval_loss`` is that of earlier attempts too.
@@ -68,7 +66,6 @@ def summarise(
         eval_data=data.eval_ledger,
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         total_parameters=0 if model is None else count_weights(model.whole),
-        failure=failure,
         retries=(*(retry for step in steps for retry in step.retries), *untold),
         steps_of_other_plan=steps_of_other_plan,
         versions=_versions(),
