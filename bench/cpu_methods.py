@@ -1,6 +1,6 @@
 """Predicted, rehearsed and measured peak of live tensors for every single-device method, on the CPU.
 
-    python bench/cpu_methods.py                        every method by its settings: 81 plans
+    python bench/cpu_methods.py                        every method by its settings
     python bench/cpu_methods.py --methods QLoRA LOMO   those whose name has one of these words
     python bench/cpu_methods.py --json results/cpu_methods.json --page docs/measured-memory.md
 
