@@ -100,7 +100,8 @@ class StreamedWeights:
 
     def goes_back(self, block: int) -> None:
         self._only(block, block - 1)
-        if block == len(self._blocks) - 1:  # it need not come to the first one: adapters may be in later ones alone
+        if block == len(self._blocks) - 1:
+            # when all is through: backward need not come to the first block, adapters may be in later ones
             Variable._execution_engine.queue_callback(lambda: self._only(-1, -1))
 
     def keep(self, tensor: Tensor) -> _WeightView | None:
