@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fitune.cli.loading import loading_bar
 from fitune.errors import RecipeError, ScoringFailed
 from fitune.score.generate_hf import Sampling
 from fitune.score.run import ScorePlan, score
@@ -33,7 +34,10 @@ def score_dataset(
         id_column=id_column,
         batch_size=batch_size,
     )
-    report = score(plan, say=lambda line: print(line, file=sys.stderr), progress=counter())
+    with loading_bar(quiet=json) as on_bytes:
+        report = score(
+            plan, say=lambda line: print(line, file=sys.stderr), progress=counter(), on_bytes=on_bytes
+        )
     if json:
         print(json_text.dumps(to_data(report), indent=2, ensure_ascii=False))
     else:

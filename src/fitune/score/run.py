@@ -13,6 +13,7 @@ from fitune.data.templates import ChatTemplate, load_template
 from fitune.models.adapter_check import check_adapter
 from fitune.models.adapters import load_adapter
 from fitune.models.finite import require_finite
+from fitune.models.reading import OnBytes, nobody
 from fitune.models.tables import saved_rows
 from fitune.models.weights import load_model, load_tokenizer
 from fitune.score.generate_hf import Sampling, answer_all
@@ -67,11 +68,12 @@ def score(
     *,
     say: Callable[[str], None] = print,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    on_bytes: OnBytes = nobody,
 ) -> ScoreReport:
     """Answer and grade every row; write answers.jsonl, grades.jsonl and report.json into ``plan.output_dir``.
 
     The same settings go on where they stopped: a row that has an answer keeps it. ``progress`` is told the rows
-    done and the rows in all.
+    done and the rows in all, ``on_bytes`` the same of the bytes while weights are read.
 
     Raises DataError for rows or ids that cannot be used, RunDirectoryError for a directory of other settings,
     CheckpointError for an adapter that does not fit, ModelError for weights that are no numbers.
@@ -94,7 +96,9 @@ def score(
         pending = _pending(directory, tasks)
         progress(len(tasks) - len(pending), len(tasks))
         if pending:
-            scorer = Scorer(model=_load(plan, dtype, device), tokenizer=tokenizer, template=template)
+            scorer = Scorer(
+                model=_load(plan, dtype, device, on_bytes), tokenizer=tokenizer, template=template
+            )
             _answer_into(directory, scorer, pending, plan, progress=progress, total=len(tasks))
         return _finish(directory, plan, tasks, graders, started=started)
 
@@ -118,8 +122,8 @@ def _check_adapter(plan: ScorePlan, say: Callable[[str], None]) -> None:
             say(f"warning: {warning}")
 
 
-def _load(plan: ScorePlan, dtype: torch.dtype, device: torch.device) -> Any:
-    model = load_model(plan.model, dtype=dtype, device=device)
+def _load(plan: ScorePlan, dtype: torch.dtype, device: torch.device, on_bytes: OnBytes) -> Any:
+    model = load_model(plan.model, dtype=dtype, device=device, on_bytes=on_bytes)
     require_finite(model, plan.model)
     return load_adapter(model, plan.adapter).to(device) if plan.adapter else model
 
