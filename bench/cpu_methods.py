@@ -1,7 +1,8 @@
 """Predicted, rehearsed and measured peak of live tensors for every single-device method, on the CPU.
 
     python bench/cpu_methods.py                        every method by its settings
-    python bench/cpu_methods.py --methods QLoRA LOMO   those whose name has one of these words
+    python bench/cpu_methods.py --methods QLoRA LOMO   those whose name has one of these words; with --json the others
+                                                       stay as they were seen the same day
     python bench/cpu_methods.py --json results/cpu_methods.json --page docs/measured-memory.md
 
 The same small Llama, rows and meter as in cpu_memory.py. Measured is a real step, rehearsed the same step on fake
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from cpu_memory import CONFIG, ROW_LENGTHS, Rows, measured_peaks, predicted_peaks, random_rows, small_model
-from methods_grid import Case, cases
+from methods_grid import METHODS, Case, cases
 from methods_promises import gradients_of_lomo, streamed_models
 from transformers import LlamaConfig
 
@@ -88,7 +89,7 @@ def main() -> int:
             print(line_of(found[-1]), flush=True)
     worst = max(one.worst for one in found)
     print(f"{len(found)} plans: worst |error| {worst:.2%}, tolerance {options.tolerance:.0%}\n")
-    figures = record(found)
+    figures = record(found, earlier=options.json)
     print(*figures["lomo_gradients"], *figures["streamed"], sep="\n")
     write(options, figures)
     return 0 if worst <= options.tolerance else 1
@@ -100,12 +101,15 @@ def line_of(found: Found) -> str:
     return f"{found.method:40} {found.setting:44}{sizes} {off[0]:>+8.2%} {off[1]:>+7.2%}"
 
 
-def record(found: Sequence[Found]) -> dict[str, Any]:
-    """Everything that was seen, as results/ keeps it."""
+def record(found: Sequence[Found], *, earlier: Path | None) -> dict[str, Any]:
+    """Everything that was seen, as results/ keeps it; methods that were not run now as they were seen ``earlier``."""
+    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    found = [*found, *_others(earlier, versions, but={one.method for one in found})]
+    found.sort(key=lambda one: list(METHODS).index(one.method))
     return {
         "benchmark": "bench/cpu_methods.py",
         "date": date.today().isoformat(),
-        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "versions": versions,
         "plans": len(found),
         "worst_abs_error_predicted": max(abs(one.errors[0]) for one in found),
         "worst_abs_error_rehearsed": max(abs(one.errors[1]) for one in found),
@@ -113,6 +117,17 @@ def record(found: Sequence[Found]) -> dict[str, Any]:
         "lomo_gradients": gradients_of_lomo(),
         "streamed": streamed_models(),
     }
+
+
+def _others(earlier: Path | None, versions: dict[str, str], *, but: set[str]) -> list[Found]:
+    """Rows of a file of the same day and libraries: figures of others do not go into one table."""
+    if earlier is None or not earlier.is_file():
+        return []
+    content = json.loads(earlier.read_text(encoding="utf-8"))
+    if content["versions"] != versions or content["date"] != date.today().isoformat():
+        return []
+    rows = [Found(**row) for row in content["rows"] if row["method"] in METHODS]
+    return [row for row in rows if row.method not in but]
 
 
 def write(options: argparse.Namespace, figures: dict[str, Any]) -> None:
