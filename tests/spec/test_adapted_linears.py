@@ -25,6 +25,7 @@ def recipe(**settings):
         ([r".*self_attn\.[qkvo]_proj"], ("q_proj", "k_proj", "v_proj", "o_proj"), ()),
         ([r"mlp\..*", "o_proj"], ("o_proj", "gate_proj", "up_proj", "down_proj"), ()),
         ([r"model\.layers\.(1[01]|9)\.mlp\.(up|down)_proj"], ("up_proj", "down_proj"), (9, 10, 11)),
+        (["model.layers.7.mlp.up_proj", "model.layers.8.mlp.up_proj"], ("up_proj",), (7, 8)),
         ([r"model.language_model.layers.[\d]+.self_attn.q_proj"], ("q_proj",), ()),
     ],
 )

@@ -31,8 +31,8 @@ class Adapted:
 def resolve_adapted(model: ModelSpec, *, targets: Sequence[str], layers: Sequence[int] = ()) -> Adapted:
     """The linears and the blocks that are adapted; no ``layers``: all.
 
-    ``all-linear`` (or ``all``) is every linear that LoRA can wrap. A regular expression matches a whole name: the last
-    part, the name in its block, or the full one (``model.layers.7.mlp.up_proj``), by which it may choose blocks too.
+    ``all-linear`` (or ``all``) is every linear that LoRA can wrap. A name, and a regular expression as a whole, is the
+    last part, the name in its block, or the full one (``model.layers.7.mlp.up_proj``), which chooses blocks too.
     Raises RecipeError for what the model does not have, what matches nothing, and for different linears in different
     blocks: a plan adapts the same ones in each.
     """
@@ -104,25 +104,19 @@ def _matches(model: ModelSpec, wanted: str) -> Sequence[tuple[str, Sequence[int]
     if wanted in _ALL:
         return [(m.name, everywhere) for m in linears]
     if _NAME.fullmatch(wanted):
-        named = [(m.name, everywhere) for m in linears if wanted == m.short_name or _ends(m, wanted)]
-        if not named:
-            raise _unknown(model, wanted)
-        return named
-    expression = _compiled(wanted)
-    found: list[tuple[str, Sequence[int]]] = [
-        (m.name, everywhere)
-        for m in linears
-        if expression.fullmatch(m.short_name) or expression.fullmatch(m.name)
-    ]
+        expression = re.compile(re.escape(wanted))
+        named = [m.name for m in linears if wanted == m.short_name or _ends(m, wanted)]
+    else:
+        expression = _compiled(wanted)
+        named = [
+            m.name for m in linears if expression.fullmatch(m.short_name) or expression.fullmatch(m.name)
+        ]
+    if named:
+        return [(name, everywhere) for name in named]
+    by_block = [(m.name, list(_blocks_matched(model, m, expression))) for m in linears]
+    found = [(name, numbers) for name, numbers in by_block if numbers]
     if not found:
-        by_block = ((m.name, list(_blocks_matched(model, m, expression))) for m in linears)
-        found = [(name, numbers) for name, numbers in by_block if numbers]
-    if not found:
-        raise RecipeError(
-            f"lora_target_modules: the pattern {wanted!r} matches no linear of {model.name}, whose blocks have "
-            f"{', '.join(m.name for m in linears)}",
-            hint="a pattern has to match a whole name: .*q_proj",
-        )
+        raise _unknown(model, wanted) if _NAME.fullmatch(wanted) else _unmatched(model, wanted)
     return found
 
 
@@ -182,6 +176,14 @@ def _unknown(model: ModelSpec, name: str) -> RecipeError:
         close = did_you_mean(name.rsplit(".", 1)[-1], model.adaptable_names)
         why, hint = "is no linear of this model", close or "all-linear"
     return RecipeError(f"lora_target_modules: {name!r} {why}; {known}", hint=hint)
+
+
+def _unmatched(model: ModelSpec, pattern: str) -> RecipeError:
+    names = ", ".join(m.name for m in model.linears if m.adaptable)
+    return RecipeError(
+        f"lora_target_modules: the pattern {pattern!r} matches no linear of {model.name}, whose blocks have {names}",
+        hint="a pattern has to match a whole name: .*q_proj",
+    )
 
 
 def _listed(numbers: Sequence[int]) -> str:
