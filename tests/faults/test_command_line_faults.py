@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fitune.cli import app as command_line
+from fitune.cli import entry
 from fitune.data.dataset import TokenDataset
 from fitune.data.loader import Loader
 from fitune.spec import hub
@@ -395,5 +395,5 @@ def test_an_error_of_the_system_is_no_traceback(call: Call, monkeypatch: pytest.
 
     monkeypatch.setattr("fitune.cli.reporting.show_report", full)
     code, out, _ = call("report", "run", "--json")
-    assert code == command_line._SystemFailed.exit_code == 1
+    assert code == entry._SystemFailed.exit_code == 1
     assert json.loads(out)["error"]["message"] == "/somewhere/report.html: No space left on device"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fitune.cli import app as command_line
+from fitune.cli import entry
 from fitune.errors import OutOfMemory, is_out_of_memory
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport
@@ -183,7 +183,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_cause(
 def test_no_memory_outside_of_training_is_no_traceback(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, "fitune.cli.reporting.show_report", MemoryError())
     code, out, _ = call("report", "run", "--json")
-    assert code == command_line._SystemFailed.exit_code == 1
+    assert code == entry._SystemFailed.exit_code == 1
     assert json.loads(out)["error"]["message"] == "out of memory"
 
 

@@ -1,5 +1,5 @@
 """The command line: parse, call, print. Nothing imports it, and it imports rooms only when a command needs them."""
 
-from fitune.cli.app import main
+from fitune.cli.entry import main
 
 __all__ = ["main"]

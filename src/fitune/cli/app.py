@@ -1,17 +1,10 @@
 """The commands. Each parses its words, calls the rooms that do the work, and prints what they answer."""
 
-import json as json_text
-import os
-import sys
-import textwrap
-import warnings
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-from fitune.errors import FituneError, RecipeError
 
 app = typer.Typer(
     name="fitune",
@@ -264,81 +257,3 @@ def check(
     from fitune.cli.records import check_records
 
     check_records(file, confidence=confidence, rows=rows, json=json)
-
-
-def main() -> None:
-    """Run a command; a FituneError is printed for people (or as JSON), never as a traceback."""
-    # PEFT asks transformers for a property by its old name; that warning is not for our users.
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-    try:
-        _run_command()
-    except FituneError as error:
-        _print_error(error)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:  # `fitune plan … | head` closed the pipe: what was asked for was shown
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except (
-        OSError,
-        MemoryError,
-    ) as error:  # a disk that fills up, a file that goes away: nobody can foresee it
-        _print_error(_SystemFailed(error))
-        sys.exit(_SystemFailed.exit_code)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
-
-
-def _run_command() -> None:
-    """A word typer does not know is told to people by typer itself, to programs like every other error."""
-    if "--json" not in sys.argv:
-        app()
-        return
-    usage_error: Any = (
-        typer.BadParameter.__base__
-    )  # typer brings its own click since 0.26 and does not export this
-    try:
-        sys.exit(app(standalone_mode=False))
-    except usage_error as error:
-        raise RecipeError(error.format_message(), hint=f"{_command_of(error)} --help") from None
-
-
-def _command_of(error: Any) -> str:
-    return "fitune" if error.ctx is None else str(error.ctx.command_path)
-
-
-class _SystemFailed(FituneError):
-    """The operating system refused something in the middle of the work."""
-
-    exit_code = 1
-
-    def __init__(self, error: OSError | MemoryError) -> None:
-        if isinstance(error, MemoryError):
-            super().__init__(
-                f"out of memory: {error}".rstrip(": "), hint="end other programs, or take less data"
-            )
-            return
-        where = f"{error.filename}: " if error.filename is not None else ""
-        super().__init__(
-            f"{where}{error.strerror or error}", hint="check the path, its rights and the free disk space"
-        )
-
-
-def _print_error(error: FituneError) -> None:
-    if "--json" in sys.argv:
-        content = {"kind": error.kind, "message": error.message, "hint": error.hint}
-        print(json_text.dumps({"error": content}, indent=2, ensure_ascii=False))
-    else:
-        lines = f"error: {error}".splitlines()
-        if sys.stderr.isatty():  # a log keeps its lines whole, so that they can be searched
-            lines = [_folded(line) for line in lines]
-        print("\n".join(lines), file=sys.stderr)
-
-
-def _folded(line: str) -> str:
-    """At most 100 columns; what goes on keeps the line's own indentation."""
-    indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.fill(
-        line.strip(), width=100, initial_indent=indent, subsequent_indent=indent + "  ",
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
