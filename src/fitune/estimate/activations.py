@@ -68,12 +68,14 @@ def adapter_kept(
     return tokens * (element_bytes * rank + dropped)
 
 
-def dora_kept(*, tokens: int, out_features: int, element_bytes: int) -> int:
+def dora_kept(*, tokens: int, in_features: int, out_features: int, element_bytes: int, unpacked: bool) -> int:
     """2·e·out per token: the base's and the adapter's output, which the gradient of the magnitude multiplies.
 
-    peft.tuners.lora.dora.DoraLinearLayer.forward.
+    + e·out·in, a weight made whole: with dropout PEFT multiplies the dropped input with it a second time, in a product
+    of torch's own that keeps it. peft.tuners.lora.dora.DoraLinearLayer.forward.
     """
-    return 2 * tokens * out_features * element_bytes
+    whole = in_features * out_features if unpacked else 0
+    return element_bytes * (2 * tokens * out_features + whole)
 
 
 def queries_keys_values_kept(

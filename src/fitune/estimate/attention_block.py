@@ -32,6 +32,7 @@ def attention_stages(
         kept=kept,
         forward=making(tokens=t, element_bytes=e, **sizes),
         backward=going_back(tokens=t, element_bytes=e, **sizes) if passes else 0,
+        input_has_gradient=site.gradient_enters,
     )  # fmt: skip
     yield _scores(site, output, passes=passes)
     yield linears_stage(

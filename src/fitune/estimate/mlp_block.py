@@ -28,6 +28,7 @@ def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterat
         backward=transient.mlp_inputs_backward(
             tokens=t, hidden=h, width=f, element_bytes=e, partial_gradients=2 if gated else 1
         ),
+        input_has_gradient=site.gradient_enters if model.parallel_blocks else passes,
     )  # fmt: skip
     if gated:
         kept, backward = _gate(site, inputs)
@@ -57,6 +58,19 @@ def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterat
         backward=transient.down_projection_backward(
             tokens=t, hidden=h, width=f, element_bytes=e, adapted=not site.full
         ),
+        again=_output_again(site, inputs, down),
+    )  # fmt: skip
+
+
+def _output_again(site: Site, inputs: Sequence[Linear], down: Sequence[Linear]) -> int:
+    """0 where the product's input is kept: then going back takes more."""
+    if site.reads_input(down):
+        return 0
+    kept_by_norm = site.element_bytes == FP32 or site.model.norm_type == "layer"
+    return transient.mlp_output_again(
+        tokens=site.shape.tokens, hidden=site.model.hidden_size, width=site.model.intermediate_size,
+        element_bytes=site.element_bytes,
+        others=bool(site.adapted(down)) + (not kept_by_norm) + (not site.reads_input(inputs)),
     )  # fmt: skip
 
 

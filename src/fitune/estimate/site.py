@@ -77,22 +77,29 @@ def linears_stage(
     forward: int,
     backward: int,
     again: int = 0,
+    input_has_gradient: bool = True,
 ) -> Stage:
-    """A stage whose parameters are those of ``linears``, or of their adapters."""
+    """A stage whose parameters are those of ``linears``, or of their adapters.
+
+    Where no gradient goes through their input, dropout keeps no mask.
+    """
     e = site.element_bytes
-    mask_bytes = e if site.plan.hardware.gpu.is_cpu else 1
+    mask_bytes = (e if site.plan.hardware.gpu.is_cpu else 1) if input_has_gradient else 0
     sizes = [linear.parameters for linear in linears]
     whole, unpacked = _whole_weight_bytes(site, linears), _unpacked_bytes(site, linears)
     match site.plan.tuning:
         case Lora(rank=rank, dropout=dropout, dora=dora):
             adapted = site.adapted(linears)
-            again = max(again, _unpacked_bytes(site, linears, input_kept=True) if dora else 0)
+            again = max(again, _unpacked_bytes(site, linears, input_kept=dropout == 0) if dora else 0)
             sizes = [rank * (m.in_features + m.out_features) + m.out_features * dora for m in adapted]
             kept += sum(
-                activations.dora_kept(tokens=site.shape.tokens, out_features=m.out_features, element_bytes=e)
+                activations.dora_kept(
+                    tokens=site.shape.tokens, in_features=m.in_features, out_features=m.out_features, element_bytes=e,
+                    unpacked=dropout > 0 and m in site.quantised(linears),
+                )
                 for m in adapted
                 if dora
-            )
+            )  # fmt: skip
             kept += sum(
                 activations.adapter_kept(
                     tokens=site.shape.tokens, in_features=m.in_features, rank=rank, element_bytes=e,

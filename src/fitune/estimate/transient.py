@@ -190,6 +190,15 @@ def fused_mlp_again(*, tokens: int, hidden: int, width: int, element_bytes: int,
     return tokens * element_bytes * ((3 if adapted_output else 2) * hidden + 3 * width)
 
 
+def mlp_output_again(*, tokens: int, hidden: int, width: int, element_bytes: int, others: int) -> int:
+    """t · e · (f + 2h + others·h): a product whose input nobody keeps, without an adapter or with one that drops out.
+
+    Its input and output, and the residual's gradient; ``others`` of the hidden size are the residual and the MLP's
+    input, where nobody keeps them, and the adapter's output.
+    """
+    return tokens * element_bytes * (width + (2 + others) * hidden)
+
+
 def expert_outputs_again(
     *, tokens: int, chosen: int, hidden: int, element_bytes: int, weighted_bytes: int, trained: bool
 ) -> int:

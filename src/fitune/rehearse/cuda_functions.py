@@ -1,27 +1,32 @@
 """Functions that work otherwise on CUDA than on the CPU whose fake device stands for it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 
-class CudaFunctions(TorchFunctionMode):
+@contextmanager
+def cuda_functions() -> Iterator[None]:
     """Inside, dropout keeps what CUDA's kernels keep.
 
     On CUDA dropout is one kernel with a mask of one byte per element (aten::native_dropout); the CPU multiplies by a
     mask of the input's dtype. CUDA's fused attention drops out by itself, from a seed; the CPU's cannot, and the
-    scores would be written out.
+    scores would be written out. The functions themselves are replaced: a TorchFunctionMode is off in backward, where
+    recomputed blocks run again.
     """
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        words = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
-            words["dropout_p"] = 0.0
-        if func is F.dropout:
-            return _dropout(*args, **words)
-        return func(*args, **words)
+    def attend(*args: Any, **words: Any) -> torch.Tensor:
+        return attention(*args, **{**words, "dropout_p": 0.0})
+
+    F.dropout, F.scaled_dot_product_attention = _dropout, attend
+    try:
+        yield
+    finally:
+        F.dropout, F.scaled_dot_product_attention = dropout, attention
 
 
 def _dropout(

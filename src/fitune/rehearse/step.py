@@ -12,7 +12,7 @@ from fitune.models.build import empty_model, with_layers
 from fitune.models.liger import computing_with
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.batch import full_stream, heaviest_rows, most_labels
-from fitune.rehearse.cuda_functions import CudaFunctions
+from fitune.rehearse.cuda_functions import cuda_functions
 from fitune.rehearse.events import Trace
 from fitune.rehearse.fake import fake_tensors, modules_may_move
 from fitune.rehearse.liger_stand_ins import LIGER_STAND_INS
@@ -81,7 +81,7 @@ def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
 @contextmanager
 def _standing_for(gpu: Gpu, *, drops_out: bool) -> Iterator[None]:
     differs = drops_out and not gpu.is_cpu
-    functions = CudaFunctions() if differs else nullcontext()
+    functions = cuda_functions() if differs else nullcontext()
     with attending_as(gpu.capability), computing_with(LIGER_STAND_INS), functions:
         yield
 
