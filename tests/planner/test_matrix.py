@@ -131,6 +131,14 @@ def test_pins_hold_in_every_cell():
     assert pinned.cells[0].taken.plan.recompute.blocks == 32
 
 
+def test_added_tokens_have_their_rows_in_every_cell():
+    """Llama-2 has 32,000 rows and no tokenizer is at hand to say that some are spare."""
+    pinned = {"tuning": "lora", "added_tokens": ["<think>", "</think>"]}
+    one = matrix(recipe_of(**pinned), models=[known("llama-2-7b")], seq_lens=[512], hardware=V100S)
+    assert one.cells[0].taken.plan.model.vocab_size == one.models[0].vocab_size == 32_002
+    assert one.row(one.models[0]) == one.cells
+
+
 def test_one_device_has_no_stages_and_nothing_of_the_study():
     alone = matrix(
         recipe_of(), models=[known("qwen3-0.6b")], seq_lens=[512],

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fitune.errors import RecipeError
+from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.describe import method_name
 from fitune.planner.families import Family, families
 from fitune.planner.family_search import FamilySearch
@@ -93,9 +94,10 @@ def matrix(
             "a matrix needs models and lengths", hint="--models llama-2-7b,13b --context 512,1024"
         )
     lengths = tuple(sorted(set(seq_lens)))
+    models = tuple(with_added_rows(recipe, model) for model in models)
     return Matrix(
         hardware=hardware,
-        models=tuple(models),
+        models=models,
         seq_lens=lengths,
         cells=tuple(_cell(recipe, model, length, hardware) for model in models for length in lengths),
     )
