@@ -96,3 +96,17 @@ def test_liger_is_proposed_where_it_makes_room():
         report_of("llama-3.1-8b", "a100-40gb", **settings)
     assert "kernels: liger (pip install 'fitune[liger]')" in str(caught.value.hint)
     assert report_of("llama-3.1-8b", "a100-40gb", kernels="liger", **settings).chosen.estimate.fits
+
+
+def test_liger_is_not_proposed_where_it_cannot_be_trained():
+    """Clipped by norm, LOMO goes back twice; by value once."""
+    settings = {
+        "precision": "bf16", "seq_len": 4096, "micro_batch_size": 1, "gradient_checkpointing": 0,
+        "loss_chunk_tokens": 256, "offload_activations": "device", "offload_parameters": "device",
+    }  # fmt: skip
+    hints = []
+    for clip in ({"max_grad_norm": 1.0}, {"max_grad_value": 1.0}):
+        with pytest.raises(NothingFits) as caught:
+            report_of("llama-3.1-8b", "a100-40gb", tuning="lomo", **clip, **settings)
+        hints.append("kernels: liger" in str(caught.value.hint))
+    assert hints == [False, True]

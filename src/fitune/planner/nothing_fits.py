@@ -131,9 +131,10 @@ class Changes:
                     yield Change(words=f"gpus: {gpus}", settings={"gpus": gpus}, hardware=devices)
 
     def _liger_would_run(self) -> bool:
+        """They write gradients over what a second backward would read (train/supported.py)."""
         free = self.recipe.kernels == "torch" and not self.recipe.torch_compile
         refused = liger_refused_by_device(self.hardware.gpu) or liger_refused_by_model(self.model)
-        return free and refused is None
+        return free and refused is None and not self.best.plan.goes_back_twice
 
     def _settings(self) -> Iterator[tuple[str, dict[str, object]]]:
         recipe, batch = self.recipe, self.best.plan.batch
