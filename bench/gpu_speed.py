@@ -2,6 +2,7 @@
 
     python bench/gpu_speed.py --out results                            Llama-3.1-8B shapes, rows of 4096, four methods
     python bench/gpu_speed.py --cases qlora --profile --out results    one of them, and where its time goes
+    python bench/gpu_speed.py --kernels liger --out results            with Liger's kernels on fitune's side
     python bench/gpu_speed.py --shape tiny --seconds 3 --out /tmp/seen proves the script; also on a CPU
 
 Weights are random and drawn on the device. Both sides have the same shapes, rows, trained weights and number of tokens;
@@ -21,6 +22,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=150, help="seconds for one whole process")
     parser.add_argument("--total", type=float, default=500, help="seconds after which no process begins")
     parser.add_argument("--spare-gib", type=float, default=4, help="what fitune's estimate leaves free")
+    parser.add_argument("--kernels", default="torch", choices=["torch", "liger"], help="of fitune's side")
+    parser.add_argument("--compile", action="store_true", help="compile fitune's blocks")
     parser.add_argument("--profile", action="store_true", help="write the operations of one step of fitune's")
     parser.add_argument("--out", type=Path, required=True, help="the folder for gpu_speed.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -107,6 +111,7 @@ def work(options: argparse.Namespace, name: str, side: str) -> dict[str, Any]:
     if case.missing:
         return {"not_run": f"{case.needs} is not installed"}
     plan = plan_of(case, shape, hardware=hardware_here(), rows=options.rows)
+    plan = replace(plan, kernels=options.kernels, compile_blocks=options.compile)
     plan = fewest_recomputed(plan, spare_bytes=int(options.spare_gib * GIB))
     return {"fitune": run_fitune, "peer": run_peer}[side](options, name, plan)
 
