@@ -71,6 +71,15 @@ def test_each_method_keeps_the_global_batch_and_scales_the_learning_rate(model_f
         method_recipe(recipe.model_copy(update={"optimizer": "sgd", "momentum": 2}), "full", Path("runs"))
 
 
+@pytest.mark.parametrize("name", ["full", "lomo", "adalomo"])
+def test_what_is_said_of_adapters_does_not_keep_other_methods_out(model_folder, name):
+    said = {"rslora": True, "lora_modules_to_save": ["embed_tokens", "lm_head"]}
+    recipe = parse_recipe({"model": str(model_folder), **said})
+    without, adapters = (method_recipe(recipe, method, Path("runs")) for method in (name, "lora"))
+    assert (without.rslora, without.lora_modules_to_save) == (False, [])
+    assert (adapters.rslora, adapters.lora_modules_to_save) == (True, said["lora_modules_to_save"])
+
+
 def test_overwriting_a_comparison_scores_the_new_models(
     model_folder: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,14 @@
 """A loss or a gradient that is no number stops the run before it is used: nothing it would have spoiled is spoiled
 (row 17), and nothing hides it (famous bug 12)."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fitune.checkpoint.resume import newest_checkpoint
@@ -71,6 +73,22 @@ def test_the_last_good_checkpoint_is_intact_and_the_run_goes_on_from_it(
     straight = tmp_path / "straight"
     assert train(**{**common, "output_dir": straight})[0] == 0
     assert losses(run) == losses(straight)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tuning": "qlora"}, LOMO], ids=["lora", "qlora", "lomo"])
+def test_weights_that_were_no_numbers_before_are_not_blamed_on_the_data(
+    train: Call, tmp_path: Path, model_folder: Path, settings: dict[str, Any]
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    code, _, err = train(**{**settings, "model": broken})
+    assert code == 1
+    assert "weights are NaN or infinite: " in err
+    assert "layers.1.mlp.up_proj" in err
+    assert "Rows of this step" not in err
 
 
 def losses(run: Path) -> list[float]:

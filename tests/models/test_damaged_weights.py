@@ -98,6 +98,9 @@ CASES: dict[str, tuple[Damage, str]] = {
     "an extra tensor": (
         rewritten(lambda t: t.update(extra=torch.ones(5))), r"unknown to the model: extra in model-0000\d",
     ),
+    "integers": (
+        rewritten(lambda t: t.update({NAME: t[NAME].to(torch.int8)})), rf"model-0000\d.*{NAME} holds integers \(I8\)",
+    ),
     "an index to nowhere": (indexed("model-9.safetensors"), rf"model-9\.safetensors: not there.*{NAME}"),
     "a path out": (indexed("../model.safetensors"), rf"{NAME} is said to be in '\.\./model.safetensors'"),
     "an absolute path": (indexed("/etc/passwd"), r"is said to be in '/etc/passwd'"),
@@ -115,6 +118,16 @@ def test_damage_is_named(folder: Path, damage: Damage, message: str, base: Dense
     with pytest.raises(ModelError, match=message) as caught:
         load_model(str(folder), dtype=torch.float32, device=CPU, base=base)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("base", [Dense(), Nf4()], ids=["dense", "packed"])
+def test_two_tables_that_differ_are_not_one(folder: Path, base: Dense | Nf4) -> None:
+    """transformers warns and unties them; the plan counts one, and the export's config would say so."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ModelError, match="embedding and head are one tensor") as caught:
+        load_model(str(folder), dtype=torch.float32, device=CPU, base=base)
+    assert "tie_word_embeddings: false" in str(caught.value.hint)
 
 
 def test_the_command_line_says_it_in_one_line(folder: Path, tmp_path: Path) -> None:

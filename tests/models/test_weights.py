@@ -78,9 +78,16 @@ def test_no_tokenizer(folder: Path) -> None:
         load_tokenizer(str(folder))
 
 
-def test_a_tokenizer_that_is_not_json(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{ not json")
-    with pytest.raises(ModelError, match="tokenizer"):
+DAMAGED_TOKENIZERS = [
+    "{ not json", "[]", '"x"', '{"added_tokens": [3]}', '{"added_tokens": [], "model": 5}',
+    '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": [1], "merges": []}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", DAMAGED_TOKENIZERS)
+def test_a_damaged_tokenizer(folder: Path, content: str) -> None:
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
         load_tokenizer(str(folder))
 
 

@@ -42,7 +42,7 @@ def require_resumable(saved: Plan, wanted: Plan) -> list[Difference]:
     refused = [difference for difference in differences if not difference.allowed]
     if refused:
         raise CheckpointError(
-            f"{len(refused)} settings forbid going on from this checkpoint\n{difference_table(differences)}",
+            f"settings that forbid going on from this checkpoint: {len(refused)}\n{difference_table(differences)}",
             hint="set them back, or start a new run in another output_dir",
         )
     return differences

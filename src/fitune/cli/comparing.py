@@ -73,6 +73,8 @@ def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
     settings: dict[str, Any] = {**METHODS[name], "output_dir": str(directory / name), "export": None}
     if METHODS[name].get("gradient_accumulation_steps") == 1 and recipe.micro_batch_size is not None:
         settings["micro_batch_size"] = recipe.micro_batch_size * (recipe.gradient_accumulation_steps or 1)
+    if name in ("full", "lomo", "adalomo"):
+        settings |= {"rslora": None, "lora_modules_to_save": None}  # what is said of adapters
     if name in ("lomo", "adalomo"):
         settings["optimizer"] = None
     if name != "full":

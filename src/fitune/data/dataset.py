@@ -70,6 +70,11 @@ class TokenDataset:
         return counts - self._supervised[begins]
 
     @cached_property
+    def largest_id(self) -> int:
+        """-1 without any."""
+        return int(self._ids.max(initial=-1))
+
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of every id, mark and offset: a resumed run must go on with the same rows."""
         digest = hashlib.blake2b(digest_size=16)

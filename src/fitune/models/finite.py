@@ -1,5 +1,7 @@
 """Weights that are numbers."""
 
+from itertools import chain
+
 import torch
 from torch import nn
 
@@ -12,7 +14,7 @@ def require_finite(model: nn.Module, path: str) -> None:
     """Raises ModelError naming weights that are NaN or infinite: such a model answers, and every answer is noise."""
     bad = [
         name
-        for name, weight in model.named_parameters()
+        for name, weight in chain(model.named_parameters(), model.named_buffers())  # scales are buffers
         if weight.is_floating_point() and not torch.isfinite(weight).all()
     ]
     if bad:

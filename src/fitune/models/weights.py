@@ -60,12 +60,14 @@ def load_model(
     with _looked_up(path, "the model cannot be loaded", hint=_FETCH_AGAIN):
         folder = model_folder(path)
         stored = stored_tensors(folder)
+        _refuse_integers(stored)
         with unread_tensors(stored, on_bytes) as unread:
             model, report = _filled(folder, unread, dtype=dtype, device=device, base=base)
         model.config.name_or_path = model.name_or_path = path
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
     _check_complete(path, report, stored)
+    _check_tied(path, model)
     return model
 
 
@@ -129,9 +131,22 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     with _looked_up(
         path, "the tokenizer cannot be loaded", hint="copy the base model's tokenizer files again"
     ):
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = _tokenizer(path)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{path}: the tokenizer has no end-of-sequence token, so answers could never end")
+    return tokenizer
+
+
+def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Raises ValueError, too, for what is damaged in ways that transformers or tokenizers do not foresee."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(_first_line(error)) from error
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers, which is not Python, has this one for all it refuses
+            raise
+        raise ValueError(_first_line(error)) from error
     return tokenizer
 
 
@@ -180,6 +195,26 @@ def _check_complete(path: str, report: dict[str, Any], stored: Mapping[str, Stor
         raise ModelError(
             f"{path}: the weights do not match config.json; {'; '.join(problems)}",
             hint="config.json and weights must be of the same model: fetch them again",
+        )
+
+
+def _refuse_integers(stored: Mapping[str, StoredTensor]) -> None:
+    """Read as numbers they would load, and mean nothing: packed weights need scales that nobody applies."""
+    for name, tensor in stored.items():
+        if name.endswith(".weight") and tensor.dtype[0] in "IUB" and tensor.dtype != "BF16":
+            raise ModelError(
+                f"{tensor.file}: {name} holds integers ({tensor.dtype}): damaged, or quantised weights",
+                hint="name the model in 16 bit; tuning: qlora packs it while it is read",
+            )
+
+
+def _check_tied(path: str, model: PreTrainedModel) -> None:
+    """transformers unties two tables that differ; the plan, and whoever reads the export, would take them for one."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if model.config.tie_word_embeddings and head.data_ptr() != embedding.data_ptr():
+        raise ModelError(
+            f"{path}: config.json says that embedding and head are one tensor, and the weights have two that differ",
+            hint="tie_word_embeddings: false in its config.json, if the model has two; else fetch it again",
         )
 
 

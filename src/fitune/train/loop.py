@@ -8,11 +8,12 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from fitune.data.loader import GlobalBatch, Loader, LoaderState
-from fitune.engine.protocol import Engine, EnterPhase, Update
+from fitune.engine.protocol import EnterPhase, Update
 from fitune.engine.schedule import learning_rate, total_steps
 from fitune.errors import TrainingFailed
 from fitune.measure.memory import MemoryMeter
 from fitune.measure.speed import achieved_mfu
+from fitune.models.finite import require_finite
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Phase, StepReport
 from fitune.train.failure import Whereabouts
@@ -52,7 +53,9 @@ def train(
             else nullcontext()
         )
         with measured:
-            loss, update = _one_step(prepared.engine, batch, rate, enter_phase)
+            loss, update = _one_step(
+                prepared, batch, rate, enter_phase, loaded_from=plan.model_path if step == 0 else None
+            )
         seconds = time.perf_counter() - started
         state = loader.after(state)
         yield StepReport(
@@ -85,15 +88,21 @@ def _telling(where: Whereabouts, enter: EnterPhase) -> EnterPhase:
 
 
 def _one_step(
-    engine: Engine, batch: GlobalBatch, rate: float, enter_phase: EnterPhase
+    prepared: Prepared, batch: GlobalBatch, rate: float, enter_phase: EnterPhase, *, loaded_from: str | None
 ) -> tuple[float, Update]:
-    """Gradients of every micro-batch, then one update; the loss is the mean per supervised token."""
+    """Gradients of every micro-batch, then one update; the loss is the mean per supervised token.
+
+    ``loaded_from``: whose weights these are; None once they were trained.
+    """
+    engine = prepared.engine
     losses: list[Tensor] = [
         engine.forward_backward(micro, supervised_tokens=batch.supervised_tokens, enter_phase=enter_phase)
         for micro in batch.micro_batches
     ]
     loss = sum(part.item() for part in losses) / batch.supervised_tokens
     if not math.isfinite(loss):
+        if loaded_from is not None:
+            require_finite(prepared.model.whole, loaded_from)
         raise TrainingFailed(
             f"the loss is {loss}; nothing was updated. {_rows(batch)}",
             hint="look at those rows, lower learning_rate, or train in bf16 instead of fp16",
