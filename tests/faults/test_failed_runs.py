@@ -180,11 +180,22 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_cause(
     assert "report.json could not be written" in out
 
 
-def test_no_memory_outside_of_training_is_no_traceback(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, "fitune.cli.reporting.show_report", MemoryError())
+@pytest.mark.parametrize(
+    ("error", "words"), [(MemoryError(), ""), (torch.OutOfMemoryError("CUDA out of memory."), ": CUDA out of memory.")]
+)  # fmt: skip
+def test_no_memory_outside_of_training_is_no_traceback(
+    call: Call, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    failing(monkeypatch, "fitune.cli.reporting.show_report", error)
     code, out, _ = call("report", "run", "--json")
     assert code == entry._SystemFailed.exit_code == 1
-    assert json.loads(out)["error"]["message"] == "out of memory"
+    assert json.loads(out)["error"]["message"] == f"out of memory{words}"
+
+
+def test_an_error_of_the_program_is_told_as_it_is(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, "fitune.cli.reporting.show_report", RuntimeError("shapes differ"))
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        call("report", "run")
 
 
 def test_what_is_out_of_memory() -> None:

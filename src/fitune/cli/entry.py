@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from fitune.cli.app import app
-from fitune.errors import FituneError, RecipeError
+from fitune.errors import FituneError, RecipeError, is_out_of_memory
 
 
 def main() -> None:
@@ -25,7 +25,9 @@ def main() -> None:
     except BrokenPipeError:  # `fitune plan … | head` closed the pipe: what was asked for was shown
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (OSError, MemoryError) as error:  # a disk that fills up, a file that goes away: nobody foresees it
+    except (OSError, MemoryError, RuntimeError) as error:  # a disk that fills up, a device that is full
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
         _print_error(_SystemFailed(error))
         sys.exit(_SystemFailed.exit_code)
     except KeyboardInterrupt:
@@ -51,16 +53,18 @@ def _command_of(error: Any) -> str:
 
 
 class _SystemFailed(FituneError):
-    """The operating system refused something in the middle of the work."""
+    """The operating system, or the device's allocator, refused something in the middle of the work."""
 
     exit_code = 1
 
-    def __init__(self, error: OSError | MemoryError) -> None:
-        if isinstance(error, MemoryError):
+    def __init__(self, error: OSError | MemoryError | RuntimeError) -> None:
+        if is_out_of_memory(error):
+            first_line = str(error).partition("\n")[0]
             super().__init__(
-                f"out of memory: {error}".rstrip(": "), hint="end other programs, or take less data"
+                f"out of memory: {first_line}".rstrip(": "), hint="end other programs, or take less at once"
             )
             return
+        assert isinstance(error, OSError)  # any other RuntimeError is the program's own
         where = f"{error.filename}: " if error.filename is not None else ""
         super().__init__(
             f"{where}{error.strerror or error}", hint="check the path, its rights and the free disk space"
