@@ -114,6 +114,9 @@ def test_train_report_export_score(call, model_folder: Path, data_file: Path, tm
     code, out, _ = call("export", str(tmp_path / "run"))
     assert code == 0
     assert (tmp_path / "run" / "merged" / "model.safetensors").is_file()
+    cards = {kind: (tmp_path / "run" / kind / "README.md").read_text() for kind in ("adapter", "merged")}
+    assert "library_name: peft" in cards["adapter"]
+    assert "library_name: transformers" in cards["merged"]
 
     for arguments in (["--adapter", str(tmp_path / "run" / "adapter")], []):
         model = str(model_folder) if arguments else str(tmp_path / "run" / "merged")

@@ -10,8 +10,9 @@ from fitune.models.adapter_check import check_adapter
 from fitune.models.adapters import load_adapter
 from fitune.models.vocabulary import planned_tokenizer
 from fitune.models.weights import compute_dtype, load_model
-from fitune.report.run_files import read_run
+from fitune.report.run_files import RunFiles, read_run
 from fitune.spec.plan import Lora
+from fitune.spec.reports import RunReport
 from fitune.train.export import FOLDERS, model_card
 from fitune.train.prepare import training_device
 
@@ -19,6 +20,34 @@ from fitune.train.prepare import training_device
 def export_merged_model(run: Path, out: Path | None) -> None:
     """Merge the adapter of a finished run into its 16-bit or fp32 base and verify it by reloading."""
     files = read_run(run)
+    report = _require_adapter(run, files)
+    plan = files.plan
+    for warning in check_adapter(run / FOLDERS["adapter"], base=plan.model):
+        print(f"warning: {warning}")
+    with loading_bar() as on_bytes:
+        base = load_model(
+            plan.model_path,
+            dtype=compute_dtype(plan.precision),
+            device=training_device(plan),
+            on_bytes=on_bytes,
+        )
+    tokenizer = planned_tokenizer(plan)
+    exported = export_merged(
+        load_adapter(base, run / FOLDERS["adapter"]),
+        tokenizer,
+        out or run / FOLDERS["merged"],
+        chat_template=load_template(tokenizer, plan.data.chat_template).source,
+        card=model_card(plan, report, kind="merged"),
+        replace=out is None,  # a folder of the run's own; any other may hold what somebody needs
+    )
+    print(f"merged model: {exported.path}")
+    print(f"largest difference of its logits from the adapter's: {exported.max_logit_difference:.2g}")
+    for warning in exported.warnings:
+        print(f"warning: {warning}")
+
+
+def _require_adapter(run: Path, files: RunFiles) -> RunReport:
+    """How the run that made the adapter went. Raises RecipeError or RunDirectoryError when it has none."""
     plan = files.plan
     if not isinstance(plan.tuning, Lora):
         raise RecipeError(
@@ -34,23 +63,4 @@ def export_merged_model(run: Path, out: Path | None) -> None:
             f"{run} merged its adapter already, when it ended (export: merged): {run / FOLDERS['merged']}",
             hint=f"use {run / FOLDERS['merged']}, or train with export: adapter to keep both",
         )
-    for warning in check_adapter(run / FOLDERS["adapter"], base=plan.model):
-        print(f"warning: {warning}")
-    device = training_device(plan)
-    with loading_bar() as on_bytes:
-        base = load_model(
-            plan.model_path, dtype=compute_dtype(plan.precision), device=device, on_bytes=on_bytes
-        )
-    tokenizer = planned_tokenizer(plan)
-    exported = export_merged(
-        load_adapter(base, run / FOLDERS["adapter"]),
-        tokenizer,
-        out or run / FOLDERS["merged"],
-        chat_template=load_template(tokenizer, plan.data.chat_template).source,
-        card=model_card(plan, files.run),
-        replace=out is None,  # a folder of the run's own; any other may hold what somebody needs
-    )
-    print(f"merged model: {exported.path}")
-    print(f"largest difference of its logits from the adapter's: {exported.max_logit_difference:.2g}")
-    for warning in exported.warnings:
-        print(f"warning: {warning}")
+    return files.run

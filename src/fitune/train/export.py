@@ -23,7 +23,7 @@ def export_result(
     target = Path(plan.run.output_dir) / FOLDERS[kind]
     common = {
         "chat_template": load_template(tokenizer, plan.data.chat_template).source,
-        "card": model_card(plan, report),
+        "card": model_card(plan, report, kind=kind),
         "replace": True,
     }
     match kind:
@@ -36,15 +36,15 @@ def export_result(
     return exported.path
 
 
-def model_card(plan: Plan, report: RunReport) -> str:
-    """README.md of the export: what it is, what it was trained on, what was measured."""
+def model_card(plan: Plan, report: RunReport, *, kind: str) -> str:
+    """README.md of an export of this kind (FOLDERS): what it is, what it was trained on, what was measured."""
     method = _method(plan)
     eval_line = (
         "" if report.best_eval_loss is None else f"- best held-out loss: {report.best_eval_loss:.4f}\n"
     )
     memory = "not measured" if report.memory is None else format_bytes(report.memory.peak_bytes)
     sources = ", ".join(Path(source.path).name for source in plan.data.sources)
-    library = "peft" if plan.run.export == "adapter" else "transformers"
+    library = "peft" if kind == "adapter" else "transformers"
     return (
         f"---\nbase_model: {plan.model.name}\nlibrary_name: {library}\ntags:\n- fitune\n---\n\n"
         f"# {plan.model.name}, {method}\n\n"
@@ -53,22 +53,18 @@ def model_card(plan: Plan, report: RunReport) -> str:
         f"- {report.steps} steps, {format_count(report.tokens)} tokens, "
         f"{format_count(report.supervised_tokens)} of them supervised, in {format_seconds(report.seconds)}\n"
         f"- loss {report.first_loss:.4f} → {report.final_loss:.4f}\n{eval_line}"
-        f"{_added_tokens(plan)}"
+        f"{_added_tokens(plan, kind)}"
         f"- {format_count(report.trainable_parameters)} of {format_count(report.total_parameters)} parameters trained\n"
         f"- measured peak memory: {memory}\n"
     )
 
 
-def _added_tokens(plan: Plan) -> str:
+def _added_tokens(plan: Plan, kind: str) -> str:
     """What somebody who loads it without fitune has to know."""
     if not plan.added_tokens:
         return ""
     tokens, rows = ", ".join(f"`{token}`" for token in plan.added_tokens), plan.model.vocab_size
-    first = (
-        f"; before PEFT loads it: `base.resize_token_embeddings({rows})`"
-        if plan.run.export == "adapter"
-        else ""
-    )
+    first = f"; before PEFT loads it: `base.resize_token_embeddings({rows})`" if kind == "adapter" else ""
     return f"- added tokens: {tokens}; {rows:,} rows in embedding and head{first}\n"
 
 
