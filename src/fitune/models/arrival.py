@@ -31,6 +31,8 @@ class PackOnArrival(QuantizationConfigMixin):
         self.base = base
         self.failure: Exception | None = None
         """What packing raised first: transformers keeps its words alone."""
+        self.misshapen: dict[str, tuple[torch.Size, torch.Size]] = {}
+        """Name -> shape found, shape wanted. Before 5.23 transformers does not look at what a quantiser was given."""
 
 
 @register_quantizer(_METHOD)
@@ -65,7 +67,7 @@ class _Packer(HfQuantizer):
         """What becomes of the dense linear's own weight: nothing. One of another shape is left to be refused."""
         linear = self.linears[name]
         if weight.shape != linear.weight.shape:
-            self.linears.pop(name)
+            self.quantization_config.misshapen[name] = (weight.shape, self.linears.pop(name).weight.shape)
             return weight
         self.packed[name] = packed_linear(linear, weight, self.quantization_config.base)
         return torch.empty(0, dtype=weight.dtype, device=weight.device)

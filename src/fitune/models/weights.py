@@ -98,7 +98,7 @@ def _filled(
     dtype: torch.dtype,
     device: torch.device,
     base: Dense | Nf4 | Hqq,
-) -> tuple[PreTrainedModel, dict[str, object]]:
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model with every tensor read and put in place, and what did not match."""
     architecture, config = _causal(folder)
     packing = None if isinstance(base, Dense) else PackOnArrival(base)
@@ -117,6 +117,9 @@ def _filled(
         if packing is not None and packing.failure is not None:
             raise packing.failure from error
         raise
+    if packing is not None:
+        found = {(name, *shapes) for name, shapes in packing.misshapen.items()}
+        report["mismatched_keys"] = found | set(report["mismatched_keys"])
     return model, report
 
 
