@@ -7,9 +7,10 @@ from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.planner.describe import describe_plan
 from fitune.planner.search import find_plan
 from fitune.report.plan_words import sentences
-from fitune.spec.plan import Plan
+from fitune.spec.plan import Plan, updates_in_backward
 from fitune.spec.recipe import canonical_keys, parse_recipe
 from fitune.spec.serial import from_data, from_json, to_data, to_json
+from fitune.spec.sharding import Offload
 
 
 def report_of(model: str, card: str, **settings):
@@ -55,6 +56,24 @@ def test_compiled_blocks_are_planned_with_what_is_not_known():
         line.startswith("note on torch_compile") and "not estimated" in line for line in report.decisions
     )
     assert "compiled blocks" in describe_plan(report.chosen.plan)
+
+
+@pytest.mark.parametrize(
+    ("model", "tuning"),
+    [("llama-3.2-1b", None), ("llama-3.2-1b", "full"), ("llama-3.1-8b", None), ("llama-3.1-8b", "qlora")],
+)
+def test_what_compiled_blocks_forbid_is_not_chosen_for_them_either(model, tuning):
+    """``train`` would refuse what ``plan`` shows."""
+    report = report_of(model, "rtx-4090", tuning=tuning, torch_compile=True)
+    for priced in (report.chosen, *report.runners_up):
+        assert priced.plan.offload == Offload()
+        assert not updates_in_backward(priced.plan.tuning)
+
+
+def test_compiled_blocks_that_fit_only_from_the_host_do_not_fit():
+    assert report_of("llama-3.1-8b", "rtx-4090", tuning="full").chosen.plan.offload != Offload()
+    with pytest.raises(NothingFits):
+        report_of("llama-3.1-8b", "rtx-4090", tuning="full", torch_compile=True)
 
 
 @pytest.mark.parametrize(

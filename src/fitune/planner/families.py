@@ -107,7 +107,8 @@ def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:
     ):
         return loras
     updating: tuple[Tuning, ...] = ()
-    if "optimizer" not in recipe.model_fields_set or recipe.optimizer == "sgd":
+    is_free = "optimizer" not in recipe.model_fields_set or recipe.optimizer == "sgd"
+    if is_free and not recipe.torch_compile:  # a compiled block has all its gradients at once
         updating = tuple(lomo_of(recipe, adaptive=adaptive) for adaptive in (True, False))
     if recipe.max_grad_value is not None:  # nothing else clips by value
         return updating

@@ -143,9 +143,13 @@ def states_places(family: Family, sharding: Sharding) -> tuple[tuple[Place, Plac
 
 
 def _suits(recipe: Recipe, offload: Offload) -> bool:
-    """Pins; left open, activations go to the host at most, and nothing to NVMe that a tier on the host can hold."""
+    """Pins; left open, activations go to the host at most, and nothing to NVMe that a tier on the host can hold.
+
+    Compiled blocks expect tensors where they were.
+    """
     return (
-        recipe.offload_parameters in (None, offload.parameters)
+        not (recipe.torch_compile and offload != Offload())
+        and recipe.offload_parameters in (None, offload.parameters)
         and recipe.offload_optimizer in (None, offload.optimizer)
         and (
             offload.activations == recipe.offload_activations
