@@ -106,3 +106,16 @@ def test_fields_of_no_format_name_their_row(tiny, tmp_path: Path) -> None:
     rows.write_text('{"prompt": "a", "completion": "b"}\n{"chosen": "a", "rejected": "b"}\n')
     with pytest.raises(DataError, match=r"rows.jsonl:2: format auto"):
         read_tasks(DataSource(path=str(rows)), template=tiny.template)
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows(
+    model_folder: Path, tmp_path: Path, data: DataSource
+) -> None:
+    mixed = tmp_path / "mixed"
+    shutil.copytree(model_folder, mixed)
+    content = json.loads((mixed / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = {token: id + 384 for token, id in vocabulary.items()}
+    (mixed / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="the embedding has 384 rows"):
+        score(plan_for(mixed, data, tmp_path / "out"))

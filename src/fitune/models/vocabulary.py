@@ -38,6 +38,16 @@ def planned_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def require_rows(path: str, *, largest_id: int, rows: int) -> None:
+    """Raises ModelError for a token without a row in the embedding: on a GPU that takes the process down."""
+    if largest_id >= rows:
+        raise ModelError(
+            f"{path}: its tokenizer gives ids up to {largest_id:,}, and the embedding has {rows:,} rows: they are of "
+            "different models, or tokens were added to the tokenizer alone",
+            hint="copy the base model's tokenizer files again; added_tokens: gives new tokens their rows",
+        )
+
+
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, plan: Plan) -> None:
     """Give ``model`` the plan's rows; those of new tokens and beyond the old table begin as the mean of the others."""

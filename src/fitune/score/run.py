@@ -15,6 +15,7 @@ from fitune.models.adapters import load_adapter
 from fitune.models.finite import require_finite
 from fitune.models.reading import OnBytes, nobody
 from fitune.models.tables import saved_rows
+from fitune.models.vocabulary import require_rows
 from fitune.models.weights import load_model, load_tokenizer
 from fitune.score.generate_hf import Sampling, answer_all
 from fitune.score.grade import check_graders, choose_graders, grade
@@ -99,6 +100,9 @@ def score(
             scorer = Scorer(
                 model=_load(plan, dtype, device, on_bytes), tokenizer=tokenizer, template=template
             )
+            rows = scorer.model.get_input_embeddings().weight.shape[0]
+            largest = max(max(task.prompt_ids, default=0) for task in pending)
+            require_rows(_tokenizer_folder(plan), largest_id=largest, rows=rows)
             _answer_into(directory, scorer, pending, plan, progress=progress, total=len(tasks))
         return _finish(directory, plan, tasks, graders, started=started)
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from fitune.checkpoint.save import save_checkpoint
 from fitune.data.dataset import PreparedData, prepare_data
 from fitune.data.loader import Loader
-from fitune.errors import ModelError, OutOfMemory
+from fitune.errors import OutOfMemory
 from fitune.measure.memory import memory_meter
-from fitune.models.vocabulary import planned_tokenizer
+from fitune.models.vocabulary import planned_tokenizer, require_rows
 from fitune.spec.disk import write_atomically
 from fitune.spec.ownership import lock_directory
 from fitune.spec.plan import Plan
@@ -89,7 +89,8 @@ def _read_data(plan: Plan, start: Start) -> tuple[PreTrainedTokenizerBase, Prepa
         seq_len=plan.batch.seq_len,
         seed=plan.run.seed,
     )
-    _require_rows_for_ids(data, plan)
+    largest = max(part.largest_id for part in (data.train, data.eval) if part is not None)
+    require_rows(plan.model_path, largest_id=largest, rows=plan.model.vocab_size)
     if start.state is not None:
         require_same_rows(start.state, data.train.fingerprint)
     loader = Loader(data.train, plan.batch, seed=plan.run.seed)
@@ -98,18 +99,6 @@ def _read_data(plan: Plan, start: Start) -> tuple[PreTrainedTokenizerBase, Prepa
         replace(data, train_ledger=replace(data.train_ledger, packs=loader.num_packs)),
         loader,
     )
-
-
-def _require_rows_for_ids(data: PreparedData, plan: Plan) -> None:
-    """Raises ModelError for a token without a row in the embedding: on a GPU that takes the process down."""
-    largest = max(part.largest_id for part in (data.train, data.eval) if part is not None)
-    rows = plan.model.vocab_size
-    if largest >= rows:
-        raise ModelError(
-            f"{plan.model_path}: its tokenizer gives ids up to {largest:,}, and the embedding has {rows:,} rows: they "
-            "are of different models, or tokens were added to the tokenizer alone",
-            hint="copy the base model's tokenizer files again; added_tokens: gives new tokens their rows",
-        )
 
 
 def _begin(directory: Path, files: Mapping[str, str]) -> None:
