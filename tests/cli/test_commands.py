@@ -117,6 +117,10 @@ def test_train_report_export_score(call, model_folder: Path, data_file: Path, tm
     cards = {kind: (tmp_path / "run" / kind / "README.md").read_text() for kind in ("adapter", "merged")}
     assert "library_name: peft" in cards["adapter"]
     assert "library_name: transformers" in cards["merged"]
+    for card in cards.values():
+        assert "measured peak memory" in card
+        assert "4 at a time, 4 accumulated" in card
+        assert f"```yaml\n{(tmp_path / 'run' / 'recipe.yaml').read_text()}```" in card
 
     for arguments in (["--adapter", str(tmp_path / "run" / "adapter")], []):
         model = str(model_folder) if arguments else str(tmp_path / "run" / "merged")

@@ -13,7 +13,8 @@ from fitune.models.weights import compute_dtype, load_model
 from fitune.report.run_files import RunFiles, read_run
 from fitune.spec.plan import Lora
 from fitune.spec.reports import RunReport
-from fitune.train.export import FOLDERS, model_card
+from fitune.train.card import model_card
+from fitune.train.export import FOLDERS
 from fitune.train.prepare import training_device
 
 
