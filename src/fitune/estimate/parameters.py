@@ -62,6 +62,8 @@ def weights_on_device_bytes(plan: Plan) -> int:
 
 def weights_away_bytes(plan: Plan) -> int:
     """What of a rank's share waits on the host or on NVMe."""
+    if plan.offload.parameters == "device":
+        return 0
     return weights_share_bytes(plan) - weights_on_device_bytes(plan)
 
 

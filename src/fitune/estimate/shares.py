@@ -84,34 +84,36 @@ def trained_share(plan: Plan) -> int:
 
 def base_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
     """Whole tensors of the base as they are stored: packed where quantised, else in the compute type."""
-    e = plan.precision.compute_bytes
-    return sum(t.count * stored_bytes(t.elements, _stored_as(t, plan), element_bytes=e) for t in tensors)
+    base, e = base_of(plan), plan.precision.compute_bytes
+    return sum(t.count * stored_bytes(t.elements, _stored_as(t, base), element_bytes=e) for t in tensors)
 
 
 def gathered_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
     """What of them is sent around when they are divided: all but the scales of packed ones, which no rank gave away."""
-    e = plan.precision.compute_bytes
-    return sum(t.count * packed_bytes(t.elements, _stored_as(t, plan), element_bytes=e) for t in tensors)
+    base, e = base_of(plan), plan.precision.compute_bytes
+    return sum(t.count * packed_bytes(t.elements, _stored_as(t, base), element_bytes=e) for t in tensors)
 
 
 def base_share_bytes(plan: Plan) -> int:
     """The base's weights on the rank that holds most: packed words are divided like one long row, scales are not."""
-    e, parts = plan.precision.compute_bytes, num_shares(plan)
+    base, e, parts = base_of(plan), plan.precision.compute_bytes, num_shares(plan)
     tensors = base_tensors(plan.model)
-    packed = [t for t in tensors if not isinstance(_stored_as(t, plan), Dense)]
+    packed = [t for t in tensors if _stored_as(t, base) is not _DENSE]
     dense = [t for t in tensors if t not in packed]
-    words = sum(
-        t.count * -(-packed_bytes(t.elements, _stored_as(t, plan), element_bytes=e) // parts) for t in packed
-    )
+    words = sum(t.count * -(-packed_bytes(t.elements, base, element_bytes=e) // parts) for t in packed)
     return words + scale_bytes(plan) + share_elements(dense, plan) * e
 
 
 def scale_bytes(plan: Plan) -> int:
     """All that packed matrices hold beside their words."""
+    if isinstance(base_of(plan), Dense):
+        return 0
     tensors = base_tensors(plan.model)
     return base_bytes(tensors, plan) - gathered_bytes(tensors, plan)
 
 
-def _stored_as(tensor: ParameterTensor, plan: Plan) -> Dense | Nf4 | Hqq:
-    base = base_of(plan)
-    return base if tensor.linear is not None and is_quantised(tensor.linear, base) else Dense()
+_DENSE = Dense()
+
+
+def _stored_as(tensor: ParameterTensor, base: Dense | Nf4 | Hqq) -> Dense | Nf4 | Hqq:
+    return base if tensor.linear is not None and is_quantised(tensor.linear, base) else _DENSE
