@@ -323,10 +323,10 @@ def test_a_run_of_very_many_epochs_begins_at_once() -> None:
 def test_weights_of_another_shape_are_named(train: Call, model_folder: Path, tmp_path: Path) -> None:
     model = copy_of(model_folder, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 400}))
     code, _, err = train(model=model)
     assert code == 2
-    assert "lm_head.weight (384, 32) in model.safetensors, config.json says (100, 32)" in err
+    assert "lm_head.weight (384, 32) in model.safetensors, config.json says (400, 32)" in err
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(
