@@ -16,6 +16,7 @@ def rehearsed_peak(plan, config) -> int:
     return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("family", "different"),
     [

@@ -26,6 +26,7 @@ def dora(model, base, precision, recompute):
     return replace(plan, tuning=replace(plan.tuning, base=base, dora=True))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("make", "kind", "precision", "recompute"),
     [

@@ -20,6 +20,7 @@ def model():
     return bench.small_model()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("precision", "recompute", "targets", "base", "dora"),
     [

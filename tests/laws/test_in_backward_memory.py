@@ -31,6 +31,7 @@ def model():
     return bench.small_model()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("optimizer", "tuning", "precision", "recompute", "chunked"),
     [
@@ -74,6 +75,7 @@ def test_estimate_and_rehearsal_agree(family, tuning, precision, recompute, hard
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=tolerance)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("recompute", [0, 8])
 @pytest.mark.parametrize("tuning", [NEVER, BY_NORM], ids=["never clipped", "by norm"])
 def test_repeated_blocks_are_the_traced_ones(tuning, recompute):

@@ -25,6 +25,7 @@ def rehearsed_peak(plan, config) -> int:
     return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family in LIGER_FAMILIES])
 def test_estimate_and_rehearsal_agree(family, choice):

@@ -33,6 +33,7 @@ def real_plan(model, method, *, precision, recompute, chunked):
     return replace(plan, tuning=method, optimizer=Sgd())
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
 @pytest.mark.parametrize(
     ("precision", "recompute", "chunked"), [("fp32", 0, True), ("bf16", 3, False), ("fp16", bench.LAYERS, True)]
@@ -44,6 +45,7 @@ def test_the_estimate_is_the_real_step(model, method, precision, recompute, chun
     )
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", METHODS, ids=NAMES)
 def test_the_rehearsal_is_the_real_step(model, method):
     """Within 1 % of the peak and of every phase."""

@@ -25,6 +25,7 @@ def adapted_in(model, layers, *, precision="fp32", recompute=0, chunked=True, **
     return replace(plan, tuning=replace(plan.tuning, layers=layers, **different))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("layers", "precision", "recompute", "base"),
     [

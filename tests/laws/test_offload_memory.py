@@ -80,6 +80,7 @@ def test_weights_on_the_host_are_the_real_step(model, offload, tuning, precision
     test_memory_prediction.check(plan)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("recompute", [0, ALL])
 def test_packed_weights_on_the_host_are_the_real_step(model, recompute):
     """The pieces of a packed block lie at multiples of 16 bytes; that is all that is not counted."""
@@ -123,6 +124,7 @@ def test_a_model_of_four_times_the_budget_trains(tuning, base, offload, monkeypa
         bench.measured_peaks(replace(plan, offload=Offload()), rows)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("offload", "tuning", "recompute", "accumulation"),
     [
@@ -158,6 +160,7 @@ def test_activations_on_the_host_are_gone_from_the_device(model, recompute):
     assert measured_peak(kept) - measured_peak(gone) > (ALL - recompute - 2) * block
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
 @pytest.mark.parametrize(
     ("hardware", "offload", "tuning"),
@@ -180,6 +183,7 @@ def test_estimate_and_rehearsal_agree(family, hardware, offload, tuning):
     )
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("offload", [ACTIVATIONS, OPTIMIZER, FROZEN, ALL_THREE], ids=str)
 def test_with_adapters_in_some_blocks_it_is_the_real_step_too(model, offload):
     plan = plan_of(model, offload, tuning="lora", precision="bf16", recompute=3)

@@ -16,6 +16,7 @@ def model():
     return bench.small_model()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("tables", "precision", "recompute", "accumulation", "layers", "base"),
     [
