@@ -13,7 +13,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-# The larger grids of the laws, six minutes more.
+# The larger grids of the laws, about ten minutes more.
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
