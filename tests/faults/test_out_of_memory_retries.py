@@ -3,14 +3,10 @@ losses (row 19)."""
 
 import gc
 import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from faults.budgets import Budget
 from fitune.data.loader import GlobalBatch, Loader, LoaderState
@@ -18,7 +14,6 @@ from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.serial import from_json
 from fitune.track.jsonl import read_metrics
-from fitune.units import MIB
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -159,56 +154,3 @@ def test_a_method_that_adds_no_gradients_up_says_so(train: Call, tmp_path: Path)
     assert (code, device.refusals) == (3, 1)
     assert "cannot be added up over several micro-batches" in err
     assert "micro_batch_size: 8 (a smaller global batch: another run)" in err
-
-
-LIMITED = """
-import resource, sys
-import torch
-from fitune.train import run
-
-torch.set_num_threads(1)
-room, prepare = int(sys.argv.pop(1)), run.prepare
-
-
-def data_bytes():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmData"))
-
-
-def prepare_and_limit(plan):
-    prepared = prepare(plan)
-    if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + room, resource.RLIM_INFINITY))
-    return prepared
-
-
-run.prepare = prepare_and_limit
-from fitune.cli import main
-main()
-"""
-"""The command line in a process that the operating system gives ``room`` more bytes once the model is loaded."""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux keeps this limit")
-def test_an_allocation_that_the_operating_system_refuses_is_survived(
-    model_folder: Path, data_file: Path, tmp_path: Path
-) -> None:
-    """A vocabulary so large that logits are nearly all that a step takes."""
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder, folder)
-    config = LlamaConfig.from_pretrained(folder, vocab_size=2**17, hidden_size=8)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    settings = {
-        **LARGE, "model": folder, "data": data_file, "output_dir": tmp_path / "run", "gpu": "cpu", "tuning": "lora",
-        "precision": "fp32", "seq_len": 64, "samples": 0, "max_steps": 1, "export": "adapter",
-    }  # fmt: skip
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(90 * MIB), "train", *words],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    (retry,) = report_of(tmp_path / "run").retries
-    assert "DefaultCPUAllocator" in retry.reason
-    assert retry.shortage.asked_bytes > 64 * MIB
