@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fitune.engine.protocol import EnterPhase
 from fitune.estimate.memory import predict_memory
 from fitune.measure.memory import LiveTensors
 from fitune.models.weights import compute_dtype
@@ -121,7 +122,7 @@ def measured_peaks(plan: Plan, rows: Rows) -> dict[Phase, int]:
     model = LlamaForCausalLM(config).to(compute_dtype(plan.precision))
     prepared = prepare_loaded(model, plan)
 
-    def step(enter) -> None:  # type: ignore[no-untyped-def]
+    def step(enter: EnterPhase) -> None:
         for _ in range(plan.batch.accumulation):
             prepared.engine.forward_backward(
                 rows, supervised_tokens=rows.supervised_tokens, enter_phase=enter

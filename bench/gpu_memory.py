@@ -1,7 +1,7 @@
 """Predicted, rehearsed and measured peaks by phase on a GPU, and what lies outside of the tensors.
 
     python bench/gpu_memory.py --out results                       all methods on shapes 8b-4 and 1b
-    python bench/gpu_memory.py --shapes tiny --out /tmp/seen       proves the script; also on a CPU
+    python bench/gpu_memory.py --shapes tiny --out seen            proves the script; also on a CPU
 
 Measured is torch.cuda's peak of allocated bytes in each phase of the third step, less what lies in no tensor of the
 program when a step is over (cuBLAS' workspace). Beside the peaks: that workspace, the bytes that the allocator reserved

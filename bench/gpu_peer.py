@@ -74,7 +74,8 @@ def _optimizer(plan: Plan, model: Any) -> torch.optim.Optimizer:
     if isinstance(plan.optimizer, AdamW8bit):
         from bitsandbytes.optim import AdamW8bit as TheirAdamW8bit
 
-        return TheirAdamW8bit(trained, lr=rate, weight_decay=0.0)  # type: ignore[no-any-return]
+        theirs: torch.optim.Optimizer = TheirAdamW8bit(trained, lr=rate, weight_decay=0.0)
+        return theirs
     return torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True)
 
 

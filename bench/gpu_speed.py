@@ -3,7 +3,7 @@
     python bench/gpu_speed.py --out results                            Llama-3.1-8B shapes, rows of 4096, four methods
     python bench/gpu_speed.py --cases qlora --profile --out results    one of them, and where its time goes
     python bench/gpu_speed.py --kernels liger --out results            with Liger's kernels on fitune's side
-    python bench/gpu_speed.py --shape tiny --seconds 3 --out /tmp/seen proves the script; also on a CPU
+    python bench/gpu_speed.py --shape tiny --seconds 3 --out seen      proves the script; also on a CPU
 
 Weights are random and drawn on the device. Both sides have the same shapes, rows, trained weights and number of tokens;
 each runs in a process of its own, one after the other, case by case: two warm-up steps, one for the peak by phase, then

@@ -4,7 +4,7 @@ LOMO holds at most the largest parameter's gradient. A model streamed from the h
 quarter of its own weights: 32 blocks of the small Llama, two rows of eight tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -105,7 +105,7 @@ def _streamed(plan: Plan, rows: Rows) -> dict[str, Any]:
 
 
 @contextmanager
-def _config(changes: dict[str, Any]):  # type: ignore[no-untyped-def]
+def _config(changes: dict[str, Any]) -> Iterator[None]:
     before = dict(CONFIG)
     CONFIG.update(changes)
     try:

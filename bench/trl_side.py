@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from trl import SFTConfig, SFTTrainer
 
 from fitune.measure.memory import LiveTensors
-from fitune.spec.plan import Lora, Nf4, Plan
+from fitune.spec.plan import Dense, Lora, Nf4, Plan
 
 
 class InOrder(SFTTrainer):
@@ -92,8 +92,8 @@ def _give_back(model: Any, adapters: Mapping[str, Tensor]) -> None:
 
 def _model(plan: Plan) -> Any:
     tuning = plan.tuning
-    packed = isinstance(tuning, Lora) and isinstance(tuning.base, Nf4)
-    how = {"quantization_config": _nf4(tuning.base)} if packed else {}  # type: ignore[union-attr]
+    base = tuning.base if isinstance(tuning, Lora) else Dense()
+    how = {"quantization_config": _nf4(base)} if isinstance(base, Nf4) else {}
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32, **how)
     if not isinstance(tuning, Lora):
         return model

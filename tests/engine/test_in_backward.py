@@ -1,7 +1,5 @@
 """Optimizers that step in backward equal the same ones that step after it, bit for bit, with one gradient at a time."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from fitune.spec.plan import (
 )
 from fitune.spec.reports import Phase
 from models.streams import make_rows, stream_of
+from optional_libraries import NEEDS_BITSANDBYTES
 
 NEVER = ClipByNorm(max_norm=0)
 ADAMW = AdamW(beta2=0.99, weight_decay=0.1)
@@ -33,13 +32,7 @@ OPTIMIZERS = pytest.mark.parametrize(
     "optimizer",
     [
         pytest.param(ADAMW, id="AdamW"),
-        pytest.param(
-            EIGHT_BIT,
-            id="8-bit AdamW",
-            marks=pytest.mark.skipif(
-                not find_spec("bitsandbytes"), reason="needs bitsandbytes: fitune[quant]"
-            ),
-        ),
+        pytest.param(EIGHT_BIT, id="8-bit AdamW", marks=NEEDS_BITSANDBYTES),
         pytest.param(Sgd(momentum=0.9, weight_decay=0.1), id="momentum"),
     ],
 )

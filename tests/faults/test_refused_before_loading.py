@@ -1,14 +1,14 @@
 """What cannot run is said before anything is loaded or written: nothing fits, the host is too small, the device has no
 bf16, a quantiser is not installed, a checkpoint is a pickle (rows 20, 23, 42)."""
 
-import json
 import pickle
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from models.tiny_models import with_ids_moved_up
 
 Call = Callable[..., tuple[int, str, str]]
 GPU = ("--model", "meta-llama/Llama-3.1-8B", "--host-memory", "64GiB")
@@ -94,12 +94,7 @@ def test_a_tokenizer_of_another_model(
     train: Call, tmp_path: Path, model_folder: Path, data_file: Path
 ) -> None:
     """An id beyond the embedding is an assertion inside a kernel on a GPU, which takes the process down."""
-    mixed = tmp_path / "mixed"
-    shutil.copytree(model_folder, mixed)
-    content = json.loads((mixed / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
-    content["model"]["vocab"] = {token: id + 300 for token, id in vocabulary.items()}
-    (mixed / "tokenizer.json").write_text(json.dumps(content))
+    mixed = with_ids_moved_up(model_folder, tmp_path / "mixed", by=300)
     code, _, err = train(model=mixed)
     assert code == 2
     assert "the embedding has 384 rows: they are of different models" in err

@@ -1,7 +1,6 @@
 """AdamW in backward: predicted, rehearsed and measured on the CPU, every live tensor counted."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 
@@ -14,12 +13,10 @@ from fitune.spec.plan import AdamW, AdamW8bit, ClipByNorm, Full, InBackward
 from fitune.spec.reports import Phase
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
+from optional_libraries import NEEDS_BITSANDBYTES
 from rehearse.tiny_configs import FAMILIES, tiny
 
 NEVER, BY_NORM = (Full(update=InBackward(clip=ClipByNorm(max_norm=norm))) for norm in (0, 1.0))
-NEEDS_BITSANDBYTES = pytest.mark.skipif(
-    not find_spec("bitsandbytes"), reason="needs bitsandbytes: fitune[quant]"
-)
 TOLERANCE = 0.02
 MISSES = {"gemma2": 0.03}
 """Written-out attention that goes back twice: 2.3 % too little, because what it lets go of in one backward stays for

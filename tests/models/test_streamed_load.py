@@ -9,12 +9,11 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
+from faults.budgets import Budget
 from fitune.errors import MissingExtra, ModelError
-from fitune.measure.memory import LiveTensors
 from fitune.models.arrival import PackOnArrival
 from fitune.models.language_model import blocks_of
 from fitune.models.quantize import quantise_linears
@@ -27,20 +26,6 @@ pytest.importorskip("hqq.core.quantize")
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 500}
-
-
-class EveryTensor(LiveTensors):
-    """Counts what operations are given too: tensors that are read from a file are made by no operation."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._add(leaf)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _add(self, tensor: Tensor) -> None:
-        if tensor.device.type != "meta":
-            super()._add(tensor)
 
 
 def saved(folder: Path, family: str = "llama", **changes: object) -> Path:
@@ -123,7 +108,7 @@ def test_never_more_than_the_finished_model_and_one_block(
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     folder = layout(tmp_path / "model")
     read: list[tuple[int, int]] = []
-    tracker = EveryTensor(())
+    tracker = Budget()
     with tracker:
         model = load_model(
             str(folder),

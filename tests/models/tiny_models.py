@@ -1,5 +1,9 @@
 """Tiny random models of every family, built from a config: no download."""
 
+import json
+import shutil
+from pathlib import Path
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -36,3 +40,13 @@ def tiny_model(family: str = "llama", *, seed: int = 0, **changes: object) -> Pr
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**_CONFIGS[family], "initializer_range": 0.2, **changes})
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+
+
+def with_ids_moved_up(folder: Path, to: Path, *, by: int) -> Path:
+    """A copy of the model folder whose tokenizer gives ids that the embedding may have no rows for."""
+    shutil.copytree(folder, to)
+    content = json.loads((to / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = {token: id + by for token, id in vocabulary.items()}
+    (to / "tokenizer.json").write_text(json.dumps(content))
+    return to

@@ -14,6 +14,7 @@ from fitune.score.generate_hf import Sampling
 from fitune.score.run import ScorePlan, choose_dtype, score
 from fitune.score.tasks import read_tasks
 from fitune.spec.plan import DataSource
+from models.tiny_models import with_ids_moved_up
 
 
 @pytest.fixture
@@ -111,11 +112,6 @@ def test_fields_of_no_format_name_their_row(tiny, tmp_path: Path) -> None:
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows(
     model_folder: Path, tmp_path: Path, data: DataSource
 ) -> None:
-    mixed = tmp_path / "mixed"
-    shutil.copytree(model_folder, mixed)
-    content = json.loads((mixed / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
-    content["model"]["vocab"] = {token: id + 384 for token, id in vocabulary.items()}
-    (mixed / "tokenizer.json").write_text(json.dumps(content))
+    mixed = with_ids_moved_up(model_folder, tmp_path / "mixed", by=384)
     with pytest.raises(ModelError, match="the embedding has 384 rows"):
         score(plan_for(mixed, data, tmp_path / "out"))

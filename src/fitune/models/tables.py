@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from peft.utils.other import ModulesToSaveWrapper
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fitune.models.adapter_check import CONFIG, WEIGHTS
+from fitune.models.weight_files import read_header
 
 PREFIX = "base_model.model."
 """Before a base model's names in an adapter's file."""
@@ -68,16 +68,10 @@ def put_in_place(model: PeftModel) -> None:
 
 def saved_rows(adapter: Path) -> int:
     """Rows of the largest table in an adapter's file, 0 when there is none."""
-    names = json.loads((adapter / CONFIG).read_bytes()).get("modules_to_save") or []
-    with safe_open(adapter / WEIGHTS, framework="pt") as opened:
-        return max(
-            (
-                opened.get_slice(key).get_shape()[0]
-                for key in opened.keys()  # noqa: SIM118  (not a dict)
-                if key.endswith(tuple(f".{name}.weight" for name in names))
-            ),
-            default=0,
-        )
+    tables = json.loads((adapter / CONFIG).read_bytes()).get("modules_to_save") or []
+    ends = tuple(f".{table}.weight" for table in tables)
+    stored = read_header(adapter / WEIGHTS)
+    return max((tensor.shape[0] for name, tensor in stored.items() if name.endswith(ends)), default=0)
 
 
 @contextmanager
