@@ -10,6 +10,7 @@ from pathlib import Path
 from fitune.checkpoint.durable import Stored, hash_file
 from fitune.checkpoint.paths import inside
 from fitune.errors import CheckpointError
+from fitune.spec.disk import read_text
 from fitune.spec.serial import from_json
 from fitune.units import format_bytes
 
@@ -46,7 +47,7 @@ def read_commit(path: Path) -> Commit:
             hint="name an older step, or resume without a path to take the newest valid one",
         )
     try:
-        return from_json(Commit, (path / COMMIT).read_text(encoding="utf-8"))
+        return from_json(Commit, read_text(path / COMMIT, follow_links=False))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / COMMIT}: damaged: {error}", hint=_OLDER) from error
 

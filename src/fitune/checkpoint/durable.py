@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fitune.errors import CheckpointError
-from fitune.spec.disk import TEMPORARY, sync_folder, write_synced
+from fitune.spec.disk import TEMPORARY, open_regular, sync_folder, write_synced
 from fitune.spec.ownership import process_lives
 from fitune.units import MIB, format_bytes
 
@@ -52,7 +52,7 @@ def link_atomically(link: Path, name: str) -> None:
 def hash_file(path: Path) -> Stored:
     """Raises OSError."""
     digest, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path, follow_links=False) as file:
         while chunk := file.read(_READ_BYTES):
             digest.update(chunk)
             size += len(chunk)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fitune.checkpoint.commit import FOLDER, STATE, is_committed, read_commit, step_folders, verify
 from fitune.checkpoint.state import Json, TrainState
 from fitune.errors import CheckpointError, RunDirectoryError
+from fitune.spec.disk import read_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 def _read_facts(file: Path) -> dict[str, Json]:
     try:
-        facts: dict[str, Json] = json.loads(file.read_bytes())["facts"]
+        facts: dict[str, Json] = json.loads(read_bytes(file, follow_links=False))["facts"]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
     return facts

@@ -32,7 +32,7 @@ from fitune.report.html import write_report
 from fitune.report.run_files import Prediction, RunnerUp
 from fitune.score.generate_hf import Sampling, answer_all
 from fitune.score.tasks import to_task
-from fitune.spec.disk import write_atomically
+from fitune.spec.disk import read_text, write_atomically
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe, dump_recipe
 from fitune.spec.reports import PlanReport, RunReport
@@ -206,7 +206,7 @@ def _is_complete(directory: Path) -> bool:
 
 def _read_or_refuse(cls: type[T], file: Path) -> T:
     try:
-        return from_json(cls, file.read_text(encoding="utf-8"))
+        return from_json(cls, read_text(file, follow_links=False))
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
             f"{file} cannot be read: {error}", hint="--overwrite, or another output_dir"

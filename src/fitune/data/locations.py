@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from fitune.errors import DataError
+from fitune.spec.disk import open_regular
 from fitune.spec.pickles import PICKLE_SUFFIXES
 from fitune.spec.plan import DataSource
 
@@ -87,7 +88,7 @@ def open_binary(path: str) -> BinaryIO:
     """Open a local file or an fsspec URL for reading bytes."""
     try:
         if "://" not in path:
-            return open(path, "rb")
+            return open_regular(path)
         import fsspec
 
         return fsspec.open(path, "rb").open()

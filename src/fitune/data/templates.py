@@ -20,6 +20,7 @@ from fitune.data.rendering import Renderer
 from fitune.data.rows import BadRow
 from fitune.data.sandbox import SafeTemplate
 from fitune.errors import DataError
+from fitune.spec.disk import read_text
 
 PLAIN_TEMPLATE = """\
 {{- bos_token if bos_token else '' -}}
@@ -133,7 +134,7 @@ def _text_start(tokenizer: Any) -> list[int]:
 
 def _read_template(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+        return read_text(Path(path).expanduser(), encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or error
         raise DataError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fitune.errors import HardwareError
 from fitune.spec.calibration import Calibration
-from fitune.spec.disk import write_atomically
+from fitune.spec.disk import read_text, write_atomically
 from fitune.spec.hardware import Gpu
 from fitune.spec.serial import from_data, to_json
 
@@ -37,7 +37,7 @@ def stored_calibration(device: str) -> Calibration | None:
     """
     path = _file_of(device)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

@@ -7,6 +7,10 @@ from typing import Any
 
 from fitune.errors import DataError
 from fitune.records.row import Row, row_from
+from fitune.spec.disk import read_text
+from fitune.units import MIB
+
+_MAX_BYTES = 64 * MIB
 
 
 def read_records(path: Path) -> list[Row]:
@@ -55,7 +59,7 @@ def _document(text: str) -> list[Any] | None:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_text(path, limit=_MAX_BYTES, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from None
     except OSError as error:

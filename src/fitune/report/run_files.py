@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fitune.errors import RunDirectoryError
+from fitune.spec.disk import read_text
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Estimate, Rejection, RunReport, StepReport
 from fitune.spec.serial import from_data
@@ -97,7 +98,7 @@ def _read(cls: type[T], path: Path) -> T | None:
 
 def _read_text(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path, follow_links=False)
     except FileNotFoundError:
         return None
     except UnicodeDecodeError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fitune.errors import RunDirectoryError
 from fitune.score.generate_hf import Answer
+from fitune.spec.disk import open_regular
 
 Line = dict[str, Any]
 
@@ -58,9 +59,13 @@ def read_answers(path: Path) -> list[Line]:
 
     Raises RunDirectoryError for a line that is damaged further up: no kill of ours does that.
     """
-    if not path.exists():
+    try:
+        with open_regular(path, follow_links=False) as file:
+            content = file.read()
+    except FileNotFoundError:
         return []
-    content = path.read_bytes()
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from None
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         os.truncate(path, whole)

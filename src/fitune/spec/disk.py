@@ -1,14 +1,82 @@
-"""Files that are on the disk when a function returns, the same way in every room.
+"""Regular files, read without blocking and written so that they are on the disk when a function returns.
 
 A rename or a new name is durable only after its folder was synced too (man 2 fsync, NOTES).
 """
 
+import errno
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
+
+from fitune.units import MIB, format_bytes
 
 TEMPORARY = ".tmp-"
 """How the name of every unfinished file and folder begins."""
+
+MAX_TEXT_BYTES = 16 * MIB
+"""Of a file that is read whole and was written by hand or by this program: a recipe, a plan, a report, a template."""
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+}
+
+
+def open_regular(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
+    """Open a regular file for reading bytes; a named pipe, a socket, a device or a folder is refused, never waited for.
+
+    ``follow_links`` False refuses a symbolic link as well: for files that this program wrote under that name.
+    Raises OSError; its ``strerror`` says what is there instead.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow_links else os.O_NOFOLLOW)
+    try:
+        handle = os.open(path, flags)
+    except OSError as error:
+        raise _said(error, path, follow_links=follow_links) from None
+    except ValueError:
+        raise OSError(errno.EINVAL, "no file can have this name", ascii(str(path))) from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise _not_regular(path, mode)
+    return os.fdopen(handle, "rb")
+
+
+def read_bytes(path: str | Path, *, limit: int = MAX_TEXT_BYTES, follow_links: bool = True) -> bytes:
+    """The content of a regular file of at most ``limit`` bytes. Raises OSError."""
+    with open_regular(path, follow_links=follow_links) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {format_bytes(limit)}", str(path))
+    return content
+
+
+def read_text(
+    path: str | Path, *, limit: int = MAX_TEXT_BYTES, follow_links: bool = True, encoding: str = "utf-8"
+) -> str:
+    """The text of a regular file of at most ``limit`` bytes. Raises OSError and UnicodeDecodeError."""
+    return read_bytes(path, limit=limit, follow_links=follow_links).decode(encoding)
+
+
+def _said(error: OSError, path: str | Path, *, follow_links: bool) -> OSError:
+    """The error in plain words where the system's name another thing: a socket is "no such device or address"."""
+    if error.errno == errno.ENXIO or (error.errno == errno.ELOOP and not follow_links):
+        try:
+            return _not_regular(path, os.lstat(path).st_mode)
+        except OSError:
+            return error
+    return error
+
+
+def _not_regular(path: str | Path, mode: int) -> OSError:
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    return OSError(errno.EINVAL, f"{kind}, not a regular file", str(path))
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

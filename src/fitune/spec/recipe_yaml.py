@@ -6,6 +6,10 @@ from typing import Any
 import yaml
 
 from fitune.errors import RecipeError
+from fitune.spec.disk import read_text
+from fitune.units import MIB
+
+MAX_RECIPE_BYTES = MIB
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -35,11 +39,12 @@ def _refused(why: str, place: Any) -> yaml.constructor.ConstructorError:
 
 def load_yaml(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, limit=MAX_RECIPE_BYTES, encoding="utf-8-sig")
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such recipe file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read: {error}") from None
+        cause = getattr(error, "strerror", None) or error
+        raise RecipeError(f"{path}: cannot be read: {cause}") from None
     value = parse_value(text, where=str(path))
     if not isinstance(value, dict):
         raise RecipeError(f"{path}: a recipe is a list of `key: value` lines, found {type(value).__name__}")

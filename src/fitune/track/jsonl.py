@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from fitune.errors import RunDirectoryError
-from fitune.spec.disk import write_atomically
+from fitune.spec.disk import open_regular, write_atomically
 from fitune.spec.reports import StepReport
 from fitune.spec.serial import from_data, to_data
 
@@ -91,7 +91,7 @@ def to_line(report: StepReport) -> bytes:
 def _reports(path: Path) -> Iterator[tuple[StepReport, bytes]]:
     """Each report with the bytes of its line."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        lines = _content(path).splitlines(keepends=True)
     except OSError as error:
         raise _unusable(path, error) from None
     for number, raw in enumerate(lines, start=1):
@@ -113,13 +113,22 @@ def _report(data: Any, *, where: str) -> StepReport:
 
 def _finish_last_line(path: Path) -> None:
     """Cut off a torn last line, so that the next report does not continue it."""
-    if not path.exists():
+    content = _content(path)
+    if not content:
         return
-    content = path.read_bytes()
     *whole, last = content.splitlines(keepends=True) or [b""]
     if _is_json(last) and last.endswith(b"\n"):
         return
     write_atomically(path, b"".join(whole) + (last + b"\n" if _is_json(last) else b""))
+
+
+def _content(path: Path) -> bytes:
+    """All of the file; nothing when there is none."""
+    try:
+        with open_regular(path, follow_links=False) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
 
 
 def _is_json(raw: bytes) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from fitune.spec.disk import read_text
 from fitune.spec.plan import ChunkedLoss, Dense, Full, Hqq, InBackward, Lomo, Lora, Nf4, Offload, Plan
 from fitune.spec.reports import RunReport
 from fitune.units import format_bytes, format_count, format_seconds
@@ -77,7 +78,7 @@ def _recipe(plan: Plan) -> Iterator[str]:
     """As the run directory has it; a run that was started from Python has none."""
     file = Path(plan.run.output_dir) / "recipe.yaml"
     if file.is_file():
-        yield f"\n## Recipe\n\n```yaml\n{file.read_text(encoding='utf-8').rstrip()}\n```"
+        yield f"\n## Recipe\n\n```yaml\n{read_text(file, follow_links=False).rstrip()}\n```"
 
 
 def _method(plan: Plan) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fitune.data.formats import Conversation
 from fitune.models.language_model import LanguageModel
-from fitune.spec.disk import write_atomically
+from fitune.spec.disk import read_text, write_atomically
 from fitune.spec.reports import Sample
 
 Answer = Callable[[LanguageModel, Sequence[Conversation]], list[str]]
@@ -41,7 +41,7 @@ def _answers_before(directory: Path, wanted: int) -> list[str]:
     The file stays: a finished run may be made longer.
     """
     file = directory / _BEFORE
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    found = json.loads(read_text(file, follow_links=False)) if file.is_file() else []
     return [*found, *[_NOT_ASKED] * wanted][:wanted]
 
 
