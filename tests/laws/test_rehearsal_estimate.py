@@ -80,6 +80,18 @@ def test_a_window_that_cuts_takes_a_mask_and_no_scores(hardware, precision):
     )
 
 
+def test_rows_turned_by_their_own_length_take_no_more():
+    """A pack is rehearsed as two rows, here on both sides of longrope's boundary."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    config, spec = tiny("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    for precision in ("fp32", "bf16"):
+        plan = plan_for(spec, tuning="full", precision=precision, seq_len=129, rows=2)
+        assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
+            rehearsed_peak(plan, config), rel=TOLERANCE
+        )
+
+
 def test_dropout_keeps_masks_of_one_byte_on_cuda():
     config, spec = tiny("llama")
     peaks = {}

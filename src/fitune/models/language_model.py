@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from fitune.errors import ModelError
 from fitune.models.attention import attends_by_rows, row_mask
 from fitune.models.loss import loss_and_gradient, loss_sum
+from fitune.models.rotary import rows_of_lengths
 from fitune.models.rows import Rows
 from fitune.spec.plan import ChunkedLoss, Loss
 
@@ -51,12 +52,13 @@ class LanguageModel:
             if self.by_rows
             else {"attention_mask": row_mask(lengths, dtype=self.dtype, device=self.device)}
         )
-        output = self.body(
-            input_ids=batch.input_ids_T.to(self.device)[None],
-            position_ids=batch.position_ids_T.to(self.device)[None],
-            use_cache=False,
-            **separation,
-        )
+        with rows_of_lengths(lengths):
+            output = self.body(
+                input_ids=batch.input_ids_T.to(self.device)[None],
+                position_ids=batch.position_ids_T.to(self.device)[None],
+                use_cache=False,
+                **separation,
+            )
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD
 

@@ -4,11 +4,14 @@ An answer depends on its prompt, the weights and the sampling, never on what els
 masked, positions count from the first real token, and random draws come from a generator of the row's own.
 Up to rounding, that is: where the two best tokens are closer than the rounding of a matrix product, a batch of
 another shape may choose the other one. In fp32 on a CPU that is not seen in practice.
+With longrope (Phi-3.5, Phi-4-mini) transformers turns all rows of a call by the factors of the longest, so rows on
+both sides of its boundary never share a batch, and an answer that could cross the boundary is written alone.
 
 Shapes: B prompts of a batch, T tokens of its longest prompt, V vocabulary.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +29,7 @@ from transformers import (
 
 from fitune.data.templates import ChatTemplate
 from fitune.models.attention import use_cached_attention
+from fitune.models.rotary import longrope_boundary
 from fitune.score.tasks import Task
 
 _NARROW = 512
@@ -84,14 +88,30 @@ def answer_all(
         on_answers(len(answers))
     fitting.sort(key=lambda place: len(tasks[place].prompt_ids))
     with _ready_to_generate(model, tokenizer, template) as stop_ids, _threads_for(model):
-        for start in range(0, len(fitting), batch_size):
-            places = fitting[start : start + batch_size]
+        for places in _batches(fitting, tasks, sampling, batch_size, longrope_boundary(model.config)):
             batch = [tasks[place] for place in places]
             answers.update(
                 zip(places, _answer_batch(model, tokenizer, batch, sampling, stop_ids), strict=True)
             )
             on_answers(len(places))
     return [answers[place] for place in range(len(tasks))]
+
+
+def _batches(
+    places: Sequence[int], tasks: Sequence[Task], sampling: Sampling, batch_size: int, boundary: int
+) -> Iterator[list[int]]:
+    """Places, sorted by length, in batches whose rows stay on one side of ``boundary``; 0: there is none."""
+
+    def side(place: int) -> str:
+        prompt = len(tasks[place].prompt_ids)
+        last_read = prompt + sampling.max_new_tokens - 1  # the last token that is written is not read again
+        return (
+            "short" if not boundary or last_read <= boundary else "long" if prompt > boundary else "crosses"
+        )
+
+    for where, group in itertools.groupby(places, side):
+        alike, size = list(group), 1 if where == "crosses" else batch_size
+        yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
 
 def context_tokens(model: Any) -> int:

@@ -24,6 +24,7 @@ from fitune.models.offload import before_backward, offload_blocks
 from fitune.models.quantize import quantise_linears
 from fitune.models.reading import OnBytes, nobody
 from fitune.models.recompute import recompute_blocks
+from fitune.models.rotary import turn_by_rows
 from fitune.models.streaming import stay_on
 from fitune.models.vocabulary import add_rows
 from fitune.models.weights import compute_dtype, load_model
@@ -89,6 +90,7 @@ def prepare_loaded(
     require_method(plan)
     quantise_linears(blocks_of(model), _base(plan))  # before adapters: they wrap the packed linear
     use_attention(model, plan.attention)
+    turn_by_rows(model)
     use_kernels(model, plan.kernels, device=device)
     whole = _tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
     if plan.offload.parameters == "cpu":
