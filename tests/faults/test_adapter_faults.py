@@ -88,7 +88,7 @@ def test_linear_shapes_of_the_model_are_those_of_the_spec(shapes):
         ('{"peft_type": "LORA"}', "with r None"),
         ('{"peft_type": "LORA", "r": "8"}', "with r '8'"),
         ('{"peft_type": "LOHA", "r": 8}', "fitune takes LORA adapters"),
-        ("{", "no valid JSON"),
+        ("{", "not JSON"),
     ],
 )
 def test_a_config_that_is_no_adapters(adapter, content, said):

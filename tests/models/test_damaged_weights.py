@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Damage, str]] = {
     "more data": (cut(lambda c: c + b"more"), r"model-0000\d.*its tensors take \d+ bytes, and there are"),
     "no safetensors": (cut(lambda c: b"<html>not found</html>" * 9), r"model-0000\d.*no safetensors file"),
     "empty": (cut(lambda c: b""), r"model-0000\d.*cut short.*0 B"),
-    "no JSON": (cut(lambda c: c[:8] + b"[" * (header_of(c) - 8) + c[header_of(c) :]), r"header is no JSON"),
+    "no JSON": (cut(lambda c: c[:8] + b"[" * (header_of(c) - 8) + c[header_of(c) :]), r"header is unreadable"),
     "a shape too large": (
         cut(lambda c: with_header(c, lambda h: h[NAME].update(shape=[999, 64]))),
         rf"model-0000\d.*{NAME}: \[999, 64\] of F32 are",

@@ -25,7 +25,7 @@ def test_every_row_is_read_in_order() -> None:
 
 
 def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl line 2: is not JSON"):
+    with pytest.raises(DataError, match=r"rows\.jsonl line 2: not JSON"):
         read_records(lines(tmp_path, {"id": "a"}, "{'id': 1}"))
 
 

@@ -57,7 +57,7 @@ def _without(key: str) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("plan.json", lambda text: text[:200], r"plan\.json:\d+: not JSON"),
+        ("plan.json", lambda text: text[:200], r"plan\.json: not JSON: line \d+"),
         ("plan.json", _without("batch"), r"plan\.json: Plan: missing key 'batch'"),
         ("plan.json", lambda text: "[]", r"plan\.json: Plan: expected an object"),
         (
@@ -66,7 +66,7 @@ def _without(key: str) -> Callable[[str], str]:
             r"report\.json: RunReport\.status",
         ),
         ("estimate.json", _without("estimate"), r"estimate\.json: Prediction: missing key 'estimate'"),
-        ("estimate.json", lambda text: "", r"estimate\.json:1: not JSON"),
+        ("estimate.json", lambda text: "", r"estimate\.json: not JSON: line 1"),
     ],
 )
 def test_a_damaged_file_is_named_with_the_place(

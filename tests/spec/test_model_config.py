@@ -171,9 +171,9 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is not JSON"),
-        ("", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
+        ("{", "not JSON: line 1"),
+        ("", "not JSON: line 1"),
+        ("[" * 100_000, "nested more than 64 deep"),
         ("[1]", "expected an object, found list"),
         ("{}", "model_type is missing"),
         ('{"model_type": "bert"}', "model_type = 'bert' is not supported"),
@@ -283,3 +283,10 @@ def test_gated_and_missing_models_are_told_apart(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", answer(kind))
         with pytest.raises(ModelError, match=words):
             load_model_spec("someone/unheard-of", offline=False)
+
+
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    """json alone takes the last one: what a person reads first would not be what is planned."""
+    twice = json.dumps(LLAMA).replace("{", '{"hidden_size": 32, ', 1)
+    with pytest.raises(ModelError, match=r"config\.json: the key 'hidden_size' is there twice"):
+        load_model_spec(str(write_config(tmp_path / "model", twice)))

@@ -1,6 +1,5 @@
 """Find, check and read a checkpoint."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from fitune.checkpoint.commit import FOLDER, STATE, is_committed, read_commit, step_folders, verify
 from fitune.checkpoint.state import Json, TrainState
 from fitune.errors import CheckpointError, RunDirectoryError
-from fitune.spec.disk import read_bytes
+from fitune.spec.strict_json import read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 def _read_facts(file: Path) -> dict[str, Json]:
     try:
-        facts: dict[str, Json] = json.loads(read_bytes(file, follow_links=False))["facts"]
+        facts: dict[str, Json] = read_object(file, follow_links=False)["facts"]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
     return facts

@@ -1,6 +1,5 @@
 """Calibrations on disk, one JSON file for each device. Without torch: every plan reads them."""
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from fitune.errors import HardwareError
 from fitune.spec.calibration import Calibration
 from fitune.spec.disk import read_text, write_atomically
 from fitune.spec.hardware import Gpu
-from fitune.spec.serial import from_data, to_json
+from fitune.spec.serial import from_json, to_json
 
 
 def calibrations_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -43,7 +42,7 @@ def stored_calibration(device: str) -> Calibration | None:
     except (OSError, UnicodeDecodeError) as error:
         raise _damaged(path, error) from None
     try:
-        calibration = from_data(Calibration, json.loads(text))
+        calibration = from_json(Calibration, text)
         _require_sense(calibration)
     except ValueError as error:
         raise _damaged(path, error) from None

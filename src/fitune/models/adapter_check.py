@@ -4,7 +4,6 @@ PEFT loads what matches and leaves the rest at its initial value, with a warning
 another base is then silently ignored (vllm#34186). Here every key must find its linear.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import nn
 from fitune.errors import CheckpointError
 from fitune.models.foreign import refuse_pickle, refuse_remote_code
 from fitune.spec.model import ModelSpec
+from fitune.spec.strict_json import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -73,13 +73,11 @@ class _Pair:
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG
     try:
-        config = json.loads(file.read_bytes())
+        config = read_object(file)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no {CONFIG}, so this is no adapter folder") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}", hint="fetch it again") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: expected an object, found {type(config).__name__}")
     rank = config.get("r")
     if config.get("peft_type") != "LORA" or not isinstance(rank, int):
         raise CheckpointError(

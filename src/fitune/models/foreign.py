@@ -1,11 +1,11 @@
 """Files of others that could run code, refused by looking at names and JSON alone."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import CheckpointError
 from fitune.spec.pickles import PICKLE_SUFFIXES
+from fitune.spec.strict_json import read_object
 
 
 def pickled_files(folder: Path) -> list[str]:
@@ -53,12 +53,9 @@ def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_bytes())
+        return read_object(file)
     except ValueError as error:
-        raise CheckpointError(f"{file}: no valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: expected an object, found {type(content).__name__}")
-    return content
+        raise CheckpointError(f"{file}: {error}", hint="fetch it again") from error
 
 
 def _refusal(file: Path, key: str, value: object) -> CheckpointError:

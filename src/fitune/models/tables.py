@@ -5,7 +5,6 @@ two. Here the model's own parameters train, so nothing is held twice and what is
 written is PEFT's layout, and what is read from it is put back in place.
 """
 
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 
 from fitune.models.adapter_check import CONFIG, WEIGHTS
 from fitune.models.weight_files import read_header
+from fitune.spec.strict_json import read_object
 
 PREFIX = "base_model.model."
 """Before a base model's names in an adapter's file."""
@@ -68,7 +68,7 @@ def put_in_place(model: PeftModel) -> None:
 
 def saved_rows(adapter: Path) -> int:
     """Rows of the largest table in an adapter's file, 0 when there is none."""
-    tables = json.loads((adapter / CONFIG).read_bytes()).get("modules_to_save") or []
+    tables = read_object(adapter / CONFIG).get("modules_to_save") or []
     ends = tuple(f".{table}.weight" for table in tables)
     stored = read_header(adapter / WEIGHTS)
     return max((tensor.shape[0] for name, tensor in stored.items() if name.endswith(ends)), default=0)

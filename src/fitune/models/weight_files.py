@@ -5,7 +5,6 @@ A file begins with the length of its header (8 bytes, little endian) and the hea
 place of its bytes behind the header (https://github.com/huggingface/safetensors#format).
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from fitune.errors import ModelError
 from fitune.models.foreign import pickled_files
+from fitune.spec.strict_json import TABLE_BYTES, parse_object, read_object
 from fitune.units import MIB, format_bytes
 
 SINGLE = "model.safetensors"
@@ -81,8 +81,8 @@ def _weight_files(folder: Path) -> tuple[Sequence[Path], Mapping[str, Path]]:
 
 def _weight_map(index: Path) -> dict[str, Any]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        weight_map = read_object(index, largest_bytes=TABLE_BYTES)["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{index}: no index of weights: {error}", hint=_AGAIN) from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: its weight_map names no tensor", hint=_AGAIN)
@@ -127,12 +127,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def _parsed(file: Path, text: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(text)
+        return parse_object(text)
     except ValueError as error:
-        raise ModelError(f"{file}: its header is no JSON: {error}", hint=_AGAIN) from None
-    if not isinstance(header, dict):
-        raise ModelError(f"{file}: its header is no object", hint=_AGAIN)
-    return header
+        raise ModelError(f"{file}: its header is unreadable: {error}", hint=_AGAIN) from None
 
 
 def _stored(file: Path, name: str, entry: Any, *, data_bytes: int) -> StoredTensor:

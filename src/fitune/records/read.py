@@ -1,6 +1,5 @@
 """Records files: one JSON object a line, or one JSON document whose ``rows`` are such objects."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from fitune.errors import DataError
 from fitune.records.row import Row, row_from
 from fitune.spec.disk import read_text
+from fitune.spec.strict_json import parse_json
 from fitune.units import MIB
 
 _MAX_BYTES = 64 * MIB
@@ -48,8 +48,8 @@ def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _document(text: str) -> list[Any] | None:
     """The rows of a whole-file JSON document; None for JSON lines."""
     try:
-        whole = json.loads(text)
-    except (ValueError, RecursionError):
+        whole = parse_json(text)
+    except ValueError:
         return None
     if isinstance(whole, dict) and isinstance(whole.get("rows"), list):
         rows: list[Any] = whole["rows"]
@@ -68,9 +68,9 @@ def _text(path: Path) -> str:
 
 def _parsed(line: str, where: str) -> Any:
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: is not JSON: {error}") from None
+        return parse_json(line)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from None
 
 
 def _object(facts: Any, where: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 plan.json must be there. Everything else may be missing: a run that failed or is still going has a report too.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +11,7 @@ from fitune.errors import RunDirectoryError
 from fitune.spec.disk import read_text
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Estimate, Rejection, RunReport, StepReport
-from fitune.spec.serial import from_data
+from fitune.spec.serial import from_json
 from fitune.track.jsonl import read_metrics
 
 T = TypeVar("T")
@@ -89,9 +88,7 @@ def _read(cls: type[T], path: Path) -> T | None:
     if text is None:
         return None
     try:
-        return from_data(cls, json.loads(text))
-    except json.JSONDecodeError as error:
-        raise RunDirectoryError(f"{path}:{error.lineno}: not JSON: {error.msg}", hint=_hint(path)) from None
+        return from_json(cls, text)
     except ValueError as error:
         raise RunDirectoryError(f"{path}: {error}", hint=_hint(path)) from None
 

@@ -9,6 +9,7 @@ from typing import Any
 from fitune.errors import RunDirectoryError
 from fitune.score.generate_hf import Answer
 from fitune.spec.disk import open_regular
+from fitune.spec.strict_json import parse_json
 
 Line = dict[str, Any]
 
@@ -76,7 +77,7 @@ def read_answers(path: Path) -> list[Line]:
 
 def _parse(text: bytes, *, where: str) -> Line:
     try:
-        line = json.loads(text)
+        line = parse_json(text)
     except ValueError as error:
         raise RunDirectoryError(
             f"{where}: not a line of answers: {error}", hint="score into a new directory"

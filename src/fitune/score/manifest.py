@@ -10,9 +10,10 @@ from fitune.models.identity import identity
 from fitune.score.generate_hf import Sampling
 from fitune.score.lines import Line, prompt_fingerprint
 from fitune.score.tasks import Task
-from fitune.spec.disk import read_text, write_atomically
+from fitune.spec.disk import write_atomically
 from fitune.spec.ownership import LOCK
 from fitune.spec.plan import DataSource
+from fitune.spec.strict_json import read_object
 
 MANIFEST = "manifest.json"
 _OURS = {MANIFEST, "answers.jsonl", "grades.jsonl", "report.json", LOCK}
@@ -78,12 +79,11 @@ def require_same_prompts(directory: Path, done: dict[str, Line], tasks: list[Tas
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_text(path, follow_links=False))
+        return read_object(path, follow_links=False)
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
             f"{path}: cannot be read: {error}", hint="score into a new directory"
         ) from None
-    return dict(found)
 
 
 def _refuse_differences(directory: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """ModelSpec from a Hugging Face config.json: a folder, the built-in table, the cache or the Hub."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from fitune.spec.families import FAMILIES
 from fitune.spec.hub import HUB_TIMEOUT_S, answers, is_offline
 from fitune.spec.model import ModelSpec
 from fitune.spec.model_table import accepted_model_names, find_known_model
+from fitune.spec.strict_json import read_object
 
 _ADOPTED_FROM_REMOTE_CODE = {
     "falcon": "modeling_falcon.FalconForCausalLM",
@@ -103,15 +103,11 @@ def _refuse_other_tasks(fields: ConfigFields) -> None:
 
 def _spec_from_file(path: Path, *, name: str) -> ModelSpec:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_object(path)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # ValueError: bad JSON or bad UTF-8
-        raise ModelError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(
-            f"{path}: is not a model's config: expected an object, found {type(config).__name__}"
-        )
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}", hint="fetch the model again") from None
     return spec_from_config(config, name=name, where=str(path))
 
 

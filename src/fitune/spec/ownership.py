@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fitune.errors import RunDirectoryError
+from fitune.spec.strict_json import parse_json
 
 LOCK = "run.lock"
 
@@ -90,7 +91,7 @@ def _acquire(handle: int, directory: Path) -> None:
 def _owner(handle: int) -> dict[str, str]:
     """What the lock file says; nothing when it is empty or torn."""
     try:
-        found = json.loads(os.pread(handle, 4096, 0))
+        found = parse_json(os.pread(handle, 4096, 0))
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

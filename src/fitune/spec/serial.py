@@ -13,6 +13,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from fitune.spec.strict_json import parse_json
+
 T = TypeVar("T")
 
 _NOT_FINITE = ("nan", "inf", "-inf")
@@ -44,7 +46,7 @@ def to_json(value: Any) -> str:
 
 
 def from_json(cls: type[T], text: str) -> T:
-    return from_data(cls, json.loads(text))
+    return from_data(cls, parse_json(text))
 
 
 def _build(hint: Any, data: Any, *, path: str) -> Any:

@@ -1,9 +1,10 @@
 """How many tokens a tokenizer has, read from its tokenizer.json without building it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from fitune.spec.strict_json import TABLE_BYTES, read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ def vocabulary_of(name: str) -> Vocabulary | None:
     if file is None:
         return None
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = read_object(file, largest_bytes=TABLE_BYTES)
         tokens = _model_tokens(data["model"]["vocab"])
         tokens |= {token["content"]: token["id"] for token in data.get("added_tokens") or ()}
     except (OSError, ValueError, KeyError, TypeError):

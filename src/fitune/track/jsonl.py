@@ -11,6 +11,7 @@ from fitune.errors import RunDirectoryError
 from fitune.spec.disk import open_regular, write_atomically
 from fitune.spec.reports import StepReport
 from fitune.spec.serial import from_data, to_data
+from fitune.spec.strict_json import parse_json
 
 
 class MetricsLog:
@@ -96,7 +97,7 @@ def _reports(path: Path) -> Iterator[tuple[StepReport, bytes]]:
         raise _unusable(path, error) from None
     for number, raw in enumerate(lines, start=1):
         try:
-            data = json.loads(raw)
+            data = parse_json(raw)
         except ValueError as error:  # bad JSON and bad UTF-8 alike
             if number == len(lines):
                 return
@@ -133,7 +134,7 @@ def _content(path: Path) -> bytes:
 
 def _is_json(raw: bytes) -> bool:
     try:
-        json.loads(raw)
+        parse_json(raw)
     except ValueError:
         return False
     return True

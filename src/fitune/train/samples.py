@@ -6,8 +6,9 @@ from pathlib import Path
 
 from fitune.data.formats import Conversation
 from fitune.models.language_model import LanguageModel
-from fitune.spec.disk import read_text, write_atomically
+from fitune.spec.disk import write_atomically
 from fitune.spec.reports import Sample
+from fitune.spec.strict_json import read_json
 
 Answer = Callable[[LanguageModel, Sequence[Conversation]], list[str]]
 """Answers to the last user message of each conversation, by the model as it is now."""
@@ -40,9 +41,12 @@ def _answers_before(directory: Path, wanted: int) -> list[str]:
 
     The file stays: a finished run may be made longer.
     """
-    file = directory / _BEFORE
-    found = json.loads(read_text(file, follow_links=False)) if file.is_file() else []
-    return [*found, *[_NOT_ASKED] * wanted][:wanted]
+    try:
+        found = read_json(directory / _BEFORE, follow_links=False)
+    except (OSError, ValueError):  # a table that a damaged file leaves empty is not worth a finished run
+        found = []
+    said = [answer for answer in found if isinstance(answer, str)] if isinstance(found, list) else []
+    return [*said, *[_NOT_ASKED] * wanted][:wanted]
 
 
 _NOT_ASKED = "(not asked: the run was resumed from elsewhere)"
