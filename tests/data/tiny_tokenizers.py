@@ -89,6 +89,11 @@ def prefixing_tokenizer(*, template: str | None = None) -> PreTrainedTokenizerFa
     return _wrapped(_trained_words(), template, {})
 
 
+def word_tokenizer(*, template: str | None = None) -> PreTrainedTokenizerFast:
+    """WordPiece over words, as BERT has: white space leaves no ids."""
+    return _wrapped(_trained_word_pieces(), template, {})
+
+
 def _wrapped(trained: str, template: str | None, changes: dict) -> PreTrainedTokenizerFast:
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained), **(names | changes))
@@ -116,6 +121,18 @@ def _trained_words() -> str:
     alphabet = [chr(code) for code in range(33, 127)] + ["\n", "\u2581"]
     return _train(
         tokenizer, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet)
+    )
+
+
+@cache
+def _trained_word_pieces() -> str:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    alphabet = [chr(code) for code in range(33, 127)]
+    return _train(
+        tokenizer,
+        trainers.WordPieceTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet),
     )
 
 

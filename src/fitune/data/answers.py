@@ -3,19 +3,18 @@
 A template that marks with ``{% generation %}`` what the model writes is believed. Most templates on the Hub mark
 nothing; there the conversation is rendered once more with stand-ins for the answers, and what is between the
 stand-ins is the frame into which the real answers fit. Either way what was found must show the answer, in
-every row, or the row is refused.
+every row, or the row is refused. An answer that is not ended by a token of its own is learned together with the
+end token behind it, or with EOS when nothing follows: a model must learn to stop.
 """
 
-import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fitune.data.encoding import Piece
 from fitune.data.formats import Message
 from fitune.data.rendering import Rendered, Renderer
 from fitune.data.rows import BadRow
 
-_STANDIN = "\ufdd3"
-_STANDINS = re.compile(f"{_STANDIN}\\d+{_STANDIN}")
 _END_OF_THOUGHT = "</think>"
 """Templates of reasoning models treat what stands before this apart."""
 
@@ -35,9 +34,12 @@ def conversation_pieces(renderer: Renderer, messages: Messages, *, where: str) -
     if not whole.text.startswith(prompt.text):
         raise _other_prompt(prompt.text, whole.text, where)
     first, end = _answer_spans(renderer, messages, whole, ask=False, where=where)[-1]
+    if renderer.has_marks and first == _opening(renderer, prompt) < begin:
+        pieces[-1] = replace(pieces[-1], supervised=True)
     learned = max(first, begin) if renderer.has_marks else begin
     pieces += renderer.pieces(whole, begin, learned, supervised=False)
-    return pieces + renderer.pieces(whole, learned, end, supervised=True)
+    pieces += renderer.pieces(whole, learned, end, supervised=True)
+    return pieces if renderer.is_ended(whole, learned, end) else [*pieces, renderer.eos_piece]
 
 
 def prompt_pieces(renderer: Renderer, messages: Messages, *, where: str) -> list[Piece]:
@@ -54,7 +56,15 @@ def _prompt(renderer: Renderer, messages: Messages, where: str) -> tuple[Rendere
         pieces += renderer.pieces(prompt, at, begin, supervised=False)
         pieces += renderer.pieces(prompt, begin, end, supervised=True)
         at = end
-    return prompt, pieces + renderer.pieces(prompt, at, len(prompt.text), supervised=False)
+    opening = _opening(renderer, prompt)
+    pieces += renderer.pieces(prompt, at, opening, supervised=False)
+    return prompt, pieces + renderer.pieces(prompt, opening, len(prompt.text), supervised=False)
+
+
+def _opening(renderer: Renderer, prompt: Rendered) -> int:
+    """Where the words begin that the prompt ends with and a generation block writes too; else the prompt's end."""
+    written = renderer.opening if prompt.text.endswith(renderer.opening) else ""
+    return len(prompt.text) - len(written)
 
 
 def _earlier_answers(renderer: Renderer, messages: Messages, prompt: Rendered, where: str) -> list[Span]:
@@ -87,18 +97,25 @@ def _answer_spans(
     for (begin, end), answer in zip(spans, answers, strict=True):
         if _visible(answer).strip() not in rendered.text[begin:end]:
             raise _not_found(f"{answer!r:.60} is not what it writes as the answer", where)
-    return [(begin, max(end, renderer.through_end_token(rendered.text, end))) for begin, end in spans]
+    return [
+        (
+            begin,
+            end
+            if renderer.is_ended(rendered, begin, end)
+            else renderer.through_end_token(rendered.text, end),
+        )
+        for begin, end in spans
+    ]
 
 
 def _frame(renderer: Renderer, messages: Messages, *, ask: bool, where: str) -> list[str]:
     """The text around the answers: one part before each, one after the last."""
-    standins = [
-        Message(message.role, _thought(message.content) + f"{_STANDIN}{number}{_STANDIN}")
-        if message.role == "assistant"
-        else message
+    thoughts = {
+        number: _thought(message.content)
         for number, message in enumerate(messages)
-    ]
-    return _STANDINS.split(renderer.render(standins, ask=ask, where=where).text)
+        if message.role == "assistant"
+    }
+    return renderer.frame(messages, thoughts, ask=ask, where=where)
 
 
 def _framed(frame: list[str], answers: list[str], text: str, where: str) -> list[Span]:

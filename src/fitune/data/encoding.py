@@ -1,6 +1,5 @@
 """Text to token ids, piece by piece, with special-token text in content kept plain."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,30 +12,34 @@ class Piece:
     """A stretch of rendered text that is encoded by itself.
 
     ``plain`` text is content whose special-token text must not turn into special ids. ``first`` says that nothing
-    stands before it.
+    stands before it, ``after_special`` that a special token does.
     """
 
     text: str
     supervised: bool
     plain: bool
     first: bool
+    after_special: bool = False
 
 
 class PieceEncoder:
     """Encodes pieces so that their ids, one after another, are the ids of the whole text.
 
     Some tokenizers (SentencePiece's) put a space in front of everything they encode, which is wrong inside a
-    text. There a piece is encoded behind a line break, whose ids are taken off again.
+    text. There a piece is encoded behind a line break, whose ids are taken off again. Some of them put the space
+    behind special tokens, too.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        specials = sorted((t for t in tokenizer.all_special_tokens if t), key=len, reverse=True)
-        self.special_pattern = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
-        self._special_ids = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        specials = _special_tokens(tokenizer)
+        self.special_texts = tuple(specials)
+        self.special_ids = frozenset(specials.values()) - {tokenizer.unk_token_id}
         self._line_break = self._encode(["\n"], plain=False)[0]
         after_break, alone = self._encode(["\na", "a"], plain=False)
         self._prefixes = after_break != self._line_break + alone
+        after_special = self._encode([f"{tokenizer.eos_token}a"], plain=False)[0]
+        self._prefixes_after_special = after_special == [tokenizer.eos_token_id, *alone]
 
     def encode(self, pieces: Sequence[Piece]) -> list[list[int]]:
         """The ids of every piece. Raises DataError when plain text would become a special id all the same."""
@@ -50,7 +53,7 @@ class PieceEncoder:
         return ids
 
     def _encode_inside(self, pieces: Sequence[Piece], *, plain: bool) -> list[list[int]]:
-        behind = [self._prefixes and not piece.first for piece in pieces]
+        behind = [self._is_behind_text(piece) for piece in pieces]
         texts = [
             "\n" + piece.text if after else piece.text for piece, after in zip(pieces, behind, strict=True)
         ]
@@ -62,6 +65,10 @@ class PieceEncoder:
             self._refuse_specials(encoded, pieces)
         return encoded
 
+    def _is_behind_text(self, piece: Piece) -> bool:
+        begins = piece.first or (piece.after_special and self._prefixes_after_special)
+        return self._prefixes and not begins
+
     def _without_line_break(self, ids: list[int], text: str, *, plain: bool) -> list[int]:
         length = len(self._line_break)
         if ids[:length] == self._line_break:
@@ -70,7 +77,7 @@ class PieceEncoder:
 
     def _refuse_specials(self, encoded: list[list[int]], pieces: Sequence[Piece]) -> None:
         for ids, piece in zip(encoded, pieces, strict=True):
-            if not self._special_ids.isdisjoint(ids):
+            if not self.special_ids.isdisjoint(ids):
                 raise DataError(f"the tokenizer makes a special token of the plain text {piece.text!r:.60}")
 
     def _encode(self, texts: list[str], *, plain: bool) -> list[list[int]]:
@@ -82,3 +89,16 @@ class PieceEncoder:
             return_token_type_ids=False,
             verbose=False,
         )["input_ids"]
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Text and id of every special token, longest first.
+
+    Tokenizers name few of theirs: Llama-3's <|start_header_id|> and Gemma-3's <end_of_turn> are special only as
+    added tokens.
+    """
+    named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return dict(
+        sorted(((text, id) for text, id in (added | named).items() if text), key=lambda pair: -len(pair[0]))
+    )

@@ -1,8 +1,9 @@
 """A conversation as the template writes it, with every place accounted for."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fitune.data.encoding import Piece
 from fitune.data.formats import Message
@@ -12,6 +13,8 @@ from fitune.data.sandbox import MARK_CLOSE, MARK_OPEN, SafeTemplate, TemplateFai
 _SHIELD = "\ufdd2"
 """Put inside special-token text of the content, so that the template's own special tokens can be told from it."""
 _MARKS = re.compile(f"[{MARK_OPEN}{MARK_CLOSE}{_SHIELD}]")
+_STANDIN = "\ufdd3"
+_STANDINS = re.compile(f"{_STANDIN}\\d+{_STANDIN}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +30,13 @@ class Renderer:
     """Renders messages and cuts the result into pieces for the tokenizer."""
 
     def __init__(
-        self, template: SafeTemplate, specials: dict[str, str], special_pattern: re.Pattern[str]
+        self, template: SafeTemplate, specials: dict[str, str], special_texts: tuple[str, ...]
     ) -> None:
-        self._template, self._specials, self._special_pattern = template, specials, special_pattern
+        self._template, self._specials, self._special_texts = template, specials, special_texts
+        self._eos = specials.get("eos_token", "")
+        any_special = "|".join(map(re.escape, special_texts)) or r"(?!)"
+        self._special_pattern = re.compile(any_special)
+        self._next_special = re.compile(rf"\s*({any_special})")
         self.has_marks = template.has_marks
 
     def render(self, messages: Iterable[Message], *, ask: bool, where: str) -> Rendered:
@@ -46,12 +53,74 @@ class Renderer:
     def _shield(self, content: str) -> str:
         return self._special_pattern.sub(lambda found: found[0][0] + _SHIELD + found[0][1:], content)
 
+    def frame(
+        self, messages: Sequence[Message], replaced: dict[int, str], *, ask: bool, where: str
+    ) -> list[str]:
+        """The text around the messages numbered in ``replaced``: one part before each, one after the last.
+
+        The template sees a stand-in there, behind the text that is given for it.
+        """
+        standins = [
+            Message(message.role, f"{replaced[number]}{_STANDIN}{number}{_STANDIN}")
+            if number in replaced
+            else message
+            for number, message in enumerate(messages)
+        ]
+        return _STANDINS.split(self.render(standins, ask=ask, where=where).text)
+
+    @property
+    def eos_piece(self) -> Piece:
+        """What ends an answer behind which the template writes no end."""
+        return Piece(self._eos, supervised=True, plain=False, first=False)
+
+    def is_ended(self, rendered: Rendered, begin: int, end: int) -> bool:
+        """Whether a special token of the template's own ends that stretch, white space behind it allowed."""
+        stop = begin + len(rendered.text[begin:end].rstrip())
+        return self._is_after_special(rendered, stop, begin)
+
+    def _is_after_special(self, rendered: Rendered, place: int, begin: int = 0) -> bool:
+        """Whether a special token of the template's own stands directly before ``place``, and not before ``begin``."""
+        if not rendered.text.endswith(self._special_texts, begin, place):
+            return False
+        found = next(text for text in self._special_texts if rendered.text.endswith(text, begin, place))
+        return place - len(found) not in rendered.shielded
+
     def through_end_token(self, text: str, end: int) -> int:
-        """Where the special token ends that follows at ``end``, white space between allowed; -1 when none follows."""
-        while end < len(text) and text[end].isspace():
-            end += 1
-        found = self._special_pattern.match(text, end)
-        return found.end() if found else -1
+        """Where the token ends that follows at ``end`` and ends an answer, perhaps behind white space; else ``end``."""
+        found = self._next_special.match(text, end)
+        return found.end() if found and found[1] in self._end_tokens else end
+
+    @cached_property
+    def _end_tokens(self) -> frozenset[str]:
+        """EOS, what follows the last answer, and what follows questions and earlier answers alike (gpt-oss ends the
+        last answer with another token than those before). Anything else behind an answer opens the next turn."""
+        *_, last = ["", *self._special_tokens_after(1)]
+        question, earlier, *_ = [*self._special_tokens_after(2), "", ""]
+        alike = {earlier} if last and earlier == question else set()
+        return (frozenset({self._eos, last}) | alike) - {""}
+
+    def _special_tokens_after(self, turns: int) -> list[str]:
+        """Which special token follows each message of so many questions and answers; "" for none."""
+        messages = [Message("user", ""), Message("assistant", "")] * turns
+        try:
+            _, *after = self.frame(messages, dict.fromkeys(range(2 * turns), ""), ask=False, where="a try")
+        except BadRow:
+            return []
+        if len(after) != len(messages):
+            return []
+        found = [self._next_special.match(text) for text in after]
+        return [match[1] if match else "" for match in found]
+
+    @cached_property
+    def opening(self) -> str:
+        """What a generation block writes although the prompt ends with it: a header, in SmolLM3's template."""
+        question = [Message("user", "ping")]
+        try:
+            prompt = self.render(question, ask=True, where="a try").text
+            spans = self.render([*question, Message("assistant", "pong")], ask=False, where="a try").generated
+        except BadRow:
+            return ""
+        return prompt[spans[-1][0] :] if spans else ""
 
     def pieces(self, rendered: Rendered, start: int, end: int, *, supervised: bool) -> list[Piece]:
         """The text from ``start`` to ``end``, split only where special-token text has to stay plain."""
@@ -59,7 +128,13 @@ class Renderer:
         if any(start <= place < end for place in rendered.shielded):
             cuts = self._shielded_cuts(rendered, start, end)
         return [
-            Piece(rendered.text[a:b], supervised=supervised, plain=plain, first=a == 0)
+            Piece(
+                rendered.text[a:b],
+                supervised=supervised,
+                plain=plain,
+                first=a == 0,
+                after_special=self._is_after_special(rendered, a),
+            )
             for a, b, plain in cuts
             if a < b
         ]

@@ -76,8 +76,7 @@ class ChatTemplate:
         specials = {
             key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
         }
-        self._renderer = Renderer(SafeTemplate(source, name=name), specials, self._encoder.special_pattern)
-        self._ends = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        self._renderer = Renderer(SafeTemplate(source, name=name), specials, self._encoder.special_texts)
         self._text_start = _text_start(tokenizer)
 
     def encode(self, example: Example) -> Encoded:
@@ -110,7 +109,8 @@ class ChatTemplate:
     @property
     def stop_ids(self) -> frozenset[int]:
         """Ids at which generation has to stop: EOS, and the token that ends an answer in this template."""
-        return frozenset({self._tokenizer.eos_token_id, self.encode(_PROBE).ids[-1]})
+        specials = [token for token in self.encode(_PROBE).ids if token in self._encoder.special_ids]
+        return frozenset({self._tokenizer.eos_token_id, *specials[-1:]})
 
     def _join(self, row: list[Piece], piece_ids: list[list[int]]) -> Encoded:
         ids: list[int] = []
@@ -118,12 +118,16 @@ class ChatTemplate:
         for piece, part in zip(row, piece_ids, strict=True):
             ids += part
             supervised += [piece.supervised] * len(part)
-        is_text = len(row) == 1
-        if is_text and ids[: len(self._text_start)] != self._text_start:
-            ids, supervised = self._text_start + ids, [True] * len(self._text_start) + supervised
-        if ids[-1:] and ids[-1] in self._ends:
-            return Encoded(ids, supervised)
-        return Encoded([*ids, self._tokenizer.eos_token_id], [*supervised, True])
+        return self._as_text(ids) if len(row) == 1 else Encoded(ids, supervised)
+
+    def _as_text(self, ids: list[int]) -> Encoded:
+        """A plain text, all of it learned, with BOS and EOS unless its author wrote them."""
+        if ids[: len(self._text_start)] != self._text_start:
+            ids = self._text_start + ids
+        eos = self._tokenizer.eos_token_id
+        if not ids or ids[-1] not in self._encoder.special_ids | {eos}:
+            ids = [*ids, eos]
+        return Encoded(ids, [True] * len(ids))
 
 
 def _text_start(tokenizer: Any) -> list[int]:
