@@ -73,6 +73,15 @@ def test_evaluation_loss_is_the_training_loss() -> None:
     assert parts.loss(stream).item() == pytest.approx(trained.item(), rel=1e-6)
 
 
+def test_a_config_that_asks_for_tuples_changes_nothing() -> None:
+    losses = []
+    for changes in ({}, {"return_dict": False}):
+        parts = language_model(tiny_model("llama", **changes), PlainLoss())
+        use_attention(parts.whole, "sdpa")
+        losses.append(parts.loss(stream_of(ROWS)).item())
+    assert losses[0] == losses[1]
+
+
 def test_a_stream_without_labels_has_no_loss_and_no_gradient() -> None:
     parts = language_model(tiny_model(), PlainLoss())
     use_attention(parts.whole, "sdpa")

@@ -26,6 +26,7 @@ LLAMA: dict[str, Any] = {
 }
 FALCON_7B = find_known_model("falcon-7b").config
 MOE = find_known_model("qwen3-30b-a3b").config
+MIXTRAL = find_known_model("mixtral-8x7b").config
 
 
 def write_config(folder: Path, config: Any) -> Path:
@@ -235,6 +236,8 @@ def test_an_unsupported_architecture_names_the_supported() -> None:
         (MOE, {"num_experts_per_tok": 129}, "num_experts_per_tok = 129 is more than the 128 experts"),
         (MOE, {"mlp_only_layers": [0]}, "mixes dense and sparse blocks"),
         (MOE, {"decoder_sparse_step": 2}, "mixes dense and sparse blocks"),
+        (MOE, {"output_router_logits": True, "router_aux_loss_coef": 0.02}, "(router_aux_loss_coef = 0.02)"),
+        (MIXTRAL, {"output_router_logits": True}, "output_router_logits = True adds a load-balancing loss"),
     ],
 )
 def test_an_impossible_field_is_named(config: dict[str, Any], change: dict[str, Any], words: str) -> None:
@@ -242,6 +245,14 @@ def test_an_impossible_field_is_named(config: dict[str, Any], change: dict[str, 
         spec_from_config({**config, **change}, name="mine")
     assert words in str(caught.value)
     assert "config.json of mine" in str(caught.value)
+
+
+def test_router_logits_are_accepted_where_they_add_no_loss() -> None:
+    for change in (
+        {"output_router_logits": False},
+        {"output_router_logits": True, "router_aux_loss_coef": 0.0},
+    ):
+        assert spec_from_config({**MOE, **change}, name="mine") == spec_from_config(MOE, name="mine")
 
 
 def test_remote_code_that_transformers_adopted_is_not_run_and_not_refused() -> None:

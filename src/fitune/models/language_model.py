@@ -57,6 +57,7 @@ class LanguageModel:
                 input_ids=batch.input_ids_T.to(self.device)[None],
                 position_ids=batch.position_ids_T.to(self.device)[None],
                 use_cache=False,
+                return_dict=True,  # whatever config.json says
                 **separation,
             )
         hidden_TD: Tensor = output.last_hidden_state[0]

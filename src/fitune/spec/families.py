@@ -207,11 +207,25 @@ def _gemma(fields: ConfigFields, name: str, widths: Widths, **different: Any) ->
 def _mixture(
     fields: ConfigFields, name: str, widths: Widths, *, bias: bool = False, **different: Any
 ) -> ModelSpec:
+    _refuse_router_loss(fields)
     total, chosen = fields.count("num_local_experts", "num_experts"), fields.count("num_experts_per_tok")
     if chosen > total:
         fields.refuse("num_experts_per_tok", f"is more than the {total} experts there are")
     linears = (*attention(widths, qkv_bias=bias, out_bias=bias), *experts(widths, total=total, chosen=chosen))
     return _spec(fields, name, widths, linears, num_experts=total, experts_per_token=chosen, **different)
+
+
+def _refuse_router_loss(fields: ConfigFields) -> None:
+    """transformers would add router_aux_loss_coef × a loss of the router's load, call by call."""
+    coefficient = fields.values.get("router_aux_loss_coef")
+    if not fields.flag("output_router_logits") or coefficient == 0:
+        return
+    times = "router_aux_loss_coef" if coefficient is None else f"router_aux_loss_coef = {coefficient!r}"
+    fields.refuse(
+        "output_router_logits",
+        f"adds a load-balancing loss ({times}), which fitune does not train with",
+        hint="output_router_logits: false in config.json trains the language-modelling loss alone",
+    )
 
 
 def _widths(
