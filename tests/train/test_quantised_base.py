@@ -81,4 +81,4 @@ def test_merged_it_is_the_16_bit_base_and_the_adapter(make_plan: MakePlan) -> No
 def test_a_packed_base_takes_no_merge(make_plan: MakePlan) -> None:
     prepared = prepare(on(Nf4(), make_plan()))
     with pytest.raises(CheckpointError, match="quantised base"):
-        merged_weights(prepared.model.whole)
+        merged_weights(prepared.model.whole, torch.float32)

@@ -1,11 +1,13 @@
 """Write what was trained in Hugging Face's layout, and prove it by reading it back.
 
 Everything is written to a temporary folder, reloaded from there with transformers and peft alone, compared
-(parity.py), synced, and renamed to its place last: a folder with the final name was verified.
-Reloading needs the weights a second time, on the device when they fit there and else on the host.
+(verify.py), synced, and renamed to its place last: a folder with the final name was verified. Where nothing else holds
+what was trained (``secure``) the folder has a durable name, ``<target>-unverified``, before it is verified.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,8 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.checkpoint import parity
-from fitune.checkpoint.layout import staged, write_adapter, write_model, write_texts
-from fitune.checkpoint.merge import merged_weights
+from fitune.checkpoint.layout import staged, stored_bytes, write_adapter, write_model, write_texts
+from fitune.checkpoint.merge import base_weights, in_dtype, merged_weights, refuse_quantised_base
+from fitune.checkpoint.merge_law import merged_checks
+from fitune.checkpoint.parity import is_equal
+from fitune.checkpoint.verify import reload_device, verify
 from fitune.models.attention import attends_by_rows
 from fitune.models.quantize import quantised_base
 from fitune.models.tables import copy_tables, table_weights, ties_are_kept
@@ -23,13 +28,20 @@ from fitune.models.vocabulary import resized
 from fitune.models.weights import load_model
 from fitune.spec.plan import Dense
 
+OnReloaded = Callable[[PreTrainedModel], None]
+
+_MERGE_SLACK = 2.0
+"""The weights are held to their law; logits may differ by the rounding of two ways: the adapted model rounds W x and
+s · B A x each, the merged one W + s · B A once and its product."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A verified folder. ``max_logit_difference`` is against the trained model, on fixed tokens."""
+    """A verified folder. ``max_logit_difference`` is against the trained model, on fixed tokens; None when logits
+    could not be compared, and a warning says why."""
 
     path: Path
-    max_logit_difference: float
+    max_logit_difference: float | None
     warnings: tuple[str, ...] = ()
 
 
@@ -43,6 +55,7 @@ def export_adapter(
     card: str,
     base_path: str = "",
     replace: bool = False,
+    secure: bool = False,
 ) -> Exported:
     """Write the active adapter; ``base`` is recorded as its base, ``base_path`` is where that lies (default: base).
 
@@ -50,15 +63,24 @@ def export_adapter(
     and ``replace`` is off.
     """
     weights = adapter_weights(model)
-    with staged(target, weights, replace=replace) as folder:
-        write_adapter(model, folder, weights, base)
-        write_texts(folder, tokenizer, chat_template, card)
-        parity.require_filled(folder)
-        with parity.plain_attention(model) as attention:
-            found = _reloaded_adapter_logits(model, folder, weights, base_path or base, attention)
-            trained = parity.logits(model)
-        difference = parity.require_close(found, trained, _narrowest(model, weights))
-    return Exported(path=target, max_logit_difference=difference)
+    checks = {name: partial(is_equal, tensor, tensor.dtype) for name, tensor in weights.items()}
+    with staged(target, stored_bytes(weights), replace=replace) as stage:
+        write_adapter(model, stage.folder, weights, base)
+        write_texts(stage.folder, tokenizer, chat_template, card)
+        parity.require_filled(stage.folder)
+        if secure:
+            stage.secure()
+        verified = verify(
+            model,
+            stage.folder,
+            checks,
+            reload=lambda attention: _reloaded_adapter(
+                model, stage.folder, weights, base_path or base, attention
+            ),
+            weights_of=adapter_weights,
+            dtypes=[tensor.dtype for tensor in weights.values()],
+        )
+    return Exported(path=target, max_logit_difference=verified.difference, warnings=verified.warnings)
 
 
 def export_merged(
@@ -69,29 +91,41 @@ def export_merged(
     chat_template: str,
     card: str,
     base_path: str = "",
+    dtype: torch.dtype | None = None,
     replace: bool = False,
+    on_reloaded: OnReloaded | None = None,
 ) -> Exported:
-    """Write the base with the adapter folded in (merge.py), in the type it has; ``model`` is untouched.
+    """Write the base with the adapter folded in (merge.py), in ``dtype`` (default: as it is); ``model`` is untouched.
 
     A packed base is read again from ``base_path`` in the compute type: the adapter is folded into that one, and what
-    is written is compared with that one's answers. Logits may differ by the rounding of the merged weights
-    (``parity.TOLERANCE``); a warning says when that is much of what training changed.
+    is written is compared with that one's answers. Every weight is held to the law of merge_law.py. Logits may differ
+    by rounding (twice ``parity.TOLERANCE``), with the experts of each token fixed; a warning says
+    when that is much of what training changed. ``on_reloaded`` is shown the merged model once it is verified.
     """
     if base_path and quantised_base(model) != Dense():
         model = on_dense_base(model, base_path)
-    weights = merged_weights(model)
-    with staged(target, weights, replace=replace) as folder:
-        write_model(model.get_base_model(), folder, weights)
-        write_texts(folder, tokenizer, chat_template, card)
-        parity.require_filled(folder)
-        with parity.plain_attention(model) as attention:
-            found = _reloaded_logits(model, folder, weights, attention)
-            trained = parity.logits(model)
-            with model.disable_adapter():
+    refuse_quantised_base(model)
+    kind = dtype or model.get_base_model().dtype
+    with staged(target, stored_bytes(base_weights(model), kind), replace=replace) as stage:
+        write_model(model.get_base_model(), stage.folder, merged_weights(model, kind))
+        write_texts(stage.folder, tokenizer, chat_template, card)
+        parity.require_filled(stage.folder)
+        verified = verify(
+            model,
+            stage.folder,
+            merged_checks(model, kind),
+            reload=partial(_reloaded, stage.folder, reload_device(model)),
+            weights_of=PreTrainedModel.state_dict,
+            dtypes=[kind],
+            slack=_MERGE_SLACK,
+            on_reloaded=on_reloaded,
+        )
+        warnings = verified.warnings
+        if verified.found is not None:
+            with parity.plain_attention(model), model.disable_adapter():
                 untrained = parity.logits(model)
-        difference = parity.require_close(found, trained, _narrowest(model, weights))
-    warnings = parity.rounded_away(found, trained, untrained)
-    return Exported(path=target, max_logit_difference=difference, warnings=warnings)
+            warnings += parity.rounded_away(verified.found, verified.trained, untrained)
+    return Exported(path=target, max_logit_difference=verified.difference, warnings=warnings)
 
 
 def export_full(
@@ -101,19 +135,29 @@ def export_full(
     *,
     chat_template: str,
     card: str,
+    dtype: torch.dtype | None = None,
     replace: bool = False,
+    secure: bool = False,
 ) -> Exported:
-    """Write all weights, in the type they have."""
+    """Write all weights, rounded to ``dtype`` (default: in the type they have)."""
+    kind = dtype or model.dtype
     weights = model.state_dict()
-    with staged(target, weights, replace=replace) as folder:
-        write_model(model, folder, weights)
-        write_texts(folder, tokenizer, chat_template, card)
-        parity.require_filled(folder)
-        with parity.plain_attention(model) as attention:
-            found = _reloaded_logits(model, folder, weights, attention)
-            trained = parity.logits(model)
-        difference = parity.require_close(found, trained, _narrowest(model, weights))
-    return Exported(path=target, max_logit_difference=difference)
+    checks = {name: partial(is_equal, tensor, kind) for name, tensor in weights.items()}
+    with staged(target, stored_bytes(weights, kind), replace=replace) as stage:
+        write_model(model, stage.folder, in_dtype(weights, kind))
+        write_texts(stage.folder, tokenizer, chat_template, card)
+        parity.require_filled(stage.folder)
+        if secure:
+            stage.secure()
+        verified = verify(
+            model,
+            stage.folder,
+            checks,
+            reload=partial(_reloaded, stage.folder, reload_device(model)),
+            weights_of=PreTrainedModel.state_dict,
+            dtypes=[kind],
+        )
+    return Exported(path=target, max_logit_difference=verified.difference, warnings=verified.warnings)
 
 
 def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
@@ -128,7 +172,7 @@ def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
 def on_dense_base(model: PeftModel, base_path: str) -> PeftModel:
     """The same adapter on its base as it is on disk, in the compute type."""
     dtype = model.get_base_model().dtype
-    base = load_model(base_path, dtype=dtype, device=_reload_device(model))
+    base = load_model(base_path, dtype=dtype, device=reload_device(model))
     resized(base, _rows(model))
     config = model.peft_config[model.active_adapter]
     adapted = get_peft_model(base, config, autocast_adapter_dtype=False)
@@ -138,25 +182,22 @@ def on_dense_base(model: PeftModel, base_path: str) -> PeftModel:
     return adapted
 
 
-def _reloaded_logits(
-    model: PreTrainedModel | PeftModel, folder: Path, weights: dict[str, Tensor], attention: str
-) -> Tensor:
-    """Logits of what lies in ``folder``, after comparing every weight with ``weights``."""
-    reloaded = AutoModelForCausalLM.from_pretrained(
+def _reloaded(folder: Path, device: torch.device, attention: str) -> PreTrainedModel:
+    """What lies in ``folder``, as transformers loads it."""
+    reloaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", attn_implementation=attention, local_files_only=True
     )
-    parity.require_same_weights(reloaded.state_dict(), weights)
-    return parity.logits(reloaded.to(_reload_device(model)))
+    return reloaded.to(device)
 
 
-def _reloaded_adapter_logits(
+def _reloaded_adapter(
     model: PeftModel, folder: Path, weights: dict[str, Tensor], base_path: str, attention: str
-) -> Tensor:
-    """Logits of a fresh base, packed as the trained one, with the adapter of ``folder``; every weight is compared."""
+) -> PeftModel:
+    """A fresh base, packed as the trained one, with the adapter of ``folder``."""
     base = load_model(
         base_path,
         dtype=model.get_base_model().dtype,
-        device=_reload_device(model),
+        device=reload_device(model),
         base=quantised_base(model),
     )
     resized(base, _rows(model))
@@ -165,26 +206,8 @@ def _reloaded_adapter_logits(
     # PEFT casts adapters to the base's type, or 16-bit ones to fp32: ask for whichever keeps what was trained.
     in_fp32 = all(tensor.dtype == torch.float32 for tensor in weights.values())
     with ties_are_kept():
-        reloaded = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=in_fp32)
-    parity.require_same_weights(adapter_weights(reloaded), weights)
-    return parity.logits(reloaded)
+        return PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=in_fp32)
 
 
 def _rows(model: PeftModel) -> int:
     return int(model.get_base_model().get_input_embeddings().weight.shape[0])
-
-
-def _reload_device(model: PreTrainedModel | PeftModel) -> torch.device:
-    """The model's own device, so that the same kernels answer, unless a second copy does not fit there."""
-    device = next(model.parameters()).device
-    if device.type != "cuda":
-        return device
-    needed = sum(parameter.nbytes for parameter in model.parameters())
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if free > 1.2 * needed else torch.device("cpu")
-
-
-def _narrowest(model: PreTrainedModel | PeftModel, weights: dict[str, Tensor]) -> torch.dtype:
-    """The floating type with the coarsest steps among the trained and the exported weights."""
-    tensors = (*model.parameters(), *weights.values())
-    return max((t.dtype for t in tensors if t.is_floating_point()), key=lambda dtype: torch.finfo(dtype).eps)

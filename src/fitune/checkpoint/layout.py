@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fitune.checkpoint.durable import (
     require_space,
     temporary_sibling,
 )
-from fitune.errors import CheckpointError, RunDirectoryError
+from fitune.errors import CheckpointError, FituneError, RunDirectoryError
 from fitune.models.adapter_check import WEIGHTS
 from fitune.models.tables import trained_tables
 from fitune.spec.disk import sync_tree
@@ -33,9 +34,30 @@ _MARGIN_BYTES = 32 * MIB
 """Tokenizer, configs and card."""
 
 
+@dataclass(slots=True)
+class Stage:
+    """A folder that is being built for ``target``."""
+
+    target: Path
+    folder: Path
+
+    def secure(self) -> None:
+        """Give it a durable name, ``<target>-unverified``: it stays whatever verification says and whatever ends it."""
+        aside = unverified(self.target)
+        _sync(self.folder)
+        _replace(aside, self.folder)
+        self.folder = aside
+
+
+def unverified(target: Path) -> Path:
+    """Where an export waits for its verification."""
+    return target.with_name(f"{target.name}-unverified")
+
+
 @contextmanager
-def staged(target: Path, weights: Mapping[str, Tensor], *, replace: bool) -> Iterator[Path]:
-    """A temporary folder that becomes ``target`` when the block ends well and vanishes when it does not.
+def staged(target: Path, size_bytes: int, *, replace: bool) -> Iterator[Stage]:
+    """A temporary folder that becomes ``target`` when the block ends well and vanishes, unless it was secured, when it
+    does not.
 
     Raises RunDirectoryError when ``target`` has content and ``replace`` is off, CheckpointError when the disk
     is too small or fails.
@@ -43,20 +65,33 @@ def staged(target: Path, weights: Mapping[str, Tensor], *, replace: bool) -> Ite
     if target.exists() and not (target.is_dir() and (replace or not any(target.iterdir()))):
         raise RunDirectoryError(f"{target} already exists and is not empty", hint="choose another folder")
     temporary = temporary_sibling(target)
+    stage = Stage(target, temporary)
     transformers_logging.disable_progress_bar()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        require_space(target.parent, _stored_bytes(weights) + _MARGIN_BYTES, what=f"export {target.name}")
+        require_space(target.parent, size_bytes + _MARGIN_BYTES, what=f"export {target.name}")
         remove_stale_siblings(target.parent, f"{target.name}-")
         temporary.mkdir()
-        yield temporary
-        _let_all_be_read(temporary)
-        sync_tree(temporary)
-        _replace(target, temporary)
+        yield stage
+        _sync(stage.folder)
+        _replace(target, stage.folder)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{target} could not be exported: {error}") from error
+        raise CheckpointError(f"{target} could not be exported: {error}{_kept(stage)}") from error
+    except FituneError as error:
+        error.message += _kept(stage)
+        raise
     finally:
         remove(temporary)
+
+
+def _kept(stage: Stage) -> str:
+    secured = stage.folder == unverified(stage.target)
+    return f"; what was trained is kept in {stage.folder}" if secured else ""
+
+
+def _sync(folder: Path) -> None:
+    _let_all_be_read(folder)
+    sync_tree(folder)
 
 
 def write_adapter(model: PeftModel, folder: Path, weights: dict[str, Tensor], base: str) -> None:
@@ -114,8 +149,13 @@ def _storage(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.data_ptr()
 
 
-def _stored_bytes(weights: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in _distinct(weights))
+def stored_bytes(weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> int:
+    """Bytes that ``weights`` take in a file, floating ones in ``dtype`` where it is given."""
+    return sum(t.numel() * _stored_as(t, dtype).itemsize for t in _distinct(weights))
+
+
+def _stored_as(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _dtype_name(weights: Mapping[str, Tensor]) -> str:

@@ -1,5 +1,7 @@
 """The weights of a model with its adapters folded in; the model itself is left as it is."""
 
+from collections.abc import Mapping
+
 import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
@@ -10,34 +12,57 @@ from fitune.errors import CheckpointError
 from fitune.models.quantised_linear import QuantisedLinear
 
 
-def merged_weights(model: PeftModel) -> dict[str, Tensor]:
-    """The base's state dict, with W + scaling · B A in place of every adapted W, under the base's names.
+def merged_weights(model: PeftModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The base's state dict in ``dtype``, with W + scaling · B A in place of every adapted W, under the base's names.
 
     DoRA's rows are then scaled to the length that it trained (Liu et al. 2024, arXiv 2402.09353, eq. 5).
 
     Merged matrices are new and on the host, one after the other, so the device holds one update at a time;
-    everything else is the model's own storage, tied weights included. The sum is made in fp32 and rounded
-    once to the type of W. (Merging in place and subtracting again would not give W back bit for bit.)
+    everything else is the model's own storage where it has that type, tied weights included. The sum is made in
+    fp32 and rounded once to ``dtype``. (Merging in place and subtracting again would not give W back bit for bit.)
     Raises CheckpointError for a quantised base and for adapters that are neither LoRA nor DoRA.
     """
     refuse_quantised_base(model)
-    base, adapter = model.get_base_model(), model.active_adapter
-    weights = {
+    layers = {f"{name}.weight": layer for name, layer in adapted_layers(model).items()}
+    weights = in_dtype({n: t for n, t in base_weights(model).items() if n not in layers}, dtype)
+    for name, layer in layers.items():
+        _require_plain_lora(name, layer)
+        weights[name] = _merged(layer, model.active_adapter, dtype)
+    return weights
+
+
+def base_weights(model: PeftModel) -> dict[str, Tensor]:
+    """The base's state dict without adapters, under the names that it has without them."""
+    return {
         name.replace(".base_layer.", "."): tensor
-        for name, tensor in base.state_dict().items()
+        for name, tensor in model.get_base_model().state_dict().items()
         if ".lora_" not in name
     }
-    for name, layer in _adapted_layers(base):
-        _require_plain_lora(name, layer)
-        weights[f"{name}.weight"] = _merged(layer, adapter)
-    return weights
+
+
+def adapted_layers(model: PeftModel) -> dict[str, LoraLayer]:
+    """Name of a linear in the base -> the layer that adapts it."""
+    named = model.get_base_model().named_modules()
+    return {name: module for name, module in named if isinstance(module, LoraLayer)}
+
+
+def in_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Floating tensors in ``dtype``, what has to change on the host; two names of one tensor stay two names of one."""
+    cast: dict[tuple[torch.device, int], Tensor] = {}
+    for tensor in weights.values():
+        place = tensor.device, tensor.data_ptr()
+        if place not in cast:
+            changes = tensor.is_floating_point() and tensor.dtype != dtype
+            cast[place] = tensor.detach().to("cpu", dtype) if changes else tensor
+    return {name: cast[tensor.device, tensor.data_ptr()] for name, tensor in weights.items()}
 
 
 def refuse_quantised_base(model: PeftModel) -> None:
     """Raises CheckpointError when adapters sit on quantised linears: rounding again would lose what they learned."""
     base = model.get_base_model()
     config = getattr(base.config, "quantization_config", None)
-    narrow = [name for name, layer in _adapted_layers(base) if not _holds_wide_floats(layer.get_base_layer())]
+    layers = adapted_layers(model)
+    narrow = [name for name, layer in layers.items() if not _holds_wide_floats(layer.get_base_layer())]
     if config is not None or narrow:
         method = (
             config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
@@ -56,10 +81,6 @@ def _holds_wide_floats(layer: nn.Module) -> bool:
     return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in weights)
 
 
-def _adapted_layers(base: nn.Module) -> list[tuple[str, LoraLayer]]:
-    return [(name, module) for name, module in base.named_modules() if isinstance(module, LoraLayer)]
-
-
 def _require_plain_lora(name: str, layer: LoraLayer) -> None:
     if (
         not isinstance(layer, LoraLinear)
@@ -68,13 +89,13 @@ def _require_plain_lora(name: str, layer: LoraLayer) -> None:
         or layer.merged
     ):
         raise CheckpointError(
-            f"{name}: only LoRA and DoRA on a linear, not merged yet, can be merged here",
+            f"{name.removesuffix('.weight')}: only LoRA and DoRA on a linear, not merged yet, can be merged here",
             hint="export: adapter",
         )
 
 
 @torch.no_grad()
-def _merged(layer: LoraLayer, adapter: str) -> Tensor:
+def _merged(layer: LoraLayer, adapter: str, dtype: torch.dtype) -> Tensor:
     weight = layer.get_base_layer().weight
     update = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
     update *= layer.scaling[adapter]
@@ -82,6 +103,7 @@ def _merged(layer: LoraLayer, adapter: str) -> Tensor:
         update = update.T
     update += weight
     if adapter in layer.lora_magnitude_vector:
-        lengths = torch.linalg.vector_norm(update, dim=0 if layer.fan_in_fan_out else 1, keepdim=True)
-        update *= layer.lora_magnitude_vector[adapter].weight.float().view_as(lengths) / lengths
-    return update.to(dtype=weight.dtype, device="cpu")
+        row = 0 if layer.fan_in_fan_out else 1
+        lengths = torch.linalg.vector_norm(update, dim=row, keepdim=True, dtype=torch.float64)
+        update *= (layer.lora_magnitude_vector[adapter].weight.view_as(lengths) / lengths).float()
+    return update.to(dtype=dtype, device="cpu")

@@ -1,11 +1,12 @@
 """Is what was exported the model that was trained? Bits of every weight, and logits on fixed tokens.
 
-Equal bits are asked of the weights. Logits are compared within a tolerance, because another device, another
-memory alignment or a merge rounds differently; with the same kernels they come out equal too.
+Equal bits are asked of the weights, and of merged ones their own law (merge_law.py). Logits are compared within a
+tolerance, because another device, another memory alignment or a merge rounds differently; with the same kernels they
+come out equal too.
 Shapes: B rows, T tokens, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,12 +19,16 @@ from transformers import PreTrainedModel
 from fitune.errors import CheckpointError
 from fitune.models.attention import attends_by_rows
 
+Check = Callable[[Tensor], bool]
+"""Whether a stored tensor is the one that was trained."""
+
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest |difference| of logits relative to the largest |logit|.
 
 A merge rounds each weight once, by at most 2⁻²⁴ (fp32), 2⁻¹¹ (fp16), 2⁻⁸ (bf16) of its value.
 Over some 200 linears in a row such errors add up like a random walk, to about 15 times that, and each
-activation is rounded as often: 1e-6, 7e-3 and 6e-2 of a typical logit, less of the largest.
+activation is rounded as often: 1e-6, 7e-3 and 6e-2 of a typical logit, less of the largest. That a router chooses
+another expert for such a difference is no rounding: routes are fixed while logits are compared (routing.py).
 """
 
 
@@ -60,26 +65,48 @@ def plain_attention(model: PreTrainedModel | PeftModel) -> Iterator[str]:
             base.set_attn_implementation(before)
 
 
-def require_same_weights(reloaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError naming the tensors that are not on disk bit for bit."""
-    wrong = [
-        name
-        for name, tensor in expected.items()
-        if name not in reloaded
-        or not torch.equal(reloaded[name].to("cpu", tensor.dtype), tensor.detach().cpu())
-    ]
-    wrong += [name for name in reloaded if name not in expected]
+def is_equal(trained: Tensor, dtype: torch.dtype, stored: Tensor) -> bool:
+    """Whether ``stored`` is ``trained``, rounded to ``dtype``, bit for bit; a number that is none equals nothing."""
+    wanted = trained.detach().cpu()
+    wanted = wanted.to(dtype) if wanted.is_floating_point() else wanted
+    return torch.equal(stored.to("cpu", wanted.dtype), wanted)
+
+
+def require_same_weights(reloaded: Mapping[str, Tensor], checks: Mapping[str, Check]) -> None:
+    """Raises CheckpointError naming the tensors that are not what was trained."""
+    wrong = [name for name, check in checks.items() if name not in reloaded or not check(reloaded[name])]
+    wrong += [name for name in reloaded if name not in checks]
+    _refuse(wrong)
+
+
+def require_same_files(folder: Path, checks: Mapping[str, Check]) -> int:
+    """The same of the files in ``folder``, one tensor in memory at a time, and how many were compared.
+
+    A name that is on disk only is passed over: some families store experts otherwise than they hold them.
+    """
+    compared, wrong = 0, []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (not a dict)
+                if name in checks:
+                    compared += 1
+                    wrong += [] if checks[name](opened.get_tensor(name)) else [name]
+    _refuse(wrong)
+    return compared
+
+
+def _refuse(wrong: Sequence[str]) -> None:
     if wrong:
         raise CheckpointError(
             f"the exported files do not hold the trained weights; {len(wrong)} tensors differ, "
-            f"not finite or are missing: {', '.join(wrong[:5])}"
+            f"are not finite or are missing: {', '.join(wrong[:5])}"
         )
 
 
-def require_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
+def require_close(found: Tensor, expected: Tensor, dtype: torch.dtype, *, slack: float = 1.0) -> float:
     """Largest |difference| of logits. Raises CheckpointError when it is more than rounding in ``dtype`` explains."""
     difference = (found - expected).abs().max().item()
-    allowed = TOLERANCE[dtype] * max(1.0, expected.abs().max().item())
+    allowed = slack * TOLERANCE[dtype] * max(1.0, expected.abs().max().item())
     if not difference <= allowed:  # also refuses NaN
         raise CheckpointError(
             f"the exported model does not answer like the trained one: logits differ by {difference:.3g}, "

@@ -1,0 +1,185 @@
+"""A merge is judged by its weights: W + scaling · B A within one rounding; and by logits, with experts fixed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from checkpoint.tiny_export import byte_tokenizer
+from fitune.checkpoint import export, verify
+from fitune.checkpoint.export import export_merged
+from fitune.checkpoint.layout import unverified
+from fitune.checkpoint.merge import base_weights, merged_weights
+from fitune.checkpoint.merge_law import merged_checks
+from fitune.errors import CheckpointError
+from models.tiny_models import tiny_model
+
+EXPERTS = {"mixtral": {"num_local_experts": 8}, "qwen3_moe": {"num_experts": 8}}
+TARGETS = ["q_proj", "v_proj", "o_proj"]
+ATTENTION = {"gpt2": ["c_attn", "attn.c_proj"]}
+COMMON = {"chat_template": "", "card": "# what it is\n"}
+
+
+def adapted(
+    family: str, *, dtype: torch.dtype = torch.bfloat16, folder: Path | None = None, **words
+) -> PeftModel:
+    """A tiny model whose adapter moves every logit; read from ``folder`` where the export is to be reloaded."""
+    base = tiny_model(family, vocab_size=260, **EXPERTS.get(family, {})).to(dtype)
+    if folder is not None:
+        base.save_pretrained(folder)
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    config = LoraConfig(
+        r=4, target_modules=ATTENTION.get(family, TARGETS), task_type="CAUSAL_LM",
+        fan_in_fan_out=family == "gpt2", **words,
+    )  # fmt: skip
+    model = get_peft_model(base, config, autocast_adapter_dtype=False)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def is_right(model: PeftModel, weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, bool]:
+    checks = merged_checks(model, dtype)
+    assert checks.keys() == weights.keys()
+    return {name: check(weights[name]) for name, check in checks.items()}
+
+
+VARIANTS = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "alpha": {"lora_alpha": 64, "rank_pattern": {"v_proj": 2}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_merged_weight_is_within_one_rounding(variant: str, family: str, dtype: torch.dtype) -> None:
+    for trained in (torch.float32, dtype):
+        model = adapted(family, dtype=trained, **VARIANTS[variant])
+        assert all(is_right(model, merged_weights(model, dtype), dtype).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_one_element_two_roundings_off_breaks_the_law(variant: str, dtype: torch.dtype) -> None:
+    model = adapted("llama", dtype=dtype, **VARIANTS[variant])
+    name = "model.layers.1.self_attn.v_proj.weight"
+    weights = merged_weights(model, dtype)
+    matrix = weights[name] = weights[name].clone()
+    place = matrix.abs().argmax()
+    steps = 2 if dtype is torch.bfloat16 else 64  # in fp32 the sum itself is rounded, too
+    matrix.view(-1)[place] *= 1 + steps * torch.finfo(dtype).eps
+    assert [n for n, right in is_right(model, weights, dtype).items() if not right] == [name]
+
+
+def perturbed(model: PeftModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    weights = merged_weights(model, dtype)
+    weights["model.layers.0.mlp.experts.down_proj"] = weights["model.layers.0.mlp.experts.down_proj"] * 1.01
+    return weights
+
+
+def forgotten(model: PeftModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    return base_weights(model)
+
+
+def twice_as_much(model: PeftModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    layer = model.get_base_model().model.layers[1].self_attn.o_proj
+    layer.scaling["default"] *= 2
+    weights = merged_weights(model, dtype)
+    layer.scaling["default"] /= 2
+    return weights
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_a_16_bit_merge_of_a_mixture_of_experts_is_accepted(family: str, tmp_path: Path) -> None:
+    """Near-tied routers send tokens elsewhere after one rounding: not the merge is wrong then."""
+    model = adapted(family, folder=tmp_path / "base")
+    done = export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON)
+    assert done.max_logit_difference is not None
+    assert done.warnings == ()
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(
+    ("merge", "named"),
+    [
+        (perturbed, r"1 tensors differ.*layers\.0\.mlp\.experts\.down_proj"),
+        (forgotten, r"9 tensors differ"),
+        (twice_as_much, r"1 tensors differ.*layers\.1\.self_attn\.o_proj"),
+    ],
+)
+def test_a_wrong_merge_of_a_mixture_of_experts_is_refused(
+    family: str,
+    merge: Callable[..., dict[str, Tensor]],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = adapted(family, folder=tmp_path / "base")
+    monkeypatch.setattr(export, "merged_weights", merge)
+    with pytest.raises(CheckpointError, match=named):
+        export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_routers_that_cannot_be_fixed_leave_the_verdict_to_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fitune.checkpoint.routing._chooses", lambda output: False)
+    model = adapted("mixtral", folder=tmp_path / "base")
+    done = export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON)
+    assert done.max_logit_difference is None
+    assert "logits are not compared" in done.warnings[0]
+
+
+# Out of memory while verifying
+
+
+def no_memory(*_words: object, **_named: object) -> None:
+    raise RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried")
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_copy_that_has_no_room_leaves_the_files_to_be_compared(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted(family, folder=tmp_path / "base")
+    monkeypatch.setattr(export, "_reloaded", no_memory)
+    done = export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON)
+    assert "not verified by reloading" in done.warnings[0]
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    monkeypatch.setattr(export, "merged_weights", forgotten)
+    with pytest.raises(CheckpointError, match="9 tensors differ"):
+        export_merged(model, byte_tokenizer(), tmp_path / "wrong", **COMMON)
+
+
+def test_what_is_secured_outlives_its_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends it: a refusal, a second Ctrl-C, the machine."""
+    model = adapted("llama", folder=tmp_path / "base")
+    words = {**COMMON, "base": str(tmp_path / "base"), "secure": True}
+    kept = unverified(tmp_path / "adapter")
+
+    def interrupted(*_words: object, **_named: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(export, "verify", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            export.export_adapter(model, byte_tokenizer(), tmp_path / "adapter", **words)
+    assert (kept / "adapter_model.safetensors").is_file()
+    with monkeypatch.context() as refused:
+        refused.setattr(verify.parity, "TOLERANCE", dict.fromkeys((torch.bfloat16,), -1.0))
+        with pytest.raises(CheckpointError, match="what was trained is kept in .*adapter-unverified"):
+            export.export_adapter(model, byte_tokenizer(), tmp_path / "adapter", **words)
+    assert (kept / "adapter_config.json").is_file()
+    assert not (tmp_path / "adapter").exists()
+    export.export_adapter(model, byte_tokenizer(), tmp_path / "adapter", **words)
+    assert not kept.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
