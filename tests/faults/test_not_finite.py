@@ -3,6 +3,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fitune.checkpoint.resume import newest_checkpoint
+from fitune.engine.plain import PlainEngine
+from fitune.engine.protocol import EngineState
 from fitune.models.language_model import LanguageModel
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.track.jsonl import read_metrics
+from fitune.train import loop
 
 Call = Callable[..., tuple[int, str, str]]
 LOMO = {"tuning": "lomo", "micro_batch_size": 8, "gradient_accumulation_steps": 1}
@@ -107,3 +111,77 @@ def test_lomo_that_clips_by_value_says_that_the_gradient_was_used(
     assert "Rows of this step" in err
     assert newest_checkpoint(tmp_path / "run").warnings == ()
     assert train("--resume", **LOMO, save_steps=1, max_steps=3)[0] == 0
+
+
+OVERFLOWS = {"learning_rate": 1e38, "warmup_steps": 0, "lr_scheduler": "constant", "max_grad_norm": 0}
+FULL = {"tuning": "full"}
+
+
+def explode(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
+    """From step ``after`` + 1 on every update ends in weights that are no numbers, whatever engine made it."""
+    real = loop._one_step
+    calls = [0]
+
+    def step(prepared: Any, *args: Any, **kwargs: Any) -> Any:
+        found = real(prepared, *args, **kwargs)
+        calls[0] += 1
+        if calls[0] > after:
+            _name, weight = next(iter(prepared.model.trained.items()))
+            with torch.no_grad():
+                weight.view(-1)[-1] = float("inf")
+        return found
+
+    monkeypatch.setattr(loop, "_one_step", step)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, FULL, {**FULL, "precision": "bf16-master"}, LOMO, {**LOMO, "tuning": "adalomo"}],
+    ids=["lora", "full", "masters", "lomo", "adalomo"],
+)
+def test_new_weights_that_are_no_numbers_are_never_saved(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
+) -> None:
+    common = {"save_steps": 1, "max_steps": 2, "learning_rate": 1e-3, **settings}
+    with monkeypatch.context() as broken:
+        explode(broken, after=1)
+        code, _, err = train(**common)
+    assert code == 1
+    assert "after step 2 these are NaN or infinite: " in err
+    assert "neither saved nor exported" in err
+    found = newest_checkpoint(tmp_path / "run")
+    assert found.path is not None
+    assert (found.path.name, found.warnings) == ("step-1", ())
+    assert train("--resume", **common)[0] == 0
+
+
+@pytest.mark.parametrize("settings", [{}, FULL], ids=["lora", "full"])
+@pytest.mark.parametrize("save_steps", [0, 1])
+def test_a_learning_rate_beyond_all_numbers_leaves_neither_checkpoint_nor_export(
+    train: Call, tmp_path: Path, settings: dict[str, object], save_steps: int
+) -> None:
+    """The loss and the gradients of its one step are fine; what comes of them is not."""
+    code, _, err = train(**{**OVERFLOWS, **settings, "max_steps": 1, "save_steps": save_steps})
+    assert (code, "after step 1 these are NaN or infinite" in err) == (1, True)
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert not left & {"adapter", "model"}
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    report = from_json(RunReport, (tmp_path / "run" / "report.json").read_text())
+    assert (report.status, report.steps, report.exported) == ("failed", 1, "")
+
+
+def test_optimizer_states_that_are_no_numbers_are_not_saved_either(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = PlainEngine.state
+
+    def state(engine: PlainEngine) -> EngineState:
+        found = real(engine)
+        squares = {n: torch.full_like(t, torch.inf) for n, t in found.tensors.items() if "exp_avg_sq" in n}
+        return replace(found, tensors={**found.tensors, **squares})
+
+    with monkeypatch.context() as broken:
+        broken.setattr(PlainEngine, "state", state)
+        code, _, err = train(save_steps=1, max_steps=1, optimizer="adamw")
+    assert (code, "NaN or infinite: exp_avg_sq/" in err) == (1, True)
+    assert newest_checkpoint(tmp_path / "run").path is None

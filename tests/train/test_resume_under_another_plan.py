@@ -1,9 +1,13 @@
 """A run that goes on under other settings says so, and its figures are of the settings it ended with."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from fitune.errors import CheckpointError
 from fitune.report.compare import measure
 from fitune.spec.plan import Plan, Steps
 from fitune.spec.reports import Phase
@@ -44,3 +48,33 @@ def test_a_run_that_is_only_made_longer_keeps_its_measures(make_plan: MakePlan) 
     assert report.memory.phases[Phase.FORWARD] == max(
         s.memory_bytes.get(Phase.FORWARD, 0) for s in steps_of(plan)
     )
+
+
+@pytest.mark.parametrize("changed_while_running", [True, False])
+def test_another_frozen_base_under_the_same_path_is_refused(
+    make_plan: MakePlan, model_folder: Path, tmp_path: Path, changed_while_running: bool
+) -> None:
+    """What counts are the weights that were loaded, not those that lay there when the checkpoint was saved."""
+    base = tmp_path / "base"
+    shutil.copytree(model_folder, base)
+    plan = make_plan(model=str(base), max_steps=4, save_steps=2)
+
+    def change_base() -> None:
+        content = bytearray((base / "model.safetensors").read_bytes())
+        content[len(content) // 2] ^= 1
+        (base / "model.safetensors").write_bytes(content)
+
+    plain = callbacks(stop_after=2)
+    at_step = [0]
+
+    def stop_asked() -> bool:
+        at_step[0] += 1
+        if changed_while_running and at_step[0] == 1:
+            change_base()
+        return plain.stop_asked()
+
+    run(plan, callbacks=replace(plain, stop_asked=stop_asked))
+    if not changed_while_running:
+        change_base()
+    with pytest.raises(CheckpointError, match=r"the weights in .*base changed since step 2 was saved"):
+        run(plan, callbacks=callbacks(), resume=True)

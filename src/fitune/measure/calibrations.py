@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fitune.errors import HardwareError
+from fitune.spec.cache_folder import cache_folder
 from fitune.spec.calibration import Calibration
 from fitune.spec.disk import read_text, write_atomically
 from fitune.spec.hardware import Gpu
@@ -13,9 +14,7 @@ from fitune.spec.serial import from_json, to_json
 
 
 def calibrations_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """In $FITUNE_CACHE, else in fitune's folder of $XDG_CACHE_HOME, else of ~/.cache."""
-    root = environment.get("FITUNE_CACHE") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "fitune"
-    return Path(root).expanduser() / "calibration"
+    return cache_folder(environment) / "calibration"
 
 
 def device_key(gpu: Gpu, *, cores: int, environment: Mapping[str, str] = os.environ) -> str:

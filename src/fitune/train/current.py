@@ -50,6 +50,8 @@ class Run:
     loader: Loader
     log: MetricsLog
     sinks: Sequence[Sink]
+    base: str
+    """Identity of the frozen weights as they were loaded; empty where all are trained."""
     began: float
     """``time.perf_counter`` when the run was asked for."""
     steps_of_other_plan: int = 0

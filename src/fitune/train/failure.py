@@ -1,11 +1,15 @@
 """What stopped a run: where it was, why, and what to try. Whatever is raised becomes one error for people."""
 
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from fitune.checkpoint.commit import FOLDER, is_committed, step_folders
 from fitune.errors import FituneError, OutOfMemory, TrainingFailed, is_out_of_memory
+from fitune.models.finite import first_of, not_finite
 from fitune.spec.plan import ChunkedLoss, Dense, Lora, PlainLoss, Plan, trains_every_weight
 from fitune.spec.reports import Failure
 
@@ -51,6 +55,17 @@ def explain(error: Exception, plan: Plan, where: Whereabouts) -> FituneError:
         f"{type(error).__name__} ({where}): {_first_line(error)}\n  {memory_settings(plan)}",
         hint=f"the cause is in {Path(plan.run.output_dir) / TRACEBACK}{_going_on(plan)}",
     )
+
+
+def require_finite_step(step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Raises TrainingFailed naming what is NaN or infinite after ``step``: it is neither saved nor exported."""
+    bad = not_finite(tensors)
+    if bad:
+        raise TrainingFailed(
+            f"after step {step} these are NaN or infinite: {first_of(bad)}; they are neither saved nor exported",
+            hint="lower learning_rate, or train in bf16 or fp32 instead of fp16; --resume goes on from the last "
+            "checkpoint, if there is one",
+        )
 
 
 def memory_settings(plan: Plan) -> str:

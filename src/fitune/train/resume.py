@@ -86,7 +86,6 @@ def _has_steps(metrics: Path) -> bool:
 
 def _compatible(state: TrainState, plan: Plan, *, warnings: tuple[str, ...] = ()) -> Start:
     differences = require_resumable(from_data(Plan, state.facts["plan"]), plan)
-    require_same_base(state, plan)
     return Start(state=state, warnings=warnings, differences=tuple(differences))
 
 
@@ -99,13 +98,14 @@ def require_same_rows(state: TrainState, fingerprint: str) -> None:
         )
 
 
-def require_same_base(state: TrainState, plan: Plan) -> None:
-    """Raises CheckpointError when an adapter's frozen base is no longer what it was: same path, other weights.
+def base_identity(plan: Plan) -> str:
+    """A hash of the frozen weights under an adapter; empty where all weights are trained, and so in the checkpoint."""
+    return weights_identity(plan.model_path) if isinstance(plan.tuning, Lora) else ""
 
-    Full fine-tuning has all its weights in the checkpoint.
-    """
-    base = weights_identity(plan.model_path)
-    if isinstance(plan.tuning, Lora) and state.facts.get("base", base) != base:
+
+def require_same_base(state: TrainState, plan: Plan, *, base: str) -> None:
+    """Raises CheckpointError when an adapter's frozen base is no longer what it was: same path, other weights."""
+    if isinstance(plan.tuning, Lora) and state.facts["base"] != base:
         raise CheckpointError(
             f"the weights in {plan.model_path} changed since step {state.step} was saved",
             hint="put them back as they were, or start a new run in another output_dir",
@@ -120,9 +120,11 @@ def capture(
     position: LoaderState,
     best_eval_loss: float,
     rows: str,
+    base: str,
     steps_of_other_plan: int = 0,
 ) -> TrainState:
-    """Everything the next step depends on. ``rows`` is the fingerprint of the training rows."""
+    """Everything the next step depends on. ``rows`` is the fingerprint of the training rows, ``base`` that of the
+    frozen weights when they were loaded."""
     engine = prepared.engine.state()
     rng = {"cpu": torch.get_rng_state()}
     if prepared.model.device.type == "cuda":
@@ -137,7 +139,7 @@ def capture(
         facts={
             "plan": to_data(plan),
             "rows": rows,
-            "base": weights_identity(plan.model_path),
+            "base": base,
             "engine": dict(engine.facts),
             "epoch": position.epoch,
             "position": position.position,

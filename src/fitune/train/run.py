@@ -30,11 +30,19 @@ from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
 from fitune.train.ending import complete, failed, interrupted
 from fitune.train.evaluate import evaluate
-from fitune.train.failure import TRACEBACK, explain
+from fitune.train.failure import TRACEBACK, explain, require_finite_step
 from fitune.train.loop import train
 from fitune.train.oom import shortage_of
 from fitune.train.prepare import prepare
-from fitune.train.resume import Start, capture, require_same_rows, restore, where_to_start
+from fitune.train.resume import (
+    Start,
+    base_identity,
+    capture,
+    require_same_base,
+    require_same_rows,
+    restore,
+    where_to_start,
+)
 from fitune.train.samples import answer_before
 
 
@@ -64,6 +72,9 @@ def run(
         start = Start(state=None) if overwrite else where_to_start(directory, plan, resume=resume)
         for note in start.notes:
             callbacks.on_note(note)
+        base = base_identity(plan)
+        if start.state is not None:
+            require_same_base(start.state, plan, base=base)
         tokenizer, data, loader = _read_data(plan, start)
         if overwrite:  # only now: what was there is untouched until the data is known
             remove_run(directory)
@@ -73,7 +84,7 @@ def run(
             told = {retry for step in read_metrics(log.path) for retry in step.retries}
             current = Run(
                 plan=plan, callbacks=callbacks, tokenizer=tokenizer, data=data, loader=loader, log=log, sinks=sinks,
-                began=began, steps_of_other_plan=start.steps_of_other_plan,
+                base=base, began=began, steps_of_other_plan=start.steps_of_other_plan,
                 retries=tuple(retry for retry in retries if retry not in told),
             )  # fmt: skip
             return _train_and_report(current, start)
@@ -157,6 +168,7 @@ def _train(current: Run, start: Start) -> bool:
             _save(current, report)
         if stopping:
             return True
+    require_finite_step(current.where.step, current.model.trained)
     return False
 
 
@@ -205,8 +217,10 @@ def _save(current: Run, report: StepReport) -> None:
         position=current.position,
         best_eval_loss=current.best_eval_loss,
         rows=current.data.train.fingerprint,
+        base=current.base,
         steps_of_other_plan=current.steps_of_other_plan,
     )
+    require_finite_step(report.step, {**state.tensors["model"], **state.tensors["optimizer"]})
     save_checkpoint(
         current.directory, state, keep=current.plan.run.keep_checkpoints, eval_loss=report.eval_loss
     )

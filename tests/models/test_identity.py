@@ -1,0 +1,109 @@
+"""A model is told from another by every byte of it, and no byte is read twice for that."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fitune.models import identity as identities
+from fitune.models.identity import identity, weights_identity
+from fitune.units import MIB
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards of 3 MiB."""
+    folder = tmp_path / "some-model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for number in (1, 2):
+        (folder / f"model-{number}.safetensors").write_bytes(bytes([number]) * (3 * MIB))
+    return folder
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that were read to the end, and files count as settled at once."""
+    names: list[str] = []
+    real = identities.open_regular
+
+    def noting(file: Path):
+        names.append(file.name)
+        return real(file)
+
+    monkeypatch.setattr(identities, "open_regular", noting)
+    monkeypatch.setattr("fitune.models.remembered_hashes._SETTLED_S", -1.0)
+    return names
+
+
+@pytest.mark.parametrize("place", [0, MIB + 5, 3 * MIB // 2, 3 * MIB - 1])
+def test_one_byte_anywhere_is_another_model(folder: Path, place: int) -> None:
+    before = identity(str(folder)), weights_identity(str(folder))
+    with (folder / "model-2.safetensors").open("r+b") as file:
+        file.seek(place)
+        file.write(b"\x09")
+    assert identity(str(folder)) != before[0]
+    assert weights_identity(str(folder)) != before[1]
+
+
+def test_a_second_time_nothing_is_read(folder: Path, hashed: list[str]) -> None:
+    first = weights_identity(str(folder))
+    assert sorted(hashed) == ["model-1.safetensors", "model-2.safetensors"]
+    assert weights_identity(str(folder)) == first
+    assert len(hashed) == 2
+
+
+def test_a_change_that_keeps_size_and_time_is_seen(folder: Path, hashed: list[str]) -> None:
+    """The time of modification can be set back, that of the change of the file's entry cannot."""
+    file = folder / "model-1.safetensors"
+    before, stat = weights_identity(str(folder)), file.stat()
+    content = bytearray(file.read_bytes())
+    content[MIB + 7] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert weights_identity(str(folder)) != before
+    assert hashed[2:] == ["model-1.safetensors"]
+
+
+def test_a_file_that_was_written_this_moment_is_not_remembered(folder: Path) -> None:
+    """Within one tick of the clock it could change again and look the same."""
+    before = weights_identity(str(folder))
+    assert not (Path(os.environ["FITUNE_CACHE"]) / "hashes").exists()
+    assert weights_identity(str(folder)) == before
+
+
+@pytest.mark.parametrize("entry", ["", "[]", "{", '{"file": 5}', '{"sha256": "0", "file": {}}'])
+def test_a_remembered_hash_that_cannot_be_read_is_taken_again(
+    folder: Path, hashed: list[str], entry: str
+) -> None:
+    before = weights_identity(str(folder))
+    for file in (Path(os.environ["FITUNE_CACHE"]) / "hashes").iterdir():
+        file.write_text(entry)
+    assert weights_identity(str(folder)) == before
+    assert len(hashed) == 4
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    folder: Path, hashed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = weights_identity(str(folder))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "file"))
+    assert weights_identity(str(folder)) == before
+
+
+def test_where_the_folder_lies_and_what_else_is_in_it_does_not_matter(folder: Path, tmp_path: Path) -> None:
+    before = identity(str(folder)), weights_identity(str(folder))
+    (folder / "notes.pdf").write_text("seen")
+    moved = tmp_path / "elsewhere" / "some-model"
+    shutil.copytree(folder, moved)
+    assert (identity(str(moved)), weights_identity(str(moved))) == before
+    (moved / "config.json").write_text('{"a": 1}')
+    assert identity(str(moved)) != before[0]
+    assert weights_identity(str(moved)) == before[1]
+
+
+@pytest.mark.parametrize("name", ["", "some/hub-id"])
+def test_a_name_on_the_hub_is_its_own_identity(name: str) -> None:
+    assert identity(name) == name
