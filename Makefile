@@ -4,18 +4,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# One process a core; a free one takes tests from one that is behind.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# How long `make fuzz` looks: minute (the same examples every time) or hour (new ones every time).
+PROFILE ?= minute
 
-.PHONY: demo test slow lint types clean
+.PHONY: demo test slow fuzz lint types clean
 
 demo: $(STAMP)
 	$(BIN)/fitune demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
-# The larger grids of the laws, about ten minutes more.
+# The larger grids of the laws, about five minutes more.
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
+
+# Random damage to recipes, model folders, adapters, rows, templates and runs: each ends well or in an error for people.
+fuzz: $(STAMP)
+	$(PYTEST) tests/fuzz -m fuzz --hypothesis-profile=$(PROFILE)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

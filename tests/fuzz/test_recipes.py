@@ -1,0 +1,91 @@
+"""Recipes that people, generators and accidents write."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fitune.spec.recipe import ALIASES, Recipe
+from fuzz.bounded import Bounded
+from fuzz.hostile import TEXTS, VALUES, damaged
+
+pytestmark = pytest.mark.fuzz
+
+KEYS = st.sampled_from(sorted({*Recipe.model_fields, *ALIASES}))
+RIGHT = """\
+model: meta-llama/Llama-3.1-8B
+gpu: rtx-4090
+gpus: 2
+tuning: lora
+data:
+  - {path: rows.jsonl, format: messages, weight: 2}
+lora_r: 16
+learning_rate: 1e-4
+seq_len: 4096
+gradient_accumulation_steps: 4
+num_epochs: 3
+save_steps: 0.1
+output_dir: runs/x
+"""
+
+
+@given(st.dictionaries(st.one_of(KEYS, TEXTS), VALUES, max_size=4))
+def test_random_settings(
+    bounded: Bounded, tmp_path_factory: pytest.TempPathFactory, odd: dict[str, Any]
+) -> None:
+    recipe = {**yaml.safe_load(RIGHT), **odd}
+    _plan(
+        bounded, tmp_path_factory, yaml.safe_dump(recipe, allow_unicode=True).encode("utf-8", "surrogatepass")
+    )
+
+
+@given(damaged(RIGHT.encode()))
+def test_damaged_text(bounded: Bounded, tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    _plan(bounded, tmp_path_factory, content)
+
+
+TAGS = (
+    "map",
+    "seq",
+    "set",
+    "omap",
+    "pairs",
+    "timestamp",
+    "bool",
+    "int",
+    "float",
+    "null",
+    "binary",
+    "str",
+    "merge",
+)
+
+
+@given(
+    KEYS, st.sampled_from(TAGS), st.sampled_from(["[1, 2]", "x", '"maybe"', "{a: b}", "", "? [1]", "&a [*a]"])
+)
+def test_tagged_values(
+    bounded: Bounded, tmp_path_factory: pytest.TempPathFactory, key: str, tag: str, value: str
+) -> None:
+    _plan(bounded, tmp_path_factory, f"model: org/model\n{key}: !!{tag} {value}\n".encode())
+
+
+@given(KEYS, VALUES)
+def test_settings_as_options(bounded: Bounded, key: str, value: Any) -> None:
+    text = str(value).encode("utf-8", "replace").decode().replace("\0", "")  # no command line carries these
+    bounded.run(
+        ["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", f"--{key}={text}"]
+    ).require_orderly()
+
+
+def _plan(bounded: Bounded, tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    file = _file(tmp_path_factory)
+    file.write_bytes(content)
+    bounded.run(["plan", str(file)]).require_orderly()
+
+
+def _file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "recipe.yaml"
