@@ -70,8 +70,8 @@ def test_columns_can_be_named():
 
 
 def test_fields_of_no_format_are_an_error_that_lists_them():
-    with pytest.raises(DataError, match="chosen, rejected") as caught:
-        detect_format(Row("f:1", {"chosen": 1, "rejected": 2}))
+    with pytest.raises(DataError, match="left, right") as caught:
+        detect_format(Row("f:1", {"left": 1, "right": 2}))
     assert "instruction" in caught.value.hint
     assert "columns" in caught.value.hint
 
@@ -82,3 +82,9 @@ def test_fields_of_no_format_are_an_error_that_lists_them():
 def test_a_mapping_that_makes_no_row_is_refused(columns):
     with pytest.raises(DataError, match="is not a mapping"):
         to_example(Row("f:1", {"q": "hi"}), format="columns", columns=columns)
+
+
+def test_columns_may_hold_lists_of_messages():
+    fields = {"p": [turn("user", "hi")], "good": [turn("assistant", "yo")], "s": "be kind"}
+    columns = (("prompt", "p"), ("completion", "good"), ("system", "s"))
+    assert example(fields, columns) == Conversation((SYSTEM, USER, ANSWER), "f:1")

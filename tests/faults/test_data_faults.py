@@ -211,8 +211,8 @@ def test_a_bad_row_is_named_with_its_field_its_value_and_what_is_accepted(case):
 
 
 def test_a_first_row_of_no_format_is_an_error_even_when_skipping(tmp_path):
-    with pytest.raises(DataError, match=r"rows.jsonl:1: format auto: the row has chosen, rejected"):
-        prepare(tmp_path, {"chosen": "a", "rejected": "b"}, GOOD, on_bad_row="skip")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: format auto: the row has left, right"):
+        prepare(tmp_path, {"left": "a", "right": "b"}, GOOD, on_bad_row="skip")
 
 
 # 13: rows that do not fit

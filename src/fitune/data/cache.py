@@ -12,7 +12,7 @@ from typing import Any
 from fitune.errors import DataError
 from fitune.spec.disk import sync_tree
 
-_CODE_VERSION = 1
+_CODE_VERSION = 2
 """Raised whenever the same input would be tokenised differently."""
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fitune.data.preferences import refuse_good_and_bad, refuse_judged
 from fitune.data.rows import BadRow, Row
 from fitune.errors import DataError, did_you_mean
 
@@ -79,10 +80,12 @@ Example = Conversation | Text
 def detect_format(row: Row, columns: Columns = ()) -> str:
     """The format whose fields are all there; a column mapping goes before everything.
 
-    Raises DataError that names the row and lists the fields found and the formats accepted.
+    Raises DataError that names the row and lists the fields found and the formats accepted; and for rows of
+    good and bad answers.
     """
     if columns:
         return "columns"
+    refuse_good_and_bad(row)
     names = set(row.fields)
     for name, needed in _RECOGNISED:
         if names.issuperset(needed):
@@ -95,7 +98,7 @@ def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:
     """Check a row and turn it into a conversation or a text.
 
     Raises BadRow naming the row, the field, the value and the accepted formats; DataError when the mapping
-    of columns itself makes no sense.
+    of columns itself makes no sense, and for rows that say whether their answer is good.
     """
     if format == "auto":
         format = detect_format(row, columns)
@@ -105,6 +108,8 @@ def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:
         )
     if format == "columns":
         return _from_columns(row, _checked_columns(columns))
+    if format != "text":
+        refuse_judged(row)
     return _READERS[format](row)
 
 
@@ -124,7 +129,15 @@ def _from_columns(row: Row, mapping: Mapping[str, str]) -> Example:
     if "text" in mapping:
         return Text(_text(row, mapping["text"]), row.where)
     system = _optional_text(row, mapping["system"]) if "system" in mapping else ""
-    return _question_and_answer(row, mapping["prompt"], mapping["completion"], system=system)
+    return _asked_and_answered(row, mapping["prompt"], mapping["completion"], system=system)
+
+
+def _asked_and_answered(row: Row, prompt: str, completion: str, *, system: str = "") -> Conversation:
+    """Two texts, or two lists of messages."""
+    if isinstance(row.fields.get(prompt), list):
+        turns = [*_system(system), *_turns(row, prompt), *_turns(row, completion)]
+        return _conversation(row, turns, field=completion)
+    return _question_and_answer(row, prompt, completion, system=system)
 
 
 def _question_and_answer(row: Row, prompt: str, completion: str, *, system: str = "") -> Conversation:
@@ -162,17 +175,11 @@ def _from_sharegpt(row: Row) -> Conversation:
     return _conversation(row, turns, field="conversations")
 
 
-def _from_prompt_completion(row: Row) -> Conversation:
-    if isinstance(row.fields.get("prompt"), list):
-        return _conversation(row, _turns(row, "prompt") + _turns(row, "completion"), field="completion")
-    return _question_and_answer(row, "prompt", "completion")
-
-
 _READERS: dict[str, Callable[[Row], Example]] = {
     "messages": _from_messages,
     "sharegpt": _from_sharegpt,
     "alpaca": _from_alpaca,
-    "prompt_completion": _from_prompt_completion,
+    "prompt_completion": lambda row: _asked_and_answered(row, "prompt", "completion"),
     "question_answer": lambda row: _question_and_answer(row, "question", "answer"),
     "dialogue_summary": lambda row: _question_and_answer(row, "dialogue", "summary"),
     "text": lambda row: Text(_text(row, "text"), row.where),
