@@ -1,0 +1,40 @@
+"""No library that fitune imports fetches compiled code from a hub, or prints anything when it is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_FETCHING = "def get_kernel(*_, **__):\n    open({mark!r}, 'w').close()\n    raise RuntimeError('fetched')\n"
+
+
+def test_nothing_is_fetched_and_nothing_printed(tmp_path: Path) -> None:
+    """Even where ``kernels`` is installed; bitsandbytes asks it on every CPU with AVX-512 BF16."""
+    pytest.importorskip("bitsandbytes")
+    (tmp_path / "kernels.py").write_text(_FETCHING.format(mark=str(tmp_path / "fetched")))
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    finished = subprocess.run(
+        [sys.executable, "-c", "import fitune.checkpoint.export, bitsandbytes"],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert not (tmp_path / "fetched").exists()
+    assert finished.stdout + finished.stderr == ""
+
+
+def test_kernels_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text("raise SystemExit('imported')")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fitune\n"
+        "try:\n    import kernels\nexcept ImportError:\n    sys.exit(0)\nsys.exit('imported')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_library_that_the_user_imported_stays() -> None:
+    program = (
+        "import sys, types; mine = types.ModuleType('kernels'); sys.modules['kernels'] = mine;"
+        "import fitune, kernels; sys.exit(kernels is not mine)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
