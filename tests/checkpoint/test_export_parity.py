@@ -275,8 +275,12 @@ def test_too_little_space_is_refused_before_anything_is_written(tmp_path, monkey
     assert files(tmp_path) == {"base"}
 
 
+_DEAD = f"{2**22 + 1}-{'0' * 16}"
+"""A process id above the largest that Linux gives."""
+
+
 def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path):
-    for left in (f".tmp-out-{2**22 + 1}", f".tmp-outer-{2**22 + 1}"):  # above the largest pid Linux gives
+    for left in (f".tmp-out-{_DEAD}", f".tmp-outer-{_DEAD}"):
         (tmp_path / left).mkdir()
     export_full(tiny_base(tmp_path / "base"), byte_tokenizer(), tmp_path / "out", **COMMON)
-    assert files(tmp_path) == {"base", "out", f".tmp-outer-{2**22 + 1}"}
+    assert files(tmp_path) == {"base", "out", f".tmp-outer-{_DEAD}"}

@@ -119,6 +119,6 @@ def test_the_bytes_asked_for_are_enough(tmp_path):
 def test_only_temporary_folders_of_dead_processes_are_removed(tmp_path):
     folder = tmp_path / "checkpoints"
     for owner in (os.getppid(), 2**22 + 1):  # alive; above the largest pid Linux gives
-        (folder / f".tmp-step-1-{owner}").mkdir(parents=True)
+        (folder / f".tmp-step-1-{owner}-{'0' * 16}").mkdir(parents=True)
     save_checkpoint(tmp_path, state_of(2), keep=1, eval_loss=None)
-    assert names(tmp_path) == [f".tmp-step-1-{os.getppid()}", "latest", "step-2"]
+    assert names(tmp_path) == [f".tmp-step-1-{os.getppid()}-{'0' * 16}", "latest", "step-2"]

@@ -45,9 +45,7 @@ def test_killed_before_any_of_its_system_calls_a_save_is_whole_or_absent(tmp_pat
     assert printed.returncode == 0, printed.stderr
     attempts = json.loads(printed.stdout)
     calls = [attempt["call"] for attempt in attempts]
-    commit = next(
-        i for i, call in enumerate(calls) if call.startswith("replace") and call.endswith(".tmp-COMMIT")
-    )
+    commit = next(i for i, call in enumerate(calls) if call.startswith("replace") and "/.tmp-COMMIT-" in call)
     assert all(attempt["intact"] and attempt["tidy"] and not attempt["warnings"] for attempt in attempts)
     assert [attempt["found"] for attempt in attempts] == [2] * (commit + 1) + [3] * (
         len(attempts) - commit - 1

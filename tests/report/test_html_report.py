@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -172,10 +173,16 @@ def test_a_failed_run_says_why_and_shows_the_loss_as_it_was(change_report: Calla
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_page_that_cannot_be_written_keeps_the_old_one(run_directory: Path) -> None:
+def test_a_page_that_cannot_be_written_keeps_the_old_one(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_report(run_directory)
     before = path.read_text()
-    path.with_name(".tmp-report.html").mkdir()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(Exception, match=r"report\.html: cannot be written"):
         write_report(run_directory)
     assert path.read_text() == before

@@ -1,6 +1,5 @@
-"""Files of a checkpoint: hashed while they are written, linked, removed; and the room they need."""
+"""Files of a checkpoint: hashed while they are written, linked; and the room they need."""
 
-import glob
 import hashlib
 import os
 import shutil
@@ -9,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fitune.errors import CheckpointError
-from fitune.spec.disk import TEMPORARY, open_regular, sync_folder, write_synced
-from fitune.spec.ownership import process_lives
+from fitune.spec.disk import open_regular, sync_folder, write_synced
+from fitune.spec.temporaries import temporary_sibling
 from fitune.units import MIB, format_bytes
 
 _READ_BYTES = 4 * MIB
@@ -42,8 +41,7 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Stored:
 
 def link_atomically(link: Path, name: str) -> None:
     """Let ``link`` point to its sibling ``name``; relative, so that the run may be moved."""
-    temporary = link.with_name(f"{TEMPORARY}{link.name}")
-    temporary.unlink(missing_ok=True)
+    temporary = temporary_sibling(link)
     os.symlink(name, temporary)
     os.replace(temporary, link)
     sync_folder(link.parent)
@@ -57,27 +55,6 @@ def hash_file(path: Path) -> Stored:
             digest.update(chunk)
             size += len(chunk)
     return Stored(sha256=digest.hexdigest(), bytes=size)
-
-
-def temporary_sibling(target: Path) -> Path:
-    """A hidden name next to ``target`` that says whose it is."""
-    return target.with_name(f"{TEMPORARY}{target.name}-{os.getpid()}")
-
-
-def remove_stale_siblings(folder: Path, name: str = "") -> None:
-    """Remove what dead processes, or an earlier failure of this one, left half done of ``name`` in ``folder``."""
-    for path in folder.glob(f"{TEMPORARY}{glob.escape(name)}*"):
-        owner = path.name.rpartition("-")[2]
-        if not (owner.isdigit() and int(owner) != os.getpid() and process_lives(int(owner))):
-            remove(path)
-
-
-def remove(path: Path) -> None:
-    """Remove a file, a link or a folder that may be there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def require_space(folder: Path, needed_bytes: int, *, what: str) -> None:

@@ -18,16 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from fitune.checkpoint.durable import (
-    remove,
-    remove_stale_siblings,
-    require_space,
-    temporary_sibling,
-)
+from fitune.checkpoint.durable import require_space
 from fitune.errors import CheckpointError, FituneError, RunDirectoryError
 from fitune.models.adapter_check import WEIGHTS
 from fitune.models.tables import trained_tables
 from fitune.spec.disk import sync_tree
+from fitune.spec.temporaries import remove, remove_stale_siblings, temporary_sibling
 from fitune.units import MIB
 
 _MARGIN_BYTES = 32 * MIB
@@ -62,6 +58,10 @@ def staged(target: Path, size_bytes: int, *, replace: bool) -> Iterator[Stage]:
     Raises RunDirectoryError when ``target`` has content and ``replace`` is off, CheckpointError when the disk
     is too small or fails.
     """
+    if target.is_symlink():
+        raise RunDirectoryError(
+            f"{target} is a symbolic link, to {os.readlink(target)}", hint="name the folder itself"
+        )
     if target.exists() and not (target.is_dir() and (replace or not any(target.iterdir()))):
         raise RunDirectoryError(f"{target} already exists and is not empty", hint="choose another folder")
     temporary = temporary_sibling(target)
@@ -70,7 +70,7 @@ def staged(target: Path, size_bytes: int, *, replace: bool) -> Iterator[Stage]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         require_space(target.parent, size_bytes + _MARGIN_BYTES, what=f"export {target.name}")
-        remove_stale_siblings(target.parent, f"{target.name}-")
+        remove_stale_siblings(target.parent, target.name)
         temporary.mkdir()
         yield stage
         _sync(stage.folder)

@@ -1,6 +1,6 @@
 """Save a TrainState so that it is whole or absent, whatever happens on the way.
 
-checkpoints/.tmp-step-20-<pid>/     files are written and synced here
+checkpoints/.tmp-step-20-<pid>-<random>/    files are written and synced here
 checkpoints/step-20/                the same folder after one rename
 checkpoints/step-20/COMMIT          from here on the checkpoint exists
 checkpoints/latest, best            relative links
@@ -13,19 +13,14 @@ import os
 from pathlib import Path
 
 from fitune.checkpoint.commit import COMMIT, FOLDER, STATE, Commit, is_committed, read_commit, step_folders
-from fitune.checkpoint.durable import (
-    link_atomically,
-    remove,
-    remove_stale_siblings,
-    require_space,
-    temporary_sibling,
-    write_hashed,
-)
+from fitune.checkpoint.durable import link_atomically, require_space, write_hashed
 from fitune.checkpoint.state import TrainState
 from fitune.checkpoint.tensors import tensor_chunks, tensors_bytes
 from fitune.errors import CheckpointError
 from fitune.spec.disk import sync_folder, write_atomically
+from fitune.spec.run_directory import require_real_files
 from fitune.spec.serial import to_json
+from fitune.spec.temporaries import remove, remove_stale_siblings, temporary_sibling
 from fitune.units import MIB, format_bytes
 
 _MARGIN_BYTES = MIB
@@ -48,6 +43,7 @@ def save_checkpoint(root: Path, state: TrainState, *, keep: int, eval_loss: floa
     facts = _facts(state)
     needed = checkpoint_bytes(state)
     try:
+        require_real_files(root, names=(FOLDER,))  # a link put there meanwhile would lead the pruning astray
         folder.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(folder)
         require_space(folder, needed, what=f"checkpoint {target.name}")

@@ -7,7 +7,7 @@ from fitune.estimate.checkpoint import checkpoint_bytes
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
 from fitune.spec.parameters import count_parameters
 from fitune.spec.plan import Plan, trains_embeddings
-from fitune.train.directory import FOLDERS
+from fitune.spec.run_directory import FOLDERS
 from fitune.units import MIB
 
 _SMALL_FILES_BYTES = 48 * MIB

@@ -11,6 +11,7 @@ from fitune.errors import RunDirectoryError
 from fitune.spec.disk import read_text
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Estimate, Rejection, RunReport, StepReport
+from fitune.spec.run_directory import require_real_files
 from fitune.spec.serial import from_json
 from fitune.track.jsonl import read_metrics
 
@@ -67,6 +68,7 @@ def read_run(directory: Path) -> RunFiles:
     """Read a run directory. Raises RunDirectoryError naming the file that is missing or damaged."""
     if not directory.is_dir():
         raise RunDirectoryError(f"{directory}: no such run directory", hint="the output_dir of a fitune run")
+    require_real_files(directory)
     plan = _read(Plan, directory / "plan.json")
     if plan is None:
         raise RunDirectoryError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from fitune.errors import RunDirectoryError
 from fitune.score.generate_hf import Answer
-from fitune.spec.disk import open_regular
+from fitune.spec.disk import open_for_append, open_regular
 from fitune.spec.strict_json import parse_json
 
 Line = dict[str, Any]
@@ -89,7 +89,7 @@ def _parse(text: bytes, *, where: str) -> Line:
 
 def append_lines(path: Path, lines: Iterable[Line]) -> None:
     """One write, then fsync: after a kill only the last line can be torn."""
-    with path.open("ab") as file:
+    with open_for_append(path) as file:
         file.write("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines).encode())
         file.flush()
         os.fsync(file.fileno())

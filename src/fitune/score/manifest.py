@@ -16,7 +16,8 @@ from fitune.spec.plan import DataSource
 from fitune.spec.strict_json import read_object
 
 MANIFEST = "manifest.json"
-_OURS = {MANIFEST, "answers.jsonl", "grades.jsonl", "report.json", LOCK}
+OURS = (MANIFEST, "answers.jsonl", "grades.jsonl", "report.json", LOCK)
+"""The names that scoring writes into its directory."""
 
 
 def manifest(*, model: str, adapter: str, data: DataSource, sampling: Sampling, dtype: str) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def claim(directory: Path, wanted: dict[str, Any]) -> None:
         _refuse_differences(directory, _read(path), wanted)
         return
     foreign = sorted(
-        entry.name for entry in directory.iterdir() if entry.name not in _OURS and entry.name[0] != "."
+        entry.name for entry in directory.iterdir() if entry.name not in OURS and entry.name[0] != "."
     )
     if foreign or answers.exists():
         found = ", ".join(foreign[:3]) or "answers.jsonl without a manifest"
@@ -56,7 +57,7 @@ def remove_scores(directory: Path) -> None:
     """Remove what scoring wrote into ``directory``, and the folder when nothing else is in it."""
     if not (directory / MANIFEST).is_file():
         return
-    for name in _OURS:
+    for name in OURS:
         (directory / name).unlink(missing_ok=True)
     if directory.is_dir() and not any(directory.iterdir()):
         directory.rmdir()

@@ -27,14 +27,16 @@ from fitune.score.lines import (
     completion_tokens,
     read_answers,
 )
-from fitune.score.manifest import claim, manifest, require_same_prompts
+from fitune.score.manifest import OURS, claim, manifest, require_same_prompts
 from fitune.score.tasks import Task, read_tasks
 from fitune.spec.disk import write_atomically
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.ownership import lock_directory
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
+from fitune.spec.run_directory import require_real_files
 from fitune.spec.serial import to_json
+from fitune.spec.temporaries import remove_stale_siblings
 
 _BATCHES_PER_WRITE = 8
 """Answers reach the disk in the order of the input, this many batches at a time: what a kill can cost."""
@@ -93,6 +95,8 @@ def score(
         model=plan.model, adapter=plan.adapter, data=plan.data, sampling=plan.sampling, dtype=str(dtype)
     )
     with lock_directory(directory):
+        require_real_files(directory, names=OURS)
+        remove_stale_siblings(directory)
         claim(directory, wanted)
         pending = _pending(directory, tasks)
         progress(len(tasks) - len(pending), len(tasks))

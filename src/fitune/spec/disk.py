@@ -10,10 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+from fitune.spec.temporaries import temporary_sibling
 from fitune.units import MIB, format_bytes
-
-TEMPORARY = ".tmp-"
-"""How the name of every unfinished file and folder begins."""
 
 MAX_TEXT_BYTES = 16 * MIB
 """Of a file that is read whole and was written by hand or by this program: a recipe, a plan, a report, a template."""
@@ -35,17 +33,7 @@ def open_regular(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
     Raises OSError; its ``strerror`` says what is there instead.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow_links else os.O_NOFOLLOW)
-    try:
-        handle = os.open(path, flags)
-    except OSError as error:
-        raise _said(error, path, follow_links=follow_links) from None
-    except ValueError:
-        raise OSError(errno.EINVAL, "no file can have this name", ascii(str(path))) from None
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(handle)
-        raise _not_regular(path, mode)
-    return os.fdopen(handle, "rb")
+    return os.fdopen(_open_checked(path, flags), "rb")
 
 
 def read_bytes(path: str | Path, *, limit: int = MAX_TEXT_BYTES, follow_links: bool = True) -> bytes:
@@ -64,9 +52,24 @@ def read_text(
     return read_bytes(path, limit=limit, follow_links=follow_links).decode(encoding)
 
 
-def _said(error: OSError, path: str | Path, *, follow_links: bool) -> OSError:
+def _open_checked(path: str | Path, flags: int) -> int:
+    """A handle of a regular file; O_NONBLOCK keeps the open from waiting for the other end of a pipe."""
+    try:
+        handle = os.open(path, flags, 0o644)
+    except OSError as error:
+        raise _said(error, path, flags) from None
+    except ValueError:
+        raise OSError(errno.EINVAL, "no file can have this name", ascii(str(path))) from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise _not_regular(path, mode)
+    return handle
+
+
+def _said(error: OSError, path: str | Path, flags: int) -> OSError:
     """The error in plain words where the system's name another thing: a socket is "no such device or address"."""
-    if error.errno == errno.ENXIO or (error.errno == errno.ELOOP and not follow_links):
+    if error.errno == errno.ENXIO or (error.errno == errno.ELOOP and flags & os.O_NOFOLLOW):
         try:
             return _not_regular(path, os.lstat(path).st_mode)
         except OSError:
@@ -79,22 +82,28 @@ def _not_regular(path: str | Path, mode: int) -> OSError:
     return OSError(errno.EINVAL, f"{kind}, not a regular file", str(path))
 
 
+def open_for_append(path: Path) -> BinaryIO:
+    """Open a regular file, made when there is none, for writing at its end. Raises OSError for a link or a pipe."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(_open_checked(path, flags), "ab")
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """The file is the old one or the new one, never a part of it. Raises OSError; nothing unfinished is left then."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    temporary = temporary_sibling(path)
     data = content.encode() if isinstance(content, str) else content
     try:
         write_synced(temporary, [data])
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
 
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write the chunks one after another and sync. Raises OSError."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    """Write the chunks one after another into a new file and sync. Raises OSError, also when something is there."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         for chunk in chunks:
             _write_all(handle, memoryview(chunk))

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from fitune.errors import RunDirectoryError
 from fitune.spec.strict_json import parse_json
+from fitune.spec.temporaries import process_lives
 
 LOCK = "run.lock"
 
@@ -72,9 +74,13 @@ def _make_directory(path: Path) -> Path:
 
 def _open(file: Path) -> int:
     try:
-        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise _unwritable(file.parent, error) from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise RunDirectoryError(f"{file} is no regular file", hint="remove it, or choose another output_dir")
+    return handle
 
 
 def _acquire(handle: int, directory: Path) -> None:
@@ -84,7 +90,7 @@ def _acquire(handle: int, directory: Path) -> None:
         raise _in_use(directory, _describe(_owner(handle))) from None
     except OSError:  # a file system without locks: all that is left is what the file says
         owner = _owner(handle)
-        if owner and (owner.get("host") != socket.gethostname() or process_lives(int(owner.get("pid", 0)))):
+        if owner and (owner.get("host") != socket.gethostname() or _owner_lives(owner)):
             raise _in_use(directory, _describe(owner)) from None
 
 
@@ -95,6 +101,11 @@ def _owner(handle: int) -> dict[str, str]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _owner_lives(owner: dict[str, str]) -> bool:
+    pid = str(owner.get("pid"))
+    return pid.isdecimal() and process_lives(int(pid))
 
 
 def _write_owner(handle: int, attempt: str) -> None:
@@ -121,14 +132,3 @@ def _unwritable(path: Path, error: OSError) -> RunDirectoryError:
         f"output_dir {path} cannot be written: {error.strerror}",
         hint="choose an output_dir that you may write to",
     )
-
-
-def process_lives(pid: int) -> bool:
-    """On this machine."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # somebody else's process is a process
-    return True

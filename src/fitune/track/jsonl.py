@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from fitune.errors import RunDirectoryError
-from fitune.spec.disk import open_regular, write_atomically
+from fitune.spec.disk import open_for_append, open_regular, write_atomically
 from fitune.spec.reports import StepReport
 from fitune.spec.serial import from_data, to_data
 from fitune.spec.strict_json import parse_json
@@ -26,7 +26,7 @@ class MetricsLog:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _finish_last_line(path)
-            self._file = path.open("ab")
+            self._file = open_for_append(path)
         except OSError as error:
             raise _unusable(path, error) from None
 
@@ -46,7 +46,7 @@ class MetricsLog:
         self.close()
         try:
             write_atomically(self.path, b"".join(kept))
-            self._file = self.path.open("ab")
+            self._file = open_for_append(self.path)
         except OSError as error:
             raise _unusable(self.path, error) from None
 

@@ -1,26 +1,22 @@
 """The run directory is for the run alone: nothing that goes into a run may lie where its results go."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from fitune.errors import RunDirectoryError
 from fitune.spec.ownership import LOCK
 from fitune.spec.plan import Plan
-
-FILES = (
-    "plan.json", "recipe.yaml", "estimate.json", "metrics.jsonl", "samples_before.json", "report.json", "report.html",
-    "traceback.txt", LOCK,
-)  # fmt: skip
-FOLDERS = ("checkpoints", "adapter", "merged", "model", "tensorboard")
-"""What a run writes into its directory; --overwrite removes these and nothing else."""
+from fitune.spec.run_directory import FILES, FOLDERS, require_real_files
+from fitune.spec.temporaries import remove
 
 
 def require_own_directory(plan: Plan) -> None:
-    """Raises RunDirectoryError when output_dir would mix with the model or the data, or replace files of others."""
+    """Raises RunDirectoryError when output_dir would mix with the model or the data, replace files of others,
+    or follow a link out of it."""
     directory = Path(plan.run.output_dir).expanduser().resolve()
     for setting, path in _inputs(plan):
         _refuse_overlap(directory, setting, path)
+    require_real_files(directory)
     try:
         if not (directory / "plan.json").exists():
             _refuse_foreign_folders(directory)
@@ -43,11 +39,9 @@ def require_removable(directory: Path) -> None:
 
 def remove_run(directory: Path) -> None:
     """Remove what an earlier run wrote, and nothing else that lies there. The caller holds the lock."""
-    for entry in (directory / name for name in (*FOLDERS, *FILES) if name != LOCK):
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
+    for name in (*FOLDERS, *FILES):
+        if name != LOCK:
+            remove(directory / name)
 
 
 def _inputs(plan: Plan) -> Iterator[tuple[str, Path]]:

@@ -24,6 +24,7 @@ from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.retries import Retry
 from fitune.spec.serial import to_json
+from fitune.spec.temporaries import remove_stale_siblings
 from fitune.track.jsonl import MetricsLog, read_metrics
 from fitune.track.sinks import Sink
 from fitune.train.current import Callbacks, Run
@@ -69,6 +70,7 @@ def run(
     if overwrite:
         require_removable(directory)
     with lock_directory(directory):
+        remove_stale_siblings(directory)
         start = Start(state=None) if overwrite else where_to_start(directory, plan, resume=resume)
         for note in start.notes:
             callbacks.on_note(note)

@@ -1,0 +1,211 @@
+"""Nothing outside a run directory is read, written or deleted through what lies in it, and nothing waits on a pipe."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fitune.checkpoint.layout import staged
+from fitune.checkpoint.save import save_checkpoint
+from fitune.checkpoint.state import TrainState
+from fitune.errors import FituneError, RunDirectoryError
+from fitune.report.run_files import read_run
+from fitune.score.lines import append_lines, read_answers
+from fitune.spec.disk import open_for_append, write_atomically
+from fitune.spec.ownership import lock_directory
+from fitune.spec.plan import Plan
+from fitune.spec.run_directory import FILES, FOLDERS, require_real_files
+from fitune.spec.temporaries import remove_stale_siblings, temporary_sibling
+from fitune.track.jsonl import MetricsLog
+from fitune.train.directory import remove_run, require_own_directory
+
+Call = Callable[..., tuple[int, str, str]]
+
+STATE = TrainState(step=1, tensors={}, facts={})
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """Somebody's file and somebody's folder of checkpoints."""
+    folder = tmp_path / "outside"
+    (folder / "step-1").mkdir(parents=True)
+    (folder / "step-1/weights").write_text("precious")
+    (folder / "file").write_text("precious")
+    return folder
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    directory = tmp_path / "run"
+    (directory / "checkpoints").mkdir(parents=True)
+    return directory
+
+
+def _is_whole(outside: Path) -> bool:
+    return sorted(str(p.relative_to(outside)) for p in outside.rglob("*")) == [
+        "file",
+        "step-1",
+        "step-1/weights",
+    ] and {p.read_text() for p in outside.rglob("*") if p.is_file()} == {"precious"}
+
+
+def _strange(path: Path, kind: str, outside: Path) -> None:
+    if path.is_dir():
+        path.rmdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(outside if kind == "folder" else outside / "file")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "file"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FILES,
+        *FOLDERS,
+        "checkpoints/step-1",
+        "checkpoints/latest",
+        "checkpoints/best",
+        "adapter/inner/config.json",
+    ],
+)
+def test_links_and_pipes_under_a_name_of_the_run_are_refused(
+    run_directory: Path, outside: Path, make_plan: Callable[..., Plan], name: str, kind: str
+) -> None:
+    (run_directory / name).parent.mkdir(parents=True, exist_ok=True)
+    _strange(run_directory / name, kind, outside)
+    plan = make_plan(output_dir=str(run_directory))
+    for use in (lambda: require_own_directory(plan), lambda: read_run(run_directory)):
+        with pytest.raises(RunDirectoryError, match=f"{name} is (a symbolic link|a named pipe)"):
+            use()
+    remove_run(run_directory)
+    assert _is_whole(outside)
+
+
+def test_a_link_to_a_step_and_links_of_others_may_be_there(run_directory: Path, outside: Path) -> None:
+    (run_directory / "checkpoints/step-1").mkdir()
+    (run_directory / "checkpoints/latest").symlink_to("step-1")
+    (run_directory / "notes").symlink_to(outside)
+    require_real_files(run_directory)
+
+
+def test_the_directory_itself_may_be_a_link(tmp_path: Path, run_directory: Path) -> None:
+    (tmp_path / "link").symlink_to(run_directory)
+    require_real_files(tmp_path / "link")
+
+
+@pytest.mark.parametrize("name", ["latest", "step-1", ""])
+def test_a_save_follows_no_link_that_appeared_meanwhile(
+    run_directory: Path, outside: Path, name: str
+) -> None:
+    _strange(run_directory / "checkpoints" / name, "folder", outside)
+    with pytest.raises(FituneError, match="is a symbolic link"):
+        save_checkpoint(run_directory, STATE, keep=1, eval_loss=None)
+    assert _is_whole(outside)
+
+
+def test_temporary_names_are_never_the_same(tmp_path: Path) -> None:
+    assert len({temporary_sibling(tmp_path / "file") for _ in range(9)}) == 9
+
+
+def test_a_link_under_an_old_temporary_name_is_not_written_through(
+    run_directory: Path, outside: Path
+) -> None:
+    for name in ("report.html", "latest"):
+        (run_directory / f".tmp-{name}").symlink_to(outside / "file")
+    write_atomically(run_directory / "report.html", "page")
+    assert (run_directory / "report.html").read_text() == "page"
+    assert _is_whole(outside)
+
+
+def test_a_guessed_temporary_name_is_not_opened(
+    run_directory: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda size: "0" * 16)
+    temporary_sibling(run_directory / "report.html").symlink_to(outside / "file")
+    with pytest.raises(FileExistsError):
+        write_atomically(run_directory / "report.html", "page")
+    assert _is_whole(outside)
+
+
+def test_what_dead_processes_left_is_removed_and_never_what_it_points_to(
+    run_directory: Path, outside: Path
+) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    folder = run_directory / "checkpoints"
+    dead, living = f"-{ended.pid}-{'0' * 16}", f"-{os.getppid()}-{'0' * 16}"
+    (folder / f".tmp-step-2{dead}").symlink_to(outside)
+    (folder / f".tmp-step-3{dead}").mkdir()
+    (folder / f".tmp-step-3{dead}/link").symlink_to(outside)
+    kept = [f".tmp-step-4{living}", ".tmp-of-somebody", f"own.tmp-step-4{dead}"]
+    for name in kept:
+        (folder / name).mkdir()
+    remove_stale_siblings(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(kept)
+    assert _is_whole(outside)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "file"])
+def test_logs_are_not_opened_through_links_or_pipes(run_directory: Path, outside: Path, kind: str) -> None:
+    file = run_directory / "log.jsonl"
+    _strange(file, kind, outside)
+    with pytest.raises(OSError, match="not a regular file"):
+        open_for_append(file)
+    for use in (MetricsLog, read_answers):
+        with pytest.raises(RunDirectoryError, match="not a regular file"):
+            use(file)
+    with pytest.raises(OSError, match="not a regular file"):
+        append_lines(file, [{}])
+    assert _is_whole(outside)
+
+
+def test_an_export_does_not_go_through_a_link(tmp_path: Path, outside: Path) -> None:
+    (tmp_path / "merged").symlink_to(outside)
+    with (
+        pytest.raises(RunDirectoryError, match="is a symbolic link"),
+        staged(tmp_path / "merged", {}, replace=True),
+    ):
+        pass
+    assert _is_whole(outside)
+
+
+def test_a_pipe_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.lock")
+    with pytest.raises(RunDirectoryError, match="no regular file"), lock_directory(tmp_path):
+        pass
+
+
+def test_a_lock_that_says_nonsense_has_no_owner(tmp_path: Path) -> None:
+    for text in ('{"pid": "x"}', '{"pid": 1e99}', "[" * 4000, '{"pid": "99999999999999999999"}'):
+        (tmp_path / "run.lock").write_text(text)
+        with lock_directory(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize(
+    "name", ["data.jsonl", "data.json", "data.csv", "data.parquet", "recipe.yaml", "template.jinja"]
+)
+def test_pipes_in_place_of_inputs_are_errors(
+    call: Call, tmp_path: Path, model_folder: Path, data_file: Path, name: str
+) -> None:
+    os.mkfifo(tmp_path / name)
+    recipe = tmp_path / name if name == "recipe.yaml" else ""
+    data = tmp_path / name if name.startswith("data") else data_file
+    template = tmp_path / name if name == "template.jinja" else ""
+    words = [word for word in (recipe,) if word]
+    sets = [
+        f"model={model_folder}",
+        f"data={data}",
+        f"output_dir={tmp_path / 'run'}",
+        "gpu=cpu",
+        "seq_len=64",
+    ]
+    sets += [f"chat_template={template}"] if template else []
+    code, _, err = call("train", *words, *[part for one in sets for part in ("--set", one)])
+    assert code == 2
+    assert "a named pipe, not a regular file" in err
