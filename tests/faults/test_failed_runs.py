@@ -151,7 +151,7 @@ def test_no_room_for_the_weights_is_not_taken_for_damaged_files(
 def test_an_export_that_fails_is_a_failed_run(
     train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch, "fitune.train.ending.export_result", RuntimeError("broken"))
+    failing(monkeypatch, "fitune.train.export.export_adapter", RuntimeError("broken"))
     code, _, err = train(save_steps=1)
     assert code == 1
     assert "exporting, step 2" in err

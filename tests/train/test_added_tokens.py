@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from fitune.cli.exporting import export_merged_model
+from fitune.cli.exporting import export_run
 from fitune.data.dataset import prepare_data
 from fitune.errors import ModelError, RecipeError
 from fitune.models.build import model_config
@@ -117,7 +117,7 @@ def test_from_training_to_a_merged_model_that_transformers_loads_alone(
     dense.resize_token_embeddings(plan.model.vocab_size, mean_resizing=False)
     assert f"resize_token_embeddings({plan.model.vocab_size})" in (adapter / "README.md").read_text()
     expected = answer(PeftModel.from_pretrained(dense, adapter), torch.tensor([[5, *ids, 7]]))
-    export_merged_model(Path(plan.run.output_dir), None)
+    export_run(Path(plan.run.output_dir), None, None)
     merged = AutoModelForCausalLM.from_pretrained(Path(plan.run.output_dir) / "merged")
     assert merged.config.vocab_size == plan.model.vocab_size
     torch.testing.assert_close(answer(merged, torch.tensor([[5, *ids, 7]])), expected, rtol=0, atol=1e-4)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fitune.cli.exporting import export_merged_model
+from fitune.cli.exporting import export_run
 from fitune.spec.plan import Nf4, Offload, Plan
 from fitune.train.run import run
 from train.test_offload import ALL_THREE, assert_same_training, plan_of
@@ -32,7 +32,7 @@ def test_it_learns_more_than_adapters_alone_and_moves_both_tables(
     base = load_file(Path(plans[0].model_path) / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert not torch.equal(adapter[f"base_model.model.{name}"], base[name])
-    export_merged_model(tmp_path / "tables", None)
+    export_run(tmp_path / "tables", None, None)
     assert (tmp_path / "tables/merged/model.safetensors").is_file()
 
 

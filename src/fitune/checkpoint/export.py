@@ -28,7 +28,9 @@ from fitune.models.vocabulary import resized
 from fitune.models.weights import load_model
 from fitune.spec.plan import Dense
 
-OnReloaded = Callable[[PreTrainedModel], None]
+CardOf = Callable[[PreTrainedModel], str]
+"""Measures a merged model that was read back and is right, and returns the card that says so."""
+
 
 _MERGE_SLACK = 2.0
 """The weights are held to their law; logits may differ by the rounding of two ways: the adapted model rounds W x and
@@ -93,14 +95,14 @@ def export_merged(
     base_path: str = "",
     dtype: torch.dtype | None = None,
     replace: bool = False,
-    on_reloaded: OnReloaded | None = None,
+    card_of: CardOf | None = None,
 ) -> Exported:
     """Write the base with the adapter folded in (merge.py), in ``dtype`` (default: as it is); ``model`` is untouched.
 
     A packed base is read again from ``base_path`` in the compute type: the adapter is folded into that one, and what
     is written is compared with that one's answers. Every weight is held to the law of merge_law.py. Logits may differ
     by rounding (twice ``parity.TOLERANCE``), with the experts of each token fixed; a warning says
-    when that is much of what training changed. ``on_reloaded`` is shown the merged model once it is verified.
+    when that is much of what training changed. ``card_of`` writes the card anew once the merged model is verified.
     """
     if base_path and quantised_base(model) != Dense():
         model = on_dense_base(model, base_path)
@@ -118,7 +120,7 @@ def export_merged(
             weights_of=PreTrainedModel.state_dict,
             dtypes=[kind],
             slack=_MERGE_SLACK,
-            on_reloaded=on_reloaded,
+            on_reloaded=None if card_of is None else partial(_write_card, stage.folder, card_of),
         )
         warnings = verified.warnings
         if verified.found is not None:
@@ -180,6 +182,10 @@ def on_dense_base(model: PeftModel, base_path: str) -> PeftModel:
     set_peft_model_state_dict(adapted, weights)
     copy_tables(model.get_base_model(), base)
     return adapted
+
+
+def _write_card(folder: Path, card_of: CardOf, reloaded: PreTrainedModel) -> None:
+    (folder / "README.md").write_text(card_of(reloaded), encoding="utf-8")
 
 
 def _reloaded(folder: Path, device: torch.device, attention: str) -> PreTrainedModel:

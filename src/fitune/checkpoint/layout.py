@@ -75,6 +75,8 @@ def staged(target: Path, size_bytes: int, *, replace: bool) -> Iterator[Stage]:
         yield stage
         _sync(stage.folder)
         _replace(target, stage.folder)
+        if replace:  # what an earlier one left
+            remove(unverified(target))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target} could not be exported: {error}{_kept(stage)}") from error
     except FituneError as error:

@@ -2,7 +2,7 @@
 
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -201,13 +201,17 @@ def score(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="Directory of a finished LoRA run.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write; default: RUN/merged.")] = None,
+    run: Annotated[Path, typer.Argument(help="Directory of a run whose training is done.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write; default: a folder in RUN.")] = None,
+    kind: Annotated[
+        Literal["merged", "adapter", "full"] | None,
+        typer.Option("--as", help="Default: what the run was to export, if that failed; else merged."),
+    ] = None,
 ) -> None:
-    """Fold a run's adapter into its base: a model that transformers loads alone."""
-    from fitune.cli.exporting import export_merged_model
+    """Export what a run trained, without training again: an adapter folded into its base, or an export that failed."""
+    from fitune.cli.exporting import export_run
 
-    export_merged_model(run, out)
+    export_run(run, out, kind)
 
 
 @app.command()

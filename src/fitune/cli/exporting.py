@@ -1,67 +1,98 @@
 """``fitune export``."""
 
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
-from fitune.checkpoint.export import export_merged
 from fitune.cli.loading import loading_bar
-from fitune.data.templates import load_template
-from fitune.errors import RecipeError, RunDirectoryError
-from fitune.models.adapter_check import check_adapter
-from fitune.models.adapters import load_adapter
+from fitune.data.dataset import PreparedData, prepare_data
+from fitune.errors import RecipeError
 from fitune.models.vocabulary import planned_tokenizer
-from fitune.models.weights import compute_dtype, load_model
+from fitune.report.html import write_report
 from fitune.report.run_files import RunFiles, read_run
-from fitune.spec.plan import Lora
+from fitune.spec.disk import write_atomically
+from fitune.spec.ownership import Ownership, lock_directory
+from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport
-from fitune.train.card import model_card
-from fitune.train.export import FOLDERS
-from fitune.train.prepare import training_device
+from fitune.spec.serial import to_json
+from fitune.train.again import find_source, load_trained, require_trained
+from fitune.train.export import FOLDERS, TITLES, Handover, Kind
+from fitune.train.summary import summarise
 
 
-def export_merged_model(run: Path, out: Path | None) -> None:
-    """Merge the adapter of a finished run into its 16-bit or fp32 base and verify it by reloading."""
+def export_run(run: Path, out: Path | None, kind: Kind | None) -> None:
+    """Export what a run trained, without training again.
+
+    By default what the run was to export, if that failed; else the adapter merged into its base. An export that
+    failed and is made up for makes the run complete.
+    """
     files = read_run(run)
-    report = _require_adapter(run, files)
-    plan = files.plan
-    for warning in check_adapter(run / FOLDERS["adapter"], base=plan.model):
-        print(f"warning: {warning}")
-    with loading_bar() as on_bytes:
-        base = load_model(
-            plan.model_path,
-            dtype=compute_dtype(plan.precision),
-            device=training_device(plan),
-            on_bytes=on_bytes,
-        )
-    tokenizer = planned_tokenizer(plan)
-    exported = export_merged(
-        load_adapter(base, run / FOLDERS["adapter"]),
-        tokenizer,
-        out or run / FOLDERS["merged"],
-        chat_template=load_template(tokenizer, plan.data.chat_template).source,
-        card=model_card(plan, report, kind="merged"),
-        replace=out is None,  # a folder of the run's own; any other may hold what somebody needs
-    )
-    print(f"merged model: {exported.path}")
-    print(f"largest difference of its logits from the adapter's: {exported.max_logit_difference:.2g}")
-    for warning in exported.warnings:
-        print(f"warning: {warning}")
+    require_trained(run, files.steps)
+    missing = files.run is None or files.run.status != "complete"
+    wanted = kind or (files.plan.run.export if missing else "merged")
+    _refuse(run, files.plan, wanted, is_there=not missing and out is None)
+    owned: AbstractContextManager[Ownership | None] = lock_directory(run) if out is None else nullcontext()
+    with owned:
+        report = _exported(run, files, wanted, out)
+        if out is None and missing and wanted == files.plan.run.export:
+            write_atomically(run / "report.json", to_json(report))
+            print(f"report: {write_report(run)}")
 
 
-def _require_adapter(run: Path, files: RunFiles) -> RunReport:
-    """How the run that made the adapter went. Raises RecipeError or RunDirectoryError when it has none."""
-    plan = files.plan
-    if not isinstance(plan.tuning, Lora):
+def _refuse(run: Path, plan: Plan, wanted: Kind, *, is_there: bool) -> None:
+    """Raises RecipeError for what the run's method does not train, or what lies there already."""
+    if not isinstance(plan.tuning, Lora) and wanted != "full":
         raise RecipeError(
-            f"{run} trained every parameter: there is no adapter to merge",
+            f"{run} trained every parameter: there is no adapter to {'merge' if wanted == 'merged' else 'export'}",
             hint=f"use {run / FOLDERS['full']}",
         )
-    if files.run is None or files.run.status != "complete":
-        raise RunDirectoryError(
-            f"{run} is not complete, so it has no adapter yet", hint="fitune train … --resume"
-        )
-    if plan.run.export == "merged" and not (run / FOLDERS["adapter"]).exists():
+    if isinstance(plan.tuning, Lora) and wanted == "full":
         raise RecipeError(
-            f"{run} merged its adapter already, when it ended (export: merged): {run / FOLDERS['merged']}",
-            hint=f"use {run / FOLDERS['merged']}, or train with export: adapter to keep both",
+            f"{run} trained an adapter, not every parameter", hint="--as merged, or --as adapter"
         )
-    return files.run
+    folder = run / FOLDERS[wanted]
+    if is_there and wanted == plan.run.export and folder.is_dir():
+        done = "merged its adapter already" if wanted == "merged" else f"has its {TITLES[wanted]} already"
+        raise RecipeError(
+            f"{run} {done}, when it ended (export: {wanted}): {folder}",
+            hint="use that, or --out for another copy",
+        )
+
+
+def _exported(run: Path, files: RunFiles, wanted: Kind, out: Path | None) -> RunReport:
+    """Write it and say so; returns the report of a run that is complete with it."""
+    plan, last = _moved(files.plan, run), files.steps[-1]
+    source = find_source(run, plan, files.run, step=last.step)
+    print(f"the trained weights are read from {source.path}")
+    with loading_bar() as on_bytes:
+        model = load_trained(plan, source, on_bytes=on_bytes)
+    tokenizer = planned_tokenizer(plan)
+
+    @cache
+    def data() -> PreparedData:
+        return prepare_data(
+            plan.data, tokenizer=tokenizer, tokenizer_path=plan.model_path, seq_len=plan.batch.seq_len,
+            seed=plan.run.seed,
+        )  # fmt: skip
+
+    report = files.run or summarise(
+        files.steps, data(), model=model, status="complete", reason="", meter_kind="live tensors",
+        seconds=sum(step.step_seconds + step.data_seconds for step in files.steps), best_eval_loss=None,
+    )  # fmt: skip
+    report = replace(report, status="complete", reason="", failure=None)
+    handover = Handover(plan=plan, model=model, tokenizer=tokenizer, report=report, say=print)
+    loss = None
+    if wanted == "merged":
+        path, loss = handover.merged(data, out)
+    else:
+        path = handover.trained(out, secure=False)
+    print(f"{TITLES[wanted]}: {path} (verified)")
+    for line in () if loss is None else loss.lines():
+        print(line)
+    return replace(report, exported=str(path), merged_loss=loss)
+
+
+def _moved(plan: Plan, run: Path) -> Plan:
+    """The plan with the run where it lies now."""
+    return replace(plan, run=replace(plan.run, output_dir=str(run)))

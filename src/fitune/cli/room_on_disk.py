@@ -5,6 +5,7 @@ from pathlib import Path
 from fitune.checkpoint.durable import require_space
 from fitune.estimate.checkpoint import checkpoint_bytes
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
+from fitune.models.stored_dtype import stored_dtype
 from fitune.spec.parameters import count_parameters
 from fitune.spec.plan import Plan, trains_embeddings
 from fitune.spec.run_directory import FOLDERS
@@ -28,15 +29,24 @@ def require_room_on_disk(plan: Plan) -> None:
 
 
 def export_bytes(plan: Plan) -> int:
-    """P · e: all weights in the compute type, or the trained ones where an adapter is exported.
+    """P · e: all weights in the base's type, or an adapter's in the compute type; both where it is merged.
 
-    There a table that is embedding and head is written under both names.
+    In an adapter a table that is embedding and head is written under both names.
     """
-    if plan.run.export != "adapter":
-        return count_parameters(plan.model).total * plan.precision.compute_bytes
+    all_weights = count_parameters(plan.model).total * _stored_bytes(plan)
+    if plan.run.export == "full":
+        return all_weights
+    merged = all_weights if plan.run.export == "merged" else 0
     twice = plan.model.tied_embeddings and trains_embeddings(plan.tuning)
     count = trained_parameters(plan) + (embedding_parameters(plan.model) if twice else 0)
-    return count * plan.precision.compute_bytes
+    return merged + count * plan.precision.compute_bytes
+
+
+def _stored_bytes(plan: Plan) -> int:
+    """Of one weight of an export: the base's, as far as it is here to be asked."""
+    is_here = Path(plan.model_path).is_dir()
+    dtype = stored_dtype(plan.model_path) if is_here else None
+    return plan.precision.compute_bytes if dtype is None else dtype.itemsize
 
 
 def _checkpoints_at_once(plan: Plan) -> int:

@@ -41,6 +41,7 @@ from fitune.track.progress import Progress
 from fitune.track.sinks import open_sinks
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
+from fitune.train.export import TITLES
 from fitune.train.run import run
 from fitune.train.supported import missing_parts
 from fitune.units import format_bytes
@@ -48,7 +49,6 @@ from fitune.units import format_bytes
 T = TypeVar("T")
 
 _SAMPLE_TOKENS = 128
-_EXPORTS = {"adapter": "adapter", "merged": "merged model", "full": "model"}
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -71,7 +71,9 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
     print(comparison_table(comparison(directory)))
     print(f"report: {write_report(directory)}")
     if finished.exported:
-        print(f"{_EXPORTS[plan.run.export]}: {finished.exported} (verified by reloading)")
+        print(f"{TITLES[plan.run.export]}: {finished.exported} (verified by reloading)")
+    if finished.merged_loss is not None:
+        print("\n".join(finished.merged_loss.lines()))
     if finished.status == "interrupted":
         print("interrupted: the step was finished and saved; add --resume to go on")
         return _EXIT_CODES[received[0]]
@@ -172,19 +174,26 @@ def print_data(data: PreparedData) -> None:
 def is_finished(directory: Path, plan: Plan, *, resume: bool | str) -> bool:
     """Whether ``directory`` holds this very run, complete. A longer one is left to ``resume``.
 
-    Raises RunDirectoryError when it holds a complete run of other settings that nobody asked to continue.
+    Raises RunDirectoryError when it holds a complete run of other settings that nobody asked to continue, or one
+    that is trained and lacks its export only.
     """
-    if isinstance(resume, str) or not _is_complete(directory):
+    ended = _ended(directory)
+    if isinstance(resume, str) or ended is None or not (ended.status == "complete" or ended.lacks_export):
         return False
     saved = _read_or_refuse(Plan, directory / "plan.json")
     differences = [
         d for d in compare_plans(saved, plan) if not d.allowed or d.setting.startswith("schedule.duration")
     ]
-    if not differences:
+    if not differences and ended.status == "complete":
         return True
     has_checkpoint = any(map(is_committed, step_folders(directory / CHECKPOINTS)))
     if resume and has_checkpoint:
         return False
+    if ended.lacks_export:
+        raise RunDirectoryError(
+            f"{directory} is trained; only its export failed: {ended.reason}",
+            hint=f"fitune export {directory}, or --overwrite to start anew",
+        )
     if resume:
         raise RunDirectoryError(
             f"{directory} holds a complete run and no checkpoint (save_steps was 0): there is nothing to go on from\n"
@@ -198,10 +207,10 @@ def is_finished(directory: Path, plan: Plan, *, resume: bool | str) -> bool:
     )
 
 
-def _is_complete(directory: Path) -> bool:
+def _ended(directory: Path) -> RunReport | None:
     if not (directory / "report.json").is_file():
-        return False
-    return _read_or_refuse(RunReport, directory / "report.json").status == "complete"
+        return None
+    return _read_or_refuse(RunReport, directory / "report.json")
 
 
 def _read_or_refuse(cls: type[T], file: Path) -> T:

@@ -199,21 +199,21 @@ def micro_batch_of(dataset: TokenDataset, rows: Sequence[int]) -> MicroBatch:
     )
 
 
-def eval_batches(dataset: TokenDataset, batch: Batch) -> Iterator[MicroBatch]:
-    """Every row once, in the order of the dataset: ``micro_batch_size`` rows at a time, or, with packing, as many
-    as the tokens of a micro-batch have room for. Never more memory than a training step."""
-    rows: list[int] = []
+def eval_batches(dataset: TokenDataset, batch: Batch, *, rows: int | None = None) -> Iterator[MicroBatch]:
+    """Every row once, or the first ``rows``, in the order of the dataset: ``micro_batch_size`` rows at a time, or,
+    with packing, as many as the tokens of a micro-batch have room for. Never more memory than a training step."""
+    chosen: list[int] = []
     tokens = 0
-    for row, length in enumerate(dataset.lengths.tolist()):
+    for row, length in enumerate(dataset.lengths[:rows].tolist()):
         full = (
             tokens + length > batch.micro_batch_tokens
             if batch.packing
-            else len(rows) == batch.micro_batch_size
+            else len(chosen) == batch.micro_batch_size
         )
-        if rows and full:
-            yield micro_batch_of(dataset, rows)
-            rows, tokens = [], 0
-        rows.append(row)
+        if chosen and full:
+            yield micro_batch_of(dataset, chosen)
+            chosen, tokens = [], 0
+        chosen.append(row)
         tokens += length
-    if rows:
-        yield micro_batch_of(dataset, rows)
+    if chosen:
+        yield micro_batch_of(dataset, chosen)

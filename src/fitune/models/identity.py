@@ -21,6 +21,12 @@ def identity(path: str) -> str:
     return f"{folder.resolve().name}, files {_hash_of(_files(folder, _MODEL_FILES))}"
 
 
+def base_reference(path: str) -> str:
+    """How a file names the base that it belongs to: a folder by its absolute path, a Hub id as it is."""
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else path
+
+
 def weights_identity(path: str) -> str:
     """A hash of the weights alone, whatever the folder is called; a Hub id as it is."""
     folder = Path(path)

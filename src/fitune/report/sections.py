@@ -91,10 +91,16 @@ def reproduce(run: RunFiles) -> Html:
     return section(
         "Do it again",
         element("p", exported) if exported else None,
+        *(element("p", line) for line in _merged_loss(run)),
         code(commands),
         element("div", recipe, used if versions else None, class_="pair"),
         note=f"The seed is {run.plan.run.seed}; plan.json holds every setting as it was run.",
     )
+
+
+def _merged_loss(run: RunFiles) -> Sequence[str]:
+    found = None if run.run is None else run.run.merged_loss
+    return () if found is None else found.lines()
 
 
 def _how_it_was_measured(run: RunFiles) -> str:

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Literal
 
 from fitune.errors import Shortage
+from fitune.spec.merged_loss import MergedLoss
 from fitune.spec.plan import Plan
 from fitune.spec.retries import Retry
 
@@ -258,6 +259,10 @@ class Failure:
     """Only of memory that ran out."""
 
 
+AFTER_TRAINING = ("exporting", "answering samples")
+"""What a run does once its last step is done."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """How a run went; written even when it ended badly."""
@@ -284,11 +289,20 @@ class RunReport:
     exported: str = ""
     failure: Failure | None = None
     """Only when the status is failed."""
+    merged_loss: MergedLoss | None = None
+    """Of an export that was merged; None where there is none, or it could not be measured."""
     retries: tuple[Retry, ...] = ()
     """Attempts that ran out of memory before this end, in their order."""
     steps_of_other_plan: int = 0
     """Done before a resume under other settings: memory and speed are of the steps after them."""
     versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def lacks_export(self) -> bool:
+        """Whether the last step is done and what came after it failed."""
+        if self.status == "complete" or not 0 < self.steps == self.total_steps:
+            return False
+        return bool(self.exported) or (self.failure is not None and self.failure.doing in AFTER_TRAINING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,9 @@ FILES = (
     "plan.json", "recipe.yaml", "estimate.json", "metrics.jsonl", "samples_before.json", "report.json", "report.html",
     "traceback.txt", LOCK,
 )  # fmt: skip
-FOLDERS = ("checkpoints", "adapter", "merged", "model", "tensorboard")
+FOLDERS = (
+    "checkpoints", "adapter", "adapter-unverified", "merged", "model", "model-unverified", "tensorboard",
+)  # fmt: skip
 """What a run writes into its directory; --overwrite removes these and nothing else."""
 
 _POINTERS = ("latest", "best")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from fitune.models.identity import base_reference
 from fitune.spec.disk import read_text
 from fitune.spec.plan import ChunkedLoss, Dense, Full, Hqq, InBackward, Lomo, Lora, Nf4, Offload, Plan
 from fitune.spec.reports import RunReport
@@ -15,7 +16,7 @@ def model_card(plan: Plan, report: RunReport, *, kind: str) -> str:
     sources = ", ".join(Path(source.path).name for source in plan.data.sources)
     return "\n".join(
         [
-            f"---\nbase_model: {plan.model.name}\nlibrary_name: {library}\ntags:\n- fitune\n---\n",
+            f"---\nbase_model: {base_reference(plan.model_path)}\nlibrary_name: {library}\ntags:\n- fitune\n---\n",
             f"# {plan.model.name}, {_method(plan)}\n",
             f"Fine-tuned with fitune on {sources}.\n",
             *_figures(plan, report, kind),
@@ -36,6 +37,8 @@ def _figures(plan: Plan, report: RunReport, kind: str) -> Iterator[str]:
     if report.best_eval_loss is not None:
         yield f"- best held-out loss: {report.best_eval_loss:.4f}"
     yield f"- {trained} of {total} parameters trained"
+    if report.merged_loss is not None:
+        yield from (f"- {line}" for line in report.merged_loss.lines())
     if report.memory is not None:
         yield f"- measured peak memory: {format_bytes(report.memory.peak_bytes)}"
     yield from _added_tokens(plan, kind)

@@ -63,6 +63,10 @@ class Run:
     """None until the model is loaded."""
     meter: MemoryMeter = field(default_factory=CpuMeter)
     position: LoaderState = field(default_factory=lambda: LoaderState(epoch=0, position=0))
+    is_trained: bool = False
+    """The last step is done."""
+    exported: str = ""
+    """Where what was trained is saved and verified; empty until then."""
     best_eval_loss: float = math.inf
     """The lowest of all evaluations, those before a resume too."""
 

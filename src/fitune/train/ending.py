@@ -10,24 +10,48 @@ from fitune.spec.reports import RunReport, Sample, Status
 from fitune.spec.serial import to_json
 from fitune.track.jsonl import read_metrics
 from fitune.train.current import Run
-from fitune.train.export import export_result
+from fitune.train.export import Handover, trained_kind
 from fitune.train.failure import TRACEBACK, traceback_text
 from fitune.train.samples import compare_samples
 from fitune.train.summary import summarise
 
 
 def complete(current: Run) -> RunReport:
-    """Answer the samples again, export, then write report.json."""
+    """Save what was trained before anything else can fail, answer the samples again, merge, write report.json."""
     report = _summary(current, "complete", "")
-    current.where.doing = "answering samples"
-    report = replace(report, samples=_samples_after(current))
+    current.where.step = report.steps  # also of a run that was resumed after its last step
+    current.is_trained = True
     current.where.doing = "exporting"
-    report = replace(report, exported=_exported(current, report))
+    handover = _handover(current, report)
+    current.exported = str(handover.trained(secure=True))
+    current.where.doing = "answering samples"
+    report = replace(report, exported=current.exported, samples=_samples_after(current))
+    if current.plan.run.export == "merged":
+        current.where.doing = "exporting"
+        merged, loss = handover.merged(lambda: current.data)
+        report = replace(report, exported=str(merged), merged_loss=loss)
     return _write(current, report)
 
 
+def tell_what_is_saved(current: Run, error: FituneError) -> None:
+    """Say in ``error`` that training itself is done, where its weights are and how its export is tried again."""
+    if not current.is_trained:
+        return
+    directory = current.plan.run.output_dir
+    saved = (
+        f"its {trained_kind(current.plan)} weights are saved in {current.exported}, but "
+        if current.exported
+        else ""
+    )
+    error.message = f"trained; {saved}{current.where.doing} failed: {error.message}"
+    error.hint = f"`fitune export {directory}` tries it again without training; {error.hint or ''}".rstrip(
+        "; "
+    )
+
+
 def interrupted(current: Run, reason: str) -> RunReport:
-    return _write(current, _summary(current, "interrupted", reason))
+    report = _summary(current, "interrupted", reason)
+    return _write(current, replace(report, exported=current.exported))
 
 
 def failed(current: Run, explained: FituneError, cause: Exception) -> RunReport | None:
@@ -36,7 +60,8 @@ def failed(current: Run, explained: FituneError, cause: Exception) -> RunReport 
         if cause is not explained:
             write_atomically(current.directory / TRACEBACK, traceback_text(cause))
         report = _summary(current, "failed", explained.message)
-        return _write(current, replace(report, failure=current.where.failure(explained)))
+        failure = current.where.failure(explained)
+        return _write(current, replace(report, exported=current.exported, failure=failure))
     except (OSError, FituneError) as problem:
         current.callbacks.on_note(f"report.json could not be written: {problem}")
         return None
@@ -68,5 +93,8 @@ def _samples_after(current: Run) -> tuple[Sample, ...]:
     return compare_samples(current.directory, current.model, current.samples, current.callbacks.answer)
 
 
-def _exported(current: Run, report: RunReport) -> str:
-    return str(export_result(current.plan, current.model, current.tokenizer, report))
+def _handover(current: Run, report: RunReport) -> Handover:
+    say = current.callbacks.on_note
+    return Handover(
+        plan=current.plan, model=current.model, tokenizer=current.tokenizer, report=report, say=say
+    )

@@ -70,7 +70,7 @@ def prepare(plan: Plan, *, on_bytes: OnBytes = nobody) -> Prepared:
     device = training_device(plan)
     streamed = plan.offload.parameters != "device"  # then the device has no room for all of it
     to = torch.device("cpu") if streamed else device
-    model = load_model(plan.model_path, dtype=dtype, device=to, base=_base(plan), on_bytes=on_bytes)
+    model = load_model(plan.model_path, dtype=dtype, device=to, base=quantisation(plan), on_bytes=on_bytes)
     add_rows(model, plan)
     return prepare_loaded(model, plan, device=device)
 
@@ -88,11 +88,11 @@ def prepare_loaded(
     ``mesh``: the ranks that a sharded plan is divided over.
     """
     require_method(plan)
-    quantise_linears(blocks_of(model), _base(plan))  # before adapters: they wrap the packed linear
+    quantise_linears(blocks_of(model), quantisation(plan))  # before adapters: they wrap the packed linear
     use_attention(model, plan.attention)
     turn_by_rows(model)
     use_kernels(model, plan.kernels, device=device)
-    whole = _tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
+    whole = tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
     if plan.offload.parameters == "cpu":
         trained = trains_every_weight(plan.tuning)
         stay_on(device or model.device, whole, blocks_of(model), trained=trained)
@@ -185,11 +185,13 @@ def training_device(plan: Plan) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def _base(plan: Plan) -> Dense | Nf4 | Hqq:
+def quantisation(plan: Plan) -> Dense | Nf4 | Hqq:
+    """What the base is packed by."""
     return plan.tuning.base if isinstance(plan.tuning, Lora) else Dense()
 
 
-def _tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:
+def tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:
+    """``model`` with what the plan trains made trainable, adapters put beside it."""
     match plan.tuning:
         case Full() | Lomo():
             return model.requires_grad_(True)

@@ -29,7 +29,7 @@ from fitune.track.jsonl import MetricsLog, read_metrics
 from fitune.track.sinks import Sink
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
-from fitune.train.ending import complete, failed, interrupted
+from fitune.train.ending import complete, failed, interrupted, tell_what_is_saved
 from fitune.train.evaluate import evaluate
 from fitune.train.failure import TRACEBACK, explain, require_finite_step
 from fitune.train.loop import train
@@ -136,6 +136,7 @@ def _train_and_report(current: Run, start: Start) -> RunReport:
         explained = explain(error, current.plan, current.where)
         if isinstance(explained, OutOfMemory):
             explained.shortage = shortage_of(error, current.where, meter=current.meter)
+        tell_what_is_saved(current, explained)
         report = failed(current, explained, error)
         if explained is error:
             raise

@@ -1,0 +1,105 @@
+"""The trained model of a run whose last step is done, loaded from what the run left on disk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fitune.checkpoint.layout import unverified
+from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
+from fitune.errors import CheckpointError, RunDirectoryError
+from fitune.models.adapters import load_adapter
+from fitune.models.attention import use_attention
+from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.reading import OnBytes
+from fitune.models.tables import train_tables
+from fitune.models.vocabulary import add_rows
+from fitune.models.weights import compute_dtype, load_model
+from fitune.spec.plan import Lora, Plan
+from fitune.spec.reports import RunReport, StepReport
+from fitune.train.export import FOLDERS, trained_kind
+from fitune.train.prepare import quantisation, training_device, tuned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A folder that holds all that a run trained."""
+
+    path: Path
+    kind: Literal["adapter", "full", "checkpoint"]
+
+
+def require_trained(directory: Path, steps: Sequence[StepReport]) -> None:
+    """Raises RunDirectoryError when the last step of the run is not done."""
+    if not steps or steps[-1].step < steps[-1].total_steps:
+        done = f"{steps[-1].step} of {steps[-1].total_steps} steps are done" if steps else "no step is done"
+        raise RunDirectoryError(
+            f"{directory} is not complete, so there is nothing to export yet: {done}",
+            hint="fitune train … --resume",
+        )
+
+
+def find_source(directory: Path, plan: Plan, report: RunReport | None, *, step: int) -> Source:
+    """Where the weights after ``step``, the last one, are.
+
+    An export that the report does not speak for counts only when it is younger than the last step: it may be of an
+    earlier end of a run that was made longer. Raises CheckpointError when there is none.
+    """
+    kind = trained_kind(plan)
+    folder = directory / FOLDERS[kind]
+    told = report is not None and (report.status == "complete" or report.exported)
+    for path, counts in ((folder, told), (unverified(folder), False)):
+        if path.is_dir() and (counts or _is_younger(path, directory / "metrics.jsonl")):
+            return Source(path=path, kind=kind)
+    saved = newest_checkpoint(directory)
+    if saved.path is not None and saved.path.name == f"step-{step}":
+        return Source(path=saved.path, kind="checkpoint")
+    found = (
+        f"the newest checkpoint is {saved.path.name}" if saved.path is not None else "there is no checkpoint"
+    )
+    raise CheckpointError(
+        f"{directory}: neither {folder.name} nor a checkpoint holds the weights after step {step}: {found}",
+        hint="fitune train … --resume" if saved.path is not None else "fitune train … --overwrite",
+    )
+
+
+def load_trained(plan: Plan, source: Source, *, on_bytes: OnBytes) -> LanguageModel:
+    """The model as it was when training ended, on the device that the plan is for."""
+    words: dict[str, Any] = {
+        "dtype": compute_dtype(plan.precision),
+        "device": training_device(plan),
+        "on_bytes": on_bytes,
+    }
+    if source.kind == "full":
+        whole: Any = load_model(str(source.path), **words)
+        use_attention(whole, plan.attention)
+        return language_model(whole, plan.loss)
+    model = load_model(plan.model_path, base=quantisation(plan), **words)
+    use_attention(model, plan.attention)
+    if source.kind == "checkpoint":
+        add_rows(model, plan)
+        whole = tuned(model, plan)
+        _copy(load_checkpoint(source.path, verified=True).tensors["model"], whole)
+        return language_model(whole, plan.loss)
+    whole = load_adapter(model, source.path)
+    whole.peft_config[whole.active_adapter].modules_to_save = None  # in place: tables.py
+    if isinstance(plan.tuning, Lora):
+        train_tables(model, plan.tuning.modules_to_save)
+    return language_model(whole, plan.loss)
+
+
+@torch.no_grad()
+def _copy(saved: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if trained.keys() != saved.keys():
+        odd = sorted(trained.keys() ^ saved.keys())
+        raise CheckpointError(f"the checkpoint trains other parameters than the plan, e.g. {odd[:3]}")
+    for name, parameter in trained.items():
+        parameter.copy_(saved[name])
+
+
+def _is_younger(folder: Path, metrics: Path) -> bool:
+    weights = list(folder.glob("*.safetensors"))
+    return bool(weights) and min(file.stat().st_mtime_ns for file in weights) >= metrics.stat().st_mtime_ns

@@ -1,0 +1,220 @@
+"""An export that fails loses nothing: what was trained is on the disk before, and `fitune export` does it again."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fitune.checkpoint import export
+from fitune.errors import CheckpointError
+from fitune.spec.reports import RunReport
+from fitune.spec.serial import from_json
+
+Call = Callable[..., tuple[int, str, str]]
+
+MERGED = {"export": "merged"}
+NO_ROOM = OSError(28, "No space left on device")
+NO_MEMORY = RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried")
+
+
+def report_of(run: Path) -> RunReport:
+    return from_json(RunReport, (run / "report.json").read_text())
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def fail(*_words: object, **_named: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.fixture
+def whole(train: Call, tmp_path: Path) -> Path:
+    """The same run, undisturbed."""
+    assert train(output_dir=tmp_path / "whole", **MERGED)[0] == 0
+    return tmp_path / "whole"
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    found, expected = load_file(one), load_file(other)
+    assert found.keys() == expected.keys()
+    return all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (CheckpointError("the exported files do not hold it"), 1, "do not hold it"),
+        (NO_ROOM, 1, "No space left on device"),
+        (NO_MEMORY, 3, "out of memory"),
+        (KeyError("lost"), 1, "KeyError"),
+    ],
+    ids=["refused", "disk", "memory", "bug"],
+)
+def test_a_merge_that_fails_leaves_the_adapter_and_can_be_done_again(
+    train: Call, call: Call, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    error: Exception, code: int, said: str,
+) -> None:  # fmt: skip
+    run = tmp_path / "run"
+    with monkeypatch.context() as broken:
+        broken.setattr(export, "merged_weights", raising(error))
+        found, _, err = train(**MERGED)
+    assert found == code
+    assert said in err
+    assert f"trained; its adapter weights are saved in {run / 'adapter'}" in err
+    assert f"`fitune export {run}` tries it again" in err
+    report = report_of(run)
+    assert (report.status, report.steps, Path(report.exported)) == ("failed", 2, run / "adapter")
+    assert report.failure is not None
+    assert report.failure.doing == "exporting"
+    assert (run / "report.html").is_file()
+    assert not (run / "merged").exists()
+    assert same_weights(*(it / "adapter" / "adapter_model.safetensors" for it in (run, whole)))
+
+    for words in ((), ("--resume",)):
+        refused, _, err = train(*words, **MERGED)
+        assert refused == 2
+        assert "is trained; only its export failed" in err
+        assert f"fitune export {run}" in err
+    assert call("export", run)[0] == 0
+    assert same_weights(*(it / "merged" / "model.safetensors" for it in (run, whole)))
+    assert report_of(run).status == "complete"
+    assert "already complete" in train(**MERGED)[1]
+
+
+def test_killed_while_merging_it_is_exported_without_training_again(
+    train: Call, call: Call, whole: Path, tmp_path: Path
+) -> None:
+    """As a kill -9 leaves it: no report, the adapter of the last step."""
+    run = whole.rename(tmp_path / "killed")
+    merged = load_file(run / "merged" / "model.safetensors")
+    (run / "merged").rename(tmp_path / "merged")
+    (run / "report.json").unlink()
+    code, out, _ = call("export", run)
+    assert code == 0
+    assert f"read from {run / 'adapter'}" in out
+    again = load_file(run / "merged" / "model.safetensors")
+    assert all(torch.equal(merged[name], again[name]) for name in merged)
+    report = report_of(run)
+    assert (report.status, report.steps, Path(report.exported).name) == ("complete", 2, "merged")
+
+
+@pytest.mark.parametrize(("tuning", "kind"), [("lora", "adapter"), ("full", "full")])
+@pytest.mark.parametrize("how", ["unverified", "checkpoint"])
+def test_an_adapter_or_a_model_that_fails_can_be_exported_again(
+    train: Call, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: str, kind: str, how: str
+) -> None:
+    folder = {"adapter": "adapter", "full": "model"}[kind]
+    words = {"tuning": tuning, "export": kind, "save_steps": 2 if how == "checkpoint" else 0}
+    assert train(output_dir=tmp_path / "whole", **words)[0] == 0
+    place = (
+        "fitune.checkpoint.export.verify" if how == "unverified" else "fitune.checkpoint.export.write_texts"
+    )
+    error = CheckpointError("logits differ") if how == "unverified" else NO_ROOM
+    run = tmp_path / "run"
+    with monkeypatch.context() as broken:
+        broken.setattr(place, raising(error))
+        code, _, err = train(**words)
+    assert code == 1
+    assert not (run / folder).exists()
+    assert (run / f"{folder}-unverified").exists() is (how == "unverified")
+    assert ("what was trained is kept in" in err) is (how == "unverified")
+    code, out, _ = call("export", run)
+    assert code == 0
+    assert ("step-2" in out) is (how == "checkpoint")
+    file = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
+    assert same_weights(run / folder / file, tmp_path / "whole" / folder / file)
+    assert not (run / f"{folder}-unverified").exists()
+    assert report_of(run).status == "complete"
+
+
+def test_an_adapter_of_an_earlier_end_is_not_taken_for_the_last(
+    train: Call, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run made longer whose second export failed: RUN/adapter is of step 2 then, the checkpoint of step 4."""
+    assert train(save_steps=2)[0] == 0
+    old = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    with monkeypatch.context() as broken:
+        broken.setattr("fitune.checkpoint.export.write_texts", raising(NO_ROOM))
+        assert train("--resume", save_steps=2, max_steps=4)[0] == 1
+    os.utime(tmp_path / "run/adapter/adapter_model.safetensors", (1, 1))
+    code, out, _ = call("export", tmp_path / "run", "--as", "merged")
+    assert code == 0
+    assert "step-4" in out
+    assert call("export", tmp_path / "run")[0] == 0
+    new = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    assert any(not torch.equal(old[name], new[name]) for name in old)
+
+
+def test_nothing_is_exported_before_the_last_step(train: Call, call: Call, tmp_path: Path) -> None:
+    assert train(save_steps=1)[0] == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines()[0] + "\n")
+    (tmp_path / "run" / "report.json").unlink()
+    code, _, err = call("export", tmp_path / "run")
+    assert code == 2
+    assert "1 of 2 steps are done" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "said"),
+    [
+        (("--as", "full"), {}, "trained an adapter"),
+        (("--as", "adapter"), {}, "has its adapter already"),
+        (("--as", "merged"), {"tuning": "full", "export": "full"}, "no adapter to merge"),
+        ((), {"tuning": "full", "export": "full"}, "no adapter to merge"),
+        (("--as", "full"), {"tuning": "full", "export": "full"}, "has its model already"),
+    ],
+)
+def test_what_a_run_does_not_have_is_not_exported(
+    train: Call, call: Call, tmp_path: Path, words: tuple[str, ...], settings: dict[str, str], said: str
+) -> None:
+    assert train(**settings)[0] == 0
+    code, _, err = call("export", tmp_path / "run", *words)
+    assert code == 2
+    assert said in err
+
+
+# What a merge does to the loss
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_merged_packed_model_is_measured_beside_the_trained_one(
+    train: Call, call: Call, tmp_path: Path, held_out: bool
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    words = {"tuning": "qlora", "learning_rate": 5e-2, "max_steps": 4, "val_fraction": 0.3 if held_out else 0}
+    run = tmp_path / "run"
+    code, out, _ = train(**words, **MERGED)
+    assert code == 0
+    report = report_of(run)
+    loss = report.merged_loss
+    assert loss is not None
+    assert loss.held_out is held_out
+    assert loss.trained != loss.merged
+    if held_out:
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        assert loss.trained == pytest.approx(last["eval_loss"], rel=1e-6)
+    else:
+        assert "training rows (none are held out)" in out
+    for line in loss.lines():
+        assert line in out
+        assert line in (run / "merged" / "README.md").read_text()
+        assert line in (run / "report.html").read_text().replace("&#39;", "'")
+    code, again, _ = call("export", run, "--out", tmp_path / "copy")
+    assert code == 0
+    assert loss.describe() in again
+
+
+def test_a_loss_that_cannot_be_measured_costs_no_merge(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fitune.train.merged_loss.evaluate", raising(NO_MEMORY))
+    code, out, _ = train(**MERGED)
+    assert code == 0
+    assert "loss was not measured: [enforce]" in out
+    assert (tmp_path / "run" / "merged" / "model.safetensors").is_file()
