@@ -80,6 +80,34 @@ def test_sliding_windows() -> None:
     assert spec_from_config(qwen, name="qwen").sliding_window == 0
 
 
+def test_which_blocks_have_the_window() -> None:
+    """As transformers' config classes fill in layer_types: Qwen's later blocks, all of Gemma's but some."""
+    assert load_model_spec("gemma-2-2b").full_attention_layers == tuple(range(1, 26, 2))
+    assert load_model_spec("gemma-3-1b").full_attention_layers == (5, 11, 17, 23)
+    assert load_model_spec("mistralai/Mistral-7B-v0.1").full_attention_layers == ()
+    windows = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}
+    qwen = spec_from_config({**find_known_model("qwen2.5-7b").config, **windows}, name="qwen")
+    assert qwen.full_attention_layers == tuple(range(20))
+    assert (qwen.has_window(19), qwen.has_window(20)) == (False, True)
+    kinds = ["sliding_attention", *["full_attention"] * 27]
+    said = {**find_known_model("qwen2.5-7b").config, **windows, "layer_types": kinds}
+    assert spec_from_config(said, name="qwen").full_attention_layers == tuple(range(1, 28))
+    with pytest.raises(ModelError, match="layer_types"):
+        spec_from_config({**said, "layer_types": kinds[:-1]}, name="qwen")
+
+
+def test_soft_caps_are_what_the_config_says() -> None:
+    """null switches a cap off; where nothing is said the class decides."""
+    config = dict(find_known_model("gemma-2-2b").config)
+    gemma = spec_from_config(config, name="gemma")
+    assert (gemma.caps_scores, gemma.caps_logits) == (True, True)
+    off = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    gemma = spec_from_config({**config, **off}, name="gemma")
+    assert (gemma.caps_scores, gemma.caps_logits) == (False, False)
+    with pytest.raises(ModelError, match="attn_logit_softcapping"):
+        spec_from_config({**config, "attn_logit_softcapping": "50"}, name="gemma")
+
+
 def test_gemma3_is_its_text_part() -> None:
     """google/gemma-3-4b-pt as it is on the Hub: what equals the class's defaults is left out."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}

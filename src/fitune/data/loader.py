@@ -154,12 +154,7 @@ class Loader:
     def _shape(self, units: Sequence[int]) -> BatchShape:
         rows = [row for unit in units for row in self._rows_of(unit)]
         lengths = self._dataset.lengths[rows]
-        return BatchShape(
-            tokens=int(lengths.sum()),
-            supervised_tokens=int(self._labels_per_row_N[rows].sum()),
-            rows=len(rows),
-            longest_row=int(lengths.max()),
-        )
+        return BatchShape.of_rows(lengths.tolist(), supervised_tokens=int(self._labels_per_row_N[rows].sum()))
 
     def _units(self, state: LoaderState) -> list[int]:
         if not 0 <= state.position < self.num_units:

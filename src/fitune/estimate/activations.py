@@ -44,12 +44,15 @@ def fused_rms_norm_kept(
 
 
 def layer_norm_kept(
-    *, tokens: int, size: int, element_bytes: int, gradient_passes: bool, trained: bool
+    *, tokens: int, size: int, groups: int, element_bytes: int, gradient_passes: bool, trained: bool
 ) -> int:
-    """t · (e·size + 8): the input and fp32 mean and reciprocal deviation (aten::native_layer_norm)."""
+    """t · (e·size + 8·groups): the input and fp32 mean and reciprocal deviation (aten::native_layer_norm).
+
+    ``groups`` is 1, or the heads of a q/k norm (Phi).
+    """
     if not (gradient_passes or trained):
         return 0
-    return tokens * (element_bytes * size + 2 * FP32)
+    return tokens * (element_bytes * size + 2 * FP32 * groups)
 
 
 def linear_input_kept(*, tokens: int, size: int, element_bytes: int, needed: bool) -> int:
@@ -79,15 +82,17 @@ def dora_kept(*, tokens: int, in_features: int, out_features: int, element_bytes
 
 
 def queries_keys_values_kept(
-    *, tokens: int, q_dim: int, kv_dim: int, element_bytes: int, rotary: bool, fused: bool
+    *, tokens: int, q_dim: int, kv_dim: int, keys: int, element_bytes: int, rotary: bool, fused: bool
 ) -> int:
-    """e·(q + 2k) per token: what attention's backward reads; + e·(q + k) when one fused, rotated projection.
+    """e · (t·q + 2·keys): what attention's backward reads; + e·(q + k) per token when one fused, rotated projection.
+
+    ``keys`` are the elements of all keys as attention reads them, and as many of the values: t·k where it takes groups.
 
     Rotary positions write queries and keys anew and keep only their shared table; values stay as projected.
     Where one linear makes all three (Phi-3), the values are a view that keeps the whole projection alive.
     """
     copies = q_dim + kv_dim if rotary and fused else 0
-    return tokens * element_bytes * (q_dim + 2 * kv_dim + copies)
+    return element_bytes * (tokens * (q_dim + copies) + 2 * keys)
 
 
 def queries_kept(*, tokens: int, q_dim: int, kv_dim: int, element_bytes: int, rotary: bool) -> int:
@@ -112,22 +117,22 @@ def fused_attention_kept(
 def eager_attention_kept(
     *,
     tokens: int,
-    row_tokens: int,
+    pairs: int,
     q_dim: int,
     num_heads: int,
     element_bytes: int,
     output_needed: bool,
     softcapped: bool,
 ) -> int:
-    """t·s·n·(4, + e when 16 bit) probabilities in fp32 and in the compute type, t·s mask, t·2e·q repeated K, V.
+    """p·n·(4, + e when 16 bit) probabilities in fp32 and in the compute type, p of mask, t·2e·q repeated K, V.
 
-    Capped scores (Gemma-2) keep their hyperbolic tangent too, e·n·t·s. models/attention.py ``rows_eager``;
-    s is the length of the longest row: n·s² a row when all are as long, at most that otherwise.
+    Capped scores (Gemma-2) keep their hyperbolic tangent too, e·n·p. p is Σ s² over the rows of s tokens.
+    models/attention.py ``rows_eager``.
     """
     probabilities = (
         FP32 + (element_bytes if element_bytes < FP32 else 0) + (element_bytes if softcapped else 0)
     )
-    scores = tokens * row_tokens * (num_heads * probabilities + 1)
+    scores = pairs * (num_heads * probabilities + 1)
     output = element_bytes * q_dim if output_needed else 0
     return scores + tokens * (2 * element_bytes * q_dim + output)
 
@@ -149,12 +154,12 @@ def stream_mask_bytes(*, tokens: int, element_bytes: int) -> int:
     return element_bytes * tokens**2
 
 
-def window_mask_kept(*, tokens: int, row_tokens: int, element_bytes: int) -> int:
-    """e·t·s: a sliding window's mask, e·s² for each row of s tokens; every block makes and keeps its own.
+def window_mask_kept(*, pairs: int, element_bytes: int) -> int:
+    """e·p: a sliding window's masks, e·s² for each row of s tokens that it cuts; every block makes and keeps its own.
 
     SDPA turns the mask of booleans into one of the compute type, and its backward reads that.
     """
-    return tokens * row_tokens * element_bytes
+    return pairs * element_bytes
 
 
 def gated_mlp_kept(*, tokens: int, width: int, element_bytes: int) -> int:

@@ -7,15 +7,13 @@ from fitune.estimate.attention_traits import (
     attended_kv_dim,
     attends_in_one_call,
     is_multi_query,
-    kept_kv_dim,
+    kept_keys,
     masks_whole_stream,
-    masks_window,
-    materialises_scores,
     values_are_read_as_projected,
-    windowed_blocks,
 )
 from fitune.estimate.site import SCALED_IN_FP32, Site, linears_stage
 from fitune.estimate.stages import Stage
+from fitune.spec.attended import writes_scores
 from fitune.spec.model import Linear
 
 
@@ -23,7 +21,7 @@ def attention_stages(
     site: Site, projections: Sequence[Linear], output: Sequence[Linear], *, passes: bool
 ) -> Iterator[Stage]:
     model, t, e = site.model, site.shape.tokens, site.element_bytes
-    sizes = {"hidden": model.hidden_size, "q_dim": model.q_dim, "kv_dim": attended_kv_dim(site.plan)}
+    sizes = {"hidden": model.hidden_size, "q_dim": model.q_dim, "kv_dim": _attended_kv_dim(site)}
     kept = _queries_keys_values(site, projections) if passes else 0
     making = transient.projections_in_place_forward if site.fused else transient.projections_forward
     going_back = transient.projections_in_place_backward if site.fused else transient.projections_backward
@@ -50,25 +48,26 @@ def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
     rotary = model.learned_positions == 0
     if is_multi_query(model):
         kept = 0  # attention keeps fp32 copies of its own
-    elif materialises_scores(site.plan):
+    elif writes_scores(site.plan):
         kept = activations.queries_kept(
             tokens=t, q_dim=model.q_dim, kv_dim=model.kv_dim, element_bytes=e, rotary=rotary
         )
     else:
         kept = activations.queries_keys_values_kept(
-            tokens=t, q_dim=model.q_dim, kv_dim=kept_kv_dim(site.plan), element_bytes=e,
-            rotary=rotary, fused=len(projections) == 1 and values_are_read_as_projected(site.plan),
+            tokens=t, q_dim=model.q_dim, kv_dim=model.kv_dim, element_bytes=e, rotary=rotary,
+            keys=kept_keys(site.plan, site.shape, window=site.masking_window),
+            fused=len(projections) == 1 and values_are_read_as_projected(site.plan, masked=site.masks_rows),
         )  # fmt: skip
     if model.qk_norm == "none":
         return kept
     size, groups = model.q_dim + model.kv_dim, model.num_heads + model.num_kv_heads
+    sizes = {"tokens": t, "size": size, "groups": groups, "element_bytes": e}
+    if model.norm_type == "layer":
+        return kept + activations.layer_norm_kept(**sizes, gradient_passes=True, trained=site.full)
     if site.fused:
-        return kept + activations.fused_rms_norm_kept(
-            tokens=t, size=size, groups=groups, element_bytes=e, gradient_passes=True, trained=site.full
-        )
+        return kept + activations.fused_rms_norm_kept(**sizes, gradient_passes=True, trained=site.full)
     norm = activations.rms_norm_kept(
-        tokens=t, size=size, groups=groups, element_bytes=e,
-        gradient_passes=True, trained=site.full, scaled_in_fp32=model.model_type in SCALED_IN_FP32,
+        **sizes, gradient_passes=True, trained=site.full, scaled_in_fp32=model.model_type in SCALED_IN_FP32,
     )  # fmt: skip
     return kept + norm
 
@@ -81,27 +80,26 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
     needed = site.reads_input(output)
     if is_multi_query(model):
         return _multi_query_scores(site, output_needed=needed, passes=passes)
-    if materialises_scores(site.plan):
+    if writes_scores(site.plan):
         kept = activations.eager_attention_kept(
-            **common, row_tokens=shape.row_tokens, element_bytes=e, output_needed=needed,
-            softcapped=model.model_type == "gemma2",
+            **common, pairs=shape.pairs(), element_bytes=e, output_needed=needed, softcapped=model.caps_scores
         )  # fmt: skip
         sizes = {**common, "row_tokens": shape.row_tokens, "hidden": model.hidden_size, "element_bytes": e}
         return Stage(
             name="attention",
             kept=kept if passes else 0,
-            forward=transient.eager_attention_forward(**sizes, softcapped=model.model_type == "gemma2"),
+            forward=transient.eager_attention_forward(**sizes, softcapped=model.caps_scores),
             backward=transient.eager_attention_backward(**sizes, rows=rows) if passes else 0,
         )
     kept = activations.fused_attention_kept(**common, rows=rows, element_bytes=e, output_needed=needed)
     backward = transient.fused_attention_backward(
-        **common, rows=rows, hidden=model.hidden_size, kv_dim=attended_kv_dim(site.plan), element_bytes=e,
+        **common, rows=rows, hidden=model.hidden_size, kv_dim=_attended_kv_dim(site), element_bytes=e,
         on_cuda=not site.plan.hardware.gpu.is_cpu,
     )  # fmt: skip
     making_mask = 0
-    if masks_window(site.plan):
-        mask = activations.window_mask_kept(tokens=shape.tokens, row_tokens=shape.row_tokens, element_bytes=e)
-        kept += mask * windowed_blocks(model) // model.num_layers
+    if site.masks_rows:
+        cut = shape.pairs(in_rows_over=site.masking_window)
+        kept += activations.window_mask_kept(pairs=cut, element_bytes=e)
         making_mask = transient.window_mask_making(row_tokens=shape.row_tokens)
     return Stage(
         name="attention",
@@ -111,13 +109,21 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
     )
 
 
+def _attended_kv_dim(site: Site) -> int:
+    """Where attention reads most: in the rows that take a mask, if there are any."""
+    return attended_kv_dim(site.plan, masked=site.masks_rows)
+
+
 def _multi_query_scores(site: Site, *, output_needed: bool, passes: bool) -> Stage:
     model, t, e = site.model, site.shape.tokens, site.element_bytes
     kept = activations.multi_query_attention_kept(
         tokens=t, q_dim=model.q_dim, kv_dim=model.kv_dim, num_heads=model.num_heads, element_bytes=e,
         output_needed=output_needed,
     )  # fmt: skip
-    working = transient.multi_query_attention_working(
-        tokens=t, num_heads=model.num_heads, hidden=model.hidden_size, element_bytes=e
+    sizes = {"tokens": t, "num_heads": model.num_heads, "hidden": model.hidden_size, "element_bytes": e}
+    return Stage(
+        name="attention",
+        kept=kept if passes else 0,
+        forward=transient.multi_query_attention_forward(**sizes, q_dim=model.q_dim, kv_dim=model.kv_dim),
+        backward=transient.multi_query_attention_backward(**sizes),
     )
-    return Stage(name="attention", kept=kept if passes else 0, forward=3 * working // 2, backward=working)

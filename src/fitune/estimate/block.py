@@ -14,13 +14,19 @@ from fitune.spec.shape import BatchShape
 
 
 def block_stages(
-    plan: Plan, shape: BatchShape, *, gradient_enters: bool = True, has_adapters: bool = True
+    plan: Plan,
+    shape: BatchShape,
+    *,
+    gradient_enters: bool = True,
+    has_adapters: bool = True,
+    has_window: bool = False,
 ) -> tuple[Stage, ...]:
     """Attention and MLP in the order they run; parallel blocks share or repeat the input norm.
 
     ``gradient_enters``: something before the block trains. ``has_adapters``: LoRA adapts this one.
+    ``has_window``: its attention has a sliding window.
     """
-    site = Site(plan, shape, gradient_enters, has_adapters)
+    site = Site(plan, shape, gradient_enters, has_adapters, has_window)
     attention = [m for m in plan.model.linears if m.part == "attention"]
     mlp = [m for m in plan.model.linears if m.part != "attention"]
     projections, output = attention[:-1], attention[-1:]
@@ -55,7 +61,7 @@ def _norm(site: Site, name: str, *, passes: bool, read_by: Sequence[Linear]) -> 
     weights = h if site.full else 0
     if model.norm_type == "layer":
         kept = activations.layer_norm_kept(
-            tokens=t, size=h, element_bytes=e, gradient_passes=passes, trained=site.full
+            tokens=t, size=h, groups=1, element_bytes=e, gradient_passes=passes, trained=site.full
         )
         backward = transient.layer_norm_backward(
             tokens=t, hidden=h, element_bytes=e, freed_sizes=int(output > 0)

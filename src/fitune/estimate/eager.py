@@ -7,8 +7,8 @@ bytes of an element of the compute type, and a product's own operands are not in
 
 from dataclasses import dataclass
 
-from fitune.estimate.attention_traits import materialises_scores
 from fitune.estimate.site import SCALED_IN_FP32
+from fitune.spec.attended import writes_scores
 from fitune.spec.model import ModelSpec
 from fitune.spec.parameters import adapted_blocks, blocks_gone_back_through
 from fitune.spec.plan import Lora, Plan
@@ -178,6 +178,6 @@ def _activation(model: ModelSpec) -> tuple[float, float]:
 
 def _scores(plan: Plan) -> float:
     """32 bytes for each score where attention is written out: mask, fp32 softmax and copies, forward and backward."""
-    if not materialises_scores(plan):
+    if not writes_scores(plan):
         return 0.0
     return 32.0 * plan.model.num_heads * plan.batch.seq_len

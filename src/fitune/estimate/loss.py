@@ -4,12 +4,8 @@ The loss sees detached hidden states and only tokens that have a label; its grad
 logits, so forward and backward of a chunk are one moment.
 """
 
-from fitune.spec.model import ModelSpec
 from fitune.spec.plan import ChunkedLoss, Loss, PlainLoss
 from fitune.spec.shape import BatchShape
-
-_SOFTCAPPED = ("gemma2",)
-"""Logits capped by a hyperbolic tangent, which autograd keeps once more."""
 
 
 def chunk_tokens(loss: Loss, shape: BatchShape) -> int:
@@ -58,7 +54,3 @@ def head_backward_bytes(
 def loss_buffers_bytes(*, supervised_tokens: int, hidden: int, element_bytes: int) -> int:
     """2·e·h per supervised token: the gathered hidden states and the gradient written chunk by chunk."""
     return 2 * supervised_tokens * hidden * element_bytes
-
-
-def is_softcapped(model: ModelSpec) -> bool:
-    return model.model_type in _SOFTCAPPED

@@ -95,7 +95,7 @@ def _forward_terms(step: StepStages) -> Terms:
         moments.append(a_block_earlier)
     largest = _largest(moments)
     hidden = largest.get("hidden states", 0) + _embedded_tokens(step)
-    return {**step.around(), **gradients, **largest, "hidden states": hidden}
+    return {**step.around(in_forward=True), **gradients, **largest, "hidden states": hidden}
 
 
 def _embedded_tokens(step: StepStages) -> int:
@@ -147,16 +147,15 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
 def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
     """Of ``tokens`` tokens: while softmax and gradient are formed, and while the gradient goes through the head."""
     model, e = step.plan.model, step.element_bytes
-    capped = loss_terms.is_softcapped(model)
     softmax = loss_terms.logits_bytes(
-        tokens=tokens, vocab_size=model.vocab_size, element_bytes=e, softcapped=capped
+        tokens=tokens, vocab_size=model.vocab_size, element_bytes=e, softcapped=model.caps_logits
     )
     backward = loss_terms.head_backward_bytes(
         tokens=tokens,
         hidden=model.hidden_size,
         vocab_size=model.vocab_size,
         element_bytes=e,
-        softcapped=capped,
+        softcapped=model.caps_logits,
     )
     return softmax, backward
 

@@ -35,7 +35,7 @@ def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterat
     else:
         kept = activations.plain_mlp_kept(tokens=t, width=f, element_bytes=e, composed_gelu=composed)
         backward = transient.activation_backward(
-            tokens=t, hidden=h, width=f, element_bytes=e, composed_gelu=composed
+            tokens=t, hidden=h, width=f, element_bytes=e, third=composed or bool(site.adapted(down))
         )
     yield Stage(
         name="MLP activation",

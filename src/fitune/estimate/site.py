@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fitune.estimate import activations, transient
+from fitune.estimate.attention_traits import masking_window
 from fitune.estimate.gradients import stepping_bytes
 from fitune.estimate.quantised import base_of, dequantisation_workspace_bytes, is_quantised
 from fitune.estimate.stages import Stage
@@ -25,6 +26,8 @@ class Site:
     """Whether gradients go further back than this block: not where nothing trains before it."""
     has_adapters: bool = True
     """Whether this block is among those that LoRA adapts."""
+    has_window: bool = False
+    """Whether the attention of this block has a sliding window."""
 
     @property
     def model(self) -> ModelSpec:
@@ -42,6 +45,15 @@ class Site:
     def fused(self) -> bool:
         """Whether Liger's kernels stand where transformers has small operations."""
         return self.plan.kernels == "liger"
+
+    @property
+    def masking_window(self) -> int:
+        """Rows of more tokens than this take a mask in this block; 0 where none does."""
+        return masking_window(self.plan) if self.has_window else 0
+
+    @property
+    def masks_rows(self) -> bool:
+        return 0 < self.masking_window < self.shape.row_tokens
 
     @property
     def dropout(self) -> float:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fitune.estimate import activations
-from fitune.estimate.attention_traits import masks_whole_stream
+from fitune.estimate.attention_traits import is_multi_query, masks_whole_stream
 from fitune.estimate.block import block_stages, final_norm_stage
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.gradients import (
@@ -48,7 +48,7 @@ class StepStages:
     plan: Plan
     shape: BatchShape
     blocks: tuple[Block, ...]
-    """Of up to four kinds (``model_stages``)."""
+    """Of up to eight kinds (``model_stages``)."""
     kept_by_blocks: tuple[int, ...]
     """What the blocks 0…index−1 keep when none recomputes."""
     gradients_of_blocks: tuple[int, ...]
@@ -158,17 +158,21 @@ class StepStages:
     def activations_leave(self) -> bool:
         return self.plan.offload.activations != "device"
 
-    def around(self) -> Terms:
-        """The micro-batch itself and the rotary table that every block reads."""
+    def around(self, *, in_forward: bool = False) -> Terms:
+        """The micro-batch itself, the rotary table that every block reads, and a mask over the stream.
+
+        That mask lives through forward; then until backward if a block keeps it: to run again, or in fused attention.
+        """
         model, tokens = self.plan.model, self.shape.tokens
         table = activations.rotary_table_bytes(
             tokens=tokens, head_dim=model.head_dim, element_bytes=self.element_bytes
         )
         mask = activations.stream_mask_bytes(tokens=tokens, element_bytes=self.element_bytes)
+        keeps_mask = in_forward or self.recomputed > self.untouched or not is_multi_query(model)
         return {
             "batch": 3 * activations.INDEX * tokens
             + (0 if model.learned_positions else table)
-            + (mask if masks_whole_stream(model) else 0)
+            + (mask if masks_whole_stream(model) and keeps_mask else 0)
         }
 
     def varied(self, *, recompute: Recompute, loss: Loss) -> "StepStages":
@@ -187,15 +191,18 @@ class ModelStages:
 
 
 def model_stages(plan: Plan, shape: BatchShape) -> ModelStages:
-    """Up to four kinds of blocks: with adapters or without, with a gradient that goes further back or without."""
+    """Up to eight kinds of blocks: with adapters, with a gradient that goes further back, with a window, or without."""
     layers = plan.model.num_layers
     untouched = layers - blocks_gone_back_through(plan.model, plan.tuning)
-    kinds: dict[tuple[bool, bool], tuple[Stage, ...]] = {}
+    kinds: dict[tuple[bool, bool, bool], tuple[Stage, ...]] = {}
     blocks = []
     for index in range(layers):
-        kind = (_trains_in(plan, index), trains_embeddings(plan.tuning) or index > untouched)
+        enters = trains_embeddings(plan.tuning) or index > untouched
+        kind = (_trains_in(plan, index), enters, plan.model.has_window(index))
         if kind not in kinds:
-            kinds[kind] = block_stages(plan, shape, has_adapters=kind[0], gradient_enters=kind[1])
+            kinds[kind] = block_stages(
+                plan, shape, has_adapters=kind[0], gradient_enters=kind[1], has_window=kind[2]
+            )
         blocks.append(kinds[kind])
     return ModelStages(blocks=tuple(blocks), untouched=untouched, final_norm=final_norm_stage(plan, shape))
 

@@ -123,7 +123,18 @@ def eager_attention_backward(
     return num_heads * row_tokens**2 * (2 * FP32 - freed) + tokens * element_bytes * (hidden + waiting)
 
 
-def multi_query_attention_working(*, tokens: int, num_heads: int, hidden: int, element_bytes: int) -> int:
+def multi_query_attention_forward(
+    *, tokens: int, num_heads: int, hidden: int, q_dim: int, kv_dim: int, element_bytes: int
+) -> int:
+    """8·n·t² + t · (e·(2h + 2q + 4k) + 4·(2q + 3k)): scores and masked scores, or those and the softmax, all in fp32.
+
+    Residual, input, projections and their copies by heads; queries, keys and values in fp32, queries and keys scaled.
+    """
+    copies = element_bytes * (2 * hidden + 2 * q_dim + 4 * kv_dim) + FP32 * (2 * q_dim + 3 * kv_dim)
+    return 2 * FP32 * num_heads * tokens**2 + tokens * copies
+
+
+def multi_query_attention_backward(*, tokens: int, num_heads: int, hidden: int, element_bytes: int) -> int:
     """8·n·t² + t·e·h: gradients of the probabilities and of the scores, in fp32 over the whole stream."""
     return 2 * FP32 * num_heads * tokens**2 + tokens * element_bytes * hidden
 
@@ -174,11 +185,13 @@ def mlp_inputs_backward(
     return tokens * element_bytes * (hidden + 2 * width + partial_gradients * hidden)
 
 
-def activation_backward(
-    *, tokens: int, hidden: int, width: int, element_bytes: int, composed_gelu: bool
-) -> int:
-    """t · e · (h + 2f), or h + 3f where GELU is composed of small operations."""
-    return tokens * element_bytes * (hidden + (3 if composed_gelu else 2) * width)
+def activation_backward(*, tokens: int, hidden: int, width: int, element_bytes: int, third: bool) -> int:
+    """t · e · (h + 2f): gradients of the product and of the activation's input.
+
+    A ``third`` of f where GELU is composed of small operations, or where base and adapter each have a gradient of the
+    product and their sum is a new tensor.
+    """
+    return tokens * element_bytes * (hidden + (3 if third else 2) * width)
 
 
 def fused_mlp_again(*, tokens: int, hidden: int, width: int, element_bytes: int, adapted_output: bool) -> int:

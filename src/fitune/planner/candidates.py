@@ -67,7 +67,7 @@ def attention_of(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> Attention:
     """The user's, else FlashAttention where device and model can, else torch's choice."""
     if recipe.attn_implementation is not None:
         return recipe.attn_implementation
-    if model.model_type == "gemma2":
+    if model.caps_scores:
         return "eager"
     if flash_refused_by_device(gpu) or flash_refused_by_model(model):
         return "sdpa"

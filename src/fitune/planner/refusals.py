@@ -169,8 +169,8 @@ def flash_refused_by_model(model: ModelSpec) -> str | None:
     """Why the FlashAttention kernel cannot compute this model's attention, or None."""
     if model.model_type == "falcon":
         return "Falcon's attention takes a mask over the whole stream, which the kernel does not"
-    if model.model_type == "gemma2":
-        return "Gemma-2 caps its attention scores, which no fused kernel does"
+    if model.caps_scores:
+        return f"{model.name} caps its attention scores, which no fused kernel does"
     if model.head_dim > 256:
         return f"heads of {model.head_dim} are larger than the 256 the kernel takes"
     if model.head_dim % 8:

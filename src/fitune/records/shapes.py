@@ -37,7 +37,7 @@ def _as_others_run_it(spec: ModelSpec, row: Row) -> ModelSpec:
     if row.says("attention", "eager", "math"):
         return spec
     plain = "mpt" if spec.model_type == "falcon" else spec.model_type
-    return replace(spec, sliding_window=0, model_type=plain)
+    return replace(spec, sliding_window=0, full_attention_layers=(), model_type=plain)
 
 
 def _known(row: Row) -> ModelSpec | None:

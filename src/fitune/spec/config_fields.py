@@ -43,6 +43,15 @@ class ConfigFields:
         """Like ``count``, 0 when the field is absent."""
         return self.count(name) if self.values.get(name) is not None else 0
 
+    def is_capped(self, name: str, *, default: bool) -> bool:
+        """Whether a soft cap is set: ``null`` switches it off, an absent one is the ``default`` of the class."""
+        if name not in self.values:
+            return default
+        value = self.values[name]
+        if value is not None and not (type(value) in (int, float) and value > 0):
+            self.refuse(name, "must be a number above 0, or null")
+        return value is not None
+
     def flag(self, name: str, *, default: bool = False) -> bool:
         value = self.values.get(name)
         if value is None:

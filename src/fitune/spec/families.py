@@ -36,14 +36,14 @@ def read_mixtral(fields: ConfigFields, name: str) -> ModelSpec:
 def read_qwen2(fields: ConfigFields, name: str) -> ModelSpec:
     widths = _widths(fields)
     linears = (*attention(widths, qkv_bias=True), *gated_mlp(widths))
-    return _spec(fields, name, widths, linears, sliding_window=_qwen_window(fields))
+    return _spec(fields, name, widths, linears, **_qwen_windows(fields))
 
 
 def read_qwen3(fields: ConfigFields, name: str) -> ModelSpec:
     widths = _widths(fields, head_dim=128)
     bias = fields.flag("attention_bias")
     linears = (*attention(widths, qkv_bias=bias, out_bias=bias), *gated_mlp(widths))
-    return _spec(fields, name, widths, linears, qk_norm="head", sliding_window=_qwen_window(fields))
+    return _spec(fields, name, widths, linears, qk_norm="head", **_qwen_windows(fields))
 
 
 def read_qwen3_moe(fields: ConfigFields, name: str) -> ModelSpec:
@@ -60,7 +60,12 @@ def read_qwen3_moe(fields: ConfigFields, name: str) -> ModelSpec:
 
 
 def read_gemma2(fields: ConfigFields, name: str) -> ModelSpec:
-    return _gemma(fields, name, _widths(fields, head_dim=256), tied_embeddings=_tied(fields, default=True))
+    return _gemma(
+        fields, name, _widths(fields, head_dim=256), window_of=2,
+        tied_embeddings=_tied(fields, default=True),
+        caps_scores=fields.is_capped("attn_logit_softcapping", default=True),
+        caps_logits=fields.is_capped("final_logit_softcapping", default=True),
+    )  # fmt: skip
 
 
 def read_gemma3_text(fields: ConfigFields, name: str) -> ModelSpec:
@@ -74,7 +79,11 @@ def read_gemma3_text(fields: ConfigFields, name: str) -> ModelSpec:
     known = {key: value for key, value in fields.values.items() if value is not None}
     fields = ConfigFields(values={**defaults, **known}, where=fields.where)
     widths = _widths(fields, head_dim=256)
-    return _gemma(fields, name, widths, tied_embeddings=_tied(fields, default=True), qk_norm="head")
+    return _gemma(
+        fields, name, widths, window_of=fields.count("sliding_window_pattern", default=6),
+        tied_embeddings=_tied(fields, default=True), qk_norm="head",
+        caps_logits=fields.is_capped("final_logit_softcapping", default=False),
+    )  # fmt: skip
 
 
 def read_falcon(fields: ConfigFields, name: str) -> ModelSpec:
@@ -196,12 +205,17 @@ def _spec(
     )
 
 
-def _gemma(fields: ConfigFields, name: str, widths: Widths, **different: Any) -> ModelSpec:
-    """Norms before and after both attention and MLP; every other block, or five of six, sees a window."""
+def _gemma(fields: ConfigFields, name: str, widths: Widths, *, window_of: int, **different: Any) -> ModelSpec:
+    """Norms before and after both attention and MLP; every block sees a window but each ``window_of``-th."""
     bias = fields.flag("attention_bias")
     linears = (*attention(widths, qkv_bias=bias, out_bias=bias), *gated_mlp(widths))
-    window = fields.count("sliding_window", default=4096)
-    return _spec(fields, name, widths, linears, norms_per_block=4, sliding_window=window, **different)
+    layers = fields.count("num_hidden_layers")
+    whole = range(window_of - 1, layers, window_of)
+    return _spec(
+        fields, name, widths, linears, norms_per_block=4, **different,
+        sliding_window=fields.count("sliding_window", default=4096),
+        full_attention_layers=_full_attention_layers(fields, tuple(whole)),
+    )  # fmt: skip
 
 
 def _mixture(
@@ -273,8 +287,30 @@ def _require_multiple(fields: ConfigFields, name: str, value: int, *, of: int, o
         fields.refuse(name, f"is not a multiple of {of_name} = {of}")
 
 
+def _qwen_windows(fields: ConfigFields) -> dict[str, Any]:
+    """A window for the blocks from ``max_window_layers`` on, unless ``layer_types`` says which."""
+    window = _qwen_window(fields)
+    if not window:
+        return {"sliding_window": 0}
+    first = fields.values.get("max_window_layers", 28)
+    if type(first) is not int or first < 0:
+        fields.refuse("max_window_layers", "must be a whole number of at least 0")
+    whole = tuple(range(min(first, fields.count("num_hidden_layers"))))
+    return {"sliding_window": window, "full_attention_layers": _full_attention_layers(fields, whole)}
+
+
 def _qwen_window(fields: ConfigFields) -> int:
     return fields.count("sliding_window", default=4096) if fields.flag("use_sliding_window") else 0
+
+
+def _full_attention_layers(fields: ConfigFields, default: tuple[int, ...]) -> tuple[int, ...]:
+    """The blocks that ``layer_types`` gives no window; the ``default`` of the family where it is absent."""
+    kinds = fields.words("layer_types")
+    if not kinds:
+        return default
+    if len(kinds) != fields.count("num_hidden_layers"):
+        fields.refuse("layer_types", "must name a kind for each of the num_hidden_layers")
+    return tuple(index for index, kind in enumerate(kinds) if kind != "sliding_attention")
 
 
 def _tied(fields: ConfigFields, *, default: bool) -> bool:

@@ -92,6 +92,12 @@ class ModelSpec:
     parallel_blocks: bool = False
     """Attention and MLP read the same input (Falcon, Phi-2)."""
     sliding_window: int = 0
+    full_attention_layers: tuple[int, ...] = ()
+    """Blocks that see whole rows although others have the window; empty when all or none have it."""
+    caps_scores: bool = False
+    """Attention scores go through a hyperbolic tangent (Gemma-2), which no fused kernel does."""
+    caps_logits: bool = False
+    """The head's logits do."""
     dtype: str = "bfloat16"
     linears: tuple[Linear, ...]
     """The matrices of one decoder block, in the order they are applied."""
@@ -103,6 +109,10 @@ class ModelSpec:
     @property
     def kv_dim(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    def has_window(self, layer: int) -> bool:
+        """Whether the attention of this block sees ``sliding_window`` tokens at most."""
+        return self.sliding_window > 0 and layer not in self.full_attention_layers
 
     @property
     def adaptable_names(self) -> tuple[str, ...]:

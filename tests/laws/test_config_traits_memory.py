@@ -1,0 +1,95 @@
+"""What a config may switch in attention and MLP: estimate and rehearsed step agree within 1 %, rows of any length."""
+
+from dataclasses import replace
+
+import pytest
+
+from estimate.tiny_plans import CPU, gpu, plan_for
+from fitune.estimate.memory import predict_memory
+from fitune.rehearse.peaks import peaks_by_kind
+from fitune.rehearse.step import record_step
+from fitune.spec.shape import BatchShape
+from laws.test_memory_prediction import bench
+from laws.test_memory_prediction_families import measured_peak
+from rehearse.tiny_configs import tiny
+
+TOLERANCE = 0.01
+ROWS = (40, 200, 88)
+WINDOW = {"use_sliding_window": True, "sliding_window": 64}
+NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
+CASES = [
+    ("llama", {}),
+    ("mistral", {"sliding_window": 64}),
+    ("gemma2", {"attn_logit_softcapping": None}),
+    ("gemma2", {"attn_logit_softcapping": None, "sliding_window": 64}),
+    ("gemma2", {"sliding_window": 64}),
+    ("gemma2", {"final_logit_softcapping": None}),
+    ("gemma3_text", {"sliding_window": 64, "num_hidden_layers": 7}),
+    ("qwen2", {**WINDOW, "max_window_layers": 2}),
+    ("qwen2", {**WINDOW, "max_window_layers": 4}),
+    ("qwen3", {**WINDOW, "layer_types": ["sliding_attention", *["full_attention"] * 3]}),
+    ("phi", {"qk_layernorm": True}),
+    ("phi", {"qk_layernorm": True, "num_key_value_heads": 2}),
+    ("falcon", {}),
+    ("falcon", {"multi_query": False}),
+    ("falcon", {"parallel_attn": False}),
+    ("falcon", NEW_FALCON),
+    ("falcon", {**NEW_FALCON, "num_ln_in_parallel_attn": 1}),
+]
+CHOICES = [
+    {"tuning": "full", "precision": "fp32", "recompute": 0},
+    {"tuning": "lora", "precision": "bf16", "recompute": 2},
+    {"tuning": "lora", "precision": "bf16-master", "recompute": 4},
+    {"tuning": "full", "precision": "bf16", "recompute": 0},
+]
+
+
+def shape_of(rows):
+    return BatchShape.of_rows(rows, supervised_tokens=sum(rows) - len(rows))
+
+
+def by_rows(spec, rows, *, hardware=CPU, **choice):
+    plan = plan_for(spec, hardware=hardware, seq_len=max(rows), rows=len(rows), chunk=64, **choice)
+    return replace(plan, batch=replace(plan.batch, packing=False))
+
+
+def rehearsed_peak(plan, config, rows):
+    trace = record_step(plan, config, rows=rows, labels=shape_of(rows).supervised_tokens)
+    return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+
+
+def check(plan, config, rows=ROWS):
+    predicted = predict_memory(plan, shape_of(rows)).tensor_peak_bytes
+    assert predicted == pytest.approx(rehearsed_peak(plan, config, rows), rel=TOLERANCE)
+
+
+def grid():
+    """Every case with one choice on one device by turns; all of them where time is long."""
+    for number, (family, different) in enumerate(CASES):
+        for turn, choice in enumerate(CHOICES):
+            hardware = (CPU, gpu("h100"))[(number + turn) // 2 % 2]
+            name = "-".join([family, *map(str, different), *map(str, choice.values()), hardware.gpu.name])
+            marks = [] if turn == number % len(CHOICES) else [pytest.mark.slow]
+            yield pytest.param(family, different, choice, hardware, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("family", "different", "choice", "hardware"), list(grid()))
+def test_estimate_and_rehearsal_agree(family, different, choice, hardware):
+    config, spec = tiny(family, **different)
+    check(by_rows(spec, ROWS, hardware=hardware, **choice), config)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("family", "different"),
+    [("gemma2", {"sliding_window": 16}), ("qwen2", {**WINDOW, "sliding_window": 16, "max_window_layers": 2}),
+     ("gemma2", {"attn_logit_softcapping": None}), ("phi", {"qk_layernorm": True}), ("falcon", {})],
+    ids=["gemma2", "qwen2 half windowed", "gemma2 uncapped", "phi q/k norm", "falcon multi-query"],
+)  # fmt: skip
+def test_estimate_and_a_real_step_agree(family, different):
+    """Every live tensor of a step on the CPU counted."""
+    config, spec = tiny(family, **different)
+    plan = by_rows(spec, ROWS, tuning="full", precision="fp32", recompute=2)
+    rows = bench.random_rows(ROWS, vocab_size=spec.vocab_size)
+    predicted = predict_memory(plan, shape_of(ROWS)).tensor_peak_bytes
+    assert predicted == pytest.approx(measured_peak(config, plan, rows), rel=TOLERANCE)
