@@ -88,16 +88,18 @@ def test_export_does_not_replace_a_folder_it_was_pointed_at(
 def test_an_output_dir_that_cannot_be(train: Call, tmp_path: Path, words) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for output_dir in (
         tmp_path / "file",
         tmp_path / ("x" * 300),
         tmp_path / "file" / "run",
         tmp_path / "link",
+        tmp_path / "loop",
     ):
         code, _, err = train(*words, output_dir=output_dir)
         assert code == 2
         assert "output_dir" in err
-        assert "try:" in err
+        assert "try:" in err or "at most 255 are allowed" in err
 
 
 def test_a_disk_too_small_is_found_before_training(

@@ -80,7 +80,7 @@ def test_the_defaults_leave_the_planner_its_choices() -> None:
         ("model: gpt2\nmodel: gpt3", ["recipe.yaml:2", "duplicate key 'model'"]),
         ("model: gpt2\ndata: [{path: a, wieght: 2}]", ["data.0.wieght", "did you mean 'weight'?"]),
         ("model: gpt2\ndata: {path: a, path: b}", ["recipe.yaml:2", "duplicate key 'path'"]),
-        ("model: !!python/object/apply:os.system [ls]", ["recipe.yaml:1", "python/object/apply"]),
+        ("model: !!python/object/apply:os.system [ls]", ["recipe.yaml:1:8", "tags (", "python/object/apply"]),
         ("a: &a [x, x]\nb: &b [*a, *a]\nmodel: *b", ["recipe.yaml:2", "aliases (*name) are not allowed"]),
         ("model: gpt2\n? [a, b]\n: c", ["recipe.yaml:2", "is no key"]),
         ("model: gpt2\nlearning_rate: .nan", ["learning_rate = nan", "finite"]),
@@ -137,7 +137,7 @@ def test_another_frameworks_optimizer_is_refused_by_name(name: str, nearest: str
 
 
 def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
-    assert "nested too deeply" in refusal(tmp_path, "model: " + "[" * 1000)
+    assert "nested more than 32 deep" in refusal(tmp_path, "model: " + "[" * 1000)
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_set_in_a_list_of_one(tmp_path: Path, settings: list[str], expected: Sou
         ("data.path=x", "'path' is no position in a list of 2"),
         ("lora_r.x=3", "there is nothing inside 4 to set"),
         ("data.0.nmae=x", "unknown key data.0.nmae"),
-        ("model=!!python/name:os.system", "could not determine a constructor"),
+        ("model=!!python/name:os.system", "tags ("),
         ("seq_len=-1", "at least 2"),
     ],
 )

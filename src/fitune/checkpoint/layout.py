@@ -23,6 +23,7 @@ from fitune.errors import CheckpointError, FituneError, RunDirectoryError
 from fitune.models.adapter_check import WEIGHTS
 from fitune.models.tables import trained_tables
 from fitune.spec.disk import sync_tree
+from fitune.spec.path_names import path_fault
 from fitune.spec.temporaries import remove, remove_stale_siblings, temporary_sibling
 from fitune.units import MIB
 
@@ -58,6 +59,8 @@ def staged(target: Path, size_bytes: int, *, replace: bool) -> Iterator[Stage]:
     Raises RunDirectoryError when ``target`` has content and ``replace`` is off, CheckpointError when the disk
     is too small or fails.
     """
+    if fault := path_fault(str(target)):
+        raise RunDirectoryError(f"export: {fault}", hint="choose another folder")
     if target.is_symlink():
         raise RunDirectoryError(
             f"{target} is a symbolic link, to {os.readlink(target)}", hint="name the folder itself"

@@ -176,13 +176,13 @@ def score(
         list[str] | None,
         typer.Option(help="exact_match, contains, rouge or number; repeatable. Default: by data."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    batch_size: Annotated[int, typer.Option(min=1)] = 16,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=1_000_000)] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, max=65_536)] = 16,
+    temperature: Annotated[float, typer.Option(min=0.0, max=1_000.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws; idle at temperature 0.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the draws; idle at temperature 0.")] = 0,
     chat_template: Annotated[str, typer.Option(help="Jinja file; default: the tokenizer's own.")] = "",
     id_column: Annotated[
         str, typer.Option(help="Column that names each row; default: custom_id, id, or its number.")

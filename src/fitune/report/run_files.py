@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from fitune.errors import RunDirectoryError
 from fitune.spec.disk import read_text
+from fitune.spec.path_names import path_fault
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Estimate, Rejection, RunReport, StepReport
 from fitune.spec.run_directory import require_real_files
@@ -66,6 +67,8 @@ class RunFiles:
 
 def read_run(directory: Path) -> RunFiles:
     """Read a run directory. Raises RunDirectoryError naming the file that is missing or damaged."""
+    if fault := path_fault(str(directory)):
+        raise RunDirectoryError(fault, hint="the output_dir of a fitune run")
     if not directory.is_dir():
         raise RunDirectoryError(f"{directory}: no such run directory", hint="the output_dir of a fitune run")
     require_real_files(directory)

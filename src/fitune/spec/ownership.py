@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fitune.errors import RunDirectoryError
+from fitune.spec.path_names import path_fault
 from fitune.spec.strict_json import parse_json
 from fitune.spec.temporaries import process_lives
 
@@ -58,6 +59,8 @@ def lock_directory(path: Path, *, attempt: str | None = None) -> Iterator[Owners
 
 
 def _make_directory(path: Path) -> Path:
+    if fault := path_fault(str(path)):
+        raise RunDirectoryError(f"output_dir: {fault}", hint="choose another output_dir")
     if path.is_symlink() and not path.exists():
         raise RunDirectoryError(
             f"output_dir {path} is a symbolic link to {os.readlink(path)}, which is not there",

@@ -9,15 +9,26 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.plan import DataFormat
+from fitune.spec.recipe_ranges import require_in_range
 from fitune.spec.recipe_values import (
     CountFloat,
     CountInt,
     Layers,
+    NamedPath,
     Names,
+    PathText,
     PositiveFloat,
     PositiveInt,
     RowLength,
@@ -25,10 +36,10 @@ from fitune.spec.recipe_values import (
     Share,
     Size,
     Targets,
-    Text,
     as_name,
     as_source,
     as_sources,
+    require_characters,
     switch_or_count,
     whole_number,
 )
@@ -46,11 +57,18 @@ from fitune.spec.recipe_yaml import load_yaml, parse_value
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @field_validator("*", mode="after")
+    @classmethod
+    def _allowed(cls, value: Any, info: ValidationInfo) -> Any:
+        require_in_range(info.field_name or "", value)
+        require_characters(value)
+        return value
+
 
 class SourceRecipe(_Strict):
     """One dataset: a path or Hub id (``path#500`` takes 500 rows), how to read it, its weight in the mix."""
 
-    path: Text
+    path: NamedPath
     format: DataFormat = "auto"
     split: str = "train"
     columns: dict[Literal["system", "prompt", "completion", "text"], str] = {}
@@ -68,7 +86,7 @@ class Recipe(_Strict):
     """Everything a user may ask for. Only ``model`` has no default."""
 
     # what
-    model: Text
+    model: NamedPath
     tuning: Literal["full", "lora", "qlora", "lomo", "adalomo"] | None = None
     precision: Literal["fp32", "bf16", "bf16-master", "fp16"] | None = None
     lora_r: PositiveInt = 16
@@ -90,7 +108,7 @@ class Recipe(_Strict):
     gpus: PositiveInt = 1
     nodes: PositiveInt = 1
     host_memory: Size | None = None
-    nvme_path: str = ""
+    nvme_path: PathText = ""
     nvme_size: Size | None = None
     price_per_gpu_hour: PositiveFloat | None = None
     objective: Literal["fastest", "cheapest", "least-memory"] = "fastest"
@@ -99,12 +117,12 @@ class Recipe(_Strict):
     data: Sources = []
     eval_data: Sources = []
     val_fraction: Share = 0.0
-    chat_template: str = ""
+    chat_template: PathText = ""
     train_on_prompt: bool = False
     packing: bool = False
     on_bad_row: Literal["error", "skip"] = "error"
     on_long_row: Literal["truncate", "drop", "split", "error"] = "truncate"
-    cache_dir: str = ""
+    cache_dir: PathText = ""
 
     # in which batches
     seq_len: RowLength = 2048
@@ -149,8 +167,8 @@ class Recipe(_Strict):
     torch_compile: bool = False
 
     # where to
-    output_dir: str | None = None
-    resume: bool | str = False
+    output_dir: PathText | None = None
+    resume: bool | PathText = False
     log_steps: PositiveInt = 1
     eval_steps: CountInt = 0
     save_steps: CountInt = 0
@@ -291,6 +309,8 @@ def _in_words(item: Any) -> str:
             return f"must be {context['expected']}"
         case "bool_parsing" | "bool_type":
             return "must be true or false"
+        case "string_unicode":
+            return "contains an unpaired surrogate"
         case _:
             return str(item["msg"]).removeprefix("Value error, ")
 

@@ -4,8 +4,9 @@ import math
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from fitune.spec.path_names import path_fault
 from fitune.units import parse_bytes
 
 
@@ -18,9 +19,15 @@ def number(value: Any) -> Any:
             value = float(value)
         except ValueError:
             raise ValueError(f"expected a number, found {value!r}") from None
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ValueError(f"a number of {value.bit_length()} bits is larger than any setting")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("expected a finite number")
     return value
+
+
+_MOST_BITS = 512
+"""Below the largest float."""
 
 
 def whole_number(value: Any) -> Any:
@@ -34,6 +41,18 @@ def whole_number(value: Any) -> Any:
 
 def as_size(value: Any) -> Any:
     return parse_bytes(value) if isinstance(value, str) else value
+
+
+def as_path(value: str) -> str:
+    if fault := path_fault(value):
+        raise ValueError(fault)
+    return value
+
+
+def require_characters(value: Any) -> None:
+    """Raises ValueError for a text that cannot be written into a file or shown."""
+    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        raise ValueError("contains an unpaired surrogate")
 
 
 def as_name(value: Any) -> Any:
@@ -114,6 +133,9 @@ CountFloat = Annotated[float, BeforeValidator(number), Field(ge=0)]
 Share = Annotated[float, BeforeValidator(number), Field(ge=0, lt=1)]
 Size = Annotated[int, BeforeValidator(as_size), Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[str, AfterValidator(as_path)]
+"""A path, or what stands in its place: a Hub id, an address."""
+NamedPath = Annotated[str, Field(min_length=1), AfterValidator(as_path)]
 Names = Annotated[list[Text], BeforeValidator(as_names)]
 Targets = Annotated[list[Text], BeforeValidator(as_targets)]
 Layers = Annotated[list[int], BeforeValidator(as_layers)]

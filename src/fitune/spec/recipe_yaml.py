@@ -7,19 +7,39 @@ import yaml
 
 from fitune.errors import RecipeError
 from fitune.spec.disk import read_text
-from fitune.units import MIB
+from fitune.units import KIB
 
-MAX_RECIPE_BYTES = MIB
+MAX_RECIPE_BYTES = 256 * KIB
+"""Two seconds of reading. The longest recipes here have two KiB."""
+
+_MOST_NESTING = 32
 
 
 class StrictLoader(yaml.SafeLoader):
-    """Safe YAML that refuses duplicate keys and aliases (a few bytes of them can fill the memory)."""
+    """Safe YAML that refuses tags, duplicate keys and aliases (a few bytes of them can fill the memory)."""
+
+    depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            place = self.peek_event()  # type: ignore[no-untyped-call]
-            raise _refused("aliases (*name) are not allowed", place)
-        return super().compose_node(parent, index)
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            raise _refused("aliases (*name) are not allowed", event)
+        if getattr(event, "tag", None) is not None:
+            name = event.tag.replace("tag:yaml.org,2002:", "!!")
+            raise _refused(f"tags ({name}) are not allowed: write the value alone", event)
+        self.depth += 1
+        if self.depth > _MOST_NESTING:
+            raise _refused(f"nested more than {_MOST_NESTING} deep", event)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Deep, so that whatever a value cannot be is raised here, where its line is known: 2024-99-99, 0x_."""
+        try:
+            return super().construct_object(node, deep=True)
+        except (ValueError, TypeError, KeyError, ArithmeticError) as error:
+            raise _refused(f"{str(node.value)[:40]!r} cannot be read: {error}", node) from None
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[Any] = set()
@@ -56,10 +76,19 @@ def parse_value(text: str, *, where: str) -> Any:
     try:
         return yaml.load(text, Loader=StrictLoader)  # StrictLoader is a SafeLoader
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f":{mark.line + 1}" if mark is not None else ""
-        raise RecipeError(f"{where}{place}: {getattr(error, 'problem', None) or error}") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise RecipeError(f"{where}: {error}") from None
-    except RecursionError:
-        raise RecipeError(f"{where}: nested too deeply") from None
+        raise RecipeError(f"{where}{_place(error, text)}: {_cause(error)}") from None
+
+
+def _place(error: yaml.YAMLError, text: str) -> str:
+    """``:line:column``, from 1."""
+    if isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        return f":{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+
+
+def _cause(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"the character U+{error.character:04X} is not allowed"
+    return getattr(error, "problem", None) or str(error)

@@ -18,6 +18,8 @@ from fitune.spec.strict_json import parse_json
 T = TypeVar("T")
 
 _NOT_FINITE = ("nan", "inf", "-inf")
+_FLOAT_BITS = 1023
+"""A whole number of more may be above the largest float."""
 
 
 def to_data(value: Any) -> Any:
@@ -72,6 +74,12 @@ def _build(hint: Any, data: Any, *, path: str) -> Any:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     if hint is float and (data in _NOT_FINITE or type(data) is int):
+        _require(
+            type(data) is str or data.bit_length() <= _FLOAT_BITS,
+            path,
+            "a number",
+            "an integer too large for one",
+        )
         return float(data)
     _require(type(data) is hint, path, hint.__name__, data)
     return data

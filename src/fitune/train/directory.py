@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fitune.errors import RunDirectoryError
 from fitune.spec.ownership import LOCK
+from fitune.spec.path_names import path_fault
 from fitune.spec.plan import Plan
 from fitune.spec.run_directory import FILES, FOLDERS, require_real_files
 from fitune.spec.temporaries import remove
@@ -13,7 +14,7 @@ from fitune.spec.temporaries import remove
 def require_own_directory(plan: Plan) -> None:
     """Raises RunDirectoryError when output_dir would mix with the model or the data, replace files of others,
     or follow a link out of it."""
-    directory = Path(plan.run.output_dir).expanduser().resolve()
+    directory = _resolved(Path(plan.run.output_dir).expanduser())
     for setting, path in _inputs(plan):
         _refuse_overlap(directory, setting, path)
     require_real_files(directory)
@@ -24,6 +25,15 @@ def require_own_directory(plan: Plan) -> None:
         raise RunDirectoryError(
             f"output_dir {directory} cannot be used: {error.strerror}", hint="choose another output_dir"
         ) from None
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        if fault := path_fault(str(path)):
+            raise ValueError(fault)
+        return path.resolve()
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: links that lead to one another
+        raise RunDirectoryError(f"output_dir: {error}", hint="choose another output_dir") from None
 
 
 def require_removable(directory: Path) -> None:

@@ -85,8 +85,32 @@ def _has_steps(metrics: Path) -> bool:
 
 
 def _compatible(state: TrainState, plan: Plan, *, warnings: tuple[str, ...] = ()) -> Start:
-    differences = require_resumable(from_data(Plan, state.facts["plan"]), plan)
+    differences = require_resumable(_planned(state), plan)
     return Start(state=state, warnings=warnings, differences=tuple(differences))
+
+
+_FACTS = {"plan": dict, "engine": dict, "epoch": int, "position": int, "best_eval_loss": int | float | None}
+
+
+def _planned(state: TrainState) -> Plan:
+    """The plan that was saved. Raises CheckpointError when the checkpoint is no training state of ours."""
+    for name, kind in _FACTS.items():
+        if not isinstance(state.facts.get(name), kind):
+            raise _foreign(state, f"{name} is missing or of another type")
+    for group in ("model", "optimizer", "rng"):
+        if group not in state.tensors:
+            raise _foreign(state, f"{group}.safetensors is missing")
+    try:
+        return from_data(Plan, state.facts["plan"])
+    except ValueError as error:
+        raise _foreign(state, str(error)) from None
+
+
+def _foreign(state: TrainState, cause: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint of step {state.step} cannot be used: {cause}",
+        hint="name an older one, or --overwrite to start anew",
+    )
 
 
 def require_same_rows(state: TrainState, fingerprint: str) -> None:

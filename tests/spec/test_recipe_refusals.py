@@ -1,0 +1,120 @@
+"""Whatever stands in a recipe, the refusal is a RecipeError that names the place, or the setting and its limit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.errors import RecipeError
+from fitune.spec.path_names import path_fault
+from fitune.spec.recipe import Recipe, SourceRecipe, dump_recipe, parse_recipe, read_recipe
+from fitune.spec.recipe_ranges import MOST
+from fitune.spec.recipe_yaml import parse_value
+
+_TAGS = [
+    "!!map [1, 2]", "!!map x", "!!seq x", "!!seq {a: b}", '!!timestamp "x"', '!!bool "maybe"', '!!int "x"',
+    '!!int ""', "!!int [1]", '!!float "x"', "!!set [a]", "!!set {a: b}", "!!omap x", "!!omap [x]", "!!pairs x",
+    "!!pairs [{a: b, c: d}]", '!!binary "é"', "!!null [x]", "!!str {a: b}", "!!str 1", "! 1", "!own 1",
+    "!!python/none x", "!!merge x",
+]  # fmt: skip
+_PLAIN = [
+    "2024-99-99", "2024-01-01T99:00:00", "0x_", "0b_", "9" * 5000, "=", "{<<: x}", "{<<: [1]}", "{? [a] : b}",
+    "{? {a: b} : c}", "{null: 1}", "{2024-01-01: 1}", "[" * 100 + "]" * 100, "{a: " * 100 + "}" * 100, "[" * 100_000,
+    "[a", "{a", '"a', "a: b: c", "&a [*a]", "*a", "a\0b", "a\x1bb", "a\ud800b", "@x", "`x", "%x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", _TAGS, ids=ascii)
+def test_tags_are_refused_with_their_line_and_column(value: str) -> None:
+    with pytest.raises(RecipeError, match=r"^recipe.yaml:3:3: tags \("):
+        parse_value(f"model: gpt2\nsystem:\n  {value}", where="recipe.yaml")
+
+
+@pytest.mark.parametrize("value", _PLAIN, ids=lambda value: ascii(value[:24]))
+def test_what_cannot_be_read_is_refused_with_its_line_and_column(value: str) -> None:
+    with pytest.raises(RecipeError, match=r"^recipe.yaml:2:\d+: "):
+        parse_value(f"model: gpt2\nsystem: {value}", where="recipe.yaml")
+
+
+def test_a_recipe_of_a_megabyte_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("# \n" * 100_000)
+    with pytest.raises(RecipeError, match=r"larger than 256.0 KiB"):
+        read_recipe(tmp_path / "recipe.yaml")
+
+
+_PATHS = ["output_dir", "model", "chat_template", "cache_dir", "nvme_path", "resume", "data", "eval_data"]
+
+
+@pytest.mark.parametrize("setting", _PATHS)
+@pytest.mark.parametrize(
+    ("path", "cause"),
+    [
+        ("a\0b", "control character (U+0000)"),
+        ("a\nb", "control character (U+000A)"),
+        ("a\x1b[2Jb", "control character (U+001B)"),
+        ("a\x85b", "control character (U+0085)"),
+        ("a\ud800b", "unpaired surrogate"),
+        ("x/" + "y" * 256, "has 256 bytes, at most 255"),
+        ("é" * 128, "has 256 bytes, at most 255"),
+        ("x/" * 2100, "has 4200 bytes, at most 4095"),
+    ],
+    ids=ascii,
+)
+def test_a_path_that_no_file_can_have_is_refused_by_name(setting: str, path: str, cause: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe({"model": "gpt2", setting: path})
+    assert setting in caught.value.message
+    assert cause in caught.value.message
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize("path", ["", "a", "/a/é/…", "a" * 255, "~/x", "s3://b/k", "a b", "a\u200bb"])
+def test_other_paths_are_names(path: str) -> None:
+    assert path_fault(path) is None
+
+
+def _numbers(model: Any) -> set[str]:
+    kinds = ("int", "float")
+    return {
+        name
+        for name, field in model.model_fields.items()
+        if any(kind in str(field.annotation) for kind in kinds)
+    }
+
+
+def test_every_number_of_a_recipe_has_a_largest_value() -> None:
+    below_one = {"lora_dropout", "val_fraction", "warmup_ratio", "adam_beta1", "adam_beta2", "momentum"}
+    few = {"quantization_bits", "zero", "seed", "lora_layers"}
+    assert set(MOST) == (_numbers(Recipe) | _numbers(SourceRecipe)) - below_one - few
+
+
+@pytest.mark.parametrize("name", sorted(MOST))
+@pytest.mark.parametrize("factor", ["2", "2**70", "10**400", "1e308", "text"])
+def test_a_number_above_its_limit_is_refused_with_the_limit(name: str, factor: str) -> None:
+    value: Any = {
+        "2": 2 * int(MOST[name]), "2**70": 2**70, "10**400": 10**400, "1e308": 1e308, "text": f"1{'0' * 300}",
+    }[factor]  # fmt: skip
+    where = {"data": [{"path": "a", name: value}]} if name in ("sample", "weight") else {name: value}
+    if factor == "2**70" and MOST[name] > 2**70:
+        parse_recipe({"model": "gpt2", **where})
+        return
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe({"model": "gpt2", **where})
+    assert name in caught.value.message
+    assert "must be at most" in caught.value.message or factor not in ("2", "2**70")
+    assert len(caught.value.message) < 2000
+
+
+@pytest.mark.parametrize("name", sorted(MOST))
+def test_the_limit_itself_is_allowed(name: str) -> None:
+    where = (
+        {"data": [{"path": "a", name: MOST[name]}]} if name in ("sample", "weight") else {name: MOST[name]}
+    )
+    dump_recipe(parse_recipe({"model": "gpt2", **where}))
+
+
+@pytest.mark.parametrize("setting", ["gpu", "added_tokens", "lora_target_modules", "report_to"])
+def test_a_text_with_half_a_character_is_refused(setting: str) -> None:
+    with pytest.raises(RecipeError, match=f"{setting}.* = .*unpaired surrogate") as caught:
+        parse_recipe({"model": "gpt2", setting: "a\ud800"})
+    str(caught.value).encode()
