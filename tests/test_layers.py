@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": {"spec", "data"},
 }
 WITHOUT_TORCH = {"spec", "estimate", "planner", "records", "track", "report"}
-OPEN_TO_ALL = {"units", "errors"}
+OPEN_TO_ALL = {"units", "errors", "credentials"}
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "safetensors"}
 FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "base"}
 

@@ -9,6 +9,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Literal
 
+from fitune.credentials import without_credentials
+
 
 class FituneError(Exception):
     """What went wrong, in words a user can act on."""
@@ -16,9 +18,10 @@ class FituneError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
+        message = without_credentials(message)
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = None if hint is None else without_credentials(hint)
 
     @property
     def kind(self) -> str:

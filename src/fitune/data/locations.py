@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
 from fitune.errors import DataError
 from fitune.spec.disk import open_regular
 from fitune.spec.pickles import PICKLE_SUFFIXES
@@ -59,6 +60,10 @@ def locate(path: str, *, split: str) -> Files | HubDataset:
 
     Raises DataError when nothing is there, when it is pickled, or when it is a URL this version does not open.
     """
+    if found := credential_in(path):
+        raise DataError(
+            f"{path}: contains {found}, and paths are saved and shown", hint=CREDENTIALS_ELSEWHERE
+        )
     scheme = path.partition("://")[0].lower() if "://" in path else ""
     if scheme:
         return Files(paths=_remote_files(path, scheme=scheme, split=split))

@@ -39,7 +39,7 @@ from fitune.spec.recipe_values import (
     as_name,
     as_source,
     as_sources,
-    require_characters,
+    require_plain_text,
     switch_or_count,
     whole_number,
 )
@@ -61,7 +61,7 @@ class _Strict(BaseModel):
     @classmethod
     def _allowed(cls, value: Any, info: ValidationInfo) -> Any:
         require_in_range(info.field_name or "", value)
-        require_characters(value)
+        require_plain_text(value)
         return value
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
 from fitune.spec.path_names import path_fault
 from fitune.units import parse_bytes
 
@@ -49,10 +50,14 @@ def as_path(value: str) -> str:
     return value
 
 
-def require_characters(value: Any) -> None:
-    """Raises ValueError for a text that cannot be written into a file or shown."""
-    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+def require_plain_text(value: Any) -> None:
+    """Raises ValueError for a text that cannot be written into a file, or should not: a run saves its recipe."""
+    if not isinstance(value, str):
+        return
+    if re.search("[\ud800-\udfff]", value):
         raise ValueError("contains an unpaired surrogate")
+    if found := credential_in(value):
+        raise ValueError(f"contains {found}, and settings are saved and shown; {CREDENTIALS_ELSEWHERE}")
 
 
 def as_name(value: Any) -> Any:

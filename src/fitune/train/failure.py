@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fitune.checkpoint.commit import FOLDER, is_committed, step_folders
+from fitune.credentials import without_credentials
 from fitune.errors import FituneError, OutOfMemory, TrainingFailed, is_out_of_memory
 from fitune.models.finite import first_of, not_finite
 from fitune.spec.plan import ChunkedLoss, Dense, Lora, PlainLoss, Plan, trains_every_weight
@@ -79,7 +80,7 @@ def memory_settings(plan: Plan) -> str:
 
 
 def traceback_text(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
+    return without_credentials("".join(traceback.format_exception(error)))
 
 
 def _smaller(plan: Plan) -> str:

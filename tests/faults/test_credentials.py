@@ -1,0 +1,92 @@
+"""Row 27 of the fault table: no password and no token in what is printed or saved, by name and by value."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fitune.credentials import credential_in, without_credentials
+from fitune.data.sources import read_rows
+from fitune.errors import DataError, FituneError, RecipeError
+from fitune.spec.plan import DataSource
+from fitune.spec.recipe import parse_recipe, read_recipe
+from fitune.train.failure import traceback_text
+
+Call = Callable[..., tuple[int, str, str]]
+
+SECRET = "Xy7" * 12
+WITH_SECRET = [
+    f"https://user:{SECRET}@host/data.jsonl",
+    f"https://{SECRET}@host/data.jsonl",
+    f"s3://key:{SECRET}@bucket/data.jsonl",
+    f"hdfs://user:{SECRET}@name:9000/data.jsonl",
+    f"https://host/data.jsonl?token={SECRET}",
+    f"https://host/data.jsonl?a=b&X-Amz-Signature={SECRET}&c=d",
+    f"https://host/data.jsonl?sv=1&sig={SECRET}#500",
+    f"s3://bucket/data.jsonl?api_key={SECRET}",
+    f"hf_{SECRET}/data",
+    f"data/ghp_{SECRET}.jsonl",
+]
+WITHOUT = [
+    "data.jsonl", "owner/name:config", "s3://bucket/key/token.jsonl", "abfs://container@account.dfs.core.windows.net/a",
+    "hdfs://user@name:9000/a", "gs://bucket/a?b=c", "hf_model/data", "a@b:c", "runs/author=me", "data.jsonl#500",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WITHOUT)
+def test_what_is_no_credential_is_left_alone(path: str) -> None:
+    assert credential_in(path) is None
+    assert without_credentials(path, environment={}) == path
+
+
+@pytest.mark.parametrize("path", WITH_SECRET)
+@pytest.mark.parametrize(
+    "setting", ["data", "eval_data", "model", "chat_template", "output_dir", "gpu", "resume"]
+)
+def test_a_recipe_with_a_credential_is_refused_by_name_without_it(setting: str, path: str) -> None:
+    with pytest.raises(RecipeError, match=rf"{setting}.*contains .* keep them in the environment") as caught:
+        parse_recipe({"model": "m", setting: path})
+    assert SECRET not in str(caught.value)
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(None, settings=["model=m", f"{setting}={path}"])
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", WITH_SECRET)
+def test_data_of_a_plan_made_in_python_is_refused_too(path: str) -> None:
+    with pytest.raises(DataError, match="contains") as caught:
+        list(read_rows(DataSource(path=path)))
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [("train",), ("train", "--json"), ("score",)])
+def test_a_command_neither_prints_nor_saves_it(
+    call: Call, tmp_path: Path, model_folder: Path, words: tuple[str, ...]
+) -> None:
+    url = WITH_SECRET[0]
+    options = ("--data", url, "--model", model_folder)
+    out = (
+        ("--out", tmp_path / "out")
+        if words == ("score",)
+        else ("--output_dir", tmp_path / "out", "--gpu", "cpu")
+    )
+    code, printed, err = call(*words, *options, *out)
+    assert code == 2
+    assert SECRET not in printed + err
+    assert not (tmp_path / "out").exists()
+
+
+def test_errors_and_tracebacks_hide_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    error = FituneError(f"the server said: {SECRET} is not known", hint=f"try {SECRET}")
+    assert SECRET not in str(error)
+    assert SECRET not in json.dumps([error.message, error.hint])
+    assert SECRET not in traceback_text(OSError(f"401 for {SECRET}"))
+
+
+@pytest.mark.parametrize("text", ["a", "a:", "a://", "http://a:", "?key", ";token=", "hf_", "key", "AKIA"])
+def test_long_texts_are_searched_in_no_time(text: str) -> None:
+    """Quadratic expressions would take minutes."""
+    credential_in(text * (300_000 // len(text)))
+    without_credentials("x://" + text * (300_000 // len(text)))
