@@ -7,6 +7,7 @@ from typing import Literal
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.patterns import Clock
 
 Table = Literal["embed_tokens", "lm_head"]
 
@@ -41,8 +42,9 @@ def resolve_adapted(model: ModelSpec, *, targets: Sequence[str], layers: Sequenc
             "lora_target_modules is empty", hint=f"all-linear, or some of {', '.join(model.adaptable_names)}"
         )
     blocks: dict[str, set[int]] = {}
+    clock = Clock()
     for wanted in targets:
-        for name, numbers in _matches(model, wanted):
+        for name, numbers in _matches(model, wanted, clock):
             blocks.setdefault(name, set()).update(numbers)
     both = _common_blocks(blocks) & set(resolve_layers(model, layers))
     if not both:
@@ -97,26 +99,23 @@ def resolve_modules_to_save(model: ModelSpec, wanted: Sequence[str]) -> tuple[Ta
     return tuple(sorted(found))
 
 
-def _matches(model: ModelSpec, wanted: str) -> Sequence[tuple[str, Sequence[int]]]:
+def _matches(model: ModelSpec, wanted: str, clock: Clock) -> Sequence[tuple[str, Sequence[int]]]:
     """Names in a block with the numbers of the blocks."""
     everywhere = range(model.num_layers)
     linears = [m for m in model.linears if m.adaptable]
     if wanted in _ALL:
         return [(m.name, everywhere) for m in linears]
-    if _NAME.fullmatch(wanted):
-        expression = re.compile(re.escape(wanted))
+    is_name = bool(_NAME.fullmatch(wanted))
+    if is_name:
         named = [m.name for m in linears if wanted == m.short_name or _ends(m, wanted)]
     else:
-        expression = _compiled(wanted)
-        named = [
-            m.name for m in linears if expression.fullmatch(m.short_name) or expression.fullmatch(m.name)
-        ]
+        named = [m.name for m in linears if any(_is(wanted, it, clock) for it in (m.short_name, m.name))]
     if named:
         return [(name, everywhere) for name in named]
-    by_block = [(m.name, list(_blocks_matched(model, m, expression))) for m in linears]
+    by_block = [(m.name, list(_blocks_matched(model, m, wanted, clock))) for m in linears]
     found = [(name, numbers) for name, numbers in by_block if numbers]
     if not found:
-        raise _unknown(model, wanted) if _NAME.fullmatch(wanted) else _unmatched(model, wanted)
+        raise _unknown(model, wanted) if is_name else _unmatched(model, wanted)
     return found
 
 
@@ -124,19 +123,20 @@ def _ends(linear: Linear, wanted: str) -> bool:
     return linear.name == wanted or linear.name.endswith(f".{wanted}")
 
 
-def _compiled(wanted: str) -> re.Pattern[str]:
+def _is(wanted: str, name: str, clock: Clock) -> bool:
+    """Whether a name, or a regular expression as a whole, is ``name``."""
+    if _NAME.fullmatch(wanted):
+        return wanted == name
     try:
-        return re.compile(wanted)
-    except re.error as error:
-        raise RecipeError(
-            f"lora_target_modules: {wanted!r} is no regular expression: {error}", hint="all-linear"
-        ) from None
+        return clock.fullmatch(wanted, name) is not None
+    except ValueError as error:
+        raise RecipeError(f"lora_target_modules: {error}", hint="all-linear, or names") from None
 
 
-def _blocks_matched(model: ModelSpec, linear: Linear, expression: re.Pattern[str]) -> Iterator[int]:
+def _blocks_matched(model: ModelSpec, linear: Linear, wanted: str, clock: Clock) -> Iterator[int]:
     roots = ("transformer.h",) if model.model_type in ("gpt2", "falcon") else _ROOTS
     for number in range(model.num_layers):
-        if any(expression.fullmatch(f"{root}.{number}.{linear.name}") for root in roots):
+        if any(_is(wanted, f"{root}.{number}.{linear.name}", clock) for root in roots):
             yield number
 
 
