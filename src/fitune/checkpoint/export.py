@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.checkpoint import parity
 from fitune.checkpoint.layout import staged, stored_bytes, write_adapter, write_model, write_texts
@@ -22,6 +22,7 @@ from fitune.checkpoint.merge_law import merged_checks
 from fitune.checkpoint.parity import is_equal
 from fitune.checkpoint.verify import reload_device, verify
 from fitune.models.attention import attends_by_rows
+from fitune.models.door import whole_model, with_adapter
 from fitune.models.quantize import quantised_base
 from fitune.models.tables import copy_tables, table_weights, ties_are_kept
 from fitune.models.vocabulary import resized
@@ -190,10 +191,7 @@ def _write_card(folder: Path, card_of: CardOf, reloaded: PreTrainedModel) -> Non
 
 def _reloaded(folder: Path, device: torch.device, attention: str) -> PreTrainedModel:
     """What lies in ``folder``, as transformers loads it."""
-    reloaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", attn_implementation=attention, local_files_only=True
-    )
-    return reloaded.to(device)
+    return whole_model(folder, attention=attention).to(device)
 
 
 def _reloaded_adapter(
@@ -212,7 +210,7 @@ def _reloaded_adapter(
     # PEFT casts adapters to the base's type, or 16-bit ones to fp32: ask for whichever keeps what was trained.
     in_fp32 = all(tensor.dtype == torch.float32 for tensor in weights.values())
     with ties_are_kept():
-        return PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=in_fp32)
+        return with_adapter(base, folder, in_fp32=in_fp32)
 
 
 def _rows(model: PeftModel) -> int:

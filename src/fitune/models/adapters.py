@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fitune.models.adapter_check import check_adapter, linear_shapes
+from fitune.models.door import with_adapter
 from fitune.models.tables import put_in_place, saved_rows, ties_are_kept, train_tables
 from fitune.models.vocabulary import resized
 from fitune.spec.plan import Lora
@@ -57,8 +58,6 @@ def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
     check_adapter(Path(path), base=linear_shapes(model))
     resized(model, saved_rows(Path(path)))
     with ties_are_kept():
-        adapted = PeftModel.from_pretrained(
-            model, str(path), is_trainable=False, autocast_adapter_dtype=False
-        )
+        adapted = with_adapter(model, Path(path))
     put_in_place(adapted)
     return adapted

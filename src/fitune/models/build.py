@@ -1,12 +1,11 @@
-"""A model without its weights: its config, and the same classes that loading would fill."""
+"""The config of a model that is rehearsed, and of the same model with fewer blocks."""
 
 import copy
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
-from fitune.errors import ModelError
+from fitune.models import door
 from fitune.spec.model_table import find_known_model
 
 
@@ -16,17 +15,10 @@ def model_config(path: str) -> PretrainedConfig:
     Raises ModelError when there is none. Of a model that also sees, the language model's part.
     """
     known = None if Path(path).is_dir() else find_known_model(path)
-    try:
-        if known is not None:
-            words = dict(known.config)
-            config: PretrainedConfig = AutoConfig.for_model(words.pop("model_type"), **words)
-        else:
-            config = AutoConfig.from_pretrained(path)
-        return config.get_text_config()
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path}: its config cannot be read: {str(error).strip().splitlines()[0]}"
-        ) from error
+    if known is not None:
+        return door.config_from(known.config).get_text_config()
+    with door.reading(path, "its config cannot be read"):
+        return door.read_config(path).get_text_config()
 
 
 def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
@@ -36,9 +28,3 @@ def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
     if getattr(config, "layer_types", None):
         shallow.layer_types = config.layer_types[:count]
     return shallow
-
-
-def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with parameters of the right shapes and no content; under a fake mode they take no memory."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model

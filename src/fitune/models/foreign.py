@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import CheckpointError
+from fitune.errors import CheckpointError, FituneError
+from fitune.spec.foreign_code import AUTO_MAP, code_asked_for
 from fitune.spec.pickles import PICKLE_SUFFIXES
 from fitune.spec.strict_json import read_object
 
@@ -24,42 +25,73 @@ def refuse_pickle(folder: Path) -> None:
         )
 
 
-def refuse_remote_code(folder: Path) -> None:
-    """Raises CheckpointError when ``folder`` can only be loaded by importing code that it brings or names.
+CONFIG, TOKENIZER, GENERATION = "config.json", "tokenizer_config.json", "generation_config.json"
+JSON_FILES = (CONFIG, TOKENIZER, GENERATION, "adapter_config.json")
+"""What transformers and PEFT take the names of classes and modules from."""
 
-    ``auto_map`` beside an architecture that transformers knows is harmless: transformers' own class is taken.
+
+def refuse_remote_code(folder: Path, *, error: type[FituneError] = CheckpointError) -> tuple[str, ...]:
+    """A note for each code that ``folder`` brings and that is left alone, because transformers has its own.
+
+    Raises ``error`` when the folder can only be loaded by importing code that it brings or names. ``auto_map`` beside
+    an architecture, or a tokenizer, that transformers knows is harmless: transformers' own class is taken.
     """
-    config = _read(folder / "config.json")
-    if "auto_map" in config and not _known_to_transformers(config.get("model_type")):
-        raise _refusal(folder / "config.json", "auto_map", config["auto_map"])
-    adapter = _read(folder / "adapter_config.json")
-    if "auto_map" in adapter:
-        raise _refusal(folder / "adapter_config.json", "auto_map", adapter["auto_map"])
-    library = (adapter.get("auto_mapping") or {}).get("parent_library")
-    if library is not None and str(library).partition(".")[0] != "transformers":
-        raise _refusal(folder / "adapter_config.json", "auto_mapping.parent_library", library)
-    for name, content in (("config.json", config), ("adapter_config.json", adapter)):
-        if content.get("trust_remote_code"):
-            raise _refusal(folder / name, "trust_remote_code", content["trust_remote_code"])
+    contents = {name: _read(folder / name, error) for name in JSON_FILES}
+    notes = []
+    for name, content in contents.items():
+        for key, value in code_asked_for(content):
+            if key.rpartition(".")[2] != AUTO_MAP or not _transformers_has_its_own(name, contents):
+                raise error(
+                    f"{folder / name}: {key} = {value!r} asks to run code that comes with the files; fitune never does",
+                    hint="use a model or adapter whose architecture transformers knows",
+                )
+            notes.append(f"{folder / name}: the code that {key} names is not run: transformers' own is taken")
+    _refuse_no_tokenizer(folder, contents, error)
+    return tuple(notes)
 
 
-def _known_to_transformers(model_type: object) -> bool:
+def _transformers_has_its_own(name: str, contents: dict[str, dict[str, Any]]) -> bool:
+    """Whether what ``auto_map`` of this file would replace is in transformers."""
     from transformers import CONFIG_MAPPING
 
-    return model_type in CONFIG_MAPPING
+    model_type = contents[CONFIG].get("model_type")
+    knows_model = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    if name == TOKENIZER:
+        named = contents[TOKENIZER].get("tokenizer_class")
+        return knows_model if named is None else _is_tokenizer(_of_transformers(named))
+    return name == CONFIG and knows_model
 
 
-def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
+def _refuse_no_tokenizer(folder: Path, contents: dict[str, dict[str, Any]], error: type[FituneError]) -> None:
+    """transformers would take any class of its own by the name that a folder gives, and load whatever that loads."""
+    for name in (TOKENIZER, CONFIG):
+        named = contents[name].get("tokenizer_class")
+        found = _of_transformers(named)
+        if named is None or (isinstance(named, str) and (found is None or _is_tokenizer(found))):
+            continue
+        raise error(
+            f"{folder / name}: tokenizer_class = {named!r} is no tokenizer",
+            hint="copy the base model's file again",
+        )
+
+
+def _of_transformers(name: object) -> object:
+    """What transformers has under that name, without its "Fast" too; None for nothing."""
+    import transformers
+
+    if not isinstance(name, str) or not name.isidentifier():
+        return None
+    return getattr(transformers, name, None) or getattr(transformers, name.removesuffix("Fast"), None)
+
+
+def _is_tokenizer(found: object) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    return isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
+
+
+def _read(file: Path, error: type[FituneError]) -> dict[str, Any]:
     try:
-        return read_object(file)
-    except ValueError as error:
-        raise CheckpointError(f"{file}: {error}", hint="fetch it again") from error
-
-
-def _refusal(file: Path, key: str, value: object) -> CheckpointError:
-    return CheckpointError(
-        f"{file}: {key} = {value!r} asks to run code that comes with the files; fitune never does",
-        hint="use a model or adapter whose architecture transformers knows",
-    )
+        return read_object(file) if file.is_file() else {}
+    except (OSError, ValueError) as cause:
+        raise error(f"{file}: {cause}", hint="fetch it again") from cause

@@ -1,30 +1,27 @@
 """A model folder or Hub id to a transformers model and its tokenizer. Only safetensors are read."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from fitune.errors import ModelError, is_out_of_memory
+from fitune.errors import ModelError
 from fitune.models.arrival import PackOnArrival
+from fitune.models.door import (
+    empty_model,
+    filled_model,
+    model_folder,
+    read_config,
+    read_generation_config,
+    read_tokenizer,
+    reading,
+)
 from fitune.models.quantize import require_quantiser
 from fitune.models.reading import OnBytes, Unread, nobody, unread_tensors
 from fitune.models.weight_files import StoredTensor, stored_tensors
-from fitune.spec.hub import no_waiting_for_the_hub
 from fitune.spec.plan import Dense, Hqq, Nf4, Precision
 
 _DENSE = Dense()
@@ -57,38 +54,17 @@ def load_model(
     """
     require_quantiser(base)
     transformers_logging.disable_progress_bar()
-    with _looked_up(path, "the model cannot be loaded", hint=_FETCH_AGAIN):
+    with reading(path, "the model cannot be loaded"):
         folder = model_folder(path)
         stored = stored_tensors(folder)
         _refuse_integers(stored)
         with unread_tensors(stored, on_bytes) as unread:
             model, report = _filled(folder, unread, dtype=dtype, device=device, base=base)
         model.config.name_or_path = model.name_or_path = path
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = read_generation_config(folder) or model.generation_config
     _check_complete(path, report, stored)
     _check_tied(path, model)
     return model
-
-
-def model_folder(path: str) -> Path:
-    """``path`` itself, or where the Hub's cache has the model, fetched when it is not there.
-
-    Raises ModelError when the folder is that of no model.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(path, allow_patterns=["*.json", "model*.safetensors"]))
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder}: no config.json, so this is no model folder")
-    return folder
-
-
-def _causal(folder: Path) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    """transformers' class for the model and its config; of a model that also sees, the language model's."""
-    with torch.device("meta"):
-        empty: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return type(empty), empty.config
 
 
 def _filled(
@@ -100,15 +76,16 @@ def _filled(
     base: Dense | Nf4 | Hqq,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model with every tensor read and put in place, and what did not match."""
-    architecture, config = _causal(folder)
+    config = read_config(str(folder))
+    with torch.device("meta"):
+        empty = empty_model(config)  # of a model that also sees, the language model's class and config
     packing = None if isinstance(base, Dense) else PackOnArrival(base)
     try:
-        model, report = architecture.from_pretrained(
-            None,
-            config=config,
-            state_dict=unread,
+        model, report = filled_model(
+            type(empty),
+            empty.config,
+            unread,
             dtype=dtype,
-            output_loading_info=True,
             quantization_config=packing,
             device_map=None if device.type == "cpu" else {"": device},
             ignore_mismatched_sizes=True,  # they are refused below, by name
@@ -131,49 +108,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"{path}: no tokenizer ({', '.join(_TOKENIZER_FILES)} are all missing)",
             hint="copy the tokenizer files of the base model into the folder",
         )
-    with _looked_up(
-        path, "the tokenizer cannot be loaded", hint="copy the base model's tokenizer files again"
-    ):
-        tokenizer = _tokenizer(path)
+    with reading(path, "the tokenizer cannot be loaded", hint="copy the base model's tokenizer files again"):
+        tokenizer = read_tokenizer(path)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{path}: the tokenizer has no end-of-sequence token, so answers could never end")
     return tokenizer
-
-
-def _tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Raises ValueError, too, for what is damaged in ways that transformers or tokenizers do not foresee."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-    except (AttributeError, TypeError) as error:
-        raise ValueError(_first_line(error)) from error
-    except Exception as error:
-        if type(error) is not Exception:  # tokenizers, which is not Python, has this one for all it refuses
-            raise
-        raise ValueError(_first_line(error)) from error
-    return tokenizer
-
-
-_FETCH_AGAIN = "the files may be cut short or of another model: fetch them again"
-
-
-@contextmanager
-def _looked_up(path: str, what: str, *, hint: str) -> Iterator[None]:
-    """What transformers raises while it loads ``path`` becomes a ModelError. A folder needs no Hub."""
-    is_folder = Path(path).is_dir()
-    if not is_folder and path.startswith(("/", ".", "~")):
-        raise ModelError(f"{path}: no such folder", hint="name a folder with a config.json, or a Hub id")
-    with nullcontext("") if is_folder else no_waiting_for_the_hub() as unreachable:
-        try:
-            yield
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            if is_out_of_memory(error):
-                raise  # the files are right: the caller says what takes less
-            if unreachable:
-                raise ModelError(
-                    f"{path}: {what}: no such folder, not whole in the Hugging Face cache, and {unreachable}",
-                    hint=f"name a folder, or run `hf download {path}` where there is a network",
-                ) from error
-            raise ModelError(f"{path}: {what}: {_first_line(error)}", hint=hint) from error
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -227,7 +166,3 @@ def _shapes(mismatched: Any, place: Callable[[str], str]) -> list[str]:
         f"{name} {tuple(found)}{place(name)}, config.json says {tuple(wanted)}"
         for name, found, wanted in mismatched
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]

@@ -12,6 +12,7 @@ import torch
 from fitune.data.templates import ChatTemplate, load_template
 from fitune.models.adapter_check import check_adapter
 from fitune.models.adapters import load_adapter
+from fitune.models.door import notes_on
 from fitune.models.finite import require_finite
 from fitune.models.reading import OnBytes, nobody
 from fitune.models.tables import saved_rows
@@ -82,6 +83,8 @@ def score(
     CheckpointError for an adapter that does not fit, ModelError for weights that are no numbers.
     """
     check_graders(plan.graders)
+    for note in notes_on(plan.model):
+        say(f"note: {note}")
     _check_adapter(plan, say)
     started = time.perf_counter()
     directory = Path(plan.output_dir)

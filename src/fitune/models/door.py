@@ -1,0 +1,184 @@
+"""The one door to transformers' and PEFT's readers of model folders and of the Hub: no other file calls them.
+
+Before a reader sees a folder, its JSON was looked at (foreign.py). Code of the folder is never trusted, there is no
+standard input to ask for trust at, and whatever a reader trips over becomes a ModelError.
+"""
+
+import io
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import PeftModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    dynamic_module_utils,
+)
+
+from fitune.errors import CheckpointError, FituneError, ModelError, is_out_of_memory
+from fitune.models.foreign import GENERATION, JSON_FILES, refuse_remote_code
+from fitune.spec.hub import no_waiting_for_the_hub
+
+FETCH_AGAIN = "the files may be cut short or of another model: fetch them again"
+
+
+@contextmanager
+def reading(path: str, what: str, *, hint: str = FETCH_AGAIN) -> Iterator[None]:
+    """Around every use of the functions below: what a library raises while it reads ``path`` becomes a ModelError.
+
+    A folder needs no Hub. Errors of fitune, and of memory that ran out, stay what they are.
+    """
+    is_folder = Path(path).is_dir()
+    if not is_folder and path.startswith(("/", ".", "~")):
+        raise ModelError(f"{path}: no such folder", hint="name a folder with a config.json, or a Hub id")
+    with nullcontext("") if is_folder else no_waiting_for_the_hub() as unreachable:
+        if unreachable:
+            what = f"{what}: no such folder, not whole in the Hugging Face cache, and {unreachable}"
+            hint = f"name a folder, or run `hf download {path}` where there is a network"
+        with _named(f"{path}: {what}", hint=hint, with_cause=not unreachable):
+            yield
+
+
+@contextmanager
+def _named(
+    what: str, *, hint: str = FETCH_AGAIN, with_cause: bool = True, kind: type[FituneError] = ModelError
+) -> Iterator[None]:
+    """Nobody to ask inside. No schema stands between a stranger's file and the libraries: they raise whatever Python
+    raises there, and a panic of Rust is not even an Exception."""
+    with _nobody_to_ask():
+        try:
+            yield
+        except FituneError:
+            raise
+        except BaseException as error:
+            is_panic = type(error).__name__ == "PanicException"
+            if is_out_of_memory(error) or not (isinstance(error, Exception) or is_panic):
+                raise  # the files are right: the caller says what takes less
+            raise kind(f"{what}: {_first_line(error)}" if with_cause else what, hint=hint) from error
+
+
+@contextmanager
+def _nobody_to_ask() -> Iterator[None]:
+    """transformers asks at standard input whether code may run, for a time; here it finds neither."""
+    stdin, seconds = sys.stdin, dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    sys.stdin, dynamic_module_utils.TIME_OUT_REMOTE_CODE = io.StringIO(), 0
+    try:
+        yield
+    finally:
+        sys.stdin, dynamic_module_utils.TIME_OUT_REMOTE_CODE = stdin, seconds
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says first, or its name where it says nothing."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def model_folder(path: str) -> Path:
+    """``path`` itself, or where the Hub's cache has the model, fetched when it is not there.
+
+    Raises ModelError when the folder is that of no model, or asks for code.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(path, allow_patterns=["*.json", "model*.safetensors"]))
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder}: no config.json, so this is no model folder")
+    refuse_remote_code(folder, error=ModelError)
+    return folder
+
+
+def notes_on(path: str) -> tuple[str, ...]:
+    """What a person should know about code that the model brings and that is left alone."""
+    with reading(path, "the model cannot be read"):
+        return refuse_remote_code(_texts(path), error=ModelError)
+
+
+def _texts(path: str) -> Path:
+    """The folder with the JSON that names code, without the weights."""
+    return Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=[*JSON_FILES]))
+
+
+def read_config(path: str) -> PretrainedConfig:
+    """transformers' config of a folder or Hub id."""
+    refuse_remote_code(_texts(path), error=ModelError)
+    return _without_auto_map(AutoConfig.from_pretrained(path, trust_remote_code=False))
+
+
+def config_from(values: Mapping[str, Any]) -> PretrainedConfig:
+    """transformers' config of the built-in table's ``values``."""
+    words = dict(values)
+    return AutoConfig.for_model(words.pop("model_type"), **words)
+
+
+def _without_auto_map(config: PretrainedConfig) -> PretrainedConfig:
+    """What is exported has no code beside it that ``auto_map`` could mean."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        vars(part).pop("auto_map", None)
+    return config
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model with parameters of the right shapes and no content; on "meta" or fake tensors they take no memory.
+
+    Raises ModelError for a config that no model can be built from.
+    """
+    typed = {} if dtype is None else {"dtype": dtype}
+    with _named(f"{config.name_or_path or config.model_type}: no model can be built from its config"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **typed)
+    return model
+
+
+def filled_model(
+    architecture: type[PreTrainedModel], config: PretrainedConfig, tensors: Mapping[str, Any], **how: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model of ``architecture`` with ``tensors`` put in place, and what did not match."""
+    return architecture.from_pretrained(
+        None, config=config, state_dict=tensors, output_loading_info=True, trust_remote_code=False, **how
+    )
+
+
+def whole_model(folder: Path, *, attention: str) -> PreTrainedModel:
+    """What lies in a folder that was just exported, in the types it has, as transformers alone loads it."""
+    with _nobody_to_ask():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype="auto",
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    return model
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """How the model's makers have it answer; None where they say nothing."""
+    return GenerationConfig.from_pretrained(folder) if (folder / GENERATION).is_file() else None
+
+
+def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub id."""
+    refuse_remote_code(_texts(path), error=ModelError)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    tokenizer.init_kwargs.pop("auto_map", None)
+    return tokenizer
+
+
+def with_adapter(model: PreTrainedModel, folder: Path, *, in_fp32: bool = False) -> PeftModel:
+    """``model`` with the adapter in ``folder`` put on it, not for training; 16-bit ones made fp32 where asked.
+
+    Raises CheckpointError for one that PEFT cannot take.
+    """
+    with _named(f"{folder}: the adapter cannot be loaded", kind=CheckpointError):
+        return PeftModel.from_pretrained(
+            model, str(folder), is_trainable=False, autocast_adapter_dtype=in_fp32
+        )

@@ -1,0 +1,85 @@
+"""There is one door to the libraries' readers of strangers' files, and it has nobody to ask."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.dynamic_module_utils import resolve_trust_remote_code
+
+import fitune
+from fitune.errors import ModelError
+from fitune.models import door
+
+ROOT = Path(fitune.__file__).parent
+DOOR = Path(door.__file__)
+
+READERS = {
+    "from_pretrained", "from_config", "for_model", "snapshot_download", "load_custom_generate", "pipeline",
+    "get_class_from_dynamic_module", "push_to_hub",
+}  # fmt: skip
+
+
+def named(tree: ast.AST) -> set[str]:
+    """Every name and attribute of a module that reads what others wrote, or runs it."""
+    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    found |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    found |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom | ast.Import) for a in n.names}
+    return {name for name in found if name in READERS or name.startswith("Auto")}
+
+
+def calls(tree: ast.AST, *names: str) -> list[ast.Call]:
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
+    ]
+
+
+def test_there_is_no_other_door() -> None:
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in ROOT.rglob("*.py")
+        if path != DOOR and (names := named(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert found == {}
+
+
+def test_code_is_trusted_nowhere() -> None:
+    """Every call that could trust it says that it does not; GenerationConfig and PEFT have nothing to say it to."""
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                assert isinstance(node.value, ast.Constant), path
+                assert node.value.value is False, path
+    for call in calls(ast.parse(DOOR.read_text()), "from_pretrained", "from_config"):
+        owner = ast.unparse(call.func)
+        if not owner.startswith(("GenerationConfig.", "PeftModel.")):
+            assert "trust_remote_code" in {keyword.arg for keyword in call.keywords}, owner
+
+
+def test_torch_and_pickle_read_nothing() -> None:
+    for path in ROOT.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not {"pickle", "joblib", "dill", "cloudpickle"} & {
+            alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+        }, path
+        assert not [call for call in calls(tree, "load") if ast.unparse(call.func) == "torch.load"], path
+        allowed = [n for n in ast.walk(tree) if isinstance(n, ast.keyword) and n.arg == "allow_pickle"]
+        assert all(ast.unparse(keyword.value) == "False" for keyword in allowed), path
+
+
+def test_a_library_that_asks_gets_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import io
+
+    waiting = io.StringIO("y\n")
+    monkeypatch.setattr(sys, "stdin", waiting)
+    with pytest.raises(ModelError, match="cannot be loaded"), door.reading(str(tmp_path), "cannot be loaded"):
+        resolve_trust_remote_code(None, str(tmp_path), has_local_code=False, has_remote_code=True)
+    with pytest.raises(ModelError), door.reading(str(tmp_path), "cannot be loaded"):
+        input("run it?")
+    assert sys.stdin is waiting
+    assert waiting.read() == "y\n"
+    assert "[y/N]" not in capsys.readouterr().out
