@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import time
 
 import pytest
 
@@ -13,7 +12,7 @@ from data.tiny_tokenizers import (
     UNMARKED_STYLES,
     byte_tokenizer,
 )
-from fitune.data import files, sandbox
+from fitune.data import files
 from fitune.data.dataset import prepare_data
 from fitune.data.formats import Conversation, Message, to_example
 from fitune.data.rows import BadRow, Row
@@ -244,42 +243,6 @@ def test_an_answer_of_which_only_the_first_token_is_left_is_kept(tmp_path):
 
 # 15: templates
 
-ENDLESS = {
-    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "condition": "{% for i in range(99999) if (range(99999) | sum) < 0 %}{% endfor %}",
-    "macro": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-    "tree": "{% for x in [1, 1] recursive %}{% if loop.depth < 80 %}{{ loop([1, 1]) }}{% endif %}{% endfor %}",
-}
-
-HUGE = {
-    "text": "{{ 'a' * 10**10 }}",
-    "number": "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-    "joined": "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "added": "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "replaced": "{% set n = namespace(x='aa') %}{% for i in 'abcde' %}{% set n.x = n.x.replace('',n.x) %}{% endfor %}",
-    "filtered": "{% set n = namespace(x='aa') %}{% for i in 'abcde' %}{% set n.x = n.x|replace('',n.x) %}{% endfor %}",
-    "captured": "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set b %}{{ n.x }}{{ n.x }}{% endset %}"
-    "{% set n.x = b %}{% endfor %}",
-    "padded": "{{ 'a'.ljust(10**10) }}",
-    "formatted": "{{ '%0999999999d' % 1 }}",
-}
-
-
-@pytest.mark.parametrize("case", ENDLESS)
-def test_a_template_that_never_ends_is_stopped(monkeypatch, case):
-    monkeypatch.setattr(sandbox, "TIME_LIMIT_S", 0.1)
-    started = time.thread_time()
-    with pytest.raises(DataError, match="still running after 0.1 s"):
-        load_template(byte_tokenizer(template=ENDLESS[case]))
-    assert time.thread_time() - started < 5
-
-
-@pytest.mark.parametrize("case", HUGE)
-def test_a_template_that_grows_without_end_is_stopped(monkeypatch, case):
-    monkeypatch.setattr(sandbox, "SIZE_LIMIT", 1_000_000)
-    with pytest.raises(DataError, match="makes a |unsafe|for numbers only"):
-        load_template(byte_tokenizer(template=HUGE[case]))
-
 
 @pytest.mark.parametrize(
     ("template", "cause"),
@@ -287,7 +250,9 @@ def test_a_template_that_grows_without_end_is_stopped(monkeypatch, case):
         ("{% if %}", "line 1: Expected an expression"),
         ("{{ raise_exception('not today') }}", "the template failed: .*not today"),
         ("{{ messages[0].content.nothing.there }}", "has no attribute 'nothing'"),
-        ("{{ messages | center }}", "No filter named 'center'"),
+        ("{{ messages | centre }}", "No filter named 'centre'"),
+        ("{{ messages | random }}", "No filter named 'random'"),
+        ("{{ '\\ud83d' }}", r"writes half a character, U\+D83D"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
         ("{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", "recursion"),
@@ -353,8 +318,7 @@ def test_a_system_message_the_template_has_no_place_for_is_named_or_counted(
     assert len(prepared.train) == 1
 
 
-def test_the_date_in_a_template_does_not_move(monkeypatch):
-    monkeypatch.setattr(time, "localtime", lambda *_: pytest.fail("asked for today"))
+def test_the_date_in_a_template_does_not_move():
     tokenizer = byte_tokenizer(template="{{ strftime_now('%d %b %Y') }} " + HEADER_STYLE)
     template = load_template(tokenizer)
     asked = Conversation((Message("user", "hi"), Message("assistant", "yo")), "row 1")
