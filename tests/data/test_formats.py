@@ -88,3 +88,16 @@ def test_columns_may_hold_lists_of_messages():
     fields = {"p": [turn("user", "hi")], "good": [turn("assistant", "yo")], "s": "be kind"}
     columns = (("prompt", "p"), ("completion", "good"), ("system", "s"))
     assert example(fields, columns) == Conversation((SYSTEM, USER, ANSWER), "f:1")
+
+
+def test_fields_of_other_tools_that_say_nothing_are_left_alone():
+    asked = turn("user", "hi") | {"tool_calls": None, "weight": None, "name": "kim"}
+    answered = turn("assistant", "yo") | {
+        "tool_calls": [],
+        "weight": 1,
+        "train": True,
+        "reasoning_content": "",
+    }
+    fields = {"messages": [asked, answered], "tools": None, "images": [], "id": 3}
+    assert example(fields) == Conversation((USER, ANSWER), "f:1")
+    assert example({"text": "a cat", "image": "a.png"}) == Text("a cat", "f:1")

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from fitune.data.preferences import refuse_good_and_bad, refuse_judged
 from fitune.data.rows import BadRow, Row
+from fitune.data.unsupported import refuse_unsupported_message, refuse_unsupported_row
 from fitune.errors import DataError, did_you_mean
 
 Role = Literal["system", "user", "assistant"]
@@ -110,6 +111,7 @@ def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:
         return _from_columns(row, _checked_columns(columns))
     if format != "text":
         refuse_judged(row)
+        refuse_unsupported_row(row)
     return _READERS[format](row)
 
 
@@ -196,6 +198,7 @@ def _turns(row: Row, field: str) -> list[Message]:
         name = f"{field}[{number}]"
         if not isinstance(turn, dict):
             raise _bad(row, name, "is not a message", "wrong type", turn)
+        refuse_unsupported_message(row, name, turn)
         role_key, text_key = ("from", "value") if "from" in turn else ("role", "content")
         role = _role(row, f"{name}.{role_key}", turn.get(role_key))
         if role == "system" and turn.get(text_key) == "":

@@ -59,7 +59,7 @@ def _is_list_of_judgements(value: Any) -> bool:
 
 def _hint_for_pairs(fields: Mapping[str, Any], chosen: str) -> str:
     asked = next((name for name in ("prompt", "question", "instruction", "input") if name in fields), "…")
-    if asked == "…" and isinstance(fields[chosen], list):
+    if isinstance(fields[chosen], list) and not isinstance(fields.get(asked), list):
         return f"to learn the chosen answers, write {chosen} as messages, without the other column"
     return f"to learn the chosen answers: columns: {{prompt: {asked}, completion: {chosen}}}"
 

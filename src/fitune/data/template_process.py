@@ -119,13 +119,15 @@ class _Child:
         self._lock = threading.Lock()
         self._known: set[str] = set()
         self._connection, theirs = Pipe()
-        path = os.pathsep.join(filter(None, sys.path))
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUTF8": "1"}
+        if libraries := os.environ.get("LD_LIBRARY_PATH"):
+            environment["LD_LIBRARY_PATH"] = libraries
         limits = (str(theirs.fileno()), str(CPU_LIMIT_S), str(MEMORY_LIMIT_BYTES))
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "fitune.data.template_child", *limits],
                 pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                start_new_session=True, env={"PYTHONPATH": path, "PYTHONUTF8": "1"},
+                start_new_session=True, env=environment,
             )  # fmt: skip
 
     def ask(self, request: dict[str, Any], template: dict[str, Any]) -> Any:
