@@ -14,11 +14,18 @@ from pathlib import Path
 
 import torch
 
+from fitune.checkpoint.line import Attempt, Descent
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.checkpoint.save import save_checkpoint
 from fitune.checkpoint.state import TrainState
 
 _CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "symlink", "unlink", "rmdir")
+
+
+def save(run: Path, state: TrainState, *, keep: int, eval_loss: float | None) -> Path:
+    """As one attempt that began at the beginning."""
+    descent = Descent(line=(Attempt(id="only", after=0),))
+    return save_checkpoint(run, state, descent=descent, keep=keep, eval_loss=eval_loss)
 
 
 def state_of(step: int) -> TrainState:
@@ -49,7 +56,7 @@ def main(folder: Path) -> None:
     os.fsync = lambda handle: None  # a killed process loses nothing that the kernel has; still a place to die
     start = folder / "start"
     for step in (1, 2):
-        save_checkpoint(start, state_of(step), keep=2, eval_loss=float(step))
+        save(start, state_of(step), keep=2, eval_loss=float(step))
     attempts: list[dict[str, object]] = []
     while not attempts or attempts[-1]["call"] != "none":
         run = folder / f"killed-{len(attempts)}"
@@ -64,7 +71,7 @@ def _attempt(run: Path, *, calls: int) -> dict[str, object]:
     child = os.fork()
     if child == 0:
         _die_before(calls, write)
-        save_checkpoint(run, state_of(3), keep=1, eval_loss=0.5)
+        save(run, state_of(3), keep=1, eval_loss=0.5)
         os._exit(0)
     os.close(write)
     _, status = os.waitpid(child, 0)
@@ -72,13 +79,14 @@ def _attempt(run: Path, *, calls: int) -> dict[str, object]:
     os.close(read)
     found = newest_checkpoint(run)
     state = load_checkpoint(found.path)
-    save_checkpoint(run, state_of(4), keep=1, eval_loss=0.1)
+    save(run, state_of(4), keep=1, eval_loss=0.1)
     return {
         "call": call,
         "found": state.step,
         "warnings": found.warnings,
         "intact": same(state, state_of(state.step)),
-        "tidy": sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best", "latest", "step-4"],
+        "tidy": sorted(path.name for path in (run / "checkpoints").iterdir())
+        == ["LINE", "best", "latest", "step-4"],
     }
 
 

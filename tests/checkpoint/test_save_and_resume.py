@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint.killed_saves import same, state_of
+from checkpoint.killed_saves import same, save, state_of
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
-from fitune.checkpoint.save import checkpoint_bytes, save_checkpoint
+from fitune.checkpoint.save import checkpoint_bytes
 from fitune.checkpoint.state import TrainState
 from fitune.checkpoint.tensors import tensor_chunks, tensors_bytes
 from fitune.errors import CheckpointError
@@ -25,7 +25,7 @@ def names(run):
 
 
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
-    saved = save_checkpoint(tmp_path, state_of(7), keep=1, eval_loss=None)
+    saved = save(tmp_path, state_of(7), keep=1, eval_loss=None)
     assert saved == tmp_path / "checkpoints" / "step-7"
     assert same(load_checkpoint(saved), state_of(7))
 
@@ -43,54 +43,54 @@ def test_every_dtype_and_shape_is_read_by_the_safetensors_library(tmp_path):
 
 def test_a_group_without_tensors_is_kept(tmp_path):
     state = TrainState(step=1, tensors={"model": {"w": torch.ones(2)}, "optimizer": {}}, facts={})
-    assert (
-        load_checkpoint(save_checkpoint(tmp_path, state, keep=1, eval_loss=None)).tensors["optimizer"] == {}
-    )
+    assert load_checkpoint(save(tmp_path, state, keep=1, eval_loss=None)).tensors["optimizer"] == {}
 
 
 def test_commit_holds_size_and_sha256_of_every_other_file(tmp_path):
-    path = save_checkpoint(tmp_path, state_of(1), keep=1, eval_loss=2.5)
+    path = save(tmp_path, state_of(1), keep=1, eval_loss=2.5)
     commit = json.loads((path / "COMMIT").read_text())
     files = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "COMMIT"}
     assert {n: (s["sha256"], s["bytes"]) for n, s in commit["files"].items()} == {
         name: (hashlib.sha256(content).hexdigest(), len(content)) for name, content in files.items()
     }
     assert (commit["step"], commit["eval_loss"]) == (1, 2.5)
-    assert all(name.endswith((".safetensors", ".json")) for name in files)
+    assert all(name.endswith((".safetensors", ".json", ".jsonl")) for name in files)
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, float("nan"))):
-        save_checkpoint(tmp_path, state_of(step), keep=2, eval_loss=loss)
-    assert names(tmp_path) == ["best", "latest", "step-20", "step-40", "step-50"]
+        save(tmp_path, state_of(step), keep=2, eval_loss=loss)
+    assert names(tmp_path) == ["LINE", "best", "latest", "step-20", "step-40", "step-50"]
     links = {name: os.readlink(tmp_path / "checkpoints" / name) for name in ("latest", "best")}
     assert links == {"latest": "step-50", "best": "step-20"}
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):
     for step in (9, 10, 100):
-        save_checkpoint(tmp_path, state_of(step), keep=3, eval_loss=None)
+        save(tmp_path, state_of(step), keep=3, eval_loss=None)
     assert newest_checkpoint(tmp_path).path.name == "step-100"
 
 
 def test_links_are_relative_so_that_a_run_may_be_moved(tmp_path):
-    save_checkpoint(tmp_path / "here", state_of(3), keep=1, eval_loss=1.0)
+    save(tmp_path / "here", state_of(3), keep=1, eval_loss=1.0)
     (tmp_path / "here").rename(tmp_path / "there")
     assert same(load_checkpoint(tmp_path / "there" / "checkpoints" / "best"), state_of(3))
 
 
-def test_the_same_step_again_replaces_the_first(tmp_path):
-    save_checkpoint(tmp_path, state_of(5), keep=2, eval_loss=9.0)
+def test_the_same_step_again_moves_the_first_aside(tmp_path):
+    first = state_of(5)
+    save(tmp_path, first, keep=2, eval_loss=9.0)
     other = TrainState(step=5, tensors={"model": {"w": torch.zeros(1)}}, facts={"again": True})
-    path = save_checkpoint(tmp_path, other, keep=2, eval_loss=1.0)
+    path = save(tmp_path, other, keep=2, eval_loss=1.0)
     assert same(load_checkpoint(path), other)
-    assert names(tmp_path) == ["best", "latest", "step-5"]
+    assert names(tmp_path) == ["LINE", "abandoned-step-5", "best", "latest", "step-5"]
+    assert same(load_checkpoint(tmp_path / "checkpoints" / "abandoned-step-5"), first)
 
 
 def test_saving_leaves_the_tensors_alone(tmp_path):
     weight = torch.nn.Parameter(torch.ones(3))
     state = TrainState(step=1, tensors={"model": {"w": weight}}, facts={})
-    save_checkpoint(tmp_path, state, keep=1, eval_loss=None)
+    save(tmp_path, state, keep=1, eval_loss=None)
     weight.data.add_(1)  # the next step must not reach into what was saved
     assert torch.equal(newest_and_load(tmp_path).tensors["model"]["w"], torch.ones(3))
 
@@ -107,12 +107,12 @@ def test_no_checkpoint_is_no_error(tmp_path):
 def test_an_empty_tensor_is_refused_by_name(tmp_path):
     state = TrainState(step=1, tensors={"model": {"layers.0.w": torch.zeros(0, 4)}}, facts={})
     with pytest.raises(CheckpointError, match=r"'layers.0.w' is empty, shape \(0, 4\)"):
-        save_checkpoint(tmp_path, state, keep=1, eval_loss=None)
+        save(tmp_path, state, keep=1, eval_loss=None)
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_the_bytes_asked_for_are_enough(tmp_path):
-    path = save_checkpoint(tmp_path, state_of(1), keep=1, eval_loss=None)
+    path = save(tmp_path, state_of(1), keep=1, eval_loss=None)
     assert sum(file.stat().st_size for file in path.iterdir()) <= checkpoint_bytes(state_of(1))
 
 
@@ -120,5 +120,5 @@ def test_only_temporary_folders_of_dead_processes_are_removed(tmp_path):
     folder = tmp_path / "checkpoints"
     for owner in (os.getppid(), 2**22 + 1):  # alive; above the largest pid Linux gives
         (folder / f".tmp-step-1-{owner}-{'0' * 16}").mkdir(parents=True)
-    save_checkpoint(tmp_path, state_of(2), keep=1, eval_loss=None)
-    assert names(tmp_path) == [f".tmp-step-1-{os.getppid()}-{'0' * 16}", "latest", "step-2"]
+    save(tmp_path, state_of(2), keep=1, eval_loss=None)
+    assert names(tmp_path) == [f".tmp-step-1-{os.getppid()}-{'0' * 16}", "LINE", "latest", "step-2"]

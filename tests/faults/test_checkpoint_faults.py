@@ -1,5 +1,6 @@
 """Rows 1, 4 and 5 of the fault table: a save that dies, files that rot, a disk that is full."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -12,17 +13,19 @@ from pathlib import Path
 import pytest
 
 from checkpoint import killed_saves
-from checkpoint.killed_saves import same, state_of
+from checkpoint.killed_saves import same, save, state_of
+from fitune.checkpoint.commit import read_commit, verify
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
-from fitune.checkpoint.save import save_checkpoint
+from fitune.checkpoint.sealed import sealed
 from fitune.errors import CheckpointError
+from fitune.spec.serial import to_json
 
 
 @pytest.fixture
 def two_saved(tmp_path):
     """A run with step-1 and step-2."""
     for step in (1, 2):
-        save_checkpoint(tmp_path, state_of(step), keep=2, eval_loss=None)
+        save(tmp_path, state_of(step), keep=2, eval_loss=None)
     return tmp_path
 
 
@@ -45,7 +48,7 @@ def test_killed_before_any_of_its_system_calls_a_save_is_whole_or_absent(tmp_pat
     assert printed.returncode == 0, printed.stderr
     attempts = json.loads(printed.stdout)
     calls = [attempt["call"] for attempt in attempts]
-    commit = next(i for i, call in enumerate(calls) if call.startswith("replace") and "/.tmp-COMMIT-" in call)
+    commit = next(i for i, call in enumerate(calls) if call.startswith("rename") and "/.tmp-step-3-" in call)
     assert all(attempt["intact"] and attempt["tidy"] and not attempt["warnings"] for attempt in attempts)
     assert [attempt["found"] for attempt in attempts] == [2] * (commit + 1) + [3] * (
         len(attempts) - commit - 1
@@ -63,11 +66,12 @@ def test_killed_before_any_of_its_system_calls_a_save_is_whole_or_absent(tmp_pat
     assert all(any(stage in call for call in calls) for stage in stages)
 
 
-def test_a_folder_without_commit_is_ignored_and_refused_by_path(two_saved):
+def test_a_folder_without_commit_is_named_and_refused_by_path(two_saved):
+    """A save that is killed leaves no such folder, so COMMIT was removed."""
     (two_saved / "checkpoints/step-2/COMMIT").unlink()
-    assert newest_checkpoint(two_saved).path.name == "step-1"
-    assert newest_checkpoint(two_saved).warnings == ()
-    with pytest.raises(CheckpointError, match="step-2: no COMMIT, so this checkpoint was never finished"):
+    found = newest_checkpoint(two_saved)
+    assert (found.path.name, found.damaged) == ("step-1", (two_saved / "checkpoints/step-2",))
+    with pytest.raises(CheckpointError, match="step-2: no COMMIT, so this is no whole checkpoint"):
         load_checkpoint(two_saved / "checkpoints/step-2")
 
 
@@ -119,9 +123,68 @@ def test_damage_everywhere_leaves_no_checkpoint_and_two_warnings(two_saved):
     assert (found.path, len(found.warnings)) == (None, 2)
 
 
-def test_a_commit_cannot_point_outside_its_folder(two_saved):
+def every_byte(file: Path):
+    """The content of ``file`` with each of its bytes changed in turn, with every tenth left out, and longer."""
+    content = file.read_bytes()
+    for place in range(len(content)):
+        yield content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+    for place in range(0, len(content), 10):
+        yield content[:place] + content[place + 1 :]
+    yield content + b"\n"
+    yield content[:-1] + b"\r\n"
+
+
+@pytest.mark.parametrize(("name", "check"), [("COMMIT", read_commit), ("state.json", verify)])
+def test_a_change_of_any_byte_is_seen(two_saved, name, check):
+    path = two_saved / "checkpoints/step-2"
+    for content in list(every_byte(path / name)):
+        (path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"step-2/{name}: "):
+            check(path)
+
+
+def test_a_step_that_was_changed_in_both_places_is_seen(two_saved):
+    path = two_saved / "checkpoints/step-2"
+    for name in ("COMMIT", "state.json"):
+        text = (path / name).read_text()
+        (path / name).write_text(text.replace('"step": 2', '"step": 1', 1))
+    with pytest.raises(CheckpointError, match="COMMIT: damaged: its content does not match its digest"):
+        load_checkpoint(path)
+
+
+def resealed(path: Path, **changes: object) -> None:
+    commit = sealed(dataclasses.replace(read_commit(path), **changes))
+    (path / "COMMIT").write_text(to_json(commit))
+
+
+def test_a_state_of_another_step_than_its_commit_is_refused(two_saved):
+    path = (two_saved / "checkpoints/step-2").rename(two_saved / "checkpoints/copy")
+    resealed(path, step=7)
+    with pytest.raises(CheckpointError, match="copy/state.json: of step 2, and COMMIT is of step 7"):
+        load_checkpoint(path)
+
+
+def test_two_checkpoints_that_changed_places_are_both_refused(two_saved):
+    folder = two_saved / "checkpoints"
+    for old, new in (("step-1", "x"), ("step-2", "step-1"), ("x", "step-2")):
+        (folder / old).rename(folder / new)
+    found = newest_checkpoint(two_saved)
+    assert found.path is None
+    assert ["holds step 1, not" in found.warnings[0], "holds step 2, not" in found.warnings[1]] == [True] * 2
+
+
+def test_a_manifest_of_the_format_before_is_refused_in_words(two_saved):
     commit = two_saved / "checkpoints/step-2/COMMIT"
-    commit.write_text(commit.read_text().replace("model.safetensors", "../step-1/model.safetensors"))
+    before = {key: value for key, value in json.loads(commit.read_text()).items() if key != "digest"}
+    commit.write_text(json.dumps(before))
+    with pytest.raises(CheckpointError, match="of an older format, without a digest of itself"):
+        load_checkpoint(commit.parent)
+
+
+def test_a_commit_cannot_point_outside_its_folder(two_saved):
+    path = two_saved / "checkpoints/step-2"
+    files = read_commit(path).files
+    resealed(path, files={"../step-1/model.safetensors": files["model.safetensors"]})
     found = newest_checkpoint(two_saved)
     assert (found.path.name, "leaves" in found.warnings[0]) == ("step-1", True)
 
@@ -140,8 +203,8 @@ def test_too_little_space_is_refused_before_anything_is_written(two_saved, monke
     with pytest.raises(
         CheckpointError, match=r"checkpoint step-3 needs 1.0 MiB, 1000 B free in .*, .* short"
     ):
-        save_checkpoint(two_saved, state_of(3), keep=1, eval_loss=None)
-    assert names(two_saved) == ["latest", "step-1", "step-2"]
+        save(two_saved, state_of(3), keep=1, eval_loss=None)
+    assert names(two_saved) == ["LINE", "latest", "step-1", "step-2"]
 
 
 def full_disk_after(writes: int, monkeypatch):
@@ -162,8 +225,8 @@ def test_a_disk_that_fills_up_while_saving_keeps_what_was_there(two_saved, monke
     with pytest.raises(
         CheckpointError, match="No space left on device; it needs 1.0 MiB. The last saved one is step-2"
     ):
-        save_checkpoint(two_saved, state_of(3), keep=1, eval_loss=None)
-    assert names(two_saved) == ["latest", "step-1", "step-2"]
+        save(two_saved, state_of(3), keep=1, eval_loss=None)
+    assert names(two_saved) == ["LINE", "latest", "step-1", "step-2"]
     monkeypatch.undo()
     assert same(load_checkpoint(newest_checkpoint(two_saved).path), state_of(2))
 
@@ -172,13 +235,13 @@ def test_a_disk_that_fills_up_while_saving_keeps_what_was_there(two_saved, monke
 def test_a_step_that_could_not_be_replaced_is_still_the_old_one(two_saved, monkeypatch, writes):
     full_disk_after(writes, monkeypatch)
     with pytest.raises(CheckpointError, match="No space left"):
-        save_checkpoint(two_saved, state_of(2), keep=1, eval_loss=4.0)
+        save(two_saved, state_of(2), keep=1, eval_loss=4.0)
     monkeypatch.undo()
-    assert names(two_saved) == ["latest", "step-1", "step-2"]
+    assert names(two_saved) == ["LINE", "latest", "step-1", "step-2"]
     assert same(load_checkpoint(newest_checkpoint(two_saved).path), state_of(2))
 
 
 def test_one_write_more_and_the_save_succeeds(two_saved, monkeypatch):
     """Says that the thirteen places above are all there are."""
     full_disk_after(13, monkeypatch)
-    assert save_checkpoint(two_saved, state_of(3), keep=1, eval_loss=None).name == "step-3"
+    assert save(two_saved, state_of(3), keep=1, eval_loss=None).name == "step-3"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.killed_saves import save
 from fitune.checkpoint.layout import staged
-from fitune.checkpoint.save import save_checkpoint
 from fitune.checkpoint.state import TrainState
 from fitune.errors import FituneError, RunDirectoryError
 from fitune.report.run_files import read_run
@@ -104,7 +104,7 @@ def test_a_save_follows_no_link_that_appeared_meanwhile(
 ) -> None:
     _strange(run_directory / "checkpoints" / name, "folder", outside)
     with pytest.raises(FituneError, match="is a symbolic link"):
-        save_checkpoint(run_directory, STATE, keep=1, eval_loss=None)
+        save(run_directory, STATE, keep=1, eval_loss=None)
     assert _is_whole(outside)
 
 

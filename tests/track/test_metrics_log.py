@@ -114,12 +114,17 @@ def test_a_whole_line_with_wrong_values_is_an_error_even_at_the_end(
         read_metrics(log_of_five)
 
 
+def first(path: Path, count: int) -> bytes:
+    return b"".join(path.read_bytes().splitlines(keepends=True)[:count])
+
+
 def test_resuming_drops_the_later_steps_and_writes_them_again(log_of_five: Path, make_step: MakeStep) -> None:
-    before = log_of_five.read_bytes().splitlines()
+    saved = first(log_of_five, 3)
     with MetricsLog(log_of_five) as log:
-        log.truncate_after(3)
-        assert log_of_five.read_bytes().splitlines() == before[:3]
+        assert log.restart(saved, step=3) == ""
+        assert log_of_five.read_bytes() == saved
         log.append(make_step(4, loss=1.0))
+        assert log.content == log_of_five.read_bytes()
     assert [(r.step, r.loss) for r in read_metrics(log_of_five)] == [
         (1, 2.314),
         (2, 2.314),
@@ -129,7 +134,49 @@ def test_resuming_drops_the_later_steps_and_writes_them_again(log_of_five: Path,
     assert [file.name for file in log_of_five.parent.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_kill_while_truncating_leaves_the_old_lines(
+def lines(*numbers: int) -> Callable[[list[bytes]], bytes]:
+    return lambda five: b"".join(five[number - 1] for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "said"),
+    [
+        (lambda five: None, "steps missing: 1–3"),
+        (lines(), "steps missing: 1–3"),
+        (lines(1, 3, 4, 5), "steps missing: 2"),
+        (lambda five: five[0] + five[1][:40], "steps missing: 2–3"),
+        (
+            lambda five: five[0] + b"\0" * 40 + b"\n" + five[2],
+            "steps missing: 2; lines that cannot be read: 1",
+        ),
+        (lines(1, 2, 2, 3, 4), "steps there more than once: 2"),
+        (lines(1, 2, 3, 4, 5, 1, 2, 3, 4, 5), "steps there more than once: 1–3"),
+        (lines(2, 1, 3), "lines were changed"),
+        (lambda five: five[0].replace(b"2.314", b"1.314") + five[1] + five[2], "lines were changed"),
+    ],
+)
+def test_whatever_became_of_the_log_it_is_put_back_and_said(
+    log_of_five: Path, damaged: Callable[[list[bytes]], bytes | None], said: str
+) -> None:
+    saved = first(log_of_five, 3)
+    content = damaged(log_of_five.read_bytes().splitlines(keepends=True))
+    log_of_five.unlink() if content is None else log_of_five.write_bytes(content)
+    with MetricsLog(log_of_five) as log:
+        assert log.restart(saved, step=3) == said
+    assert log_of_five.read_bytes() == saved
+
+
+@pytest.mark.parametrize("tail", [lines(4, 5), lambda five: five[3] + five[4][:50], lines()])
+def test_what_a_kill_leaves_behind_is_not_worth_a_word(
+    log_of_five: Path, tail: Callable[[list[bytes]], bytes]
+) -> None:
+    saved = first(log_of_five, 3)
+    log_of_five.write_bytes(saved + tail(log_of_five.read_bytes().splitlines(keepends=True)))
+    with MetricsLog(log_of_five) as log:
+        assert log.restart(saved, step=3) == ""
+
+
+def test_a_kill_while_restarting_leaves_the_old_lines(
     log_of_five: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = log_of_five.read_bytes()
@@ -140,14 +187,29 @@ def test_a_kill_while_truncating_leaves_the_old_lines(
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        log.truncate_after(2)
+        log.restart(b"", step=0)
     assert log_of_five.read_bytes() == before
 
 
-def test_truncating_to_nothing_leaves_an_empty_log(log_of_five: Path) -> None:
+def test_starting_anew_leaves_an_empty_log(log_of_five: Path) -> None:
     with MetricsLog(log_of_five) as log:
-        log.truncate_after(0)
+        assert log.restart(b"", step=0) == ""
     assert log_of_five.read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: os.truncate(path, 99), lambda path: path.write_bytes(b"")]
+)
+def test_a_log_that_is_damaged_while_it_is_written_is_put_back(
+    log_of_five: Path, make_step: MakeStep, damage: Callable[[Path], object]
+) -> None:
+    with MetricsLog(log_of_five) as log:
+        assert log.put_back() == ""
+        damage(log_of_five)
+        log.append(make_step(6))
+        assert "put back" in log.put_back()
+        log.append(make_step(7))
+    assert [report.step for report in read_metrics(log_of_five)] == list(range(1, 8))
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

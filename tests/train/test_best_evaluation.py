@@ -40,11 +40,11 @@ def test_without_save_steps_nothing_is_saved(make_plan: MakePlan, monkeypatch: p
 def test_a_resumed_run_remembers_the_best_of_before(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In another directory there are no earlier lines of metrics: the checkpoint has to say it."""
+    """In another directory, too: the checkpoint says it and brings the lines of metrics along."""
     evaluating(monkeypatch, 0.5, 0.75, 0.9)
     settings = {"max_steps": 6, "eval_steps": 2, "save_steps": 3, "val_fraction": 0.2}
     first, second = (make_plan(**settings, output_dir=str(tmp_path / name)) for name in ("first", "second"))
     run(first, callbacks=callbacks(stop_after=4))
     report = run(second, callbacks=callbacks(), resume=str(tmp_path / "first" / "checkpoints" / "step-4"))
-    assert [step.step for step in steps_of(second)] == [5, 6]
+    assert [step.step for step in steps_of(second)] == [1, 2, 3, 4, 5, 6]
     assert report.best_eval_loss == 0.5

@@ -10,9 +10,7 @@ from pathlib import Path
 from fitune.errors import CheckpointError
 from fitune.spec.disk import open_regular, sync_folder, write_synced
 from fitune.spec.temporaries import temporary_sibling
-from fitune.units import MIB, format_bytes
-
-_READ_BYTES = 4 * MIB
+from fitune.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +47,9 @@ def link_atomically(link: Path, name: str) -> None:
 
 def hash_file(path: Path) -> Stored:
     """Raises OSError."""
-    digest, size = hashlib.sha256(), 0
     with open_regular(path, follow_links=False) as file:
-        while chunk := file.read(_READ_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return Stored(sha256=digest.hexdigest(), bytes=size)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Stored(sha256=digest, bytes=file.tell())
 
 
 def require_space(folder: Path, needed_bytes: int, *, what: str) -> None:

@@ -7,33 +7,96 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fitune.checkpoint.commit import FOLDER, STATE, is_committed, read_commit, step_folders, verify
+from fitune.checkpoint.aside import ABANDONED, DAMAGED, OnNote, set_aside
+from fitune.checkpoint.commit import FOLDER, LOG, STATE, Commit, read_commit, step_folders, verify
+from fitune.checkpoint.line import LINE, Attempt, Descent, Line, Parent, is_on, read_line, write_line
 from fitune.checkpoint.state import Json, TrainState
-from fitune.errors import CheckpointError, RunDirectoryError
-from fitune.spec.strict_json import read_object
+from fitune.errors import CheckpointError
+from fitune.spec.disk import read_bytes
+from fitune.spec.strict_json import TABLE_BYTES, read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The newest valid checkpoint, None when there is none, and a warning for each newer one that is damaged."""
+    """The newest valid checkpoint of the present line; None when there is none."""
 
     path: Path | None
     warnings: tuple[str, ...] = ()
+    """One for each newer checkpoint that does not count, and for a line that cannot be read."""
+    damaged: tuple[Path, ...] = ()
 
 
 def newest_checkpoint(root: Path) -> Found:
-    """The newest valid one in ``root/checkpoints``; every file of it was hashed. Unfinished ones do not count."""
-    warnings: list[str] = []
-    for path in reversed(step_folders(root / FOLDER)):
-        if not is_committed(path):
-            continue
+    """The newest valid one of the present line in ``root/checkpoints``; every file of it was hashed."""
+    folder = root / FOLDER
+    folders = step_folders(folder)
+    line, warnings = _present_line(folder, any_saved=bool(folders))
+    damaged: list[Path] = []
+    for path in reversed(folders):
         try:
+            commit = read_commit(path)
+            if line is not None and not is_on(line, saved_on=commit.line, step=commit.step):
+                warnings.append(f"{path.name} is skipped: the run went on from an older step")
+                continue
             verify(path)
-        except (CheckpointError, RunDirectoryError) as error:
+        except CheckpointError as error:
             warnings.append(f"{path.name} is skipped: {error.message}")
+            damaged.append(path)
             continue
-        return Found(path=path, warnings=tuple(warnings))
-    return Found(path=None, warnings=tuple(warnings))
+        return Found(
+            path=path, warnings=(*warnings, *_lost(line, commit.step, folders)), damaged=tuple(damaged)
+        )
+    return Found(path=None, warnings=(*warnings, *_lost(line, 0, folders)), damaged=tuple(damaged))
+
+
+def last_saved(root: Path) -> Commit | None:
+    """The newest checkpoint of the present line by what the COMMITs say, nothing hashed: for messages."""
+    folder = root / FOLDER
+    line, _ = _present_line(folder, any_saved=True)
+    for path in reversed(step_folders(folder)):
+        try:
+            commit = read_commit(path)
+        except CheckpointError:
+            continue
+        if line is None or is_on(line, saved_on=commit.line, step=commit.step):
+            return commit
+    return None
+
+
+def begin_line(
+    root: Path, *, attempt: str, base: Path | None, damaged: tuple[Path, ...], on_note: OnNote
+) -> Descent:
+    """Make this attempt the end of the present line; whatever is not on it, or damaged, is set aside.
+
+    The line is written first: from then on an abandoned checkpoint counts no longer, wherever it lies.
+    ``base``: the checkpoint that the attempt goes on from. Raises CheckpointError.
+    """
+    folder = root / FOLDER
+    descent = _descent(attempt, base)
+    try:
+        if base is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        if folder.is_dir():
+            write_line(folder, descent.line)
+            for path in reversed(step_folders(folder)):
+                word = DAMAGED if path in damaged else _word(path, descent.line)
+                if word:
+                    on_note(set_aside(path, word))
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be written: {error.strerror}", hint="check the free space and the permissions"
+        ) from error
+    return descent
+
+
+def _descent(attempt: str, base: Path | None) -> Descent:
+    if base is None:
+        return Descent(line=(Attempt(id=attempt, after=0),))
+    commit = read_commit(base)
+    return Descent(
+        line=(*commit.line, Attempt(id=attempt, after=commit.step)),
+        parent=Parent(step=commit.step, digest=commit.digest),
+    )
 
 
 def load_checkpoint(path: Path, *, verified: bool = False) -> TrainState:
@@ -56,8 +119,36 @@ def load_checkpoint(path: Path, *, verified: bool = False) -> TrainState:
     return TrainState(
         step=commit.step,
         tensors={name.removesuffix(".safetensors"): _read_tensors(path / name) for name in groups},
-        facts=_read_facts(path / STATE),
+        facts=_read_facts(path / STATE, step=commit.step),
+        log=_read_log(path / LOG, commit),
     )
+
+
+def _present_line(folder: Path, *, any_saved: bool) -> tuple[Line | None, list[str]]:
+    """None, and a warning, when checkpoints are there and the line is not: the newest valid one is then on it."""
+    if not any_saved and not (folder / LINE).exists():
+        return None, []
+    try:
+        return read_line(folder), []
+    except CheckpointError as error:
+        return None, [f"{error.message}; the newest valid checkpoint is taken to be of the present line"]
+
+
+def _lost(line: Line | None, found_step: int, folders: list[Path]) -> list[str]:
+    """Says so when the checkpoint that the last attempt went on from is not there."""
+    after = line[-1].after if line else 0
+    if after <= found_step or any(path.name == f"step-{after}" for path in folders):
+        return []
+    return [f"step-{after}, from which the last attempt went on, is not in {FOLDER}/"]
+
+
+def _word(path: Path, line: Line) -> str:
+    """Why ``path`` is set aside; empty when it is not. Files of the kept ones are hashed before one is counted on."""
+    try:
+        commit = read_commit(path)
+    except CheckpointError:
+        return DAMAGED
+    return "" if is_on(line, saved_on=commit.line, step=commit.step) else ABANDONED
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
@@ -67,9 +158,21 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{file}: cannot be read as safetensors: {error}") from error
 
 
-def _read_facts(file: Path) -> dict[str, Json]:
+def _read_facts(file: Path, *, step: int) -> dict[str, Json]:
     try:
-        facts: dict[str, Json] = read_object(file, follow_links=False)["facts"]
+        content = read_object(file, largest_bytes=TABLE_BYTES, follow_links=False)
+        facts: dict[str, Json] = content["facts"]
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    if content.get("step") != step:
+        raise CheckpointError(f"{file}: of step {content.get('step')!r}, and COMMIT is of step {step}")
     return facts
+
+
+def _read_log(file: Path, commit: Commit) -> bytes:
+    if LOG not in commit.files:
+        return b""
+    try:
+        return read_bytes(file, limit=commit.files[LOG].bytes, follow_links=False)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error

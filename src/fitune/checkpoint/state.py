@@ -19,3 +19,5 @@ class TrainState:
     step: int
     tensors: dict[str, dict[str, Tensor]]
     facts: dict[str, Json]
+    log: bytes = b""
+    """metrics.jsonl up to this step: a log that is lost or changed is put back from here."""

@@ -16,7 +16,7 @@ def show_report(directory: Path, *, json: bool) -> None:
         run = read_run(directory).run
         if run is None:
             print("the run has not ended: it is still going, or was killed (fitune train … --resume)")
-        elif run.status != "complete":
+        elif run.reason:
             print(f"the run is {run.status}: {run.reason}")
         print(f"report: {path}")
         return

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fitune.checkpoint.commit import FOLDER, is_committed, step_folders
+from fitune.checkpoint.resume import last_saved
 from fitune.errors import OutOfMemory, Shortage
 from fitune.estimate.predict import predict
 from fitune.planner.next_to_try import next_to_try
@@ -46,7 +46,7 @@ def run_until_it_fits(
     """
     attempt = first
     while True:
-        had = newest_step(attempt.plan)
+        had = last_saved(Path(attempt.plan.run.output_dir))
         ended = _run(run, attempt)
         if isinstance(ended, RunReport):
             return ended
@@ -56,7 +56,8 @@ def run_until_it_fits(
         plan = smaller_plan(attempt.plan, recipe, shortage)
         if plan is None:
             raise _nothing_smaller(ended, shortage, attempt.plan, recipe)
-        attempt = _next(attempt, plan, ended, shortage, has_saved=newest_step(plan) > had)
+        saved = last_saved(Path(plan.run.output_dir))
+        attempt = _next(attempt, plan, ended, shortage, has_saved=saved is not None and saved != had)
         print(describe_retry(attempt.retries[-1]))
 
 
@@ -70,9 +71,9 @@ def _run(run: Callable[[Attempt], RunReport], attempt: Attempt) -> RunReport | O
 
 
 def newest_step(plan: Plan) -> int:
-    """Of the committed checkpoints in the run's directory; 0 without any."""
-    saved = filter(is_committed, step_folders(Path(plan.run.output_dir) / FOLDER))
-    return max((int(path.name.removeprefix("step-")) for path in saved), default=0)
+    """Of the last checkpoint in the run's directory; 0 without any."""
+    saved = last_saved(Path(plan.run.output_dir))
+    return 0 if saved is None else saved.step
 
 
 def _next(

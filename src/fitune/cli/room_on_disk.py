@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from fitune.checkpoint.commit import FOLDER as CHECKPOINTS
+from fitune.checkpoint.commit import step_folders
 from fitune.checkpoint.durable import require_space
 from fitune.estimate.checkpoint import checkpoint_bytes
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
@@ -58,6 +60,8 @@ def _checkpoints_at_once(plan: Plan) -> int:
 
 
 def _already_written(directory: Path) -> int:
-    """Bytes that an earlier attempt of this run takes: they are replaced, not added to."""
-    files = (file for name in FOLDERS for file in (directory / name).rglob("*"))
+    """Bytes that an earlier attempt of this run takes: they are replaced, not added to. What was moved aside stays."""
+    folders = [directory / name for name in FOLDERS if name != CHECKPOINTS]
+    folders += step_folders(directory / CHECKPOINTS)
+    files = (file for folder in folders for file in folder.rglob("*"))
     return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())

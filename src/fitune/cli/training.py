@@ -8,9 +8,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from fitune.checkpoint.commit import FOLDER as CHECKPOINTS
-from fitune.checkpoint.commit import is_committed, step_folders
 from fitune.checkpoint.differences import compare_plans, difference_table
+from fitune.checkpoint.resume import last_saved
 from fitune.cli.loading import loading_bar
 from fitune.cli.planning import plan_for
 from fitune.cli.reporting import comparison
@@ -186,7 +185,7 @@ def is_finished(directory: Path, plan: Plan, *, resume: bool | str) -> bool:
     ]
     if not differences and ended.status == "complete":
         return True
-    has_checkpoint = any(map(is_committed, step_folders(directory / CHECKPOINTS)))
+    has_checkpoint = last_saved(directory) is not None
     if resume and has_checkpoint:
         return False
     if ended.lacks_export:

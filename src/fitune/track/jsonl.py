@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,8 @@ class MetricsLog:
     """Appends step reports to a file. Opening repairs the line that a killed process left unfinished.
 
     Every line is handed to the operating system at once, so it survives the death of the process;
-    ``sync`` and ``close`` make it survive the death of the machine. Raises RunDirectoryError naming the file.
+    ``sync`` and ``close`` make it survive the death of the machine. The lines are kept in memory as well (some 450
+    bytes a step): each checkpoint has a copy. Raises RunDirectoryError naming the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,26 +28,53 @@ class MetricsLog:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _finish_last_line(path)
+            self._lines = bytearray(_content(path))
             self._file = open_for_append(path)
         except OSError as error:
             raise _unusable(path, error) from None
 
+    @property
+    def content(self) -> bytes:
+        return bytes(self._lines)
+
     def append(self, report: StepReport) -> None:
+        line = to_line(report)
+        self._lines += line
         try:
-            self._file.write(to_line(report))
+            self._file.write(line)
             self._file.flush()
         except OSError as error:
             raise _unusable(self.path, error) from None
 
-    def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps: a run resumed at ``step`` will write them again.
+    def restart(self, saved: bytes, *, step: int) -> str:
+        """Let the file be ``saved``, its lines when ``step`` was saved: a run resumed there writes later ones again.
 
-        The file is replaced whole: a reader, or a kill at any moment, sees the old lines or the new ones.
+        Returns how the lines up to ``step`` differed, empty when they did not. The file is replaced whole: a reader,
+        or a kill at any moment, sees the old lines or the new ones.
         """
-        kept = [raw for report, raw in _reports(self.path) if report.step <= step]
+        found = self.content
+        self._lines = bytearray(saved)
+        self._replace()
+        return _difference(found, saved, step)
+
+    def put_back(self) -> str:
+        """Write the file again if it was removed, replaced or cut while it was open; returns a line that says so."""
+        try:
+            self._file.flush()
+            ours, there = os.fstat(self._file.fileno()), os.stat(self.path, follow_symlinks=False)
+            if os.path.samestat(ours, there) and there.st_size == len(self._lines):
+                return ""
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise _unusable(self.path, error) from None
+        self._replace()
+        return f"{self.path} was removed or changed while the run wrote it: all its lines are put back"
+
+    def _replace(self) -> None:
         self.close()
         try:
-            write_atomically(self.path, b"".join(kept))
+            write_atomically(self.path, self.content)
             self._file = open_for_append(self.path)
         except OSError as error:
             raise _unusable(self.path, error) from None
@@ -103,6 +132,47 @@ def _reports(path: Path) -> Iterator[tuple[StepReport, bytes]]:
                 return
             raise RunDirectoryError(f"{path}:{number}: not a line of metrics: {error}") from None
         yield _report(data, where=f"{path}:{number}"), raw
+
+
+def step_ranges(steps: Iterable[int]) -> str:
+    """``steps`` in order, runs of them as one: "3–5, 9"."""
+    ranges: list[list[int]] = []
+    for step in sorted(steps):
+        if ranges and step == ranges[-1][1] + 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in ranges)
+
+
+def _difference(found: bytes, saved: bytes, step: int) -> str:
+    """How the lines of ``found`` up to ``step`` differ from those that were saved, in words."""
+    steps, unreadable = _steps_in(found)
+    expected, _ = _steps_in(saved)
+    earlier = Counter(number for number in steps if number <= step)
+    lost = set(expected) - set(earlier)
+    doubled = [number for number, count in earlier.items() if count > 1]
+    causes = []
+    if lost:
+        causes.append(f"steps missing: {step_ranges(lost)}")
+    if doubled:
+        causes.append(f"steps there more than once: {step_ranges(doubled)}")
+    if unreadable:
+        causes.append(f"lines that cannot be read: {unreadable}")
+    if not causes and not found.startswith(saved):
+        causes.append("lines were changed")
+    return "; ".join(causes)
+
+
+def _steps_in(content: bytes) -> tuple[list[int], int]:
+    """The steps of all lines that can be read, and the number of those that cannot."""
+    steps, unreadable = [], 0
+    for raw in content.splitlines():
+        try:
+            steps.append(from_data(StepReport, parse_json(raw)).step)
+        except ValueError:
+            unreadable += 1
+    return steps, unreadable
 
 
 def _report(data: Any, *, where: str) -> StepReport:

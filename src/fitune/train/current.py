@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from fitune.checkpoint.line import Descent
 from fitune.data.dataset import PreparedData
 from fitune.data.formats import Conversation
 from fitune.data.loader import Loader, LoaderState
@@ -52,6 +53,8 @@ class Run:
     sinks: Sequence[Sink]
     base: str
     """Identity of the frozen weights as they were loaded; empty where all are trained."""
+    descent: Descent
+    """The checkpoints that this attempt comes from, its own too."""
     began: float
     """``time.perf_counter`` when the run was asked for."""
     steps_of_other_plan: int = 0

@@ -67,7 +67,15 @@ def failed(current: Run, explained: FituneError, cause: Exception) -> RunReport 
         return None
 
 
+def keep_log(current: Run) -> None:
+    """Put metrics.jsonl back if somebody removed or changed it, and say so."""
+    note = current.log.put_back()
+    if note:
+        current.callbacks.on_note(note)
+
+
 def _summary(current: Run, status: Status, reason: str) -> RunReport:
+    keep_log(current)
     return summarise(
         read_metrics(current.log.path),
         current.data,

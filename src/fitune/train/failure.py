@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fitune.checkpoint.commit import FOLDER, is_committed, step_folders
+from fitune.checkpoint.resume import last_saved
 from fitune.credentials import without_credentials
 from fitune.errors import FituneError, OutOfMemory, TrainingFailed, is_out_of_memory
 from fitune.models.finite import first_of, not_finite
@@ -106,8 +106,8 @@ def _smaller(plan: Plan) -> str:
 
 def _going_on(plan: Plan) -> str:
     """What --resume would do, when there is anything to go on from."""
-    saved = [path.name for path in step_folders(Path(plan.run.output_dir) / FOLDER) if is_committed(path)]
-    return f"; --resume goes on from {saved[-1]}" if saved else ""
+    saved = last_saved(Path(plan.run.output_dir))
+    return f"; --resume goes on from step-{saved.step}" if saved else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,14 +1,16 @@
 """Where a run begins, and how it goes on as if it had never stopped."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from fitune.checkpoint.commit import FOLDER
+from fitune.checkpoint.commit import FOLDER, step_folders
 from fitune.checkpoint.differences import Difference, difference_table, require_resumable
-from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
+from fitune.checkpoint.resume import Found, load_checkpoint, newest_checkpoint
 from fitune.checkpoint.state import TrainState
 from fitune.data.loader import LoaderState
 from fitune.engine.protocol import EngineState
@@ -20,10 +22,31 @@ from fitune.train.prepare import Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a checkpoint says beside its tensors."""
+
+    plan: Plan
+    rows: str
+    """Fingerprint of the training rows."""
+    base: str
+    """Identity of the frozen weights when they were loaded; empty where all are trained."""
+    engine: dict[str, float]
+    epoch: int
+    position: int
+    steps_of_other_plan: int
+    best_eval_loss: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """``state`` None: from the beginning."""
+    """``state``, ``facts`` and ``path`` None: from the beginning."""
 
     state: TrainState | None
+    facts: Facts | None = None
+    path: Path | None = None
+    """Of the checkpoint."""
+    damaged: tuple[Path, ...] = ()
+    """Newer checkpoints that cannot be used."""
     warnings: tuple[str, ...] = ()
     differences: tuple[Difference, ...] = ()
     """Settings that were others when ``state`` was saved, all allowed."""
@@ -38,9 +61,7 @@ class Start:
         plan."""
         without_effect = ("run.", "data.", "schedule.")
         changed = any(not d.setting.startswith(without_effect) for d in self.differences)
-        if changed or self.state is None:
-            return self.step
-        return int(self.state.facts.get("steps_of_other_plan", 0))
+        return self.step if changed or self.facts is None else self.facts.steps_of_other_plan
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -57,21 +78,19 @@ def where_to_start(directory: Path, plan: Plan, *, resume: bool | str) -> Start:
     are steps of an earlier run that nobody asked to continue.
     """
     if isinstance(resume, str):
-        return _compatible(load_checkpoint(Path(resume)), plan)
+        return _compatible(Path(resume), plan, Found(path=None))
     if resume:
         found = newest_checkpoint(directory)
         if found.path is None and found.warnings:
             raise CheckpointError(
                 f"no checkpoint of {directory} can be used:\n  " + "\n  ".join(found.warnings),
-                hint="put the files back, or --overwrite to start anew",
+                hint="put the files back, name another checkpoint (--resume PATH), or --overwrite to start anew",
             )
         if found.path is None:
             note = f"nothing to resume: no checkpoint in {directory}; starting from the beginning"
             return Start(state=None, warnings=(note,))
-        note = f"resuming from {found.path}"
-        state = load_checkpoint(found.path, verified=True)
-        return _compatible(state, plan, warnings=(*found.warnings, note))
-    if any((directory / FOLDER).glob("step-*")) or _has_steps(directory / "metrics.jsonl"):
+        return _compatible(found.path, plan, found)
+    if step_folders(directory / FOLDER) or _has_steps(directory / "metrics.jsonl"):
         raise RunDirectoryError(
             f"output_dir {directory} holds an earlier run",
             hint="resume: true to continue it, --overwrite to start anew, or another output_dir",
@@ -84,24 +103,28 @@ def _has_steps(metrics: Path) -> bool:
     return metrics.is_file() and metrics.stat().st_size > 0
 
 
-def _compatible(state: TrainState, plan: Plan, *, warnings: tuple[str, ...] = ()) -> Start:
-    differences = require_resumable(_planned(state), plan)
-    return Start(state=state, warnings=warnings, differences=tuple(differences))
+def _compatible(path: Path, plan: Plan, found: Found) -> Start:
+    """The state in ``path``, which was verified when it is the one that was ``found``."""
+    state = load_checkpoint(path, verified=path == found.path)
+    facts = _facts_of(state)
+    differences = require_resumable(facts.plan, plan)
+    return Start(
+        state=state,
+        facts=facts,
+        path=path,
+        damaged=found.damaged,
+        warnings=(*found.warnings, f"resuming from {path}"),
+        differences=tuple(differences),
+    )
 
 
-_FACTS = {"plan": dict, "engine": dict, "epoch": int, "position": int, "best_eval_loss": int | float | None}
-
-
-def _planned(state: TrainState) -> Plan:
-    """The plan that was saved. Raises CheckpointError when the checkpoint is no training state of ours."""
-    for name, kind in _FACTS.items():
-        if not isinstance(state.facts.get(name), kind):
-            raise _foreign(state, f"{name} is missing or of another type")
+def _facts_of(state: TrainState) -> Facts:
+    """Raises CheckpointError when the checkpoint is no training state of ours."""
     for group in ("model", "optimizer", "rng"):
         if group not in state.tensors:
             raise _foreign(state, f"{group}.safetensors is missing")
     try:
-        return from_data(Plan, state.facts["plan"])
+        return from_data(Facts, state.facts)
     except ValueError as error:
         raise _foreign(state, str(error)) from None
 
@@ -113,11 +136,11 @@ def _foreign(state: TrainState, cause: str) -> CheckpointError:
     )
 
 
-def require_same_rows(state: TrainState, fingerprint: str) -> None:
+def require_same_rows(start: Start, fingerprint: str) -> None:
     """Raises CheckpointError when the training rows are not those of the checkpoint: same path, other content."""
-    if state.facts.get("rows", fingerprint) != fingerprint:
+    if start.facts is not None and start.facts.rows != fingerprint:
         raise CheckpointError(
-            f"the training rows changed since step {state.step} was saved: the files, the template or the tokenizer",
+            f"the training rows changed since step {start.step} was saved: the files, the template or the tokenizer",
             hint="put the data back as it was, or start a new run in another output_dir",
         )
 
@@ -127,28 +150,17 @@ def base_identity(plan: Plan) -> str:
     return weights_identity(plan.model_path) if isinstance(plan.tuning, Lora) else ""
 
 
-def require_same_base(state: TrainState, plan: Plan, *, base: str) -> None:
+def require_same_base(start: Start, plan: Plan, *, base: str) -> None:
     """Raises CheckpointError when an adapter's frozen base is no longer what it was: same path, other weights."""
-    if isinstance(plan.tuning, Lora) and state.facts["base"] != base:
+    if start.facts is not None and start.facts.base != base:
         raise CheckpointError(
-            f"the weights in {plan.model_path} changed since step {state.step} was saved",
+            f"the weights in {plan.model_path} changed since step {start.step} was saved",
             hint="put them back as they were, or start a new run in another output_dir",
         )
 
 
-def capture(
-    plan: Plan,
-    prepared: Prepared,
-    *,
-    step: int,
-    position: LoaderState,
-    best_eval_loss: float,
-    rows: str,
-    base: str,
-    steps_of_other_plan: int = 0,
-) -> TrainState:
-    """Everything the next step depends on. ``rows`` is the fingerprint of the training rows, ``base`` that of the
-    frozen weights when they were loaded."""
+def capture(prepared: Prepared, facts: Facts, *, step: int, log: bytes) -> TrainState:
+    """Everything the next step depends on; ``facts`` but for those of the engine, and metrics.jsonl so far."""
     engine = prepared.engine.state()
     rng = {"cpu": torch.get_rng_state()}
     if prepared.model.device.type == "cuda":
@@ -160,32 +172,30 @@ def capture(
             "optimizer": engine.tensors,
             "rng": rng,
         },
-        facts={
-            "plan": to_data(plan),
-            "rows": rows,
-            "base": base,
-            "engine": dict(engine.facts),
-            "epoch": position.epoch,
-            "position": position.position,
-            "steps_of_other_plan": steps_of_other_plan,
-            "best_eval_loss": None if math.isinf(best_eval_loss) else best_eval_loss,
-        },
+        facts=to_data(replace(facts, engine=dict(engine.facts))),
+        log=log,
     )
 
 
-def restore(prepared: Prepared, state: TrainState) -> tuple[LoaderState, float]:
+def restore(prepared: Prepared, state: TrainState, facts: Facts) -> tuple[LoaderState, float]:
     """Put ``state`` back; returns the position in the data and the best evaluation loss so far."""
-    saved, trained = state.tensors["model"], prepared.model.trained
-    if saved.keys() != trained.keys():
-        odd = sorted(saved.keys() ^ trained.keys())
+    saved, trained = _shapes(state.tensors.get("model", {})), _shapes(prepared.model.trained)
+    if saved != trained:
+        odd = sorted({name for name, _ in saved.items() ^ trained.items()})
         raise CheckpointError(f"the checkpoint trains other parameters than the plan, e.g. {odd[:3]}")
     with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.copy_(saved[name])
-    prepared.engine.restore(EngineState(tensors=state.tensors["optimizer"], facts=state.facts["engine"]))
-    torch.set_rng_state(state.tensors["rng"]["cpu"])
-    if prepared.model.device.type == "cuda" and "cuda" in state.tensors["rng"]:
-        torch.cuda.set_rng_state(state.tensors["rng"]["cuda"], prepared.model.device)
-    best = state.facts["best_eval_loss"]
-    position = LoaderState(epoch=state.facts["epoch"], position=state.facts["position"])
-    return position, math.inf if best is None else best
+        for name, parameter in prepared.model.trained.items():
+            parameter.copy_(state.tensors["model"][name])
+    try:
+        prepared.engine.restore(EngineState(tensors=state.tensors["optimizer"], facts=facts.engine))
+        torch.set_rng_state(state.tensors["rng"]["cpu"])
+        if prepared.model.device.type == "cuda" and "cuda" in state.tensors["rng"]:
+            torch.cuda.set_rng_state(state.tensors["rng"]["cuda"], prepared.model.device)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint of step {state.step} lacks {error}") from error
+    best = facts.best_eval_loss
+    return LoaderState(epoch=facts.epoch, position=facts.position), math.inf if best is None else best
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}

@@ -4,14 +4,16 @@ Everything a run leaves behind is written here, inside its directory: plan.json,
 the export and report.json.
 """
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from fitune.checkpoint.resume import begin_line
 from fitune.checkpoint.save import save_checkpoint
 from fitune.data.dataset import PreparedData, prepare_data
 from fitune.data.loader import Loader
@@ -29,13 +31,14 @@ from fitune.track.jsonl import MetricsLog, read_metrics
 from fitune.track.sinks import Sink
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
-from fitune.train.ending import complete, failed, interrupted, tell_what_is_saved
+from fitune.train.ending import complete, failed, interrupted, keep_log, tell_what_is_saved
 from fitune.train.evaluate import evaluate
 from fitune.train.failure import TRACEBACK, explain, require_finite_step
 from fitune.train.loop import train
 from fitune.train.oom import shortage_of
 from fitune.train.prepare import prepare
 from fitune.train.resume import (
+    Facts,
     Start,
     base_identity,
     capture,
@@ -69,24 +72,30 @@ def run(
     require_own_directory(plan)
     if overwrite:
         require_removable(directory)
-    with lock_directory(directory):
+    with lock_directory(directory) as owner:
         remove_stale_siblings(directory)
         start = Start(state=None) if overwrite else where_to_start(directory, plan, resume=resume)
         for note in start.notes:
             callbacks.on_note(note)
         base = base_identity(plan)
-        if start.state is not None:
-            require_same_base(start.state, plan, base=base)
+        require_same_base(start, plan, base=base)
         tokenizer, data, loader = _read_data(plan, start)
         if overwrite:  # only now: what was there is untouched until the data is known
             remove_run(directory)
         _begin(directory, {"plan.json": to_json(plan), **(files or {})})
+        descent = begin_line(
+            directory,
+            attempt=owner.attempt,
+            base=start.path,
+            damaged=start.damaged,
+            on_note=callbacks.on_note,
+        )
         with MetricsLog(directory / "metrics.jsonl") as log:
-            log.truncate_after(start.step)
+            _restart(log, start, callbacks.on_note)
             told = {retry for step in read_metrics(log.path) for retry in step.retries}
             current = Run(
                 plan=plan, callbacks=callbacks, tokenizer=tokenizer, data=data, loader=loader, log=log, sinks=sinks,
-                base=base, began=began, steps_of_other_plan=start.steps_of_other_plan,
+                base=base, descent=descent, began=began, steps_of_other_plan=start.steps_of_other_plan,
                 retries=tuple(retry for retry in retries if retry not in told),
             )  # fmt: skip
             return _train_and_report(current, start)
@@ -104,8 +113,7 @@ def _read_data(plan: Plan, start: Start) -> tuple[PreTrainedTokenizerBase, Prepa
     )
     largest = max(part.largest_id for part in (data.train, data.eval) if part is not None)
     require_rows(plan.model_path, largest_id=largest, rows=plan.model.vocab_size)
-    if start.state is not None:
-        require_same_rows(start.state, data.train.fingerprint)
+    require_same_rows(start, data.train.fingerprint)
     loader = Loader(data.train, plan.batch, seed=plan.run.seed)
     return (
         tokenizer,
@@ -116,10 +124,19 @@ def _read_data(plan: Plan, start: Start) -> tuple[PreTrainedTokenizerBase, Prepa
 
 def _begin(directory: Path, files: Mapping[str, str]) -> None:
     """From here on the directory is this run's; what an earlier attempt said about its end holds no longer."""
-    for name in ("report.json", TRACEBACK):
+    for name in ("report.json", "report.html", TRACEBACK):
         (directory / name).unlink(missing_ok=True)
     for name, text in files.items():
         write_atomically(directory / name, text)
+
+
+def _restart(log: MetricsLog, start: Start, on_note: Callable[[str], None]) -> None:
+    saved = b"" if start.state is None else start.state.log
+    difference = log.restart(saved, step=start.step)
+    if difference:
+        on_note(
+            f"{log.path}: {difference}; the lines up to step {start.step} are put back from its checkpoint"
+        )
 
 
 def _train_and_report(current: Run, start: Start) -> RunReport:
@@ -153,8 +170,8 @@ def _train(current: Run, start: Start) -> bool:
     current.prepared = prepare(current.plan, on_bytes=current.callbacks.on_bytes)
     current.meter = memory_meter(current.model.device)
     torch.manual_seed(current.plan.run.seed)
-    if start.state is not None:
-        current.position, current.best_eval_loss = restore(current.loaded, start.state)
+    if start.state is not None and start.facts is not None:
+        current.position, current.best_eval_loss = restore(current.loaded, start.state, start.facts)
     if start.step == 0 and current.samples:
         current.where.doing = "answering samples"
         answer_before(current.directory, current.model, current.samples, current.callbacks.answer)
@@ -212,20 +229,27 @@ def _is_save_due(current: Run, report: StepReport, *, is_best: bool) -> bool:
 
 def _save(current: Run, report: StepReport) -> None:
     current.where.doing = "saving"
+    keep_log(current)
     current.log.sync()
-    state = capture(
-        current.plan,
-        current.loaded,
-        step=report.step,
-        position=current.position,
-        best_eval_loss=current.best_eval_loss,
+    facts = Facts(
+        plan=current.plan,
         rows=current.data.train.fingerprint,
         base=current.base,
+        engine={},
+        epoch=current.position.epoch,
+        position=current.position.position,
         steps_of_other_plan=current.steps_of_other_plan,
+        best_eval_loss=None if math.isinf(current.best_eval_loss) else current.best_eval_loss,
     )
+    state = capture(current.loaded, facts, step=report.step, log=current.log.content)
     require_finite_step(report.step, {**state.tensors["model"], **state.tensors["optimizer"]})
     save_checkpoint(
-        current.directory, state, keep=current.plan.run.keep_checkpoints, eval_loss=report.eval_loss
+        current.directory,
+        state,
+        descent=current.descent,
+        keep=current.plan.run.keep_checkpoints,
+        eval_loss=report.eval_loss,
+        on_note=current.callbacks.on_note,
     )
 
 

@@ -18,6 +18,7 @@ from fitune.spec.reports import (
     settled_steps,
 )
 from fitune.spec.retries import Retry
+from fitune.track.jsonl import step_ranges
 
 
 def summarise(
@@ -47,7 +48,7 @@ def summarise(
     parameters = [] if model is None else list(model.whole.parameters())
     return RunReport(
         status=status,
-        reason=reason,
+        reason="; ".join(filter(None, (reason, _gap(steps)))),
         steps=steps[-1].step if steps else 0,
         total_steps=steps[-1].total_steps if steps else 0,
         first_loss=steps[0].loss if steps else 0.0,
@@ -70,6 +71,13 @@ def summarise(
         steps_of_other_plan=steps_of_other_plan,
         versions=_versions(),
     )
+
+
+def _gap(steps: Sequence[StepReport]) -> str:
+    """Which steps the log lacks; empty when it has all up to its last."""
+    last = steps[-1].step if steps else 0
+    lost = set(range(1, last + 1)) - {step.step for step in steps}
+    return f"metrics.jsonl lacks steps {step_ranges(lost)}: every figure is without them" if lost else ""
 
 
 def _measured_memory(steps: Sequence[StepReport], kind: MeterKind, process: int) -> MeasuredMemory | None:

@@ -1,0 +1,72 @@
+"""A run that goes on from an older step, and is killed, goes on where it was then."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fitune.checkpoint.commit import read_commit
+from fitune.errors import CheckpointError
+from fitune.spec.plan import Plan, Steps
+from fitune.train.run import run
+from train.test_run import callbacks, losses, steps_of
+
+MakePlan = Callable[..., Plan]
+COMMON = {"save_steps": 2, "keep_checkpoints": 3, "lr_scheduler": "constant", "warmup_steps": 0}
+
+
+def dying_after(steps: int) -> Callable[[], bool]:
+    left = [steps]
+
+    def stop_asked() -> bool:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return False
+
+    return stop_asked
+
+
+def test_killed_on_its_new_line_a_run_goes_on_there(make_plan: MakePlan, tmp_path: Path) -> None:
+    plan = make_plan(**COMMON, max_steps=12)
+    checkpoints = Path(plan.run.output_dir) / "checkpoints"
+    run(plan, callbacks=callbacks())
+    longer = replace(plan, schedule=replace(plan.schedule, duration=Steps(count=16)))
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            longer,
+            callbacks=replace(callbacks(), stop_asked=dying_after(3)),
+            resume=str(checkpoints / "step-8"),
+        )
+    said: list[str] = []
+    report = run(longer, callbacks=replace(callbacks(), on_note=said.append), resume=True)
+    assert f"resuming from {checkpoints / 'step-10'}" in said
+    assert (report.status, report.reason) == ("complete", "")
+    assert [step.step for step in steps_of(plan)] == list(range(1, 17))
+    straight = make_plan(**COMMON, max_steps=16, output_dir=str(tmp_path / "straight"))
+    run(straight, callbacks=callbacks())
+    assert losses(plan) == losses(straight)
+    assert [attempt.after for attempt in read_commit(checkpoints / "step-16").line] == [0, 8, 10]
+
+
+def test_a_log_that_is_lost_comes_back_with_the_checkpoint(make_plan: MakePlan) -> None:
+    plan = make_plan(**COMMON, max_steps=6)
+    run(plan, callbacks=callbacks(stop_after=4))
+    before, said = steps_of(plan), list[str]()
+    (Path(plan.run.output_dir) / "metrics.jsonl").unlink()
+    report = run(plan, callbacks=replace(callbacks(), on_note=said.append), resume=True)
+    assert any(
+        "metrics.jsonl: steps missing: 1–4; the lines up to step 4 are put back" in line for line in said
+    )
+    assert steps_of(plan)[:4] == before
+    assert (report.status, report.reason, report.steps) == ("complete", "", 6)
+
+
+def test_a_checkpoint_that_is_of_no_run_is_refused_in_words(make_plan: MakePlan, tmp_path: Path) -> None:
+    from checkpoint.killed_saves import save, state_of
+
+    plan = make_plan(max_steps=2)
+    path = save(tmp_path / "other", state_of(1), keep=1, eval_loss=None)
+    with pytest.raises(CheckpointError, match="checkpoint of step 1 cannot be used: Facts: missing key"):
+        run(plan, callbacks=callbacks(), resume=str(path))
