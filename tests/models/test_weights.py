@@ -109,3 +109,19 @@ def test_an_extra_tensor_is_named(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"unknown to the model: model\.layers\.1\.mlp\.side_proj\.weight"):
         load_model(str(folder), dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 9999}, r"num_hidden_layers = 9,999, and the weights are \d+ tensors"),
+        ({"vocab_size": 900_000_000}, r"describes 57,600,0\d\d,\d\d\d weights, and the files hold"),
+    ],
+)
+def test_a_model_that_only_the_config_knows_takes_no_memory(
+    folder: Path, change: dict[str, int], words: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ModelError, match=words):
+        load_model(str(folder), dtype=torch.float32, device=CPU)

@@ -26,8 +26,11 @@ from transformers import (
 )
 
 from fitune.errors import CheckpointError, FituneError, ModelError, is_out_of_memory
-from fitune.models.foreign import GENERATION, JSON_FILES, refuse_remote_code
+from fitune.models.foreign import CONFIG, GENERATION, JSON_FILES, refuse_remote_code
+from fitune.spec.config_fields import ConfigFields
+from fitune.spec.config_schema import check_config, check_generation_config
 from fitune.spec.hub import no_waiting_for_the_hub
+from fitune.spec.strict_json import read_object
 
 FETCH_AGAIN = "the files may be cut short or of another model: fetch them again"
 
@@ -79,8 +82,13 @@ def _nobody_to_ask() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says first, or its name where it says nothing."""
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    """What an error says first, and then where that ends in a colon; its name where it says nothing."""
+    first, _, rest = str(error).strip().partition("\n")
+    return (
+        f"{first} {rest.strip().partition(chr(10))[0]}"
+        if first.endswith(":")
+        else first or type(error).__name__
+    )
 
 
 def model_folder(path: str) -> Path:
@@ -110,7 +118,9 @@ def _texts(path: str) -> Path:
 
 def read_config(path: str) -> PretrainedConfig:
     """transformers' config of a folder or Hub id."""
-    refuse_remote_code(_texts(path), error=ModelError)
+    texts = _texts(path)
+    refuse_remote_code(texts, error=ModelError)
+    check_config(_fields(texts / CONFIG))
     return _without_auto_map(AutoConfig.from_pretrained(path, trust_remote_code=False))
 
 
@@ -118,6 +128,13 @@ def config_from(values: Mapping[str, Any]) -> PretrainedConfig:
     """transformers' config of the built-in table's ``values``."""
     words = dict(values)
     return AutoConfig.for_model(words.pop("model_type"), **words)
+
+
+def _fields(file: Path) -> ConfigFields:
+    try:
+        return ConfigFields(values=read_object(file), where=str(file))
+    except ValueError as error:
+        raise ModelError(f"{file}: {error}", hint=FETCH_AGAIN) from None
 
 
 def _without_auto_map(config: PretrainedConfig) -> PretrainedConfig:
@@ -162,7 +179,10 @@ def whole_model(folder: Path, *, attention: str) -> PreTrainedModel:
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
     """How the model's makers have it answer; None where they say nothing."""
-    return GenerationConfig.from_pretrained(folder) if (folder / GENERATION).is_file() else None
+    if not (folder / GENERATION).is_file():
+        return None
+    check_generation_config(_fields(folder / GENERATION))
+    return GenerationConfig.from_pretrained(folder)
 
 
 def read_tokenizer(path: str) -> PreTrainedTokenizerBase:

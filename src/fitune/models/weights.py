@@ -1,11 +1,12 @@
 """A model folder or Hub id to a transformers model and its tokenizer. Only safetensors are read."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from fitune.errors import ModelError
@@ -59,7 +60,7 @@ def load_model(
         stored = stored_tensors(folder)
         _refuse_integers(stored)
         with unread_tensors(stored, on_bytes) as unread:
-            model, report = _filled(folder, unread, dtype=dtype, device=device, base=base)
+            model, report = _filled(folder, stored, unread, dtype=dtype, device=device, base=base)
         model.config.name_or_path = model.name_or_path = path
         model.generation_config = read_generation_config(folder) or model.generation_config
     _check_complete(path, report, stored)
@@ -69,6 +70,7 @@ def load_model(
 
 def _filled(
     folder: Path,
+    stored: Mapping[str, StoredTensor],
     unread: dict[str, Unread],
     *,
     dtype: torch.dtype,
@@ -77,8 +79,10 @@ def _filled(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model with every tensor read and put in place, and what did not match."""
     config = read_config(str(folder))
+    _refuse_more_layers(folder, config, stored)
     with torch.device("meta"):
         empty = empty_model(config)  # of a model that also sees, the language model's class and config
+    _refuse_another_size(folder, empty, stored)
     packing = None if isinstance(base, Dense) else PackOnArrival(base)
     try:
         model, report = filled_model(
@@ -136,7 +140,7 @@ def _check_complete(path: str, report: dict[str, Any], stored: Mapping[str, Stor
     if problems:
         raise ModelError(
             f"{path}: the weights do not match config.json; {'; '.join(problems)}",
-            hint="config.json and weights must be of the same model: fetch them again",
+            hint=_OF_ONE_MODEL,
         )
 
 
@@ -148,6 +152,31 @@ def _refuse_integers(stored: Mapping[str, StoredTensor]) -> None:
                 f"{tensor.file}: {name} holds integers ({tensor.dtype}): damaged, or quantised weights",
                 hint="name the model in 16 bit; tuning: qlora packs it while it is read",
             )
+
+
+def _refuse_more_layers(folder: Path, config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> None:
+    """Before a module is made for each of them."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > len(stored):
+        raise ModelError(
+            f"{folder / 'config.json'}: num_hidden_layers = {layers:,}, and the weights are {len(stored)} tensors",
+            hint=_OF_ONE_MODEL,
+        )
+
+
+def _refuse_another_size(folder: Path, empty: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
+    """Before memory is taken for what no file has; what is missing in a model of the right size is named later."""
+    described = sum(parameter.numel() for parameter in empty.parameters())
+    there = sum(math.prod(tensor.shape) for tensor in stored.values())
+    if described > 2 * there and described > _SMALL:
+        raise ModelError(
+            f"{folder / 'config.json'} describes {described:,} weights, and the files hold {there:,}",
+            hint=_OF_ONE_MODEL,
+        )
+
+
+_SMALL = 100_000_000
+_OF_ONE_MODEL = "config.json and weights must be of the same model: fetch them again"
 
 
 def _check_tied(path: str, model: PreTrainedModel) -> None:

@@ -9,6 +9,8 @@ from fitune.errors import ModelError
 _MOST = 1_000_000_000
 """Of anything a config counts: positions reach ten millions, and arithmetic with what lies beyond never ends."""
 _MOST_LAYERS = 10_000
+_SHOWN = 200
+"""Characters of a value in an error message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,4 +72,6 @@ class ConfigFields:
         return tuple(value)
 
     def refuse(self, name: str, why: str, *, hint: str | None = None) -> NoReturn:
-        raise ModelError(f"{self.where}: {name} = {self.values.get(name)!r} {why}", hint=hint)
+        shown = repr(self.values.get(name))
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+        raise ModelError(f"{self.where}: {name} = {shown} {why}", hint=hint)

@@ -7,6 +7,7 @@ from typing import Any
 
 from fitune.errors import ModelError, did_you_mean
 from fitune.spec.config_fields import ConfigFields
+from fitune.spec.config_schema import check_config
 from fitune.spec.families import FAMILIES
 from fitune.spec.hub import HUB_TIMEOUT_S, answers, is_offline
 from fitune.spec.model import ModelSpec
@@ -62,6 +63,7 @@ def spec_from_config(config: Mapping[str, Any], *, name: str, where: str | None 
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         fields.refuse("model_type", "is not supported", hint=f"fitune knows {', '.join(FAMILIES)}, gemma3")
     _refuse_other_code(fields, model_type)
+    check_config(fields)
     _refuse_other_tasks(fields)
     return FAMILIES[model_type](fields, name)
 

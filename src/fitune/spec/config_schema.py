@@ -1,0 +1,198 @@
+"""One table of what the fields of a config.json and a generation_config.json may be, checked before anybody uses one.
+
+A field that is absent or null is its class's default; a field that is not in the table is left alone. Types are those
+of transformers' configuration classes (a test compares), ranges those in which a model can be built and run.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fitune.spec.config_fields import ConfigFields
+
+Check = Callable[[ConfigFields, str, Any], None]
+"""Refuses the value of a field, or returns."""
+
+
+def check_config(fields: ConfigFields) -> None:
+    """Raises ModelError naming the first field of a config.json whose value has no meaning."""
+    _check(fields, CONFIG_FIELDS)
+    for name, value in fields.values.items():
+        if "dropout" in name or name.endswith("_pdrop"):
+            _number(low=0, below=1)(fields, name, value)
+    text = fields.values.get("text_config")
+    if isinstance(text, Mapping):
+        check_config(ConfigFields(values=text, where=f"{fields.where}: text_config"))
+
+
+def check_generation_config(fields: ConfigFields) -> None:
+    """Raises ModelError naming the first field of a generation_config.json whose value has no meaning."""
+    _check(fields, GENERATION_FIELDS)
+
+
+def _check(fields: ConfigFields, table: Mapping[str, Check]) -> None:
+    for name, value in fields.values.items():
+        if value is not None and name in table:
+            table[name](fields, name, value)
+
+
+def _count(fields: ConfigFields, name: str, value: Any) -> None:
+    fields.count(name)
+
+
+def _whole(low: int, high: int) -> Check:
+    def check(fields: ConfigFields, name: str, value: Any) -> None:
+        if type(value) is not int or not low <= value <= high:
+            fields.refuse(name, f"must be a whole number from {low} to {high:,}")
+
+    return check
+
+
+def _number(*, low: float | None = None, above: float | None = None, below: float | None = None) -> Check:
+    bounds = (("at least", low), ("more than", above), ("less than", below))
+    words = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+
+    def fits(value: Any) -> bool:
+        return (
+            type(value) in (int, float)
+            and abs(value) < 1e300  # an int may be larger than any float
+            and (low is None or value >= low)
+            and (above is None or value > above)
+            and (below is None or value < below)
+        )
+
+    def check(fields: ConfigFields, name: str, value: Any) -> None:
+        if value is not None and not fits(value):
+            fields.refuse(name, f"must be a number {words}".rstrip())
+
+    return check
+
+
+def _flag(fields: ConfigFields, name: str, value: Any) -> None:
+    fields.flag(name)
+
+
+def _word(fields: ConfigFields, name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        fields.refuse(name, "must be a name")
+
+
+def _words(fields: ConfigFields, name: str, value: Any) -> None:
+    fields.words(name)
+
+
+def _activation(fields: ConfigFields, name: str, value: Any) -> None:
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        fields.refuse(name, f"is no activation: transformers has {', '.join(sorted(ACTIVATIONS))}")
+
+
+def _ids(fields: ConfigFields, name: str, value: Any) -> None:
+    """−1 stands for no token in some configs of 2023."""
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(id_) is int and -1 <= id_ < 2**31 for id_ in ids):
+        fields.refuse(name, "must be a token's id, or a list of ids")
+
+
+def _whole_numbers(fields: ConfigFields, name: str, value: Any) -> None:
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**31 for item in value):
+        fields.refuse(name, "must be a list of whole numbers")
+
+
+def _object(fields: ConfigFields, name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        fields.refuse(name, "must be an object")
+
+
+def _rope(fields: ConfigFields, name: str, value: Any) -> None:
+    """Rotary positions: numbers by name, or such an object for each type of layer."""
+    _object(fields, name, value)
+    inner = ConfigFields(values=value, where=f"{fields.where}: {name}")
+    _check(inner, _ROPE)
+    for key, part in value.items():
+        if isinstance(part, Mapping):
+            _rope(inner, key, part)
+
+
+def _factors(fields: ConfigFields, name: str, value: Any) -> None:
+    fits = isinstance(value, list) and all(
+        type(v) in (int, float) and math.isfinite(v) and v > 0 for v in value
+    )
+    if not fits:
+        fields.refuse(name, "must be a list of positive numbers")
+
+
+ACTIVATIONS = frozenset((
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
+    "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu",
+    "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
+))  # fmt: skip
+"""Of transformers, by name."""
+
+_COUNTS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "max_position_embeddings", "original_max_position_embeddings", "n_embd", "n_head",
+    "n_layer", "n_positions", "n_inner", "ffn_hidden_size", "num_kv_heads", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
+    "num_ln_in_parallel_attn",
+)  # fmt: skip
+_FLAGS = (
+    "tie_word_embeddings", "use_cache", "attention_bias", "mlp_bias", "bias", "alibi", "multi_query",
+    "parallel_attn", "new_decoder_architecture", "qk_layernorm", "use_sliding_window", "norm_topk_prob",
+    "output_router_logits", "add_cross_attention", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
+    "reorder_and_upcast_attn", "summary_use_proj", "summary_proj_to_labels", "is_encoder_decoder", "is_decoder",
+    "output_hidden_states", "output_attentions", "return_dict", "use_bidirectional_attention",
+)  # fmt: skip
+_ZERO_AND_MORE = _number(low=0)
+_POSITIVE = _number(above=0)
+_ANY_NUMBER = _number()
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+CONFIG_FIELDS: dict[str, Check] = {
+    **dict.fromkeys(_COUNTS, _count),
+    **dict.fromkeys(_FLAGS, _flag),
+    **dict.fromkeys(_TOKENS, _ids),
+    **dict.fromkeys(
+        ("initializer_range", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "router_aux_loss_coef",
+         "router_jitter_noise"), _ZERO_AND_MORE,
+    ),
+    **dict.fromkeys(
+        ("rope_theta", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping",
+         "query_pre_attn_scalar", "partial_rotary_factor"), _POSITIVE,
+    ),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "activation"), _activation),
+    **dict.fromkeys(("model_type", "summary_type", "transformers_version", "problem_type"), _word),
+    **dict.fromkeys(("architectures", "layer_types"), _words),
+    **dict.fromkeys(("id2label", "label2id"), _object),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _rope),
+    "mlp_only_layers": _whole_numbers,
+    "sliding_window": _whole(0, 1_000_000_000),
+    "max_window_layers": _whole(0, 1_000_000),
+    "pretraining_tp": _whole(1, 1_000_000),
+    "chunk_size_feed_forward": _whole(0, 1_000_000_000),
+    "num_labels": _whole(0, 1_000_000),  # transformers makes a name for each of them
+}  # fmt: skip
+
+_ROPE: dict[str, Check] = {
+    **dict.fromkeys(
+        ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
+         "rope_theta", "partial_rotary_factor"), _POSITIVE,
+    ),
+    **dict.fromkeys(("long_factor", "short_factor"), _factors),
+    **dict.fromkeys(("type", "rope_type"), _word),
+    "mscale_all_dim": _ZERO_AND_MORE,
+    "original_max_position_embeddings": _count,
+}  # fmt: skip
+
+GENERATION_FIELDS: dict[str, Check] = {
+    **dict.fromkeys((*_TOKENS, "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
+                     "forced_eos_token_id"), _ids),
+    **dict.fromkeys(("max_length", "max_new_tokens", "num_beams", "num_return_sequences"), _count),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), _whole(0, 1_000_000_000)),
+    **dict.fromkeys(("do_sample", "use_cache", "renormalize_logits", "output_attentions", "output_scores",
+                     "return_dict_in_generate"), _flag),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"), _ZERO_AND_MORE),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), _POSITIVE),
+    **dict.fromkeys(("length_penalty", "diversity_penalty", "guidance_scale", "max_time"), _ANY_NUMBER),
+    **dict.fromkeys(("transformers_version", "cache_implementation"), _word),
+    "top_k": _whole(-1, 1_000_000_000),
+}  # fmt: skip

@@ -1,0 +1,155 @@
+"""A config.json, or a generation_config.json, with a value that has no meaning: the file and the field are named."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, GenerationConfig
+from transformers.activations import ACT2FN
+
+from fitune.errors import ModelError
+from fitune.models.build import model_config
+from fitune.models.door import read_config
+from fitune.spec.config_fields import ConfigFields
+from fitune.spec.config_schema import (
+    ACTIVATIONS,
+    CONFIG_FIELDS,
+    check_config,
+    check_generation_config,
+)
+from fitune.spec.families import FAMILIES
+from fitune.spec.model_config import spec_from_config
+from fitune.spec.model_table import find_known_model, known_model_names
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 160, "max_position_embeddings": 64, "hidden_act": "silu",
+}  # fmt: skip
+
+NONSENSE = {
+    "hidden_act": [5, "sil", ["silu"]],
+    "rms_norm_eps": ["abc", float("nan"), float("inf"), -1e-5, 10**400, True, [1e-5]],
+    "eos_token_id": ["x", 1.5, [1, "2"], [[1]], 2**40, True, {}],
+    "bos_token_id": ["1", -2],
+    "attention_dropout": [5.0, "0.1", -0.1, 1.0, float("nan"), True, [0.1]],
+    "resid_pdrop": [2, "x"],
+    "any_dropout_prob": ["x"],
+    "num_hidden_layers": [10**9, -1, 2.0, "2", True, [2]],
+    "vocab_size": [10**12, 0],
+    "max_position_embeddings": [10**30],
+    "num_labels": [10**9, "3"],
+    "initializer_range": ["x", -1],
+    "use_cache": ["yes", 1],
+    "tie_word_embeddings": [0],
+    "layer_types": ["full_attention", [1], {}],
+    "rope_theta": ["1e4", 0, -1.0, float("inf")],
+    "rope_scaling": [
+        5,
+        "linear",
+        [],
+        {"type": 5},
+        {"factor": "2"},
+        {"factor": float("nan")},
+        {"long_factor": ["x"]},
+    ],
+    "rope_parameters": [{"full_attention": {"rope_theta": "x"}}, {"original_max_position_embeddings": 1e9}],
+    "text_config": [{"rms_norm_eps": "abc"}],
+    "id2label": [[1]],
+    "transformers_version": [5],
+    "sliding_window": ["x", -1, 2.5],
+}
+CASES = [(field, value) for field, values in NONSENSE.items() for value in values]
+
+
+@pytest.mark.parametrize(("field", "value"), CASES, ids=lambda value: str(value)[:20])
+def test_nonsense_is_named_before_anything_is_planned(field: str, value: Any) -> None:
+    with pytest.raises(ModelError) as caught:
+        spec_from_config({**LLAMA, field: value}, name="mine")
+    while isinstance(value, dict) and value:
+        field, value = next(iter(value.items()))
+    assert f"{field} = " in caught.value.message
+    assert "config.json of mine" in caught.value.message
+    assert len(caught.value.message) < 700
+
+
+@pytest.mark.parametrize("architecture", ["olmo", "gpt_neox"])
+def test_nonsense_is_named_where_no_plan_came_before(tmp_path: Path, architecture: str) -> None:
+    """fitune scores models that it cannot plan."""
+    config = {**LLAMA, "model_type": architecture, "attention_dropout": 5.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ModelError, match=r"config\.json: attention_dropout = 5.0 must be a number at least 0 and less"
+    ):
+        read_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rope_parameters": {"rope_type": "abc"}}, {"layer_types": ["full_attention"]}, {"dtype": "load"}],
+)
+def test_what_transformers_refuses_is_a_model_error(tmp_path: Path, change: dict[str, Any]) -> None:
+    from fitune.models.door import empty_model
+
+    (tmp_path / "config.json").write_text(
+        json.dumps({**LLAMA, "model_type": "qwen3", "head_dim": 16, **change})
+    )
+    with pytest.raises(ModelError, match="config"):
+        empty_model(model_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_transformers_is_in_the_table(family: str) -> None:
+    simple = ("int", "float", "bool")
+    missing = [
+        field.name
+        for field in dataclasses.fields(CONFIG_MAPPING[family])
+        if any(kind in str(field.type) for kind in simple)
+        and field.name not in CONFIG_FIELDS
+        and "dropout" not in field.name
+        and not field.name.endswith("_pdrop")
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_is_accepted(family: str) -> None:
+    check_config(ConfigFields(values=json.loads(CONFIG_MAPPING[family]().to_json_string()), where="config"))
+
+
+def test_every_known_model_is_accepted() -> None:
+    for name in known_model_names():
+        check_config(ConfigFields(values=find_known_model(name).config, where=name))
+
+
+def test_the_activations_are_those_of_transformers() -> None:
+    assert set(ACT2FN) <= ACTIVATIONS
+
+
+SAMPLING = {
+    "bos_token_id": 128000, "eos_token_id": [128001, 128009], "pad_token_id": 0, "do_sample": True, "temperature": 0.6,
+    "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.05, "max_length": 4096, "max_new_tokens": 2048,
+    "transformers_version": "4.42.3", "cache_implementation": "hybrid", "_from_model_config": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("values", [SAMPLING, {"temperature": None}, {}])
+def test_an_honest_sampling_is_read(values: dict[str, Any]) -> None:
+    check_generation_config(ConfigFields(values=values, where="generation_config.json"))
+    GenerationConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("eos_token_id", "x"), ("eos_token_id", [None]), ("temperature", [1, 2]), ("temperature", -1),
+        ("temperature", float("nan")), ("top_p", "0.9"), ("top_k", 1.5), ("do_sample", 1), ("max_length", []),
+        ("repetition_penalty", 0), ("max_new_tokens", 0), ("suppress_tokens", "all"), ("cache_implementation", {}),
+    ],
+)  # fmt: skip
+def test_nonsense_in_a_sampling_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=rf"generation_config\.json: {field} = "):
+        check_generation_config(
+            ConfigFields(values={**SAMPLING, field: value}, where="generation_config.json")
+        )
