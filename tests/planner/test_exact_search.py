@@ -11,7 +11,6 @@ from fitune.planner.candidates import block_counts, draft, losses
 from fitune.planner.families import families
 from fitune.planner.family_search import FamilySearch
 from fitune.planner.preference import INDISTINGUISHABLE, SIMPLER_IS_WORTH, STAYING_IS_WORTH
-from fitune.planner.spreads import spreads
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Recompute, Zero
 from fitune.spec.recipe import parse_recipe
@@ -23,7 +22,7 @@ SHALLOW = replace(known("qwen3-0.6b"), num_layers=7)
 def every_plan(recipe, family, model, hardware):
     search = FamilySearch(recipe, family, model, hardware)
     counts = block_counts(recipe, layers=model.num_layers)
-    ways = product(spreads(recipe, family, hardware), search.batches, losses(recipe), counts)
+    ways = product(search.spreads, search.batches, losses(recipe), counts)
     for spread, batch, loss, blocks in ways:
         plan = draft(recipe, family, spread, model=model, hardware=hardware)
         yield replace(plan, batch=batch, loss=loss, recompute=Recompute(blocks=blocks))

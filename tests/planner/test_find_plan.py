@@ -198,7 +198,7 @@ def test_the_reason_of_a_decision_is_the_true_one():
             RecipeError,
             "4 × .* 3 = 12",
         ),
-        ("h100", {"micro_batch_size": 5, "global_batch_size": 16}, RecipeError, "16 / 5 = 3.20"),
+        ("h100", {"micro_batch_size": 5, "global_batch_size": 16}, RecipeError, r"16 / \(micro_batch_size 5\) = 3.20"),
         ("v100-32gb", {"attn_implementation": "flash"}, HardwareError, "8.0 or newer .* 7.0"),
         ("cpu", {"attn_implementation": "flash"}, HardwareError, "GPUs"),
         ("t4", {"precision": "bf16"}, HardwareError, "7.5.* no bf16"),

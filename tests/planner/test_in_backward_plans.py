@@ -93,13 +93,13 @@ def test_adapters_are_proposed_without_what_they_refuse() -> None:
 @pytest.mark.parametrize(
     ("gpus", "settings", "message"),
     [
-        (1, {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps = 4"),
+        (1, {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps: 4"),
         (1, {"global_batch_size": 8, "micro_batch_size": 2}, "global_batch_size 8 is 4 × micro_batch_size 2"),
         (1, {"tuning": "lora"}, "adapters are hundreds of times fewer"),
         (1, {"tuning": None, "quantization": "nf4"}, "next to nothing to gain"),
         (2, {}, "summed over 2 devices"),
-        (1, {"offload_optimizer": "cpu"}, "offload_optimizer = cpu steps them on the host"),
-        (1, {"offload_parameters": "cpu"}, "offload_parameters = cpu"),
+        (1, {"offload_optimizer": "cpu"}, "offloaded ones are stepped on the host .* offload_optimizer: cpu"),
+        (1, {"offload_parameters": "cpu"}, "offload_parameters: cpu"),
     ],
 )
 def test_what_it_cannot_do_is_refused(gpus: int, settings: dict[str, object], message: str) -> None:

@@ -89,7 +89,7 @@ def test_tables_are_trained_whole_and_what_that_is_said():
         ({"lora_modules_to_save": ["norm"]}, "'norm' is neither the embedding nor the head"),
         ({"lora_modules_to_save": ["embed_tokens", "wte"]}, "names embed_tokens twice"),
         ({"lora_modules_to_save": [""]}, "must not be empty"),
-        ({"lora_modules_to_save": ["lm_head"], "tuning": "full"}, "trains every weight anyway"),
+        ({"lora_modules_to_save": ["lm_head"], "tuning": "full"}, "trains none: it trains every weight"),
     ],
 )
 def test_modules_that_cannot_be_trained_whole_are_refused(settings, words):

@@ -7,9 +7,9 @@ import pytest
 from estimate.tiny_plans import gpu, known
 from fitune.errors import RecipeError
 from fitune.planner.search import find_plan
-from fitune.rehearse.supported import missing_on_ranks, require_ranks
 from fitune.spec.plan import ClipByNorm, ClipByValue, Ddp, Full, InBackward, Lomo, Zero
 from fitune.spec.recipe import parse_recipe
+from fitune.spec.rules import keeps_rules, require_rules
 
 
 def plan_on_ranks(sharding, **changes):
@@ -20,38 +20,38 @@ def plan_on_ranks(sharding, **changes):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fsdp_can_be_rehearsed(stage):
-    assert not missing_on_ranks(plan_on_ranks(Zero(stage=stage, backend="fsdp")))
+    assert keeps_rules(plan_on_ranks(Zero(stage=stage, backend="fsdp")), "rehearse")
 
 
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (plan_on_ranks(Ddp()), "DDP's buckets"),
+        (plan_on_ranks(Ddp()), "DDP fills its buckets"),
         (plan_on_ranks(Zero(stage=3, backend="deepspeed")), "DeepSpeed does not run"),
         (
             plan_on_ranks(
                 Zero(stage=3, backend="fsdp"), tuning=Lomo(adaptive=False, clip=ClipByValue(value=1.0))
             ),
-            "as LOMO does, on several ranks",
+            "LOMO on several devices is not built",
         ),
         (
             plan_on_ranks(
                 Zero(stage=3, backend="fsdp"), tuning=Full(update=InBackward(clip=ClipByNorm(max_norm=0)))
             ),
-            "stepping in backward",
+            "optimizer_in_backward on several devices is not built",
         ),
     ],
     ids=["ddp", "deepspeed", "lomo", "in backward"],
 )
 def test_what_cannot_is_refused(plan, words):
     with pytest.raises(RecipeError, match=words) as caught:
-        require_ranks(plan)
-    assert "fsdp" in caught.value.hint
+        require_rules(plan, "rehearse")
+    assert "can be rehearsed" in caught.value.hint
 
 
 def test_the_plan_to_rehearse_is_one_that_can_be():
     recipe = parse_recipe({"model": "llama-2-70b", "seq_len": 1024})
     report = find_plan(
-        recipe, model=known("llama-2-70b"), hardware=gpu("v100-32gb", gpus=8), missing=missing_on_ranks
+        recipe, model=known("llama-2-70b"), hardware=gpu("v100-32gb", gpus=8), purposes=("plan", "rehearse")
     )
     assert report.chosen.plan.sharding == Zero(stage=3, backend="fsdp")

@@ -7,18 +7,19 @@ from fitune.measure.hardware import resolve_hardware
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.explain import explain_plan, plan_data
 from fitune.planner.largest import explain_largest, largest, largest_data
-from fitune.planner.search import Missing, find_plan, nothing_missing
+from fitune.planner.search import find_plan
 from fitune.planner.why import alternative_data, changed_recipe, compare, explain_alternative
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import PlanReport
+from fitune.spec.rules import Purpose
 
 
-def plan_for(recipe: Recipe, *, missing: Missing = nothing_missing) -> PlanReport:
+def plan_for(recipe: Recipe, *, purposes: tuple[Purpose, ...] = ("plan",)) -> PlanReport:
     """What the recipe wants, on the hardware it names or else the hardware that is here."""
     model = load_model_spec(recipe.model)
-    return find_plan(recipe, model=model, hardware=wanted_hardware(recipe), missing=missing)
+    return find_plan(recipe, model=model, hardware=wanted_hardware(recipe), purposes=purposes)
 
 
 def wanted_hardware(recipe: Recipe) -> Hardware:

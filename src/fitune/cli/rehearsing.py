@@ -6,16 +6,14 @@ from typing import Any
 from fitune.cli.planning import plan_for
 from fitune.planner.describe import describe_plan, unit_for, wrapped
 from fitune.planner.explain import plan_data
-from fitune.rehearse.supported import missing_on_ranks
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Estimate, PlanReport, Rehearsal
-from fitune.train.supported import missing_method
 from fitune.units import format_bytes, format_percent
 
 
 def rehearse_recipe(recipe: Recipe, *, exact: bool, json: bool) -> None:
     """Plan among what can be rehearsed, rehearse what was chosen, print estimated | rehearsed."""
-    report = plan_for(recipe, missing=lambda plan: (*missing_method(plan), *missing_on_ranks(plan)))
+    report = plan_for(recipe, purposes=("plan", "rehearse"))
     from fitune.rehearse.run import rehearse
 
     chosen = report.chosen

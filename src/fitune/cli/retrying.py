@@ -15,7 +15,6 @@ from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Phase, PlanReport, Priced, RunReport
 from fitune.spec.retries import Retry
 from fitune.train.oom import release
-from fitune.train.supported import missing_parts
 from fitune.units import format_bytes
 
 IN_A_STEP = (*(phase.value for phase in Phase), "evaluating")
@@ -104,7 +103,7 @@ def _next(
 def _nothing_smaller(error: OutOfMemory, shortage: Shortage, plan: Plan, recipe: Recipe) -> OutOfMemory:
     """What was predicted beside what was measured, and what is left to change."""
     predicted = predict(plan).memory.tensor_peak_bytes
-    changes = next_to_try(plan, recipe, shortage, missing=missing_parts)
+    changes = next_to_try(plan, recipe, shortage)
     hints = [f"{change.words} ({format_bytes(change.peak_bytes)} predicted)" for change in changes]
     lines = [
         error.message,

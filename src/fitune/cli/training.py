@@ -42,7 +42,6 @@ from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
 from fitune.train.export import TITLES
 from fitune.train.run import run
-from fitune.train.supported import missing_parts
 from fitune.units import format_bytes
 
 T = TypeVar("T")
@@ -55,7 +54,7 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
     """The whole of ``fitune train``; returns the exit code."""
     if not recipe.data:
         raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
-    report = plan_for(recipe, missing=missing_parts)
+    report = plan_for(recipe, purposes=("plan", "train"))
     plan = report.chosen.plan
     print(describe_plan(plan) if quiet_plan else explain_plan(report))
     directory = Path(plan.run.output_dir)

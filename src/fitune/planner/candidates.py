@@ -13,9 +13,9 @@ from fitune.planner.defaults import (
     schedule_of,
 )
 from fitune.planner.families import Family
-from fitune.planner.refusals import flash_refused_by_device, flash_refused_by_model
 from fitune.planner.spreads import Spread
 from fitune.spec.hardware import Gpu, Hardware
+from fitune.spec.kernels import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import (
     Attention,
@@ -26,9 +26,9 @@ from fitune.spec.plan import (
     Plan,
     Recompute,
     Single,
-    updates_in_backward,
 )
 from fitune.spec.recipe import Recipe
+from fitune.spec.rules import adds_gradients_up
 
 
 def draft(recipe: Recipe, family: Family, spread: Spread, *, model: ModelSpec, hardware: Hardware) -> Plan:
@@ -69,7 +69,7 @@ def attention_of(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> Attention:
         return recipe.attn_implementation
     if model.caps_scores:
         return "eager"
-    if flash_refused_by_device(gpu) or flash_refused_by_model(model):
+    if flash_refused_by_device(gpu) or flash_refused_by_model(model, gpu):
         return "sdpa"
     return "flash"
 
@@ -77,11 +77,11 @@ def attention_of(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> Attention:
 def batches(recipe: Recipe, family: Family, *, ranks: int) -> tuple[Batch, ...]:
     """Every split of the global batch over the ranks and into micro-batches that the pins allow, the largest first.
 
-    Empty when there is none. Gradients that are used in backward cannot add up: the micro-batch is the rank's whole
-    share.
+    Empty when there is none. Where gradients do not add up the micro-batch is the rank's whole share, unless the pins
+    say otherwise.
     """
-    alone = updates_in_backward(family.tuning)
-    splits = _whole_share(recipe, ranks) if alone else _splits(recipe, ranks)
+    whole = () if adds_gradients_up(family.tuning) else tuple(_whole_share(recipe, ranks))
+    splits = whole or _splits(recipe, ranks)
     return tuple(
         Batch(micro_batch_size=micro, accumulation=steps, seq_len=recipe.seq_len, packing=recipe.packing)
         for micro, steps in splits

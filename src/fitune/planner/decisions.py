@@ -14,8 +14,8 @@ from fitune.planner.describe import (
 )
 from fitune.planner.families import ORDER
 from fitune.planner.lora_decisions import lora_decisions
-from fitune.planner.refusals import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.hardware import Hardware
+from fitune.spec.kernels import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -233,7 +233,8 @@ def _loss(recipe: Recipe, plan: Plan) -> Iterator[str]:
 def _attention(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if recipe.attn_implementation is not None:
         return
-    why = flash_refused_by_device(plan.hardware.gpu) or flash_refused_by_model(plan.model)
+    gpu = plan.hardware.gpu
+    why = flash_refused_by_device(gpu) or flash_refused_by_model(plan.model, gpu)
     yield f"attention: {plan.attention}" + (
         f", because {why}" if why else ", the fastest that keeps no scores"
     )

@@ -7,6 +7,7 @@ from fitune.planner.describe import describe_plan, host_sum, memory_sum, unit_fo
 from fitune.spec.parameters import count_parameters
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Estimate, MemoryBreakdown, PlanReport, Priced
+from fitune.spec.rules import broken_rules
 from fitune.spec.serial import to_data
 from fitune.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -34,6 +35,7 @@ def explain_priced(priced: Priced, *, price: float = 0.0) -> str:
     plan, estimate = priced.plan, priced.estimate
     return "\n".join(
         [
+            *_only_planned(plan),
             wrapped(_title(plan), indent=0, hanging=2),
             wrapped(describe_plan(plan)),
             "",
@@ -45,6 +47,12 @@ def explain_priced(priced: Priced, *, price: float = 0.0) -> str:
             *_cost_line(priced, price),
         ]
     )
+
+
+def _only_planned(plan: Plan) -> list[str]:
+    """Before anything else: that this version cannot train what follows, and why."""
+    why = "; ".join(rule.why(plan) for rule in broken_rules(plan, "train"))
+    return [wrapped(f"only planned: {why}", indent=0, hanging=2)] if why else []
 
 
 def _title(plan: Plan) -> str:

@@ -64,7 +64,6 @@ def families(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> tuple[Family, ...
         Family(tuning=tuning, precision=precision, optimizer=_optimizer(recipe, tuning))
         for tuning in _tunings(recipe, model)
         for precision in precisions
-        if not (isinstance(tuning, Lomo) and precision is Precision.BF16_MASTER)
     ]
     if recipe.tuning is not None:
         return tuple(found)
@@ -108,7 +107,7 @@ def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:
         return loras
     updating: tuple[Tuning, ...] = ()
     is_free = "optimizer" not in recipe.model_fields_set or recipe.optimizer == "sgd"
-    if is_free and not recipe.torch_compile:  # a compiled block has all its gradients at once
+    if is_free:
         updating = tuple(lomo_of(recipe, adaptive=adaptive) for adaptive in (True, False))
     if recipe.max_grad_value is not None:  # nothing else clips by value
         return updating
@@ -179,7 +178,8 @@ def lomo_of(recipe: Recipe, *, adaptive: bool) -> Lomo:
 
 
 def _optimizer(recipe: Recipe, tuning: Tuning) -> Optimizer:
-    if isinstance(tuning, Lomo):
+    """LOMO is one itself; another that was asked for beside it is for the rules to refuse."""
+    if isinstance(tuning, Lomo) and not (recipe.tuning and "optimizer" in recipe.model_fields_set):
         return Sgd(weight_decay=recipe.weight_decay)
     return optimizer_of(recipe)
 

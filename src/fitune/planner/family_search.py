@@ -7,8 +7,8 @@ fit is left as a whole, and the fewest recomputed blocks are found by bisection.
 """
 
 import heapq
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import count
 
@@ -29,30 +29,39 @@ from fitune.planner.preference import (
     preferred,
     tokens_per_second,
 )
-from fitune.planner.spreads import Spread, spreads
+from fitune.planner.spreads import Spread, every_spread
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Batch, Loss, Plan, Recompute, Sharding
 from fitune.spec.recipe import Recipe
+from fitune.spec.rules import Purpose, keeps_rules
 
 
 @dataclass(frozen=True)
 class FamilySearch:
-    """One family on one set of devices. ``missing`` says what keeps a plan from being trained here."""
+    """One family on one set of devices; its plans keep the rules that bind any of ``purposes``."""
 
     recipe: Recipe
     family: Family
     model: ModelSpec
     hardware: Hardware
-    missing: Callable[[Plan], tuple[str, ...]] = field(default=lambda plan: ())
+    purposes: tuple[Purpose, ...] = ("plan",)
 
     @cached_property
     def spreads(self) -> tuple[Spread, ...]:
-        return tuple(
+        """Those that keep the rules and are in the family's tier, the simplest first."""
+        found = [
             spread
-            for spread in spreads(self.recipe, self.family, self.hardware)
-            if self.batches and not self.missing(self.draft(spread))
-        )
+            for spread in every_spread(self.recipe, self.hardware)
+            if self.batches and self._is_in_tier(spread) and self._keeps_rules(spread)
+        ]
+        return tuple(sorted(found, key=lambda spread: spread.complexity))
+
+    def _is_in_tier(self, spread: Spread) -> bool:
+        return self.family.tier == "any" or (self.family.tier == "device") == spread.states_stay
+
+    def _keeps_rules(self, spread: Spread) -> bool:
+        return keeps_rules(replace(self.draft(spread), batch=self.batches[0]), *self.purposes)
 
     def fastest(self) -> tuple[Found, ...]:
         """The plan to take, then the best of every other spread and batch that was looked at; empty when none fits."""

@@ -47,8 +47,9 @@ def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardwa
     found: dict[tuple[str, str, str], Largest] = {}
     tier: Tier = "any" if _offload_is_asked_for(recipe) else "device"
     for family in families(recipe, model=model, gpu=hardware.gpu):
-        if _label(family) not in found:
-            family = replace(family, tier=tier)
+        family = replace(family, tier=tier)
+        is_possible = bool(FamilySearch(recipe, family, model, hardware).spreads)
+        if _label(family) not in found and is_possible:
             value = _value(quantity, recipe, family, model, hardware)
             found[_label(family)] = Largest(family=family, value=value)
     return tuple(found.values())

@@ -1,13 +1,13 @@
 """When no smaller micro-batch helps: what the user may change, with what is predicted for it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fitune.errors import Shortage
 from fitune.estimate.memory import memory_of
 from fitune.planner.defaults import CHUNK_TOKENS, optimizer_of
 from fitune.planner.families import lora_of, nf4_of, to_adapters
-from fitune.planner.retry import Known, adds_gradients_up, described
+from fitune.planner.retry import Known, described
 from fitune.spec.plan import (
     ChunkedLoss,
     ClipByNorm,
@@ -21,8 +21,7 @@ from fitune.spec.plan import (
     trains_every_weight,
 )
 from fitune.spec.recipe import Recipe
-
-Missing = Callable[[Plan], tuple[str, ...]]
+from fitune.spec.rules import adds_gradients_up, keeps_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +32,13 @@ class Change:
     peak_bytes: int
 
 
-def next_to_try(failed: Plan, recipe: Recipe, shortage: Shortage, *, missing: Missing) -> tuple[Change, ...]:
+def next_to_try(failed: Plan, recipe: Recipe, shortage: Shortage) -> tuple[Change, ...]:
     """What takes less at the peak and where memory ran out, and can be trained: what costs time before what costs
     quality. These are the user's to decide."""
     known = Known.of(failed, shortage)
     found = []
     for words, plan in _changes(failed, recipe):
-        if not missing(plan):
+        if keeps_rules(plan, "plan", "train"):
             memory = memory_of(described(plan))
             if known.is_less(memory):
                 found.append(Change(words=words, peak_bytes=memory.tensor_peak_bytes))
@@ -97,7 +96,8 @@ def _other_method(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Plan]]:
     """An adapter in place of all weights, four bits in place of sixteen."""
     if trains_every_weight(plan.tuning):
         lora = lora_of(recipe, plan.model, Dense())
-        plan = replace(plan, tuning=lora, optimizer=optimizer_of(recipe))
+        run = replace(plan.run, export="adapter")
+        plan = replace(plan, tuning=lora, optimizer=optimizer_of(recipe), run=run)
         yield to_adapters(recipe, "lora")[0], plan
     elif isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Dense):
         yield "tuning: qlora", replace(plan, tuning=replace(plan.tuning, base=nf4_of(recipe)))
@@ -105,7 +105,7 @@ def _other_method(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Plan]]:
 
 def _fewer_tokens(plan: Plan) -> Iterator[tuple[str, Plan]]:
     batch = plan.batch
-    if not adds_gradients_up(plan) and batch.micro_batch_size > 1:
+    if not adds_gradients_up(plan.tuning) and batch.micro_batch_size > 1:
         rows = batch.micro_batch_size // 2
         words = f"micro_batch_size: {rows} (a smaller global batch: another run)"
         yield words, replace(plan, batch=replace(batch, micro_batch_size=rows))

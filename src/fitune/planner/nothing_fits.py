@@ -13,14 +13,14 @@ from fitune.planner.family_search import FamilySearch
 from fitune.planner.fit import fits, host_fits
 from fitune.spec.gpus import CARDS
 from fitune.spec.hardware import Hardware
-from fitune.spec.kernels import liger_refused_by_device, liger_refused_by_model
 from fitune.spec.model import ModelSpec
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.model_table import known_model_names
 from fitune.spec.parameters import count_parameters
-from fitune.spec.plan import Plan, Precision, updates_in_backward
+from fitune.spec.plan import Plan, Precision
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Rejection
+from fitune.spec.rules import adds_gradients_up, keeps_rules
 from fitune.units import format_bytes
 
 _SHORTEST_ROW = 64
@@ -131,10 +131,9 @@ class Changes:
                     yield Change(words=f"gpus: {gpus}", settings={"gpus": gpus}, hardware=devices)
 
     def _liger_would_run(self) -> bool:
-        """They write gradients over what a second backward would read (train/supported.py)."""
-        free = self.recipe.kernels == "torch" and not self.recipe.torch_compile
-        refused = liger_refused_by_device(self.hardware.gpu) or liger_refused_by_model(self.model)
-        return free and refused is None and not self.best.plan.goes_back_twice
+        return self.recipe.kernels == "torch" and keeps_rules(
+            replace(self.best.plan, kernels="liger"), "plan"
+        )
 
     def _settings(self) -> Iterator[tuple[str, dict[str, object]]]:
         recipe, batch = self.recipe, self.best.plan.batch
@@ -148,7 +147,7 @@ class Changes:
             yield "precision: bf16-master", {"precision": "bf16-master"}
         if recipe.precision == "bf16-master":
             yield "precision: bf16", {"precision": "bf16"}
-        if batch.micro_batch_size > 1 and not updates_in_backward(self.best.plan.tuning):
+        if batch.micro_batch_size > 1 and adds_gradients_up(self.best.plan.tuning):
             steps = batch.global_batch_size
             words = f"micro_batch_size: 1, gradient_accumulation_steps: {steps}"
             yield words, {"micro_batch_size": 1, "gradient_accumulation_steps": steps}

@@ -16,9 +16,10 @@ from fitune.planner.candidates import block_counts, losses
 from fitune.planner.describe import describe_loss
 from fitune.planner.fit import cheapest_blocks, fewest_blocks
 from fitune.planner.preference import preferred
-from fitune.spec.plan import Batch, ChunkedLoss, Loss, Plan, Recompute, updates_in_backward
+from fitune.spec.plan import Batch, ChunkedLoss, Loss, Plan, Recompute
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import MemoryBreakdown, Phase
+from fitune.spec.rules import adds_gradients_up
 
 MEASURED = ("live tensors", "cuda allocated")
 """Kinds of measuring that count what the estimate counts."""
@@ -45,7 +46,7 @@ def smaller_plan(failed: Plan, recipe: Recipe, shortage: Shortage) -> Plan | Non
 
 def why_no_smaller(failed: Plan, shortage: Shortage) -> str:
     """Why ``smaller_plan`` has none, in words."""
-    if not adds_gradients_up(failed):
+    if not adds_gradients_up(failed.tuning):
         return (
             "the micro-batch is the whole batch: gradients are used as soon as they exist and cannot be added up "
             "over several micro-batches"
@@ -64,14 +65,10 @@ def describe_size(plan: Plan) -> str:
     )
 
 
-def adds_gradients_up(plan: Plan) -> bool:
-    return not updates_in_backward(plan.tuning)
-
-
 def smaller_batches(plan: Plan) -> Iterator[Batch]:
     """Half the rows with twice the accumulation, a quarter, … one; an odd number is divided as it can be."""
     batch = plan.batch
-    while adds_gradients_up(plan) and batch.micro_batch_size > 1:
+    while adds_gradients_up(plan.tuning) and batch.micro_batch_size > 1:
         rows = batch.micro_batch_size
         rows = next(m for m in range(rows // 2, 0, -1) if rows % m == 0)
         batch = replace(batch, micro_batch_size=rows, accumulation=batch.global_batch_size // rows)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fitune.errors import RecipeError
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.added_tokens import with_added_rows
@@ -22,31 +21,24 @@ from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import PlanReport, Priced, Rejection
+from fitune.spec.rules import Purpose
 
 RUNNERS_UP = 3
 
-Missing = Callable[[Plan], tuple[str, ...]]
-"""What keeps a plan from being trained where it is asked for, in words; for ``fitune plan`` nothing does."""
-
-
-def nothing_missing(plan: Plan) -> tuple[str, ...]:
-    return ()
-
 
 def find_plan(
-    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, missing: Missing = nothing_missing
+    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...] = ("plan",)
 ) -> PlanReport:
     """The plan to run, three others, and why every better family was not taken.
 
+    ``purposes``: what the plan is wanted for; all plans keep the rules that bind any of them.
     Raises RecipeError or HardwareError for pins that cannot be honoured, NothingFits when no plan that keeps
     them fits.
     """
     model = with_added_rows(recipe, model)
     asked, recipe = recipe, with_usual_row(recipe, model)
-    refuse_contradictions(recipe, model=model, hardware=hardware)
-    answers = search(recipe, model=model, hardware=hardware, missing=missing)
-    if not answers:
-        raise _nothing_to_try(recipe, model=model, hardware=hardware, missing=missing)
+    refuse_contradictions(recipe, model=model, hardware=hardware, purposes=purposes)
+    answers = search(recipe, model=model, hardware=hardware, purposes=purposes)
     fitting = [answer for answer in answers if answer.found]
     rejected = _rejections(answers)
     if not fitting:
@@ -70,22 +62,6 @@ def find_plan(
     )
 
 
-def _nothing_to_try(recipe: Recipe, *, model: ModelSpec, hardware: Hardware, missing: Missing) -> RecipeError:
-    """Every way that keeps the pins is one that cannot be trained, or the pins leave no way at all."""
-    lacking: list[tuple[str, ...]] = [
-        missing(one.draft(spread))
-        for family in families(recipe, model=model, gpu=hardware.gpu)
-        for one in [FamilySearch(recipe, family, model, hardware)]
-        for spread in one.spreads
-    ]
-    if not lacking:
-        return RecipeError("no way of training keeps all of these settings", hint="leave one of them open")
-    parts = ", ".join(sorted(lacking, key=len)[0])
-    return RecipeError(
-        f"not possible here: {parts}", hint="another tuning, backend or zero; fitune plan shows all"
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """One family: its plans that fit, the preferred first; or the smallest plan, which does not."""
@@ -96,7 +72,7 @@ class Answer:
 
 
 def search(
-    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, missing: Missing = nothing_missing,
+    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...] = ("plan",),
     wanted: Callable[[Family], bool] = lambda family: True,
 ) -> list[Answer]:  # fmt: skip
     """Families in the order of preference, until one fits; then only those that train something else.
@@ -107,7 +83,7 @@ def search(
     for family in filter(wanted, families(recipe, model=model, gpu=hardware.gpu)):
         if _is_settled(family, answers):
             continue
-        answer = _searched(recipe, family, model, hardware, missing)
+        answer = _searched(recipe, family, model, hardware, purposes)
         if answer is not None:
             answers.append(answer)
     return answers
@@ -117,7 +93,7 @@ def first_choice(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> Pri
     """The plan that ``find_plan`` takes, without the others; the smallest where none fits, None without any."""
     smallest: list[StepStages] = []
     for family in families(recipe, model=model, gpu=hardware.gpu):
-        answer = _searched(recipe, family, model, hardware, nothing_missing)
+        answer = _searched(recipe, family, model, hardware, ("plan",))
         if answer is not None and answer.found:
             return _priced(answer.found[0].plan)
         if answer is not None and answer.smallest is not None:
@@ -126,11 +102,11 @@ def first_choice(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> Pri
 
 
 def _searched(
-    recipe: Recipe, family: Family, model: ModelSpec, hardware: Hardware, missing: Missing
+    recipe: Recipe, family: Family, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...]
 ) -> Answer | None:
     """What one family has to offer; None when no way of spreading it is left."""
     searches = [
-        FamilySearch(recipe, family, model, devices, missing) for devices in _devices(recipe, hardware)
+        FamilySearch(recipe, family, model, devices, purposes) for devices in _devices(recipe, hardware)
     ]
     searches = [one for one in searches if one.spreads]
     return _answer(recipe, family, searches) if searches else None

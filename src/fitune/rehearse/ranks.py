@@ -9,8 +9,8 @@ import torch
 from fitune.engine.protocol import Engine
 from fitune.errors import RecipeError
 from fitune.rehearse.recorder import Recorder
-from fitune.rehearse.supported import require_ranks
 from fitune.spec.plan import Plan, Zero
+from fitune.spec.rules import require_rules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,7 @@ def fake_ranks(plan: Plan) -> Iterator["DeviceMesh | None"]:
 
     Raises RecipeError for what does not run on fake tensors.
     """
-    require_ranks(plan)
+    require_rules(plan, "rehearse")
     if not isinstance(plan.sharding, Zero):
         yield None
         return

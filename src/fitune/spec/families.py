@@ -4,9 +4,10 @@ Names and shapes of the linears are those of transformers 5; a test builds every
 device and compares. Defaults for absent fields are those of the transformers configuration classes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from fitune.errors import ModelError
 from fitune.spec.blocks import Widths, attention, experts, gated_mlp, plain_mlp
 from fitune.spec.config_fields import ConfigFields
 from fitune.spec.model import Linear, ModelSpec
@@ -188,6 +189,7 @@ def _spec(
         "num_layers": lambda: fields.count("num_hidden_layers"),
         "max_seq_len": lambda: fields.count("max_position_embeddings"),
         "tied_embeddings": lambda: _tied(fields, default=False),
+        "rotary_share": lambda: _rotary_share(fields),
     }
     read = {key: reader() for key, reader in readers.items() if key not in different}
     return ModelSpec(
@@ -311,6 +313,16 @@ def _full_attention_layers(fields: ConfigFields, default: tuple[int, ...]) -> tu
     if len(kinds) != fields.count("num_hidden_layers"):
         fields.refuse("layer_types", "must name a kind for each of the num_hidden_layers")
     return tuple(index for index, kind in enumerate(kinds) if kind != "sliding_attention")
+
+
+def _rotary_share(fields: ConfigFields) -> float:
+    """Of every head; transformers has moved it into the table of rotary settings."""
+    tables = (fields.values.get(name) for name in ("rope_parameters", "rope_scaling"))
+    places = [fields.values, *(table for table in tables if isinstance(table, Mapping))]
+    share = next((s for place in places if (s := place.get("partial_rotary_factor")) is not None), 1.0)
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ModelError(f"{fields.where}: partial_rotary_factor = {share!r} must be above 0 and at most 1")
+    return float(share)
 
 
 def _tied(fields: ConfigFields, *, default: bool) -> bool:

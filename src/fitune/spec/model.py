@@ -88,6 +88,8 @@ class ModelSpec:
     experts_per_token: int = 0
     learned_positions: int = 0
     """Rows of a trained position table (GPT-2), 0 with rotary positions."""
+    rotary_share: float = 1.0
+    """Of every head, how much turns with its position."""
     head_bias: bool = False
     parallel_blocks: bool = False
     """Attention and MLP read the same input (Falcon, Phi-2)."""

@@ -41,7 +41,7 @@ from fitune.spec.plan import (
     clip_in_backward,
     trains_every_weight,
 )
-from fitune.train.supported import require_method, require_supported
+from fitune.spec.rules import require_rules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,7 +65,7 @@ class Prepared:
 
 def prepare(plan: Plan, *, on_bytes: OnBytes = nobody) -> Prepared:
     """Load the plan's model and change it into what the plan says. ``on_bytes`` is told how far the reading is."""
-    require_supported(plan)
+    require_rules(plan, "train")
     dtype = compute_dtype(plan.precision)
     device = training_device(plan)
     streamed = plan.offload.parameters != "device"  # then the device has no room for all of it
@@ -87,7 +87,7 @@ def prepare_loaded(
     ``device``: where it is trained, when that is not where it is.
     ``mesh``: the ranks that a sharded plan is divided over.
     """
-    require_method(plan)
+    require_rules(plan, "train" if mesh is None else "rehearse")
     quantise_linears(blocks_of(model), quantisation(plan))  # before adapters: they wrap the packed linear
     use_attention(model, plan.attention)
     turn_by_rows(model)

@@ -1,0 +1,536 @@
+"""The rules: which choices of a Plan go together, and on which hardware. No other file knows such a rule.
+
+The planner proposes only plans that keep all of them, recipes are refused by them, training and rehearsal assert them.
+A rule is data: a predicate on a Plan, the sentence for people, what to do instead, and the settings of a recipe that
+may have asked for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from fitune.errors import FituneError, HardwareError, RecipeError
+from fitune.spec.kernels import (
+    capability_words,
+    flash_refused_by_device,
+    flash_refused_by_model,
+    liger_refused_by_device,
+    liger_refused_by_model,
+)
+from fitune.spec.plan import (
+    AdamW8bit,
+    ClipByNorm,
+    Ddp,
+    Full,
+    Hqq,
+    Lomo,
+    Lora,
+    Offload,
+    Plan,
+    Precision,
+    Sgd,
+    Single,
+    Tuning,
+    Zero,
+    updates_in_backward,
+)
+
+Purpose = Literal["plan", "train", "rehearse"]
+"""What a plan is wanted for; ``plan``: to be proposed. Training and rehearsal also run what no planner proposes."""
+
+EVERYWHERE: tuple[Purpose, ...] = ("plan", "train", "rehearse")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """``broken`` is true for a plan that cannot be; ``why`` says it with the plan's values, ``instead`` what to do."""
+
+    broken: Callable[[Plan], bool]
+    why: Callable[[Plan], str]
+    instead: str
+    settings: tuple[str, ...]
+    """Keys of a recipe that ask for what is forbidden."""
+    binds: tuple[Purpose, ...] = EVERYWHERE
+    error: type[FituneError] = RecipeError
+
+
+def broken_rules(plan: Plan, *purposes: Purpose) -> tuple[Rule, ...]:
+    """Every rule that ``plan`` breaks, of those that bind any of the purposes; empty when it can be done."""
+    return tuple(
+        rule for rule in RULES if any(purpose in rule.binds for purpose in purposes) and rule.broken(plan)
+    )
+
+
+def keeps_rules(plan: Plan, *purposes: Purpose) -> bool:
+    return not broken_rules(plan, *purposes)
+
+
+def require_rules(plan: Plan, *purposes: Purpose) -> None:
+    """Raises RecipeError or HardwareError naming every rule that the plan breaks."""
+    broken = broken_rules(plan, *purposes)
+    if broken:
+        raise broken[0].error(
+            "; ".join(rule.why(plan) for rule in broken),
+            hint="; ".join(dict.fromkeys(r.instead for r in broken)),
+        )
+
+
+def adds_gradients_up(tuning: Tuning) -> bool:
+    """Whether gradients of several micro-batches can be accumulated: not where each is used as soon as it exists."""
+    return not updates_in_backward(tuning)
+
+
+def _who(plan: Plan) -> str:
+    """Of those that use a gradient as soon as it exists."""
+    match plan.tuning:
+        case Lomo(adaptive=adaptive):
+            return "AdaLomo" if adaptive else "LOMO"
+    return "optimizer_in_backward"
+
+
+def _in_backward(plan: Plan) -> bool:
+    return updates_in_backward(plan.tuning)
+
+
+def _is_lomo(plan: Plan) -> bool:
+    return isinstance(plan.tuning, Lomo)
+
+
+def _steps_in_backward(plan: Plan) -> bool:
+    """Another optimizer than LOMO's own."""
+    return isinstance(plan.tuning, Full) and _in_backward(plan)
+
+
+def _on(plan: Plan, backend: str, *stages: int) -> bool:
+    way = plan.sharding
+    return isinstance(way, Zero) and way.backend == backend and way.stage in (stages or (1, 2, 3))
+
+
+def _states_away(plan: Plan) -> bool:
+    return plan.offload.parameters != "device" or plan.offload.optimizer != "device"
+
+
+_DEPTH = {"device": 0, "cpu": 1, "nvme": 2}
+_IN_BACKWARD = ("tuning", "optimizer_in_backward")
+_STATES = ("offload_parameters", "offload_optimizer")
+_PLACES = (*_STATES, "offload_activations")
+_DEVICES = ("zero", "backend", "hybrid_sharding", "gpus", "nodes")
+
+
+METHODS = (
+    Rule(
+        broken=lambda plan: _is_lomo(plan) and plan.precision is Precision.BF16_MASTER,
+        why=lambda plan: f"{_who(plan)} updates the weights themselves and keeps no fp32 masters",
+        instead="precision: bf16",
+        settings=("tuning", "precision"),
+    ),
+    Rule(
+        broken=lambda plan: (
+            _is_lomo(plan) and (not isinstance(plan.optimizer, Sgd) or plan.optimizer.momentum > 0)
+        ),
+        why=lambda plan: f"{_who(plan)} is an optimizer itself and takes no other",
+        instead="leave optimizer out, or tuning: full",
+        settings=("tuning", "optimizer", "momentum"),
+    ),
+    Rule(
+        broken=lambda plan: (
+            isinstance(plan.tuning, Lomo)
+            and isinstance(plan.tuning.clip, ClipByNorm)
+            and plan.tuning.clip.max_norm == 0
+        ),
+        why=lambda plan: f"{_who(plan)} needs clipped gradients, and a norm of 0 turns clipping off",
+        instead="max_grad_value: 1.0, which costs no second backward, or max_grad_norm: 1.0",
+        settings=("tuning", "max_grad_norm"),
+        binds=("plan",),
+    ),
+    Rule(
+        broken=lambda plan: not adds_gradients_up(plan.tuning) and plan.batch.accumulation > 1,
+        why=lambda plan: (
+            f"{_who(plan)} uses every gradient as soon as it exists, so nothing can be added up over "
+            f"{plan.batch.accumulation} micro-batches"
+        ),
+        instead="gradient_accumulation_steps: 1 with a larger micro_batch_size or a smaller global_batch_size, or "
+        "tuning: full without optimizer_in_backward",
+        settings=(*_IN_BACKWARD, "gradient_accumulation_steps", "global_batch_size", "micro_batch_size"),
+    ),
+    Rule(
+        broken=lambda plan: isinstance(plan.optimizer, AdamW8bit) and plan.hardware.gpu.is_cpu,
+        why=lambda plan: (
+            "8-bit AdamW keeps its states in 8 bit with kernels that run on GPUs only; on a processor its library "
+            "steps at a fortieth of AdamW's speed"
+        ),
+        instead="optimizer: adamw",
+        settings=("optimizer",),
+        binds=("plan",),
+        error=HardwareError,
+    ),
+    Rule(
+        broken=lambda plan: (
+            isinstance(plan.optimizer, AdamW8bit)
+            and (_on(plan, "deepspeed") or plan.offload.optimizer != "device")
+        ),
+        why=lambda plan: (
+            "8-bit AdamW steps on the device; DeepSpeed and an offloaded optimizer keep fp32 states"
+        ),
+        instead="optimizer: adamw, or neither backend: deepspeed nor an offloaded optimizer",
+        settings=("optimizer", "backend", "offload_optimizer"),
+    ),
+    Rule(
+        broken=lambda plan: isinstance(plan.tuning, Lora) == (plan.run.export == "full"),
+        why=lambda plan: (
+            "export: full is for tuning: full; LoRA trains an adapter"
+            if isinstance(plan.tuning, Lora)
+            else f"export: {plan.run.export} needs an adapter, and this method trains none"
+        ),
+        instead="leave export out, or tuning: full with export: full, tuning: lora with export: adapter or merged",
+        settings=("tuning", "export", "optimizer_in_backward", "max_grad_value"),
+        binds=("plan",),
+    ),
+)
+
+MODEL = (
+    Rule(
+        broken=lambda plan: plan.batch.seq_len > plan.model.max_seq_len,
+        why=lambda plan: (
+            f"seq_len = {plan.batch.seq_len} is {plan.batch.seq_len - plan.model.max_seq_len} more than the "
+            f"{plan.model.max_seq_len} positions that {plan.model.name} was made for"
+        ),
+        instead="seq_len at most that, or a model made for longer rows",
+        settings=("seq_len",),
+        binds=("plan",),
+    ),
+    Rule(
+        broken=lambda plan: plan.recompute.blocks > plan.model.num_layers,
+        why=lambda plan: (
+            f"gradient_checkpointing = {plan.recompute.blocks} blocks, and {plan.model.name} has "
+            f"{plan.model.num_layers}"
+        ),
+        instead="gradient_checkpointing: true, for all of them",
+        settings=("gradient_checkpointing",),
+        binds=("plan",),
+    ),
+    Rule(
+        broken=lambda plan: _uneven_group(plan) is not None,
+        why=lambda plan: f"quantization_group_size: {_uneven_group(plan)}",
+        instead="quantization_group_size: 64, or a power of two that divides every matrix",
+        settings=("quantization_group_size", "quantization_bits"),
+    ),
+)
+
+
+def _uneven_group(plan: Plan) -> str | None:
+    """HQQ packs whole groups of a matrix, as many together as share a byte: the linear where a rest is left."""
+    base = plan.tuning.base if isinstance(plan.tuning, Lora) else None
+    if not isinstance(base, Hqq):
+        return None
+    together = 1 if base.bits == 3 else 8 // base.bits
+    for linear in plan.model.linears:
+        if linear.adaptable and linear.in_features * linear.out_features % (base.group_size * together):
+            return (
+                f"{linear.name} has {linear.out_features} × {linear.in_features} weights, which leaves a rest in "
+                f"{together} × groups of {base.group_size}"
+            )
+    return None
+
+
+HARDWARE = (
+    Rule(
+        broken=lambda plan: (
+            plan.precision in (Precision.BF16, Precision.BF16_MASTER) and not plan.hardware.gpu.has_bf16
+        ),
+        why=lambda plan: (
+            f"{plan.hardware.gpu.name} (compute capability {capability_words(plan.hardware.gpu)}) has no bf16 matrix "
+            "units; they came with 8.0"
+        ),
+        instead="precision: fp16, which keeps fp32 masters and scales the loss",
+        settings=("precision",),
+        binds=("plan",),
+        error=HardwareError,
+    ),
+    Rule(
+        broken=lambda plan: plan.precision is Precision.FP16 and plan.hardware.gpu.is_cpu,
+        why=lambda plan: "fp16 is for GPUs; torch trains on a CPU in fp32 or bf16",
+        instead="precision: fp32",
+        settings=("precision",),
+        binds=("plan",),
+        error=HardwareError,
+    ),
+    Rule(
+        broken=lambda plan: (
+            plan.attention == "flash" and flash_refused_by_device(plan.hardware.gpu) is not None
+        ),
+        why=lambda plan: str(flash_refused_by_device(plan.hardware.gpu)),
+        instead="attn_implementation: sdpa",
+        settings=("attn_implementation",),
+        binds=("plan",),
+        error=HardwareError,
+    ),
+    Rule(
+        broken=lambda plan: (
+            plan.attention == "flash" and flash_refused_by_model(plan.model, plan.hardware.gpu) is not None
+        ),
+        why=lambda plan: str(flash_refused_by_model(plan.model, plan.hardware.gpu)),
+        instead="attn_implementation: sdpa",
+        settings=("attn_implementation",),
+        binds=("plan",),
+    ),
+    Rule(
+        broken=lambda plan: (
+            plan.kernels == "liger" and liger_refused_by_device(plan.hardware.gpu) is not None
+        ),
+        why=lambda plan: str(liger_refused_by_device(plan.hardware.gpu)),
+        instead="kernels: torch",
+        settings=("kernels",),
+        binds=("plan",),
+        error=HardwareError,
+    ),
+    Rule(
+        broken=lambda plan: plan.hardware.gpu.is_cpu and plan.offload != Offload(),
+        why=lambda plan: "the device is the processor: there is nowhere else to go",
+        instead="no offload, or gpu: NAME to plan for a GPU",
+        settings=_PLACES,
+        binds=("plan",),
+    ),
+)
+
+KERNELS = (
+    Rule(
+        broken=lambda plan: plan.kernels == "liger" and liger_refused_by_model(plan.model) is not None,
+        why=lambda plan: str(liger_refused_by_model(plan.model)),
+        instead="kernels: torch",
+        settings=("kernels",),
+    ),
+    Rule(
+        broken=lambda plan: plan.kernels == "liger" and plan.goes_back_twice,
+        why=lambda plan: (
+            f"Liger's kernels write gradients over what {_who(plan)} reads in its second backward, which clips by norm "
+            "or finds an overflow of fp16"
+        ),
+        instead="kernels: torch, or max_grad_value: 1.0 in bf16",
+        settings=("kernels", *_IN_BACKWARD, "max_grad_norm", "precision"),
+    ),
+    Rule(
+        broken=lambda plan: plan.compile_blocks and plan.kernels == "liger",
+        why=lambda plan: (
+            "Liger's kernels write gradients over what they kept, which torch_compile does not expect"
+        ),
+        instead="one of them: kernels: torch, or no torch_compile",
+        settings=("torch_compile", "kernels"),
+    ),
+    Rule(
+        broken=lambda plan: plan.compile_blocks and _in_backward(plan),
+        why=lambda plan: (
+            f"{_who(plan)} uses each gradient as soon as it exists, and a block under torch_compile has all of its "
+            "gradients at once"
+        ),
+        instead="no torch_compile",
+        settings=("torch_compile", *_IN_BACKWARD),
+    ),
+    Rule(
+        broken=lambda plan: plan.compile_blocks and plan.offload != Offload(),
+        why=lambda plan: "torch_compile expects tensors where they were, and offload moves them away",
+        instead="no torch_compile, or no offload",
+        settings=("torch_compile", *_PLACES),
+    ),
+    Rule(
+        broken=lambda plan: plan.compile_blocks and not isinstance(plan.sharding, Single),
+        why=lambda plan: "torch_compile is for one device in this version",
+        instead="no torch_compile, or gpus: 1",
+        settings=("torch_compile", *_DEVICES),
+    ),
+)
+
+SHARDING = (
+    Rule(
+        broken=lambda plan: plan.hardware.num_gpus == 1 and not isinstance(plan.sharding, Single),
+        why=lambda plan: (
+            "sharding divides the work over several devices, and there is 1 process: nothing to divide"
+        ),
+        instead="gpus: 2 or more; or leave it out, and offload_optimizer: cpu frees the device, too",
+        settings=_DEVICES,
+        binds=("plan",),
+    ),
+    Rule(
+        broken=lambda plan: (
+            isinstance(plan.sharding, Zero)
+            and plan.sharding.hybrid
+            and (plan.hardware.nodes == 1 or plan.hardware.gpus_per_node == 1)
+        ),
+        why=lambda plan: (
+            "hybrid_sharding divides within each node and repeats that on every node, and there are "
+            f"{plan.hardware.nodes} × {plan.hardware.gpus_per_node}"
+        ),
+        instead="nodes: 2 or more with gpus: 2 or more in each, or no hybrid_sharding",
+        settings=_DEVICES,
+        binds=("plan",),
+    ),
+    Rule(
+        broken=lambda plan: (
+            isinstance(plan.sharding, Zero)
+            and plan.sharding.hybrid
+            and (plan.sharding.backend == "deepspeed" or plan.sharding.stage == 1)
+        ),
+        why=lambda plan: "hybrid_sharding is done by FSDP2 at stages 2 and 3",
+        instead="backend: fsdp, zero: 3",
+        settings=_DEVICES,
+    ),
+    Rule(
+        broken=lambda plan: (
+            _is_lomo(plan)
+            and not isinstance(plan.sharding, Single)
+            and not (
+                isinstance(plan.sharding, Zero) and plan.sharding.stage == 3 and not plan.sharding.hybrid
+            )
+        ),
+        # Lv et al. 2023, arXiv 2306.09782, section 3.2
+        why=lambda plan: (
+            f"{_who(plan)} updates each rank's share of the weights in backward, which is stage 3 over all devices"
+        ),
+        instead="zero: 3, or tuning: full",
+        settings=("tuning", *_DEVICES),
+    ),
+    Rule(
+        broken=lambda plan: _steps_in_backward(plan) and not isinstance(plan.sharding, Single),
+        why=lambda plan: (
+            f"optimizer_in_backward uses a gradient before it could be summed over {plan.hardware.num_gpus} devices"
+        ),
+        instead="gpus: 1; or leave it out, and zero: 2 or 3 divides the gradients",
+        settings=("optimizer_in_backward", *_DEVICES),
+    ),
+)
+
+OFFLOAD = (
+    Rule(
+        broken=lambda plan: _is_lomo(plan) and plan.offload.optimizer != "device",
+        why=lambda plan: f"{_who(plan)} keeps no optimizer states that could be offloaded",
+        instead="no offload_optimizer",
+        settings=("tuning", "offload_optimizer"),
+    ),
+    Rule(
+        broken=lambda plan: _in_backward(plan) and isinstance(plan.sharding, Single) and _states_away(plan),
+        why=lambda plan: (
+            f"{_who(plan)} steps weights on the device, and offloaded ones are stepped on the host"
+        ),
+        instead="no offload_parameters or offload_optimizer; or tuning: full without optimizer_in_backward, whose "
+        "offloaded gradients go block by block anyway",
+        settings=(*_IN_BACKWARD, *_STATES),
+    ),
+    Rule(
+        broken=lambda plan: plan.offload.activations != "device" and plan.goes_back_twice,
+        why=lambda plan: (
+            f"{_who(plan)} reads the activations in two backward passes (to clip by norm, or in fp16), and offloaded "
+            "ones come back once"
+        ),
+        instead="offload_activations: device, or max_grad_value: 1.0 in bf16",
+        settings=("offload_activations", *_IN_BACKWARD, "max_grad_norm", "precision"),
+    ),
+    Rule(
+        broken=lambda plan: plan.offload.activations == "nvme",
+        why=lambda plan: "activations wait on the host or stay on the device; NVMe is not built for them",
+        instead="offload_activations: cpu",
+        settings=("offload_activations",),
+    ),
+    Rule(
+        broken=lambda plan: isinstance(plan.sharding, Ddp) and _states_away(plan),
+        why=lambda plan: "DDP (zero: 0) keeps weights and optimizer on every device",
+        instead="zero: 3; below it only DeepSpeed offloads, the optimizer alone",
+        settings=("zero", *_STATES),
+    ),
+    Rule(
+        broken=lambda plan: (
+            plan.offload.parameters != "device"
+            and plan.offload.optimizer == "device"
+            and isinstance(plan.tuning, Full)
+            and not _in_backward(plan)
+        ),
+        why=lambda plan: "trained weights that wait on the host are stepped there, with their optimizer",
+        instead="offload_optimizer: cpu as well",
+        settings=_STATES,
+    ),
+    Rule(
+        broken=lambda plan: (
+            _on(plan, "fsdp")
+            and not _is_lomo(plan)
+            and (plan.offload.parameters == "device") != (plan.offload.optimizer == "device")
+        ),
+        why=lambda plan: "FSDP2 offloads weights and optimizer together",
+        instead="both offload_parameters and offload_optimizer, or neither",
+        settings=("backend", *_STATES),
+    ),
+    Rule(
+        broken=lambda plan: _on(plan, "deepspeed", 1, 2) and plan.offload.parameters != "device",
+        why=lambda plan: (
+            f"DeepSpeed keeps weights on the device at zero = {getattr(plan.sharding, 'stage', 0)}"
+        ),
+        instead="zero: 3",
+        settings=("zero", "backend", "offload_parameters"),
+    ),
+    Rule(
+        broken=lambda plan: (
+            _on(plan, "deepspeed", 3)
+            and not _is_lomo(plan)
+            and _DEPTH[plan.offload.parameters] > _DEPTH[plan.offload.optimizer]
+        ),
+        why=lambda plan: "DeepSpeed does not send weights farther away than their optimizer",
+        instead="offload_optimizer at least as far as offload_parameters",
+        settings=_STATES,
+    ),
+    Rule(
+        broken=lambda plan: (
+            "nvme" in (plan.offload.parameters, plan.offload.optimizer) and not _on(plan, "deepspeed", 3)
+        ),
+        why=lambda plan: (
+            "weights and optimizer wait on NVMe with DeepSpeed at stage 3 only, on two devices or more"
+        ),
+        instead="gpus: 2 or more, zero: 3, backend: deepspeed; or cpu in place of nvme",
+        settings=("zero", "backend", "gpus", *_STATES),
+    ),
+    Rule(
+        broken=lambda plan: "nvme" in plan.offload.places and not plan.offload.nvme_path,
+        why=lambda plan: "something is to be offloaded to NVMe, and no folder for it is named",
+        instead="nvme_path: /mnt/nvme",
+        settings=_PLACES,
+    ),
+)
+
+NOT_BUILT = (
+    Rule(
+        broken=lambda plan: not isinstance(plan.sharding, Single),
+        why=lambda plan: f"this version trains on one device, and the plan is for {plan.hardware.num_gpus}",
+        instead="gpus: 1; `fitune plan` shows what several devices would do",
+        settings=_DEVICES,
+        binds=("train",),
+    ),
+    Rule(
+        broken=lambda plan: isinstance(plan.sharding, Ddp),
+        why=lambda plan: (
+            "DDP fills its buckets in C++, which fake tensors do not reach, so it cannot be rehearsed"
+        ),
+        instead="`fitune plan` estimates it; zero: 3 with backend: fsdp can be rehearsed",
+        settings=_DEVICES,
+        binds=("rehearse",),
+    ),
+    Rule(
+        broken=lambda plan: _on(plan, "deepspeed"),
+        why=lambda plan: "DeepSpeed does not run on fake tensors, so it cannot be rehearsed",
+        instead="`fitune plan` estimates it; backend: fsdp can be rehearsed",
+        settings=_DEVICES,
+        binds=("rehearse",),
+    ),
+    Rule(
+        broken=lambda plan: _in_backward(plan) and _on(plan, "fsdp"),
+        why=lambda plan: f"{_who(plan)} on several devices is not built yet, so it cannot be rehearsed",
+        instead="`fitune plan` estimates it; gpus: 1 can be rehearsed",
+        settings=(*_IN_BACKWARD, *_DEVICES),
+        binds=("rehearse",),
+    ),
+    Rule(
+        broken=lambda plan: not isinstance(plan.sharding, Single) and plan.offload != Offload(),
+        why=lambda plan: "offload together with sharding is not built yet, so it cannot be rehearsed",
+        instead="`fitune plan` estimates it; one device with offload, or several without, can be rehearsed",
+        settings=(*_PLACES, *_DEVICES),
+        binds=("rehearse",),
+    ),
+)
+
+RULES: tuple[Rule, ...] = (*METHODS, *MODEL, *HARDWARE, *KERNELS, *SHARDING, *OFFLOAD, *NOT_BUILT)

@@ -1,0 +1,112 @@
+"""One table says what goes together: whatever is asked for, no plan that breaks a rule is proposed."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from estimate.tiny_plans import CPU, gpu, known
+from fitune.errors import FituneError, NothingFits
+from fitune.planner.search import find_plan
+from fitune.spec.recipe import Recipe, parse_recipe
+from fitune.spec.rules import RULES, broken_rules
+
+HARDWARE = {
+    "cpu": CPU,
+    "v100-32gb": gpu("v100-32gb"),
+    "rtx-4090": gpu("rtx-4090"),
+    "2 × h100": gpu("h100", gpus=2),
+}
+CHOICES = {
+    "tuning": (None, "full", "lora", "qlora", "lomo", "adalomo"),
+    "optimizer": (None, "adamw-8bit", "sgd"),
+    "optimizer_in_backward": (None, True),
+    "max_grad_value": (None, 1.0),
+    "gradient_accumulation_steps": (None, 2),
+    "kernels": (None, "liger"),
+    "torch_compile": (None, True),
+    "precision": (None, "fp32", "fp16", "bf16-master"),
+    "offload": ((), ("parameters",), ("optimizer",), ("activations",), ("parameters", "optimizer")),
+    "zero": (None, 0, 2, 3),
+    "backend": (None, "deepspeed"),
+}
+
+
+def recipes() -> Iterator[dict[str, object]]:
+    """Every product of the choices as settings of a recipe; None is not set."""
+    for values in product(*CHOICES.values()):
+        settings = dict(zip(CHOICES, values, strict=True))
+        away = {f"offload_{what}": "cpu" for what in settings.pop("offload")}
+        asked = {key: value for key, value in settings.items() if value is not None}
+        yield {"model": "qwen3-0.6b", "seq_len": 256, "micro_batch_size": 1, **asked, **away}
+
+
+EVERY = list(recipes())
+
+
+def walk(settings_of_all: list[dict[str, object]], name: str) -> tuple[int, int]:
+    """Plans proposed, and recipes refused with what to do instead."""
+    planned = refused = 0
+    for settings in settings_of_all:
+        recipe = parse_recipe(settings)
+        try:
+            report = find_plan(recipe, model=known("qwen3-0.6b"), hardware=HARDWARE[name])
+        except NothingFits:
+            continue
+        except FituneError as error:
+            refused += bool(error.hint)
+            continue
+        for priced in (report.chosen, *report.runners_up):
+            assert not broken_rules(priced.plan, "plan"), settings
+            planned += 1
+    return planned, refused
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_no_plan_breaks_a_rule(name: str) -> None:
+    """Every 1999th of 92,160: a step that divides none of the choices."""
+    planned, refused = walk(EVERY[::1999], name)
+    assert planned
+    assert refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HARDWARE)
+def test_no_plan_breaks_a_rule_in_more_of_them(name: str) -> None:
+    planned, refused = walk(EVERY[::101], name)
+    assert planned > 20
+    assert refused > 200
+
+
+def test_every_rule_says_what_to_do_and_names_settings_that_there_are() -> None:
+    for rule in RULES:
+        assert rule.instead
+        assert rule.binds
+        assert set(rule.settings) <= set(Recipe.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        (
+            "rtx-4090",
+            {"tuning": "lomo", "precision": "bf16-master"},
+            r"no fp32 masters \(asked for: tuning: lomo, precision: bf16-master\)",
+        ),
+        ("rtx-4090", {"tuning": "lomo", "offload_parameters": "cpu"}, "LOMO steps weights on the device"),
+        (
+            "rtx-4090",
+            {"optimizer_in_backward": True, "offload_activations": "cpu"},
+            "two backward passes .* offload_activations: cpu",
+        ),
+        ("rtx-4090", {"tuning": "lora", "offload_activations": "nvme", "nvme_path": "/n"}, "NVMe is not built"),
+        ("2 × h100", {"torch_compile": True}, r"for one device .* torch_compile: true"),
+        ("v100-32gb", {"optimizer": "adamw-8bit", "offload_optimizer": "cpu"}, "8-bit AdamW steps on the device"),
+    ],
+)  # fmt: skip
+def test_a_recipe_is_refused_by_the_rule_and_the_settings_that_ask_for_it(
+    name: str, settings: dict[str, object], words: str
+) -> None:
+    recipe = parse_recipe({"model": "qwen3-0.6b", "seq_len": 256, **settings})
+    with pytest.raises(FituneError, match=words):
+        find_plan(recipe, model=known("qwen3-0.6b"), hardware=HARDWARE[name])
