@@ -175,8 +175,8 @@ def plan_of(folder: Path, data: str, method: str, steps: int) -> Any:
 
 def read_data(plan: Any) -> Any:
     """Tokens and the order of batches: fitune's, for both sides."""
-    from fitune.data.dataset import prepare_data
     from fitune.data.loader import Loader
+    from fitune.data.preparing import prepare_data
     from fitune.models.weights import load_tokenizer
 
     tokenizer = load_tokenizer(plan.model_path)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
-from fitune.data import cache, tokenising
-from fitune.data.dataset import TokenDataset, _read_source, prepare_data
+from fitune.data import cache, preparing
+from fitune.data.dataset import DatasetWriter
 from fitune.data.formats import to_example
 from fitune.data.ledger import describe_ledger
 from fitune.data.loader import Loader, LoaderState
+from fitune.data.preparing import prepare_data
 from fitune.data.sources import read_rows
 from fitune.data.templates import load_template
 from fitune.data.tokenising import RowTokeniser
@@ -70,25 +71,19 @@ def tokens_counted_from_outside(tmp_path, template):
 
 @pytest.mark.parametrize("policy", ["truncate", "drop", "split"])
 @pytest.mark.parametrize("weight", [1.0, 0.5, 2.5])
-def test_the_sums_of_the_ledger_balance(tmp_path, policy, weight):
-    data = DataPlan(on_long_row=policy, on_bad_row="skip")
-    template = load_template(byte_tokenizer())
-    rows = RowTokeniser(data, template, seq_len=64)
-    for source in mixed_lengths(tmp_path):
-        weighted = DataSource(path=source.path, weight=weight)
-        _read_source(weighted, data, rows, rows, seed=0)
-    ids, supervised, offsets = rows.arrays()
-    book = rows.book
-    assert book.rows_read == book.rows_kept + book.dropped.total()
-    assert book.tokens_read == book.tokens_kept + book.tokens_cut + book.tokens_dropped
-    assert book.tokens_kept == len(ids) == offsets[-1]
+def test_the_sums_of_the_ledger_balance(tmp_path, prepare, policy, weight):
+    sources = [DataSource(path=source.path, weight=weight) for source in mixed_lengths(tmp_path)]
+    prepared = prepare(*sources, on_long_row=policy, on_bad_row="skip")
+    ledger, rows = prepared.train_ledger, prepared.train
+    assert ledger.rows_read == ledger.rows_kept + sum(ledger.dropped.values())
+    assert ledger.tokens_kept == rows.lengths.sum()
     if weight == 1.0:
-        assert book.tokens_read == tokens_counted_from_outside(tmp_path, template)
-    assert book.tokens_supervised == TokenDataset(ids, supervised, offsets).labels_per_row.sum()
-    assert np.diff(offsets).max() <= 64
-    assert TokenDataset(ids, supervised, offsets).labels_per_row.min() >= 1
-    assert book.dropped["null field"] == 1
-    assert book.dropped["torn last line"] == 1
+        assert ledger.tokens_read == tokens_counted_from_outside(tmp_path, load_template(byte_tokenizer()))
+    assert ledger.tokens_supervised == rows.labels_per_row.sum()
+    assert rows.lengths.max() <= 64
+    assert rows.labels_per_row.min() >= 1
+    assert ledger.dropped["null field"] == 1
+    assert ledger.dropped["torn last line"] == 1
 
 
 def test_truncation_cuts_the_end_and_counts_it(tmp_path, prepare):
@@ -175,7 +170,7 @@ def test_a_weight_gives_a_source_its_share(tmp_path, prepare, weight, places):
 def test_the_second_time_nothing_is_tokenised(tmp_path, prepare, monkeypatch):
     source = write_rows(tmp_path / "rows.jsonl", 30)
     first = prepare(source, val_fraction=0.2)
-    monkeypatch.setattr(RowTokeniser, "_tokenise", lambda self: pytest.fail("tokenised again"))
+    monkeypatch.setattr(RowTokeniser, "__call__", lambda self, _: pytest.fail("tokenised again"))
     second = prepare(source, val_fraction=0.2)
     assert texts(first.train) == texts(second.train)
     assert texts(first.eval) == texts(second.eval)
@@ -203,7 +198,7 @@ def test_whatever_changes_the_tokens_changes_the_cache_entry(tmp_path, prepare):
     assert len(prepare(source).train) == 31
 
 
-@pytest.mark.parametrize("damage", ["manifest.json", "train/ids.npy", "train/offsets.npy"])
+@pytest.mark.parametrize("damage", ["manifest.json", "train/ids", "train/offsets"])
 def test_a_damaged_cache_entry_is_made_again(tmp_path, prepare, damage):
     source = write_rows(tmp_path / "rows.jsonl", 30)
     good = texts(prepare(source).train)
@@ -214,16 +209,14 @@ def test_a_damaged_cache_entry_is_made_again(tmp_path, prepare, damage):
     assert texts(prepare(source).train) == good
 
 
-def test_an_interrupted_write_leaves_no_entry(tmp_path):
-    entry = tmp_path / "tokens" / "key"
-
-    def write(folder):
-        (folder / "half").write_text("x")
+def test_a_full_disk_leaves_no_entry(tmp_path, prepare, monkeypatch):
+    def full(self, *arrays):
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(DataError, match="No space left"):
-        cache.store(entry, write)
-    assert list(entry.parent.iterdir()) == []
+    monkeypatch.setattr(DatasetWriter, "add", full)
+    with pytest.raises(DataError, match=r"the cache for tokenised data cannot be written: .*: No space left"):
+        prepare(write_rows(tmp_path / "rows.jsonl", 30))
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
 
 
 def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch):
@@ -235,7 +228,7 @@ def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch):
 def test_batches_of_the_tokenizer_change_nothing(tmp_path, prepare, monkeypatch):
     source = write_rows(tmp_path / "rows.jsonl", 30)
     whole = texts(prepare(source).train)
-    monkeypatch.setattr(tokenising, "_BATCH_ROWS", 7)
+    monkeypatch.setattr(preparing, "_BATCH_ROWS", 7)
     monkeypatch.setattr(cache, "_CODE_VERSION", 0)
     assert texts(prepare(source).train) == whole
 

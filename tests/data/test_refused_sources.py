@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from data.tiny_tokenizers import byte_tokenizer
-from fitune.data import dataset, sources
-from fitune.data.dataset import prepare_data
+from fitune.data import preparing, sources
+from fitune.data.preparing import prepare_data
 from fitune.data.sources import read_rows
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
@@ -87,7 +87,12 @@ def test_files_are_hashed_once_a_source(tmp_path: Path, rows: Path, monkeypatch:
     """A corpus of many GiB is read from end to end each time."""
     hashed: list[str] = []
     real = sources.content_key
-    monkeypatch.setattr(dataset, "content_key", lambda source: (hashed.append(source.path), real(source))[1])
+
+    def key(source: DataSource, **told: object) -> str:
+        hashed.append(source.path)
+        return real(source)
+
+    monkeypatch.setattr(preparing, "content_key", key)
     copy = tmp_path / "copy.jsonl"
     copy.write_text(rows.read_text())
     for _ in ("made", "from the cache"):

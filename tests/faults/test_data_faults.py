@@ -13,8 +13,8 @@ from data.tiny_tokenizers import (
     byte_tokenizer,
 )
 from fitune.data import files
-from fitune.data.dataset import prepare_data
 from fitune.data.formats import Conversation, Message, to_example
+from fitune.data.preparing import prepare_data
 from fitune.data.rows import BadRow, Row
 from fitune.data.sources import read_rows
 from fitune.data.templates import load_template

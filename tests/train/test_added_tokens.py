@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from fitune.cli.exporting import export_run
-from fitune.data.dataset import prepare_data
+from fitune.data.preparing import prepare_data
 from fitune.errors import ModelError, RecipeError
 from fitune.models.build import model_config
 from fitune.models.vocabulary import add_rows, planned_tokenizer

@@ -12,13 +12,14 @@ from fitune.checkpoint.differences import compare_plans, difference_table
 from fitune.checkpoint.resume import last_saved
 from fitune.cli.loading import loading_bar
 from fitune.cli.planning import plan_for
+from fitune.cli.reading import reading_bar
 from fitune.cli.reporting import comparison
 from fitune.cli.retrying import Attempt, run_until_it_fits
 from fitune.cli.room_on_disk import require_room_on_disk
-from fitune.data.dataset import PreparedData
 from fitune.data.formats import Conversation
 from fitune.data.ledger import describe_ledger
 from fitune.data.loader import Loader
+from fitune.data.preparing import PreparedData
 from fitune.data.templates import load_template
 from fitune.engine.schedule import total_steps
 from fitune.errors import FituneError, RecipeError, RunDirectoryError
@@ -107,7 +108,7 @@ def run_attempt(attempt: Attempt, recipe: Recipe, *, stop_asked: Callable[[], bo
         print(describe_prediction(prediction))
         write_atomically(directory / "estimate.json", to_json(prediction))
 
-    with loading_bar() as on_bytes:
+    with loading_bar() as on_bytes, reading_bar() as on_reading:
         return run(
             plan,
             callbacks=Callbacks(
@@ -116,6 +117,7 @@ def run_attempt(attempt: Attempt, recipe: Recipe, *, stop_asked: Callable[[], bo
                 stop_asked=stop_asked,
                 answer=answers_with(plan),
                 on_bytes=on_bytes,
+                on_reading=on_reading,
             ),
             sinks=sinks,
             resume=attempt.resume,

@@ -1,19 +1,34 @@
-"""Tokenised data kept by what it was made of, so that it is made once."""
+"""Tokenised data kept by what it was made of, so that it is made once; every byte is checked before it is used."""
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import DataError
-from fitune.spec.disk import sync_tree
+from fitune.spec.disk import open_regular, read_bytes, sync_tree, write_synced
+from fitune.units import GIB, MIB
 
-_CODE_VERSION = 2
-"""Raised whenever the same input would be tokenised differently."""
+_CODE_VERSION = 3
+"""Raised whenever the same input would be tokenised, or stored, differently."""
+_MANIFEST = "manifest.json"
+_MAKING = ".making-"
+_GRACE_S = 600
+"""An unfinished folder is left alone for this long, whoever owns it: its maker takes the lock just after it made it."""
+
+OnBytes = Callable[[int], None]
+"""Told of bytes as they are read, and called several times a second whatever happens; may raise to stop."""
+
+
+def ignore_bytes(_count: int) -> None:
+    """An OnBytes for callers that show nothing and never stop."""
 
 
 def folder_of(cache_dir: str) -> Path:
@@ -36,30 +51,120 @@ def _tokenizer_text(tokenizer: Any) -> Any:
     return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
 
 
-def store(entry: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a folder that appears under its name only when all of it is on disk.
+class Damaged(Exception):
+    """An entry of the cache is not what was written."""
 
-    What stood there is replaced: it was damaged, or another process has just made the same.
-    Raises DataError when the cache cannot be written.
+
+def read_entry(entry: Path, *, on_bytes: OnBytes = ignore_bytes) -> dict[str, Any] | None:
+    """What ``publish`` was given for ``entry``, after every file of it was compared with its hash; None without one.
+
+    Raises Damaged, which costs no more than tokenising again.
+    """
+    if not entry.exists():
+        return None
+    try:
+        sealed = json.loads(read_bytes(entry / _MANIFEST, limit=2 * GIB, follow_links=False))
+        content, files = sealed["content"], sealed["files"]
+        if sealed["hash"] != _hash_of_text(content, files):
+            raise Damaged(f"{_MANIFEST} was changed")
+        if _names(entry) != sorted([*files, _MANIFEST]):
+            raise Damaged("files were added or removed")
+        for name, expected in files.items():
+            if _hash_of_file(entry / name, on_bytes) != expected:
+                raise Damaged(f"{name} was changed")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(getattr(error, "strerror", None) or f"{_MANIFEST} cannot be read") from None
+    return dict(content)
+
+
+@contextmanager
+def making(entry: Path) -> Iterator[Path]:
+    """A folder in which ``entry`` is made. Nothing of it is left unless ``publish`` was called.
+
+    What processes left that were killed while they made an entry is removed. Raises DataError when the cache cannot
+    be written.
     """
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f"{entry.name}.making-", dir=entry.parent))
+        _remove_orphans(entry.parent)
+        folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}{_MAKING}", dir=entry.parent))
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise _unwritable(entry.parent, error) from None
+        raise unwritable(entry.parent, error) from None
     try:
-        write(made)
-        sync_tree(made)
-        shutil.rmtree(entry, ignore_errors=True)
-        made.rename(entry)
-    except OSError as error:
-        if not (entry / "manifest.json").exists():
-            raise _unwritable(entry.parent, error) from None
+        _take_lock(lock)
+        yield folder
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _unwritable(folder: Path, error: OSError) -> DataError:
+def publish(folder: Path, entry: Path, content: dict[str, Any], *, on_bytes: OnBytes = ignore_bytes) -> None:
+    """Give ``folder`` the name ``entry`` once all of it is on disk, with a hash of every file.
+
+    What stands there is replaced: it was damaged, or another process has just made the same. Who has mapped its files
+    keeps them. Raises OSError.
+    """
+    files = {name: _hash_of_file(folder / name, on_bytes) for name in _names(folder)}
+    sealed = {"content": content, "files": files, "hash": _hash_of_text(content, files)}
+    write_synced(folder / _MANIFEST, [json.dumps(sealed, ensure_ascii=False, indent=1).encode()])
+    sync_tree(folder)
+    for _ in range(10):
+        with suppress(OSError):
+            folder.rename(entry)
+            return
+        with suppress(FileNotFoundError):  # another process was here first
+            aside = Path(tempfile.mkdtemp(prefix=f"{entry.name}{_MAKING}", dir=entry.parent))
+            entry.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(entry)
+
+
+def _names(folder: Path) -> list[str]:
+    """Everything in ``folder`` but folders."""
+    return sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if not each.is_dir())
+
+
+def _hash_of_file(path: Path, on_bytes: OnBytes) -> str:
+    """SHA-256, which processors compute at 1 to 2 GB/s."""
+    digest = hashlib.sha256()
+    with open_regular(path, follow_links=False) as file:
+        while chunk := file.read(4 * MIB):
+            digest.update(chunk)
+            on_bytes(0)
+    return digest.hexdigest()
+
+
+def _hash_of_text(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _remove_orphans(cache: Path) -> None:
+    """Remove folders whose makers are dead: the lock of a live one is held."""
+    for folder in cache.glob(f"*{_MAKING}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _GRACE_S:
+                continue
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if _take_lock(handle):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+def _take_lock(handle: int) -> bool:
+    """Take the lock of a folder, which its maker holds until it ends, even by kill -9. False when another has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: nobody can tell, so nothing is removed
+        return False
+    return True
+
+
+def unwritable(folder: Path, error: OSError) -> DataError:
     return DataError(
         f"the cache for tokenised data cannot be written: {folder}: {error.strerror or error}",
         hint="free some space, or name another folder: cache_dir in the recipe, or FITUNE_CACHE",

@@ -1,268 +1,186 @@
-"""Tokenised rows on disk: read once, tokenised once, mapped into memory ever after."""
+"""Rows of token ids on disk: written as they are made, mapped into memory when they are read."""
 
 import hashlib
-import json
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 import numpy as np
 
-from fitune.data import cache
-from fitune.data.formats import Conversation, Example, Message, Text, detect_format, to_example
-from fitune.data.ledger import LedgerBook, describe_dropped
-from fitune.data.rows import BadRow
-from fitune.data.sources import content_key, read_rows, with_skip_hint
-from fitune.data.templates import ChatTemplate, load_template
-from fitune.data.tokenising import RowTokeniser
-from fitune.errors import DataError
-from fitune.spec.plan import DataPlan, DataSource
-from fitune.spec.reports import Ledger
-from fitune.spec.serial import from_data, to_data
+_FILES = {"ids": np.dtype("<i4"), "supervised": np.dtype("?"), "offsets": np.dtype("<i8")}
+_PLACES = "places"
+_CHUNK = 2**20
+"""Tokens, or rows, that are looked at together: what is computed over a whole dataset takes no memory."""
 
-_LEFT_OUT = "left out by the weight of the source"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What follows from all tokens, so that they need not be read again to know it."""
+
+    fingerprint: str
+    largest_id: int
 
 
 class TokenDataset:
     """Rows of token ids end to end: ``ids`` int32 and ``supervised`` bool of shape (tokens,), ``offsets`` int64 of
-    shape (rows + 1,): row i is ``ids[offsets[i]:offsets[i + 1]]``."""
+    shape (stored rows + 1,): stored row i is ``ids[offsets[i]:offsets[i + 1]]``.
 
-    def __init__(self, ids: np.ndarray, supervised: np.ndarray, offsets: np.ndarray) -> None:
+    ``places`` int64 of shape (rows,) says which stored row each row is; without it each has one place, in order.
+    """
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        supervised: np.ndarray,
+        offsets: np.ndarray,
+        places: np.ndarray | None = None,
+        facts: Facts | None = None,
+    ) -> None:
         if len(offsets) < 1 or not len(ids) == len(supervised) == offsets[-1]:
             raise ValueError(
                 f"{len(ids)} ids, {len(supervised)} marks and offsets to {offsets[-1:]} do not match"
             )
-        self._ids, self._supervised, self._offsets = ids, supervised, offsets
+        self._ids, self._supervised, self._offsets, self._places = ids, supervised, offsets, places
+        self._known = facts
 
     @classmethod
-    def load(cls, folder: Path) -> "TokenDataset":
-        """Map the files that ``save`` wrote. Raises OSError or ValueError when they are missing or damaged."""
-        arrays = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS]
-        return cls(*arrays)
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        for name, array in zip(_ARRAYS, (self._ids, self._supervised, self._offsets), strict=True):
-            np.save(folder / f"{name}.npy", array, allow_pickle=False)
+    def load(cls, folder: Path, facts: Facts | None = None) -> "TokenDataset":
+        """Map the files of a DatasetWriter. Raises OSError or ValueError when they are missing or damaged."""
+        arrays = [np.memmap(folder / name, dtype, mode="r") for name, dtype in _FILES.items()]
+        has_places = (folder / _PLACES).exists()
+        places = np.memmap(folder / _PLACES, _FILES["offsets"], mode="r") if has_places else None
+        return cls(*arrays, places, facts)
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._offsets) - 1 if self._places is None else len(self._places)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids (int32) and supervised marks (bool) of one row."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        begin, end = self._offsets[index], self._offsets[index + 1]
+        stored = index if self._places is None else self._places[index]
+        begin, end = self._offsets[stored], self._offsets[stored + 1]
         return self._ids[begin:end], self._supervised[begin:end]
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of every row, int64."""
-        return np.diff(self._offsets)
+        return self._placed(np.diff(self._offsets))
 
     @cached_property
     def labels_per_row(self) -> np.ndarray:
         """Supervised tokens of every row that something stands before: a row's first token is never predicted."""
-        begins = np.asarray(self._offsets[:-1])
-        counts = np.add.reduceat(self._supervised, begins, dtype=np.int64) if len(begins) else begins
-        return counts - self._supervised[begins]
+        counts = np.empty(len(self._offsets) - 1, np.int64)
+        for first, last in self._stretches():
+            begins = np.asarray(self._offsets[first:last])
+            marks = self._supervised[begins[0] : self._offsets[last]]
+            begins = begins - begins[0]
+            counts[first:last] = np.add.reduceat(marks, begins, dtype=np.int64) - marks[begins]
+        return self._placed(counts)
+
+    def _placed(self, of_stored: np.ndarray) -> np.ndarray:
+        return of_stored if self._places is None else of_stored[self._places]
+
+    def _stretches(self) -> Iterator[tuple[int, int]]:
+        """Stored rows (first, last) of about _CHUNK tokens, one stretch after another."""
+        first = 0
+        while first < len(self._offsets) - 1:
+            past = int(np.searchsorted(self._offsets, self._offsets[first] + _CHUNK, side="right"))
+            last = max(first + 1, min(past - 1, first + _CHUNK))
+            yield first, last
+            first = last
 
     @cached_property
     def largest_id(self) -> int:
         """-1 without any."""
-        return int(self._ids.max(initial=-1))
+        if self._known is not None:
+            return self._known.largest_id
+        return max((int(part.max()) for part in _chunks(self._ids)), default=-1)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of every id, mark and offset: a resumed run must go on with the same rows."""
+        """A hash of every id, mark and offset, each row in each of its places: a resumed run must go on with the
+        same rows."""
+        if self._known is not None:
+            return self._known.fingerprint
         digest = hashlib.blake2b(digest_size=16)
-        for array in (self._ids, self._supervised, self._offsets):
-            digest.update(np.ascontiguousarray(array).data)
+        for array in (self._ids, self._supervised):
+            for part in _chunks(array) if self._places is None else self._in_places(array):
+                digest.update(np.ascontiguousarray(part).data)
+        for part in _chunks(self._offsets) if self._places is None else self._offsets_in_places():
+            digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()
 
+    @property
+    def facts(self) -> Facts:
+        return Facts(fingerprint=self.fingerprint, largest_id=self.largest_id)
 
-_ARRAYS = ("ids", "supervised", "offsets")
+    def _in_places(self, array: np.ndarray) -> Iterator[np.ndarray]:
+        for places in _chunks(self._places, size=1024):
+            yield np.concatenate([array[self._offsets[i] : self._offsets[i + 1]] for i in places.tolist()])
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedData:
-    """What training reads, and the account of how it came to be."""
-
-    train: TokenDataset
-    train_ledger: Ledger
-    eval: TokenDataset | None
-    eval_ledger: Ledger | None
-    eval_examples: list[Conversation]
-    """The first held-out conversations, at most FIRST_CONVERSATIONS: prompts for the samples of the report."""
-    also_trained: tuple[str, ...] = ()
-    """Paths of evaluation sources whose content is also trained on: their loss says nothing about new rows."""
+    def _offsets_in_places(self) -> Iterator[np.ndarray]:
+        total = 0
+        yield np.zeros(1, np.int64)
+        for lengths in _chunks(self.lengths):
+            yield np.cumsum(lengths) + total
+            total += int(lengths.sum())
 
 
-def prepare_data(
-    data: DataPlan, *, tokenizer: Any, tokenizer_path: str, seq_len: int, seed: int
-) -> PreparedData:
-    """Read, check, split, tokenise and cut the data, or take it from the cache when nothing changed.
+def _chunks(array: np.ndarray | None, *, size: int = _CHUNK) -> Iterator[np.ndarray]:
+    if array is not None:
+        for begin in range(0, len(array), size):
+            yield np.asarray(array[begin : begin + size])
 
-    ``val_fraction`` holds rows out by a hash of their content and ``seed``: a row stays on its side when others are
-    added, and equal rows are on the same side. A source's ``weight`` w gives its n-th row ⌊(n+1)·w⌋ − ⌊n·w⌋ places
-    in the training set: 2 repeats every row, 0.5 takes every other one. Held-out rows have one place each.
 
-    Raises DataError when nothing is left to train on or to evaluate, with the counts of why.
+class DatasetWriter:
+    """Writes the files of a TokenDataset into ``folder``, batch by batch. Raises OSError.
+
+    A context manager: the files are complete after it.
     """
-    if data.val_fraction and data.eval_sources:
-        raise DataError(
-            f"both eval_data and val_fraction {data.val_fraction} are set", hint="keep one of them"
-        )
-    if not data.sources:
-        raise DataError("data: no source is named", hint="data: path/to/train.jsonl")
-    template = load_template(tokenizer, data.chat_template)
-    _refuse_weights(data.eval_sources)
-    trained, evaluated = (
-        [content_key(source) for source in part] for part in (data.sources, data.eval_sources)
-    )
-    keys = [*trained, *evaluated]
-    also_trained = tuple(
-        source.path for source, key in zip(data.eval_sources, evaluated, strict=True) if key in trained
-    )
-    settings = {"data": to_data(data) | {"cache_dir": ""}, "content": keys, "seq_len": seq_len, "seed": seed}
-    key = cache.key_of(settings, tokenizer=tokenizer, template=template.source)
-    entry = cache.folder_of(data.cache_dir) / key
-    if (found := _load(entry)) is not None:
-        return replace(found, also_trained=also_trained)
-    prepared = _prepare(data, template, seq_len=seq_len, seed=seed)
-    cache.store(entry, lambda folder: _save(prepared, folder, tokenizer_path))
-    return replace(_load(entry) or prepared, also_trained=also_trained)
 
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self._folder, self._open = folder, ExitStack()
+        self._files = {name: self._open.enter_context((folder / name).open("wb")) for name in _FILES}
+        self._files["offsets"].write(np.zeros(1, np.int64).tobytes())
+        self._tokens = self._rows = 0
+        self.places = 0
+        """Rows of the dataset, each as often as it is repeated."""
 
-def _refuse_weights(sources: tuple[DataSource, ...]) -> None:
-    """Every held-out row counts once: a weight there would have to be ignored."""
-    for source in sources:
-        if source.weight != 1:
-            raise DataError(
-                f"eval_data {source.path}: weight {source.weight:g} is not used, every row is evaluated once",
-                hint=f"leave the weight out; {source.path}#500 evaluates 500 rows",
-            )
+    def __enter__(self) -> "DatasetWriter":
+        return self
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
 
-def _prepare(data: DataPlan, template: ChatTemplate, *, seq_len: int, seed: int) -> PreparedData:
-    train = RowTokeniser(data, template, seq_len=seq_len)
-    held_out = RowTokeniser(data, template, seq_len=seq_len)
-    formats = tuple(_read_source(source, data, train, held_out, seed=seed) for source in data.sources)
-    eval_formats = tuple(
-        _read_source(source, data, None, held_out, seed=seed) for source in data.eval_sources
-    )
-    if data.val_fraction and not train.has_rows and held_out.has_rows:
-        raise DataError(
-            f"no rows to train on: val_fraction {data.val_fraction:g} holds out every row of the data",
-            hint="lower val_fraction, or name eval_data",
-        )
-    ledger, dataset = _closed(train, formats, "train on", data.sources)
-    if not data.eval_sources and not data.val_fraction:
-        return PreparedData(train=dataset, train_ledger=ledger, eval=None, eval_ledger=None, eval_examples=[])
-    eval_ledger, eval_dataset = _closed(
-        held_out, eval_formats or formats, "evaluate", data.eval_sources, val_fraction=data.val_fraction
-    )
-    return PreparedData(
-        train=dataset,
-        train_ledger=ledger,
-        eval=eval_dataset,
-        eval_ledger=eval_ledger,
-        eval_examples=held_out.first_conversations,
-    )
+    def add(self, ids: np.ndarray, supervised: np.ndarray, lengths: np.ndarray, repeats: np.ndarray) -> None:
+        """Rows of ``lengths`` end to end. ``repeats`` of shape (examples, 2): (rows of the example, its places)."""
+        self._files["ids"].write(ids.astype("<i4", copy=False).tobytes())
+        self._files["supervised"].write(supervised.tobytes())
+        self._files["offsets"].write((self._tokens + np.cumsum(lengths)).astype("<i8").tobytes())
+        if _PLACES not in self._files and (repeats[:, 1] != 1).any():
+            self._files[_PLACES] = self._open.enter_context((self._folder / _PLACES).open("wb"))
+            for begin in range(0, self._rows, _CHUNK):
+                self._place(np.arange(begin, min(begin + _CHUNK, self._rows)))
+        if _PLACES in self._files:
+            self._repeat(repeats)
+        self.places += int((repeats[:, 0] * repeats[:, 1]).sum())
+        self._tokens += int(lengths.sum())
+        self._rows += len(lengths)
 
+    def _repeat(self, repeats: np.ndarray) -> None:
+        row = self._rows
+        for rows, times in repeats.tolist():
+            together = max(1, _CHUNK // max(rows, 1))
+            for begin in range(0, times, together):
+                self._place(np.tile(np.arange(row, row + rows), min(together, times - begin)))
+            row += rows
 
-def _read_source(
-    source: DataSource, data: DataPlan, train: RowTokeniser | None, held_out: RowTokeniser, *, seed: int
-) -> str:
-    """Send every row of a source to its side; returns the format it was read as."""
-    book = (train or held_out).book
-    format, position, weight = source.format, 0, Fraction(source.weight).limit_denominator(1_000_000)
-    for row in read_rows(source, on_bad_row=data.on_bad_row, count_bad=book.drop):
-        if format == "auto":
-            format = detect_format(row, source.columns)
-        try:
-            example = to_example(row, format=format, columns=source.columns)
-        except BadRow as bad:
-            if data.on_bad_row == "error":
-                raise with_skip_hint(bad) from None
-            book.drop(bad.reason)
-            continue
-        if train is None or _is_held_out(example, data.val_fraction, seed):
-            held_out.add(example)
-            continue
-        places = int((position + 1) * weight) - int(position * weight)
-        position += 1
-        train.add(example, places=places) if places else book.drop(_LEFT_OUT)
-    return format
-
-
-def _is_held_out(example: Example, fraction: float, seed: int) -> bool:
-    if not fraction:
-        return False
-    content = example.text if isinstance(example, Text) else [[m.role, m.content] for m in example.messages]
-    digest = hashlib.blake2b(json.dumps([seed, content]).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
-
-
-def _closed(
-    rows: RowTokeniser,
-    formats: tuple[str, ...],
-    purpose: str,
-    sources: tuple[DataSource, ...],
-    *,
-    val_fraction: float = 0.0,
-) -> tuple[Ledger, TokenDataset]:
-    """The ledger and the dataset. Raises DataError when no row is left."""
-    arrays = rows.arrays()
-    book: LedgerBook = rows.book
-    if book.rows_kept:
-        return book.close(formats=formats), TokenDataset(*arrays)
-    names = ", ".join(source.path for source in sources) or f"val_fraction {val_fraction:g}"
-    if not book.rows_read:
-        raise DataError(f"no rows to {purpose}: {names} gave none", hint=_empty_hint(val_fraction))
-    raise DataError(
-        f"no rows left to {purpose}: {names} gave {book.rows_read:,}, and all were dropped: "
-        f"{describe_dropped(book.dropped)}",
-        hint="look at the first rows of the data, or raise seq_len if they are too long",
-    )
-
-
-def _empty_hint(val_fraction: float) -> str:
-    return "raise val_fraction, or name eval_data" if val_fraction else "is it the right file and split?"
-
-
-def _save(prepared: PreparedData, folder: Path, tokenizer_path: str) -> None:
-    prepared.train.save(folder / "train")
-    if prepared.eval is not None:
-        prepared.eval.save(folder / "eval")
-    manifest = {
-        "tokenizer": tokenizer_path,
-        "train_ledger": to_data(prepared.train_ledger),
-        "eval_ledger": to_data(prepared.eval_ledger),
-        "eval_examples": to_data(prepared.eval_examples),
-    }
-    (folder / "manifest.json").write_text(
-        json.dumps(manifest, ensure_ascii=False, indent=1), encoding="utf-8"
-    )
-
-
-def _load(folder: Path) -> PreparedData | None:
-    """What ``_save`` wrote; None when it is not there or damaged, which costs no more than tokenising again."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        has_eval = manifest["eval_ledger"] is not None
-        return PreparedData(
-            train=TokenDataset.load(folder / "train"),
-            train_ledger=from_data(Ledger, manifest["train_ledger"]),
-            eval=TokenDataset.load(folder / "eval") if has_eval else None,
-            eval_ledger=from_data(Ledger, manifest["eval_ledger"]) if has_eval else None,
-            eval_examples=[_conversation(item) for item in manifest["eval_examples"]],
-        )
-    except (OSError, ValueError, KeyError, EOFError):
-        return None
-
-
-def _conversation(item: dict[str, Any]) -> Conversation:
-    return Conversation(tuple(Message(m["role"], m["content"]) for m in item["messages"]), item["where"])
+    def _place(self, rows: np.ndarray) -> None:
+        self._files[_PLACES].write(rows.astype("<i8").tobytes())

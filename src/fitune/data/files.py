@@ -9,26 +9,63 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from fitune.data.arrow import ARROW_SUFFIXES, read_arrow
 from fitune.data.locations import open_binary
 from fitune.data.rows import BadRow, Row
 from fitune.errors import DataError
-from fitune.units import format_bytes
+from fitune.spec.strict_json import require_shallow
+from fitune.units import KIB, MIB, format_bytes
 
-MAX_LINE_BYTES = 16 * 1024**2
+MAX_LINE_BYTES = 16 * MIB
 """Longer lines are a broken file far more often than a row: 16 MiB of text is some four million tokens."""
+_MAX_JSON_BYTES = 256 * MIB
+"""Of a file that is one JSON value: it is parsed whole, which takes some ten times its size."""
+_TOLD_BYTES = 64 * KIB
+"""Between two calls of on_bytes: some 500 short rows."""
 
 _BOM = b"\xef\xbb\xbf"
 
 Rows = Iterator[Row | BadRow]
 
 
-def read_file(path: str) -> Rows:
-    """The rows of one file, read as its suffix says. Raises DataError when the file cannot be opened or parsed."""
+def read_file(path: str, on_bytes: Callable[[int], None] = lambda _count: None) -> Rows:
+    """The rows of one file, read as its suffix says. Raises DataError when the file cannot be opened or parsed.
+
+    ``on_bytes`` is told what was read, and may raise to stop.
+    """
     suffix = path.lower().rsplit(".", 1)[-1]
-    with open_binary(path) as file:
-        if suffix not in _BINARY:
+    if suffix in ARROW_SUFFIXES:
+        yield from read_arrow(path, on_bytes)
+        return
+    try:
+        with open_binary(path) as file:
             _refuse_other_encodings(file, path)
-        yield from _READERS[suffix](file, path)
+            yield from _READERS[suffix](_Watched(file, on_bytes), path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+class _Watched:
+    """A file that tells how much of it was read, also where that gives no row for long."""
+
+    def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None]) -> None:
+        self._file, self._on_bytes, self._untold = file, on_bytes, 0
+
+    def readline(self, limit: int) -> bytes:
+        return self._counted(self._file.readline(limit))
+
+    def read(self, limit: int) -> bytes:
+        return self._counted(self._file.read(limit))
+
+    def rewind(self) -> None:
+        self._file.seek(0)
+
+    def _counted(self, data: bytes) -> bytes:
+        self._untold += len(data)
+        if self._untold >= _TOLD_BYTES or not data:
+            self._on_bytes(self._untold)
+            self._untold = 0
+        return data
 
 
 def _refuse_other_encodings(file: BinaryIO, path: str) -> None:
@@ -50,7 +87,7 @@ def _name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _read_jsonl(file: BinaryIO, path: str) -> Rows:
+def _read_jsonl(file: _Watched, path: str) -> Rows:
     objects = _Objects()
     for number, raw in _numbered_lines(file):
         where = f"{path}:{number}"
@@ -68,7 +105,7 @@ class BadLine(bytes):
     """The beginning of a line that is too long to be kept."""
 
 
-def _numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def _numbered_lines(file: _Watched) -> Iterator[tuple[int, bytes]]:
     """Lines with their numbers from 1, the byte order mark taken off; CRLF is left to the caller's strip."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
@@ -106,9 +143,18 @@ def _parse_object(objects: "_Objects", text: str, where: str, *, torn: bool) -> 
                 f"{where}: the file ends in the middle of a row: {_tail(text)}", reason="torn last line"
             ) from None
         raise BadRow(f"{where}: not JSON: {_cause(error)}", reason="not JSON") from None
+    _require_flat(value, where)
     if objects.doubled:
         raise _key_twice(where, objects.doubled[0][1])
     return _require_object(value, where)
+
+
+def _require_flat(value: Any, where: str) -> None:
+    """What is nested deeply can be parsed, but not printed in a message about it."""
+    try:
+        require_shallow(value)
+    except ValueError as error:
+        raise BadRow(f"{where}: {error}", reason="nested too deeply") from None
 
 
 class _Objects:
@@ -159,14 +205,14 @@ def _tail(text: str) -> str:
     return f"…{text[-40:]!r}" if len(text) > 40 else repr(text)
 
 
-def _read_json(file: BinaryIO, path: str) -> Rows:
+def _read_json(file: _Watched, path: str) -> Rows:
     """A list of rows, or ``{"data": [...]}``. JSON lines under this suffix are read as what they are."""
     text, objects = _whole_text(file, path), _Objects()
     try:
         value = objects.parse(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            file.seek(0)
+            file.rewind()
             yield from _read_jsonl(file, path)
             return
         raise DataError(f"{path}:{error.lineno}: not JSON: {_cause(error)}") from None
@@ -181,8 +227,14 @@ def _read_json(file: BinaryIO, path: str) -> Rows:
         yield row if key is None else _key_twice(row.where, key)
 
 
-def _whole_text(file: BinaryIO, path: str) -> str:
-    raw = file.read().removeprefix(_BOM)
+def _whole_text(file: _Watched, path: str) -> str:
+    raw = file.read(_MAX_JSON_BYTES + 1)
+    if len(raw) > _MAX_JSON_BYTES:
+        raise DataError(
+            f"{path}: larger than {format_bytes(_MAX_JSON_BYTES)}, and a .json file is parsed whole",
+            hint=f"jq -c '.[]' {path} > {path}l; a .jsonl file is read row by row, however long it is",
+        )
+    raw = raw.removeprefix(_BOM)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -194,6 +246,7 @@ def _numbered_objects(values: list[Any], path: str, *, start: int = 1) -> Rows:
     for number, value in enumerate(values, start=start):
         where = f"{path} row {number}"
         try:
+            _require_flat(value, where)
             yield Row(where, _require_object(value, where))
         except BadRow as bad:
             yield bad
@@ -202,23 +255,36 @@ def _numbered_objects(values: list[Any], path: str, *, start: int = 1) -> Rows:
 class _TextLines:
     """Decoded lines for csv.reader. An iterator, not a generator: it goes on after it raised BadRow."""
 
-    def __init__(self, file: BinaryIO, path: str) -> None:
+    def __init__(self, file: _Watched, path: str) -> None:
         self._lines, self._path, self.number = _numbered_lines(file), path, 0
+        self.begin_record()
+
+    def begin_record(self) -> None:
+        """What is read from here on is one record: a quoted field may go over many lines."""
+        self._record_bytes, self._first = 0, self.number + 1
 
     def __iter__(self) -> "_TextLines":
         return self
 
     def __next__(self) -> str:
         self.number, raw = next(self._lines)
+        self._record_bytes += len(raw)
+        if self._record_bytes > MAX_LINE_BYTES and not isinstance(raw, BadLine):
+            limit = format_bytes(MAX_LINE_BYTES)
+            raise BadRow(
+                f"{self._path}:{self._first}: the record is longer than {limit}",
+                reason=f"record longer than {limit}",
+            )
         return _decode(raw, f"{self._path}:{self.number}")
 
 
-def _read_csv(file: BinaryIO, path: str) -> Rows:
+def _read_csv(file: _Watched, path: str) -> Rows:
     csv.field_size_limit(MAX_LINE_BYTES)
     lines = _TextLines(file, path)
     reader = csv.reader(lines, strict=True)
     header = _header(reader, path)
     while True:
+        lines.begin_record()
         first = lines.number + 1
         where = f"{path}:{first}"
         try:
@@ -267,46 +333,9 @@ def _record(header: list[str], values: list[str], where: str) -> dict[str, Any]:
     return dict(zip(header, values, strict=True))
 
 
-def _read_parquet(file: BinaryIO, path: str) -> Rows:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        yield from _arrow_rows(pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024), path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a parquet file: {error}") from None
-
-
-def _read_arrow(file: BinaryIO, path: str) -> Rows:
-    """The stream format that ``datasets`` writes, or the file format."""
-    import pyarrow
-
-    try:
-        if file.read(6) == b"ARROW1":
-            reader = pyarrow.ipc.open_file(file)
-            batches: Any = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        else:
-            file.seek(0)
-            batches = pyarrow.ipc.open_stream(file)
-        yield from _arrow_rows(batches, path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not an arrow file: {error}") from None
-
-
-def _arrow_rows(batches: Any, path: str) -> Rows:
-    start = 1
-    for batch in batches:
-        yield from _numbered_objects(batch.to_pylist(), path, start=start)
-        start += batch.num_rows
-
-
-_BINARY = ("parquet", "arrow")
-
-_READERS: dict[str, Callable[[BinaryIO, str], Rows]] = {
+_READERS: dict[str, Callable[[_Watched, str], Rows]] = {
     "jsonl": _read_jsonl,
     "ndjson": _read_jsonl,
     "json": _read_json,
     "csv": _read_csv,
-    "parquet": _read_parquet,
-    "arrow": _read_arrow,
 }

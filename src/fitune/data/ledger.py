@@ -29,22 +29,23 @@ class LedgerBook:
     tokens_supervised: int = 0
     longest_row: int = 0
 
-    def drop(self, reason: str, *, tokens: int = 0) -> None:
-        self.rows_read += 1
-        self.dropped[reason] += 1
-        self.tokens_read += tokens
-        self.tokens_dropped += tokens
+    def drop(self, reason: str, *, tokens: int = 0, times: int = 1) -> None:
+        """A row, read ``times`` times."""
+        self.rows_read += times
+        self.dropped[reason] += times
+        self.tokens_read += tokens * times
+        self.tokens_dropped += tokens * times
         self.longest_row = max(self.longest_row, tokens)
 
-    def keep(self, *, tokens: int, kept: int, supervised: int) -> None:
+    def keep(self, *, tokens: int, kept: int, supervised: int, times: int = 1) -> None:
         """A row of ``tokens`` of which ``kept`` stay; ``supervised`` counts labels, not first tokens."""
-        self.rows_read += 1
-        self.rows_kept += 1
-        self.rows_cut += kept < tokens
-        self.tokens_read += tokens
-        self.tokens_cut += tokens - kept
-        self.tokens_kept += kept
-        self.tokens_supervised += supervised
+        self.rows_read += times
+        self.rows_kept += times
+        self.rows_cut += times if kept < tokens else 0
+        self.tokens_read += tokens * times
+        self.tokens_cut += (tokens - kept) * times
+        self.tokens_kept += kept * times
+        self.tokens_supervised += supervised * times
         self.longest_row = max(self.longest_row, tokens)
 
     def close(self, *, formats: tuple[str, ...]) -> Ledger:

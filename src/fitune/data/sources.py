@@ -12,7 +12,9 @@ from fitune.data.rows import BadRow, Row
 from fitune.errors import DataError
 from fitune.spec.hub import no_waiting_for_the_hub
 from fitune.spec.plan import DataSource
+from fitune.units import MIB
 
+_CHUNK_BYTES = 4 * MIB
 _SAMPLE_SEED = 500
 """A sample is a property of the source, not of the run: two runs with other seeds train on the same rows."""
 
@@ -21,28 +23,46 @@ def _ignore(_reason: str) -> None:
     return None
 
 
+def _ignore_bytes(_count: int) -> None:
+    return None
+
+
 def read_rows(
     source: DataSource,
     *,
     on_bad_row: Literal["error", "skip"] = "error",
     count_bad: Callable[[str], None] = _ignore,
+    on_bytes: Callable[[int], None] = _ignore_bytes,
 ) -> Iterator[Row]:
     """The rows of a file, a folder, a Hub dataset or an fsspec URL, in order.
 
     A row that cannot be read is raised as DataError ``file:line: cause``, or, under ``skip``, counted by
     calling ``count_bad`` with its reason. ``path#500`` or ``source.sample`` takes that many rows, the same
-    ones every time, in the order of the file.
+    ones every time, in the order of the file. ``on_bytes`` is told what was read, and may raise to stop.
     """
     path, wanted = sample_size(source)
-    rows = _good_rows(_all_rows(path, source.split), on_bad_row=on_bad_row, count_bad=count_bad)
-    return iter(_sample(rows, wanted)) if wanted else rows
+    place = locate(path, split=source.split)
+    stored = _load_hub(place) if isinstance(place, HubDataset) else None
+
+    def good_rows(count_bad: Callable[[str], None]) -> Iterator[Row]:
+        rows = (
+            _rows_of_files(place, on_bytes)
+            if isinstance(place, Files)
+            else _rows_of_hub(path, stored, on_bytes)
+        )
+        return _good_rows(rows, on_bad_row=on_bad_row, count_bad=count_bad)
+
+    if not wanted:
+        return good_rows(count_bad)
+    return _numbered(good_rows(_ignore), _sample(good_rows(count_bad), wanted))
 
 
-def content_key(source: DataSource) -> str:
+def content_key(source: DataSource, *, on_bytes: Callable[[int], None] = _ignore_bytes) -> str:
     """A hash that changes when the content of the source changes.
 
     Files on disk, those of a downloaded Hub dataset included, are hashed by their bytes; files behind a URL by
-    what their filesystem says of them (size, entity tag, time of change).
+    what their filesystem says of them (size, entity tag, time of change). ``on_bytes`` is told what was read, and
+    may raise to stop.
     """
     path, _ = sample_size(source)
     place = locate(path, split=source.split)
@@ -52,28 +72,33 @@ def content_key(source: DataSource) -> str:
     else:
         paths = place.paths
     for name in paths:
-        digest.update(_file_key(name))
+        digest.update(_file_key(name, on_bytes))
     return digest.hexdigest()
 
 
-def _file_key(path: str) -> bytes:
+def _file_key(path: str, on_bytes: Callable[[int], None]) -> bytes:
     if "://" in path:
         import fsspec
 
         filesystem, inner = fsspec.core.url_to_fs(path)
         return str(filesystem.ukey(inner)).encode()
     with open_binary(path) as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+        digest = hashlib.blake2b(digest_size=16)
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            on_bytes(len(chunk))
+        return digest.digest()
 
 
-def _all_rows(path: str, split: str) -> Rows:
-    place = locate(path, split=split)
-    if isinstance(place, Files):
-        for name in place.paths:
-            yield from read_file(name)
-    else:
-        for number, fields in enumerate(_load_hub(place), start=1):
-            yield Row(f"{path} row {number}", fields)
+def _rows_of_files(place: Files, on_bytes: Callable[[int], None]) -> Rows:
+    for name in place.paths:
+        yield from read_file(name, on_bytes)
+
+
+def _rows_of_hub(path: str, stored: Any, on_bytes: Callable[[int], None]) -> Rows:
+    for number, fields in enumerate(stored, start=1):
+        on_bytes(0)
+        yield Row(f"{path} row {number}", fields)
 
 
 def _load_hub(place: HubDataset) -> Any:
@@ -113,13 +138,25 @@ def with_skip_hint(bad: BadRow) -> BadRow:
     return BadRow(bad.message, reason=bad.reason, hint=f"{bad.hint}; {skip}" if bad.hint else skip)
 
 
-def _sample(rows: Iterator[Row], count: int) -> list[Row]:
-    """``count`` rows, each equally likely (reservoir sampling, Vitter 1985): only the sample is in memory."""
+def _sample(rows: Iterator[Row], count: int) -> list[int]:
+    """Numbers of ``count`` rows, each equally likely (reservoir sampling, Vitter 1985)."""
     rng = np.random.default_rng(_SAMPLE_SEED)
-    kept: list[tuple[int, Row]] = []
-    for number, row in enumerate(rows):
+    kept: list[int] = []
+    for number, _ in enumerate(rows):
         if number < count:
-            kept.append((number, row))
+            kept.append(number)
         elif (place := int(rng.integers(number + 1))) < count:
-            kept[place] = (number, row)
-    return [row for _, row in sorted(kept, key=lambda pair: pair[0])]
+            kept[place] = number
+    return sorted(kept)
+
+
+def _numbered(rows: Iterator[Row], wanted: list[int]) -> Iterator[Row]:
+    """The rows of these numbers. They are read once more rather than kept: a sample may be large."""
+    numbers = iter(wanted)
+    next_wanted = next(numbers, -1)
+    for number, row in enumerate(rows):
+        if number == next_wanted:
+            yield row
+            next_wanted = next(numbers, -1)
+        if next_wanted < 0:
+            return

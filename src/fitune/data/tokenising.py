@@ -1,89 +1,110 @@
 """Examples to rows of token ids that fit the context, with every token accounted for."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from fitune.data.encoding import Piece
-from fitune.data.formats import Conversation, Example
-from fitune.data.ledger import LedgerBook
+from fitune.data.formats import Example
 from fitune.data.rows import BadRow
 from fitune.data.sources import with_skip_hint
 from fitune.data.templates import ChatTemplate, Encoded
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan
 
-_BATCH_ROWS = 1024
-"""Rows per call of the tokenizer: enough for its threads, little in memory."""
-FIRST_CONVERSATIONS = 64
-"""Conversations that are kept as text too."""
+MAX_TEXT = 2**19
+"""Characters per call of the tokenizer, which needs some hundred bytes for each. A longer row goes alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What became of one example: it is in the dataset as ``rows`` rows, or was dropped for ``reason``."""
+
+    tokens: int = 0
+    """As it was read; 0 when it was dropped before that."""
+    rows: int = 0
+    kept: int = 0
+    supervised: int = 0
+    reason: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenRows:
+    """The rows of a batch of examples end to end, and the fate of each example."""
+
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    supervised: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
+    lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    fates: list[Fate] = field(default_factory=list)
+    error: DataError | None = None
+    """The first example that cannot be used, where that is an error; nothing stands for it and what follows it."""
 
 
 class RowTokeniser:
-    """Takes examples one by one and tokenises them in batches; ``book`` says what happened to them."""
+    """Tokenises batches of examples. What it returns depends on the batch alone."""
 
     def __init__(self, data: DataPlan, template: ChatTemplate, *, seq_len: int) -> None:
-        self.book = LedgerBook()
-        self.first_conversations: list[Conversation] = []
         self._data, self._template, self._seq_len = data, template, seq_len
-        self._waiting: list[tuple[Example, list[Piece], int]] = []
-        self._rows: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def add(self, example: Example, *, places: int = 1) -> None:
-        """``places`` is how often the row stands in the dataset; each place is counted as a row read."""
+    def __call__(self, examples: Sequence[Example]) -> TokenRows:
+        """The rows of ``examples`` in their order; never more text at once in the tokenizer than MAX_TEXT."""
+        rows = _Rows()
+        waiting: list[tuple[Example, list[Piece]] | BadRow] = []
+        text = 0
         try:
-            self._waiting.append((example, self._template.lay_out(example), places))
+            for example in examples:
+                laid_out = self._lay_out(example)
+                waiting.append(laid_out)
+                text += 0 if isinstance(laid_out, BadRow) else sum(len(p.text) for p in laid_out[1])
+                if text > MAX_TEXT:
+                    self._encode(waiting, rows)
+                    waiting, text = [], 0
+                if isinstance(laid_out, BadRow) and self._data.on_bad_row == "error":
+                    break
+            self._encode(waiting, rows)
+        except DataError as error:
+            return TokenRows(error=error)
+        return rows.joined()
+
+    def _lay_out(self, example: Example) -> tuple[Example, list[Piece]] | BadRow:
+        try:
+            return example, self._template.lay_out(example)
         except BadRow as bad:
-            if self._data.on_bad_row == "error":
-                raise with_skip_hint(bad) from None
-            self.book.drop(bad.reason)
-        if len(self._waiting) == _BATCH_ROWS:
-            self._tokenise()
+            return bad
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether any row came here, kept or dropped."""
-        return bool(self._waiting or self.book.rows_read)
+    def _encode(self, waiting: Sequence[tuple[Example, list[Piece]] | BadRow], rows: "_Rows") -> None:
+        good = [each for each in waiting if not isinstance(each, BadRow)]
+        encoded = iter(self._template.encode_rows([pieces for _, pieces in good]))
+        for each in waiting:
+            if not isinstance(each, BadRow):
+                self._cut(next(encoded), each[0].where, rows)
+            elif self._data.on_bad_row == "error":
+                raise with_skip_hint(each)
+            else:
+                rows.fates.append(Fate(reason=each.reason))
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """ids int32, supervised bool, offsets int64 of all rows added."""
-        self._tokenise()
-        offsets = np.zeros(len(self._rows) + 1, dtype=np.int64)
-        np.cumsum([len(ids) for ids, _ in self._rows], out=offsets[1:])
-        ids = np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in self._rows)])
-        supervised = np.concatenate([np.empty(0, np.bool_), *(marks for _, marks in self._rows)])
-        return ids, supervised, offsets
-
-    def _tokenise(self) -> None:
-        encoded = self._template.encode_rows([pieces for _, pieces, _ in self._waiting])
-        for (example, _, places), row in zip(self._waiting, encoded, strict=True):
-            for _ in range(places):
-                if self._put(row, example.where) and isinstance(example, Conversation):
-                    self._remember(example)
-        self._waiting.clear()
-
-    def _remember(self, conversation: Conversation) -> None:
-        if len(self.first_conversations) < FIRST_CONVERSATIONS:
-            self.first_conversations.append(conversation)
-
-    def _put(self, row: Encoded, where: str) -> bool:
-        """Store what of the row fits and can be learned. False when it was dropped."""
+    def _cut(self, row: Encoded, where: str, rows: "_Rows") -> None:
+        """Keep what of the row fits and can be learned."""
         ids = np.array(row.ids, dtype=np.int32)
         supervised = np.array(row.supervised, dtype=np.bool_)
         if self._data.train_on_prompt:
             supervised[:] = True
         parts = list(self._parts(len(ids), where))
-        kept = [(ids[part], supervised[part]) for part in parts if supervised[part][1:].any()]
-        if not kept:
-            self.book.drop(self._reason(len(ids), parts), tokens=len(ids))
-            return False
-        self._rows += kept
-        self.book.keep(
-            tokens=len(ids),
-            kept=sum(len(part_ids) for part_ids, _ in kept),
-            supervised=sum(int(marks[1:].sum()) for _, marks in kept),
+        learned = [int(supervised[part][1:].sum()) for part in parts]
+        kept = [part for part, count in zip(parts, learned, strict=True) if count]
+        rows.ids += [ids[part] for part in kept]
+        rows.supervised += [supervised[part] for part in kept]
+        rows.fates.append(
+            Fate(
+                tokens=len(ids),
+                rows=len(kept),
+                kept=sum(len(ids[part]) for part in kept),
+                supervised=sum(learned),
+                reason="" if kept else self._reason(len(ids), parts),
+            )
         )
-        return True
 
     def _parts(self, length: int, where: str) -> Iterator[slice]:
         """The stretches of a row that become rows, as ``on_long_row`` says."""
@@ -102,3 +123,51 @@ class RowTokeniser:
         if not parts:
             return "longer than the context"
         return "no answer left after truncation" if length > self._seq_len else "nothing to learn"
+
+
+class _Rows:
+    """Rows while they are cut."""
+
+    def __init__(self) -> None:
+        self.ids: list[np.ndarray] = []
+        self.supervised: list[np.ndarray] = []
+        self.fates: list[Fate] = []
+
+    def joined(self) -> TokenRows:
+        if not self.ids:
+            return TokenRows(fates=self.fates)
+        return TokenRows(
+            ids=np.concatenate(self.ids),
+            supervised=np.concatenate(self.supervised),
+            lengths=np.array([len(ids) for ids in self.ids], dtype=np.int64),
+            fates=self.fates,
+        )
+
+
+def to_bytes(rows: TokenRows) -> list[bytes]:
+    """``rows`` as messages for another process."""
+    fates = [(f.tokens, f.rows, f.kept, f.supervised, f.reason) for f in rows.fates]
+    error = rows.error
+    said = error and {"message": error.message, "hint": error.hint, "reason": getattr(error, "reason", None)}
+    head = json.dumps({"fates": fates, "error": said}).encode()
+    return [head, rows.ids.tobytes(), rows.supervised.tobytes(), rows.lengths.tobytes()]
+
+
+def from_bytes(head: bytes, ids: bytes, supervised: bytes, lengths: bytes) -> TokenRows:
+    """The other way. Plain numbers and text: nothing that another process sends is run here."""
+    content = json.loads(head)
+    fates = [
+        Fate(tokens=tokens, rows=rows, kept=kept, supervised=learned, reason=reason)
+        for tokens, rows, kept, learned, reason in content["fates"]
+    ]
+    return TokenRows(
+        ids=np.frombuffer(ids, np.int32),
+        supervised=np.frombuffer(supervised, np.bool_),
+        lengths=np.frombuffer(lengths, np.int64),
+        fates=fates,
+        error=_error(**content["error"]) if content["error"] else None,
+    )
+
+
+def _error(*, message: str, hint: str | None, reason: str | None) -> DataError:
+    return DataError(message, hint=hint) if reason is None else BadRow(message, reason=reason, hint=hint)

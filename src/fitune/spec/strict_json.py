@@ -55,7 +55,7 @@ def parse_json(data: bytes | str) -> Any:
         raise ValueError(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
         raise _too_deep() from None
-    _require_shallow(value)
+    require_shallow(value)
     _require_whole_characters(text, value)
     return value
 
@@ -75,7 +75,8 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _require_shallow(value: Any) -> None:
+def require_shallow(value: Any) -> None:
+    """Raises ValueError when lists and objects are nested more than MOST_NESTING deep."""
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1

@@ -8,9 +8,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from fitune.checkpoint.line import Descent
-from fitune.data.dataset import PreparedData
 from fitune.data.formats import Conversation
 from fitune.data.loader import Loader, LoaderState
+from fitune.data.preparing import PreparedData
+from fitune.data.progress import Watch, ignore_reading
 from fitune.measure.memory import CpuMeter, MemoryMeter
 from fitune.models.language_model import LanguageModel
 from fitune.models.reading import OnBytes, nobody
@@ -38,6 +39,8 @@ class Callbacks:
     """Answers held-out prompts with the model as it is, for the samples before and after."""
     on_bytes: OnBytes = nobody
     """While weights are read: bytes so far and in all."""
+    on_reading: Watch = ignore_reading
+    """While data is read and tokenised, several times a second."""
 
 
 @dataclass(slots=True, kw_only=True)

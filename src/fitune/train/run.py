@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from fitune.checkpoint.resume import begin_line
 from fitune.checkpoint.save import save_checkpoint
-from fitune.data.dataset import PreparedData, prepare_data
 from fitune.data.loader import Loader
+from fitune.data.preparing import PreparedData, prepare_data
+from fitune.data.progress import Reading
 from fitune.errors import OutOfMemory
 from fitune.measure.memory import memory_meter
 from fitune.models.vocabulary import planned_tokenizer, require_rows
@@ -79,7 +80,7 @@ def run(
             callbacks.on_note(note)
         base = base_identity(plan)
         require_same_base(start, plan, base=base)
-        tokenizer, data, loader = _read_data(plan, start)
+        tokenizer, data, loader = _read_data(plan, start, callbacks)
         if overwrite:  # only now: what was there is untouched until the data is known
             remove_run(directory)
         _begin(directory, {"plan.json": to_json(plan), **(files or {})})
@@ -101,15 +102,28 @@ def run(
             return _train_and_report(current, start)
 
 
-def _read_data(plan: Plan, start: Start) -> tuple[PreTrainedTokenizerBase, PreparedData, Loader]:
-    """Tokenise before the model is loaded: bad data should not cost the wait for the weights."""
+def _read_data(
+    plan: Plan, start: Start, callbacks: Callbacks
+) -> tuple[PreTrainedTokenizerBase, PreparedData, Loader]:
+    """Tokenise before the model is loaded: bad data should not cost the wait for the weights.
+
+    Raises KeyboardInterrupt when a stop is asked for: there is no step yet that could be finished first.
+    """
     tokenizer = planned_tokenizer(plan)
+
+    def watch(reading: Reading) -> None:
+        callbacks.on_reading(reading)
+        if callbacks.stop_asked():
+            raise KeyboardInterrupt
+
     data = prepare_data(
         plan.data,
         tokenizer=tokenizer,
         tokenizer_path=plan.model_path,
         seq_len=plan.batch.seq_len,
         seed=plan.run.seed,
+        watch=watch,
+        on_note=callbacks.on_note,
     )
     largest = max(part.largest_id for part in (data.train, data.eval) if part is not None)
     require_rows(plan.model_path, largest_id=largest, rows=plan.model.vocab_size)

@@ -4,7 +4,7 @@ import importlib.metadata
 import platform
 from collections.abc import Sequence
 
-from fitune.data.dataset import PreparedData
+from fitune.data.preparing import PreparedData
 from fitune.measure.memory import process_bytes
 from fitune.models.language_model import LanguageModel
 from fitune.models.quantize import count_weights

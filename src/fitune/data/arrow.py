@@ -1,0 +1,176 @@
+"""Parquet and arrow files, read by another process within bounds of memory.
+
+A few hundred bytes of these formats can stand for any amount of memory, and what a damaged file does to their reader
+(C++) cannot be caught: it aborts. There it ends a process that has nothing to lose.
+"""
+
+import json
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fitune.data.children import Child, ChildEnded, requests
+from fitune.data.locations import open_binary
+from fitune.data.rows import BadRow, Row
+from fitune.errors import DataError
+from fitune.units import GIB, MIB, format_bytes
+
+ARROW_SUFFIXES = ("parquet", "arrow")
+
+_MOST_MEMORY = 3 * GIB
+"""Of address space for the reader, beyond what it has when it begins."""
+_MAX_ROW_BYTES = 16 * MIB
+"""As much as a line may have."""
+_MESSAGE_BYTES = 4 * MIB
+_BATCH_ROWS = 1024
+
+_ROWS, _TOO_LONG, _FAILED, _END = b"R", b"L", b"F", b"."
+"""First byte of every message of the reader."""
+
+
+def read_arrow(path: str, on_bytes: Callable[[int], None]) -> Iterator[Row | BadRow]:
+    """The rows of a file. ``on_bytes`` is called while they are waited for, and may raise to stop.
+
+    Raises DataError when it cannot be read, or not within the memory that a reader may have.
+    """
+    import pyarrow
+
+    child = Child("fitune.data.arrow", beat=lambda: on_bytes(0))
+    number = 0
+    try:
+        child.send(path.encode("utf-8", "surrogateescape"))
+        while (message := child.receive())[:1] != _END:
+            kind, content = message[:1], message[1:]
+            if kind == _FAILED:
+                raise DataError(**json.loads(content))
+            if kind == _TOO_LONG:
+                number += 1
+                limit = format_bytes(_MAX_ROW_BYTES)
+                yield BadRow(
+                    f"{path} row {number}: the row is longer than {limit}", reason=f"row longer than {limit}"
+                )
+                continue
+            on_bytes(int.from_bytes(content[:8], "little"))
+            for fields in pyarrow.ipc.open_stream(content[8:]).read_all().to_pylist():
+                number += 1
+                yield Row(f"{path} row {number}", fields)
+    except ChildEnded as ended:
+        raise DataError(
+            f"{path}: the reader of the file ended with {ended.how} after row {number:,}: the file is damaged, or a "
+            f"batch of its rows needs more than {format_bytes(_MOST_MEMORY)}",
+            hint="write the file anew with fewer rows in a row group, or as .jsonl",
+        ) from None
+    finally:
+        child.close()
+
+
+def main() -> None:
+    """In the other process: one path comes, messages go back."""
+    import pyarrow
+
+    connection, request = next(requests(sys.argv))
+    path = request.decode("utf-8", "surrogateescape")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit = _address_space() + _MOST_MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        for message in _messages(path):
+            connection.send_bytes(message)
+    except DataError as error:
+        connection.send_bytes(_failed(error.message, error.hint))
+    except MemoryError:
+        what = f"a batch of its rows needs more than {format_bytes(_MOST_MEMORY)}"
+        hint = "write the file anew with fewer rows in a row group, or as .jsonl"
+        connection.send_bytes(_failed(f"{path}: {what}", hint))
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        kind = "a parquet" if path.lower().endswith("parquet") else "an arrow"
+        connection.send_bytes(_failed(f"{path}: not {kind} file: {error}", None))
+    connection.send_bytes(_END)
+
+
+def _failed(message: str, hint: str | None) -> bytes:
+    return _FAILED + json.dumps({"message": message, "hint": hint}).encode()
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped (man 5 proc)."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _messages(path: str) -> Iterator[bytes]:
+    with open_binary(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        batches = _parquet_batches(file) if path.lower().endswith("parquet") else _arrow_batches(file)
+        told = 0
+        for batch, share in batches:
+            for message in _within_bounds(_without_dictionaries(batch)):
+                read = int(size * share)
+                yield (
+                    message if message == _TOO_LONG else _ROWS + (read - told).to_bytes(8, "little") + message
+                )
+                told = read
+
+
+def _parquet_batches(file: Any) -> Iterator[tuple[Any, float]]:
+    """Batches, each with the share of the file that is read with it."""
+    import pyarrow.parquet
+
+    parquet = pyarrow.parquet.ParquetFile(file, buffer_size=MIB, pre_buffer=False)
+    groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
+    row_bytes = max((g.total_byte_size / max(g.num_rows, 1) for g in groups), default=1)
+    rows = max(1, min(_BATCH_ROWS, int(_MAX_ROW_BYTES / max(row_bytes, 1))))
+    done = 0
+    for batch in parquet.iter_batches(batch_size=rows, use_threads=False):
+        done += batch.num_rows
+        yield batch, min(1.0, done / max(parquet.metadata.num_rows, 1))
+
+
+def _arrow_batches(file: Any) -> Iterator[tuple[Any, float]]:
+    """The stream format that ``datasets`` writes, or the file format."""
+    import pyarrow
+
+    size = file.seek(0, 2)
+    file.seek(0)
+    if file.read(6) == b"ARROW1":
+        reader = pyarrow.ipc.open_file(file)
+        for place in range(reader.num_record_batches):
+            yield reader.get_batch(place), (place + 1) / reader.num_record_batches
+        return
+    file.seek(0)
+    for batch in pyarrow.ipc.open_stream(file):
+        yield batch, file.tell() / size
+
+
+def _without_dictionaries(batch: Any) -> Any:
+    import pyarrow
+
+    if not any(pyarrow.types.is_dictionary(field.type) for field in batch.schema):
+        return batch
+    columns = [c.dictionary_decode() if pyarrow.types.is_dictionary(c.type) else c for c in batch.columns]
+    return pyarrow.record_batch(columns, names=batch.schema.names)
+
+
+def _within_bounds(batch: Any) -> Iterator[bytes]:
+    """The batch as messages of bounded size, one row at least."""
+    import pyarrow
+
+    if batch.num_rows == 0:
+        return
+    if batch.nbytes > _MAX_ROW_BYTES and batch.num_rows == 1:
+        yield _TOO_LONG
+    elif batch.nbytes > _MESSAGE_BYTES and batch.num_rows > 1:
+        half = batch.num_rows // 2
+        yield from _within_bounds(batch.slice(0, half))
+        yield from _within_bounds(batch.slice(half))
+    else:
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
+            stream.write_batch(batch)
+        yield sink.getvalue().to_pybytes()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Processes beside this one that answer messages. They end with it, however it ends, and never stop it from ending."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import fitune
+
+WAKE_S = 0.2
+"""How long waiting lasts before ``beat`` is called: a stop that is asked for is seen in this time."""
+
+Beat = Callable[[], None]
+
+
+def nothing() -> None:
+    """A beat for callers that never stop."""
+
+
+class ChildEnded(Exception):
+    """The process is gone before it answered; ``how`` says it for people."""
+
+    def __init__(self, status: int) -> None:
+        self.how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
+        super().__init__(self.how)
+
+
+class Child:
+    """``python -m module`` with a pipe of messages.
+
+    A new program, not a fork: torch and tokenizers have threads, which a fork would leave behind in the middle of
+    what they did. It sees no signal of the terminal. It ends when the pipe closes, so also when this process
+    is killed.
+    """
+
+    def __init__(self, module: str, *, beat: Beat = nothing) -> None:
+        self._beat = beat
+        self._connection, theirs = Pipe()
+        paths = [str(Path(fitune.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        own = {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system",
+        }  # fmt: skip
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | own,
+            )  # fmt: skip
+
+    def send(self, message: bytes) -> None:
+        """Raises ChildEnded."""
+        try:
+            self._connection.send_bytes(message)
+        except OSError:
+            raise self._ended() from None
+
+    def receive(self) -> bytes:
+        """The next message. Calls ``beat`` while it waits. Raises ChildEnded."""
+        try:
+            while not self._connection.poll(WAKE_S):
+                self._beat()
+            return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            raise self._ended() from None
+
+    def _ended(self) -> ChildEnded:
+        return ChildEnded(self._process.wait())
+
+    def close(self) -> None:
+        """End the process at once, whatever it does."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def requests(arguments: Sequence[str]) -> Iterator[tuple[Connection, bytes]]:
+    """In the child: the pipe and the messages of its parent, one after another.
+
+    A thread takes them from the pipe, so that the parent never waits for that; when the parent is gone, the process
+    ends in the middle of what it does.
+    """
+    connection = Connection(int(arguments[1]))
+    received: queue.Queue[bytes] = queue.Queue()
+
+    def read() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                received.put(connection.recv_bytes())
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield connection, received.get()

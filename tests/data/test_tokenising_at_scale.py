@@ -1,0 +1,215 @@
+"""Large data: the same rows over any number of processes, in bounded memory, and stopped at once when asked."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
+from fitune.data import preparing, workers
+from fitune.data.preparing import prepare_data
+from fitune.errors import DataError
+from fitune.spec.plan import DataPlan, DataSource
+
+
+def row(i):
+    return {"prompt": f"what is {i}?", "completion": f"the answer is {i} " * (1 + i % 5)}
+
+
+def write(path, rows):
+    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in rows))
+    return DataSource(path=str(path))
+
+
+@pytest.fixture
+def prepare(tmp_path):
+    def run(*sources, cache="cache", watch=None, template=None, **settings):
+        data = DataPlan(sources=sources, cache_dir=str(tmp_path / cache), **settings)
+        told = {} if watch is None else {"watch": watch}
+        tokenizer = byte_tokenizer(template=template)
+        return prepare_data(data, tokenizer=tokenizer, tokenizer_path="tiny", seq_len=64, seed=1, **told)
+
+    return run
+
+
+@pytest.fixture
+def in_processes(monkeypatch):
+    """Small data, tokenised as large data is: in so many processes, in small batches."""
+
+    def use(count):
+        monkeypatch.setattr(preparing, "_BATCH_ROWS", 16)
+        monkeypatch.setattr(workers, "_WORTH_A_START", 0)
+        monkeypatch.setattr(workers, "_cores", lambda: count)
+
+    return use
+
+
+def test_any_number_of_processes_gives_the_same_rows(tmp_path, prepare, in_processes):
+    rows = [row(i) if i % 11 else '{"prompt": 1, "completion": "x"}' for i in range(200)]
+    sources = [
+        write(tmp_path / "rows.jsonl", rows),
+        write(tmp_path / "more.jsonl", [{"text": "some text"}] * 9),
+    ]
+    settings = {"on_bad_row": "skip", "val_fraction": 0.2, "on_long_row": "split", "template": HEADER_STYLE}
+    alone = prepare(*sources, cache="alone", **settings)
+    for count in (1, 3):
+        in_processes(count)
+        many = prepare(*sources, cache=f"{count}", **settings)
+        assert many.train.fingerprint == alone.train.fingerprint
+        assert many.eval.fingerprint == alone.eval.fingerprint
+        assert (many.train_ledger, many.eval_ledger) == (alone.train_ledger, alone.eval_ledger)
+        assert many.eval_examples == alone.eval_examples
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_the_first_row_that_cannot_be_used_is_named(tmp_path, prepare, in_processes, count):
+    """The row of line 40 is longer than the context, that of line 45 cannot be read; both are in one batch."""
+    if count:
+        in_processes(count)
+    rows = (
+        [row(0)] * 39
+        + [{"prompt": "a", "completion": "word " * 200}]
+        + [row(0)] * 4
+        + ["{bad"]
+        + [row(0)] * 90
+    )
+    with pytest.raises(DataError, match=r"rows.jsonl:40: the row has .* tokens"):
+        prepare(write(tmp_path / "rows.jsonl", rows), on_long_row="error")
+    with pytest.raises(DataError, match=r"rows.jsonl:45: not JSON"):
+        prepare(write(tmp_path / "rows.jsonl", rows))
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_stop_leaves_no_process_and_no_half_entry(tmp_path, prepare, in_processes, count, monkeypatch):
+    started = []
+    real = workers.Child
+    monkeypatch.setattr(workers, "Child", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
+    if count:
+        in_processes(count)
+
+    def stop(reading):
+        if reading.doing == "tokenising" and (not count or started):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(write(tmp_path / "rows.jsonl", [row(i) for i in range(100)]), watch=stop)
+    assert len(started) == count
+    assert all(child._process.poll() is not None for child in started)
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+
+
+def test_a_process_that_dies_is_an_error_that_names_the_rows(tmp_path, prepare, in_processes, monkeypatch):
+    in_processes(1)
+    real = workers._send
+
+    def send_and_kill(child, batch):
+        real(child, batch)
+        child._process.kill()
+
+    monkeypatch.setattr(workers, "_send", send_and_kill)
+    with pytest.raises(
+        DataError, match=r"ended with signal SIGKILL at .*rows.jsonl:1 or in the 15 rows after"
+    ):
+        prepare(write(tmp_path / "rows.jsonl", [row(i) for i in range(100)]))
+
+
+def test_processes_end_with_their_parent():
+    """Even when it is killed, and whatever they do: here one sleeps for a minute."""
+    code = (
+        "from fitune.data.children import Child; import time\n"
+        "child = Child('data.sleeping_child'); print(child._process.pid, flush=True)\n"
+        "child.send(b'sleep'); child.receive(); print('sleeping', flush=True); time.sleep(60)"
+    )
+    here = os.path.dirname(os.path.dirname(__file__))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, here])}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True
+    )
+    pid = int(parent.stdout.readline())
+    child = os.pidfd_open(pid)
+    assert parent.stdout.readline() == "sleeping\n"
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    import select
+
+    assert select.select([child], [], [], 30)[0]
+    os.close(child)
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path, prepare, monkeypatch):
+    monkeypatch.setattr(preparing, "_BATCH_ROWS", 64)
+
+    def peak(count):
+        source = write(tmp_path / f"{count}.jsonl", [row(i) for i in range(count)])
+        prepare(source, cache="warm")
+        tracemalloc.start()
+        prepare(source, cache=f"{count}")
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    prepare(write(tmp_path / "first.jsonl", [row(0)]))
+    assert peak(1500) < 1.2 * peak(300)
+
+
+def test_long_rows_are_tokenised_a_few_at_a_time(tmp_path, prepare, monkeypatch):
+    seen = []
+    real = preparing.RowTokeniser.__call__
+
+    def call(self, examples):
+        seen.append(sum(map(workers.text_size, examples)))
+        return real(self, examples)
+
+    monkeypatch.setattr(preparing.RowTokeniser, "__call__", call)
+    monkeypatch.setattr(preparing, "MAX_TEXT", 3000)
+    long = [{"prompt": "why?", "completion": "so " * 400}] * 20 + [
+        {"prompt": "why?", "completion": "so " * 4000}
+    ]
+    prepare(write(tmp_path / "rows.jsonl", long), on_long_row="split")
+    assert max(seen[:-1]) <= 3000
+    assert len(seen) == 11
+
+
+def test_a_repeated_row_is_stored_once(tmp_path, prepare):
+    source = write(tmp_path / "rows.jsonl", [row(i) for i in range(10)])
+    once = prepare(source, on_long_row="split", cache="once").train
+    often = prepare(
+        write(tmp_path / "one.jsonl", [row(99)]),
+        DataSource(path=source.path, weight=1000),
+        on_long_row="split",
+    ).train
+    assert len(often) == 1 + 1000 * len(once)
+    assert len(often._ids) < 2 * len(once._ids)
+    assert often.row(1)[0].tolist() == once.row(0)[0].tolist()
+    assert often.lengths.sum() == often.row(0)[0].size + 1000 * once.lengths.sum()
+    copied = type(often)(
+        np.concatenate([often.row(i)[0] for i in range(len(often))]),
+        np.concatenate([often.row(i)[1] for i in range(len(often))]),
+        np.concatenate([[0], np.cumsum(often.lengths)]),
+    )
+    assert copied.fingerprint == often.fingerprint
+    assert copied.labels_per_row.tolist() == often.labels_per_row.tolist()
+
+
+def test_a_weight_that_no_memory_holds_is_refused(tmp_path, prepare):
+    source = write(tmp_path / "rows.jsonl", [row(i) for i in range(100)])
+    with pytest.raises(DataError, match=r"rows.jsonl:100 100,000,000 places, at most 50,000,000") as caught:
+        prepare(DataSource(path=source.path, weight=1e6))
+    assert "divide all of them" in caught.value.hint
+
+
+def test_the_watcher_is_told_bytes_rows_and_the_end(tmp_path, prepare):
+    seen = []
+    source = write(tmp_path / "rows.jsonl", [row(i) for i in range(3000)])
+    ledger = prepare(source, watch=seen.append).train_ledger
+    size = os.path.getsize(source.path)
+    assert seen[0].doing == "checking"
+    assert (seen[-1].doing, seen[-1].bytes_read, seen[-1].bytes_in_all) == ("done", size, size)
+    assert (seen[-1].rows, seen[-1].tokens) == (ledger.rows_read, ledger.tokens_read)
+    assert len([reading for reading in seen if 0 < reading.rows < 3000]) >= 2
