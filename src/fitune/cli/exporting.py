@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from fitune.cli.loading import loading_bar
-from fitune.data.dataset import PreparedData, prepare_data
+from fitune.data.preparing import PreparedData, prepare_data
 from fitune.errors import RecipeError
 from fitune.models.vocabulary import planned_tokenizer
 from fitune.report.html import write_report

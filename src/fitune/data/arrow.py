@@ -8,7 +8,7 @@ import json
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from fitune.data.children import Child, ChildEnded, requests
 from fitune.data.locations import open_binary
@@ -18,12 +18,15 @@ from fitune.units import GIB, MIB, format_bytes
 
 ARROW_SUFFIXES = ("parquet", "arrow")
 
-_MOST_MEMORY = 3 * GIB
-"""Of address space for the reader, beyond what it has when it begins."""
+_MEMORY, _MOST_MEMORY = GIB, 8 * GIB
+"""Address space for the reader beyond what it has when it begins: so much, and twice the file, but not more than the
+second. A batch in an arrow file is as large as it was written."""
 _MAX_ROW_BYTES = 16 * MIB
 """As much as a line may have."""
 _MESSAGE_BYTES = 4 * MIB
 _BATCH_ROWS = 1024
+
+_HINT = "write the file anew with fewer rows in a row group, or as .jsonl"
 
 _ROWS, _TOO_LONG, _FAILED, _END = b"R", b"L", b"F", b"."
 """First byte of every message of the reader."""
@@ -58,8 +61,8 @@ def read_arrow(path: str, on_bytes: Callable[[int], None]) -> Iterator[Row | Bad
     except ChildEnded as ended:
         raise DataError(
             f"{path}: the reader of the file ended with {ended.how} after row {number:,}: the file is damaged, or a "
-            f"batch of its rows needs more than {format_bytes(_MOST_MEMORY)}",
-            hint="write the file anew with fewer rows in a row group, or as .jsonl",
+            "batch of its rows needs more memory than the reader may have",
+            hint=_HINT,
         ) from None
     finally:
         child.close()
@@ -72,17 +75,20 @@ def main() -> None:
     connection, request = next(requests(sys.argv))
     path = request.decode("utf-8", "surrogateescape")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit = _address_space() + _MOST_MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
-        for message in _messages(path):
-            connection.send_bytes(message)
+        with open_binary(path) as file:
+            size = file.seek(0, 2)
+            room = min(_MEMORY + 2 * size, _MOST_MEMORY)
+            limit = _address_space() + room
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            for message in _messages(file, size, is_parquet=path.lower().endswith("parquet")):
+                connection.send_bytes(message)
     except DataError as error:
         connection.send_bytes(_failed(error.message, error.hint))
     except MemoryError:
-        what = f"a batch of its rows needs more than {format_bytes(_MOST_MEMORY)}"
-        hint = "write the file anew with fewer rows in a row group, or as .jsonl"
-        connection.send_bytes(_failed(f"{path}: {what}", hint))
+        connection.send_bytes(
+            _failed(f"{path}: a batch of its rows needs more than {format_bytes(room)}", _HINT)
+        )
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         kind = "a parquet" if path.lower().endswith("parquet") else "an arrow"
         connection.send_bytes(_failed(f"{path}: not {kind} file: {error}", None))
@@ -99,22 +105,17 @@ def _address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _messages(path: str) -> Iterator[bytes]:
-    with open_binary(path) as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        batches = _parquet_batches(file) if path.lower().endswith("parquet") else _arrow_batches(file)
-        told = 0
-        for batch, share in batches:
-            for message in _within_bounds(_without_dictionaries(batch)):
-                read = int(size * share)
-                yield (
-                    message if message == _TOO_LONG else _ROWS + (read - told).to_bytes(8, "little") + message
-                )
-                told = read
+def _messages(file: BinaryIO, size: int, *, is_parquet: bool) -> Iterator[bytes]:
+    file.seek(0)
+    told = 0
+    for batch, share in _parquet_batches(file) if is_parquet else _arrow_batches(file, size):
+        for message in _within_bounds(_without_dictionaries(batch)):
+            read = max(told, int(size * share))
+            yield message if message == _TOO_LONG else _ROWS + (read - told).to_bytes(8, "little") + message
+            told = read
 
 
-def _parquet_batches(file: Any) -> Iterator[tuple[Any, float]]:
+def _parquet_batches(file: BinaryIO) -> Iterator[tuple[Any, float]]:
     """Batches, each with the share of the file that is read with it."""
     import pyarrow.parquet
 
@@ -128,12 +129,10 @@ def _parquet_batches(file: Any) -> Iterator[tuple[Any, float]]:
         yield batch, min(1.0, done / max(parquet.metadata.num_rows, 1))
 
 
-def _arrow_batches(file: Any) -> Iterator[tuple[Any, float]]:
+def _arrow_batches(file: BinaryIO, size: int) -> Iterator[tuple[Any, float]]:
     """The stream format that ``datasets`` writes, or the file format."""
     import pyarrow
 
-    size = file.seek(0, 2)
-    file.seek(0)
     if file.read(6) == b"ARROW1":
         reader = pyarrow.ipc.open_file(file)
         for place in range(reader.num_record_batches):

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.checkpoint.export import Exported, export_adapter, export_full, export_merged
-from fitune.data.dataset import PreparedData
+from fitune.data.preparing import PreparedData
 from fitune.data.templates import load_template
 from fitune.models.identity import base_reference
 from fitune.models.language_model import LanguageModel

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from fitune.data.dataset import PreparedData
+from fitune.data.preparing import PreparedData
 from fitune.errors import FituneError
 from fitune.models.attention import use_attention
 from fitune.models.language_model import LanguageModel, language_model
