@@ -20,6 +20,7 @@ from fitune.data.formats import Conversation
 from fitune.data.ledger import describe_ledger
 from fitune.data.loader import Loader
 from fitune.data.preparing import PreparedData
+from fitune.data.progress import Reading
 from fitune.data.templates import load_template
 from fitune.engine.schedule import total_steps
 from fitune.errors import FituneError, RecipeError, RunDirectoryError
@@ -108,7 +109,13 @@ def run_attempt(attempt: Attempt, recipe: Recipe, *, stop_asked: Callable[[], bo
         print(describe_prediction(prediction))
         write_atomically(directory / "estimate.json", to_json(prediction))
 
-    with loading_bar() as on_bytes, reading_bar() as on_reading:
+    with loading_bar() as on_bytes, reading_bar() as show_reading:
+
+        def on_reading(reading: Reading) -> None:
+            show_reading(reading)
+            if stop_asked():
+                raise KeyboardInterrupt
+
         return run(
             plan,
             callbacks=Callbacks(

@@ -40,7 +40,8 @@ class Callbacks:
     on_bytes: OnBytes = nobody
     """While weights are read: bytes so far and in all."""
     on_reading: Watch = ignore_reading
-    """While data is read and tokenised, several times a second."""
+    """While data is read and tokenised, several times a second. May raise KeyboardInterrupt: there is no step yet that
+    could be finished first, and nothing is left half-made."""
 
 
 @dataclass(slots=True, kw_only=True)

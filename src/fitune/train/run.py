@@ -17,7 +17,6 @@ from fitune.checkpoint.resume import begin_line
 from fitune.checkpoint.save import save_checkpoint
 from fitune.data.loader import Loader
 from fitune.data.preparing import PreparedData, prepare_data
-from fitune.data.progress import Reading
 from fitune.errors import OutOfMemory
 from fitune.measure.memory import memory_meter
 from fitune.models.vocabulary import planned_tokenizer, require_rows
@@ -105,24 +104,15 @@ def run(
 def _read_data(
     plan: Plan, start: Start, callbacks: Callbacks
 ) -> tuple[PreTrainedTokenizerBase, PreparedData, Loader]:
-    """Tokenise before the model is loaded: bad data should not cost the wait for the weights.
-
-    Raises KeyboardInterrupt when a stop is asked for: there is no step yet that could be finished first.
-    """
+    """Tokenise before the model is loaded: bad data should not cost the wait for the weights."""
     tokenizer = planned_tokenizer(plan)
-
-    def watch(reading: Reading) -> None:
-        callbacks.on_reading(reading)
-        if callbacks.stop_asked():
-            raise KeyboardInterrupt
-
     data = prepare_data(
         plan.data,
         tokenizer=tokenizer,
         tokenizer_path=plan.model_path,
         seq_len=plan.batch.seq_len,
         seed=plan.run.seed,
-        watch=watch,
+        watch=callbacks.on_reading,
         on_note=callbacks.on_note,
     )
     largest = max(part.largest_id for part in (data.train, data.eval) if part is not None)
