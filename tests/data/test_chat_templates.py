@@ -167,6 +167,51 @@ def test_the_template_comes_from_the_file_then_the_tokenizer_then_fitune(tmp_pat
     assert load_template(byte_tokenizer()).source == PLAIN_TEMPLATE
 
 
+ALL_AT_ONCE = """\
+{%- macro typed(value) -%}{%- if value is mapping -%}{{ value | tojson(indent=2) }}{%- elif value is string -%}
+{{ '"%s"' % value | replace('a', 'b') }}{%- else -%}{{ value | default('none', true) }}{%- endif -%}{%- endmacro -%}
+{%- if not date_string is defined -%}{%- set date_string = strftime_now('%d %b %Y') -%}{%- endif -%}
+{%- if messages[0]['role'] == 'system' -%}{%- set system = messages[0].content -%}{%- set rest = messages[1:] -%}
+{%- else -%}{%- set system = '' -%}{%- set rest = messages -%}{%- endif -%}
+{%- set ns = namespace(last=messages | length - 1, seen=[], think=false) -%}
+{%- for message in messages[::-1] -%}
+{%- set index = (messages | length - 1) - loop.index0 -%}
+{%- set wrapped = message.content.startswith('<x>') and message.content.endswith('</x>') -%}
+{%- if ns.last >= 0 and message.role == 'user' and not wrapped -%}
+{%- set ns.last = index -%}{%- break -%}{%- endif -%}
+{%- endfor -%}
+{{- bos_token ~ '<|turn|>system\\n' ~ typed(system) ~ typed({'a': [1, 'é']}) -}}
+{{- '{:>4}'.format('x') ~ 'y'.ljust(3) ~ '<|end|>' -}}
+{%- for name, value in {'b': 1, 'a': 2} | dictsort -%}{{- name ~ value | string -}}{%- endfor -%}
+{%- for key, value in {'k': 'v'}.items() -%}{{- key ~ ': ' ~ value | upper | capitalize -}}{%- endfor -%}
+{{- rest | selectattr('role', 'equalto', 'user') | map(attribute='content') | map('trim') | list | join(', ') -}}
+{{- rest | rejectattr('role', 'in', ['assistant']) | list | length ~ (rest | first).role ~ (messages | last is mapping) -}}
+{%- for message in rest -%}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+{{- raise_exception('roles must alternate') -}}
+{%- endif -%}
+{%- if message.role not in ['user', 'assistant'] -%}{%- continue -%}{%- endif -%}
+{%- if message.content is string -%}{%- set content = message.content -%}
+{%- else -%}{%- set content = message.content | map(attribute='text') | join -%}{%- endif -%}
+{%- set ns.seen = ns.seen + [loop.index] -%}
+{{- '<|turn|>' + message.role + '\\n' + content.strip().lstrip('\\n').rstrip('\\n') + '<|end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|turn|>assistant\\n' -}}{%- endif -%}
+"""
+"""What templates on the Hub use: Llama, Qwen, Gemma, gpt-oss, Mistral, DeepSeek, Phi, Command-R."""
+
+
+def test_what_templates_on_the_hub_use_gives_the_text_of_transformers():
+    tokenizer = byte_tokenizer(template="{%- set date_string = '1 Jan' -%}" + ALL_AT_ONCE)
+    for asked in (
+        conversation("hello", "four", " a\n", "two "),
+        conversation("<x>a</x>", "é", system="be kind"),
+    ):
+        messages = [{"role": message.role, "content": message.content} for message in asked.messages]
+        theirs = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert tokenizer.decode(load_template(tokenizer).encode(asked).ids) == theirs.rstrip("\n")
+
+
 def test_a_saved_plain_template_works_in_transformers():
     """The model is saved with the template: generation elsewhere must ask as fitune asked."""
     tokenizer = byte_tokenizer()

@@ -301,6 +301,20 @@ def test_an_answer_of_which_only_the_first_token_is_left_is_kept(tmp_path):
             "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
             "1 answers are marked as 2",
         ),
+        (
+            "{% for m in messages %}{% set x %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}"
+            "{{ x[1:] }}{% endfor %}",
+            "moves or cuts the text of its generation blocks",
+        ),
+        ("{{ '\ufdd0' }}{{ messages[0].content }}", "moves or cuts"),
+        (
+            "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "line 1: Unexpected end of template",
+        ),
+        (
+            "{% for m in messages %}{{ m.content | tojson | reverse }}{% endfor %}",
+            "leaves out the user message",
+        ),
     ],
 )
 def test_a_template_that_does_not_work_is_refused_at_once(template, cause):

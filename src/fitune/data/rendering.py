@@ -48,7 +48,13 @@ class Renderer:
             )
         except TemplateFailed as error:
             raise _refusal(turns, error, where) from None
-        return _without_marks(marked)
+        if (rendered := _without_marks(marked)) is None:
+            raise BadRow(
+                f"{where}: the template moves or cuts the text of its generation blocks",
+                reason="generation blocks not found in the template's text",
+                hint="put {% generation %}…{% endgeneration %} around text as it is written",
+            )
+        return rendered
 
     def _shield(self, content: str) -> str:
         return self._special_pattern.sub(lambda found: found[0][0] + _SHIELD + found[0][1:], content)
@@ -149,8 +155,8 @@ class Renderer:
         return [*cuts, (at, end, True)]
 
 
-def _without_marks(marked: str) -> Rendered:
-    """Take the marks out and say where they stood."""
+def _without_marks(marked: str) -> Rendered | None:
+    """Take the marks out and say where they stood. None when they do not come in pairs."""
     opened: list[int] = []
     generated: list[tuple[int, int]] = []
     shielded: set[int] = set()
@@ -163,9 +169,13 @@ def _without_marks(marked: str) -> Rendered:
         if mark[0] == MARK_OPEN:
             opened.append(length)
         elif mark[0] == MARK_CLOSE:
+            if not opened:
+                return None
             generated.append((opened.pop(), length))
         else:
             shielded.add(length - 1)
+    if opened:
+        return None
     return Rendered("".join([*parts, marked[at:]]), tuple(generated), frozenset(shielded))
 
 
