@@ -185,7 +185,8 @@ ALL_AT_ONCE = """\
 {%- for name, value in {'b': 1, 'a': 2} | dictsort -%}{{- name ~ value | string -}}{%- endfor -%}
 {%- for key, value in {'k': 'v'}.items() -%}{{- key ~ ': ' ~ value | upper | capitalize -}}{%- endfor -%}
 {{- rest | selectattr('role', 'equalto', 'user') | map(attribute='content') | map('trim') | list | join(', ') -}}
-{{- rest | rejectattr('role', 'in', ['assistant']) | list | length ~ (rest | first).role ~ (messages | last is mapping) -}}
+{{- rest | rejectattr('role', 'in', ['assistant']) | list | length ~ (rest | first).role -}}
+{{- messages | last is mapping -}}
 {%- for message in rest -%}
 {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
 {{- raise_exception('roles must alternate') -}}

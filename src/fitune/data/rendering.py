@@ -100,22 +100,20 @@ class Renderer:
     def _end_tokens(self) -> frozenset[str]:
         """EOS, what follows the last answer, and what follows questions and earlier answers alike (gpt-oss ends the
         last answer with another token than those before). Anything else behind an answer opens the next turn."""
-        *_, last = ["", *self._special_tokens_after(1)]
-        question, earlier, *_ = [*self._special_tokens_after(2), "", ""]
+        last = self._special_token_after(1, turns=1)
+        question, earlier = (self._special_token_after(number, turns=2) for number in (0, 1))
         alike = {earlier} if last and earlier == question else set()
         return (frozenset({self._eos, last}) | alike) - {""}
 
-    def _special_tokens_after(self, turns: int) -> list[str]:
-        """Which special token follows each message of so many questions and answers; "" for none."""
-        messages = [Message("user", ""), Message("assistant", "")] * turns
+    def _special_token_after(self, number: int, *, turns: int) -> str:
+        """What follows that message in a conversation of so many questions and answers; "" for none."""
+        messages = [Message("user", "ping"), Message("assistant", "pong")] * turns
         try:
-            _, *after = self.frame(messages, dict.fromkeys(range(2 * turns), ""), ask=False, where="a try")
+            *_, after = self.frame(messages, {number: ""}, ask=False, where="a try")
         except BadRow:
-            return []
-        if len(after) != len(messages):
-            return []
-        found = [self._next_special.match(text) for text in after]
-        return [match[1] if match else "" for match in found]
+            return ""
+        found = self._next_special.match(after)
+        return found[1] if found else ""
 
     @cached_property
     def opening(self) -> str:
