@@ -125,3 +125,9 @@ def test_a_model_that_only_the_config_knows_takes_no_memory(
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ModelError, match=words):
         load_model(str(folder), dtype=torch.float32, device=CPU)
+
+
+def test_a_sampling_that_only_transformers_refuses_names_its_file(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"cache_implementation": "foo"}')
+    with pytest.raises(ModelError, match=r"generation_config\.json: cannot be read: Invalid `cache_impl"):
+        load_model(str(folder), dtype=torch.float32, device=CPU)

@@ -18,6 +18,7 @@ from fitune.spec.config_schema import (
     CONFIG_FIELDS,
     check_config,
     check_generation_config,
+    check_tokenizer_config,
 )
 from fitune.spec.families import FAMILIES
 from fitune.spec.model_config import spec_from_config
@@ -152,4 +153,29 @@ def test_nonsense_in_a_sampling_is_named(field: str, value: Any) -> None:
     with pytest.raises(ModelError, match=rf"generation_config\.json: {field} = "):
         check_generation_config(
             ConfigFields(values={**SAMPLING, field: value}, where="generation_config.json")
+        )
+
+
+TOKENIZER = {
+    "tokenizer_class": "LlamaTokenizer", "bos_token": {"__type": "AddedToken", "content": "<s>"}, "eos_token": "</s>",
+    "pad_token": None, "model_max_length": 1000000000000000019884624838656, "padding_side": "left", "legacy": False,
+    "additional_special_tokens": ["<a>", {"content": "<b>"}], "add_bos_token": True, "chat_template": "x",
+    "added_tokens_decoder": {"0": {"content": "<unk>", "special": True}}, "sp_model_kwargs": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_max_length", ""), ("model_max_length", [1]), ("model_max_length", -1), ("eos_token", 5),
+        ("eos_token", {"content": None}), ("my_token", []), ("padding_side", "up"), ("padding_side", ["left"]),
+        ("add_bos_token", "yes"), ("additional_special_tokens", [5]), ("extra_special_tokens", "<a>"),
+        ("added_tokens_decoder", {"0": 5}), ("model_input_names", 5), ("legacy", 1),
+    ],
+)  # fmt: skip
+def test_nonsense_of_a_tokenizer_is_named(field: str, value: Any) -> None:
+    check_tokenizer_config(ConfigFields(values=TOKENIZER, where="tokenizer_config.json"))
+    with pytest.raises(ModelError, match=rf"tokenizer_config\.json: {field} = "):
+        check_tokenizer_config(
+            ConfigFields(values={**TOKENIZER, field: value}, where="tokenizer_config.json")
         )

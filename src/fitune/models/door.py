@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from fitune.errors import CheckpointError, FituneError, ModelError, is_out_of_memory
-from fitune.models.foreign import CONFIG, GENERATION, JSON_FILES, refuse_remote_code
+from fitune.models.foreign import CONFIG, GENERATION, JSON_FILES, TOKENIZER, refuse_remote_code
 from fitune.spec.config_fields import ConfigFields
-from fitune.spec.config_schema import check_config, check_generation_config
+from fitune.spec.config_schema import check_config, check_generation_config, check_tokenizer_config
 from fitune.spec.hub import no_waiting_for_the_hub
 from fitune.spec.strict_json import read_object
 
@@ -121,7 +121,8 @@ def read_config(path: str) -> PretrainedConfig:
     texts = _texts(path)
     refuse_remote_code(texts, error=ModelError)
     check_config(_fields(texts / CONFIG))
-    return _without_auto_map(AutoConfig.from_pretrained(path, trust_remote_code=False))
+    with _named(f"{texts / CONFIG}: cannot be read"):
+        return _without_auto_map(AutoConfig.from_pretrained(path, trust_remote_code=False))
 
 
 def config_from(values: Mapping[str, Any]) -> PretrainedConfig:
@@ -139,8 +140,8 @@ def _fields(file: Path) -> ConfigFields:
 
 def _without_auto_map(config: PretrainedConfig) -> PretrainedConfig:
     """What is exported has no code beside it that ``auto_map`` could mean."""
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        vars(part).pop("auto_map", None)
+    for part in (config, config.get_text_config()):
+        part.__dict__.pop("auto_map", None)
     return config
 
 
@@ -182,13 +183,22 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     if not (folder / GENERATION).is_file():
         return None
     check_generation_config(_fields(folder / GENERATION))
-    return GenerationConfig.from_pretrained(folder)
+    with _named(f"{folder / GENERATION}: cannot be read"):
+        return GenerationConfig.from_pretrained(folder)
 
 
 def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub id."""
-    refuse_remote_code(_texts(path), error=ModelError)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    texts = _texts(path)
+    refuse_remote_code(texts, error=ModelError)
+    config = (
+        read_config(path) if (texts / CONFIG).is_file() else None
+    )  # else it would read that one, and name no file
+    if (texts / TOKENIZER).is_file():
+        check_tokenizer_config(_fields(texts / TOKENIZER))
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        path, config=config, trust_remote_code=False
+    )
     tokenizer.init_kwargs.pop("auto_map", None)
     return tokenizer
 

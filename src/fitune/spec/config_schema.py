@@ -1,4 +1,4 @@
-"""One table of what the fields of a config.json and a generation_config.json may be, checked before anybody uses one.
+"""One table of what the fields of a model's JSON files may be, checked before anybody uses one.
 
 A field that is absent or null is its class's default; a field that is not in the table is left alone. Types are those
 of transformers' configuration classes (a test compares), ranges those in which a model can be built and run.
@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fitune.errors import ModelError
 from fitune.spec.config_fields import ConfigFields
 
 Check = Callable[[ConfigFields, str, Any], None]
@@ -28,6 +29,14 @@ def check_config(fields: ConfigFields) -> None:
 def check_generation_config(fields: ConfigFields) -> None:
     """Raises ModelError naming the first field of a generation_config.json whose value has no meaning."""
     _check(fields, GENERATION_FIELDS)
+
+
+def check_tokenizer_config(fields: ConfigFields) -> None:
+    """Raises ModelError naming the first field of a tokenizer_config.json whose value has no meaning."""
+    _check(fields, TOKENIZER_FIELDS)
+    for name, value in fields.values.items():
+        if name.endswith("_token") and name not in TOKENIZER_FIELDS:
+            _token(fields, name, value)
 
 
 def _check(fields: ConfigFields, table: Mapping[str, Check]) -> None:
@@ -103,6 +112,39 @@ def _object(fields: ConfigFields, name: str, value: Any) -> None:
         fields.refuse(name, "must be an object")
 
 
+def _token(fields: ConfigFields, name: str, value: Any) -> None:
+    content = value.get("content") if isinstance(value, Mapping) else value
+    if value is not None and not isinstance(content, str | bool):  # some tools have switches of that name
+        fields.refuse(name, "must be a token")
+
+
+def _tokens(fields: ConfigFields, name: str, value: Any) -> None:
+    if not isinstance(value, list | Mapping):
+        fields.refuse(name, "must be a list of tokens, or tokens by name")
+    for token in value if isinstance(value, list) else value.values():
+        if not isinstance(token, str) and not (
+            isinstance(token, Mapping) and isinstance(token.get("content"), str)
+        ):
+            fields.refuse(name, "must hold tokens")
+
+
+def _side(fields: ConfigFields, name: str, value: Any) -> None:
+    if value not in ("left", "right"):
+        fields.refuse(name, "must be left or right")
+
+
+def _no_other_weights(fields: ConfigFields, name: str, value: Any) -> None:
+    fields.refuse(name, "names weights elsewhere, which fitune does not read")
+
+
+def _not_quantised(fields: ConfigFields, name: str, value: Any) -> None:
+    """A quantiser's name chooses which code of a library runs; what it left is for inference alone."""
+    raise ModelError(
+        f"{fields.where}: {name}: the weights are already quantised",
+        hint="name the 16-bit model it was made from",
+    )
+
+
 def _rope(fields: ConfigFields, name: str, value: Any) -> None:
     """Rotary positions: numbers by name, or such an object for each type of layer."""
     _object(fields, name, value)
@@ -162,8 +204,10 @@ CONFIG_FIELDS: dict[str, Check] = {
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "activation"), _activation),
     **dict.fromkeys(("model_type", "summary_type", "transformers_version", "problem_type"), _word),
     **dict.fromkeys(("architectures", "layer_types"), _words),
-    **dict.fromkeys(("id2label", "label2id"), _object),
+    **dict.fromkeys(("id2label", "label2id", "text_config"), _object),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _rope),
+    "quantization_config": _not_quantised,
+    "transformers_weights": _no_other_weights,
     "mlp_only_layers": _whole_numbers,
     "sliding_window": _whole(0, 1_000_000_000),
     "max_window_layers": _whole(0, 1_000_000),
@@ -195,4 +239,14 @@ GENERATION_FIELDS: dict[str, Check] = {
     **dict.fromkeys(("length_penalty", "diversity_penalty", "guidance_scale", "max_time"), _ANY_NUMBER),
     **dict.fromkeys(("transformers_version", "cache_implementation"), _word),
     "top_k": _whole(-1, 1_000_000_000),
+}  # fmt: skip
+
+TOKENIZER_FIELDS: dict[str, Check] = {
+    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces",
+                     "split_special_tokens", "legacy", "use_fast"), _flag),
+    **dict.fromkeys(("padding_side", "truncation_side"), _side),
+    **dict.fromkeys(("extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"), _tokens),
+    **dict.fromkeys(("sp_model_kwargs",), _object),
+    "model_input_names": _words,
+    "model_max_length": _POSITIVE,
 }  # fmt: skip

@@ -96,11 +96,6 @@ def _refuse_other_tasks(fields: ConfigFields) -> None:
         fields.refuse("architectures", "is no causal language model")
     if fields.flag("is_encoder_decoder"):
         fields.refuse("is_encoder_decoder", "is not supported: fitune trains decoder-only models")
-    if fields.values.get("quantization_config") is not None:
-        raise ModelError(
-            f"{fields.where}: quantization_config: the weights are already quantised",
-            hint="name the 16-bit model it was made from",
-        )
 
 
 def _spec_from_file(path: Path, *, name: str) -> ModelSpec:
