@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from fitune.checkpoint.differences import compare_plans, difference_table
 from fitune.checkpoint.resume import last_saved
+from fitune.cli.exporting import export_run
 from fitune.cli.loading import loading_bar
 from fitune.cli.planning import plan_for
 from fitune.cli.reading import reading_bar
@@ -23,14 +24,14 @@ from fitune.data.preparing import PreparedData
 from fitune.data.progress import Reading
 from fitune.data.templates import load_template
 from fitune.engine.schedule import total_steps
-from fitune.errors import FituneError, RecipeError, RunDirectoryError
+from fitune.errors import CheckpointError, FituneError, RecipeError, RunDirectoryError
 from fitune.estimate.predict import predict
 from fitune.models.language_model import LanguageModel
 from fitune.models.vocabulary import planned_tokenizer
 from fitune.planner.explain import describe_plan, explain_plan
 from fitune.report.compare import comparison_table
 from fitune.report.html import write_report
-from fitune.report.run_files import Prediction, RunnerUp
+from fitune.report.run_files import Prediction, RunnerUp, read_run
 from fitune.score.generate_hf import Sampling, answer_all
 from fitune.score.tasks import to_task
 from fitune.spec.disk import read_text, write_atomically
@@ -42,7 +43,7 @@ from fitune.track.progress import Progress
 from fitune.track.sinks import open_sinks
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
-from fitune.train.export import TITLES
+from fitune.train.export import FOLDERS, TITLES
 from fitune.train.run import run
 from fitune.units import format_bytes
 
@@ -62,6 +63,7 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
     directory = Path(plan.run.output_dir)
     require_own_directory(plan)
     if not overwrite and is_finished(directory, plan, resume=recipe.resume):
+        make_up_for_missing(directory)
         print(f"{directory}: already complete; --overwrite starts anew")
         return 0
     require_room_on_disk(plan)
@@ -78,6 +80,18 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
         print("interrupted: the step was finished and saved; add --resume to go on")
         return _EXIT_CODES[received[0]]
     return 0
+
+
+def make_up_for_missing(directory: Path) -> None:
+    """Write the export or the page of a complete run that is not there: a run may be killed after its report.json."""
+    kind = read_run(directory).plan.run.export
+    if not (directory / FOLDERS[kind]).is_dir():
+        try:
+            export_run(directory, None, kind)
+        except CheckpointError as error:
+            print(f"note: {error.message}")
+    if not (directory / "report.html").is_file():
+        print(f"report: {write_report(directory)}")
 
 
 def _run_or_report(first: Attempt, recipe: Recipe, *, stop_asked: Callable[[], bool]) -> RunReport:

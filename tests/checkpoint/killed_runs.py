@@ -1,0 +1,287 @@
+"""Kill -9 a training run again and again, damage what it left, and let it go on.
+
+Run as a program: ``killed_runs.py FOLDER MODEL DATA --kills N --seed S``. Each attempt is a forked child that
+runs ``fitune train --resume`` and dies before a random call of the operating system, or after a random time. Between
+two attempts a file of the checkpoints or the log may be flipped, truncated, deleted or exchanged with another. Prints
+one JSON object of what was seen; anything that contradicts the two promises ends it with an AssertionError:
+
+- a run that ends has the weights, losses and steps of the undisturbed one, bit for bit;
+- an attempt goes on from the newest checkpoint without damage, and names each newer one that it passes over.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from fitune.cli import main as fitune
+from fitune.errors import MissingExtra
+from fitune.report import html
+from fitune.track.jsonl import read_metrics
+
+CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "symlink", "unlink", "rmdir", "fstat")
+STEPS = 8
+
+
+class Killer:
+    """Attempts at one run, the damage between them, and what each must do with it."""
+
+    def __init__(self, folder: Path, words: list[str], *, seed: int, kills: int, only_ending: bool) -> None:
+        self.folder, self.words = folder, words
+        self.random = random.Random(seed)
+        self.kills, self.only_ending = kills, only_ending
+        self.run = folder / "run"
+        self.damaged: set[int] = set()
+        """Inodes of the step folders that were damaged: they keep them when they are moved aside."""
+        self.seen: Counter[str] = Counter()
+
+    def undisturbed(self) -> None:
+        """The run that all others must end like, with its number of calls and its seconds."""
+        straight = self.folder / "straight"
+        for name in ("warm", "straight"):
+            began = time.monotonic()
+            code, calls = self._child(self.folder / name, count_only=True)
+            assert code == 0, self._said()
+        self.calls, self.seconds = calls, time.monotonic() - began
+        self.weights = load_file(straight / "adapter" / "adapter_model.safetensors")
+        self.losses = [(step.step, step.loss) for step in read_metrics(straight / "metrics.jsonl")]
+        assert len(self.losses) == STEPS
+
+    def attempt(self, *, to_its_end: bool = False) -> None:
+        expected, lost = self._expected()
+        how = "killed before a call"
+        if to_its_end:
+            code, _ = self._child(self.run)
+        elif self.only_ending:  # evenly, so that no part of it is left out
+            code, _ = self._child(self.run, calls=self.killed * self.calls // self.kills)
+        elif self.random.random() < 0.7:
+            code, _ = self._child(self.run, calls=self.random.randrange(self.calls))
+        else:
+            code, _ = self._child(self.run, seconds=self.random.uniform(0, self.seconds))
+            how = "killed after a time"
+        self._require_right_start(expected, lost)
+        if code == -signal.SIGKILL and not to_its_end:
+            self.seen[how] += 1
+            self._damage()
+        elif code == 0:
+            self._require_same_end()
+            self._anew("ended like the undisturbed run")
+        else:
+            assert "can be used" in self._said(), self._said()
+            assert expected is None
+            assert lost
+            self._anew("refused: no checkpoint left, each named")
+
+    @property
+    def killed(self) -> int:
+        return self.seen["killed before a call"] + self.seen["killed after a time"]
+
+    def _child(
+        self, run: Path, *, calls: int | None = None, seconds: float | None = None, count_only: bool = False
+    ) -> tuple[int, int]:
+        """The child's exit code, negative for a signal, and the number of its calls."""
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os._exit(self._train(run, write, calls, count_only=count_only))
+        os.close(write)
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        counted = os.read(read, 100)
+        os.close(read)
+        return os.waitstatus_to_exitcode(status), int(counted or 0)
+
+    def _train(self, run: Path, report: int, calls: int | None, *, count_only: bool) -> int:
+        out = os.open(self.folder / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        sys.stdout = sys.stderr = os.fdopen(out, "w", buffering=1)
+        counted = [0]
+        if calls is not None or count_only:
+            is_later = self.only_ending and not (run / "checkpoints" / f"step-{STEPS}").is_dir()
+            _die_before(calls, counted, only_ending=is_later)
+        sys.argv = ["fitune", "train", *self.words, "--set", f"output_dir={run}", "--resume"]
+        code = 0
+        try:
+            fitune()
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        sys.stdout.flush()
+        if count_only:
+            os.write(report, str(counted[0]).encode())
+        return code
+
+    def _said(self) -> str:
+        return (self.folder / "said").read_text(errors="replace")
+
+    def _steps(self) -> list[Path]:
+        found = (self.run / "checkpoints").glob("step-*")
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+    def _expected(self) -> tuple[Path | None, list[Path]]:
+        """The checkpoint to go on from, and the newer ones that are damaged."""
+        lost = []
+        for path in self._steps():
+            if path.stat().st_ino not in self.damaged:
+                return path, lost
+            lost.append(path)
+        return None, lost
+
+    def _require_right_start(self, expected: Path | None, lost: list[Path]) -> None:
+        said = self._said()
+        started = [line for line in said.splitlines() if line.startswith("resuming from ")]
+        if started:
+            assert started == [f"resuming from {expected}"], said
+            assert all(f"{path.name} is skipped: " in said for path in lost), said
+            self.seen["went on past damaged ones"] += bool(lost)
+        elif expected is not None:
+            assert "starting from the beginning" not in said, said
+
+    def _require_same_end(self) -> None:
+        found = load_file(self.run / "adapter" / "adapter_model.safetensors")
+        assert found.keys() == self.weights.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in self.weights.items())
+        steps = read_metrics(self.run / "metrics.jsonl")
+        assert [(step.step, step.loss) for step in steps] == self.losses
+        report = json.loads((self.run / "report.json").read_text())
+        assert (report["status"], report["reason"]) == ("complete", "")
+        assert (self.run / "report.html").is_file()
+
+    def _anew(self, why: str) -> None:
+        self.seen[why] += 1
+        shutil.rmtree(self.run)
+        self.damaged.clear()
+
+    def _damage(self) -> None:
+        """With even odds one kind of damage to one file, or to a whole checkpoint."""
+        if self.only_ending or self.random.random() < 0.5:
+            return
+        files = [path for step in self._steps() for path in sorted(step.iterdir())]
+        files += [self.run / "checkpoints" / "LINE", self.run / "metrics.jsonl"] * 2
+        files = [path for path in files if path.is_file() and path.stat().st_size]
+        if not files:
+            return
+        kind = self.random.choice([flip, truncate, delete, swap_files, delete_step, swap_steps])
+        steps = self._steps()
+        if kind in (delete_step, swap_steps) and len(steps) > 1:
+            touched = kind(steps, self.random)
+        elif kind is swap_files:
+            touched = swap_files(*self.random.sample(files, 2)) if len(files) > 1 else []
+        else:
+            damage = kind if kind in (flip, truncate, delete) else flip
+            touched = damage(self.random.choice(files), self.random)
+        for path in touched:
+            if path.name.startswith("step-") and path.is_dir():
+                self.damaged.add(path.stat().st_ino)
+        self.seen[f"damage: {kind.__name__}"] += 1
+
+
+def flip(file: Path, chance: random.Random) -> list[Path]:
+    content = bytearray(file.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    file.write_bytes(content)
+    return [file.parent]
+
+
+def truncate(file: Path, chance: random.Random) -> list[Path]:
+    os.truncate(file, chance.randrange(file.stat().st_size))
+    return [file.parent]
+
+
+def delete(file: Path, chance: random.Random) -> list[Path]:
+    file.unlink()
+    return [file.parent]
+
+
+def swap_files(one: Path, other: Path) -> list[Path]:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+    return [] if first == second else [one.parent, other.parent]
+
+
+def delete_step(steps: list[Path], chance: random.Random) -> list[Path]:
+    shutil.rmtree(chance.choice(steps))
+    return []
+
+
+def swap_steps(steps: list[Path], chance: random.Random) -> list[Path]:
+    one, other = chance.sample(steps, 2)
+    between = one.with_name("between")
+    one.rename(between)
+    other.rename(one)
+    between.rename(other)
+    return [one, other]
+
+
+def _die_before(calls: int | None, counted: list[int], *, only_ending: bool) -> None:
+    """Count the calls, of the run's ending alone if so asked, and be killed in the place of number ``calls``."""
+    is_ending = [not only_ending]
+
+    def counting(name: str) -> None:
+        original = getattr(os, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            is_ending[0] = is_ending[0] or ("checkpoints/.tmp-latest" in str(args[:1]) and _is_last(args))
+            if is_ending[0]:
+                if counted[0] == calls:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                counted[0] += 1
+            return original(*args, **kwargs)
+
+        setattr(os, name, call)
+
+    for name in CALLS:
+        counting(name)
+
+
+def _is_last(args: tuple[object, ...]) -> bool:
+    folder = Path(str(args[0])).parent
+    return (folder / f"step-{STEPS}").is_dir()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("model")
+    parser.add_argument("data")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only-ending", action="store_true")
+    wanted = parser.parse_args()
+    settings = {
+        "model": wanted.model, "data": wanted.data, "tuning": "lora", "lora_r": 4, "lora_dropout": 0.1,
+        "precision": "fp32", "gpu": "cpu", "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-2, "max_steps": STEPS, "save_steps": 1, "keep_checkpoints": 3, "samples": 0,
+        "val_fraction": 0.2, "eval_steps": 3,
+    }  # fmt: skip
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    html.draw_pictures = without_pictures
+    killer = Killer(
+        wanted.folder, words, seed=wanted.seed, kills=wanted.kills, only_ending=wanted.only_ending
+    )
+    killer.undisturbed()
+    while killer.killed < wanted.kills:
+        killer.attempt()
+    killer.attempt(to_its_end=True)
+    print(json.dumps({"calls": killer.calls, "killed": killer.killed, **killer.seen}, indent=1))
+
+
+def without_pictures(run: object) -> object:
+    """They take longer than the training."""
+    raise MissingExtra("pictures", extra="plots")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Row 1 of the fault table for whole runs: kill -9 at random moments, with damage in between, and in the ending."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoint import killed_runs
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+def kill(folder: Path, model: Path, data: Path, *words: object) -> dict[str, int]:
+    folder.mkdir()
+    printed = subprocess.run(
+        [sys.executable, killed_runs.__file__, *map(str, (folder, model, data, *words))],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=3600,
+    )
+    assert printed.returncode == 0, printed.stderr
+    seen: dict[str, int] = json.loads(printed.stdout)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("kills", "seed"), [(6, 7), pytest.param(200, 1, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_killed_at_random_moments_with_damage_between_a_run_ends_as_if_undisturbed(
+    tmp_path: Path, model_folder: Path, data_file: Path, kills: int, seed: int
+) -> None:
+    seen = kill(tmp_path / "runs", model_folder, data_file, "--kills", kills, "--seed", seed)
+    assert seen["killed"] == kills
+    assert seen["ended like the undisturbed run"] >= 1
+    if kills > 100:
+        assert seen["went on past damaged ones"] > 10
+        assert seen["refused: no checkpoint left, each named"] + seen["ended like the undisturbed run"] > 20
+
+
+@pytest.mark.slow
+def test_killed_anywhere_in_its_ending_a_run_gets_its_export_its_report_and_its_page(
+    tmp_path: Path, model_folder: Path, data_file: Path
+) -> None:
+    seen = kill(tmp_path / "runs", model_folder, data_file, "--kills", 40, "--only-ending")
+    assert seen["killed"] == 40
+
+
+@pytest.mark.parametrize("missing", ["report.html", "adapter"])
+def test_a_complete_run_gets_what_its_ending_owes(train: Call, tmp_path: Path, missing: str) -> None:
+    """Killed after report.json and before the page, it once was "already complete" without one for ever."""
+    run = tmp_path / "run"
+    assert train(save_steps=2)[0] == 0
+    file = run / missing
+    before = (run / "adapter" / "adapter_model.safetensors").read_bytes()
+    shutil.rmtree(file) if file.is_dir() else file.unlink()
+    code, out, _ = train(save_steps=2)
+    assert (code, "already complete" in out) == (0, True)
+    assert file.exists()
+    assert (run / "adapter" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_an_export_that_nothing_holds_any_more_is_named(train: Call, tmp_path: Path) -> None:
+    assert train()[0] == 0
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    code, out, _ = train()
+    assert (code, "neither adapter nor a checkpoint holds the weights" in out) == (0, True)
+
+
+def test_a_page_of_an_earlier_end_does_not_stay(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run made longer and stopped before its new page: the old one spoke of the old end."""
+    page = tmp_path / "run" / "report.html"
+    assert train(save_steps=2)[0] == 0
+    assert page.is_file()
+
+    def stop(*_words: object, **_named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fitune.train.run.prepare", stop)
+    assert train("--resume", save_steps=2, max_steps=4)[0] == 130
+    assert not page.exists()
