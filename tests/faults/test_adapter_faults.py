@@ -85,8 +85,8 @@ def test_linear_shapes_of_the_model_are_those_of_the_spec(shapes):
     ("content", "said"),
     [
         ("[1, 2]", "expected an object, found list"),
-        ('{"peft_type": "LORA"}', "with r None"),
-        ('{"peft_type": "LORA", "r": "8"}', "with r '8'"),
+        ('{"peft_type": "LORA"}', "r is missing"),
+        ('{"peft_type": "LORA", "r": "8"}', "r = '8'"),
         ('{"peft_type": "LOHA", "r": 8}', "fitune takes LORA adapters"),
         ("{", "not JSON"),
     ],

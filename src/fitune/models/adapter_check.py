@@ -1,12 +1,13 @@
-"""Look at an adapter, or a model folder, before anything of it is loaded or run.
+"""Look at an adapter before anything of it is loaded or run.
 
 PEFT loads what matches and leaves the rest at its initial value, with a warning at most: an adapter of
-another base is then silently ignored (vllm#34186). Here every key must find its linear.
+another base is then silently ignored (vllm#34186). Here the config promises keys, and each must be there.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +16,46 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fitune.errors import CheckpointError
+from fitune.models.adapter_config import WEIGHTS, AdapterConfig, read_adapter_config
+from fitune.models.adapter_targets import Targets
 from fitune.models.foreign import refuse_pickle, refuse_remote_code
 from fitune.spec.model import ModelSpec
-from fitune.spec.strict_json import read_object
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
+Shape = tuple[int, ...]
 Shapes = Mapping[str, tuple[int, int]]
 """Name of a linear in the model -> (in_features, out_features)."""
 
+_Key = tuple[str, Shape]
+
+_LONGEST_KEY = 1_000
 _SHOWN_KEYS = 8
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def check_adapter(path: Path, *, base: ModelSpec | Shapes) -> tuple[str, ...]:
-    """Warnings about a LoRA adapter that fits ``base``: it changes nothing, or it names another base.
+def check_adapter(
+    path: Path, *, base: ModelSpec | Shapes, tensors: Mapping[str, Shape] | None = None
+) -> tuple[str, ...]:
+    """Warnings about a LoRA adapter that fits ``base``: it changes nothing, names another base, or says more.
 
+    ``tensors``: shapes of all tensors of the model, where it is there, for modules that are trained whole.
     Raises CheckpointError with the keys that are of another rank, another shape, unknown, missing or not
     finite, and for pickled weights and code that would have to run. Only safetensors and JSON are read.
     """
     refuse_pickle(path)
     refuse_remote_code(path)
-    config = _read_config(path)
-    pairs, problems, is_zero = _read_weights(path, config, base)
-    problems += [problem for pair in pairs.values() for problem in _mismatches(pair, config, base)]
-    problems += [
-        f"{name}: not among target_modules, so it would be ignored" for name in _untargeted(pairs, config)
-    ]
-    problems += [f"{name}: missing" for name in _missing(set(pairs), config, base)]
-    if problems:
-        raise _does_not_fit(path, config, base, problems)
-    warnings = ["the adapter changes nothing: every B matrix is zero"] if is_zero else []
+    config = read_adapter_config(path)
+    check = _Check(config=config, base=base, tensors=tensors)
+    with _opened(path / WEIGHTS) as file:
+        try:
+            check.names({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118  (not a dict)
+        except ValueError as error:  # an expression that takes forever, or is none
+            raise CheckpointError(f"{path}: {error}", hint="name the linears in target_modules") from None
+        check.values(file)
+    if check.problems:
+        raise _does_not_fit(path, config, base, check.problems)
+    warnings = ["the adapter changes nothing: every B matrix is zero"] if check.is_zero else []
+    if config.unknown_words:
+        warnings.append(f"adapter_config.json: unknown and ignored: {', '.join(config.unknown_words[:5])}")
     return (*warnings, *_other_base(config, base))
 
 
@@ -61,125 +72,164 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-@dataclass(slots=True)
-class _Pair:
-    """Shapes of the two matrices found for one linear; A is rank × in, B is out × rank."""
-
-    module: str
-    a: tuple[int, ...] | None = None
-    b: tuple[int, ...] | None = None
+def tensor_shapes(model: nn.Module) -> dict[str, Shape]:
+    """Shape of every tensor of a model without adapters, by name; of one with two names, both."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / CONFIG
-    try:
-        config = read_object(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no {CONFIG}, so this is no adapter folder") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}", hint="fetch it again") from error
-    rank = config.get("r")
-    if config.get("peft_type") != "LORA" or not isinstance(rank, int):
-        raise CheckpointError(
-            f"{file}: peft_type {config.get('peft_type')!r} with r {rank!r}; fitune takes LORA adapters",
-            hint="merge it with the tool that made it and use the merged model",
-        )
-    return config
-
-
-_LORA_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
-
-
-def _read_weights(
-    path: Path, config: dict[str, Any], base: ModelSpec | Shapes
-) -> tuple[dict[str, _Pair], list[str], bool]:
-    """Pairs by linear, what is wrong with single keys, and whether all B are zero and nothing else is there.
-
-    One tensor is in memory at a time.
-    """
-    pairs: dict[str, _Pair] = {}
-    problems: list[str] = []
-    is_zero = True
-    for key, tensor in _tensors(path / WEIGHTS):
-        if not torch.isfinite(tensor).all():
-            problems.append(f"{key}: NaN or infinite")
-        match = _LORA_KEY.fullmatch(key)
-        if match is None:
-            problems += _extra_problems(key, tensor, config, base)
-            is_zero = is_zero and key.endswith(_MAGNITUDE)
-            continue
-        pair = pairs.setdefault(match[1], _Pair(module=match[1]))
-        if match[2] == "A":
-            pair.a = tuple(tensor.shape)
-        else:
-            pair.b = tuple(tensor.shape)
-            is_zero = is_zero and not tensor.any()
-    if not pairs:
-        problems.append("no lora_A and lora_B at all")
-    return pairs, problems, is_zero
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     if not file.is_file():
         raise CheckpointError(f"{file}: missing", hint="name the folder that holds the adapter")
     try:
         with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118  (not a dict)
-                yield key, opened.get_tensor(key)
+            yield opened
     except SafetensorError as error:
         raise CheckpointError(f"{file}: damaged, no safetensors: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
 
 
-_MAGNITUDE = "lora_magnitude_vector"
+_PREFIX = "base_model.model."
+_KEY = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magnitude_vector)(?<!\n)")
 
 
-def _extra_problems(
-    key: str, tensor: torch.Tensor, config: dict[str, Any], base: ModelSpec | Shapes
-) -> list[str]:
-    """Of what is no A or B: DoRA's magnitudes, and modules trained whole, embedding and head by their shape."""
-    if key.endswith(_MAGNITUDE):
-        return []
-    module, _, inner = key.rpartition(".")
-    if not any(module.endswith(f".{name}") for name in config.get("modules_to_save") or []):
-        return [f"{key}: unknown key"]
-    wanted, found = _table_shape(base), tuple(tensor.shape)
-    if wanted is None or inner != "weight" or len(found) != 2:
-        return []
-    fits = found[1] == wanted[1] and found[0] >= wanted[0]  # more rows: tokens were added
-    return [] if fits else [f"{key}: {found}, expected {wanted}"]
+@dataclass(slots=True, kw_only=True)
+class _Check:
+    """What is wrong with the keys of one adapter."""
+
+    config: AdapterConfig
+    base: ModelSpec | Shapes
+    tensors: Mapping[str, Shape] | None
+    problems: list[str] = field(default_factory=list)
+    sound: list[str] = field(default_factory=list)
+    """Keys that are promised, of the right shape: those whose values are worth reading."""
+    is_zero: bool = True
+
+    def names(self, found: Mapping[str, Shape]) -> None:
+        """Hold the names and shapes of the file against what the config promises of the base."""
+        targets = Targets(self.config)
+        parts: dict[str, dict[str, _Key]] = {}
+        saved: dict[str, Shape] = {}
+        for key, shape in found.items():
+            name = key.removeprefix(_PREFIX)
+            if len(key) > _LONGEST_KEY:
+                self.problems.append(f"{key[:60]}…: unknown key of {len(key):,} letters")
+            elif (
+                match := _KEY.fullmatch(name.removesuffix(".weight") if _is_magnitude(name) else name)
+            ) is None:
+                saved[key] = shape
+            elif match[2] in parts.setdefault(match[1], {}) or (
+                name == key and _shape_in_base(match[1], self.base)
+            ):
+                self.problems.append(
+                    f"{key}: PEFT would ignore it: it does not begin with {_PREFIX}, or is there twice"
+                )
+            else:
+                parts[match[1]][match[2]] = (key, shape)
+        if not parts:
+            self.problems.append("no lora_A and lora_B at all")
+        for module, keys in parts.items():
+            self._module(module, keys, targets)
+        self._saved(saved)
+        self.problems += [f"{name}: missing" for name in _missing(set(parts), targets, self.base)]
+
+    def values(self, file: Any) -> None:
+        """Read the tensors of the right shape, one at a time: all finite, and is any B not zero?"""
+        for key in self.sound:
+            kind = file.get_slice(key).get_dtype()
+            if kind not in _FLOATS:
+                self.problems.append(f"{key}: holds {kind}, expected one of {', '.join(_FLOATS)}")
+                continue
+            tensor = file.get_tensor(key)
+            if not torch.isfinite(tensor).all():
+                self.problems.append(f"{key}: NaN or infinite")
+            starts_as_something = "lora_A." in key or _is_magnitude(key)
+            self.is_zero = self.is_zero and (starts_as_something or not tensor.any())
+
+    def _module(self, module: str, found: Mapping[str, _Key], targets: Targets) -> None:
+        shape = _shape_in_base(module, self.base)
+        if shape is None:
+            self.problems.append(f"{module}: the base has no such linear")
+            return
+        if not targets.adapts(module):
+            self.problems.append(f"{module}: not among target_modules, so it would be ignored")
+            return
+        targets.alpha(module)  # its expressions, too, can be wrong
+        promised = _promised(self.config, shape, targets.rank(module))
+        for part in (*promised, *(found.keys() - promised.keys())):
+            self._part(f"{module}.{part.removesuffix('.weight')}", found.get(part), promised.get(part))
+
+    def _part(self, name: str, found: _Key | None, promised: Shape | None) -> None:
+        if promised is None:
+            self.problems.append(f"{name}: unknown key: adapter_config.json does not promise it")
+        elif found is None or found[1] != promised:
+            self.problems.append(f"{name}: {'missing' if found is None else found[1]}, expected {promised}")
+        else:
+            self.sound.append(found[0])
+
+    def _saved(self, found: Mapping[str, Shape]) -> None:
+        """What is no A or B: modules trained whole; embedding and head may have more rows, for added tokens."""
+        wanted = self.config.modules_to_save or []
+        promised = _saved_whole(wanted, self.tensors)
+        for key, shape in found.items():
+            name = key.removeprefix(_PREFIX)
+            known = _is_whole(name, wanted) if self.tensors is None else name in promised
+            expected = promised.get(name) or _table_shape(name, shape, self.base)
+            if not known or name == key:
+                self.problems.append(f"{key}: unknown key")
+            elif expected is not None and not _fits(shape, expected):
+                self.problems.append(f"{key}: {shape}, expected {expected}")
+            else:
+                self.sound.append(key)
+        names = {key.removeprefix(_PREFIX) for key in found}
+        self.problems += [f"{name}: missing" for name in promised if name not in names]
+        if self.tensors is None:
+            absent = [name for name in wanted if not any(_is_whole(key, [name]) for key in names)]
+            self.problems += [f"{name}, of modules_to_save: missing" for name in absent]
 
 
-def _table_shape(base: ModelSpec | Shapes) -> tuple[int, int] | None:
-    """(vocabulary, hidden size); None when a model without a head has no saying."""
+def _is_magnitude(name: str) -> bool:
+    return name.endswith((".lora_magnitude_vector", ".lora_magnitude_vector.weight"))
+
+
+def _promised(config: AdapterConfig, linear: tuple[int, int], rank: int) -> dict[str, Shape]:
+    """Part of a key -> its shape: A is rank × in, B is out × rank."""
+    promised: dict[str, Shape] = {"lora_A.weight": (rank, linear[0]), "lora_B.weight": (linear[1], rank)}
+    if config.lora_bias:
+        promised["lora_B.bias"] = (linear[1],)
+    if config.use_dora:
+        promised["lora_magnitude_vector"] = (linear[1],)
+    return promised
+
+
+def _is_whole(name: str, modules: list[str]) -> bool:
+    """Whether the tensor of this name is in one of the modules, as PEFT finds them: by the end of a name."""
+    parents = [name[: place.start()] for place in re.finditer(r"\.", name)]
+    return any(parent.endswith(module) for parent in parents for module in modules)
+
+
+def _saved_whole(modules: list[str], tensors: Mapping[str, Shape] | None) -> dict[str, Shape]:
+    return {name: shape for name, shape in (tensors or {}).items() if _is_whole(name, modules)}
+
+
+def _table_shape(name: str, found: Shape, base: ModelSpec | Shapes) -> Shape | None:
+    """(vocabulary, hidden size) of a table; None when a model without a head has no saying."""
+    if not name.endswith(".weight") or len(found) != 2:
+        return None
     if isinstance(base, ModelSpec):
         return base.vocab_size, base.hidden_size
     head = base.get("lm_head")
     return (head[1], head[0]) if head else None
 
 
-def _mismatches(pair: _Pair, config: dict[str, Any], base: ModelSpec | Shapes) -> list[str]:
-    shape = _shape_in_base(pair.module, base)
-    if shape is None:
-        return [f"{pair.module}: the base has no such linear"]
-    rank = _rank(pair.module, config)
-    wanted = {"A": (rank, shape[0]), "B": (shape[1], rank)}
-    found = {"A": pair.a, "B": pair.b}
-    return [
-        f"{pair.module}.lora_{side}: {'missing' if found[side] is None else found[side]}, expected {wanted[side]}"
-        for side in ("A", "B")
-        if found[side] != wanted[side]
-    ]
+def _fits(found: Shape, expected: Shape) -> bool:
+    """Equal, or a table with more rows: tokens were added."""
+    grown = len(found) == len(expected) == 2 and found[1] == expected[1] and found[0] >= expected[0]
+    return grown or found == expected
 
 
-def _rank(module: str, config: dict[str, Any]) -> int:
-    """PEFT's rule: the first pattern that ends the name wins over r."""
-    for pattern, rank in (config.get("rank_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return int(rank)
-    return int(config["r"])
-
-
-_IN_BLOCK = re.compile(r".*?\.(\d+)\.(.+)")
+_IN_BLOCK = re.compile(r".*?\.(\d{1,9})\.(.+)")
 
 
 def _shape_in_base(module: str, base: ModelSpec | Shapes) -> tuple[int, int] | None:
@@ -195,51 +245,29 @@ def _shape_in_base(module: str, base: ModelSpec | Shapes) -> tuple[int, int] | N
     return (found[0].in_features, found[0].out_features) if found else None
 
 
-def _untargeted(present: Iterable[str], config: dict[str, Any]) -> list[str]:
-    """Linears that have keys and that the config does not adapt: PEFT drops such keys without a word."""
-    targets = _plain_targets(config)
-    return [] if targets is None else [name for name in present if not _is_target(name, targets, config)]
+def _missing(present: set[str], targets: Targets, base: ModelSpec | Shapes) -> list[str]:
+    """Linears that the config says are adapted and that have no key.
 
-
-def _plain_targets(config: dict[str, Any]) -> list[str] | None:
-    """Names of the adapted linears; None where they are a pattern or narrowed by one."""
-    targets = config.get("target_modules")
-    narrowed = any(config.get(key) for key in ("layers_pattern", "exclude_modules"))
-    return targets if isinstance(targets, list) and not narrowed else None
-
-
-def _missing(present: set[str], config: dict[str, Any], base: ModelSpec | Shapes) -> list[str]:
-    """Linears that the config says are adapted and that have no key. Only plain lists of names can be checked."""
-    targets = _plain_targets(config)
-    if targets is None:
+    A ModelSpec knows the ends of names only, which is too little for expressions.
+    """
+    if not isinstance(base, ModelSpec):
+        return [name for name in base if name not in present and targets.adapts(name)]
+    if not targets.are_plain:
         return []
     tails = {_tail(name) for name in present}
-    return [name for name in _names(base) if _is_target(name, targets, config) and _tail(name) not in tails]
-
-
-def _names(base: ModelSpec | Shapes) -> list[str]:
-    if not isinstance(base, ModelSpec):
-        return list(base)
     linears = [m for m in base.linears if m.adaptable and m.copies == 1]
-    return [f"layers.{layer}.{m.name}" for layer in range(base.num_layers) for m in linears]
+    names = [f"model.layers.{layer}.{m.name}" for layer in range(base.num_layers) for m in linears]
+    return [_tail(name) for name in names if _tail(name) not in tails and targets.adapts(name)]
 
 
 def _tail(name: str) -> str:
     """From the block number on: what comes before it, a ModelSpec does not know."""
     match = _IN_BLOCK.fullmatch(name)
-    return f"{match[1]}.{match[2]}" if match else name
+    return f"layers.{match[1]}.{match[2]}" if match else name
 
 
-def _is_target(name: str, targets: list[str], config: dict[str, Any]) -> bool:
-    layers, match = config.get("layers_to_transform"), _IN_BLOCK.fullmatch(name)
-    chosen = [layers] if isinstance(layers, int) else layers or []
-    if chosen and (match is None or int(match[1]) not in chosen):
-        return False
-    return any(name == target or name.endswith(f".{target}") for target in targets)
-
-
-def _other_base(config: dict[str, Any], base: ModelSpec | Shapes) -> tuple[str, ...]:
-    named = str(config.get("base_model_name_or_path") or "")
+def _other_base(config: AdapterConfig, base: ModelSpec | Shapes) -> tuple[str, ...]:
+    named = config.base_model_name_or_path or ""
     if not isinstance(base, ModelSpec) or not named:
         return ()
     if Path(named).name.lower() == Path(base.name).name.lower():
@@ -250,14 +278,13 @@ def _other_base(config: dict[str, Any], base: ModelSpec | Shapes) -> tuple[str, 
 
 
 def _does_not_fit(
-    path: Path, config: dict[str, Any], base: ModelSpec | Shapes, problems: list[str]
+    path: Path, config: AdapterConfig, base: ModelSpec | Shapes, problems: list[str]
 ) -> CheckpointError:
     name = base.name if isinstance(base, ModelSpec) else "the model"
     shown = [f"  {problem}" for problem in problems[:_SHOWN_KEYS]]
     if len(problems) > _SHOWN_KEYS:
         shown.append(f"  … and {len(problems) - _SHOWN_KEYS} more")
     return CheckpointError(
-        f"{path}: the adapter (r {config['r']}) does not fit {name}, {len(problems)} keys:\n"
-        + "\n".join(shown),
-        hint=f"take it with the base it names, {config.get('base_model_name_or_path')!r}, or export it again",
+        f"{path}: the adapter (r {config.r}) does not fit {name}, {len(problems)} keys:\n" + "\n".join(shown),
+        hint=f"take it with the base it names, {config.base_model_name_or_path!r}, or export it again",
     )

@@ -8,7 +8,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fitune.models.adapter_check import check_adapter, linear_shapes
+from fitune.models.adapter_check import check_adapter, linear_shapes, tensor_shapes
+from fitune.models.adapter_config import read_adapter_config
+from fitune.models.adapter_targets import settled
 from fitune.models.door import with_adapter
 from fitune.models.tables import put_in_place, saved_rows, ties_are_kept, train_tables
 from fitune.models.vocabulary import resized
@@ -55,9 +57,12 @@ def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
     Where tokens were added, embedding and head grow to what is saved. Only safetensors are read. Raises
     CheckpointError when the adapter does not fit this very model.
     """
-    check_adapter(Path(path), base=linear_shapes(model))
+    linears = linear_shapes(model)
+    check_adapter(Path(path), base=linears, tensors=tensor_shapes(model))
     resized(model, saved_rows(Path(path)))
+    config = read_adapter_config(Path(path))
     with ties_are_kept():
-        adapted = with_adapter(model, Path(path))
+        words = config.for_peft(**settled(config, linears))
+        adapted = with_adapter(model, Path(path), config=words)
     put_in_place(adapted)
     return adapted

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -203,12 +203,16 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def with_adapter(model: PreTrainedModel, folder: Path, *, in_fp32: bool = False) -> PeftModel:
+def with_adapter(
+    model: PreTrainedModel, folder: Path, *, config: LoraConfig | None = None, in_fp32: bool = False
+) -> PeftModel:
     """``model`` with the adapter in ``folder`` put on it, not for training; 16-bit ones made fp32 where asked.
+
+    ``config``: in place of the one in the folder, which is read only where fitune wrote it.
 
     Raises CheckpointError for one that PEFT cannot take.
     """
     with _named(f"{folder}: the adapter cannot be loaded", kind=CheckpointError):
         return PeftModel.from_pretrained(
-            model, str(folder), is_trainable=False, autocast_adapter_dtype=in_fp32
+            model, str(folder), config=config, is_trainable=False, autocast_adapter_dtype=in_fp32
         )

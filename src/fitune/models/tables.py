@@ -16,9 +16,8 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fitune.models.adapter_check import CONFIG, WEIGHTS
+from fitune.models.adapter_config import WEIGHTS, read_adapter_config
 from fitune.models.weight_files import read_header
-from fitune.spec.strict_json import read_object
 
 PREFIX = "base_model.model."
 """Before a base model's names in an adapter's file."""
@@ -68,7 +67,7 @@ def put_in_place(model: PeftModel) -> None:
 
 def saved_rows(adapter: Path) -> int:
     """Rows of the largest table in an adapter's file, 0 when there is none."""
-    tables = read_object(adapter / CONFIG).get("modules_to_save") or []
+    tables = read_adapter_config(adapter).modules_to_save or []
     ends = tuple(f".{table}.weight" for table in tables)
     stored = read_header(adapter / WEIGHTS)
     return max((tensor.shape[0] for name, tensor in stored.items() if name.endswith(ends)), default=0)

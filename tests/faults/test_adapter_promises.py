@@ -1,0 +1,309 @@
+"""What an adapter's config promises must be in its file, and every field of the config is looked at."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from checkpoint.tiny_export import TARGETS, tiny_base
+from fitune.checkpoint.export import adapter_weights
+from fitune.checkpoint.layout import write_adapter
+from fitune.errors import CheckpointError
+from fitune.models.adapter_check import check_adapter, linear_shapes, tensor_shapes
+from fitune.models.adapters import load_adapter
+from fitune.spec.model_config import load_model_spec
+
+IDS = torch.arange(3, 27).reshape(2, 12)
+
+KINDS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True, "use_dora": True},
+    "bias": {"lora_bias": True},
+    "some blocks": {"layers_to_transform": [1], "use_dora": True},
+    "ranks": {"rank_pattern": {"v_proj": 2, r"layers\.1\.mlp\..*": 3}, "alpha_pattern": {"down_proj": 5}},
+    "tables": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "an expression": {"target_modules": r".*\.(?:q_proj|down_proj)"},
+    "all": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("promises") / "base"
+    tiny_base(folder)
+    return folder
+
+
+def peft_model(base: Path, words: dict[str, object]) -> PeftModel:
+    """PEFT's own model of these words, with something in every part of it."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    config = LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": list(TARGETS), "task_type": "CAUSAL_LM", **words}
+    )
+    adapted = get_peft_model(model, config)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return adapted.eval()
+
+
+@pytest.fixture
+def written(base: Path, tmp_path: Path) -> Callable[..., Path]:
+    def write(kind: str = "lora") -> Path:
+        peft_model(base, KINDS[kind]).save_pretrained(tmp_path / "adapter")
+        edit_config(tmp_path / "adapter", base_model_name_or_path="base")
+        return tmp_path / "adapter"
+
+    return write
+
+
+def edit_config(adapter: Path, **changes: object) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_weights(adapter: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    weights = change(load_file(adapter / "adapter_model.safetensors"))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()}, adapter / "adapter_model.safetensors"
+    )
+
+
+def shapes(base: Path) -> dict[str, dict]:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    return {"base": linear_shapes(model), "tensors": tensor_shapes(model)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_loads_as_the_model_that_peft_makes_of_it(
+    base: Path, written: Callable[..., Path], kind: str
+) -> None:
+    adapter = written(kind)
+    assert check_adapter(adapter, base=load_model_spec(str(base))) == ()
+    loaded = load_adapter(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter)).eval()
+    with torch.no_grad():
+        found, expected = loaded(input_ids=IDS).logits, theirs(input_ids=IDS).logits
+        assert torch.equal(found, expected)
+        assert (
+            expected - AutoModelForCausalLM.from_pretrained(base)(input_ids=IDS).logits
+        ).abs().max() > 1e-3
+
+
+# Finding 14 and its class: each key that is promised, left out
+
+
+def parts(kind: str) -> tuple[str, ...]:
+    found = {
+        "dora": ("magnitude",),
+        "rslora": ("magnitude",),
+        "bias": ("lora_B.bias",),
+        "tables": ("embed_tokens", "lm_head"),
+    }
+    return ("lora_A", "lora_B.weight", *found.get(kind, ()))
+
+
+@pytest.mark.parametrize(("kind", "part"), [(kind, part) for kind in KINDS for part in parts(kind)])
+def test_a_promised_key_that_is_missing_is_named(
+    base: Path, written: Callable[..., Path], kind: str, part: str
+) -> None:
+    adapter = written(kind)
+    name = next(name for name in load_file(adapter / "adapter_model.safetensors") if part in name)
+    edit_weights(adapter, lambda weights: {n: t for n, t in weights.items() if n != name})
+    module = name.removeprefix("base_model.model.").removesuffix(".weight")
+    for words in ({"base": load_model_spec(str(base))}, shapes(base)):
+        with pytest.raises(CheckpointError, match=r"1 keys:\n.*missing") as refused:
+            check_adapter(adapter, **words)
+        assert module in refused.value.message or "modules_to_save" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("lora", {"use_dora": True}, r"lora_magnitude_vector: missing, expected \(32,\)"),
+        ("dora", {"use_dora": False}, "unknown key: adapter_config.json does not promise it"),
+        ("lora", {"lora_bias": True}, r"lora_B\.bias: missing"),
+        ("bias", {"lora_bias": False}, r"lora_B\.bias: unknown key"),
+        ("lora", {"modules_to_save": ["lm_head"]}, r"lm_head.*: missing"),
+        ("tables", {"modules_to_save": None}, "unknown key"),
+        ("some blocks", {"layers_to_transform": None}, r"layers\.0.*: missing"),
+        ("lora", {"layers_to_transform": [1]}, "would be ignored"),
+        ("lora", {"exclude_modules": ["v_proj"]}, "would be ignored"),
+        ("lora", {"exclude_modules": ".*v_proj"}, "would be ignored"),
+        ("lora", {"rank_pattern": {"v_proj": 3}}, r"v_proj\.lora_A: \(4, 32\), expected \(3, 32\)"),
+        ("lora", {"target_modules": ".*q_proj"}, "would be ignored"),
+    ],
+)
+def test_config_and_file_must_say_the_same(
+    base: Path, written: Callable[..., Path], kind: str, changes: dict[str, object], said: str
+) -> None:
+    adapter = written(kind)
+    edit_config(adapter, **changes)
+    for words in ({"base": load_model_spec(str(base))}, shapes(base)):
+        with pytest.raises(CheckpointError, match=said):
+            check_adapter(adapter, **words)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t[:-1], r"expected \(32,\)"),
+        (lambda t: t * float("nan"), "NaN or infinite"),
+        (lambda t: t.long(), "holds I64"),
+    ],
+)
+def test_magnitudes_have_their_shape_and_are_numbers(
+    base: Path, written: Callable[..., Path], change: Callable[[Tensor], Tensor], said: str
+) -> None:
+    adapter = written("dora")
+    edit_weights(
+        adapter, lambda weights: {n: change(t) if "magnitude" in n else t for n, t in weights.items()}
+    )
+    with pytest.raises(CheckpointError, match=said):
+        check_adapter(adapter, **shapes(base))
+
+
+# Finding 9: every field of adapter_config.json
+
+WRONG = {
+    "peft_type": ("LOHA", 5, None),
+    "task_type": ("SEQ_CLS", 3),
+    "base_model_name_or_path": (5, ["a"]),
+    "r": ("8", 0, -1, 2.5, True, None, 10**9, [4]),
+    "lora_alpha": ("x", None, float("nan"), float("inf"), [8], True),
+    "lora_dropout": ("0.1", -0.1, 1.5, float("nan"), {}),
+    "target_modules": (5, [], [5], "", {"a": 1}, None, [None], [["q_proj"]]),
+    "exclude_modules": (5, [5], {"a": 1}),
+    "layers_to_transform": ("1", -1, [1.5], [-1], [True], {"a": 1}),
+    "layers_pattern": (5, [5], {"a": 1}),
+    "rank_pattern": ("x", [4], {"q_proj": "4"}, {"q_proj": 0}, {"q_proj": None}, {"": 4}),
+    "alpha_pattern": ("x", {"q_proj": "4"}, {"q_proj": float("nan")}, {"q_proj": [4]}),
+    "modules_to_save": ("lm_head", [5], ["(a+)+$"], ["lm_head|.*"], [""], {"a": 1}),
+    "fan_in_fan_out": ("no", 1, None),
+    "use_rslora": ("yes", 1, None),
+    "use_dora": ("yes", 1, None),
+    "lora_bias": ("yes", 1, None),
+    "bias": ("all", "lora_only", 5, None),
+    "init_lora_weights": ("loftq", "corda", 5, None, "pissa_niter_100000"),
+    "auto_mapping": ("x", [1]),
+    "trainable_token_indices": ([1, 2], {"embed_tokens": [1]}),
+    "target_parameters": (["mlp.experts.down_proj"],),
+    "layer_replication": ([[0, 1]],),
+    "alora_invocation_tokens": ([1],),
+    "use_qalora": (True,),
+    "megatron_config": ({"a": 1},),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_field_that_cannot_be_is_named(base: Path, written: Callable[..., Path], field: str) -> None:
+    adapter, spec = written(), load_model_spec(str(base))
+    right = (adapter / "adapter_config.json").read_text()
+    for value in WRONG[field]:
+        (adapter / "adapter_config.json").write_text(right)
+        edit_config(adapter, **{field: value})
+        with pytest.raises(CheckpointError, match=rf"adapter_config\.json: {field}\b") as refused:
+            check_adapter(adapter, base=spec)
+        assert refused.value.hint
+
+
+def test_a_layer_number_needs_names(base: Path, written: Callable[..., Path]) -> None:
+    adapter = written()
+    edit_config(adapter, target_modules=".*q_proj", layers_to_transform=[1])
+    with pytest.raises(CheckpointError, match="layers_to_transform = .* needs target_modules to be a list"):
+        check_adapter(adapter, base=load_model_spec(str(base)))
+
+
+def test_what_is_unknown_and_not_empty_is_said(base: Path, written: Callable[..., Path]) -> None:
+    adapter = written()
+    edit_config(adapter, use_something_new=True, something_else=None)
+    (said,) = check_adapter(adapter, base=load_model_spec(str(base)))
+    assert "unknown and ignored: use_something_new" in said
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"r": 4, "r": 8}',
+        b"\xff",
+        b"null",
+        b'{"peft_type": ' + b"[" * 200 + b"]" * 200 + b"}",
+    ],
+    ids=["deep", "twice", "bytes", "null", "nested"],
+)
+def test_json_of_strangers(base: Path, written: Callable[..., Path], content: bytes) -> None:
+    adapter = written()
+    (adapter / "adapter_config.json").write_bytes(content)
+    for read in (lambda: check_adapter(adapter, **shapes(base)), lambda: check_adapter(adapter, base={})):
+        with pytest.raises(CheckpointError, match="adapter_config.json"):
+            read()
+
+
+# Finding 10: expressions that go back forever
+
+SLOW = r"(\w|\w\w|\w.|\w\w\w)+!"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": SLOW},
+        {"exclude_modules": SLOW},
+        {"layers_pattern": SLOW, "layers_to_transform": [0]},
+        {"layers_pattern": ["layers", SLOW], "layers_to_transform": [7]},
+        {"rank_pattern": {SLOW: 4}},
+        {"target_modules": "(?:x{2147483647})"},
+        {"target_modules": "("},
+        {"rank_pattern": {"a": 4, "(": 4}},
+        {"rank_pattern": {f"a{i}": 4 for i in range(60_000)}},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_a_slow_expression_is_an_error(
+    base: Path, written: Callable[..., Path], changes: dict[str, object]
+) -> None:
+    adapter = written()
+    edit_config(adapter, **changes)
+    long = "base_model.model.model.layers.0." + "a" * 200 + ".lora_A.weight"
+    edit_weights(adapter, lambda weights: {**weights, long: torch.zeros(4, 32)})
+    names = {
+        **linear_shapes(AutoModelForCausalLM.from_pretrained(base)),
+        "model.layers.0." + "a" * 200: (32, 32),
+    }
+    with pytest.raises(CheckpointError):
+        check_adapter(adapter, base=names)
+
+
+def test_the_alpha_of_a_slow_expression_is_an_error_too(base: Path, written: Callable[..., Path]) -> None:
+    adapter = written()
+    edit_config(adapter, alpha_pattern={"(?:x{2147483647})": 4})
+    with pytest.raises(CheckpointError, match="repeats too much"):
+        load_adapter(AutoModelForCausalLM.from_pretrained(base), adapter)
+
+
+def test_keys_by_the_thousand_are_counted(base: Path, written: Callable[..., Path]) -> None:
+    adapter = written()
+    keys = {f"base_model.model.k{i}.lora_A.weight": torch.zeros(1) for i in range(3_000)}
+    edit_weights(adapter, lambda weights: {**weights, **keys, "x" * 5_000: torch.zeros(1)})
+    with pytest.raises(CheckpointError, match="and 2993 more"):
+        check_adapter(adapter, base=load_model_spec(str(base)))
+
+
+def test_what_fitune_writes_is_checked_by_the_same_rules(base: Path, tmp_path: Path) -> None:
+    for kind in ("dora", "ranks", "some blocks"):
+        model = peft_model(base, KINDS[kind])
+        folder = tmp_path / kind
+        folder.mkdir()
+        write_adapter(model, folder, adapter_weights(model), "base")
+        spec = replace(load_model_spec(str(base)), name="base")
+        assert check_adapter(folder, base=spec) == ()
