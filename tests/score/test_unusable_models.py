@@ -104,7 +104,7 @@ def test_a_gpu_without_bf16_scores_in_fp16(
 
 def test_fields_of_no_format_name_their_row(tiny, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "completion": "b"}\n{"chosen": "a", "rejected": "b"}\n')
+    rows.write_text('{"prompt": "a", "completion": "b"}\n{"left": "a", "right": "b"}\n')
     with pytest.raises(DataError, match=r"rows.jsonl:2: format auto"):
         read_tasks(DataSource(path=str(rows)), template=tiny.template)
 

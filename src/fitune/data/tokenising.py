@@ -54,25 +54,19 @@ class RowTokeniser:
         waiting: list[tuple[Example, list[Piece]] | BadRow] = []
         text = 0
         try:
-            for example in examples:
-                laid_out = self._lay_out(example)
-                waiting.append(laid_out)
-                text += 0 if isinstance(laid_out, BadRow) else sum(len(p.text) for p in laid_out[1])
+            for example, laid_out in zip(examples, self._template.lay_out_rows(examples), strict=True):
+                is_bad = isinstance(laid_out, BadRow)
+                waiting.append(laid_out if is_bad else (example, laid_out))
+                text += 0 if is_bad else sum(len(piece.text) for piece in laid_out)
                 if text > MAX_TEXT:
                     self._encode(waiting, rows)
                     waiting, text = [], 0
-                if isinstance(laid_out, BadRow) and self._data.on_bad_row == "error":
+                if is_bad and self._data.on_bad_row == "error":
                     break
             self._encode(waiting, rows)
         except DataError as error:
             return TokenRows(error=error)
         return rows.joined()
-
-    def _lay_out(self, example: Example) -> tuple[Example, list[Piece]] | BadRow:
-        try:
-            return example, self._template.lay_out(example)
-        except BadRow as bad:
-            return bad
 
     def _encode(self, waiting: Sequence[tuple[Example, list[Piece]] | BadRow], rows: "_Rows") -> None:
         good = [each for each in waiting if not isinstance(each, BadRow)]
