@@ -11,6 +11,7 @@ import pytest
 from fitune.errors import ModelError, RecipeError
 from fitune.spec import model_config
 from fitune.spec.families import FAMILIES
+from fitune.spec.model import NO_DROPOUT, Dropout
 from fitune.spec.model_config import load_model_spec, spec_from_config
 from fitune.spec.model_table import find_known_model, known_model_names
 from fitune.spec.targets import resolve_targets
@@ -106,6 +107,29 @@ def test_soft_caps_are_what_the_config_says() -> None:
     assert (gemma.caps_scores, gemma.caps_logits) == (False, False)
     with pytest.raises(ModelError, match="attn_logit_softcapping"):
         spec_from_config({**config, "attn_logit_softcapping": "50"}, name="gemma")
+
+
+def test_dropout_is_what_the_config_says() -> None:
+    """GPT-2's class drops out where nothing is said; Falcon never drops attention's probabilities."""
+    assert load_model_spec("gpt2").dropout == Dropout(
+        attention=0.1, attention_output=0.1, mlp_output=0.1, embedding=0.1
+    )
+    assert load_model_spec("llama-3.1-8b").dropout == NO_DROPOUT
+    rates = {"attention_dropout": 0.2, "hidden_dropout": 0.3}
+    falcon = dict(find_known_model("falcon-7b").config)
+    assert spec_from_config({**falcon, **rates}, name="falcon").dropout == Dropout(mlp_output=0.3)
+    serial = spec_from_config({**falcon, **rates, "parallel_attn": False}, name="falcon")
+    assert serial.dropout == Dropout(attention_output=0.2, mlp_output=0.3)
+    phi = {**find_known_model("phi-2").config, "resid_pdrop": 0.1, "embd_pdrop": 0.05}
+    assert spec_from_config(phi, name="phi").dropout == Dropout(
+        attention_output=0.1, mlp_output=0.1, embedding=0.05
+    )
+
+
+@pytest.mark.parametrize("rate", [5.0, -0.1, "0.1", True])
+def test_a_dropout_that_is_no_share_is_refused(rate: object) -> None:
+    with pytest.raises(ModelError, match="attention_dropout .* must be a number at least 0"):
+        spec_from_config({**find_known_model("llama-3.1-8b").config, "attention_dropout": rate}, name="llama")
 
 
 def test_gemma3_is_its_text_part() -> None:

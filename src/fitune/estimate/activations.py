@@ -123,30 +123,46 @@ def eager_attention_kept(
     element_bytes: int,
     output_needed: bool,
     softcapped: bool,
+    mask_bytes: int,
 ) -> int:
     """p·n·(4, + e when 16 bit) probabilities in fp32 and in the compute type, p of mask, t·2e·q repeated K, V.
 
+    With dropout (``mask_bytes`` > 0) the dropped ones, e·n·p, instead of those in the compute type, and the masks.
     Capped scores (Gemma-2) keep their hyperbolic tangent too, e·n·p. p is Σ s² over the rows of s tokens.
     models/attention.py ``rows_eager``.
     """
-    probabilities = (
-        FP32 + (element_bytes if element_bytes < FP32 else 0) + (element_bytes if softcapped else 0)
-    )
+    written = element_bytes if mask_bytes or element_bytes < FP32 else 0
+    probabilities = FP32 + written + mask_bytes + (element_bytes if softcapped else 0)
     scores = pairs * (num_heads * probabilities + 1)
     output = element_bytes * q_dim if output_needed else 0
     return scores + tokens * (2 * element_bytes * q_dim + output)
 
 
-def multi_query_attention_kept(
-    *, tokens: int, q_dim: int, kv_dim: int, num_heads: int, element_bytes: int, output_needed: bool
+def fallback_attention_kept(
+    *,
+    tokens: int,
+    pairs: int,
+    q_dim: int,
+    kv_dim: int,
+    num_heads: int,
+    element_bytes: int,
+    output_needed: bool,
+    dropped: bool,
 ) -> int:
-    """4·n·t² + t · (4·q + 2·4·k [+ e·q]): Falcon-7B's attention, which no fused kernel takes.
+    """4·n·p · (1, or 3 with dropout) + t · (4·(q + 2k) [+ e·q]): attention that no fused kernel takes.
 
-    Its one key head is broadcast over n heads, so SDPA writes the softmax out, in fp32, over the whole stream
-    (rows are masked, not separate). aten::_scaled_dot_product_attention_math.
+    The softmax; with dropout a mask of noise and the dropped probabilities. Queries, keys and values in fp32, those
+    of grouped heads repeated. p is Σ s² over the rows; for Falcon-7B, whose one key head is broadcast and whose rows
+    are masked, not separate, it is t². aten::_scaled_dot_product_attention_math.
     """
     output = element_bytes * q_dim if output_needed else 0
-    return FP32 * num_heads * tokens**2 + tokens * (FP32 * (q_dim + 2 * kv_dim) + output)
+    scores = FP32 * num_heads * pairs * (3 if dropped else 1)
+    return scores + tokens * (FP32 * (q_dim + 2 * kv_dim) + output)
+
+
+def dropout_kept(*, tokens: int, size: int, mask_bytes: int) -> int:
+    """mask·size per token: the mask that the gradient is multiplied with (1 byte on CUDA, e on a CPU)."""
+    return tokens * size * mask_bytes
 
 
 def stream_mask_bytes(*, tokens: int, element_bytes: int) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fitune.estimate import activations, transient
+from fitune.estimate.activations import FP32
 from fitune.estimate.attention_traits import (
     attended_kv_dim,
     attends_in_one_call,
@@ -13,7 +14,7 @@ from fitune.estimate.attention_traits import (
 )
 from fitune.estimate.site import SCALED_IN_FP32, Site, linears_stage
 from fitune.estimate.stages import Stage
-from fitune.spec.attended import writes_scores
+from fitune.spec.attended import falls_back_to_scores, writes_scores
 from fitune.spec.model import Linear
 
 
@@ -35,19 +36,19 @@ def attention_stages(
     yield _scores(site, output, passes=passes)
     yield linears_stage(
         site, "attention output", output,
-        kept=0,
+        kept=site.dropout_kept(model.dropout.attention_output, passes=passes or site.trains(output)),
         forward=0,
         backward=transient.output_projection_backward(
             tokens=t, hidden=model.hidden_size, q_dim=model.q_dim, element_bytes=e, adapted=not site.full
-        ),
+        ) + site.dropout_backward(model.dropout.attention_output) + site.shared_dropout_gradient,
     )  # fmt: skip
 
 
 def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
     model, t, e = site.model, site.shape.tokens, site.element_bytes
     rotary = model.learned_positions == 0
-    if is_multi_query(model):
-        kept = 0  # attention keeps fp32 copies of its own
+    if is_multi_query(model) or falls_back_to_scores(site.plan):
+        kept = _whole_projection(site, projections)  # attention keeps fp32 copies of its own
     elif writes_scores(site.plan):
         kept = activations.queries_kept(
             tokens=t, q_dim=model.q_dim, kv_dim=model.kv_dim, element_bytes=e, rotary=rotary
@@ -72,24 +73,34 @@ def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
     return kept + norm
 
 
+def _whole_projection(site: Site, projections: Sequence[Linear]) -> int:
+    """e·(q + k) per token: in fp32 values are a view, of the whole projection where one linear makes all three."""
+    model, e = site.model, site.element_bytes
+    a_view = len(projections) == 1 and e == FP32 and model.num_heads == model.num_kv_heads
+    return site.shape.tokens * e * (model.q_dim + model.kv_dim) if a_view else 0
+
+
 def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
     """Attention itself: fused, or written out."""
     model, shape, e = site.model, site.shape, site.element_bytes
     rows = 1 if masks_whole_stream(model) or attends_in_one_call(site.plan) else shape.rows
     common = {"tokens": shape.tokens, "q_dim": model.q_dim, "num_heads": model.num_heads}
     needed = site.reads_input(output)
-    if is_multi_query(model):
-        return _multi_query_scores(site, output_needed=needed, passes=passes)
+    if is_multi_query(model) or falls_back_to_scores(site.plan):
+        return _fallback_scores(site, output_needed=needed, passes=passes)
     if writes_scores(site.plan):
         kept = activations.eager_attention_kept(
-            **common, pairs=shape.pairs(), element_bytes=e, output_needed=needed, softcapped=model.caps_scores
+            **common, pairs=shape.pairs(), element_bytes=e, output_needed=needed, softcapped=model.caps_scores,
+            mask_bytes=site.score_mask_bytes,
         )  # fmt: skip
         sizes = {**common, "row_tokens": shape.row_tokens, "hidden": model.hidden_size, "element_bytes": e}
         return Stage(
             name="attention",
             kept=kept if passes else 0,
             forward=transient.eager_attention_forward(**sizes, softcapped=model.caps_scores),
-            backward=transient.eager_attention_backward(**sizes, rows=rows) if passes else 0,
+            backward=transient.eager_attention_backward(**sizes, rows=rows, mask_bytes=site.score_mask_bytes)
+            if passes
+            else 0,
         )
     kept = activations.fused_attention_kept(**common, rows=rows, element_bytes=e, output_needed=needed)
     backward = transient.fused_attention_backward(
@@ -114,16 +125,22 @@ def _attended_kv_dim(site: Site) -> int:
     return attended_kv_dim(site.plan, masked=site.masks_rows)
 
 
-def _multi_query_scores(site: Site, *, output_needed: bool, passes: bool) -> Stage:
-    model, t, e = site.model, site.shape.tokens, site.element_bytes
-    kept = activations.multi_query_attention_kept(
-        tokens=t, q_dim=model.q_dim, kv_dim=model.kv_dim, num_heads=model.num_heads, element_bytes=e,
-        output_needed=output_needed,
+def _fallback_scores(site: Site, *, output_needed: bool, passes: bool) -> Stage:
+    """Attention that torch writes out: Falcon-7B's over the whole stream, and row by row where a CPU drops out."""
+    model, shape, e = site.model, site.shape, site.element_bytes
+    whole = is_multi_query(model)
+    row_tokens, rows = (shape.tokens, 1) if whole else (shape.row_tokens, shape.rows)
+    dropped = model.dropout.attention > 0
+    kv_dim = _attended_kv_dim(site)
+    common = {"tokens": shape.tokens, "q_dim": model.q_dim, "num_heads": model.num_heads, "element_bytes": e}
+    sizes = {**common, "row_tokens": row_tokens, "hidden": model.hidden_size}
+    kept = activations.fallback_attention_kept(
+        **common, pairs=shape.tokens**2 if whole else shape.pairs(), kv_dim=kv_dim, output_needed=output_needed,
+        dropped=dropped,
     )  # fmt: skip
-    sizes = {"tokens": t, "num_heads": model.num_heads, "hidden": model.hidden_size, "element_bytes": e}
     return Stage(
         name="attention",
         kept=kept if passes else 0,
-        forward=transient.multi_query_attention_forward(**sizes, q_dim=model.q_dim, kv_dim=model.kv_dim),
-        backward=transient.multi_query_attention_backward(**sizes),
+        forward=transient.fallback_attention_forward(**sizes, kv_dim=kv_dim, dropped=dropped),
+        backward=transient.fallback_attention_backward(**sizes, rows=rows, dropped=dropped),
     )

@@ -1,6 +1,6 @@
 """Which attention a plan really runs: fused, written out, or an architecture's own."""
 
-from fitune.spec.attended import writes_scores
+from fitune.spec.attended import falls_back_to_scores, has_scores, writes_scores
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Plan, Precision
 from fitune.spec.shape import BatchShape
@@ -29,9 +29,9 @@ def attends_in_one_call(plan: Plan) -> bool:
 
 
 def masking_window(plan: Plan) -> int:
-    """Rows of more tokens than this take a mask of s × s each, in the blocks that have a window; 0 where none does."""
+    """Rows of more tokens than this keep a mask of s × s each, in the blocks that have a window; 0 where none does."""
     model = plan.model
-    by_rows = not (masks_whole_stream(model) or writes_scores(plan) or attends_in_one_call(plan))
+    by_rows = not (masks_whole_stream(model) or has_scores(plan) or attends_in_one_call(plan))
     some = by_rows and any(model.has_window(layer) for layer in range(model.num_layers))
     return model.sliding_window if some else 0
 
@@ -45,11 +45,14 @@ def attended_kv_dim(plan: Plan, *, masked: bool) -> int:
     """What attention reads as keys: grouped heads as they are, or repeated to all heads.
 
     Falcon repeats them itself. Where FlashAttention cannot run, on GPUs before Ampere, in fp32 and with a window's
-    mask, fitune does (models/attention.py), because the memory-efficient kernel takes no groups.
+    mask, fitune does (models/attention.py), because the memory-efficient kernel takes no groups. Torch does where it
+    writes the scores out.
     """
     model, gpu = plan.model, plan.hardware.gpu
     if masks_whole_stream(model):
         return model.q_dim if model.num_kv_heads > 1 else model.kv_dim
+    if falls_back_to_scores(plan):
+        return model.q_dim
     flash = gpu.has_flash_attention and plan.precision is not Precision.FP32 and not masked
     return model.kv_dim if gpu.is_cpu or flash else model.q_dim
 

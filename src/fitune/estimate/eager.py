@@ -8,7 +8,7 @@ bytes of an element of the compute type, and a product's own operands are not in
 from dataclasses import dataclass
 
 from fitune.estimate.site import SCALED_IN_FP32
-from fitune.spec.attended import writes_scores
+from fitune.spec.attended import has_scores
 from fitune.spec.model import ModelSpec
 from fitune.spec.parameters import adapted_blocks, blocks_gone_back_through
 from fitune.spec.plan import Lora, Plan
@@ -124,8 +124,9 @@ def norm_traffic(model: ModelSpec, element_bytes: int) -> _Norm:
 
 def _between(model: ModelSpec, norm: _Norm, e: int, *, fused: bool) -> tuple[float, float]:
     """Norms; 3e·h for each of two sums with the residual stream, and in backward for each gradient that joins it
-    (6 in all: both sums, q, k and v, gate and up); 10e and 17e for queries and keys turned to their positions;
-    the MLP's activation. Liger's kernels turn them in place, 2e each way, and read gate and up once: 3e·f and 5e·f.
+    (6 in all: both sums, q, k and v, gate and up); as much there and back for a dropout before each sum; 10e and 17e
+    for queries and keys turned to their positions; the MLP's activation. Liger's kernels turn them in place, 2e each
+    way, and read gate and up once: 3e·f and 5e·f.
     """
     h, q, k = model.hidden_size, model.q_dim, model.kv_dim
     turned = 0 if model.learned_positions else q + k
@@ -134,11 +135,12 @@ def _between(model: ModelSpec, norm: _Norm, e: int, *, fused: bool) -> tuple[flo
     turning = (2, 2) if fused else (10, 17)
     if fused and not model.num_experts:
         activation = 3.0 * model.intermediate_size, 5.0 * model.intermediate_size
+    dropped = 3 * h * _residual_dropouts(model)
     forward = norm.forward * (model.norms_per_block * h + normed) + e * (
-        6 * h + turning[0] * turned + activation[0]
+        dropped + 6 * h + turning[0] * turned + activation[0]
     )
     backward = norm.backward * (model.norms_per_block * h + normed) + e * (
-        18 * h + turning[1] * turned + activation[1]
+        dropped + 18 * h + turning[1] * turned + activation[1]
     )
     return forward, backward
 
@@ -146,12 +148,13 @@ def _between(model: ModelSpec, norm: _Norm, e: int, *, fused: bool) -> tuple[flo
 def _operations(model: ModelSpec, *, fused: bool) -> tuple[int, int]:
     """Besides norms: 10 and 14 turn queries and keys; activation, sums and attention take 5 and 12, 6 and 8 more where
     GELU is written out, 18 more each for a mixture of experts. Liger's kernels are one each: for the positions, and for
-    a gated product that takes 2 and 3 operations otherwise."""
+    a gated product that takes 2 and 3 operations otherwise. Dropout of what joins the residual stream is one each."""
     forward, backward = 5, 12
     if fused:
         forward, backward = (6, 13) if model.num_experts else (5, 11)
     elif not model.learned_positions:
         forward, backward = forward + 10, backward + 14
+    forward, backward = forward + _residual_dropouts(model), backward + _residual_dropouts(model)
     if model.num_experts:
         return forward + 18, backward + 18
     return (forward + 6, backward + 8) if model.model_type in _WRITTEN_OUT_GELU else (forward, backward)
@@ -159,6 +162,10 @@ def _operations(model: ModelSpec, *, fused: bool) -> tuple[int, int]:
 
 _WRITTEN_OUT_GELU = ("gpt2", "phi")
 """gelu_new is eight operations in Python; others call one kernel."""
+
+
+def _residual_dropouts(model: ModelSpec) -> int:
+    return (model.dropout.attention_output > 0) + (model.dropout.mlp_output > 0)
 
 
 def _activation(model: ModelSpec) -> tuple[float, float]:
@@ -177,7 +184,11 @@ def _activation(model: ModelSpec) -> tuple[float, float]:
 
 
 def _scores(plan: Plan) -> float:
-    """32 bytes for each score where attention is written out: mask, fp32 softmax and copies, forward and backward."""
-    if not writes_scores(plan):
+    """32 bytes for each score where attention is written out: mask, fp32 softmax and copies, forward and backward.
+
+    56 with dropout, whose noise is written, scaled and multiplied with.
+    """
+    if not has_scores(plan):
         return 0.0
-    return 32.0 * plan.model.num_heads * plan.batch.seq_len
+    dropped = 24.0 if plan.model.dropout.attention else 0.0
+    return (32.0 + dropped) * plan.model.num_heads * plan.batch.seq_len

@@ -27,7 +27,7 @@ def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterat
         forward=0,
         backward=transient.mlp_inputs_backward(
             tokens=t, hidden=h, width=f, element_bytes=e, partial_gradients=2 if gated else 1
-        ),
+        ) + site.shared_dropout_gradient,
         input_has_gradient=site.gradient_enters if model.parallel_blocks else passes,
     )  # fmt: skip
     if gated:
@@ -44,20 +44,22 @@ def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterat
             tokens=t, hidden=h, width=f, element_bytes=e,
             tensors=_tensors_at_once(site, inputs),
         ),
-        backward=backward if reaches else 0,
+        backward=backward + site.shared_dropout_gradient if reaches else 0,
         again=transient.fused_mlp_again(
-            tokens=t, hidden=h, width=f, element_bytes=e, adapted_output=bool(site.adapted(down))
+            tokens=t, hidden=h, width=f, element_bytes=e,
+            adapted_output=bool(site.adapted(down)) and not model.dropout.mlp_output,
         )
         if _is_fused(site, inputs) and site.adapted(inputs)
         else 0,
     )  # fmt: skip
     yield linears_stage(
         site, "MLP output", down,
-        kept=activations.linear_input_kept(tokens=t, size=f, element_bytes=e, needed=site.reads_input(down)),
+        kept=activations.linear_input_kept(tokens=t, size=f, element_bytes=e, needed=site.reads_input(down))
+        + site.dropout_kept(model.dropout.mlp_output, passes=reaches or site.trains(down)),
         forward=0,
         backward=transient.down_projection_backward(
             tokens=t, hidden=h, width=f, element_bytes=e, adapted=not site.full
-        ),
+        ) + site.dropout_backward(model.dropout.mlp_output),
         again=_output_again(site, inputs, down),
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The micro-batch a plan has to be ready for."""
 
 from fitune.estimate.attention_traits import masks_window
-from fitune.spec.attended import writes_scores
+from fitune.spec.attended import has_scores
 from fitune.spec.plan import Plan
 from fitune.spec.shape import BatchShape
 
@@ -14,7 +14,7 @@ def largest_batch(plan: Plan) -> BatchShape:
     """
     batch = plan.batch
     tokens = batch.micro_batch_tokens
-    one_row = writes_scores(plan) or masks_window(plan)
+    one_row = has_scores(plan) or masks_window(plan)
     return BatchShape(
         tokens=tokens,
         supervised_tokens=tokens - batch.micro_batch_size,

@@ -56,7 +56,45 @@ class Site:
         return 0 < self.masking_window < self.shape.row_tokens
 
     @property
+    def dropout_mask_bytes(self) -> int:
+        """Of one element: CUDA's masks take 1 byte, the CPU's have the compute type."""
+        return self.element_bytes if self.plan.hardware.gpu.is_cpu else 1
+
+    def dropout_kept(self, rate: float, *, passes: bool) -> int:
+        """The mask of a dropout over the hidden size, where a gradient ``passes`` through it."""
+        if not (rate and passes):
+            return 0
+        return activations.dropout_kept(
+            tokens=self.shape.tokens, size=self.model.hidden_size, mask_bytes=self.dropout_mask_bytes
+        )
+
+    def dropout_backward(self, rate: float) -> int:
+        """More at the worst moment of the linear before such a dropout."""
+        if not rate:
+            return 0
+        return transient.dropout_backward(
+            tokens=self.shape.tokens, hidden=self.model.hidden_size, element_bytes=self.element_bytes,
+            mask_bytes=self.dropout_mask_bytes,
+        )  # fmt: skip
+
+    @property
+    def shared_dropout_gradient(self) -> int:
+        """t·e·h while both halves of a parallel block go back: one dropout over their sum has made their gradient."""
+        one = (
+            self.model.parallel_blocks
+            and self.model.dropout.mlp_output
+            and not self.model.dropout.attention_output
+        )
+        return self.shape.tokens * self.model.hidden_size * self.element_bytes if one else 0
+
+    @property
+    def score_mask_bytes(self) -> int:
+        """Of one attention probability that is dropped out by its own mask; 0 without dropout."""
+        return self.dropout_mask_bytes if self.model.dropout.attention > 0 else 0
+
+    @property
     def dropout(self) -> float:
+        """The adapters'; the model's own is in ``model.dropout``."""
         return self.plan.tuning.dropout if isinstance(self.plan.tuning, Lora) else 0.0
 
     def adapted(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:
@@ -96,7 +134,7 @@ def linears_stage(
     Where no gradient goes through their input, dropout keeps no mask.
     """
     e = site.element_bytes
-    mask_bytes = (e if site.plan.hardware.gpu.is_cpu else 1) if input_has_gradient else 0
+    mask_bytes = site.dropout_mask_bytes if input_has_gradient else 0
     sizes = [linear.parameters for linear in linears]
     whole, unpacked = _whole_weight_bytes(site, linears), _unpacked_bytes(site, linears)
     match site.plan.tuning:

@@ -168,11 +168,18 @@ class StepStages:
             tokens=tokens, head_dim=model.head_dim, element_bytes=self.element_bytes
         )
         mask = activations.stream_mask_bytes(tokens=tokens, element_bytes=self.element_bytes)
+        dropped = activations.dropout_kept(
+            tokens=tokens,
+            size=model.hidden_size,
+            mask_bytes=self.element_bytes if self.plan.hardware.gpu.is_cpu else 1,
+        )
+        trains = model.dropout.embedding > 0 and trains_embeddings(self.plan.tuning)
         keeps_mask = in_forward or self.recomputed > self.untouched or not is_multi_query(model)
         return {
             "batch": 3 * activations.INDEX * tokens
             + (0 if model.learned_positions else table)
-            + (mask if masks_whole_stream(model) and keeps_mask else 0)
+            + (mask if masks_whole_stream(model) and keeps_mask else 0),
+            "embedding dropout": dropped if trains else 0,
         }
 
     def varied(self, *, recompute: Recompute, loss: Loss) -> "StepStages":

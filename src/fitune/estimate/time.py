@@ -18,7 +18,7 @@ from fitune.estimate.shares import uses_deepspeed, zero_stage
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.transfers import Transfers, transfers_of
-from fitune.spec.attended import writes_scores
+from fitune.spec.attended import has_scores
 from fitune.spec.flops import attention_flops_per_pair, head_flops_per_token, model_flops
 from fitune.spec.plan import AdamW8bit, Lomo, Plan, trains_head, updates_in_backward
 from fitune.spec.reports import Phase, StepTime
@@ -250,6 +250,6 @@ def attention_pairs(step: StepStages, row_tokens: float) -> float:
     shape = step.shape
     if is_multi_query(step.plan.model):
         return float(shape.tokens**2)
-    if writes_scores(step.plan):
+    if has_scores(step.plan):
         return float(shape.pairs())
     return (shape.pairs() + shape.tokens * row_tokens) / 2

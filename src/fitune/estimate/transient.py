@@ -111,32 +111,72 @@ def eager_attention_forward(
 
 
 def eager_attention_backward(
-    *, tokens: int, row_tokens: int, rows: int, hidden: int, q_dim: int, num_heads: int, element_bytes: int
+    *,
+    tokens: int,
+    row_tokens: int,
+    rows: int,
+    hidden: int,
+    q_dim: int,
+    num_heads: int,
+    element_bytes: int,
+    mask_bytes: int,
 ) -> int:
     """n·s²·(8 − e) [fp32: 8] for one row; + t·e·h, + t·e·q with several rows.
+
+    With dropout n·s² · max(e, 8 − e − mask): the dropped probabilities and their mask are let go before.
 
     Gradients of the softmax's output and input in fp32, when the 16-bit probabilities are gone; the residual's
     gradient, and the output's while other rows wait for it. Gradients of values are where the values were.
     """
-    freed = element_bytes if element_bytes < FP32 else 0
+    freed = element_bytes if mask_bytes or element_bytes < FP32 else 0
+    per_score = max(element_bytes, 2 * FP32 - freed - mask_bytes)
     waiting = q_dim if rows > 1 else 0
-    return num_heads * row_tokens**2 * (2 * FP32 - freed) + tokens * element_bytes * (hidden + waiting)
+    return num_heads * row_tokens**2 * per_score + tokens * element_bytes * (hidden + waiting)
 
 
-def multi_query_attention_forward(
-    *, tokens: int, num_heads: int, hidden: int, q_dim: int, kv_dim: int, element_bytes: int
+def fallback_attention_forward(
+    *,
+    tokens: int,
+    row_tokens: int,
+    num_heads: int,
+    hidden: int,
+    q_dim: int,
+    kv_dim: int,
+    element_bytes: int,
+    dropped: bool,
 ) -> int:
-    """8·n·t² + t · (e·(2h + 2q + 4k) + 4·(2q + 3k)): scores and masked scores, or those and the softmax, all in fp32.
+    """n·s²·(8, 12 with dropout) + t · (e·(2h + 2q + 4k) + 4·(2q + 3k)): two tensors of scores in fp32, or three.
 
-    Residual, input, projections and their copies by heads; queries, keys and values in fp32, queries and keys scaled.
+    Scores and masked scores, or those and the softmax; with dropout softmax, noise and what is left. Residual, input,
+    projections and their copies by heads; queries, keys and values in fp32, queries and keys scaled.
     """
     copies = element_bytes * (2 * hidden + 2 * q_dim + 4 * kv_dim) + FP32 * (2 * q_dim + 3 * kv_dim)
-    return 2 * FP32 * num_heads * tokens**2 + tokens * copies
+    return (3 if dropped else 2) * FP32 * num_heads * row_tokens**2 + tokens * copies
 
 
-def multi_query_attention_backward(*, tokens: int, num_heads: int, hidden: int, element_bytes: int) -> int:
-    """8·n·t² + t·e·h: gradients of the probabilities and of the scores, in fp32 over the whole stream."""
-    return 2 * FP32 * num_heads * tokens**2 + tokens * element_bytes * hidden
+def fallback_attention_backward(
+    *,
+    tokens: int,
+    row_tokens: int,
+    rows: int,
+    num_heads: int,
+    hidden: int,
+    q_dim: int,
+    element_bytes: int,
+    dropped: bool,
+) -> int:
+    """n·s²·8 + t·e·h, + t·e·q with several rows: gradients of the probabilities and of the scores, in fp32.
+
+    With dropout n·s²·4: gradients are made while the dropped probabilities and then the noise are let go.
+    """
+    waiting = q_dim if rows > 1 else 0
+    scores = (1 if dropped else 2) * FP32 * num_heads * row_tokens**2
+    return scores + tokens * element_bytes * (hidden + waiting)
+
+
+def dropout_backward(*, tokens: int, hidden: int, element_bytes: int, mask_bytes: int) -> int:
+    """t·h·(e − mask): the gradient before dropout, beside the residual's; the mask is let go."""
+    return tokens * hidden * (element_bytes - mask_bytes)
 
 
 def output_projection_backward(

@@ -12,6 +12,7 @@ from fitune.planner.describe import (
     describe_sharding,
     method_name,
 )
+from fitune.planner.dropout_decisions import dropout_decisions
 from fitune.planner.families import ORDER
 from fitune.planner.lora_decisions import lora_decisions
 from fitune.spec.hardware import Hardware
@@ -88,6 +89,7 @@ def decisions_of(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
         _idle(recipe, plan),
         added_tokens_decisions(recipe, plan),
         lora_decisions(recipe, plan),
+        dropout_decisions(plan),
         _output(recipe, plan),
     ]
     return tuple(line for group in lines for line in group)

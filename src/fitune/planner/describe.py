@@ -2,6 +2,7 @@
 
 import textwrap
 
+from fitune.spec.model import Dropout
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -47,6 +48,27 @@ def describe_plan(plan: Plan) -> str:
             f"micro-batch {batch.micro_batch_size} × {batch.seq_len} tokens × {batch.accumulation} accumulated",
         )
     )
+
+
+def describe_dropout(dropout: Dropout) -> str:
+    """``dropout 0.1 on attention and residuals``; of several rates each with its places."""
+    same = dropout.attention_output == dropout.mlp_output
+    residuals = (
+        {"residuals": dropout.mlp_output}
+        if same
+        else {"attention's output": dropout.attention_output, "the MLP's output": dropout.mlp_output}
+    )
+    rates = {"attention": dropout.attention, **residuals, "the embedding": dropout.embedding}
+    places: dict[float, list[str]] = {}
+    for place, rate in rates.items():
+        places.setdefault(rate, []).append(place)
+    parts = (f"{rate:g} on {_listed(names)}" for rate, names in places.items() if rate)
+    return f"dropout {', '.join(parts)}"
+
+
+def _listed(names: list[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def describe_family(plan: Plan) -> str:

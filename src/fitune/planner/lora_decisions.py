@@ -1,12 +1,9 @@
 """What was decided about adapters, and what follows from what was asked of them."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.tensors import trained_tables
-from fitune.estimate.time import predict_step_time
 from fitune.spec.model import ModelSpec
 from fitune.spec.parameters import blocks_gone_back_through
 from fitune.spec.plan import Dense, Lora, Plan
@@ -31,7 +28,6 @@ def lora_decisions(recipe: Recipe, plan: Plan) -> Iterator[str]:
             f"rslora: what adapters add is scaled by alpha / √r = {lora.alpha} / {root:.4g} = "
             f"{lora.alpha / root:.4g}; without it by alpha / r = {lora.alpha / lora.rank:.4g}"
         )
-    yield from _dropout(lora, plan)
     yield from _tables(lora, plan)
     yield from _left_in_16_bit(lora, plan)
 
@@ -63,20 +59,6 @@ def _layers(lora: Lora, model: ModelSpec) -> Iterator[str]:
             "no activations, recomputed or not"
         )
     yield words
-
-
-def _dropout(lora: Lora, plan: Plan) -> Iterator[str]:
-    """Every adapted linear keeps its own dropped input and the mask, where linears beside one another share one."""
-    if not lora.dropout:
-        return
-    without = replace(plan, tuning=replace(lora, dropout=0.0))
-    peaks = [predict_memory(each).peak_bytes for each in (plan, without)]
-    seconds = [predict_step_time(each).step_seconds for each in (plan, without)]
-    yield (
-        f"lora_dropout: {lora.dropout:g} keeps a dropped input and a mask for each adapted linear: "
-        f"{format_bytes(peaks[0] - peaks[1])} more at the peak than lora_dropout: 0, and a step takes "
-        f"{seconds[0] / seconds[1] - 1:.1%} longer"
-    )
 
 
 def _tables(lora: Lora, plan: Plan) -> Iterator[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fitune.spec.attended import writes_scores
+from fitune.spec.attended import has_scores
 from fitune.spec.plan import Batch, Plan
 
 
@@ -35,7 +35,7 @@ def heaviest_rows(plan: Plan) -> tuple[int, ...]:
     Where scores are written out, or a window needs a mask, one row as long as the pack takes more.
     """
     batch, window = plan.batch, plan.model.sliding_window
-    long_rows_cost = writes_scores(plan) or 0 < window < batch.seq_len
+    long_rows_cost = has_scores(plan) or 0 < window < batch.seq_len
     if not batch.packing or long_rows_cost or batch.seq_len < 2:
         return (batch.seq_len,) * batch.micro_batch_size
     half = batch.seq_len // 2

@@ -23,6 +23,7 @@ from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.stretch import Depth
 from fitune.rehearse.update import make_states, parameter_keys, record_update
 from fitune.spec.hardware import Gpu
+from fitune.spec.model import NO_DROPOUT
 from fitune.spec.plan import Lora, Plan, Recompute, Zero, updates_in_backward
 from fitune.train.prepare import Prepared, prepare_loaded
 
@@ -68,7 +69,7 @@ def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
         with (
             fake_ranks(plan) as mesh,
             fake_tensors() as mode,
-            _standing_for(plan.hardware.gpu, drops_out=_drops_out(plan, config)),
+            _standing_for(plan.hardware.gpu, drops_out=_drops_out(plan)),
         ):
             with modules_may_move(mode):
                 model = empty_model(config, compute_dtype(plan.precision))
@@ -87,11 +88,10 @@ def _standing_for(gpu: Gpu, *, drops_out: bool) -> Iterator[None]:
         yield
 
 
-def _drops_out(plan: Plan, config: PretrainedConfig) -> bool:
+def _drops_out(plan: Plan) -> bool:
     """Whether adapters or the model's config ask for dropout anywhere."""
     adapters = plan.tuning.dropout if isinstance(plan.tuning, Lora) else 0.0
-    rates = [value for name, value in config.to_dict().items() if "drop" in name]
-    return adapters > 0 or any(isinstance(rate, float) and rate > 0 for rate in rates)
+    return adapters > 0 or plan.model.dropout != NO_DROPOUT
 
 
 def shallow_plan(plan: Plan, *, layers: int, recomputed: int) -> Plan:

@@ -45,14 +45,14 @@ class ConfigFields:
         """Like ``count``, 0 when the field is absent."""
         return self.count(name) if self.values.get(name) is not None else 0
 
+    def share(self, name: str, *, default: float = 0.0) -> float:
+        """A part of 1, whose range the schema has checked; the ``default`` when the field is absent."""
+        value = self.values.get(name)
+        return default if value is None else float(value)
+
     def is_capped(self, name: str, *, default: bool) -> bool:
         """Whether a soft cap is set: ``null`` switches it off, an absent one is the ``default`` of the class."""
-        if name not in self.values:
-            return default
-        value = self.values[name]
-        if value is not None and not (type(value) in (int, float) and value > 0):
-            self.refuse(name, "must be a number above 0, or null")
-        return value is not None
+        return self.values[name] is not None if name in self.values else default
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         value = self.values.get(name)

@@ -5,12 +5,13 @@ device and compares. Defaults for absent fields are those of the transformers co
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fitune.errors import ModelError
 from fitune.spec.blocks import Widths, attention, experts, gated_mlp, plain_mlp
 from fitune.spec.config_fields import ConfigFields
-from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.model import Dropout, Linear, ModelSpec
 
 
 def read_llama(fields: ConfigFields, name: str) -> ModelSpec:
@@ -110,7 +111,7 @@ def read_falcon(fields: ConfigFields, name: str) -> ModelSpec:
         (fused, out, *plain_mlp(widths, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=bias)),
         mlp_type="plain", norm_type="layer", norms_per_block=norms, parallel_blocks=parallel,
         max_seq_len=fields.count("max_position_embeddings", default=2048),
-        tied_embeddings=_tied(fields, default=True),
+        tied_embeddings=_tied(fields, default=True), dropout=_falcon_dropout(fields, parallel=parallel),
     )  # fmt: skip
 
 
@@ -124,6 +125,7 @@ def read_phi(fields: ConfigFields, name: str) -> ModelSpec:
         fields, name, widths, linears,
         mlp_type="plain", norm_type="layer", norms_per_block=1, parallel_blocks=True,
         head_bias=True, qk_norm="head" if fields.flag("qk_layernorm") else "none",
+        dropout=replace(_residual_dropout(fields), embedding=fields.share("embd_pdrop")),
     )  # fmt: skip
 
 
@@ -137,7 +139,10 @@ def read_phi3(fields: ConfigFields, name: str) -> ModelSpec:
         Linear(name="mlp.gate_up_proj", in_features=h, out_features=2 * f, part="mlp"),
         Linear(name="mlp.down_proj", in_features=f, out_features=h, part="mlp"),
     )
-    return _spec(fields, name, widths, linears, sliding_window=fields.optional_count("sliding_window"))
+    return _spec(
+        fields, name, widths, linears,
+        sliding_window=fields.optional_count("sliding_window"), dropout=_residual_dropout(fields),
+    )  # fmt: skip
 
 
 def read_gpt2(fields: ConfigFields, name: str) -> ModelSpec:
@@ -160,6 +165,11 @@ def read_gpt2(fields: ConfigFields, name: str) -> ModelSpec:
         fields, name, widths, linears,
         num_layers=fields.count("n_layer", "num_hidden_layers"), mlp_type="plain", norm_type="layer",
         learned_positions=positions, max_seq_len=positions, tied_embeddings=_tied(fields, default=True),
+        dropout=replace(
+            _residual_dropout(fields, default=0.1),
+            attention=fields.share("attn_pdrop", default=0.1),
+            embedding=fields.share("embd_pdrop", default=0.1),
+        ),
     )  # fmt: skip
 
 
@@ -190,6 +200,7 @@ def _spec(
         "max_seq_len": lambda: fields.count("max_position_embeddings"),
         "tied_embeddings": lambda: _tied(fields, default=False),
         "rotary_share": lambda: _rotary_share(fields),
+        "dropout": lambda: Dropout(attention=fields.share("attention_dropout")),
     }
     read = {key: reader() for key, reader in readers.items() if key not in different}
     return ModelSpec(
@@ -294,9 +305,8 @@ def _qwen_windows(fields: ConfigFields) -> dict[str, Any]:
     window = _qwen_window(fields)
     if not window:
         return {"sliding_window": 0}
-    first = fields.values.get("max_window_layers", 28)
-    if type(first) is not int or first < 0:
-        fields.refuse("max_window_layers", "must be a whole number of at least 0")
+    said = fields.values.get("max_window_layers")
+    first = 28 if said is None else said
     whole = tuple(range(min(first, fields.count("num_hidden_layers"))))
     return {"sliding_window": window, "full_attention_layers": _full_attention_layers(fields, whole)}
 
@@ -323,6 +333,18 @@ def _rotary_share(fields: ConfigFields) -> float:
     if type(share) not in (int, float) or not 0 < share <= 1:
         raise ModelError(f"{fields.where}: partial_rotary_factor = {share!r} must be above 0 and at most 1")
     return float(share)
+
+
+def _residual_dropout(fields: ConfigFields, *, default: float = 0.0) -> Dropout:
+    """Attention's, and one rate for what attention and MLP add to the residual stream."""
+    rate = fields.share("resid_pdrop", default=default)
+    return Dropout(attention=fields.share("attention_dropout"), attention_output=rate, mlp_output=rate)
+
+
+def _falcon_dropout(fields: ConfigFields, *, parallel: bool) -> Dropout:
+    """``attention_dropout`` falls on attention's output where that is added by itself, and never on probabilities."""
+    attention = fields.share("attention_dropout")
+    return Dropout(attention_output=0.0 if parallel else attention, mlp_output=fields.share("hidden_dropout"))
 
 
 def _tied(fields: ConfigFields, *, default: bool) -> bool:

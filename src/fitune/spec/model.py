@@ -44,6 +44,22 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dropout:
+    """Shares of elements that the model's own config drops out while it trains."""
+
+    attention: float = 0.0
+    """Of the attention probabilities."""
+    attention_output: float = 0.0
+    """Of what attention adds to the residual stream."""
+    mlp_output: float = 0.0
+    """Of what the MLP adds to it; where attention and MLP are one sum (Falcon), of that."""
+    embedding: float = 0.0
+
+
+NO_DROPOUT = Dropout()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCounts:
     """Exact parameters by component; ``active`` is what one token goes through."""
 
@@ -100,6 +116,7 @@ class ModelSpec:
     """Attention scores go through a hyperbolic tangent (Gemma-2), which no fused kernel does."""
     caps_logits: bool = False
     """The head's logits do."""
+    dropout: Dropout = NO_DROPOUT
     dtype: str = "bfloat16"
     linears: tuple[Linear, ...]
     """The matrices of one decoder block, in the order they are applied."""
