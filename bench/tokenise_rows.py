@@ -93,7 +93,7 @@ def by_datasets(work: Path, tokenizer: Any) -> dict[str, int]:
         turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
         made = tokenizer.apply_chat_template(
             turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"truncation": True, "max_length": SEQ_LEN},
+            truncation=True, max_length=SEQ_LEN,
         )  # fmt: skip
         ids = made["input_ids"]
         marks = made["assistant_masks"]
