@@ -58,8 +58,10 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gpt2", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_every_merged_weight_is_within_one_rounding(variant: str, family: str, dtype: torch.dtype) -> None:
     for trained in (torch.float32, dtype):
         model = adapted(family, dtype=trained, **VARIANTS[variant])

@@ -49,9 +49,9 @@ def same_weights(one: Path, other: Path) -> bool:
     ("error", "code", "said"),
     [
         (CheckpointError("the exported files do not hold it"), 1, "do not hold it"),
-        (NO_ROOM, 1, "No space left on device"),
+        pytest.param(NO_ROOM, 1, "No space left on device", marks=pytest.mark.slow),
         (NO_MEMORY, 3, "out of memory"),
-        (KeyError("lost"), 1, "KeyError"),
+        pytest.param(KeyError("lost"), 1, "KeyError", marks=pytest.mark.slow),
     ],
     ids=["refused", "disk", "memory", "bug"],
 )
@@ -103,8 +103,15 @@ def test_killed_while_merging_it_is_exported_without_training_again(
     assert (report.status, report.steps, Path(report.exported).name) == ("complete", 2, "merged")
 
 
-@pytest.mark.parametrize(("tuning", "kind"), [("lora", "adapter"), ("full", "full")])
-@pytest.mark.parametrize("how", ["unverified", "checkpoint"])
+@pytest.mark.parametrize(
+    ("tuning", "kind", "how"),
+    [
+        ("lora", "adapter", "checkpoint"),
+        ("full", "full", "unverified"),
+        pytest.param("lora", "adapter", "unverified", marks=pytest.mark.slow),
+        pytest.param("full", "full", "checkpoint", marks=pytest.mark.slow),
+    ],
+)
 def test_an_adapter_or_a_model_that_fails_can_be_exported_again(
     train: Call, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: str, kind: str, how: str
 ) -> None:
@@ -165,7 +172,12 @@ def test_nothing_is_exported_before_the_last_step(train: Call, call: Call, tmp_p
     [
         (("--as", "full"), {}, "trained an adapter"),
         (("--as", "adapter"), {}, "has its adapter already"),
-        (("--as", "merged"), {"tuning": "full", "export": "full"}, "no adapter to merge"),
+        pytest.param(
+            ("--as", "merged"),
+            {"tuning": "full", "export": "full"},
+            "no adapter to merge",
+            marks=pytest.mark.slow,
+        ),
         ((), {"tuning": "full", "export": "full"}, "no adapter to merge"),
         (("--as", "full"), {"tuning": "full", "export": "full"}, "has its model already"),
     ],
@@ -182,7 +194,7 @@ def test_what_a_run_does_not_have_is_not_exported(
 # What a merge does to the loss
 
 
-@pytest.mark.parametrize("held_out", [True, False])
+@pytest.mark.parametrize("held_out", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_merged_packed_model_is_measured_beside_the_trained_one(
     train: Call, call: Call, tmp_path: Path, held_out: bool
 ) -> None:

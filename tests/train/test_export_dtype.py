@@ -1,0 +1,75 @@
+"""Exports are in the type that their base has on disk, and name the base so that it is found from anywhere."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fitune.models.identity import base_reference
+from fitune.models.stored_dtype import stored_dtype
+from fitune.spec.plan import Plan
+from fitune.train.run import run
+from train.test_run import callbacks
+
+MakePlan = Callable[..., Plan]
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def folders(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same base on disk in each type."""
+    made = {}
+    for name, dtype in TYPES.items():
+        made[name] = tmp_path_factory.mktemp("bases") / name
+        AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).save_pretrained(made[name])
+        for file in model_folder.glob("tokenizer*"):
+            (made[name] / file.name).write_bytes(file.read_bytes())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("stored", "trained"),
+    [
+        ("bf16", "fp32"),
+        pytest.param("fp16", "fp32", marks=pytest.mark.slow),
+        pytest.param("fp32", "fp32", marks=pytest.mark.slow),
+        pytest.param("fp32", "bf16-master", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(("tuning", "kind"), [("lora", "merged"), ("full", "full")])
+def test_an_export_has_the_type_of_its_base(
+    make_plan: MakePlan, folders: dict[str, Path], stored: str, trained: str, tuning: str, kind: str
+) -> None:
+    said: list[str] = []
+    plan = make_plan(model=str(folders[stored]), precision=trained, tuning=tuning, export=kind, max_steps=2)
+    report = run(plan, callbacks=replace(callbacks(), on_note=said.append))
+    weights = load_file(Path(report.exported) / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {TYPES[stored]}
+    config = json.loads((Path(report.exported) / "config.json").read_text())
+    assert config["dtype"] == str(TYPES[stored]).removeprefix("torch.")
+    assert any(f"exported in {stored}, as the base is" in line for line in said) is (stored != trained)
+    base = load_file(folders[stored] / "model.safetensors")
+    assert any(not torch.equal(base[name], weights[name]) for name in base)
+
+
+def test_an_adapter_keeps_the_type_it_was_trained_in_and_names_its_base_absolutely(
+    make_plan: MakePlan, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folders["bf16"].parent)
+    plan = make_plan(model="bf16", precision="fp32", max_steps=2)
+    adapter = Path(run(plan, callbacks=callbacks()).exported)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folders["bf16"])
+    assert f"base_model: {folders['bf16']}\n" in (adapter / "README.md").read_text()
+
+
+def test_a_hub_id_stays_a_hub_id(folders: dict[str, Path]) -> None:
+    assert base_reference("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
+    assert stored_dtype(str(folders["fp16"])) is torch.float16
