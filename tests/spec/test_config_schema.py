@@ -179,3 +179,37 @@ def test_nonsense_of_a_tokenizer_is_named(field: str, value: Any) -> None:
         check_tokenizer_config(
             ConfigFields(values={**TOKENIZER, field: value}, where="tokenizer_config.json")
         )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_scaling": {"type": "abc"}}, "rope_scaling: type = 'abc' is not known"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor = None is missing"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention: factor = None is missing"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0] * 8}},
+            "long_factor = [1.0] has 1 factors, and half a head's turned part has 8",
+        ),
+        ({"layer_types": ["full_attention"]}, "for each of 2 layers"),
+        ({"layer_types": ["full_attention", "x"]}, "must name full_attention or sliding_attention"),
+        ({"model_type": "mistral", "num_key_value_heads": 4, "layer_types": ["full_attention"] * 2}, "ministral"),
+    ],
+)  # fmt: skip
+def test_positions_that_cannot_be_built_are_not_planned(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        spec_from_config({**LLAMA, **change}, name="mine")
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+        {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1] * 8}},
+        {"layer_types": ["sliding_attention", "full_attention"]},
+    ],
+)
+def test_positions_that_can_be_built_are_planned(change: dict[str, Any]) -> None:
+    spec_from_config({**LLAMA, **change}, name="mine")

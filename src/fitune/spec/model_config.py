@@ -12,6 +12,7 @@ from fitune.spec.families import FAMILIES
 from fitune.spec.hub import HUB_TIMEOUT_S, answers, is_offline
 from fitune.spec.model import ModelSpec
 from fitune.spec.model_table import accepted_model_names, find_known_model
+from fitune.spec.positions_check import check_positions
 from fitune.spec.strict_json import read_object
 
 _ADOPTED_FROM_REMOTE_CODE = {
@@ -65,7 +66,9 @@ def spec_from_config(config: Mapping[str, Any], *, name: str, where: str | None 
     _refuse_other_code(fields, model_type)
     check_config(fields)
     _refuse_other_tasks(fields)
-    return FAMILIES[model_type](fields, name)
+    spec = FAMILIES[model_type](fields, name)
+    check_positions(fields, spec)
+    return spec
 
 
 def _text_part(fields: ConfigFields) -> ConfigFields:
