@@ -112,6 +112,18 @@ def test_short_rows_fill_attention_badly():
     assert short[Phase.FORWARD] - full[Phase.FORWARD] == pytest.approx(32 * 4 * 4096 * pairs / 300e12)
 
 
+def test_scores_and_starts_of_attention_count_beside_its_products():
+    """Columns as wide as a head double attention; 32 heads start for each of 8 rows, two a pack, in backward."""
+    plain, columns, starts = (
+        eight_b_measured(attention=(AttentionRate(numbers="bf16", flops=300e12, **more),))
+        for more in ({}, {"score_columns": 128.0}, {"start_seconds": 1e-6})
+    )
+    pairs = 4 * 2048 * 2048 / 2
+    assert columns[Phase.FORWARD] - plain[Phase.FORWARD] == pytest.approx(32 * 4 * 4096 * pairs / 300e12)
+    assert starts[Phase.FORWARD] == plain[Phase.FORWARD]
+    assert starts[Phase.BACKWARD] - plain[Phase.BACKWARD] == pytest.approx(32 * 8 * 32 * 1e-6)
+
+
 def test_precisions_that_were_not_measured_fall_back_to_the_datasheet():
     hardware = replace(gpu("h100"), calibration=measured())
     assert rates_of(hardware, Precision.BF16_MASTER).flops == 500e12

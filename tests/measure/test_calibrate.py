@@ -25,6 +25,27 @@ def test_rows_of_attention_give_back_the_rate_and_how_badly_short_ones_do():
     assert rate.row_tokens == pytest.approx(100)
 
 
+def test_two_widths_of_heads_give_back_what_scores_and_starts_cost():
+    def seconds(head_size: int, n: int) -> float:
+        pairs = n * (n + 100) / 2 * head_size + n * n / 2 * 24
+        return device_rates.HEADS * (14 * pairs / 60e9 + 2e-4)
+
+    wide, narrow = ([(n, seconds(d, n)) for n in (64, 256, 1024)] for d in (128, 64))
+    rate = attention_rate("bf16", wide, narrow)
+    assert rate.flops == pytest.approx(60e9)
+    assert rate.row_tokens == pytest.approx(100)
+    assert rate.score_columns == pytest.approx(24)
+    assert rate.start_seconds == pytest.approx(2e-4)
+
+
+def test_elementwise_operations_are_counted_in_bytes():
+    x = torch.ones(4, 4)
+    with CountedOperations() as counted:
+        (x + x).view(16)  # one tensor read, one written
+        x.mul_(2.0)
+    assert counted.bytes == 4 * 16 * 4
+
+
 def test_relative_errors_count_so_that_small_products_are_not_lost():
     samples = [(1e6, 2e-5), (1e9, 1.1e-2), (1e11, 0.9)]
     rate = product_rate("fp32", samples)

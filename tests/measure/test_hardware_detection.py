@@ -9,7 +9,13 @@ import pytest
 from fitune.errors import HardwareError
 from fitune.measure import hardware as detection
 from fitune.measure.hardware import describe_found, describe_hardware, detect_hardware, resolve_hardware
-from fitune.measure.host import cpu_cores, free_disk_bytes, host_memory_bytes, memory_limits
+from fitune.measure.host import (
+    cpu_cores,
+    free_disk_bytes,
+    has_bf16_products,
+    host_memory_bytes,
+    memory_limits,
+)
 from fitune.measure.nvidia import FoundGpu, parse_nvidia_smi, visible_gpus
 from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.units import GIB, MIB
@@ -167,6 +173,22 @@ def test_cores_of_a_container(tmp_path: Path) -> None:
     assert cpu_cores(cgroup=tmp_path) == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert cpu_cores(cgroup=tmp_path) == unlimited
+
+
+@pytest.mark.parametrize(
+    ("line", "there"),
+    [
+        ("flags\t\t: fpu sse avx512f avx512_bf16 fma", True),
+        ("flags\t\t: amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd bf16 i8mm", True),
+        ("flags\t\t: fpu avx2 avx512f", False),
+        ("model name\t: a bf16-less one", False),
+    ],
+)
+def test_bf16_instructions_are_read_from_the_flags(tmp_path: Path, line: str, there: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    assert has_bf16_products(cpuinfo=tmp_path / "cpuinfo") is there
+    assert not has_bf16_products(cpuinfo=tmp_path / "missing")
 
 
 def test_free_disk_of_a_folder_to_be(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What the device does per second: as it was measured, else its datasheet times what others reach of it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,9 @@ CPU_ATTENTION_EFFICIENCY, CPU_ATTENTION_ROW_TOKENS = 0.5, 64
 """Of what products reach; measured on a core of a cloud EPYC (fitune doctor --calibrate, torch 2.13)."""
 BANDWIDTH_EFFICIENCY = 0.80
 """Share of the datasheet bandwidth that elementwise kernels reach. Not measured by us."""
+CPU_16_BIT_TRAFFIC = 0.5
+"""Of the bytes per second in fp32: a processor computes on 16 bit in fp32 and casts. Measured on a Zen 4 core (fitune
+doctor --calibrate, torch 2.13): 0.4 to 0.8."""
 FORWARD_LAUNCH_SECONDS, BACKWARD_LAUNCH_SECONDS = 18e-6, 13e-6
 """From one operation to the next. 14 and 9 µs were measured on a core of a cloud EPYC without CUDA (fitune doctor
 --calibrate, torch 2.13), + 4 µs for the launch itself, which is assumed."""
@@ -44,6 +48,8 @@ class Rates:
     product_start_seconds: float
     attention_flops: float
     attention_row_tokens: float
+    attention_score_columns: float
+    attention_start_seconds: float
     """spec/calibration.py, AttentionRate."""
     bandwidth_for: Callable[[float], float]
     """Of elementwise operations on tensors of so many bytes."""
@@ -67,8 +73,12 @@ def rates_of(hardware: Hardware, precision: Precision) -> Rates:
         product_start_seconds=products.start_seconds,
         attention_flops=attention.flops,
         attention_row_tokens=attention.row_tokens,
-        bandwidth_for=calibration.bandwidth_for,
-        in_place_bandwidth=ADAM_BYTES * calibration.cpu_adam if on_cpu else calibration.traffic[-1].bandwidth,
+        attention_score_columns=attention.score_columns,
+        attention_start_seconds=attention.start_seconds,
+        bandwidth_for=lambda tensor_bytes: calibration.bandwidth_for(tensor_bytes, numbers),
+        in_place_bandwidth=ADAM_BYTES * calibration.cpu_adam
+        if on_cpu
+        else calibration.bandwidth_for(math.inf),
         forward_launch_seconds=calibration.forward_launch_seconds,
         backward_launch_seconds=calibration.backward_launch_seconds,
         waits_for_launches=on_cpu,
@@ -78,13 +88,17 @@ def rates_of(hardware: Hardware, precision: Precision) -> Rates:
 def _assumed(gpu: Gpu, precision: Precision) -> Rates:
     peak = max(peak_flops(gpu, precision), 1.0)
     bandwidth = gpu.bandwidth * BANDWIDTH_EFFICIENCY
+    casts = gpu.is_cpu and precision is not Precision.FP32
+    elementwise = bandwidth * CPU_16_BIT_TRAFFIC if casts else bandwidth
     products, attention = _efficiencies(gpu)
     return Rates(
         flops=peak * products,
         product_start_seconds=PRODUCT_START_SECONDS,
         attention_flops=peak * attention,
         attention_row_tokens=CPU_ATTENTION_ROW_TOKENS if gpu.is_cpu else ATTENTION_ROW_TOKENS,
-        bandwidth_for=lambda tensor_bytes: bandwidth,
+        attention_score_columns=0.0,
+        attention_start_seconds=0.0,
+        bandwidth_for=lambda tensor_bytes: elementwise,
         in_place_bandwidth=bandwidth,
         forward_launch_seconds=FORWARD_LAUNCH_SECONDS,
         backward_launch_seconds=BACKWARD_LAUNCH_SECONDS,

@@ -6,6 +6,7 @@ to the host run beside that or are waited for (transfers.py). The rates are meas
 and operations counted (eager.py).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fitune.estimate.attention_traits import is_multi_query
@@ -17,6 +18,7 @@ from fitune.estimate.shape import largest_batch
 from fitune.estimate.shares import uses_deepspeed, zero_stage
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages, describe_step
+from fitune.estimate.tensors import trained_tensors
 from fitune.estimate.transfers import Transfers, transfers_of
 from fitune.spec.attended import has_scores
 from fitune.spec.flops import attention_flops_per_pair, head_flops_per_token, model_flops
@@ -44,11 +46,15 @@ class Work:
     product_flops: float = 0.0
     products: float = 0.0
     attention_flops: float = 0.0
+    attention_starts: float = 0.0
+    """Heads of rows that backward goes through."""
     bytes: float = 0.0
     """Moved by operations that write new tensors of about ``tensor_bytes``."""
     tensor_bytes: float = 0.0
     bytes_in_place: float = 0.0
     """Moved otherwise: weights read, states updated, logits overwritten."""
+    copied: tuple[tuple[float, float], ...] = ()
+    """(bytes moved, bytes of the tensor) of other new tensors: large ones are new pages of memory every time."""
     forward_operations: float = 0.0
     backward_operations: float = 0.0
     """Products and all others, launched by Python or by autograd."""
@@ -106,6 +112,7 @@ def _together(work: Work, more: Work) -> Work:
     return replace(
         work,
         bytes_in_place=work.bytes_in_place + more.bytes_in_place,
+        copied=(*work.copied, *more.copied),
         backward_operations=work.backward_operations + more.backward_operations,
         hook_seconds=work.hook_seconds + more.hook_seconds,
     )
@@ -130,11 +137,10 @@ def _with_transfers(own: float, limit: str, transfers: Transfers | None) -> tupl
 def forward_work(step: StepStages, blocks: BlockWork, rates: Rates) -> Work:
     """Per token the products of every block, per pair a third of attention's; weights are read once."""
     plan, layers, tokens = step.plan, step.num_layers, step.shape.tokens
-    pairs = attention_pairs(step, rates.attention_row_tokens)
     return Work(
         product_flops=tokens * blocks.forward.flops,
         products=blocks.forward.products,
-        attention_flops=layers * pairs * attention_flops_per_pair(plan.model) / 3,
+        attention_flops=layers * attention_flops(step, rates) / 3,
         bytes=tokens * blocks.forward.bytes,
         tensor_bytes=step.hidden,
         bytes_in_place=step.weights_read + step.unpacked,
@@ -183,6 +189,7 @@ def backward_work(step: StepStages, blocks: BlockWork, forward: Work) -> Work:
         product_flops=tokens * blocks.backward.flops + again * forward.product_flops,
         products=blocks.backward.products + again * forward.products,
         attention_flops=(2.5 * back / step.num_layers + again) * forward.attention_flops,
+        attention_starts=back * step.shape.rows * step.plan.model.num_heads,
         bytes=tokens * blocks.backward.bytes + again * forward.bytes,
         tensor_bytes=step.hidden,
         bytes_in_place=step.weights_read * back / step.num_layers
@@ -211,12 +218,23 @@ def update_work(step: StepStages) -> Work:
     moved = 2 * width + 2 * states * (1 if isinstance(plan.optimizer, AdamW8bit) else width)
     matrices = len(plan.model.linears) * plan.model.num_layers
     one_by_one = updates_in_backward(plan.tuning) and not isinstance(plan.tuning, Lomo)
-    per_parameter = 2 * e + moved + (4 * 4 + e if masters else 2 * e)
+    per_parameter = 2 * e + moved + (3 * 4 if masters else 2 * e)
     return Work(
         bytes_in_place=float(step.stepped * per_parameter),
+        copied=tuple(_copies_for_masters(step)) if masters else (),
         backward_operations=matrices,
         hook_seconds=matrices * STEP_SECONDS if one_by_one else 0.0,
     )
+
+
+def _copies_for_masters(step: StepStages) -> Iterator[tuple[float, float]]:
+    """The fp32 copy of every gradient: e read, 4 written. A processor makes another one for the norm and reads it."""
+    plan, e = step.plan, step.element_bytes
+    tensors = trained_tensors(plan)
+    share = step.stepped / sum(each.count * each.elements for each in tensors)
+    times = (2 * (e + 4) + 4) if plan.hardware.gpu.is_cpu and e < 4 else e + 4
+    for each in tensors:
+        yield share * times * each.count * each.elements, share * 4 * each.elements
 
 
 def _roofline(rates: Rates, work: Work) -> tuple[float, str]:
@@ -225,8 +243,10 @@ def _roofline(rates: Rates, work: Work) -> tuple[float, str]:
         work.product_flops / rates.flops
         + work.products * rates.product_start_seconds
         + work.attention_flops / rates.attention_flops
+        + work.attention_starts * rates.attention_start_seconds
     )
     traffic = work.bytes_in_place / rates.in_place_bandwidth
+    traffic += sum(moved / rates.bandwidth_for(tensor_bytes) for moved, tensor_bytes in work.copied)
     if work.bytes:
         traffic += work.bytes / rates.bandwidth_for(work.tensor_bytes)
     launch = (
@@ -242,14 +262,16 @@ def _roofline(rates: Rates, work: Work) -> tuple[float, str]:
     return compute + traffic, "compute" if compute >= traffic else "memory bandwidth"
 
 
-def attention_pairs(step: StepStages, row_tokens: float) -> float:
-    """Pairs worked on: n · (n + ``row_tokens``) / 2 of each row of n.
+def attention_flops(step: StepStages, rates: Rates) -> float:
+    """Of one block, forward and backward: n · (n + row_tokens) / 2 pairs of each row of n, and its scores' own cost.
 
     All of row × row (or stream × stream) where scores are written out.
     """
-    shape = step.shape
-    if is_multi_query(step.plan.model):
-        return float(shape.tokens**2)
+    model, shape = step.plan.model, step.shape
+    per_pair = attention_flops_per_pair(model)
+    if is_multi_query(model):
+        return shape.tokens**2 * per_pair
     if has_scores(step.plan):
-        return float(shape.pairs())
-    return (shape.pairs() + shape.tokens * row_tokens) / 2
+        return shape.pairs() * per_pair
+    scores = shape.pairs() / 2 * per_pair * rates.attention_score_columns / model.head_dim
+    return (shape.pairs() + shape.tokens * rates.attention_row_tokens) / 2 * per_pair + scores

@@ -2,12 +2,16 @@
 
 import datetime
 import itertools
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from fitune.measure.calibrations import device_key
 from fitune.measure.device_rates import (
     FLOPS_PER_PAIR,
+    HEAD_SIZE,
+    HEADS,
     Samples,
     attention_samples,
     cpu_adam_samples,
@@ -21,6 +25,8 @@ from fitune.spec.calibration import AttentionRate, Calibration, Numbers, Rate, T
 from fitune.spec.hardware import Hardware
 
 DTYPES: dict[Numbers, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NARROW_HEAD = 64
+"""Half of HEAD_SIZE: between the two, what hangs on the width of a head and what does not come apart."""
 ROUNDS = 2
 """What disturbs a machine for a second or two spoils one of them."""
 
@@ -41,10 +47,14 @@ def calibrate(hardware: Hardware) -> Calibration:
         date=datetime.date.today().isoformat(),
         threads=torch.get_num_threads(),
         products=tuple(product_rate(name, best[f"products {name}"]) for name in numbers),
-        attention=tuple(attention_rate(name, best[f"attention {name}"]) for name in numbers),
+        attention=tuple(
+            attention_rate(name, best[f"attention {name}"], best.get(f"narrow attention {name}", []))
+            for name in numbers
+        ),
         traffic=tuple(
-            Traffic(tensor_bytes=int(moved) // 3, bandwidth=moved / seconds)
-            for moved, seconds in best["traffic"]
+            Traffic(tensor_bytes=int(size), bandwidth=1 / seconds, numbers=name)
+            for name in numbers
+            for size, seconds in best.get(f"traffic {name}", [])
         ),
         forward_launch_seconds=forward[1] / forward[0],
         backward_launch_seconds=max(0.0, both[1] - forward[1]) / (both[0] - forward[0]),
@@ -55,16 +65,24 @@ def calibrate(hardware: Hardware) -> Calibration:
 
 
 def measured(device: torch.device, numbers: list[Numbers]) -> dict[str, Samples]:
-    """Everything once."""
-    samples = {
-        "launch": launch_samples(device),
-        "traffic": traffic_samples(device),
-        "adam": cpu_adam_samples(),
-    }
+    """Everything once; on a processor, whose operations cost more than bytes and FLOPs, also what they cost beside.
+
+    It trains in no fp16.
+    """
+    on_cpu = device.type == "cpu"
+    samples = {"launch": launch_samples(device), "adam": cpu_adam_samples()}
+    operations, seconds = samples["launch"][-1]
     for name in numbers:
-        samples[f"products {name}"] = product_samples(device, DTYPES[name])
-        samples[f"attention {name}"] = attention_samples(device, DTYPES[name])
-    return samples if device.type == "cpu" else {**samples, "host": host_samples(device)}
+        dtype = DTYPES[name]
+        samples[f"products {name}"] = product_samples(device, dtype)
+        samples[f"attention {name}"] = attention_samples(device, dtype)
+        if on_cpu and name != "fp16":
+            narrow = attention_samples(device, dtype, head_size=NARROW_HEAD)
+            samples[f"narrow attention {name}"] = narrow
+        if name == numbers[0] or (on_cpu and name != "fp16"):
+            launch = seconds / operations
+            samples[f"traffic {name}"] = traffic_samples(device, dtype, launch_seconds=launch)
+    return samples if on_cpu else {**samples, "host": host_samples(device)}
 
 
 def _least(rounds: list[Samples]) -> Samples:
@@ -77,28 +95,51 @@ def _least(rounds: list[Samples]) -> Samples:
 
 def product_rate(numbers: Numbers, samples: Samples) -> Rate:
     """start + FLOPs / rate; ``samples`` are (FLOPs, seconds)."""
-    per_flop, start = fitted([(flops, 1.0, seconds) for flops, seconds in samples])
+    per_flop, start = fitted([(flops, 1.0) for flops, _ in samples], [seconds for _, seconds in samples])
     return Rate(numbers=numbers, flops=1 / per_flop, start_seconds=start)
 
 
-def attention_rate(numbers: Numbers, samples: Samples) -> AttentionRate:
-    """(n² + row_tokens · n) / 2 pairs; ``samples`` are (tokens, seconds)."""
-    per_square, per_token = fitted([(n * n, n, seconds) for n, seconds in samples])
+def attention_rate(numbers: Numbers, samples: Samples, narrow: Samples = ()) -> AttentionRate:
+    """d · (n² + row_tokens · n) / 2 pairs of heads d wide; ``samples`` are (tokens, seconds) at HEAD_SIZE.
+
+    With those of ``narrow`` heads, too: what a score costs whatever the width, and what a head costs to start.
+    """
+    sizes = [(HEAD_SIZE, n) for n, _ in samples] + [(NARROW_HEAD, n) for n, _ in narrow]
+    terms: list[tuple[float, ...]] = [(d * n * n, d * n) for d, n in sizes]
+    if narrow:
+        terms = [(*two, n * n, 1.0) for two, (_, n) in zip(terms, sizes, strict=True)]
+    fit = fitted(terms, [seconds / HEADS for _, seconds in (*samples, *narrow)])
+    per_square, per_token, per_score, start = (*fit, 0.0, 0.0)[:4]
     return AttentionRate(
-        numbers=numbers, flops=FLOPS_PER_PAIR / 2 / per_square, row_tokens=per_token / per_square
+        numbers=numbers,
+        flops=FLOPS_PER_PAIR / (HEADS * HEAD_SIZE) / 2 / per_square,
+        row_tokens=per_token / per_square,
+        score_columns=per_score / per_square,
+        start_seconds=start,
     )
 
 
-def fitted(samples: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """a and b of seconds = a · u + b · v with the least squares of relative errors; ``samples`` are (u, v, seconds).
+def fitted(terms: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Factors of the terms, none below zero and the first above, with the least squares of relative errors.
 
-    A b below zero is noise: then a alone is fitted.
+    A factor below zero is noise: the best fit without its term counts. No more terms than samples are fitted.
     """
-    x, y = [u / s for u, _, s in samples], [v / s for _, v, s in samples]  # so that a · x + b · y = 1
-    xx, xy, yy = (sum(p * q for p, q in zip(*each, strict=True)) for each in ((x, x), (x, y), (y, y)))
-    determinant = xx * yy - xy * xy
-    if len(samples) > 1 and determinant > 0:
-        a, b = (yy * sum(x) - xy * sum(y)) / determinant, (xx * sum(y) - xy * sum(x)) / determinant
-        if a > 0 and b >= 0:
-            return a, b
-    return sum(x) / xx, 0.0
+    relative = np.array(terms) / np.array(seconds)[:, None]  # so that their weighted sum should be 1
+    count = relative.shape[1]
+    best, least = np.zeros(count), np.inf
+    for taken in _subsets(count, most=len(seconds)):
+        columns = relative[:, taken]
+        scale = columns.max(axis=0)
+        factors = np.linalg.lstsq(columns / scale, np.ones(len(seconds)), rcond=None)[0] / scale
+        error = float(np.square(columns @ factors - 1).sum())
+        if factors[0] > 0 and (factors >= 0).all() and error < least:
+            best, least = np.zeros(count), error
+            best[taken] = factors
+    return tuple(best.tolist())
+
+
+def _subsets(count: int, *, most: int) -> Iterator[list[int]]:
+    """Places of terms to fit together, the first always among them."""
+    for size in range(min(count, most)):
+        for others in itertools.combinations(range(1, count), size):
+            yield [0, *others]

@@ -78,9 +78,13 @@ def _require_sense(calibration: Calibration) -> None:
         raise ValueError("products, attention and traffic may not be empty")
     if any(not value > 0 for value in (*positive, *(each.tensor_bytes for each in calibration.traffic))):
         raise ValueError("rates must be above 0")
-    sizes = [each.tensor_bytes for each in calibration.traffic]
-    if sizes != sorted(set(sizes)):
-        raise ValueError("traffic must go from small tensors to large ones")
+    own = [each for rate in calibration.attention for each in (rate.score_columns, rate.start_seconds)]
+    if any(not value >= 0 for value in own):
+        raise ValueError("what attention costs beside its rate must not be below 0")
+    for numbers in {each.numbers for each in calibration.traffic}:
+        sizes = [each.tensor_bytes for each in calibration.traffic if each.numbers == numbers]
+        if sizes != sorted(set(sizes)):
+            raise ValueError("traffic must go from small tensors to large ones")
 
 
 def _damaged(path: Path, error: Exception) -> HardwareError:

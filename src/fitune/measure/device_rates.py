@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fitune.units import MIB
 
@@ -23,6 +24,8 @@ ROW_LENGTHS = (64, 256, 1024, 4096)
 HEADS, HEAD_SIZE = 32, 128
 TENSOR_MIB_CPU, TENSOR_MIB_CUDA = (0.25, 1, 4, 16, 64), (16, 64)
 """On CUDA small tensors only measure the launch, which has a rate of its own."""
+WIDTH = 512
+"""Of the rows that elementwise operations are measured on."""
 POOL_BYTES = 128 * MIB
 """Tensors that take turns, more than caches hold: a step comes back to a tensor when many others were used."""
 SLOW_SECONDS = 0.2
@@ -37,10 +40,10 @@ FLOPS_PER_PAIR = 3.5 * 4 * HEADS * HEAD_SIZE
 
 def fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call: the least over trials of as many calls as a clock needs."""
+    seconds_of(work, 1, device)  # finds cold caches and kernels that are not made yet
     once = seconds_of(work, 1, device)
     if once > SLOW_SECONDS:
         return once
-    once = seconds_of(work, 1, device)  # the first call found cold caches
     calls = max(1, round(TRIAL_SECONDS / once))
     trials = TRIALS if calls > 1 else FEW_TRIALS
     return min(seconds_of(work, calls, device) / calls for _ in range(trials))
@@ -67,24 +70,28 @@ def _finish(device: torch.device) -> None:
 
 
 def product_samples(device: torch.device, dtype: torch.dtype) -> Samples:
-    """FLOPs of x · Wᵀ, until one takes too long."""
+    """FLOPs of x · Wᵀ and of its weight's gradient yᵀ · x, until one takes too long."""
     samples = []
     for tokens, inner, outer in PRODUCTS_TDF:
         x_TD = torch.randn(tokens, inner, device=device).to(dtype)
         weight_FD = torch.randn(outer, inner, device=device).to(dtype)
-        seconds = fastest_seconds(lambda x=x_TD, w=weight_FD: torch.nn.functional.linear(x, w), device)
-        samples.append((2.0 * tokens * inner * outer, seconds))
-        if seconds > SLOW_SECONDS:
+        y_TF = torch.nn.functional.linear(x_TD, weight_FD)
+        both = (
+            fastest_seconds(lambda x=x_TD, w=weight_FD: torch.nn.functional.linear(x, w), device),
+            fastest_seconds(lambda x=x_TD, y=y_TF: y.t() @ x, device),
+        )
+        samples += [(2.0 * tokens * inner * outer, seconds) for seconds in both]
+        if max(both) > SLOW_SECONDS:
             break
     return samples
 
 
-def attention_samples(device: torch.device, dtype: torch.dtype) -> Samples:
+def attention_samples(device: torch.device, dtype: torch.dtype, *, head_size: int = HEAD_SIZE) -> Samples:
     """Tokens of one row's causal attention, forward and backward, until one takes too long."""
     samples = []
     for length in ROW_LENGTHS:
         q, k, v = (
-            torch.randn(1, HEADS, length, HEAD_SIZE, device=device).to(dtype).requires_grad_() for _ in "qkv"
+            torch.randn(1, HEADS, length, head_size, device=device).to(dtype).requires_grad_() for _ in "qkv"
         )
         gradient = torch.ones_like(q)
 
@@ -99,21 +106,59 @@ def attention_samples(device: torch.device, dtype: torch.dtype) -> Samples:
     return samples
 
 
-def traffic_samples(device: torch.device) -> Samples:
-    """Bytes moved by x · y into a new tensor, as eager code does it: three tensors, none of them just used."""
-    samples = []
-    for mib in TENSOR_MIB_CPU if device.type == "cpu" else TENSOR_MIB_CUDA:
-        size = int(mib * MIB)
-        tensors = collections.deque(
-            torch.ones(size // 4, device=device) for _ in range(max(3, POOL_BYTES // size))
-        )
+def traffic_samples(device: torch.device, dtype: torch.dtype, *, launch_seconds: float) -> Samples:
+    """Bytes of a tensor, and seconds for each byte that elementwise operations on such tensors move.
 
-        def multiply(tensors: collections.deque[torch.Tensor] = tensors) -> None:
-            tensors.append(tensors[0] * tensors[1])
-            tensors.popleft()
+    On CUDA x · y into a new tensor. On a processor exponentials, reductions and casts take longer than their bytes:
+    there it is what lies between the products of a block, forward and backward, less the time to launch it.
+    """
+    if device.type == "cuda":
+        return [_multiplied(int(mib * MIB), device) for mib in TENSOR_MIB_CUDA]
+    return [_between_products(int(mib * MIB), dtype, launch_seconds) for mib in TENSOR_MIB_CPU]
 
-        samples.append((3.0 * size, fastest_seconds(multiply, device)))
-    return samples
+
+def _multiplied(size: int, device: torch.device) -> tuple[float, float]:
+    """Three tensors, none of them just used."""
+    tensors = collections.deque(
+        torch.ones(size // 4, device=device) for _ in range(max(3, POOL_BYTES // size))
+    )
+
+    def multiply() -> None:
+        tensors.append(tensors[0] * tensors[1])
+        tensors.popleft()
+
+    return float(size), fastest_seconds(multiply, device) / (3 * size)
+
+
+def _between_products(size: int, dtype: torch.dtype, launch_seconds: float) -> tuple[float, float]:
+    """Two norms, queries and keys turned, a gated activation and three sums, in more blocks than caches hold."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+    tokens = max(1, size // (WIDTH * dtype.itemsize))
+    x_BTD = torch.randn(1, tokens, WIDTH).to(dtype).requires_grad_()
+    norm = LlamaRMSNorm(WIDTH).to(dtype)
+    cosine = torch.rand(1, tokens, HEAD_SIZE // 2).to(dtype)
+    blocks = max(1, POOL_BYTES // (16 * size))
+    ones = torch.ones_like(x_BTD)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        heads = norm(x).view(1, tokens, -1, HEAD_SIZE // 2).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(heads, heads, cosine, cosine)
+        x = x + q.transpose(1, 2).reshape(x.shape) + k.transpose(1, 2).reshape(x.shape)
+        normed = norm(x)
+        return x + torch.nn.functional.silu(normed) * normed
+
+    def work() -> None:
+        x = x_BTD
+        for _ in range(blocks):
+            x = block(x)
+        torch.autograd.grad(x, (x_BTD, norm.weight), ones)
+
+    with CountedOperations() as counted:
+        work()
+    seconds = fastest_seconds(work, torch.device("cpu"))
+    moving = max(seconds - counted.count * launch_seconds, seconds / 4)
+    return float(size), moving / counted.bytes
 
 
 def launch_samples(device: torch.device) -> Samples:
@@ -143,15 +188,20 @@ def launch_samples(device: torch.device) -> Samples:
 
 
 class CountedOperations(TorchDispatchMode):
-    """Operations that compute something: not views, not empty tensors."""
+    """Operations that compute something, not views, not empty tensors; and the bytes that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += computes(func)
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if computes(func):
+            self.count += 1
+            read = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+            written = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            self.bytes += sum(x.numel() * x.element_size() for x in [*read.values(), *written])
+        return out
 
 
 def computes(func: Any) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fitune.errors import HardwareError
 from fitune.measure.calibrations import device_key, stored_calibration
-from fitune.measure.host import cpu_cores, free_disk_bytes, host_memory_bytes
+from fitune.measure.host import cpu_cores, free_disk_bytes, has_bf16_products, host_memory_bytes
 from fitune.measure.nvidia import FoundGpu, query_gpus, visible_gpus
 from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for, similar_gpu
 from fitune.spec.hardware import Gpu, Hardware
@@ -59,9 +59,10 @@ def detect_hardware(*, path: Path = Path("."), use_gpus: bool = True) -> Hardwar
     Raises HardwareError when the visible GPUs differ: a plan is for devices that are all alike.
     """
     memory, cores = host_memory_bytes(), cpu_cores()
+    processor = cpu_gpu(memory_bytes=memory, cores=cores, has_bf16_products=has_bf16_products())
     found = visible_gpus(query_gpus(), os.environ) if use_gpus else ()
     return hardware_for(
-        gpu=_one_kind(found) if found else cpu_gpu(memory_bytes=memory, cores=cores),
+        gpu=_one_kind(found) if found else processor,
         gpus=max(1, len(found)),
         host_memory_bytes=memory,
         cpu_cores=cores,

@@ -40,6 +40,12 @@ def cpu_cores(*, cgroup: Path = _CGROUP) -> int:
     return max(1, min([cores, *(math.ceil(share) for share in _cpu_shares(cgroup))]))
 
 
+def has_bf16_products(*, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """True where the processor names instructions that multiply bf16: AVX512-BF16, AMX, or Arm's bf16."""
+    words = set(_read(cpuinfo).lower().split())
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
 def _cpu_shares(cgroup: Path) -> list[float]:
     """``cpu.max`` is "quota period" in microseconds, or "max period" without a limit."""
     words = _read(cgroup / "cpu.max").split()

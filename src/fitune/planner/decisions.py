@@ -15,6 +15,7 @@ from fitune.planner.describe import (
 from fitune.planner.dropout_decisions import dropout_decisions
 from fitune.planner.families import ORDER
 from fitune.planner.lora_decisions import lora_decisions
+from fitune.planner.precision import why_on_cpu
 from fitune.spec.hardware import Hardware
 from fitune.spec.kernels import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.plan import (
@@ -146,7 +147,6 @@ def _spread(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 def _precision(recipe: Recipe, plan: Plan) -> Iterator[str]:
     why = {
-        Precision.FP32: f"fp32, because {plan.hardware.gpu.name} is slow in 16 bit",
         Precision.FP16: f"fp16 with fp32 masters and a loss scale, because {plan.hardware.gpu.name} has no bf16",
         Precision.BF16_MASTER: "bf16-master, bf16 compute with fp32 masters: nothing is rounded away",
         Precision.BF16: "bf16 without fp32 masters, which do not fit",
@@ -154,7 +154,7 @@ def _precision(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if recipe.precision is None and isinstance(plan.tuning, Lomo):
         yield f"precision: {plan.precision}; LOMO updates the weights themselves and keeps no fp32 masters"
     elif recipe.precision is None:
-        yield f"precision: {why[plan.precision]}"
+        yield f"precision: {why_on_cpu(plan) if plan.hardware.gpu.is_cpu else why[plan.precision]}"
     if plan.precision is Precision.BF16:
         yield (
             "note on bf16: with 8 significant bits an update smaller than about 1/256 of its weight is lost; "

@@ -53,13 +53,17 @@ class Family:
     """Taken when nothing else fits, never shown beside what does."""
 
 
-def families(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> tuple[Family, ...]:
+def families(
+    recipe: Recipe, *, model: ModelSpec, gpu: Gpu, on_cpu: tuple[Precision, ...] = (Precision.FP32,)
+) -> tuple[Family, ...]:
     """All families the recipe and the device allow, the preferred first (ORDER).
+
+    ``on_cpu``: the precisions of a processor, the preferred first; planner/precision.py knows them.
 
     In pure bf16 an update smaller than 1/256 of its weight is rounded away. That is worse for full fine-tuning,
     whose steps are small, than training fewer parameters: it comes last unless it is asked for.
     """
-    precisions = _precisions(recipe, gpu)
+    precisions = _precisions(recipe, gpu, on_cpu)
     found = [
         Family(tuning=tuning, precision=precision, optimizer=_optimizer(recipe, tuning))
         for tuning in _tunings(recipe, model)
@@ -184,9 +188,9 @@ def _optimizer(recipe: Recipe, tuning: Tuning) -> Optimizer:
     return optimizer_of(recipe)
 
 
-def _precisions(recipe: Recipe, gpu: Gpu) -> tuple[Precision, ...]:
+def _precisions(recipe: Recipe, gpu: Gpu, on_cpu: tuple[Precision, ...]) -> tuple[Precision, ...]:
     if recipe.precision is not None:
         return (Precision(recipe.precision),)
     if gpu.is_cpu:
-        return (Precision.FP32,)
+        return on_cpu
     return (Precision.BF16_MASTER, Precision.BF16) if gpu.has_bf16 else (Precision.FP16,)

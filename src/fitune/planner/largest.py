@@ -8,8 +8,9 @@ from fitune.errors import RecipeError
 from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.defaults import with_usual_row
 from fitune.planner.describe import describe_base_of, method_name
-from fitune.planner.families import Family, Tier, families
+from fitune.planner.families import Family, Tier
 from fitune.planner.family_search import FamilySearch
+from fitune.planner.precision import families_for
 from fitune.planner.refusals import refuse_contradictions
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
@@ -46,7 +47,7 @@ def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardwa
     refuse_contradictions(recipe, model=model, hardware=hardware)
     found: dict[tuple[str, str, str], Largest] = {}
     tier: Tier = "any" if _offload_is_asked_for(recipe) else "device"
-    for family in families(recipe, model=model, gpu=hardware.gpu):
+    for family in families_for(recipe, model=model, hardware=hardware):
         family = replace(family, tier=tier)
         is_possible = bool(FamilySearch(recipe, family, model, hardware).spreads)
         if _label(family) not in found and is_possible:
@@ -110,7 +111,7 @@ def _largest_model(recipe: Recipe, family: Family, hardware: Hardware) -> str | 
             "lora_layers": [],
         }
         changed = recipe.model_copy(update=pins)
-        for other in families(changed, model=model, gpu=hardware.gpu):
+        for other in families_for(changed, model=model, hardware=hardware):
             if _label(other) == _label(family):
                 if FamilySearch(changed, replace(other, tier=family.tier), model, hardware).fits():
                     return model.name

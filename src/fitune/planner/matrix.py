@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from fitune.errors import RecipeError
 from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.describe import method_name
-from fitune.planner.families import Family, families
+from fitune.planner.families import Family
 from fitune.planner.family_search import FamilySearch
+from fitune.planner.precision import families_for
 from fitune.planner.refusals import refuse_contradictions
 from fitune.planner.search import first_choice
 from fitune.planner.spreads import Spread
@@ -143,7 +144,7 @@ def _settings(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> Iterator[
 def compared(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> tuple[Family, ...]:
     """Of every method that is no last resort the best family: full, LoRA and QLoRA, or what the recipe pins."""
     found: dict[str, Family] = {}
-    for family in families(recipe, model=model, gpu=hardware.gpu):
+    for family in families_for(recipe, model=model, hardware=hardware):
         if not family.last_resort:
             found.setdefault(method_name(family.tuning), replace(family, tier="any"))
     return tuple(found.values())

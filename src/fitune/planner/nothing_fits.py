@@ -8,9 +8,10 @@ from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.describe import describe_offload, describe_plan, host_sum, wrapped
-from fitune.planner.families import families, to_adapters
+from fitune.planner.families import to_adapters
 from fitune.planner.family_search import FamilySearch
 from fitune.planner.fit import fits, host_fits
+from fitune.planner.precision import families_for
 from fitune.spec.gpus import CARDS
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
@@ -110,7 +111,7 @@ class Changes:
 
     def about_the_host(self) -> Iterator[str]:
         """With what waits on the host the devices may do; then the host's sum says how much is missing there."""
-        for family in families(self.recipe, model=self.model, gpu=self.hardware.gpu):
+        for family in families_for(self.recipe, model=self.model, hardware=self.hardware):
             step = FamilySearch(self.recipe, family, self.model, self.hardware).least_host()
             if step is not None:
                 estimate = predict(step.plan)
@@ -180,7 +181,7 @@ class Changes:
     def _smallest(self, change: Change) -> StepStages | None:
         recipe = self.recipe.model_copy(update=change.settings)
         found = []
-        for family in families(recipe, model=self.model, gpu=self.hardware.gpu):
+        for family in families_for(recipe, model=self.model, hardware=self.hardware):
             step = FamilySearch(recipe, family, self.model, change.hardware).smallest()
             if step is not None:
                 found.append(step)
@@ -196,7 +197,7 @@ class Changes:
 
     def _family_fits(self, recipe: Recipe, model: ModelSpec) -> bool:
         plan = self.best.plan
-        for family in families(recipe, model=model, gpu=self.hardware.gpu):
+        for family in families_for(recipe, model=model, hardware=self.hardware):
             alike = type(family.tuning) is type(plan.tuning) and family.precision is plan.precision
             if alike and FamilySearch(recipe, family, model, self.hardware).fits():
                 return True

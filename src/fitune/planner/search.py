@@ -9,10 +9,11 @@ from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.decisions import decisions_of, devices_left_idle, faster_method, long_update, usual_row
 from fitune.planner.defaults import with_usual_row
 from fitune.planner.describe import describe_family, describe_spread, memory_sum
-from fitune.planner.families import Family, families
+from fitune.planner.families import Family
 from fitune.planner.family_search import FamilySearch
 from fitune.planner.fit import fits
 from fitune.planner.nothing_fits import nothing_fits, shortage
+from fitune.planner.precision import families_for
 from fitune.planner.preference import Found, tokens_per_second
 from fitune.planner.prices import price_of
 from fitune.planner.refusals import refuse_contradictions
@@ -80,7 +81,7 @@ def search(
     ``wanted`` leaves families out.
     """
     answers: list[Answer] = []
-    for family in filter(wanted, families(recipe, model=model, gpu=hardware.gpu)):
+    for family in filter(wanted, families_for(recipe, model=model, hardware=hardware)):
         if _is_settled(family, answers):
             continue
         answer = _searched(recipe, family, model, hardware, purposes)
@@ -92,7 +93,7 @@ def search(
 def first_choice(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> Priced | None:
     """The plan that ``find_plan`` takes, without the others; the smallest where none fits, None without any."""
     smallest: list[StepStages] = []
-    for family in families(recipe, model=model, gpu=hardware.gpu):
+    for family in families_for(recipe, model=model, hardware=hardware):
         answer = _searched(recipe, family, model, hardware, ("plan",))
         if answer is not None and answer.found:
             return _priced(answer.found[0].plan)

@@ -25,12 +25,15 @@ class AttentionRate:
     """Fused causal attention, forward and backward together.
 
     A row of n tokens takes as long as n · (n + ``row_tokens``) / 2 pairs would at ``flops``: kernels work in blocks,
-    those on the diagonal whole, and short rows fill them badly.
+    those on the diagonal whole, and short rows fill them badly. Every score costs as much as ``score_columns`` more
+    columns of a head (exponentials, sums, casts), every head of a row ``start_seconds`` in backward.
     """
 
     numbers: Numbers
     flops: float
     row_tokens: float = 0.0
+    score_columns: float = 0.0
+    start_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,8 @@ class Traffic:
 
     tensor_bytes: int
     bandwidth: float
+    numbers: Numbers = "fp32"
+    """A processor works on 16 bit in fp32: it moves half the bytes in nearly the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +68,7 @@ class Calibration:
     """Matrix products, one entry for each kind of numbers."""
     attention: tuple[AttentionRate, ...]
     traffic: tuple[Traffic, ...]
-    """Small tensors first."""
+    """Small tensors first, for each kind of numbers; a GPU's are of fp32 alone."""
     forward_launch_seconds: float
     """From one small operation of a model's forward to the next, modules and Python included."""
     backward_launch_seconds: float
@@ -79,9 +84,9 @@ class Calibration:
     def attention_rate(self, numbers: str) -> AttentionRate | None:
         return next((rate for rate in self.attention if rate.numbers == numbers), None)
 
-    def bandwidth_for(self, tensor_bytes: float) -> float:
+    def bandwidth_for(self, tensor_bytes: float, numbers: str = "fp32") -> float:
         """Between two measured sizes along the logarithm of the size; outside, the nearest."""
-        known = self.traffic
+        known = [each for each in self.traffic if each.numbers == numbers] or self.traffic
         if tensor_bytes <= known[0].tensor_bytes:
             return known[0].bandwidth
         for low, high in itertools.pairwise(known):
