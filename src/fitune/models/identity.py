@@ -49,7 +49,7 @@ def _hash_of(files: Sequence[Path]) -> str:
 
 
 def _file_hash(file: Path) -> str:
-    """sha256 of every byte: two processors in three have instructions for it, none for the younger hashes."""
+    """sha256 of every byte: processors have instructions for it, so it is faster here than younger hashes."""
     known = remembered(file)
     if known is not None:
         return known
