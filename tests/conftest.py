@@ -1,6 +1,8 @@
 """A tiny model folder, a small dataset and a recipe over them: what every training test starts from."""
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,3 +77,16 @@ def make_plan(model_folder: Path, data_file: Path, tmp_path: Path) -> Callable[.
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def no_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the program would begin anew in the place of this process, it does so inside it: tests go on."""
+
+    def begin(executable: str, command: list[str]) -> None:
+        from fitune.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["fitune", *command[-2:]])
+        main()
+
+    monkeypatch.setattr(os, "execv", begin)

@@ -5,7 +5,10 @@ The command line prints them without a traceback and exits with ``exit_code``: 2
 was refused before any work, 1 for work that failed on the way, 3 for memory that ran out.
 """
 
+import errno
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -107,6 +110,49 @@ class OutOfMemory(TrainingFailed):
         self.shortage = shortage
 
 
+_FAILING = frozenset(
+    getattr(errno, name)
+    for name in (
+        "EIO",
+        "ENOSPC",
+        "EDQUOT",
+        "EMFILE",
+        "ENFILE",
+        "ESTALE",
+        "ETIMEDOUT",
+        "EREMOTEIO",
+        "ENOLCK",
+        "EBADF",
+    )
+    if hasattr(errno, name)
+)
+"""What a disk or a system says that fails; the other errors are about what was asked for: a name, a right."""
+
+
+def exit_code_of(error: FituneError) -> int:
+    """The error's own, and 1 instead of 2 where a failing disk or system is behind it: that is no refusal."""
+    causes: list[BaseException] = [error]
+    for cause in causes:
+        causes += [
+            one for one in (cause.__cause__, cause.__context__) if one is not None and one not in causes
+        ]
+    failing = any(isinstance(cause, OSError) and cause.errno in _FAILING for cause in causes)
+    return (
+        TrainingFailed.exit_code if failing and error.exit_code == FituneError.exit_code else error.exit_code
+    )
+
+
+@contextmanager
+def work_under_way() -> Iterator[None]:
+    """Inside, nothing is a refusal any more: every FituneError that was one exits with 1."""
+    try:
+        yield
+    except FituneError as error:
+        if error.exit_code == FituneError.exit_code:
+            error.exit_code = TrainingFailed.exit_code
+        raise
+
+
 class ScoringFailed(FituneError):
     """Rows could not be answered or graded."""
 
@@ -126,6 +172,7 @@ _NO_MEMORY = (
     "can't allocate memory",  # torch's allocator on a CPU
     "cannot allocate memory",  # the operating system (ENOMEM)
     "not enough memory",
+    "unable to mmap",  # torch and safetensors, where the address space is full
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
 )

@@ -199,6 +199,15 @@ def score(
     )  # fmt: skip
 
 
+@app.command(name="go-on", hidden=True)
+def go_on(run: Annotated[Path, typer.Argument(help="Directory of a run.")]) -> None:
+    """Go on with the attempt that a run which ran out of memory left in its directory."""
+    from fitune.cli.fresh_process import take_over
+    from fitune.cli.training import train_attempt
+
+    raise typer.Exit(train_attempt(*take_over(run)))
+
+
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="Directory of a run whose training is done.")],

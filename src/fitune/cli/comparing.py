@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fitune.cli.fresh_process import run_child
 from fitune.cli.training import train_recipe
 from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.planner.defaults import default_learning_rate, optimizer_of
@@ -109,7 +110,7 @@ def _train(recipe: Recipe, name: str, directory: Path, *, overwrite: bool) -> tu
     print(f"\n{name}")
     try:
         own = method_recipe(recipe, name, directory)
-        status = train_recipe(own, overwrite=overwrite, quiet_plan=True)
+        status = train_recipe(own, overwrite=overwrite, quiet_plan=True, start_again=run_child)
     except FituneError as error:
         failed = error.exit_code != FituneError.exit_code
         print(f"{name} {'failed' if failed else 'is left out'}: {error}")

@@ -10,7 +10,8 @@ from typing import Any
 import typer
 
 from fitune.cli.app import app
-from fitune.errors import FituneError, RecipeError, is_out_of_memory
+from fitune.cli.signals import exits_on_signals
+from fitune.errors import FituneError, OutOfMemory, RecipeError, exit_code_of, is_out_of_memory
 
 
 def main() -> None:
@@ -18,10 +19,11 @@ def main() -> None:
     # PEFT asks transformers for a property by its old name; that warning is not for our users.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
     try:
-        _run_command()
+        with exits_on_signals():
+            _run_command()
     except FituneError as error:
         _print_error(error)
-        sys.exit(error.exit_code)
+        sys.exit(exit_code_of(error))
     except BrokenPipeError:  # `fitune plan … | head` closed the pipe: what was asked for was shown
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -29,7 +31,7 @@ def main() -> None:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
         _print_error(_SystemFailed(error))
-        sys.exit(_SystemFailed.exit_code)
+        sys.exit(OutOfMemory.exit_code if is_out_of_memory(error) else _SystemFailed.exit_code)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)

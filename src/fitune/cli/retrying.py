@@ -1,20 +1,19 @@
 """Out of memory in a step: the same run again, in smaller micro-batches, under a plan that takes less."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fitune.checkpoint.commit import Commit
 from fitune.checkpoint.resume import last_saved
 from fitune.errors import OutOfMemory, Shortage
 from fitune.estimate.predict import predict
 from fitune.planner.next_to_try import next_to_try
 from fitune.planner.retry import describe_size, smaller_plan, why_no_smaller
-from fitune.report.attempts import describe_retry, shortage_words
+from fitune.report.attempts import shortage_words
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe
-from fitune.spec.reports import Phase, PlanReport, Priced, RunReport
+from fitune.spec.reports import Phase, PlanReport, Priced
 from fitune.spec.retries import Retry
-from fitune.train.oom import release
 from fitune.units import format_bytes
 
 IN_A_STEP = (*(phase.value for phase in Phase), "evaluating")
@@ -36,37 +35,19 @@ class Attempt:
         return self.report.chosen.plan
 
 
-def run_until_it_fits(
-    first: Attempt, recipe: Recipe, *, run: Callable[[Attempt], RunReport], stop_asked: Callable[[], bool]
-) -> RunReport:
-    """``run`` the attempt, and while memory runs out in a step, one that takes less.
+def next_attempt(failed: Attempt, recipe: Recipe, error: OutOfMemory, *, had: Commit | None) -> Attempt:
+    """One that takes less, from the last checkpoint; ``had`` is the one before the attempt that failed.
 
     Raises OutOfMemory with what was predicted, what was measured and what to try when there is no such attempt.
     """
-    attempt = first
-    while True:
-        had = last_saved(Path(attempt.plan.run.output_dir))
-        ended = _run(run, attempt)
-        if isinstance(ended, RunReport):
-            return ended
-        shortage = ended.shortage
-        if shortage is None or shortage.doing not in IN_A_STEP or stop_asked():
-            raise ended
-        plan = smaller_plan(attempt.plan, recipe, shortage)
-        if plan is None:
-            raise _nothing_smaller(ended, shortage, attempt.plan, recipe)
-        saved = last_saved(Path(plan.run.output_dir))
-        attempt = _next(attempt, plan, ended, shortage, has_saved=saved is not None and saved != had)
-        print(describe_retry(attempt.retries[-1]))
-
-
-def _run(run: Callable[[Attempt], RunReport], attempt: Attempt) -> RunReport | OutOfMemory:
-    """The error is given back with nothing of the attempt behind it: what is held now is missing in the next one."""
-    try:
-        return run(attempt)
-    except OutOfMemory as error:
-        release(error)
-        return error
+    shortage = error.shortage
+    if shortage is None or shortage.doing not in IN_A_STEP:
+        raise error
+    plan = smaller_plan(failed.plan, recipe, shortage)
+    if plan is None:
+        raise _nothing_smaller(error, shortage, failed.plan, recipe)
+    saved = last_saved(Path(plan.run.output_dir))
+    return _next(failed, plan, error, shortage, has_saved=saved is not None and saved != had)
 
 
 def newest_step(plan: Plan) -> int:

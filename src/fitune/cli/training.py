@@ -1,34 +1,41 @@
 """``fitune train``: plan, run, compare."""
 
-import signal
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from fitune.checkpoint.differences import compare_plans, difference_table
 from fitune.checkpoint.resume import last_saved
 from fitune.cli.exporting import export_run
+from fitune.cli.fresh_process import StartAgain, hand_over, replace_process
 from fitune.cli.loading import loading_bar
 from fitune.cli.planning import plan_for
 from fitune.cli.reading import reading_bar
 from fitune.cli.reporting import comparison
-from fitune.cli.retrying import Attempt, run_until_it_fits
+from fitune.cli.retrying import Attempt, next_attempt
 from fitune.cli.room_on_disk import require_room_on_disk
+from fitune.cli.signals import StopRequest, stop_requests
 from fitune.data.formats import Conversation
 from fitune.data.ledger import describe_ledger
 from fitune.data.loader import Loader
 from fitune.data.preparing import PreparedData
-from fitune.data.progress import Reading
 from fitune.data.templates import load_template
 from fitune.engine.schedule import total_steps
-from fitune.errors import CheckpointError, FituneError, RecipeError, RunDirectoryError
+from fitune.errors import (
+    CheckpointError,
+    FituneError,
+    OutOfMemory,
+    RecipeError,
+    RunDirectoryError,
+    work_under_way,
+)
 from fitune.estimate.predict import predict
 from fitune.models.language_model import LanguageModel
 from fitune.models.vocabulary import planned_tokenizer
 from fitune.planner.explain import describe_plan, explain_plan
+from fitune.report.attempts import describe_retry
 from fitune.report.compare import comparison_table
 from fitune.report.html import write_report
 from fitune.report.run_files import Prediction, RunnerUp, read_run
@@ -40,21 +47,24 @@ from fitune.spec.recipe import Recipe, dump_recipe
 from fitune.spec.reports import PlanReport, RunReport
 from fitune.spec.serial import from_json, to_json
 from fitune.track.progress import Progress
-from fitune.track.sinks import open_sinks
+from fitune.track.sinks import Sink, open_sinks
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
 from fitune.train.export import FOLDERS, TITLES
+from fitune.train.oom import release
 from fitune.train.run import run
 from fitune.units import format_bytes
 
 T = TypeVar("T")
 
 _SAMPLE_TOKENS = 128
-_EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
-def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -> int:
-    """The whole of ``fitune train``; returns the exit code."""
+def train_recipe(
+    recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False, start_again: StartAgain = replace_process
+) -> int:
+    """The whole of ``fitune train``; returns the exit code. ``start_again``: how an attempt after one that ran out of
+    memory gets a process of its own."""
     if not recipe.data:
         raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
     report = plan_for(recipe, purposes=("plan", "train"))
@@ -68,17 +78,26 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, quiet_plan: bool = False) -
         return 0
     require_room_on_disk(plan)
     first = Attempt(report=report, resume=recipe.resume, overwrite=overwrite)
-    with stop_signals() as received:
-        finished = _run_or_report(first, recipe, stop_asked=lambda: bool(received))
-    print(comparison_table(comparison(directory)))
-    print(f"report: {write_report(directory)}")
-    if finished.exported:
-        print(f"{TITLES[plan.run.export]}: {finished.exported} (verified by reloading)")
-    if finished.merged_loss is not None:
-        print("\n".join(finished.merged_loss.lines()))
-    if finished.status == "interrupted":
+    return train_attempt(first, recipe, start_again=start_again)
+
+
+def train_attempt(attempt: Attempt, recipe: Recipe, *, start_again: StartAgain = replace_process) -> int:
+    """Run the attempt, and one that takes less when memory runs out in a step; returns the exit code."""
+    directory = Path(attempt.plan.run.output_dir)
+    with stop_requests() as request:
+        ended = _run_or_report(attempt, recipe, request)
+    if isinstance(ended, Attempt):
+        return start_again(hand_over(ended, recipe))
+    with work_under_way():
+        print(comparison_table(comparison(directory)))
+        print(f"report: {write_report(directory)}")
+    if ended.exported:
+        print(f"{TITLES[attempt.plan.run.export]}: {ended.exported} (verified by reloading)")
+    if ended.merged_loss is not None:
+        print("\n".join(ended.merged_loss.lines()))
+    if ended.status == "interrupted":
         print("interrupted: the step was finished and saved; add --resume to go on")
-        return _EXIT_CODES[received[0]]
+        return request.exit_code
     return 0
 
 
@@ -94,26 +113,33 @@ def make_up_for_missing(directory: Path) -> None:
         print(f"report: {write_report(directory)}")
 
 
-def _run_or_report(first: Attempt, recipe: Recipe, *, stop_asked: Callable[[], bool]) -> RunReport:
-    """``run_attempt``, until one has room; a run that fails has its page, too."""
-
-    def run_one(attempt: Attempt) -> RunReport:
-        return run_attempt(attempt, recipe, stop_asked=stop_asked)
-
+def _run_or_report(attempt: Attempt, recipe: Recipe, request: StopRequest) -> RunReport | Attempt:
+    """How the attempt ended, or the one to try after it; a run that fails has its page, too."""
+    had = last_saved(Path(attempt.plan.run.output_dir))
     try:
-        return run_until_it_fits(first, recipe, run=run_one, stop_asked=stop_asked)
+        try:
+            return run_attempt(attempt, recipe, stop_asked=request.asked, sinks=[request])
+        except OutOfMemory as error:
+            release(error)
+            if request.asked():
+                raise
+            following = next_attempt(attempt, recipe, error, had=had)
+            print(describe_retry(following.retries[-1]))
+            return following
     except FituneError as error:
         if error.exit_code != FituneError.exit_code:
             with suppress(FituneError, OSError):  # the cause is worth more than the page
-                print(f"report: {write_report(Path(first.plan.run.output_dir))}")
+                print(f"report: {write_report(Path(attempt.plan.run.output_dir))}")
         raise
 
 
-def run_attempt(attempt: Attempt, recipe: Recipe, *, stop_asked: Callable[[], bool]) -> RunReport:
+def run_attempt(
+    attempt: Attempt, recipe: Recipe, *, stop_asked: Callable[[], bool], sinks: Sequence[Sink] = ()
+) -> RunReport:
     """Execute its plan with the estimate written beside it, for the report to compare."""
     report, plan = attempt.report, attempt.plan
     directory = Path(plan.run.output_dir)
-    sinks = [Progress(log_every=plan.run.log_every), *open_sinks(plan.run.report_to, directory)]
+    sinks = [*sinks, Progress(log_every=plan.run.log_every), *open_sinks(plan.run.report_to, directory)]
 
     def on_data(data: PreparedData, loader: Loader, steps_of_other_plan: int) -> None:
         print_data(data)
@@ -123,13 +149,7 @@ def run_attempt(attempt: Attempt, recipe: Recipe, *, stop_asked: Callable[[], bo
         print(describe_prediction(prediction))
         write_atomically(directory / "estimate.json", to_json(prediction))
 
-    with loading_bar() as on_bytes, reading_bar() as show_reading:
-
-        def on_reading(reading: Reading) -> None:
-            show_reading(reading)
-            if stop_asked():
-                raise KeyboardInterrupt
-
+    with loading_bar() as on_bytes, reading_bar() as on_reading:
         return run(
             plan,
             callbacks=Callbacks(
@@ -241,25 +261,6 @@ def _read_or_refuse(cls: type[T], file: Path) -> T:
         raise RunDirectoryError(
             f"{file} cannot be read: {error}", hint="--overwrite, or another output_dir"
         ) from None
-
-
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM so that the step can be finished; the second one stops at once."""
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(number)
-        print("\nstopping after this step; once more stops at once")
-
-    before = {number: signal.signal(number, note) for number in _EXIT_CODES}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def answers_with(plan: Plan) -> Callable[[LanguageModel, Sequence[Conversation]], list[str]]:

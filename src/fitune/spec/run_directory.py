@@ -11,9 +11,12 @@ from fitune.errors import RunDirectoryError
 from fitune.spec.ownership import LOCK
 from fitune.spec.temporaries import TEMPORARY
 
+RETRY = "retry.json"
+"""The next attempt after one that ran out of memory, until the fresh process takes it over."""
+
 FILES = (
     "plan.json", "recipe.yaml", "estimate.json", "metrics.jsonl", "samples_before.json", "report.json", "report.html",
-    "traceback.txt", LOCK,
+    "traceback.txt", RETRY, LOCK,
 )  # fmt: skip
 FOLDERS = (
     "checkpoints", "adapter", "adapter-unverified", "merged", "model", "model-unverified", "tensorboard",

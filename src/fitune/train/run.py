@@ -150,7 +150,7 @@ def _train_and_report(current: Run, start: Start) -> RunReport:
         stopped = _train(current, start)
         report = interrupted(current, "stopped on request") if stopped else complete(current)
         return report
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # SystemExit: a signal, by the handler of the program
         report = interrupted(current, f"stopped at once ({current.where})")
         raise
     except Exception as error:  # the one place that catches all: it is written down and raised again

@@ -1,0 +1,102 @@
+"""One more attempt in a fresh process: what the failed one leaves in the address space and the heap is gone there.
+
+The next attempt is written into the run directory; the program, begun anew, takes it over from there.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fitune.cli.retrying import Attempt
+from fitune.errors import RunDirectoryError
+from fitune.spec.disk import write_atomically
+from fitune.spec.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe, parse_value
+from fitune.spec.reports import PlanReport
+from fitune.spec.retries import Retry
+from fitune.spec.run_directory import RETRY, require_real_files
+from fitune.spec.serial import from_data, to_json
+from fitune.spec.strict_json import read_json
+
+StartAgain = Callable[[Path], int]
+"""Goes on with the attempt that was handed over into a run directory; returns the exit code, if at all."""
+
+COMMAND = "go-on"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Handover:
+    report: PlanReport
+    recipe: str
+    """YAML."""
+    resume: str
+    """A checkpoint; empty for the newest."""
+    retries: tuple[Retry, ...]
+
+
+def hand_over(attempt: Attempt, recipe: Recipe) -> Path:
+    """Write the attempt into its run directory and return that."""
+    directory = Path(attempt.plan.run.output_dir)
+    handover = _Handover(
+        report=attempt.report,
+        recipe=dump_recipe(recipe),
+        resume=attempt.resume if isinstance(attempt.resume, str) else "",
+        retries=attempt.retries,
+    )
+    write_atomically(directory / RETRY, to_json(handover))
+    return directory
+
+
+def take_over(directory: Path) -> tuple[Attempt, Recipe]:
+    """The attempt that was handed over, and its recipe; it can be taken once. Raises RunDirectoryError."""
+    require_real_files(directory)
+    file = directory / RETRY
+    try:
+        found = from_data(_Handover, read_json(file, follow_links=False))
+        file.unlink()
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"{file} cannot be used: {error}", hint="fitune train … --resume") from None
+    recipe = parse_recipe(canonical_keys(parse_value(found.recipe, where=str(file)), where=str(file)))
+    attempt = Attempt(
+        report=found.report, resume=found.resume or True, overwrite=False, retries=found.retries
+    )
+    return attempt, recipe
+
+
+def replace_process(directory: Path) -> int:
+    """Begin the program anew in the place of this one: same process id, exit code, terminal and lock."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        if int(name) > 2:
+            _close_on_exec(
+                int(name)
+            )  # what a library left open, a GPU's device among it, would be held on to
+    os.execv(sys.executable, _command(directory))
+
+
+def run_child(directory: Path) -> int:
+    """Begin the program anew beside this one, which has more to do afterwards; returns the exit code."""
+    sys.stdout.flush()
+    with subprocess.Popen(_command(directory)) as child:
+        try:
+            return child.wait()
+        except BaseException:  # a signal to this process is meant for the child as well
+            child.terminate()
+            child.wait()
+            raise
+
+
+def _command(directory: Path) -> list[str]:
+    """As this program was begun: from its script, or with -m."""
+    begun = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    return [sys.executable, *begun, COMMAND, str(directory)]
+
+
+def _close_on_exec(handle: int) -> None:
+    try:
+        os.set_inheritable(handle, False)
+    except OSError:
+        return  # closed since it was listed

@@ -1,0 +1,141 @@
+"""Row 3 of the fault table: one signal lets the step be finished, the next stops at once, and the exit code is the
+signal's own, whatever the program was doing."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from faults import stopped_programs
+from fitune.cli.signals import EXIT_CODES, StopRequest
+
+Program = Callable[..., "subprocess.Popen[str]"]
+
+TERM, INT = signal.SIGTERM, signal.SIGINT
+slow = pytest.mark.slow
+BACKWARD = "fitune.models.language_model.LanguageModel.loss_and_gradient"
+
+
+@pytest.fixture
+def program(tmp_path: Path, model_folder: Path, data_file: Path) -> Program:
+    """The command line in a process of its own that waits in a function until ``tmp_path/go`` is there."""
+
+    def begin(target: str, *words: str, call: int = 1) -> "subprocess.Popen[str]":
+        settings = {
+            "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "gpu": "cpu",
+            "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 3, "samples": 0,
+            "output_dir": tmp_path / "run",
+        }  # fmt: skip
+        if words[0] == "train":
+            words = (
+                *words,
+                *(part for key, value in settings.items() for part in ("--set", f"{key}={value}")),
+            )
+        started = subprocess.Popen(
+            [sys.executable, stopped_programs.__file__, target, str(call), str(tmp_path / "go"), *words],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert started.stdout is not None
+        while (line := started.stdout.readline()) != "READY\n":
+            assert line, started.communicate()
+        return started
+
+    return begin
+
+
+def _end(started: "subprocess.Popen[str]") -> tuple[int, str]:
+    out, err = started.communicate(timeout=300)
+    assert "Traceback" not in out + err
+    return started.returncode, out + err
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ((TERM, TERM), 143),
+        pytest.param((INT, TERM), 143, marks=slow),
+        pytest.param((TERM, INT), 130, marks=slow),
+    ],
+)
+def test_the_second_signal_stops_at_once_with_its_own_code(
+    program: Program, tmp_path: Path, signals: tuple[signal.Signals, ...], code: int
+) -> None:
+    started = program(BACKWARD, "train", call=2)
+    assert started.stderr is not None
+    started.send_signal(signals[0])
+    while "stopping after this step" not in started.stderr.readline():
+        pass
+    started.send_signal(signals[1])
+    ended, _ = _end(started)
+    assert ended == code
+    assert json.loads((tmp_path / "run/report.json").read_text())["status"] == "interrupted"
+
+
+@slow
+def test_one_signal_lets_the_step_be_finished(program: Program, tmp_path: Path) -> None:
+    started = program(BACKWARD, "train", call=2)
+    assert started.stderr is not None
+    started.send_signal(TERM)
+    while "stopping after this step" not in started.stderr.readline():
+        pass
+    (tmp_path / "go").touch()
+    code, printed = _end(started)
+    assert code == 143
+    assert "the step was finished and saved" in printed
+    assert (tmp_path / "run/checkpoints/step-2/COMMIT").is_file()
+
+
+@slow
+@pytest.mark.parametrize("number", [TERM, INT])
+@pytest.mark.parametrize(
+    "target",
+    ["fitune.train.run.prepare_data", "fitune.train.run.prepare", "fitune.cli.training.plan_for"],
+    ids=["tokenising", "loading", "planning"],
+)
+def test_before_the_first_step_one_signal_stops(
+    program: Program, target: str, number: signal.Signals
+) -> None:
+    started = program(target, "train")
+    started.send_signal(number)
+    assert _end(started)[0] == {TERM: 143, INT: 130}[number]
+
+
+@slow
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("fitune.score.run.load_model", ("score", "--out", "{tmp}/out")),
+        ("fitune.cli.demo.write_demo", ("demo", "--out", "{tmp}/demo")),
+        ("fitune.cli.reporting.show_report", ("report", "{tmp}")),
+    ],
+    ids=["score", "demo", "report"],
+)
+def test_every_command_ends_with_the_code_of_the_signal(
+    program: Program, tmp_path: Path, model_folder: Path, data_file: Path, target: str, words: tuple[str, ...]
+) -> None:
+    given = [word.format(tmp=tmp_path) for word in words]
+    given += ["--model", str(model_folder), "--data", str(data_file)] if words[0] == "score" else []
+    started = program(target, *given)
+    started.send_signal(TERM)
+    assert _end(started)[0] == 143
+
+
+def test_the_handler_stops_at_once_where_there_is_no_step_to_finish(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    request = StopRequest()
+    for number, code in EXIT_CODES.items():
+        with pytest.raises(SystemExit) as ended:
+            request.note(number, None)
+        assert ended.value.code == code
+    request._is_under_way = True
+    request.note(TERM, None)
+    assert request.asked()
+    with pytest.raises(SystemExit) as ended:
+        request.note(INT, None)
+    assert (ended.value.code, request.exit_code) == (130, 143)
+    assert "stopping after this step" in capfd.readouterr().err
