@@ -145,7 +145,7 @@ class Loader:
         lengths_N = self._dataset.lengths
         if self._packs is None:
             return lengths_N
-        return np.array([lengths_N[list(pack)].sum() for pack in self._packs])
+        return self._packs.tokens(lengths_N)
 
     def _is_mine(self) -> np.ndarray:
         """Which units of an epoch's order this process trains."""
@@ -199,7 +199,7 @@ def eval_batches(dataset: TokenDataset, batch: Batch, *, rows: int | None = None
     with packing, as many as the tokens of a micro-batch have room for. Never more memory than a training step."""
     chosen: list[int] = []
     tokens = 0
-    for row, length in enumerate(dataset.lengths[:rows].tolist()):
+    for row, length in enumerate(map(int, dataset.lengths[:rows])):
         full = (
             tokens + length > batch.micro_batch_tokens
             if batch.packing
