@@ -50,7 +50,7 @@ def same_weights(one: Path, other: Path) -> bool:
     [
         (CheckpointError("the exported files do not hold it"), 1, "do not hold it"),
         pytest.param(NO_ROOM, 1, "No space left on device", marks=pytest.mark.slow),
-        (NO_MEMORY, 3, "out of memory"),
+        pytest.param(NO_MEMORY, 3, "out of memory", marks=pytest.mark.slow),
         pytest.param(KeyError("lost"), 1, "KeyError", marks=pytest.mark.slow),
     ],
     ids=["refused", "disk", "memory", "bug"],
@@ -171,7 +171,7 @@ def test_nothing_is_exported_before_the_last_step(train: Call, call: Call, tmp_p
     ("words", "settings", "said"),
     [
         (("--as", "full"), {}, "trained an adapter"),
-        (("--as", "adapter"), {}, "has its adapter already"),
+        pytest.param(("--as", "adapter"), {}, "has its adapter already", marks=pytest.mark.slow),
         pytest.param(
             ("--as", "merged"),
             {"tuning": "full", "export": "full"},

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from fitune.units import format_number
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedLoss:
@@ -22,8 +20,8 @@ class MergedLoss:
         kind = "held-out rows" if self.held_out else "training rows (none are held out)"
         base = "its packed base" if self.packed_base else "its base"
         return (
-            f"loss over {self.rows:,} {kind}: {format_number(self.trained)} trained (the adapter on {base}), "
-            f"{format_number(self.merged)} merged"
+            f"loss over {self.rows:,} {kind}: {self.trained:.4f} trained (the adapter on {base}), "
+            f"{self.merged:.4f} merged"
         )
 
     def lines(self) -> tuple[str, ...]:
