@@ -27,7 +27,6 @@ import torch
 import transformers
 
 from fitune.estimate.memory import predict_memory
-from fitune.planner.describe import describe_plan
 from fitune.rehearse.run import rehearse
 from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for
 from fitune.spec.hardware import Hardware
@@ -50,6 +49,7 @@ from fitune.spec.plan import (
     Zero,
 )
 from fitune.spec.targets import resolve_targets
+from fitune.spec.words import describe_plan
 from fitune.units import GIB, format_bytes
 
 MODELS = (

@@ -4,13 +4,13 @@ import pytest
 
 from estimate.tiny_plans import CPU, gpu, known
 from fitune.errors import HardwareError, NothingFits, RecipeError
-from fitune.planner.describe import describe_plan
 from fitune.planner.search import find_plan
 from fitune.report.plan_words import sentences
 from fitune.spec.plan import Plan, updates_in_backward
 from fitune.spec.recipe import canonical_keys, parse_recipe
 from fitune.spec.serial import from_data, from_json, to_data, to_json
 from fitune.spec.sharding import Offload
+from fitune.spec.words import describe_plan
 
 
 def report_of(model: str, card: str, **settings):

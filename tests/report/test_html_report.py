@@ -204,7 +204,7 @@ def test_the_plan_in_words_has_its_numbers(plan: Plan) -> None:
     assert "4 × 512 × 2 = 4,096 tokens" in text
     assert "The first 4 of 8 blocks keep only their input" in text
     assert "rises to 2.0e-03 in 5 % of the steps, then falls to zero (cosine)" in text
-    assert plan_words.headline(plan) == "LoRA r16 · fp32 · AdamW · 1 × cpu"
+    assert plan_words.headline(plan) == "LoRA r16 on 7 linears · fp32 · AdamW · 1 × cpu"
 
 
 def test_the_other_choices_have_words_too(plan: Plan) -> None:

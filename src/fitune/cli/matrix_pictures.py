@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from fitune.errors import RecipeError
-from fitune.planner.describe import method_name
 from fitune.planner.matrix import Cell, Matrix
-from fitune.planner.matrix_words import describe_devices, method_words, short_name, short_of, taken_words
+from fitune.planner.matrix_words import method_words, short_name, short_of, taken_words
 from fitune.report.matrix_picture import Card, MatrixPicture, Need, draw_matrix
 from fitune.spec.parameters import count_parameters
 from fitune.spec.reports import Priced
+from fitune.spec.words import devices_with_memory, method_name
 from fitune.units import format_bytes, format_count, format_rate
 
 _COLOURS = {
@@ -39,7 +39,7 @@ def write_picture(matrix: Matrix, path: Path) -> None:
 
 def picture_of(matrix: Matrix) -> MatrixPicture:
     return MatrixPicture(
-        title=f"What fits on {describe_devices(matrix.hardware)}",
+        title=f"What fits on {devices_with_memory(matrix.hardware)}",
         rows=tuple(
             (short_name(model), f"{format_count(count_parameters(model).total)} parameters")
             for model in matrix.models

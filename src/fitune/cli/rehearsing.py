@@ -4,10 +4,11 @@ import json as json_text
 from typing import Any
 
 from fitune.cli.planning import plan_for
-from fitune.planner.describe import describe_plan, unit_for, wrapped
+from fitune.planner.describe import unit_for, wrapped
 from fitune.planner.explain import plan_data
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Estimate, PlanReport, Rehearsal
+from fitune.spec.words import describe_plan
 from fitune.units import format_bytes, format_percent
 
 

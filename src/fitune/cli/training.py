@@ -34,7 +34,7 @@ from fitune.errors import (
 from fitune.estimate.predict import predict
 from fitune.models.language_model import LanguageModel
 from fitune.models.vocabulary import planned_tokenizer
-from fitune.planner.explain import describe_plan, explain_plan
+from fitune.planner.explain import explain_plan
 from fitune.report.attempts import describe_retry
 from fitune.report.compare import comparison_table
 from fitune.report.html import write_report
@@ -46,6 +46,7 @@ from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe, dump_recipe
 from fitune.spec.reports import PlanReport, RunReport
 from fitune.spec.serial import from_json, to_json
+from fitune.spec.words import describe_plan
 from fitune.track.progress import Progress
 from fitune.track.sinks import Sink, open_sinks
 from fitune.train.current import Callbacks

@@ -5,13 +5,6 @@ from collections.abc import Iterator, Sequence
 from fitune.estimate.shares import num_ranks
 from fitune.planner.added_tokens import added_tokens_decisions
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
-from fitune.planner.describe import (
-    describe_base_of,
-    describe_loss,
-    describe_offload,
-    describe_sharding,
-    method_name,
-)
 from fitune.planner.dropout_decisions import dropout_decisions
 from fitune.planner.families import ORDER
 from fitune.planner.lora_decisions import lora_decisions
@@ -36,6 +29,13 @@ from fitune.spec.plan import (
 )
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Phase, Priced
+from fitune.spec.words import (
+    describe_base_of,
+    describe_loss,
+    describe_offload,
+    describe_sharding,
+    method_name,
+)
 from fitune.units import format_bytes
 
 

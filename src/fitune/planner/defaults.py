@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from fitune.planner.describe import method_name
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import (
@@ -22,6 +21,7 @@ from fitune.spec.plan import (
     Tuning,
 )
 from fitune.spec.recipe import Recipe, SourceRecipe
+from fitune.spec.words import method_name
 
 GLOBAL_BATCH_SIZE = 16
 """Rows (packs) per optimizer step: small enough that a few thousand rows make hundreds of steps."""

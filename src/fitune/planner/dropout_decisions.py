@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.time import predict_step_time
-from fitune.planner.describe import describe_dropout
 from fitune.spec.attended import falls_back_to_scores
 from fitune.spec.model import NO_DROPOUT
 from fitune.spec.plan import Lora, Plan
+from fitune.spec.words import describe_dropout
 from fitune.units import format_bytes
 
 

@@ -3,15 +3,14 @@
 from typing import Any
 
 from fitune.estimate.parameters import trained_parameters
-from fitune.planner.describe import describe_plan, host_sum, memory_sum, unit_for, wrapped
+from fitune.planner.describe import host_sum, memory_sum, unit_for, wrapped
 from fitune.spec.parameters import count_parameters
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Estimate, MemoryBreakdown, PlanReport, Priced
 from fitune.spec.rules import broken_rules
 from fitune.spec.serial import to_data
+from fitune.spec.words import describe_plan, devices_with_memory
 from fitune.units import format_bytes, format_count, format_rate, format_seconds
-
-__all__ = ["describe_plan", "explain_plan", "explain_priced", "plan_data"]
 
 
 def explain_plan(report: PlanReport) -> str:
@@ -59,10 +58,7 @@ def _title(plan: Plan) -> str:
     total = count_parameters(plan.model).total
     trained = trained_parameters(plan)
     share = f"{format_count(trained)} trained ({trained / total:.2%})" if trained < total else "all trained"
-    hardware = plan.hardware
-    device = f"{hardware.gpu.name}, {format_bytes(hardware.gpu.memory_bytes)}"
-    count = f"{hardware.gpus_per_node} × {device}"
-    where = count if hardware.nodes == 1 else f"{hardware.nodes} nodes of {count}"
+    where = devices_with_memory(plan.hardware)
     return f"{plan.model.name} · {format_count(total)} parameters, {share} · on {where}"
 
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from fitune.errors import RecipeError
 from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.defaults import with_usual_row
-from fitune.planner.describe import describe_base_of, method_name
 from fitune.planner.families import Family, Tier
 from fitune.planner.family_search import FamilySearch
 from fitune.planner.precision import families_for
@@ -18,6 +17,7 @@ from fitune.spec.model_config import load_model_spec
 from fitune.spec.model_table import known_model_names
 from fitune.spec.parameters import count_parameters
 from fitune.spec.recipe import Recipe
+from fitune.spec.words import describe_base_of, method_name
 
 Quantity = Literal["seq_len", "micro_batch", "model"]
 QUANTITIES: tuple[Quantity, ...] = ("seq_len", "micro_batch", "model")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from fitune.errors import RecipeError
 from fitune.planner.added_tokens import with_added_rows
-from fitune.planner.describe import method_name
 from fitune.planner.families import Family
 from fitune.planner.family_search import FamilySearch
 from fitune.planner.precision import families_for
@@ -21,6 +20,7 @@ from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Ddp, Sharding, Zero
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Priced
+from fitune.spec.words import method_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

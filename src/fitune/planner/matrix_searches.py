@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from fitune.estimate.memory import memory_of
-from fitune.planner.describe import method_name
 from fitune.planner.family_search import FamilySearch
 from fitune.planner.matrix import Cell, Matrix, compared, of_cell
 from fitune.spec.recipe import Recipe
+from fitune.spec.words import method_name
 
 
 def share_of_fastest(recipe: Recipe, cell: Cell, matrix: Matrix) -> float | None:

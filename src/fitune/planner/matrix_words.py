@@ -3,15 +3,21 @@
 from collections.abc import Iterator
 from typing import Any
 
-from fitune.planner.describe import describe_offload, describe_plan, describe_sharding, method_name, wrapped
+from fitune.planner.describe import wrapped
 from fitune.planner.explain import estimate_data
 from fitune.planner.matrix import Cell, Matrix
-from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.parameters import count_parameters
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Estimate, Priced
 from fitune.spec.serial import to_data
+from fitune.spec.words import (
+    describe_offload,
+    describe_plan,
+    describe_sharding,
+    devices_with_memory,
+    method_name,
+)
 from fitune.units import format_bytes, format_count
 
 MARKS: dict[tuple[str, ...] | None, str] = {
@@ -47,13 +53,7 @@ def _title(matrix: Matrix) -> str:
     hardware = matrix.hardware
     estimates = [cell.taken.estimate for cell in matrix.cells if cell.taken is not None]
     usable = f", {format_bytes(estimates[0].usable_bytes)} usable" if estimates else ""
-    return f"{describe_devices(hardware)}{usable} · {hardware.rates}"
-
-
-def describe_devices(hardware: Hardware) -> str:
-    """``2 nodes of 8 × v100-32gb of 32.00 GiB``."""
-    devices = f"{hardware.gpus_per_node} × {hardware.gpu.name} of {format_bytes(hardware.gpu.memory_bytes)}"
-    return devices if hardware.nodes == 1 else f"{hardware.nodes} nodes of {devices}"
+    return f"{devices_with_memory(hardware)}{usable} · {hardware.rates}"
 
 
 _COLUMNS = (8, 9, 19, 12, 24, 11, 10)

@@ -7,7 +7,7 @@ from fitune.errors import NothingFits
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
-from fitune.planner.describe import describe_offload, describe_plan, host_sum, wrapped
+from fitune.planner.describe import host_sum, wrapped
 from fitune.planner.families import to_adapters
 from fitune.planner.family_search import FamilySearch
 from fitune.planner.fit import fits, host_fits
@@ -22,6 +22,7 @@ from fitune.spec.plan import Plan, Precision
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Rejection
 from fitune.spec.rules import adds_gradients_up, keeps_rules
+from fitune.spec.words import describe_offload, describe_plan
 from fitune.units import format_bytes
 
 _SHORTEST_ROW = 64

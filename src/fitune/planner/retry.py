@@ -13,13 +13,13 @@ from fitune.estimate.memory import memory_of
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import StepStages, describe_step
 from fitune.planner.candidates import block_counts, losses
-from fitune.planner.describe import describe_loss
 from fitune.planner.fit import cheapest_blocks, fewest_blocks
 from fitune.planner.preference import preferred
 from fitune.spec.plan import Batch, ChunkedLoss, Loss, Plan, Recompute
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import MemoryBreakdown, Phase
 from fitune.spec.rules import adds_gradients_up
+from fitune.spec.words import describe_loss
 
 MEASURED = ("live tensors", "cuda allocated")
 """Kinds of measuring that count what the estimate counts."""

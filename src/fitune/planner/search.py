@@ -8,7 +8,7 @@ from fitune.estimate.step import StepStages
 from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.decisions import decisions_of, devices_left_idle, faster_method, long_update, usual_row
 from fitune.planner.defaults import with_usual_row
-from fitune.planner.describe import describe_family, describe_spread, memory_sum
+from fitune.planner.describe import memory_sum
 from fitune.planner.families import Family
 from fitune.planner.family_search import FamilySearch
 from fitune.planner.fit import fits
@@ -23,6 +23,7 @@ from fitune.spec.plan import Lora, Plan
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import PlanReport, Priced, Rejection
 from fitune.spec.rules import Purpose
+from fitune.spec.words import describe_family, describe_spread
 
 RUNNERS_UP = 3
 

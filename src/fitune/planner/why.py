@@ -9,7 +9,7 @@ from fitune.estimate.predict import predict
 from fitune.estimate.shares import num_ranks
 from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.defaults import with_usual_row
-from fitune.planner.describe import describe_plan, memory_sum, method_name, wrapped
+from fitune.planner.describe import memory_sum, wrapped
 from fitune.planner.explain import estimate_data
 from fitune.planner.families import Family
 from fitune.planner.nothing_fits import shortage
@@ -22,6 +22,7 @@ from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.recipe_yaml import parse_value
 from fitune.spec.reports import Estimate, Priced
 from fitune.spec.serial import to_data
+from fitune.spec.words import describe_plan, method_name
 from fitune.units import format_bytes, format_rate, format_seconds
 
 

@@ -35,13 +35,12 @@ from fitune.spec.plan import (
     RunPlan,
     Schedule,
     Sgd,
-    Sharding,
-    Single,
     Tuning,
     Zero,
     updates_in_backward,
 )
 from fitune.spec.targets import as_ranges
+from fitune.spec.words import describe_devices, describe_spread, family_words
 from fitune.units import format_bytes, format_learning_rate
 
 _PRECISIONS = {
@@ -51,7 +50,6 @@ _PRECISIONS = {
     Precision.FP16: "fp16 with loss scaling, with fp32 copies of the trained weights for the optimizer",
 }
 
-_BASES = {Dense: "", Nf4: " on NF4", Hqq: " on HQQ"}
 _PLACES = {"cpu": "in host memory", "nvme": "on NVMe"}
 
 _CONTAINERS = (
@@ -71,53 +69,9 @@ _CONTAINERS = (
 
 
 def headline(plan: Plan) -> str:
-    """``LoRA r16 · fp32 · AdamW · 1 × cpu``"""
-    return " · ".join(
-        name
-        for name in (
-            tuning_name(plan.tuning),
-            plan.precision.value,
-            _optimizer_name(plan),
-            sharding_name(plan.sharding),
-            hardware_name(plan.hardware),
-        )
-        if name
-    )
-
-
-def _optimizer_name(plan: Plan) -> str:
-    """LOMO is one itself."""
-    if isinstance(plan.tuning, Lomo):
-        return ""
-    in_backward = updates_in_backward(plan.tuning)
-    return f"{type(plan.optimizer).__name__}{' in backward' if in_backward else ''}"
-
-
-def tuning_name(tuning: Tuning) -> str:
-    match tuning:
-        case Full():
-            return "full fine-tuning"
-        case Lomo():
-            return "AdaLomo" if tuning.adaptive else "LOMO"
-        case Lora():
-            return f"{'DoRA' if tuning.dora else 'LoRA'} r{tuning.rank}{_BASES[type(tuning.base)]}"
-    return _any_name(tuning)
-
-
-def sharding_name(sharding: Sharding) -> str:
-    match sharding:
-        case Single():
-            return ""
-        case Ddp():
-            return "DDP"
-        case Zero():
-            return f"ZeRO-{sharding.stage} ({sharding.backend})"
-    return _any_name(sharding)
-
-
-def hardware_name(hardware: Hardware) -> str:
-    gpus = f"{hardware.gpus_per_node} × {hardware.gpu.name}"
-    return gpus if hardware.nodes == 1 else f"{hardware.nodes} nodes of {gpus}"
+    """``LoRA r16 on 7 linears · fp32 · AdamW · 1 × cpu``"""
+    placed = describe_spread(plan)
+    return " · ".join((*family_words(plan), *([placed] if placed else []), describe_devices(plan.hardware)))
 
 
 def sentences(plan: Plan) -> list[str]:

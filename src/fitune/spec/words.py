@@ -1,0 +1,190 @@
+"""How a plan's parts are called, everywhere a person reads: one value, one name."""
+
+from fitune.spec.hardware import Hardware
+from fitune.spec.model import Dropout
+from fitune.spec.plan import (
+    AdamW,
+    AdamW8bit,
+    ChunkedLoss,
+    ClipByNorm,
+    ClipByValue,
+    Ddp,
+    Dense,
+    Full,
+    Hqq,
+    InBackward,
+    Lomo,
+    Lora,
+    Loss,
+    Nf4,
+    Offload,
+    Optimizer,
+    Plan,
+    Sgd,
+    Sharding,
+    Single,
+    Tuning,
+    Zero,
+)
+from fitune.spec.targets import as_ranges
+from fitune.units import format_bytes
+
+
+def describe_plan(plan: Plan) -> str:
+    """``LoRA r16 on 7 linears, bf16-master, AdamW, 0 of 32 blocks recomputed, chunked loss (1024), flash attention,
+    micro-batch 4 × 2048 tokens × 4 accumulated``."""
+    batch = plan.batch
+    return ", ".join(
+        (
+            *family_words(plan),
+            *([describe_spread(plan)] if describe_spread(plan) else []),
+            f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed",
+            describe_loss(plan.loss),
+            f"{plan.attention} attention",
+            *(["Liger's kernels"] if plan.kernels == "liger" else []),
+            *(["compiled blocks"] if plan.compile_blocks else []),
+            f"micro-batch {batch.micro_batch_size} × {batch.seq_len} tokens × {batch.accumulation} accumulated",
+        )
+    )
+
+
+def describe_dropout(dropout: Dropout) -> str:
+    """``dropout 0.1 on attention and residuals``; of several rates each with its places."""
+    same = dropout.attention_output == dropout.mlp_output
+    residuals = (
+        {"residuals": dropout.mlp_output}
+        if same
+        else {"attention's output": dropout.attention_output, "the MLP's output": dropout.mlp_output}
+    )
+    rates = {"attention": dropout.attention, **residuals, "the embedding": dropout.embedding}
+    places: dict[float, list[str]] = {}
+    for place, rate in rates.items():
+        places.setdefault(rate, []).append(place)
+    parts = (f"{rate:g} on {_listed(names)}" for rate, names in places.items() if rate)
+    return f"dropout {', '.join(parts)}"
+
+
+def _listed(names: list[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def describe_family(plan: Plan) -> str:
+    """``full, bf16-master, AdamW``."""
+    return ", ".join(family_words(plan))
+
+
+def family_words(plan: Plan) -> tuple[str, ...]:
+    optimizer = "" if isinstance(plan.tuning, Lomo) else describe_optimizer(plan.optimizer)
+    if isinstance(plan.tuning, Full) and isinstance(plan.tuning.update, InBackward):
+        optimizer += f" in backward, {describe_clip(plan.tuning.update.clip)}"
+    words = (describe_tuning(plan.tuning), plan.precision.value, optimizer)
+    return tuple(word for word in words if word)
+
+
+def describe_tuning(tuning: Tuning) -> str:
+    """``full``, ``AdaLomo clipped at norm 1``, ``DoRA r16 on 7 linears of an NF4 base``."""
+    match tuning:
+        case Full():
+            return "full"
+        case Lomo(adaptive=adaptive, clip=clip):
+            return f"{'AdaLomo' if adaptive else 'LOMO'} {describe_clip(clip)}"
+        case Lora(rank=rank, targets=targets, base=base):
+            scaled = "rank-stabilised " if tuning.rslora else ""
+            adapters = f"{scaled}{'DoRA' if tuning.dora else 'LoRA'} r{rank} on {len(targets)} linears"
+            adapters += f" of blocks {as_ranges(tuning.layers)}" if tuning.layers else ""
+            adapters += f", {' and '.join(tuning.modules_to_save)} whole," if tuning.modules_to_save else ""
+            return (
+                adapters.removesuffix(",")
+                if isinstance(base, Dense)
+                else f"{adapters} of {describe_base(base)}"
+            )
+
+
+def describe_clip(clip: ClipByValue | ClipByNorm) -> str:
+    match clip:
+        case ClipByValue(value=value):
+            return f"clipped to ±{value:g}"
+        case ClipByNorm(max_norm=max_norm):
+            return f"clipped at norm {max_norm:g}" if max_norm else "not clipped"
+
+
+def method_name(tuning: Tuning) -> str:
+    """The recipe's word for it: ``qlora``."""
+    match tuning:
+        case Full():
+            return "full"
+        case Lomo(adaptive=adaptive):
+            return "adalomo" if adaptive else "lomo"
+        case Lora(base=base):
+            return "lora" if isinstance(base, Dense) else "qlora"
+
+
+def describe_base_of(tuning: Tuning) -> str:
+    return describe_base(tuning.base) if isinstance(tuning, Lora) else ""
+
+
+def describe_base(base: Dense | Nf4 | Hqq) -> str:
+    match base:
+        case Dense():
+            return "a dense base"
+        case Nf4(double_quant=double):
+            return f"an NF4 base{' with double quantisation' if double else ''}"
+        case Hqq(bits=bits, group_size=size):
+            return f"an HQQ base of {bits} bits in groups of {size}"
+
+
+def describe_spread(plan: Plan) -> str:
+    """Sharding and offload, where there are any: ``ZeRO-3 by FSDP2 on 8 devices, parameters on the CPU``."""
+    words = [describe_sharding(plan.sharding), describe_offload(plan.offload)]
+    if words[0]:
+        words[0] += f" on {plan.hardware.num_gpus} devices"
+    return ", ".join(word for word in words if word)
+
+
+def describe_sharding(sharding: Sharding) -> str:
+    """``ZeRO-3 by FSDP2``; nothing on a single device."""
+    match sharding:
+        case Single():
+            return ""
+        case Ddp():
+            return "DDP"
+        case Zero(stage=stage, backend=backend, hybrid=hybrid):
+            name = "FSDP2" if backend == "fsdp" else "DeepSpeed"
+            return f"ZeRO-{stage} by {name}{' within each node' if hybrid else ''}"
+
+
+def describe_offload(offload: Offload) -> str:
+    """``optimizer on the CPU, parameters on NVMe``; nothing when all stays on the device."""
+    names = {"cpu": "the CPU", "nvme": "NVMe"}
+    places = (
+        ("parameters", offload.parameters),
+        ("optimizer", offload.optimizer),
+        ("activations", offload.activations),
+    )
+    return ", ".join(f"{what} on {names[place]}" for what, place in places if place != "device")
+
+
+def describe_optimizer(optimizer: Optimizer) -> str:
+    match optimizer:
+        case AdamW():
+            return "AdamW"
+        case AdamW8bit():
+            return "8-bit AdamW"
+        case Sgd(momentum=momentum):
+            return "momentum SGD" if momentum > 0 else "SGD"
+
+
+def describe_loss(loss: Loss) -> str:
+    return f"chunked loss ({loss.chunk_tokens})" if isinstance(loss, ChunkedLoss) else "plain loss"
+
+
+def describe_devices(hardware: Hardware) -> str:
+    """``2 nodes of 8 × v100-32gb``."""
+    devices = f"{hardware.gpus_per_node} × {hardware.gpu.name}"
+    return devices if hardware.nodes == 1 else f"{hardware.nodes} nodes of {devices}"
+
+
+def devices_with_memory(hardware: Hardware) -> str:
+    """``2 nodes of 8 × v100-32gb of 32.00 GiB``."""
+    return f"{describe_devices(hardware)} of {format_bytes(hardware.gpu.memory_bytes)}"
