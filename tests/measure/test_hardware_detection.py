@@ -1,8 +1,9 @@
-"""What a machine has, from what its driver and kernel print; torch is never asked."""
+"""What a machine has, from what its driver and kernel say; torch is never asked."""
 
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -16,47 +17,131 @@ from fitune.measure.host import (
     host_memory_bytes,
     memory_limits,
 )
-from fitune.measure.nvidia import FoundGpu, parse_nvidia_smi, visible_gpus
+from fitune.measure.nvidia import FoundGpu, query_gpus, visible_gpus
 from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.units import GIB, MIB
 
-TWO_A100 = """\
-0, GPU-5f1d0b0e-2c43-9d0a-7f2f-0a4d0a3c1a01, NVIDIA A100-SXM4-80GB, 81920, 8.0
-1, GPU-77aa1c9e-0d5b-4be2-1c6a-3b9d6c2f4b02, NVIDIA A100-SXM4-80GB, 81920, 8.0
-"""
-MIXED = """\
-0, GPU-11111111-aaaa-bbbb-cccc-000000000000, NVIDIA GeForce RTX 4090, 24564, 8.9
-1, GPU-22222222-aaaa-bbbb-cccc-000000000000, NVIDIA GeForce RTX 3060, 12288, 8.6
-"""
+
+class FakeNvml(ModuleType):
+    """nvidia-ml-py on a machine with these GPUs; a GPU that is an error raises it."""
+
+    class NVMLError(Exception): ...
+
+    class NVMLError_NoPermission(NVMLError): ...
+
+    def __init__(self, *gpus: FoundGpu | Exception, driver: bool = True) -> None:
+        super().__init__("pynvml")
+        self.gpus, self.driver, self.running = gpus, driver, False
+
+    def nvmlInit(self) -> None:
+        if not self.driver:
+            raise self.NVMLError("NVML Shared Library Not Found")
+        self.running = True
+
+    def nvmlShutdown(self) -> None:
+        self.running = False
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FoundGpu:
+        assert self.running
+        gpu = self.gpus[index]
+        if isinstance(gpu, Exception):
+            raise gpu
+        return gpu
+
+    def nvmlDeviceGetUUID(self, handle: FoundGpu) -> str:
+        return handle.uuid
+
+    def nvmlDeviceGetName(self, handle: FoundGpu) -> str:
+        return handle.name
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: FoundGpu) -> tuple[int, int]:
+        return handle.capability
+
+    def nvmlDeviceGetMemoryInfo(self, handle: FoundGpu) -> SimpleNamespace:
+        if handle.name == "NVIDIA GB10":  # its memory is the host's
+            raise self.NVMLError("Not Supported")
+        if handle.name == "sliced":
+            raise self.NVMLError_NoPermission("Insufficient Permissions")
+        return SimpleNamespace(total=handle.memory_bytes)
 
 
-def found(text: str) -> tuple[FoundGpu, ...]:
-    return parse_nvidia_smi(text)
+def gpu(name: str, mib: int, *capability: int, index: int = 0, uuid: str = "GPU-1") -> FoundGpu:
+    return FoundGpu(
+        index=index, uuid=uuid, name=name, memory_bytes=mib * MIB, capability=(capability[0], capability[1])
+    )
 
 
-def machine_with(monkeypatch: pytest.MonkeyPatch, text: str, visible: str | None = None) -> None:
-    monkeypatch.setattr(detection, "query_gpus", lambda: parse_nvidia_smi(text))
+TWO_A100 = (
+    gpu("NVIDIA A100-SXM4-80GB", 81920, 8, 0, index=0, uuid="GPU-5f1d0b0e-2c43-9d0a-7f2f-0a4d0a3c1a01"),
+    gpu("NVIDIA A100-SXM4-80GB", 81920, 8, 0, index=1, uuid="GPU-77aa1c9e-0d5b-4be2-1c6a-3b9d6c2f4b02"),
+)
+MIXED = (
+    gpu("NVIDIA GeForce RTX 4090", 24564, 8, 9, index=0, uuid="GPU-11111111-aaaa-bbbb-cccc-000000000000"),
+    gpu("NVIDIA GeForce RTX 3060", 12288, 8, 6, index=1, uuid="GPU-22222222-aaaa-bbbb-cccc-000000000000"),
+)
+
+
+def machine_with(monkeypatch: pytest.MonkeyPatch, *gpus: FoundGpu, visible: str | None = None) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus))
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
 
-def test_lines_of_nvidia_smi() -> None:
-    first, second = found(TWO_A100)
-    assert (first.index, first.name, first.capability) == (0, "NVIDIA A100-SXM4-80GB", (8, 0))
-    assert first.memory_bytes == 81920 * MIB
-    assert second.uuid.startswith("GPU-77aa")
-    assert found("") == ()
+def test_the_driver_lists_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml(*MIXED)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert query_gpus() == MIXED
+    assert not nvml.running
+
+
+def test_a_gpu_of_another_container_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = FakeNvml.NVMLError_NoPermission("Insufficient Permissions")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(others, MIXED[1]))
+    assert query_gpus() == (MIXED[1],)
 
 
 @pytest.mark.parametrize(
-    "line", ["0, GPU-1, NVIDIA GB10, [N/A], 12.1", "0, GPU-1, NVIDIA A100", "No devices were found"]
+    ("broken", "words"),
+    [
+        (gpu("NVIDIA GB10", 0, 12, 1, index=1), "Not Supported"),
+        (gpu("sliced", 0, 9, 0, index=1), "Insufficient Permissions"),
+        (FakeNvml.NVMLError("GPU is lost"), "GPU is lost"),
+    ],
+    ids=["memory of the host", "sliced", "lost"],
 )
-def test_a_line_that_says_less_is_refused(line: str) -> None:
-    with pytest.raises(HardwareError, match="fitune cannot describe") as caught:
-        found(line)
-    assert line in str(caught.value)
+def test_a_gpu_that_the_driver_cannot_describe_is_refused(
+    monkeypatch: pytest.MonkeyPatch, broken: FoundGpu | Exception, words: str
+) -> None:
+    nvml = FakeNvml(TWO_A100[0], broken)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with pytest.raises(HardwareError, match=f"GPU 1, but cannot describe it: {words}"):
+        query_gpus()
+    assert not nvml.running
+
+
+def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(driver=False))
+    assert query_gpus() == ()
+
+
+@pytest.mark.parametrize("driver", [False, True])
+def test_without_the_library_only_a_machine_with_a_driver_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if not driver:
+        assert query_gpus() == ()
+        return
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    with pytest.raises(HardwareError, match="nvidia-ml-py") as caught:
+        query_gpus()
+    assert caught.value.hint == "pip install nvidia-ml-py"
 
 
 @pytest.mark.parametrize(
@@ -75,33 +160,37 @@ def test_a_line_that_says_less_is_refused(line: str) -> None:
 )
 def test_cuda_visible_devices(visible: str | None, indices: list[int]) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert [gpu.index for gpu in visible_gpus(found(TWO_A100), environment)] == indices
+    assert [gpu.index for gpu in visible_gpus(TWO_A100, environment)] == indices
 
 
 def test_a_slice_of_a_gpu_is_refused() -> None:
     with pytest.raises(HardwareError, match="MIG"):
-        visible_gpus(found(TWO_A100), {"CUDA_VISIBLE_DEVICES": "MIG-1234"})
+        visible_gpus(TWO_A100, {"CUDA_VISIBLE_DEVICES": "MIG-1234"})
 
 
 def test_a_known_device_has_the_tables_rates_and_its_own_memory() -> None:
-    gpu = describe_found(found("0, GPU-1, NVIDIA GeForce RTX 4090, 24217, 8.9")[0])
-    assert (gpu.name, gpu.memory_bytes) == ("rtx-4090", 24217 * MIB)
-    assert gpu.fp16_flops == find_gpu("rtx-4090").fp16_flops
+    device = describe_found(gpu("NVIDIA GeForce RTX 4090", 24217, 8, 9))
+    assert (device.name, device.memory_bytes) == ("rtx-4090", 24217 * MIB)
+    assert device.fp16_flops == find_gpu("rtx-4090").fp16_flops
 
 
 def test_a_name_without_its_size_is_settled_by_the_memory() -> None:
-    assert describe_found(found("0, GPU-1, Tesla V100-SXM2, 32510, 7.0")[0]).name == "v100-32gb"
-    assert describe_found(found("0, GPU-1, NVIDIA A100, 40536, 8.0")[0]).name == "a100-40gb"
+    assert describe_found(gpu("Tesla V100-SXM2", 32510, 7, 0)).name == "v100-32gb"
+    assert describe_found(gpu("NVIDIA A100", 40536, 8, 0)).name == "a100-40gb"
 
 
 def test_an_unknown_device_still_works() -> None:
-    gpu = describe_found(found("0, GPU-1, NVIDIA GeForce RTX 3050, 8192, 8.6")[0])
-    assert (gpu.name, gpu.memory_bytes, gpu.has_bf16) == ("NVIDIA GeForce RTX 3050", 8192 * MIB, True)
-    assert gpu.is_geforce
+    device = describe_found(gpu("NVIDIA GeForce RTX 3050", 8192, 8, 6))
+    assert (device.name, device.memory_bytes, device.has_bf16) == (
+        "NVIDIA GeForce RTX 3050",
+        8192 * MIB,
+        True,
+    )
+    assert device.is_geforce
 
 
 def test_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    machine_with(monkeypatch, TWO_A100)
+    machine_with(monkeypatch, *TWO_A100)
     hardware = detect_hardware(path=tmp_path)
     assert (hardware.gpu.name, hardware.gpus_per_node, hardware.nodes) == ("a100-80gb", 2, 1)
     assert hardware.host_memory_bytes > 0
@@ -113,15 +202,15 @@ def test_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_gpus_that_differ_must_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine_with(monkeypatch, MIXED)
+    machine_with(monkeypatch, *MIXED)
     with pytest.raises(HardwareError, match=r"0: NVIDIA GeForce RTX 4090, 1: NVIDIA GeForce RTX 3060"):
         detect_hardware()
-    machine_with(monkeypatch, MIXED, visible="0")
+    machine_with(monkeypatch, *MIXED, visible="0")
     assert detect_hardware().gpu.name == "rtx-4090"
 
 
 def test_a_machine_without_gpus_is_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine_with(monkeypatch, "")
+    machine_with(monkeypatch)
     hardware = detect_hardware()
     assert hardware.gpu.is_cpu
     assert hardware.gpu.memory_bytes == hardware.host_memory_bytes
@@ -140,7 +229,7 @@ def test_a_named_gpu_needs_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_machine_has_only_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine_with(monkeypatch, TWO_A100)
+    machine_with(monkeypatch, *TWO_A100)
     assert resolve_hardware(gpus=1).num_gpus == 1
     assert resolve_hardware(gpus=2).num_gpus == 2
     with pytest.raises(HardwareError, match="gpus = 3, but this machine has 2 × a100-80gb"):

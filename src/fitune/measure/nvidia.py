@@ -1,22 +1,17 @@
 """The GPUs of this machine as the driver lists them, without torch."""
 
 import shutil
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from fitune.errors import HardwareError
-from fitune.units import MIB
-
-_NVIDIA_SMI = (
-    "nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits",
-)  # fmt: skip
-_NVIDIA_SMI_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundGpu:
-    """One line of nvidia-smi."""
+    """One GPU as the driver describes it."""
 
     index: int
     uuid: str
@@ -26,39 +21,59 @@ class FoundGpu:
 
 
 def query_gpus() -> tuple[FoundGpu, ...]:
-    """What nvidia-smi lists; nothing when there is no driver, or it does not answer in time."""
-    if shutil.which(_NVIDIA_SMI[0]) is None:
-        return ()
+    """Every GPU that the driver lets this process use; nothing when there is no driver.
+
+    Raises HardwareError for a GPU that the driver cannot describe.
+    """
     try:
-        answer = subprocess.run(
-            _NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse_nvidia_smi(answer.stdout)
-
-
-def parse_nvidia_smi(text: str) -> tuple[FoundGpu, ...]:
-    """Lines of ``index, uuid, name, MiB, capability``. Raises HardwareError for a line that says less."""
-    return tuple(_parse_line(line) for line in text.splitlines() if line.strip())
-
-
-def _parse_line(line: str) -> FoundGpu:
-    try:
-        index, uuid, name, mib, capability = (part.strip() for part in line.split(","))
-        major, minor = capability.split(".")
-        return FoundGpu(
-            index=int(index),
-            uuid=uuid,
-            name=name,
-            memory_bytes=int(mib) * MIB,
-            capability=(int(major), int(minor)),
-        )
-    except ValueError:
+        import pynvml  # about 10 ms: not for those who name a GPU
+    except ImportError:
+        if shutil.which("nvidia-smi") is None:
+            return ()
         raise HardwareError(
-            f"nvidia-smi reports a GPU that fitune cannot describe: {line.strip()!r}",
-            hint="name a known one: gpu: rtx-4090",
+            "the GPUs of this machine cannot be listed: nvidia-ml-py is not installed",
+            hint="pip install nvidia-ml-py",
         ) from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        return tuple(_found_gpus(pynvml))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _found_gpus(nvml: ModuleType) -> Iterator[FoundGpu]:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError_NoPermission:  # counted, but given to another container
+            continue
+        except nvml.NVMLError as error:
+            raise _indescribable(index, error) from None
+        try:
+            yield _describe(nvml, index, handle)
+        except nvml.NVMLError as error:
+            raise _indescribable(index, error) from None
+
+
+def _describe(nvml: ModuleType, index: int, handle: Any) -> FoundGpu:
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return FoundGpu(
+        index=index,
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        name=nvml.nvmlDeviceGetName(handle),
+        memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        capability=(major, minor),
+    )
+
+
+def _indescribable(index: int, error: Exception) -> HardwareError:
+    return HardwareError(
+        f"the driver lists GPU {index}, but cannot describe it: {error}",
+        hint="name a known one: gpu: rtx-4090",
+    )
 
 
 def visible_gpus(found: tuple[FoundGpu, ...], environment: Mapping[str, str]) -> tuple[FoundGpu, ...]:
