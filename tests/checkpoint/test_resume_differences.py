@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.checkpoint.differences import compare_plans, require_resumable
+from fitune.checkpoint.differences import compare_plans, require_resumable, with_unsaid_fields
 from fitune.errors import CheckpointError
 from fitune.spec.hardware import Gpu, Hardware
-from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.model import Dropout, Linear, ModelSpec
 from fitune.spec.plan import (
     AdamW,
     Batch,
@@ -29,7 +29,7 @@ from fitune.spec.plan import (
     Single,
     Steps,
 )
-from fitune.spec.serial import from_json, to_json
+from fitune.spec.serial import from_data, from_json, to_data, to_json
 
 GPU = Gpu(
     name="cpu", memory_bytes=2**34, bf16_flops=0, fp16_flops=0, fp32_flops=1e11, bandwidth=1e10,
@@ -113,6 +113,39 @@ REFUSED = {
 
 def test_a_plan_does_not_differ_from_itself_read_back():
     assert compare_plans(from_json(Plan, to_json(PLAN)), PLAN) == []
+
+
+def read_without(plan: Plan, *names: str) -> Plan:
+    """``plan`` as it was saved before a model had these fields, read to go on with the rich one."""
+    data = to_data(plan)
+    for name in names:
+        del data["model"][name]
+    return from_data(Plan, with_unsaid_fields(data, PLAN_OF_A_RICH_MODEL))
+
+
+RICH = replace(
+    MODEL, dropout=Dropout(attention=0.1), caps_scores=True, caps_logits=True, rotary_share=0.5, activation="relu",
+    sliding_window=8, full_attention_layers=(1,),
+)  # fmt: skip
+PLAN_OF_A_RICH_MODEL = replace(PLAN, model=RICH)
+LATER = ("dropout", "caps_scores", "caps_logits", "rotary_share", "activation", "full_attention_layers")
+
+
+def test_a_plan_of_before_a_field_existed_does_not_differ_in_it() -> None:
+    assert compare_plans(read_without(PLAN_OF_A_RICH_MODEL, *LATER), PLAN_OF_A_RICH_MODEL) == []
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_field_that_a_plan_has_is_compared(name: str) -> None:
+    others = [other for other in LATER if other != name]
+    with pytest.raises(CheckpointError, match=name):
+        require_resumable(read_without(PLAN, *others), PLAN_OF_A_RICH_MODEL)
+
+
+def test_another_model_stays_refused_whatever_its_plan_did_not_say() -> None:
+    other = replace(PLAN, model=replace(RICH, hidden_size=64))
+    with pytest.raises(CheckpointError, match="hidden_size"):
+        require_resumable(read_without(other, *LATER), PLAN_OF_A_RICH_MODEL)
 
 
 @pytest.mark.parametrize("setting", ALLOWED)

@@ -12,6 +12,7 @@ from fitune.estimate.memory import predict_memory
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.states import update_temporaries_bytes
+from fitune.spec.activation import ACTIVATIONS
 from fitune.spec.parameters import count_parameters
 from fitune.spec.plan import AdamW, Sgd
 from fitune.spec.reports import Phase
@@ -102,7 +103,8 @@ def test_fp32_norm_keeps_as_many_bytes_of_its_input_as_16_bit():
 
 
 def test_small_formulas():
-    assert gated_mlp_kept(tokens=10, width=7, element_bytes=2) == 3 * 10 * 7 * 2
+    kept = gated_mlp_kept(tokens=10, width=7, element_bytes=2, activation=ACTIVATIONS["silu"], halves=False)
+    assert kept == 3 * 10 * 7 * 2
     one_row = {"tokens": 3, "q_dim": 8, "num_heads": 2, "element_bytes": 2, "output_needed": True}
     assert fused_attention_kept(rows=1, **one_row) == 3 * (16 + 8)
     assert fused_attention_kept(rows=2, **one_row) == 3 * (16 + 8 + 16)

@@ -36,6 +36,19 @@ CASES = [
     ("falcon", NEW_FALCON),
     ("falcon", {**NEW_FALCON, "num_ln_in_parallel_attn": 1}),
 ]
+ACTIVATIONS = [
+    ("llama", {"hidden_act": "relu"}),
+    ("llama", {"hidden_act": "gelu_new"}),
+    ("mistral", {"hidden_act": "gelu_python"}),
+    ("phi3", {"hidden_act": "gelu_new"}),
+    ("phi3", {"hidden_act": "relu"}),
+    ("gemma2", {"hidden_activation": "laplace"}),
+    ("mixtral", {"hidden_act": "relu"}),
+    ("phi", {"hidden_act": "relu"}),
+    ("phi", {"hidden_act": "gelu"}),
+    ("gpt2", {"activation_function": "quick_gelu"}),
+    ("falcon", {"activation": "relu2"}),
+]
 CHOICES = [
     {"tuning": "full", "precision": "fp32", "recompute": 0},
     {"tuning": "lora", "precision": "bf16", "recompute": 2},
@@ -65,7 +78,7 @@ def check(plan, config, rows=ROWS):
 
 def grid():
     """Every case with one choice on one device by turns; all of them where time is long."""
-    for number, (family, different) in enumerate(CASES):
+    for number, (family, different) in enumerate(CASES + ACTIVATIONS):
         for turn, choice in enumerate(CHOICES):
             hardware = (CPU, gpu("h100"))[(number + turn) // 2 % 2]
             name = "-".join([family, *map(str, different), *map(str, choice.values()), hardware.gpu.name])
@@ -79,12 +92,21 @@ def test_estimate_and_rehearsal_agree(family, different, choice, hardware):
     check(by_rows(spec, ROWS, hardware=hardware, **choice), config)
 
 
+@pytest.mark.parametrize("family", ["phi", "falcon"])
+def test_no_gradient_enters_the_mlp_of_the_first_parallel_block_when_only_attention_is_adapted(family):
+    config, spec = tiny(family)
+    targets = {"phi": ("q_proj", "v_proj"), "falcon": ("query_key_value",)}[family]
+    check(by_rows(spec, ROWS, tuning="lora", precision="bf16", recompute=0, targets=targets), config)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("family", "different"),
     [("gemma2", {"sliding_window": 16}), ("qwen2", {**WINDOW, "sliding_window": 16, "max_window_layers": 2}),
-     ("gemma2", {"attn_logit_softcapping": None}), ("phi", {"qk_layernorm": True}), ("falcon", {})],
-    ids=["gemma2", "qwen2 half windowed", "gemma2 uncapped", "phi q/k norm", "falcon multi-query"],
+     ("gemma2", {"attn_logit_softcapping": None}), ("phi", {"qk_layernorm": True}), ("falcon", {}),
+     ("llama", {"hidden_act": "relu"}), ("llama", {"hidden_act": "gelu_new"}), ("phi3", {"hidden_act": "quick_gelu"})],
+    ids=["gemma2", "qwen2 half windowed", "gemma2 uncapped", "phi q/k norm", "falcon multi-query",
+         "llama relu", "llama gelu_new", "phi3 quick_gelu"],
 )  # fmt: skip
 def test_estimate_and_a_real_step_agree(family, different):
     """Every live tensor of a step on the CPU counted."""

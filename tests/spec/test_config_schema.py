@@ -12,9 +12,9 @@ from transformers.activations import ACT2FN
 from fitune.errors import ModelError
 from fitune.models.build import model_config
 from fitune.models.door import read_config
+from fitune.spec.activation import ACTIVATIONS, WITH_WEIGHTS
 from fitune.spec.config_fields import ConfigFields
 from fitune.spec.config_schema import (
-    ACTIVATIONS,
     CONFIG_FIELDS,
     check_config,
     check_generation_config,
@@ -125,7 +125,22 @@ def test_every_known_model_is_accepted() -> None:
 
 
 def test_the_activations_are_those_of_transformers() -> None:
-    assert set(ACT2FN) <= ACTIVATIONS
+    assert set(ACT2FN) <= set(ACTIVATIONS) | WITH_WEIGHTS
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("no_such", "is no known activation"),
+        ("xielu", "has weights of its own"),
+        ("prelu", "has weights of its own"),
+    ],
+)
+def test_another_activation_is_refused_beside_the_known_ones(word: str, why: str) -> None:
+    with pytest.raises(ModelError, match=f"hidden_act = '{word}' {why}") as refusal:
+        check_config(ConfigFields(values={"hidden_act": word}, where="config.json"))
+    assert "gelu_new" in str(refusal.value.hint)
+    assert word not in str(refusal.value.hint)
 
 
 SAMPLING = {

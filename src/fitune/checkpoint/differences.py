@@ -1,10 +1,11 @@
 """May a run go on under another plan? Every setting that differs, and why it may or may not."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from fitune.errors import CheckpointError
+from fitune.spec.model import ModelSpec
 from fitune.spec.plan import ClipByNorm, ClipByValue, Epochs, Full, Plan, Steps, clip_in_backward
 from fitune.spec.serial import to_data
 
@@ -34,6 +35,18 @@ def compare_plans(saved: Plan, wanted: Plan) -> list[Difference]:
                 )
             )
     return differences
+
+
+def with_unsaid_fields(saved: Any, wanted: Plan) -> Any:
+    """The data of a saved plan, with the fields of its model that plans did not have yet as ``wanted`` has them.
+
+    They say more about the same config.json; that it describes the same weights is judged by the others.
+    """
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("model"), Mapping):
+        return saved
+    now = to_data(wanted.model)
+    later = {f.name: now[f.name] for f in fields(ModelSpec) if f.default is not MISSING}
+    return {**saved, "model": {**later, **saved["model"]}}
 
 
 def require_resumable(saved: Plan, wanted: Plan) -> list[Difference]:

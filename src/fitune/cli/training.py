@@ -4,9 +4,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from fitune.checkpoint.differences import compare_plans, difference_table
+from fitune.checkpoint.differences import compare_plans, difference_table, with_unsaid_fields
 from fitune.checkpoint.resume import last_saved
 from fitune.cli.exporting import export_run
 from fitune.cli.fresh_process import StartAgain, hand_over, replace_process
@@ -45,7 +45,8 @@ from fitune.spec.disk import read_text, write_atomically
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe, dump_recipe
 from fitune.spec.reports import PlanReport, RunReport
-from fitune.spec.serial import from_json, to_json
+from fitune.spec.serial import from_data, to_json
+from fitune.spec.strict_json import parse_json
 from fitune.spec.words import describe_plan
 from fitune.track.progress import Progress
 from fitune.track.sinks import Sink, open_sinks
@@ -222,7 +223,7 @@ def is_finished(directory: Path, plan: Plan, *, resume: bool | str) -> bool:
     ended = _ended(directory)
     if isinstance(resume, str) or ended is None or not (ended.status == "complete" or ended.lacks_export):
         return False
-    saved = _read_or_refuse(Plan, directory / "plan.json")
+    saved = _read_or_refuse(Plan, directory / "plan.json", lambda data: with_unsaid_fields(data, plan))
     differences = [
         d for d in compare_plans(saved, plan) if not d.allowed or d.setting.startswith("schedule.duration")
     ]
@@ -255,9 +256,9 @@ def _ended(directory: Path) -> RunReport | None:
     return _read_or_refuse(RunReport, directory / "report.json")
 
 
-def _read_or_refuse(cls: type[T], file: Path) -> T:
+def _read_or_refuse(cls: type[T], file: Path, completed: Callable[[Any], Any] = lambda data: data) -> T:
     try:
-        return from_json(cls, read_text(file, follow_links=False))
+        return from_data(cls, completed(parse_json(read_text(file, follow_links=False))))
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
             f"{file} cannot be read: {error}", hint="--overwrite, or another output_dir"

@@ -6,6 +6,8 @@ Each function counts storages once, as the allocator does; the modules are those
 the counts were checked storage by storage with a dispatch mode on CPU (tests/estimate).
 """
 
+from fitune.spec.activation import Activation
+
 FP32 = 4
 INDEX = 8
 """An int64 index."""
@@ -178,9 +180,22 @@ def window_mask_kept(*, pairs: int, element_bytes: int) -> int:
     return pairs * element_bytes
 
 
-def gated_mlp_kept(*, tokens: int, width: int, element_bytes: int) -> int:
-    """3·e·f per token: gate, activated gate, up (their product belongs to the down projection's input)."""
-    return 3 * tokens * width * element_bytes
+def gated_mlp_tensors_kept(activation: Activation, *, halves: bool) -> int:
+    """What the activation keeps, its output and up, each of the MLP's width: 3 for SiLU, 2 for ReLU, 6 for gelu_new.
+
+    The product of the last two belongs to the down projection's input. Where one linear makes gate and up
+    (``halves``), both live as long as up does.
+    """
+    if halves:
+        return 2 + activation.inner + activation.makes_output
+    return activation.kept + 2
+
+
+def gated_mlp_kept(
+    *, tokens: int, width: int, element_bytes: int, activation: Activation, halves: bool
+) -> int:
+    """e·f per token for each of its tensors."""
+    return gated_mlp_tensors_kept(activation, halves=halves) * tokens * width * element_bytes
 
 
 def fused_gated_mlp_kept(*, tokens: int, width: int, element_bytes: int) -> int:
@@ -188,12 +203,9 @@ def fused_gated_mlp_kept(*, tokens: int, width: int, element_bytes: int) -> int:
     return 2 * tokens * width * element_bytes
 
 
-def plain_mlp_kept(*, tokens: int, width: int, element_bytes: int, composed_gelu: bool) -> int:
-    """e·f per token, the input of a fused GELU; 4·e·f where GELU is composed of small operations (GPT-2, Phi).
-
-    NewGELUActivation keeps x, ½x, tanh and 1 + tanh.
-    """
-    return (4 if composed_gelu else 1) * tokens * width * element_bytes
+def plain_mlp_kept(*, tokens: int, width: int, element_bytes: int, activation: Activation) -> int:
+    """e·f per token for each tensor that the activation keeps: 1 for GELU in one kernel, 4 for gelu_new."""
+    return (activation.kept + activation.keeps_output) * tokens * width * element_bytes
 
 
 def expert_inputs_kept(

@@ -33,13 +33,18 @@ def block_stages(
     enters = site.gradient_enters
     inside = enters or site.trains(projections)
     after = inside or site.trains(output)
+    reaches_mlp = enters if plan.model.parallel_blocks else after
     return tuple(
         [
             _norm(site, "attention norm", passes=enters, read_by=projections),
             *attention_stages(site, projections, output, passes=inside),
             *_sandwich_norm(site, "attention output norm", passes=after),
-            *_second_norm(site, passes=after, read_by=mlp[:-1]),
-            *(expert_stages if plan.model.num_experts else mlp_stages)(site, mlp, passes=after),
+            *_second_norm(site, passes=reaches_mlp, read_by=mlp[:-1]),
+            *(
+                expert_stages(site, mlp, passes=after)
+                if plan.model.num_experts
+                else mlp_stages(site, mlp, passes=reaches_mlp, attention_passes=after)
+            ),
             *_sandwich_norm(site, "MLP output norm", passes=after or site.trains(mlp)),
         ]
     )

@@ -8,6 +8,7 @@ bytes of an element of the compute type, and a product's own operands are not in
 from dataclasses import dataclass
 
 from fitune.estimate.site import SCALED_IN_FP32
+from fitune.spec.activation import ACTIVATIONS
 from fitune.spec.attended import has_scores
 from fitune.spec.model import ModelSpec
 from fitune.spec.parameters import adapted_blocks, blocks_gone_back_through
@@ -146,9 +147,10 @@ def _between(model: ModelSpec, norm: _Norm, e: int, *, fused: bool) -> tuple[flo
 
 
 def _operations(model: ModelSpec, *, fused: bool) -> tuple[int, int]:
-    """Besides norms: 10 and 14 turn queries and keys; activation, sums and attention take 5 and 12, 6 and 8 more where
-    GELU is written out, 18 more each for a mixture of experts. Liger's kernels are one each: for the positions, and for
-    a gated product that takes 2 and 3 operations otherwise. Dropout of what joins the residual stream is one each."""
+    """Besides norms: 10 and 14 turn queries and keys; sums, attention and an activation of one kernel take 5 and 12,
+    18 more each for a mixture of experts; then what the activation takes beyond one. Liger's kernels are one each: for
+    the positions, and for a gated product that takes 2 and 3 operations otherwise. Dropout of what joins the residual
+    stream is one each."""
     forward, backward = 5, 12
     if fused:
         forward, backward = (6, 13) if model.num_experts else (5, 11)
@@ -157,11 +159,8 @@ def _operations(model: ModelSpec, *, fused: bool) -> tuple[int, int]:
     forward, backward = forward + _residual_dropouts(model), backward + _residual_dropouts(model)
     if model.num_experts:
         return forward + 18, backward + 18
-    return (forward + 6, backward + 8) if model.model_type in _WRITTEN_OUT_GELU else (forward, backward)
-
-
-_WRITTEN_OUT_GELU = ("gpt2", "phi")
-"""gelu_new is eight operations in Python; others call one kernel."""
+    there, back = ACTIVATIONS[model.activation].operations
+    return forward + there - 1, backward + back - 1
 
 
 def _residual_dropouts(model: ModelSpec) -> int:
@@ -169,18 +168,19 @@ def _residual_dropouts(model: ModelSpec) -> int:
 
 
 def _activation(model: ModelSpec) -> tuple[float, float]:
-    """Elements moved per token: gated 5·f and 9·f, plain 2·f and 3·f (18·f and 29·f where GELU is written out).
+    """Elements moved per token: those of the activation, 2·f and 3·f where it is one kernel; gated 3·f and 6·f more.
 
-    A mixture of experts also gathers and weighs a copy of the token for each expert it visits: 5·f + 6·h and
-    13·f + 15·h for each.
+    A mixture of experts also gathers and weighs a copy of the token for each expert it visits: 6·h and 4·f + 15·h
+    more for each.
     """
+    there, back = ACTIVATIONS[model.activation].reads_and_writes
     f = model.intermediate_size
     if model.num_experts:
         h, copies = model.hidden_size, model.experts_per_token
-        return copies * (5.0 * f + 6 * h), copies * (13.0 * f + 15 * h)
+        return copies * ((there + 3.0) * f + 6 * h), copies * ((back + 10.0) * f + 15 * h)
     if model.mlp_type == "gated":
-        return 5.0 * f, 9.0 * f
-    return (18.0 * f, 29.0 * f) if model.model_type in _WRITTEN_OUT_GELU else (2.0 * f, 3.0 * f)
+        there, back = there + 3, back + 6
+    return float(there * f), float(back * f)
 
 
 def _scores(plan: Plan) -> float:

@@ -6,37 +6,43 @@ from fitune.estimate import activations, transient
 from fitune.estimate.activations import FP32
 from fitune.estimate.site import Site, linears_stage
 from fitune.estimate.stages import Stage
+from fitune.spec.activation import ACTIVATIONS
 from fitune.spec.model import Linear
 
-_COMPOSED_GELU = ("gpt2", "phi")
-"""Architectures whose GELU is written as small operations instead of one kernel."""
 _WEIGHTED_IN_FP32 = ("mixtral",)
 """Mixtures whose routing weights stay in fp32, and so what they multiply."""
 
 
-def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterator[Stage]:
+def mlp_stages(
+    site: Site, linears: Sequence[Linear], *, passes: bool, attention_passes: bool
+) -> Iterator[Stage]:
+    """``passes``: a gradient goes through its input; ``attention_passes``: through what attention adds beside it."""
     model, t, e = site.model, site.shape.tokens, site.element_bytes
     inputs, down = linears[:-1], linears[-1:]
     h, f = model.hidden_size, model.intermediate_size
     gated = model.mlp_type == "gated"
-    composed = model.model_type in _COMPOSED_GELU
+    activation = ACTIVATIONS[model.activation]
     reaches = passes or site.trains(inputs)
+    goes_back = reaches or site.trains(down)
+    drops_sum = model.parallel_blocks and not model.dropout.attention_output and attention_passes
+    keeps_product = reaches and not gated and activation.keeps_output
     yield linears_stage(
         site, "MLP inputs", inputs,
         kept=0,
         forward=0,
         backward=transient.mlp_inputs_backward(
             tokens=t, hidden=h, width=f, element_bytes=e, partial_gradients=2 if gated else 1
-        ) + site.shared_dropout_gradient,
+        ) + site.shared_dropout_gradient if reaches else 0,
         input_has_gradient=site.gradient_enters if model.parallel_blocks else passes,
     )  # fmt: skip
     if gated:
         kept, backward = _gate(site, inputs)
     else:
-        kept = activations.plain_mlp_kept(tokens=t, width=f, element_bytes=e, composed_gelu=composed)
+        kept = activations.plain_mlp_kept(tokens=t, width=f, element_bytes=e, activation=activation)
         backward = transient.activation_backward(
-            tokens=t, hidden=h, width=f, element_bytes=e, third=composed or bool(site.adapted(down))
-        )
+            tokens=t, hidden=h, width=f, element_bytes=e,
+            tensors=max(activation.backward, 3 if site.adapted(down) else 0),
+        )  # fmt: skip
     yield Stage(
         name="MLP activation",
         kept=kept if reaches else 0,
@@ -47,6 +53,7 @@ def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterat
         backward=backward + site.shared_dropout_gradient if reaches else 0,
         again=transient.fused_mlp_again(
             tokens=t, hidden=h, width=f, element_bytes=e,
+            kept=activations.gated_mlp_tensors_kept(activation, halves=True),
             adapted_output=bool(site.adapted(down)) and not model.dropout.mlp_output,
         )
         if _is_fused(site, inputs) and site.adapted(inputs)
@@ -54,13 +61,15 @@ def mlp_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterat
     )  # fmt: skip
     yield linears_stage(
         site, "MLP output", down,
-        kept=activations.linear_input_kept(tokens=t, size=f, element_bytes=e, needed=site.reads_input(down))
-        + site.dropout_kept(model.dropout.mlp_output, passes=reaches or site.trains(down)),
+        kept=activations.linear_input_kept(
+            tokens=t, size=f, element_bytes=e, needed=site.reads_input(down) and not keeps_product
+        )
+        + site.dropout_kept(model.dropout.mlp_output, passes=goes_back or drops_sum),
         forward=0,
         backward=transient.down_projection_backward(
             tokens=t, hidden=h, width=f, element_bytes=e, adapted=not site.full
-        ) + site.dropout_backward(model.dropout.mlp_output),
-        again=_output_again(site, inputs, down),
+        ) + site.dropout_backward(model.dropout.mlp_output) if goes_back else 0,
+        again=0 if keeps_product else _output_again(site, inputs, down),
     )  # fmt: skip
 
 
@@ -83,12 +92,15 @@ def _gate(site: Site, inputs: Sequence[Linear]) -> tuple[int, int]:
         "width": site.model.intermediate_size,
         "element_bytes": site.element_bytes,
     }
-    hidden = site.model.hidden_size
+    hidden, halves = site.model.hidden_size, _is_fused(site, inputs)
     if site.fused:
         kept = activations.fused_gated_mlp_kept(**sizes)
-        halves = _is_fused(site, inputs)
         return kept, transient.fused_gate_backward(**sizes, hidden=hidden, halves=halves)
-    return activations.gated_mlp_kept(**sizes), transient.gate_backward(**sizes, hidden=hidden)
+    activation = ACTIVATIONS[site.model.activation]
+    return (
+        activations.gated_mlp_kept(**sizes, activation=activation, halves=halves),
+        transient.gate_backward(**sizes, hidden=hidden, activation=activation, halves=halves),
+    )
 
 
 def _is_fused(site: Site, inputs: Sequence[Linear]) -> bool:
@@ -97,11 +109,10 @@ def _is_fused(site: Site, inputs: Sequence[Linear]) -> bool:
 
 
 def _tensors_at_once(site: Site, inputs: Sequence[Linear]) -> int:
-    adapted = bool(site.adapted(inputs))
+    adapted, activation = bool(site.adapted(inputs)), ACTIVATIONS[site.model.activation]
     if _is_fused(site, inputs):
-        return 6 if adapted else 4
-    gated = site.model.mlp_type == "gated" or site.model.model_type in _COMPOSED_GELU
-    return (3 if gated else 2) + adapted
+        return max(6 if adapted else 4, activation.forward + 1)
+    return max((3 if site.model.mlp_type == "gated" else 2) + adapted, activation.forward)
 
 
 def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterator[Stage]:
@@ -111,7 +122,9 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
     """
     model, t, e = site.model, site.shape.tokens, site.element_bytes
     h, f, chosen = model.hidden_size, model.intermediate_size, model.experts_per_token
+    activation = ACTIVATIONS[model.activation]
     sizes = {"tokens": t, "chosen": chosen, "hidden": h, "element_bytes": e}
+    weighted = FP32 if model.model_type in _WEIGHTED_IN_FP32 else e
     yield linears_stage(
         site, "expert inputs", linears[:-1],
         kept=passes * activations.expert_inputs_kept(**sizes, num_experts=model.num_experts, trained=site.full),
@@ -120,16 +133,22 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
     )  # fmt: skip
     yield Stage(
         name="expert gates",
-        kept=passes * chosen * activations.gated_mlp_kept(tokens=t, width=f, element_bytes=e),
-        forward=transient.mlp_forward(tokens=t, hidden=2 * h, width=f * chosen, element_bytes=e, tensors=4),
-        backward=transient.gate_backward(tokens=t, hidden=h, width=f * chosen, element_bytes=e),
+        kept=activations.gated_mlp_kept(
+            tokens=t * passes, width=f * chosen, element_bytes=e, activation=activation, halves=True
+        ),
+        forward=transient.mlp_forward(
+            tokens=t, hidden=2 * h, width=f * chosen, element_bytes=e, tensors=max(4, activation.forward + 1)
+        ),
+        backward=transient.gate_backward(
+            tokens=t, hidden=h, width=f * chosen, element_bytes=e, activation=activation, halves=True
+        ),
     )
     yield linears_stage(
         site, "expert outputs", linears[-1:],
         kept=passes * activations.expert_outputs_kept(**sizes, width=f, trained=site.full),
         forward=0,
-        backward=transient.expert_outputs_backward(**sizes, width=f),
+        backward=transient.expert_outputs_backward(**sizes, width=f, weighted_bytes=weighted),
         again=transient.expert_outputs_again(
-            **sizes, weighted_bytes=FP32 if model.model_type in _WEIGHTED_IN_FP32 else e, trained=site.full
+            **sizes, weighted_bytes=weighted, trained=site.full
         ),
     )  # fmt: skip

@@ -5,6 +5,7 @@ gradient of the residual stream, e·h per token, that lives through the whole bl
 """
 
 from fitune.estimate.activations import FP32
+from fitune.spec.activation import Activation
 
 
 def rms_norm_forward(*, tokens: int, hidden: int, element_bytes: int) -> int:
@@ -191,6 +192,7 @@ def mlp_forward(*, tokens: int, hidden: int, width: int, element_bytes: int, ten
 
     Gated: 3 (activated gate, up, product); an adapter on its inputs adds 1 (base and scaled low-rank output).
     Where one linear makes gate and up: 4 (both, activated gate, product), or 6 with an adapter (three of both).
+    More where the activation makes more on its way.
     """
     return tokens * element_bytes * (2 * hidden + tensors * width)
 
@@ -205,9 +207,21 @@ def down_projection_backward(
     return tokens * element_bytes * (hidden + width + (hidden if adapted else 0))
 
 
-def gate_backward(*, tokens: int, hidden: int, width: int, element_bytes: int) -> int:
-    """t · e · (h + 3f): gradients of the product, of the activated gate and of up."""
-    return tokens * element_bytes * (hidden + 3 * width)
+def gate_backward(
+    *, tokens: int, hidden: int, width: int, element_bytes: int, activation: Activation, halves: bool
+) -> int:
+    """t · e · max(h + 3f, 2h + (backward − freed)·f): back through the product, then through the activation.
+
+    First gradients of the product, of the activated gate and of up; then what the activation needs, when the product
+    has let go of up and, unless the activation itself keeps it, of the activated gate. Up's gradient has by then
+    become one of the shared input; where one linear makes both (``halves``) it waits, with up, for the gate's.
+    """
+    freed = int(activation.makes_output and not activation.keeps_output)
+    if halves:
+        freed -= 1 if activation.keeps_input else -1
+        return tokens * element_bytes * (hidden + max(3, activation.backward - freed) * width)
+    through = 2 * hidden + (activation.backward - freed - 1) * width
+    return tokens * element_bytes * max(hidden + 3 * width, through)
 
 
 def fused_gate_backward(*, tokens: int, hidden: int, width: int, element_bytes: int, halves: bool) -> int:
@@ -221,26 +235,27 @@ def fused_gate_backward(*, tokens: int, hidden: int, width: int, element_bytes: 
 def mlp_inputs_backward(
     *, tokens: int, hidden: int, width: int, element_bytes: int, partial_gradients: int
 ) -> int:
-    """t · e · (h + 2f + p·h): gradients of gate and up, and ``p`` partial gradients of their shared input."""
-    return tokens * element_bytes * (hidden + 2 * width + partial_gradients * hidden)
+    """t · e · (h + p·(f + h)): gradients of gate and up, and as many (``p``) partial ones of their shared input."""
+    return tokens * element_bytes * (hidden + partial_gradients * (width + hidden))
 
 
-def activation_backward(*, tokens: int, hidden: int, width: int, element_bytes: int, third: bool) -> int:
-    """t · e · (h + 2f): gradients of the product and of the activation's input.
+def activation_backward(*, tokens: int, hidden: int, width: int, element_bytes: int, tensors: int) -> int:
+    """t · e · (h + tensors·f): gradients of the activation's output and input, and what lies between them.
 
-    A ``third`` of f where GELU is composed of small operations, or where base and adapter each have a gradient of the
-    product and their sum is a new tensor.
+    3 at least where base and adapter each have a gradient of the output and their sum is a new tensor.
     """
-    return tokens * element_bytes * (hidden + (3 if third else 2) * width)
+    return tokens * element_bytes * (hidden + tensors * width)
 
 
-def fused_mlp_again(*, tokens: int, hidden: int, width: int, element_bytes: int, adapted_output: bool) -> int:
-    """t · e · (2h + 3f) beyond gate, up and activated gate: an adapter on both makes three tensors of 2·f at once.
+def fused_mlp_again(
+    *, tokens: int, hidden: int, width: int, element_bytes: int, kept: int, adapted_output: bool
+) -> int:
+    """t · e · (2h + (6 − kept)·f) beyond what is ``kept``: an adapter on both makes three tensors of 2·f at once.
 
     2h are the residual and its gradient; an adapter on the output has made its scaled gradient, h, before the block
     runs again.
     """
-    return tokens * element_bytes * ((3 if adapted_output else 2) * hidden + 3 * width)
+    return tokens * element_bytes * ((3 if adapted_output else 2) * hidden + (6 - kept) * width)
 
 
 def mlp_output_again(*, tokens: int, hidden: int, width: int, element_bytes: int, others: int) -> int:
@@ -270,9 +285,15 @@ def expert_inputs_backward(*, tokens: int, chosen: int, hidden: int, width: int,
     return element_bytes * (tokens * hidden + tokens * chosen * (2 * width + hidden))
 
 
-def expert_outputs_backward(*, tokens: int, chosen: int, hidden: int, width: int, element_bytes: int) -> int:
-    """t·e·h + S·e·max(3h, h + f): back to pairs of token and expert, or through the grouped product."""
-    return element_bytes * (tokens * hidden + tokens * chosen * max(3 * hidden, hidden + width))
+def expert_outputs_backward(
+    *, tokens: int, chosen: int, hidden: int, width: int, element_bytes: int, weighted_bytes: int
+) -> int:
+    """t·e·h + S·max(3·w·h, e·(h + f)): back to pairs of token and expert, or through the grouped product.
+
+    w is the width of an output times its routing weight; three are the gradients of that product and of both factors.
+    """
+    pairs = max(3 * weighted_bytes * hidden, element_bytes * (hidden + width))
+    return tokens * (element_bytes * hidden + chosen * pairs)
 
 
 def unpacked_linear_working(

@@ -62,6 +62,11 @@ class ConfigFields:
             self.refuse(name, "must be true or false")
         return value
 
+    def word(self, name: str, *, default: str) -> str:
+        """A name, which the schema has checked; the ``default`` when the field is absent."""
+        value = self.values.get(name)
+        return default if value is None else str(value)
+
     def words(self, name: str) -> tuple[str, ...]:
         """A list of strings, empty when the field is absent."""
         value = self.values.get(name)

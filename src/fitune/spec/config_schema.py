@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fitune.errors import ModelError
+from fitune.spec.activation import ACTIVATIONS, WITH_WEIGHTS
 from fitune.spec.config_fields import ConfigFields
 
 Check = Callable[[ConfigFields, str, Any], None]
@@ -92,7 +93,9 @@ def _words(fields: ConfigFields, name: str, value: Any) -> None:
 
 def _activation(fields: ConfigFields, name: str, value: Any) -> None:
     if not isinstance(value, str) or value not in ACTIVATIONS:
-        fields.refuse(name, f"is no activation: transformers has {', '.join(sorted(ACTIVATIONS))}")
+        learns = isinstance(value, str) and value in WITH_WEIGHTS
+        why = "has weights of its own, which fitune does not train" if learns else "is no known activation"
+        fields.refuse(name, why, hint=f"the known ones are {', '.join(sorted(ACTIVATIONS))}")
 
 
 def _ids(fields: ConfigFields, name: str, value: Any) -> None:
@@ -162,13 +165,6 @@ def _factors(fields: ConfigFields, name: str, value: Any) -> None:
     if not fits:
         fields.refuse(name, "must be a list of positive numbers")
 
-
-ACTIVATIONS = frozenset((
-    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
-    "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu",
-    "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
-))  # fmt: skip
-"""Of transformers, by name."""
 
 _COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

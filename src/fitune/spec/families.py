@@ -112,6 +112,7 @@ def read_falcon(fields: ConfigFields, name: str) -> ModelSpec:
         mlp_type="plain", norm_type="layer", norms_per_block=norms, parallel_blocks=parallel,
         max_seq_len=fields.count("max_position_embeddings", default=2048),
         tied_embeddings=_tied(fields, default=True), dropout=_falcon_dropout(fields, parallel=parallel),
+        activation=fields.word("activation", default="gelu"),
     )  # fmt: skip
 
 
@@ -124,6 +125,7 @@ def read_phi(fields: ConfigFields, name: str) -> ModelSpec:
     return _spec(
         fields, name, widths, linears,
         mlp_type="plain", norm_type="layer", norms_per_block=1, parallel_blocks=True,
+        activation=fields.word("hidden_act", default="gelu_new"),
         head_bias=True, qk_norm="head" if fields.flag("qk_layernorm") else "none",
         dropout=replace(_residual_dropout(fields), embedding=fields.share("embd_pdrop")),
     )  # fmt: skip
@@ -164,6 +166,7 @@ def read_gpt2(fields: ConfigFields, name: str) -> ModelSpec:
     return _spec(
         fields, name, widths, linears,
         num_layers=fields.count("n_layer", "num_hidden_layers"), mlp_type="plain", norm_type="layer",
+        activation=fields.word("activation_function", default="gelu_new"),
         learned_positions=positions, max_seq_len=positions, tied_embeddings=_tied(fields, default=True),
         dropout=replace(
             _residual_dropout(fields, default=0.1),
@@ -201,6 +204,7 @@ def _spec(
         "tied_embeddings": lambda: _tied(fields, default=False),
         "rotary_share": lambda: _rotary_share(fields),
         "dropout": lambda: Dropout(attention=fields.share("attention_dropout")),
+        "activation": lambda: fields.word("hidden_act", default="silu"),
     }
     read = {key: reader() for key, reader in readers.items() if key not in different}
     return ModelSpec(
@@ -226,6 +230,7 @@ def _gemma(fields: ConfigFields, name: str, widths: Widths, *, window_of: int, *
     whole = range(window_of - 1, layers, window_of)
     return _spec(
         fields, name, widths, linears, norms_per_block=4, **different,
+        activation=fields.word("hidden_activation", default="gelu_pytorch_tanh"),
         sliding_window=fields.count("sliding_window", default=4096),
         full_attention_layers=_full_attention_layers(fields, tuple(whole)),
     )  # fmt: skip

@@ -12,6 +12,10 @@ LIGER_FAMILIES = (
 """RMSNorm, rotary positions and, but for mixtures of experts, a gated MLP."""
 
 
+_LIGER_PRODUCTS = ("silu", "swish", "gelu_pytorch_tanh")
+"""Activations, the last not where one linear makes gate and up (Phi-3)."""
+
+
 def flash_refused_by_device(gpu: Gpu) -> str | None:
     """Why FlashAttention does not run on this device, or None."""
     if gpu.is_cpu:
@@ -55,6 +59,9 @@ def liger_refused_by_model(model: ModelSpec) -> str | None:
     """Why Liger's kernels do not fit this model, or None."""
     if model.model_type not in LIGER_FAMILIES:
         return f"Liger's kernels are for {', '.join(LIGER_FAMILIES)}; {model.name} is {model.model_type}"
+    products = _LIGER_PRODUCTS[:2] if model.model_type == "phi3" else _LIGER_PRODUCTS
+    if not model.num_experts and model.activation not in products:
+        return f"Liger's gated product is of {', '.join(products)}; {model.name} has {model.activation}"
     if model.rotary_share != 1:
         return f"Liger's kernels turn whole heads by position, and {model.name} turns {model.rotary_share:g} of each"
     return None

@@ -117,6 +117,8 @@ class ModelSpec:
     caps_logits: bool = False
     """The head's logits do."""
     dropout: Dropout = NO_DROPOUT
+    activation: str = "silu"
+    """Of the MLP, by a name of spec/activation.py."""
     dtype: str = "bfloat16"
     linears: tuple[Linear, ...]
     """The matrices of one decoder block, in the order they are applied."""

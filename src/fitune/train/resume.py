@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fitune.checkpoint.commit import FOLDER, step_folders
-from fitune.checkpoint.differences import Difference, difference_table, require_resumable
+from fitune.checkpoint.differences import Difference, difference_table, require_resumable, with_unsaid_fields
 from fitune.checkpoint.resume import Found, load_checkpoint, newest_checkpoint
 from fitune.checkpoint.state import TrainState
 from fitune.data.loader import LoaderState
@@ -106,7 +106,7 @@ def _has_steps(metrics: Path) -> bool:
 def _compatible(path: Path, plan: Plan, found: Found) -> Start:
     """The state in ``path``, which was verified when it is the one that was ``found``."""
     state = load_checkpoint(path, verified=path == found.path)
-    facts = _facts_of(state)
+    facts = _facts_of(state, plan)
     differences = require_resumable(facts.plan, plan)
     return Start(
         state=state,
@@ -118,13 +118,14 @@ def _compatible(path: Path, plan: Plan, found: Found) -> Start:
     )
 
 
-def _facts_of(state: TrainState) -> Facts:
+def _facts_of(state: TrainState, plan: Plan) -> Facts:
     """Raises CheckpointError when the checkpoint is no training state of ours."""
     for group in ("model", "optimizer", "rng"):
         if group not in state.tensors:
             raise _foreign(state, f"{group}.safetensors is missing")
     try:
-        return from_data(Facts, state.facts)
+        saved = with_unsaid_fields(state.facts.get("plan"), plan)
+        return from_data(Facts, {**state.facts, "plan": saved} if saved is not None else state.facts)
     except ValueError as error:
         raise _foreign(state, str(error)) from None
 
