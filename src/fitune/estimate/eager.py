@@ -147,8 +147,9 @@ def _between(model: ModelSpec, norm: _Norm, e: int, *, fused: bool) -> tuple[flo
 
 
 def _operations(model: ModelSpec, *, fused: bool) -> tuple[int, int]:
-    """Besides norms: 10 and 14 turn queries and keys; sums, attention and an activation of one kernel take 5 and 12,
-    18 more each for a mixture of experts; then what the activation takes beyond one. Liger's kernels are one each: for
+    """Besides norms: 10 and 14 turn queries and keys; sums, attention and a gated activation of one kernel take 5
+    and 12, 1 and 2 of these the gated product, 18 more each for a mixture of experts; then what the activation takes
+    beyond one. Liger's kernels are one each: for
     the positions, and for a gated product that takes 2 and 3 operations otherwise. Dropout of what joins the residual
     stream is one each."""
     forward, backward = 5, 12
@@ -160,6 +161,8 @@ def _operations(model: ModelSpec, *, fused: bool) -> tuple[int, int]:
     if model.num_experts:
         return forward + 18, backward + 18
     there, back = ACTIVATIONS[model.activation].operations
+    if model.mlp_type == "plain":
+        forward, backward = forward - 1, backward - 2
     return forward + there - 1, backward + back - 1
 
 
