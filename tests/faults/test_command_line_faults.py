@@ -130,7 +130,7 @@ def test_a_disk_that_fills_up_on_the_way_is_a_failure(
     assert "step 1" in out
     assert "checkpoint step-1 needs" in err
     assert json.loads((tmp_path / "run" / "report.json").read_text())["status"] == "failed"
-    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    assert [entry.name for entry in (tmp_path / "run" / "checkpoints").iterdir()] == ["LINE"]
 
 
 # A run that is there already (rows 4, 7 and 9)
