@@ -1,6 +1,6 @@
 """What gpu_memory.py and gpu_speed.py have in common: shapes, plans, random models made where they are trained, rows.
 
-Needs torch, transformers, peft and psutil; bitsandbytes for NF4 and 8-bit AdamW, hqq for HQQ. No pydantic, datasets or
+Needs torch, transformers, peft, psutil and pydantic; bitsandbytes for NF4 and 8-bit AdamW, hqq for HQQ. No datasets or
 files: plans are written down here and models are random, so nothing of the command line is imported.
 """
 

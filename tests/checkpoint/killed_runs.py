@@ -79,7 +79,7 @@ class Killer:
         else:
             assert "can be used" in self._said(), self._said()
             assert expected is None
-            assert lost or "is not in checkpoints/" in self._said(), self._said()
+            assert lost or "is not in checkpoints/" in self._said() or "LINE: " in self._said(), self._said()
             self._anew("refused: no checkpoint left, each named")
 
     @property

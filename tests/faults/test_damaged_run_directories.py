@@ -10,7 +10,7 @@ from fitune.checkpoint.state import TrainState
 from fitune.errors import CheckpointError
 from fitune.spec.plan import Plan
 from fitune.spec.serial import from_json, to_data
-from fitune.train.resume import _compatible
+from fitune.train.resume import where_to_start
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -52,12 +52,21 @@ def test_a_file_of_another_shape_is_named(call: Call, run: Path, name: str, shap
         assert name in err
 
 
-@pytest.mark.parametrize("name", ["plan.json", "report.json", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["plan.json", "report.json"])
 def test_going_on_from_a_file_of_another_shape_is_refused(train: Call, run: Path, name: str) -> None:
     (run / name).write_text("[1, 2]\n{}\n")
     code, _, err = train("--resume", output_dir=run, save_steps=1, max_steps=3)
     assert code == 2
     assert name in err
+
+
+def test_a_log_of_another_shape_is_put_back(train: Call, run: Path) -> None:
+    before = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text("[1, 2]\n{}\n")
+    code, out, _ = train("--resume", output_dir=run, save_steps=1, max_steps=3)
+    assert code == 0
+    assert "metrics.jsonl" in out
+    assert (run / "metrics.jsonl").read_text().startswith(before)
 
 
 def _state(plan: Plan, facts: dict[str, object]) -> TrainState:
@@ -67,6 +76,7 @@ def _state(plan: Plan, facts: dict[str, object]) -> TrainState:
         "epoch": 0,
         "position": 0,
         "best_eval_loss": None,
+        "steps_of_other_plan": 0,
         "rows": "",
         "base": "",
     }
@@ -77,21 +87,25 @@ def _state(plan: Plan, facts: dict[str, object]) -> TrainState:
 @pytest.mark.parametrize(
     ("facts", "cause"),
     [
-        *(({name: "missing"}, f"{name} is missing") for name in ("plan", "engine", "epoch", "position")),
-        *(({"plan": value}, "plan is missing or of another type") for value in (None, [], "x", 1)),
-        ({"plan": {}}, "missing key"),
-        ({"plan": {"kind": "Plan", "model": []}}, "Plan"),
-        ({"epoch": "x"}, "epoch is missing or of another type"),
-        ({"best_eval_loss": "x"}, "best_eval_loss is missing or of another type"),
+        *(({name: "missing"}, name) for name in ("plan", "engine", "epoch", "position")),
+        *(({"plan": value}, "plan") for value in (None, [], "x", 1, {}, {"kind": "Plan", "model": []})),
+        ({"epoch": "x"}, "epoch"),
+        ({"best_eval_loss": "x"}, "best_eval_loss"),
     ],
 )
 def test_a_state_that_is_no_training_state_is_refused(
-    make_plan: Callable[..., Plan], facts: dict[str, object], cause: str
+    make_plan: Callable[..., Plan],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    facts: dict[str, object],
+    cause: str,
 ) -> None:
     plan = make_plan()
-    assert _compatible(_state(plan, {}), plan).step == 1
-    with pytest.raises(CheckpointError, match=cause):
-        _compatible(_state(plan, facts), plan)
+    found = [_state(plan, {}), _state(plan, facts)]
+    monkeypatch.setattr("fitune.train.resume.load_checkpoint", lambda path, verified: found.pop(0))
+    assert where_to_start(tmp_path, plan, resume="step-1").step == 1
+    with pytest.raises(CheckpointError, match=f"the checkpoint of step 1 cannot be used: .*{cause}"):
+        where_to_start(tmp_path, plan, resume="step-1")
 
 
 def test_numbers_too_large_for_a_float_are_refused() -> None:

@@ -13,7 +13,7 @@ WITHOUT = """
 import runpy, sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("pydantic", "datasets", "trl"):
+        if name.partition(".")[0] in ("datasets", "trl"):
             raise ImportError(name)
 sys.meta_path.insert(0, Missing())
 sys.path.insert(0, {bench!r})
@@ -29,8 +29,8 @@ def benches(monkeypatch: pytest.MonkeyPatch) -> Path:
     return BENCH
 
 
-def test_memory_is_compared_by_phase_without_what_reads_recipes_and_data(tmp_path: Path) -> None:
-    """pydantic, datasets and trl are not at hand on every machine with a GPU."""
+def test_memory_is_compared_by_phase_without_what_reads_data(tmp_path: Path) -> None:
+    """datasets and trl are not at hand on every machine with a GPU."""
     script = WITHOUT.format(bench=str(BENCH), out=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], check=False, capture_output=True, text=True
