@@ -92,6 +92,15 @@ def test_estimate_and_rehearsal_agree(family, different, choice, hardware):
     check(by_rows(spec, ROWS, hardware=hardware, **choice), config)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_the_norm_of_keys_keeps_nothing_in_the_first_block_when_only_queries_and_values_are_adapted(family):
+    config, spec = tiny(family, num_key_value_heads=4)
+    check(
+        by_rows(spec, ROWS, tuning="lora", precision="bf16", recompute=0, targets=("q_proj", "v_proj")),
+        config,
+    )
+
+
 @pytest.mark.parametrize("family", ["phi", "falcon"])
 def test_no_gradient_enters_the_mlp_of_the_first_parallel_block_when_only_attention_is_adapted(family):
     config, spec = tiny(family)

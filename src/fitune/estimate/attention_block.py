@@ -61,7 +61,7 @@ def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
         )  # fmt: skip
     if model.qk_norm == "none":
         return kept
-    size, groups = model.q_dim + model.kv_dim, model.num_heads + model.num_kv_heads
+    size, groups = _normed(site, projections)
     sizes = {"tokens": t, "size": size, "groups": groups, "element_bytes": e}
     if model.norm_type == "layer":
         return kept + activations.layer_norm_kept(**sizes, gradient_passes=True, trained=site.full)
@@ -71,6 +71,14 @@ def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
         **sizes, gradient_passes=True, trained=site.full, scaled_in_fp32=model.model_type in SCALED_IN_FP32,
     )  # fmt: skip
     return kept + norm
+
+
+def _normed(site: Site, projections: Sequence[Linear]) -> tuple[int, int]:
+    """Elements and heads of the queries and keys whose norm a gradient goes through: at the first block of LoRA only
+    where their own linear is adapted."""
+    model, (queries, keys) = site.model, projections[:2]
+    q, k = (site.gradient_enters or site.trains([m]) for m in (queries, keys))
+    return q * model.q_dim + k * model.kv_dim, q * model.num_heads + k * model.num_kv_heads
 
 
 def _whole_projection(site: Site, projections: Sequence[Linear]) -> int:
