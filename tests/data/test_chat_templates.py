@@ -13,6 +13,7 @@ from data.tiny_tokenizers import (
     byte_tokenizer,
     prefixing_tokenizer,
 )
+from fitune.data.encoding import Piece, PieceEncoder
 from fitune.data.formats import Conversation, Message, Text
 from fitune.data.templates import PLAIN_TEMPLATE, load_template
 
@@ -130,6 +131,27 @@ def test_a_prefixing_tokenizer_puts_no_space_inside_a_text():
     whole = tokenizer("user: hello\nassistant: world", add_special_tokens=False)["input_ids"]
     ours = load_template(tokenizer).encode(asked).ids[:-1]
     assert tokenizer.decode(ours) == tokenizer.decode(whole)
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, prefixing_tokenizer])
+def test_what_others_set_in_the_tokenizer_changes_no_ids(make):
+    tokenizer = make(template=HEADER_STYLE)
+    template, asked = load_template(tokenizer), conversation("hello <|end|> world", "four", "and two?", "two")
+    before = template.encode(asked)
+    tokenizer(["hello world", "x"], truncation=True, max_length=2, padding=True, split_special_tokens=True)
+    assert template.encode(asked) == before
+
+
+def test_a_tokenizer_that_changes_text_before_its_backend_sees_it_is_asked_itself():
+    class Lower(type(byte_tokenizer())):
+        def _encode_plus(self, text, *words, **named):
+            return super()._encode_plus([each.lower() for each in text], *words, **named)
+
+    plain = byte_tokenizer()
+    encoder = PieceEncoder(Lower(tokenizer_object=plain.backend_tokenizer, eos_token="</s>"))
+    piece = Piece("HELLO É", supervised=True, plain=False, first=True)
+    lowered = plain(["hello é"], add_special_tokens=False)["input_ids"]
+    assert encoder.encode([piece, piece]) == lowered * 2
 
 
 def test_a_text_is_learned_whole_with_one_bos_and_one_eos():

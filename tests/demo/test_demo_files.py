@@ -69,7 +69,7 @@ def test_the_tokenizer_gives_every_text_back(tokenizer, text: str) -> None:
 
 def test_a_text_row_begins_with_bos_and_ends_with_eos_once(tokenizer) -> None:
     template = load_template(tokenizer)
-    (encoded,) = template.encode_rows([template.lay_out(Text("The city is Oslo.", "here"))])
+    encoded = template.encode(Text("The city is Oslo.", "here"))
     special = [token for token in encoded.ids if token in tokenizer.all_special_ids]
     assert special == [tokenizer.bos_token_id, tokenizer.eos_token_id]
     assert all(encoded.supervised)

@@ -93,13 +93,20 @@ def test_one_signal_lets_the_step_be_finished(program: Program, tmp_path: Path) 
 @pytest.mark.parametrize("number", [TERM, INT])
 @pytest.mark.parametrize(
     "target",
-    ["fitune.train.run.prepare_data", "fitune.train.run.prepare", "fitune.cli.training.plan_for"],
-    ids=["tokenising", "loading", "planning"],
+    [
+        "fitune.train.run.prepare_data",
+        "fitune.data.encoding.PieceEncoder.encode",
+        "fitune.data.loader.pack_rows",
+        "fitune.data.loader.Loader.usual",
+        "fitune.train.run.prepare",
+        "fitune.cli.training.plan_for",
+    ],
+    ids=["tokenising", "encoding", "packing", "loader", "loading", "planning"],
 )
 def test_before_the_first_step_one_signal_stops(
     program: Program, target: str, number: signal.Signals
 ) -> None:
-    started = program(target, "train")
+    started = program(target, "train", "--set", "packing=true")
     started.send_signal(number)
     assert _end(started)[0] == {TERM: 143, INT: 130}[number]
 

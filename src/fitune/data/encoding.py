@@ -32,6 +32,7 @@ class PieceEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._has_backend = _encodes_as_its_backend(tokenizer)
         specials = _special_tokens(tokenizer)
         self.special_texts = tuple(specials)
         self.special_ids = frozenset(specials.values()) - {tokenizer.unk_token_id}
@@ -53,6 +54,11 @@ class PieceEncoder:
         return ids
 
     def _encode_inside(self, pieces: Sequence[Piece], *, plain: bool) -> list[list[int]]:
+        if not self._prefixes:
+            encoded = self._encode([piece.text for piece in pieces], plain=plain)
+            if plain:
+                self._refuse_specials(encoded, pieces)
+            return encoded
         behind = [self._is_behind_text(piece) for piece in pieces]
         texts = [
             "\n" + piece.text if after else piece.text for piece, after in zip(pieces, behind, strict=True)
@@ -67,7 +73,7 @@ class PieceEncoder:
 
     def _is_behind_text(self, piece: Piece) -> bool:
         begins = piece.first or (piece.after_special and self._prefixes_after_special)
-        return self._prefixes and not begins
+        return not begins
 
     def _without_line_break(self, ids: list[int], text: str, *, plain: bool) -> list[int]:
         length = len(self._line_break)
@@ -81,14 +87,37 @@ class PieceEncoder:
                 raise DataError(f"the tokenizer makes a special token of the plain text {piece.text!r:.60}")
 
     def _encode(self, texts: list[str], *, plain: bool) -> list[list[int]]:
-        return self._tokenizer(
-            texts,
-            add_special_tokens=False,
-            split_special_tokens=plain,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )["input_ids"]
+        if not self._has_backend:
+            return _encoded(self._tokenizer, texts, plain=plain)
+        first = _encoded(self._tokenizer, texts[:1], plain=plain)  # sets up the backend: others use it, too
+        return first + _encoded_by_backend(self._tokenizer, texts[1:])
+
+
+def _encoded(tokenizer: Any, texts: list[str], *, plain: bool) -> list[list[int]]:
+    return tokenizer(
+        texts,
+        add_special_tokens=False,
+        split_special_tokens=plain,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )["input_ids"]
+
+
+def _encoded_by_backend(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """The ids without all else that a tokenizer of transformers makes of an encoding: a quarter less time."""
+    return [each.ids for each in tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def _encodes_as_its_backend(tokenizer: Any) -> bool:
+    """Whether nothing of the tokenizer's own comes between a text and its backend."""
+    if not tokenizer.is_fast:
+        return False
+    texts = ["a", " A  b\nC", "\n", "É漢🙂", *tokenizer.all_special_tokens]
+    return all(
+        _encoded(tokenizer, texts, plain=plain) == _encoded_by_backend(tokenizer, texts)
+        for plain in (True, False)
+    )
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:

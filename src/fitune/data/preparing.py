@@ -236,7 +236,8 @@ class _Preparation:
     def _read_source(self, source: DataSource, train: _Part | None, *, seed: int) -> Iterator[_Placed]:
         """Every row of a source, sent to its side; notes the format it was read as."""
         data, book = self._data, (train or self._held_out).book
-        format, position, weight = source.format, 0, Fraction(source.weight).limit_denominator(1_000_000)
+        weight, per = Fraction(source.weight).limit_denominator(1_000_000).as_integer_ratio()
+        format, position = source.format, 0
         rows = read_rows(
             source, on_bad_row=data.on_bad_row, count_bad=book.drop, on_bytes=self._progress.read
         )
@@ -253,7 +254,7 @@ class _Preparation:
             if train is None or _is_held_out(example, data.val_fraction, seed):
                 yield _Placed(example, self._held_out, 1)
                 continue
-            places = int((position + 1) * weight) - int(position * weight)
+            places = (position + 1) * weight // per - position * weight // per
             position += 1
             if places:
                 yield _Placed(example, train, places)

@@ -129,7 +129,7 @@ class Renderer:
     def pieces(self, rendered: Rendered, start: int, end: int, *, supervised: bool) -> list[Piece]:
         """The text from ``start`` to ``end``, split only where special-token text has to stay plain."""
         cuts = [(start, end, False)]
-        if any(start <= place < end for place in rendered.shielded):
+        if rendered.shielded and any(start <= place < end for place in rendered.shielded):
             cuts = self._shielded_cuts(rendered, start, end)
         return [
             Piece(
@@ -137,7 +137,7 @@ class Renderer:
                 supervised=supervised,
                 plain=plain,
                 first=a == 0,
-                after_special=self._is_after_special(rendered, a),
+                after_special=a > 0 and self._is_after_special(rendered, a),
             )
             for a, b, plain in cuts
             if a < b
@@ -155,6 +155,8 @@ class Renderer:
 
 def _without_marks(marked: str) -> Rendered | None:
     """Take the marks out and say where they stood. None when they do not come in pairs."""
+    if marked.isascii():
+        return Rendered(marked, (), frozenset())
     opened: list[int] = []
     generated: list[tuple[int, int]] = []
     shielded: set[int] = set()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from fitune.data.encoding import Piece
 from fitune.data.formats import Example
 from fitune.data.rows import BadRow
 from fitune.data.sources import with_skip_hint
-from fitune.data.templates import ChatTemplate, Encoded
+from fitune.data.templates import ChatTemplate, EncodedRows
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan
 
@@ -69,54 +70,76 @@ class RowTokeniser:
         return rows.joined()
 
     def _encode(self, waiting: Sequence[tuple[Example, list[Piece]] | BadRow], rows: "_Rows") -> None:
-        good = [each for each in waiting if not isinstance(each, BadRow)]
-        encoded = iter(self._template.encode_rows([pieces for _, pieces in good]))
+        encoded = self._template.encode_rows([each[1] for each in waiting if not isinstance(each, BadRow)])
+        if self._data.train_on_prompt:
+            encoded.supervised[:] = True
+        uncut = _uncut(encoded)
         for each in waiting:
             if not isinstance(each, BadRow):
-                self._cut(next(encoded), each[0].where, rows)
+                self._cut(encoded, next(uncut), each[0].where, rows)
             elif self._data.on_bad_row == "error":
                 raise with_skip_hint(each)
             else:
                 rows.fates.append(Fate(reason=each.reason))
 
-    def _cut(self, row: Encoded, where: str, rows: "_Rows") -> None:
+    def _cut(self, encoded: EncodedRows, row: "_Uncut", where: str, rows: "_Rows") -> None:
         """Keep what of the row fits and can be learned."""
-        ids = np.array(row.ids, dtype=np.int32)
-        supervised = np.array(row.supervised, dtype=np.bool_)
-        if self._data.train_on_prompt:
-            supervised[:] = True
-        parts = list(self._parts(len(ids), where))
-        learned = [int(supervised[part][1:].sum()) for part in parts]
+        length = row.end - row.begin
+        parts = [(row.begin + begin, row.begin + end) for begin, end in self._parts(length, where)]
+        learned = [row.learned] if parts == [(row.begin, row.end)] else [_learned(encoded, *p) for p in parts]
         kept = [part for part, count in zip(parts, learned, strict=True) if count]
-        rows.ids += [ids[part] for part in kept]
-        rows.supervised += [supervised[part] for part in kept]
+        rows.ids += [encoded.ids[begin:end] for begin, end in kept]
+        rows.supervised += [encoded.supervised[begin:end] for begin, end in kept]
         rows.fates.append(
             Fate(
-                tokens=len(ids),
+                tokens=length,
                 rows=len(kept),
-                kept=sum(len(ids[part]) for part in kept),
+                kept=sum(end - begin for begin, end in kept),
                 supervised=sum(learned),
-                reason="" if kept else self._reason(len(ids), parts),
+                reason="" if kept else self._reason(length, parts),
             )
         )
 
-    def _parts(self, length: int, where: str) -> Iterator[slice]:
+    def _parts(self, length: int, where: str) -> list[tuple[int, int]]:
         """The stretches of a row that become rows, as ``on_long_row`` says."""
         policy, limit = self._data.on_long_row, self._seq_len
         if length <= limit or policy == "truncate":
-            yield slice(0, min(length, limit))
-        elif policy == "split":
-            yield from (slice(begin, begin + limit) for begin in range(0, length, limit))
-        elif policy == "error":
+            return [(0, min(length, limit))]
+        if policy == "split":
+            return [(begin, min(begin + limit, length)) for begin in range(0, length, limit)]
+        if policy == "error":
             raise DataError(
                 f"{where}: the row has {length:,} tokens, seq_len is {limit:,}: {length - limit:,} too many",
                 hint=f"seq_len {length}, or on_long_row: truncate, split or drop",
             )
+        return []
 
-    def _reason(self, length: int, parts: list[slice]) -> str:
+    def _reason(self, length: int, parts: list[tuple[int, int]]) -> str:
         if not parts:
             return "longer than the context"
         return "no answer left after truncation" if length > self._seq_len else "nothing to learn"
+
+
+class _Uncut(NamedTuple):
+    """A row before it is cut."""
+
+    begin: int
+    end: int
+    learned: int
+
+
+def _uncut(encoded: EncodedRows) -> Iterator[_Uncut]:
+    """The rows one by one; what they learn is counted for all of them at once."""
+    ends = encoded.ends
+    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)[: len(ends)]
+    before = np.concatenate([[0], np.cumsum(encoded.supervised)])
+    learned = before[ends] - before[np.minimum(begins + 1, ends)]
+    return map(_Uncut, begins.tolist(), ends.tolist(), learned.tolist())
+
+
+def _learned(encoded: EncodedRows, begin: int, end: int) -> int:
+    """Marks of a stretch, but for its first token: nothing stands before it to predict it from."""
+    return int(encoded.supervised[begin + 1 : end].sum())
 
 
 class _Rows:
@@ -133,7 +156,7 @@ class _Rows:
         return TokenRows(
             ids=np.concatenate(self.ids),
             supervised=np.concatenate(self.supervised),
-            lengths=np.array([len(ids) for ids in self.ids], dtype=np.int64),
+            lengths=np.fromiter(map(len, self.ids), np.int64, len(self.ids)),
             fates=self.fates,
         )
 
