@@ -1,6 +1,8 @@
 """Values survive JSON exactly, and a file edited by hand fails where it is wrong."""
 
+import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -112,7 +114,7 @@ def test_a_plan_written_before_there_was_offload_still_reads() -> None:
 def test_an_impossible_stage_is_an_error() -> None:
     data = to_data(plan(sharding=Zero(stage=3, backend="fsdp")))
     data["sharding"]["stage"] = 4
-    with pytest.raises(ValueError, match="stage: 4 is not one of 1, 2, 3"):
+    with pytest.raises(ValueError, match="stage: expected 1, 2 or 3, found 4"):
         from_data(Plan, data)
 
 
@@ -177,15 +179,77 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("tuning.kind", "Magic", "Plan.tuning: kind 'Magic' is not one of Full, Lomo, Lora"),
         ("tuning.base.kind", "Magic", "Plan.tuning.base: kind 'Magic' is not one of Dense, Nf4, Hqq"),
         ("precision", "fp8", "Plan.precision"),
-        ("attention", "magic", "Plan.attention: 'magic' is not one of 'flash', 'sdpa', 'eager'"),
+        ("attention", "magic", "Plan.attention: expected 'flash', 'sdpa' or 'eager', found 'magic'"),
         ("tuning.targets", "q_proj", "Plan.tuning.targets: expected a list"),
-        ("data.sources.0.columns", [["prompt"]], "expected 2 items"),
+        ("data.sources.0.columns", [["prompt"]], "columns\\[0\\]: missing key 1"),
+        ("data.sources.0.columns", [["prompt", "a", "b"]], "columns\\[0\\]: expected fewer items"),
+        ("tuning.rank", True, "Plan.tuning.rank: expected int, found True"),
+        ("tuning.base", "Nf4", "Plan.tuning.base: kind None is not one of Dense, Nf4, Hqq"),
+        ("schedule.learning_rate", "1e-4", "Plan.schedule.learning_rate: expected float, found '1e-4'"),
+        ("schedule.learning_rate", True, "Plan.schedule.learning_rate: expected float, found True"),
+        ("schedule.learning_rate", 10**400, "Plan.schedule.learning_rate: expected a number below 1e308"),
+        ("hardware", {"kind": "Gpu"}, "Plan.hardware.kind: expected 'Hardware', found 'Gpu'"),
         ("model.linears.0.part", "brain", "Plan.model.linears\\[0\\].part"),
     ],
 )
 def test_a_wrong_value_is_named_by_its_path(path: str, value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         from_data(Plan, changed(path, value))
+
+
+@pytest.mark.parametrize("stage", [True, 1.0, "1"])
+def test_only_a_number_is_the_choice_of_a_number(stage: Any) -> None:
+    data = to_data(plan(sharding=Zero(stage=1, backend="fsdp")))
+    data["sharding"]["stage"] = stage
+    with pytest.raises(ValueError, match="stage: expected int, found"):
+        from_data(Plan, data)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Perhaps:
+    clip: ClipByValue | ClipByNorm | None
+
+
+@pytest.mark.parametrize("clip", [None, ClipByValue(value=1.0), ClipByNorm(max_norm=2.0)])
+def test_a_choice_that_may_be_left_out(clip: Any) -> None:
+    assert from_data(Perhaps, to_data(Perhaps(clip=clip))) == Perhaps(clip=clip)
+
+
+def test_a_wrong_phase_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"MemoryBreakdown.phases.nap: expected 'ready', .* or 'update', found"
+    ):
+        from_data(MemoryBreakdown, {"phases": {"nap": {}}})
+
+
+def test_many_wrong_values_are_counted() -> None:
+    with pytest.raises(ValueError, match=r"MemoryBreakdown: 1,001 values are not what they should be"):
+        from_data(MemoryBreakdown, {"phases": {"forward": dict.fromkeys(map(str, range(1001)), "x")}})
+
+
+@pytest.mark.parametrize(("text", "value"), [("nan", math.nan), ("inf", math.inf), ("-inf", -math.inf)])
+def test_numbers_that_are_not_finite_survive(text: str, value: float) -> None:
+    schedule = dataclasses.replace(plan().schedule, learning_rate=value)
+    data = to_data(schedule)
+    assert data["learning_rate"] == text
+    assert repr(from_data(Schedule, data)) == repr(schedule)
+
+
+def test_a_whole_number_is_read_as_the_float_that_it_stands_for() -> None:
+    data = {**to_data(plan().schedule), "learning_rate": 1}
+    rate = from_data(Schedule, data).learning_rate
+    assert (rate, type(rate)) == (1.0, float)
+
+
+def test_the_bytes_that_are_written() -> None:
+    chosen = MemoryBreakdown(phases={Phase.FORWARD: {"weights": 5}})
+    assert to_json(chosen) == (
+        '{\n  "kind": "MemoryBreakdown",\n  "phases": {\n    "forward": {\n      "weights": 5\n    }\n  },\n'
+        '  "outside": {}\n}\n'
+    )
+    assert to_json((Lora(**_LORA, base=Nf4(double_quant=False)).base, math.nan, Precision.FP16)) == (
+        '[\n  {\n    "kind": "Nf4",\n    "double_quant": false\n  },\n  "nan",\n  "fp16"\n]\n'
+    )
 
 
 def test_broken_json_is_a_value_error() -> None:

@@ -1,7 +1,7 @@
 """Recipe: what the user wants, in the words of any of the popular frameworks.
 
 ``None`` means "you choose"; the planner decides it and prints what it decided. Unknown and duplicate
-keys are refused with a did-you-mean. pydantic is used here and nowhere else: this is the boundary.
+keys are refused with a did-you-mean.
 """
 
 from collections.abc import Iterable, Mapping

@@ -2,16 +2,23 @@
 
 Unions are told apart by a ``kind`` key holding the class name, enums by their value. Unknown and
 missing keys are errors: a file that was edited by hand fails where it is wrong.
+
+pydantic's core reads, by a schema for each class that is made on its first use. ``TypeAdapter`` would make the schema
+itself, but each of our dataclasses and unions would have to carry pydantic's marks for ``kind``, strictness and NaN.
 """
 
 import dataclasses
 import enum
+import functools
 import json
 import math
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
+
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, SchemaValidator, ValidationError
+from pydantic_core import core_schema as schema
 
 from fitune.spec.strict_json import parse_json
 
@@ -20,6 +27,9 @@ T = TypeVar("T")
 _NOT_FINITE = ("nan", "inf", "-inf")
 _FLOAT_BITS = 1023
 """A whole number of more may be above the largest float."""
+
+_MOST_ERRORS = 1000
+"""Of more, none is spelled out: a kilobyte of memory each."""
 
 
 def to_data(value: Any) -> Any:
@@ -40,7 +50,15 @@ def to_data(value: Any) -> Any:
 
 def from_data(cls: type[T], data: Any) -> T:
     """Rebuild a ``cls`` from what ``to_data`` made. Raises ValueError naming the path that does not match."""
-    return typing.cast(T, _build(cls, data, path=cls.__name__))
+    validator: SchemaValidator = _validator(typing.cast(Any, cls))
+    try:
+        return typing.cast(T, validator.validate_python(data))
+    except ValidationError as error:
+        if error.error_count() > _MOST_ERRORS:
+            raise ValueError(
+                f"{cls.__name__}: {error.error_count():,} values are not what they should be"
+            ) from None
+        raise ValueError(_in_words(cls.__name__, error.errors(include_url=False)[0])) from None
 
 
 def to_json(value: Any) -> str:
@@ -51,83 +69,101 @@ def from_json(cls: type[T], text: str) -> T:
     return from_data(cls, parse_json(text))
 
 
-def _build(hint: Any, data: Any, *, path: str) -> Any:
+@functools.cache
+def _validator(hint: Any) -> SchemaValidator:
+    return SchemaValidator(_schema(hint))
+
+
+def _schema(hint: Any) -> CoreSchema:
+    """Containers take what JSON has for them (a list for a tuple); numbers, strings and bools only themselves."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return _build_union(args, data, path=path)
+        chosen = _union_schema([choice for choice in args if choice is not types.NoneType])
+        return schema.nullable_schema(chosen) if types.NoneType in args else chosen
     if origin is typing.Literal:
-        if data not in args:
-            raise ValueError(f"{path}: {data!r} is not one of {', '.join(map(repr, args))}")
-        return data
+        return schema.chain_schema([_PLAIN[type(args[0])], schema.literal_schema(list(args))])  # True is no 1
+    if origin is tuple and args[-1] is Ellipsis:
+        return schema.tuple_schema([_schema(args[0])], variadic_item_index=0, fail_fast=True)
     if origin is tuple:
-        return _build_tuple(args, data, path=path)
+        return schema.tuple_schema([_schema(item) for item in args])
     if origin is dict:
-        _require(isinstance(data, dict), path, "an object", data)
-        return {
-            _build(args[0], k, path=path): _build(args[1], v, path=f"{path}.{k}") for k, v in data.items()
-        }
+        return schema.dict_schema(_schema(args[0]), _schema(args[1]))
     if dataclasses.is_dataclass(hint):
-        return _build_dataclass(hint, data, path=path)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        try:
-            return hint(data)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-    if hint is float and (data in _NOT_FINITE or type(data) is int):
-        _require(
-            type(data) is str or data.bit_length() <= _FLOAT_BITS,
-            path,
-            "a number",
-            "an integer too large for one",
-        )
+        return _dataclass_schema(hint)
+    if issubclass(hint, enum.Enum):
+        return schema.enum_schema(hint, list(hint))
+    return _PLAIN[hint]
+
+
+def _union_schema(choices: list[Any]) -> CoreSchema:
+    if len(choices) == 1:
+        return _schema(choices[0])
+    return schema.tagged_union_schema(
+        {_tag(choice.__name__): _schema(choice) for choice in choices},
+        discriminator=lambda data: _tag(_kind(data)),
+        custom_error_type="kind",
+        custom_error_message="is not one of " + ", ".join(choice.__name__ for choice in choices),
+    )
+
+
+def _kind(data: Any) -> Any:
+    return data.get("kind") if isinstance(data, dict) else None
+
+
+def _tag(kind: Any) -> str:
+    """A choice in pydantic's paths, where no key of ours looks like this."""
+    return f"<{kind}>"
+
+
+def _dataclass_schema(cls: Any) -> CoreSchema:
+    hints, names, fields = typing.get_type_hints(cls), [], []
+    if "kind" not in hints:  # read and then forgotten
+        kind = schema.with_default_schema(schema.literal_schema([cls.__name__]), default=cls.__name__)
+        fields.append(schema.dataclass_field("kind", kind, kw_only=True, init_only=True))
+    for field in dataclasses.fields(cls):
+        value = _schema(hints[field.name])
+        if field.default is not dataclasses.MISSING:
+            value = schema.with_default_schema(value, default=field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            value = schema.with_default_schema(value, default_factory=field.default_factory)
+        names.append(field.name)
+        fields.append(schema.dataclass_field(field.name, value, kw_only=True))
+    arguments = schema.dataclass_args_schema(
+        cls.__name__, fields, collect_init_only=True, extra_behavior="forbid"
+    )
+    return schema.dataclass_schema(cls, arguments, names, slots=True)
+
+
+def _number(data: Any) -> Any:
+    if type(data) is str and data in _NOT_FINITE:
         return float(data)
-    _require(type(data) is hint, path, hint.__name__, data)
+    if type(data) is int and data.bit_length() > _FLOAT_BITS:
+        raise PydanticCustomError("too_large", "a number below 1e308")
     return data
 
 
-def _build_union(choices: tuple[Any, ...], data: Any, *, path: str) -> Any:
-    if data is None and types.NoneType in choices:
-        return None
-    choices = tuple(choice for choice in choices if choice is not types.NoneType)
-    if len(choices) == 1:
-        return _build(choices[0], data, path=path)
-    kind = data.get("kind") if isinstance(data, dict) else None
-    for choice in choices:
-        if choice.__name__ == kind:
-            return _build(choice, data, path=path)
-    raise ValueError(f"{path}: kind {kind!r} is not one of {', '.join(c.__name__ for c in choices)}")
+_PLAIN: dict[Any, CoreSchema] = {
+    bool: schema.bool_schema(strict=True),
+    int: schema.int_schema(strict=True),
+    str: schema.str_schema(strict=True),
+    float: schema.no_info_before_validator_function(_number, schema.float_schema(strict=True)),
+}
+
+_EXPECTED = {
+    "bool_type": "bool", "int_type": "int", "float_type": "float", "string_type": "str",
+    "dataclass_type": "an object", "dict_type": "an object", "tuple_type": "a list",
+    "too_long": "fewer items",
+}  # fmt: skip
 
 
-def _build_tuple(args: tuple[Any, ...], data: Any, *, path: str) -> tuple[Any, ...]:
-    _require(isinstance(data, list), path, "a list", data)
-    if len(args) == 2 and args[1] is Ellipsis:
-        return tuple(_build(args[0], item, path=f"{path}[{i}]") for i, item in enumerate(data))
-    _require(len(data) == len(args), path, f"{len(args)} items", data)
-    return tuple(
-        _build(arg, item, path=f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, data, strict=True))
-    )
-
-
-def _build_dataclass(cls: Any, data: Any, *, path: str) -> Any:
-    _require(isinstance(data, dict), path, "an object", data)
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    if "kind" in data and "kind" not in fields:
-        _require(data["kind"] == cls.__name__, f"{path}.kind", repr(cls.__name__), data["kind"])
-    unknown = set(data) - set(fields) - {"kind"}
-    if unknown:
-        raise ValueError(f"{path}: unknown key {sorted(unknown)[0]!r}")
-    optional = (dataclasses.MISSING, dataclasses.MISSING)
-    missing = [
-        name for name, f in fields.items() if name not in data and (f.default, f.default_factory) == optional
-    ]
-    if missing:
-        raise ValueError(f"{path}: missing key {missing[0]!r}")
-    return cls(
-        **{name: _build(hints[name], data[name], path=f"{path}.{name}") for name in fields if name in data}
-    )
-
-
-def _require(condition: bool, path: str, expected: str, data: Any) -> None:
-    if not condition:
-        raise ValueError(f"{path}: expected {expected}, found {data!r}")
+def _in_words(name: str, error: ErrorDetails) -> str:
+    """pydantic speaks to programmers; this is for who has edited a file."""
+    keys = [key for key in error["loc"] if isinstance(key, int) or key[:1] not in ("<", "[")]
+    path = [name, *(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)]
+    kind, found = error["type"], error["input"]
+    if kind in ("missing", "unexpected_keyword_argument"):
+        return f"{''.join(path[:-1])}: {'missing' if kind == 'missing' else 'unknown'} key {keys[-1]!r}"
+    if kind == "kind":
+        return f"{''.join(path)}: kind {_kind(found)!r:.200} {error['msg']}"
+    expected = _EXPECTED.get(kind) or error["msg"].removeprefix("Input should be ")
+    return f"{''.join(path)}: expected {expected}, found {found!r:.200}"
