@@ -21,7 +21,7 @@ _PARAMETER = re.compile(
 _TOKEN = re.compile(
     r"(?P<secret>\b(?:hf_[A-Za-z0-9]{30,}|gh[opsu]_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16}|sk-[A-Za-z0-9_-]{30,}))"
 )
-"""Of Hugging Face, GitHub, Amazon and OpenAI, by their shape."""
+"""Tokens of Hugging Face, GitHub, Amazon and OpenAI, by their shape."""
 _SECRET_NAMES = re.compile(r"token|secret|password|api_?key", re.I)
 _SHORTEST_SECRET = 12
 
@@ -31,7 +31,7 @@ CREDENTIALS_ELSEWHERE = (
 
 
 def credential_in(text: str) -> str | None:
-    """What in ``text`` is a credential, without the credential itself; None when nothing is."""
+    """Name the kind of credential in ``text``, without the credential itself; None when there is none."""
     if _USER.search(text):
         return "a name and password in front of the host"
     if found := _PARAMETER.search(text):

@@ -126,7 +126,7 @@ _FAILING = frozenset(
     )
     if hasattr(errno, name)
 )
-"""What a disk or a system says that fails; the other errors are about what was asked for: a name, a right."""
+"""Errors of a disk or a system that fails; the others are about what was asked for: a name, a right."""
 
 
 def exit_code_of(error: FituneError) -> int:
@@ -160,7 +160,7 @@ class ScoringFailed(FituneError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. torch's own type for it is a RuntimeError, and only CUDA's allocator raises that
+    """True if an allocation failed. torch's own type for it is a RuntimeError, and only CUDA's allocator raises that
     one; the others are told by their words."""
     words = str(error).lower()
     is_system = isinstance(error, RuntimeError | OSError)

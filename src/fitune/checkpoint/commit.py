@@ -89,7 +89,7 @@ def verify_unless_known(path: Path) -> Commit:
 
 
 def note_as_known(path: Path, files: Iterable[str]) -> None:
-    """What this process wrote itself needs no hashing."""
+    """Files that this process wrote or hashed and that did not change since: they need no hashing."""
     _known[path.resolve()] = _signature(path, files)
 
 

@@ -190,7 +190,7 @@ def _write_card(folder: Path, card_of: CardOf, reloaded: PreTrainedModel) -> Non
 
 
 def _reloaded(folder: Path, device: torch.device, attention: str) -> PreTrainedModel:
-    """What lies in ``folder``, as transformers loads it."""
+    """Load the model in ``folder`` as transformers does."""
     return whole_model(folder, attention=attention).to(device)
 
 

@@ -34,7 +34,7 @@ class Parent:
 
     step: int
     digest: str
-    """Of its COMMIT."""
+    """Digest of its COMMIT."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class _LineFile:
 
 
 def is_on(line: Line, *, saved_on: Line, step: int) -> bool:
-    """Whether ``line`` passes through a checkpoint of ``step`` that was saved on the line ``saved_on``."""
+    """True if ``line`` passes through a checkpoint of ``step`` that was saved on the line ``saved_on``."""
     if not saved_on or line[: len(saved_on)] != saved_on:
         return False
     later = line[len(saved_on) :]

@@ -30,7 +30,7 @@ def merged_checks(model: PeftModel, dtype: torch.dtype) -> dict[str, Check]:
 
 @torch.no_grad()
 def is_merged(layer: LoraLayer, adapter: str, stored: Tensor) -> bool:
-    """Whether ``stored`` is M = W + s · B A (DoRA: m · M / ‖M‖ by rows) within one rounding to its type.
+    """True if ``stored`` is M = W + s · B A (DoRA: m · M / ‖M‖ by rows) within one rounding to its type.
 
     The bound for each element is  ε/2 · |M| + t/2 + (r + 8) · 2⁻²⁴ · (|W| + s · |B| |A|) · g:
     ε the distance of 1 from the next number of the type, so that ε/2 · |M| is what one rounding to the nearest may

@@ -20,7 +20,7 @@ from fitune.errors import CheckpointError
 from fitune.models.attention import attends_by_rows
 
 Check = Callable[[Tensor], bool]
-"""Whether a stored tensor is the one that was trained."""
+"""True if a stored tensor is the one that was trained."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest |difference| of logits relative to the largest |logit|.
@@ -66,7 +66,7 @@ def plain_attention(model: PreTrainedModel | PeftModel) -> Iterator[str]:
 
 
 def is_equal(trained: Tensor, dtype: torch.dtype, stored: Tensor) -> bool:
-    """Whether ``stored`` is ``trained``, rounded to ``dtype``, bit for bit; a number that is none equals nothing."""
+    """True if ``stored`` is ``trained``, rounded to ``dtype``, bit for bit; a number that is none equals nothing."""
     wanted = trained.detach().cpu()
     wanted = wanted.to(dtype) if wanted.is_floating_point() else wanted
     return torch.equal(stored.to("cpu", wanted.dtype), wanted)
@@ -80,7 +80,7 @@ def require_same_weights(reloaded: Mapping[str, Tensor], checks: Mapping[str, Ch
 
 
 def require_same_files(folder: Path, checks: Mapping[str, Check]) -> int:
-    """The same of the files in ``folder``, one tensor in memory at a time, and how many were compared.
+    """Compare the files in ``folder`` likewise, one tensor in memory at a time; also returns how many were compared.
 
     A name that is on disk only is passed over: some families store experts otherwise than they hold them.
     """

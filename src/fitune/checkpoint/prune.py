@@ -13,7 +13,7 @@ from fitune.spec.temporaries import remove, temporary_sibling
 
 
 def prune(folder: Path, line: Line, *, keep: int, on_note: OnNote) -> None:
-    """Of the checkpoints on ``line`` keep the newest ``keep`` valid ones and the best valid one, and link the best.
+    """Remove checkpoints on ``line`` but the newest ``keep`` valid ones and the best valid one; link the best.
 
     What counts is hashed, unless this process did so before and the files were not touched since: after a resume that
     is each of the kept ones once. What is damaged is set aside, and what is on another line is left alone.

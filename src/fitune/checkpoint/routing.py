@@ -1,4 +1,4 @@
-"""The same experts for the same tokens in two models, so that their logits can be compared.
+"""Routing fixed over two models: both send each token to the same experts, so that logits can be compared.
 
 A router takes the k largest of its scores. Where two are nearly equal, one rounding of a weight far before it swaps
 them, and the token goes another way: logits of two right models then differ by far more than rounding explains.
@@ -46,7 +46,7 @@ def fixed_routes(model: PreTrainedModel | PeftModel, routes: Routes) -> Iterator
 
 
 def has_routers(model: PreTrainedModel | PeftModel) -> bool:
-    """Whether the config of ``model`` says that tokens choose among experts."""
+    """True if the config of ``model`` says that tokens choose among experts."""
     config = _base(model).config.get_text_config()
     return any((getattr(config, name, 0) or 0) > 1 for name in _EXPERTS)
 
@@ -69,7 +69,7 @@ def _hooked(model: PreTrainedModel | PeftModel, hook: Callable[[str, Any], Any])
 
 
 def _chooses(output: Any) -> bool:
-    """Whether a module answered as transformers' routers do: tensors alone, and the numbers of experts among them."""
+    """True if a module answered as transformers' routers do: tensors alone, and the numbers of experts among them."""
     if not isinstance(output, tuple) or not all(isinstance(tensor, Tensor) for tensor in output):
         return False
     return any(tensor.dtype == torch.int64 for tensor in output)

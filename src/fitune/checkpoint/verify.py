@@ -24,7 +24,7 @@ Model = PreTrainedModel | PeftModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What was found; ``difference`` and ``found`` are None where logits could not be compared."""
+    """Result of a verification; ``difference`` and ``found`` are None where logits could not be compared."""
 
     trained: Tensor
     found: Tensor | None = None

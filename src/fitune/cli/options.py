@@ -51,7 +51,7 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
 
 
 def _is_value_of(name: str, word: str) -> bool:
-    """Whether ``word`` is the value of ``--name`` before it: a switch needs none, so a recipe after it is a recipe."""
+    """True if ``word`` is the value of ``--name`` before it: a switch needs none, so a recipe after it is a recipe."""
     if word.startswith("--"):
         return False
     name = ALIASES.get(name, name)

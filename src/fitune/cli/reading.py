@@ -71,7 +71,7 @@ class Pace:
 
     @staticmethod
     def share(reading: Reading) -> float:
-        """Of all bytes; 0 where the whole is not known. A row that was read may still wait to be tokenised."""
+        """Share of all bytes that was read, 0 where the whole is not known; their rows may wait to be tokenised."""
         return min(1.0, reading.bytes_read / reading.bytes_in_all) if reading.bytes_in_all else 0.0
 
     def words(self, reading: Reading) -> str:

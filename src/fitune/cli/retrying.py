@@ -51,7 +51,7 @@ def next_attempt(failed: Attempt, recipe: Recipe, error: OutOfMemory, *, had: Co
 
 
 def newest_step(plan: Plan) -> int:
-    """Of the last checkpoint in the run's directory; 0 without any."""
+    """Step of the last checkpoint in the run's directory, 0 without any."""
     saved = last_saved(Path(plan.run.output_dir))
     return 0 if saved is None else saved.step
 

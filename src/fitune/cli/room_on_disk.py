@@ -45,7 +45,7 @@ def export_bytes(plan: Plan) -> int:
 
 
 def _stored_bytes(plan: Plan) -> int:
-    """Of one weight of an export: the base's, as far as it is here to be asked."""
+    """Bytes of one weight of an export: as in the base, where the base is here to be read."""
     is_here = Path(plan.model_path).is_dir()
     dtype = stored_dtype(plan.model_path) if is_here else None
     return plan.precision.compute_bytes if dtype is None else dtype.itemsize

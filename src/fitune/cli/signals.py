@@ -17,7 +17,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class StopRequest:
-    """What signals ask of a run. It is one of the run's sinks: before the first step there is nothing to finish."""
+    """Stop requests from signals. It is one of the run's sinks: before the first step there is nothing to finish."""
 
     def __init__(self) -> None:
         self.received: list[int] = []

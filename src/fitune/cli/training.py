@@ -215,7 +215,7 @@ def print_data(data: PreparedData) -> None:
 
 
 def is_finished(directory: Path, plan: Plan, *, resume: bool | str) -> bool:
-    """Whether ``directory`` holds this very run, complete. A longer one is left to ``resume``.
+    """True if ``directory`` holds this very run, complete. A longer one is left to ``resume``.
 
     Raises RunDirectoryError when it holds a complete run of other settings that nobody asked to continue, or one
     that is trained and lacks its export only.

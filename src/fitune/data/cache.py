@@ -56,7 +56,7 @@ class Damaged(Exception):
 
 
 def read_entry(entry: Path, *, on_bytes: OnBytes = ignore_bytes) -> dict[str, Any] | None:
-    """What ``publish`` was given for ``entry``, after every file of it was compared with its hash; None without one.
+    """Return what ``publish`` was given for ``entry``, its files compared with their hashes; None without an entry.
 
     Raises Damaged, which costs no more than tokenising again.
     """

@@ -18,7 +18,7 @@ _CHUNK = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What follows from all tokens, so that they need not be read again to know it."""
+    """Facts computed from all tokens, stored so that they need not be read again."""
 
     fingerprint: str
     largest_id: int

@@ -110,7 +110,7 @@ def _encoded_by_backend(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def _encodes_as_its_backend(tokenizer: Any) -> bool:
-    """Whether nothing of the tokenizer's own comes between a text and its backend."""
+    """True if nothing of the tokenizer's own comes between a text and its backend."""
     if not tokenizer.is_fast:
         return False
     texts = ["a", " A  b\nC", "\n", "É漢🙂", *tokenizer.all_special_tokens]

@@ -19,7 +19,7 @@ from fitune.units import KIB, MIB, format_bytes
 MAX_LINE_BYTES = 16 * MIB
 """Longer lines are a broken file far more often than a row: 16 MiB of text is some four million tokens."""
 _MAX_JSON_BYTES = 256 * MIB
-"""Of a file that is one JSON value: it is parsed whole, which takes some ten times its size."""
+"""Largest file that is one JSON value: it is parsed whole, which takes some ten times its size."""
 _TOLD_BYTES = 64 * KIB
 """Between two calls of on_bytes: some 500 short rows."""
 
@@ -150,7 +150,7 @@ def _parse_object(objects: "_Objects", text: str, where: str, *, torn: bool) -> 
 
 
 def _require_flat(value: Any, where: str) -> None:
-    """What is nested deeply can be parsed, but not printed in a message about it."""
+    """Refuse values nested so deeply that a message about them could not be printed."""
     try:
         require_shallow(value)
     except ValueError as error:
@@ -260,7 +260,7 @@ class _TextLines:
         self.begin_record()
 
     def begin_record(self) -> None:
-        """What is read from here on is one record: a quoted field may go over many lines."""
+        """Begin a record: a quoted field may go over many lines."""
         self._record_bytes, self._first = 0, self.number + 1
 
     def __iter__(self) -> "_TextLines":

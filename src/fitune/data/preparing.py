@@ -32,12 +32,12 @@ _LEFT_OUT = "left out by the weight of the source"
 _BATCH_ROWS = 1024
 """Rows that are tokenised together; fewer when they are long."""
 _MOST_PLACES = 50_000_000
-"""Of rows that are repeated: an epoch keeps some 50 bytes in memory for each place."""
+"""Most places of repeated rows: an epoch keeps some 50 bytes in memory for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedData:
-    """What training reads, and the account of how it came to be."""
+    """Rows for training and evaluation, and the account of how they came to be."""
 
     train: TokenDataset
     train_ledger: Ledger
@@ -351,7 +351,7 @@ def _publish(
 
 
 def _from_cache(entry: Path, progress: Progress, on_note: Callable[[str], None]) -> PreparedData | None:
-    """What ``_publish`` wrote, compared with its hashes; None when it is not there, or damaged."""
+    """Read what ``_publish`` wrote and compare it with its hashes; None when it is not there, or damaged."""
     try:
         content = cache.read_entry(entry, on_bytes=progress.beat_bytes)
         if content is None:

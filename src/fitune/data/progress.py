@@ -48,7 +48,7 @@ class Progress:
         self.beat()
 
     def beat(self) -> None:
-        """Nothing new, but the watcher may want to stop."""
+        """Let the watcher stop, without news."""
         self._tell("tokenising")
 
     def done(self) -> None:

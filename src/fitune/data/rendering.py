@@ -76,16 +76,16 @@ class Renderer:
 
     @property
     def eos_piece(self) -> Piece:
-        """What ends an answer behind which the template writes no end."""
+        """Token that ends an answer behind which the template writes none."""
         return Piece(self._eos, supervised=True, plain=False, first=False)
 
     def is_ended(self, rendered: Rendered, begin: int, end: int) -> bool:
-        """Whether a special token of the template's own ends that stretch, white space behind it allowed."""
+        """True if a special token of the template's own ends that stretch, white space behind it allowed."""
         stop = begin + len(rendered.text[begin:end].rstrip())
         return self._is_after_special(rendered, stop, begin)
 
     def _is_after_special(self, rendered: Rendered, place: int, begin: int = 0) -> bool:
-        """Whether a special token of the template's own stands directly before ``place``, and not before ``begin``."""
+        """True if a special token of the template's own stands directly before ``place``, and not before ``begin``."""
         if not rendered.text.endswith(self._special_texts, begin, place):
             return False
         found = next(text for text in self._special_texts if rendered.text.endswith(text, begin, place))
@@ -106,7 +106,7 @@ class Renderer:
         return (frozenset({self._eos, last}) | alike) - {""}
 
     def _special_token_after(self, number: int, *, turns: int) -> str:
-        """What follows that message in a conversation of so many questions and answers; "" for none."""
+        """Text behind that message in a conversation of so many questions and answers; "" for none."""
         messages = [Message("user", "ping"), Message("assistant", "pong")] * turns
         try:
             *_, after = self.frame(messages, {number: ""}, ask=False, where="a try")
@@ -117,7 +117,7 @@ class Renderer:
 
     @cached_property
     def opening(self) -> str:
-        """What a generation block writes although the prompt ends with it: a header, in SmolLM3's template."""
+        """Text that a generation block writes although the prompt ends with it: a header, in SmolLM3's template."""
         question = [Message("user", "ping")]
         try:
             prompt = self.render(question, ask=True, where="a try").text

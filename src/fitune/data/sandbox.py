@@ -51,7 +51,7 @@ class SafeTemplate:
 
     @property
     def has_marks(self) -> bool:
-        """Whether the template says, with ``{% generation %}``, what the model itself writes."""
+        """True if the template says, with ``{% generation %}``, what the model itself writes."""
         return self._environment.has_marks
 
     def render(self, **variables: Any) -> str:

@@ -25,9 +25,9 @@ from fitune.errors import DataError
 from fitune.units import GIB, format_bytes
 
 CPU_LIMIT_S = 2.0
-"""Of one conversation; and a second more for each million characters."""
+"""Processor time of one conversation; a second more for each million characters."""
 MEMORY_LIMIT_BYTES = 3 * GIB // 4
-"""Of the child's address space."""
+"""Bytes of the child's address space."""
 _LARGEST_ANSWER = 256 * 1024**2
 """Bytes: a rendering has at most sandbox.SIZE_LIMIT characters, and an answer ends after a long one."""
 

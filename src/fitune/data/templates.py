@@ -114,7 +114,7 @@ class ChatTemplate:
         return _good(next(self.lay_out_rows([example])))
 
     def lay_out_rows(self, examples: Sequence[Example]) -> Iterator[list[Piece] | BadRow]:
-        """The same of many rows, several times faster than one by one; an error stands in the place of a bad row."""
+        """Lay out many rows, several times faster than one by one; an error stands in the place of a bad row."""
         conversations = [example for example in examples if isinstance(example, Conversation)]
         laid_out = self._template.lay_out(conversations)
         for example in examples:
@@ -143,7 +143,7 @@ class ChatTemplate:
         return frozenset({self._tokenizer.eos_token_id, *specials[-1:]})
 
     def _as_text(self, ids: list[int]) -> list[int]:
-        """Those of a plain text, with BOS and EOS unless its author wrote them."""
+        """Pieces of a plain text, with BOS and EOS unless its author wrote them."""
         if ids[: len(self._text_start)] != self._text_start:
             ids = self._text_start + ids
         eos = self._tokenizer.eos_token_id

@@ -21,7 +21,7 @@ MAX_TEXT = 2**19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What became of one example: it is in the dataset as ``rows`` rows, or was dropped for ``reason``."""
+    """Outcome of one example: it is in the dataset as ``rows`` rows, or was dropped for ``reason``."""
 
     tokens: int = 0
     """As it was read; 0 when it was dropped before that."""

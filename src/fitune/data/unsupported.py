@@ -1,4 +1,4 @@
-"""What rows say beside their texts that changes what should be learned, and that fitune does not do: refused by name.
+"""Fields of rows that change what should be learned and that fitune does not honour: refused by name.
 
 Other tools read these fields; to pass over them in silence would train something else than the data says.
 """

@@ -181,7 +181,7 @@ def window_mask_kept(*, pairs: int, element_bytes: int) -> int:
 
 
 def gated_mlp_tensors_kept(activation: Activation, *, halves: bool) -> int:
-    """What the activation keeps, its output and up, each of the MLP's width: 3 for SiLU, 2 for ReLU, 6 for gelu_new.
+    """Tensors of the MLP's width that are kept, output and up included: 3 for SiLU, 2 for ReLU, 6 for gelu_new.
 
     The product of the last two belongs to the down projection's input. Where one linear makes gate and up
     (``halves``), both live as long as up does.

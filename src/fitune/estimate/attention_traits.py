@@ -20,7 +20,7 @@ def masks_whole_stream(model: ModelSpec) -> bool:
 
 
 def attends_in_one_call(plan: Plan) -> bool:
-    """Whether FlashAttention takes the whole stream with its rows and windows (models/attention.py, ``one_call``)."""
+    """True if FlashAttention takes the whole stream with its rows and windows (models/attention.py, ``one_call``)."""
     model, gpu = plan.model, plan.hardware.gpu
     takes_shape = model.head_dim % 8 == 0 and model.head_dim <= 256
     kernel = gpu.has_flash_attention and plan.precision is not Precision.FP32 and takes_shape
@@ -37,12 +37,12 @@ def masking_window(plan: Plan) -> int:
 
 
 def masks_window(plan: Plan) -> bool:
-    """Whether a full row takes a mask for its window, in some block."""
+    """True if a full row takes a mask for its window, in some block."""
     return 0 < masking_window(plan) < plan.batch.seq_len
 
 
 def attended_kv_dim(plan: Plan, *, masked: bool) -> int:
-    """What attention reads as keys: grouped heads as they are, or repeated to all heads.
+    """Width of the keys that attention reads: grouped heads as they are, or repeated to all heads.
 
     Falcon repeats them itself. Where FlashAttention cannot run, on GPUs before Ampere, in fp32 and with a window's
     mask, fitune does (models/attention.py), because the memory-efficient kernel takes no groups. Torch does where it
@@ -70,5 +70,5 @@ def kept_keys(plan: Plan, shape: BatchShape, *, window: int) -> int:
 
 
 def values_are_read_as_projected(plan: Plan, *, masked: bool) -> bool:
-    """Whether attention reads a view of the projection; repeated heads are copies, by Falcon too."""
+    """True if attention reads a view of the projection; repeated heads are copies, by Falcon too."""
     return attended_kv_dim(plan, masked=masked) == plan.model.kv_dim

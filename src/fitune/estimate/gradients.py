@@ -35,7 +35,7 @@ def update_gradient_bytes(plan: Plan) -> int:
 
 
 def root_gradients_wait(plan: Plan) -> bool:
-    """Whether head and final norm keep whole gradients until the embedding's is made, although others do not.
+    """True if head and final norm keep whole gradients until the embedding's is made, although others do not.
 
     FSDP2 sums its root group last; a head that is stepped in backward must wait when it is the embedding too.
     """
@@ -65,7 +65,7 @@ def gradients_always_exist(plan: Plan) -> bool:
 
 
 def one_gradient_at_a_time(plan: Plan) -> bool:
-    """Whether a fresh gradient is added, copied or used up before the next one is made.
+    """True if a fresh gradient is added, copied or used up before the next one is made.
 
     So from the second micro-batch on, into DDP's and DeepSpeed's buckets, and where they are stepped in backward.
     FSDP2 reduces a block's gradients together when the last of them is there (_fsdp_param_group.py, post_backward);
@@ -81,7 +81,7 @@ def one_gradient_at_a_time(plan: Plan) -> bool:
 
 
 def _adds_up_wider(plan: Plan) -> bool:
-    """Whether whole gradients add up in fp32 beside fresh 16-bit ones.
+    """True if whole gradients add up in fp32 beside fresh 16-bit ones.
 
     _fsdp_param.py, to_accumulated_grad_if_needed.
     """
@@ -95,5 +95,5 @@ def gradients_go_to_the_host(plan: Plan) -> bool:
 
 
 def leaves_after_the_loss(plan: Plan) -> bool:
-    """Whether the head's gradient is on its way to the host while the final norm goes back."""
+    """True if the head's gradient is on its way to the host while the final norm goes back."""
     return isinstance(plan.sharding, Single) and gradients_go_to_the_host(plan)

@@ -104,7 +104,7 @@ def _gate(site: Site, inputs: Sequence[Linear]) -> tuple[int, int]:
 
 
 def _is_fused(site: Site, inputs: Sequence[Linear]) -> bool:
-    """Whether one linear makes gate and up (Phi-3)."""
+    """True if one linear makes gate and up (Phi-3)."""
     return site.model.mlp_type == "gated" and len(inputs) == 1
 
 

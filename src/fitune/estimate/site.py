@@ -23,11 +23,11 @@ class Site:
     plan: Plan
     shape: BatchShape
     gradient_enters: bool
-    """Whether gradients go further back than this block: not where nothing trains before it."""
+    """True if gradients go further back than this block: not where nothing trains before it."""
     has_adapters: bool = True
-    """Whether this block is among those that LoRA adapts."""
+    """True if this block is among those that LoRA adapts."""
     has_window: bool = False
-    """Whether the attention of this block has a sliding window."""
+    """True if the attention of this block has a sliding window."""
 
     @property
     def model(self) -> ModelSpec:
@@ -43,7 +43,7 @@ class Site:
 
     @property
     def fused(self) -> bool:
-        """Whether Liger's kernels stand where transformers has small operations."""
+        """True if Liger's kernels stand where transformers has small operations."""
         return self.plan.kernels == "liger"
 
     @property
@@ -57,7 +57,7 @@ class Site:
 
     @property
     def dropout_mask_bytes(self) -> int:
-        """Of one element: CUDA's masks take 1 byte, the CPU's have the compute type."""
+        """Bytes of one element of a dropout mask: 1 on CUDA, the compute type's on a CPU."""
         return self.element_bytes if self.plan.hardware.gpu.is_cpu else 1
 
     def dropout_kept(self, rate: float, *, passes: bool) -> int:
@@ -89,7 +89,7 @@ class Site:
 
     @property
     def score_mask_bytes(self) -> int:
-        """Of one attention probability that is dropped out by its own mask; 0 without dropout."""
+        """Bytes kept for one attention probability that is dropped out by its own mask; 0 without dropout."""
         return self.dropout_mask_bytes if self.model.dropout.attention > 0 else 0
 
     @property
@@ -108,7 +108,7 @@ class Site:
         return self.full or bool(self.adapted(linears))
 
     def reads_input(self, linears: Sequence[Linear]) -> bool:
-        """Whether the linears keep the input they share; dropped-out adapters keep their own instead.
+        """True if the linears keep the input they share; dropped-out adapters keep their own instead.
 
         A packed product keeps nothing (models/quantised_linear.py).
         """

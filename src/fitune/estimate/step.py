@@ -48,7 +48,7 @@ class StepStages:
     plan: Plan
     shape: BatchShape
     blocks: tuple[Block, ...]
-    """Of up to eight kinds (``model_stages``)."""
+    """Stages of up to eight kinds of blocks (``model_stages``)."""
     kept_by_blocks: tuple[int, ...]
     """What the blocks 0…index−1 keep when none recomputes."""
     gradients_of_blocks: tuple[int, ...]

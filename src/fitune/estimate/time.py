@@ -263,7 +263,7 @@ def _roofline(rates: Rates, work: Work) -> tuple[float, str]:
 
 
 def attention_flops(step: StepStages, rates: Rates) -> float:
-    """Of one block, forward and backward: n · (n + row_tokens) / 2 pairs of each row of n, and its scores' own cost.
+    """FLOPs of one block's attention both ways: n · (n + row_tokens) / 2 pairs of each row of n, and its scores.
 
     All of row × row (or stream × stream) where scores are written out.
     """

@@ -25,7 +25,7 @@ HEADS, HEAD_SIZE = 32, 128
 TENSOR_MIB_CPU, TENSOR_MIB_CUDA = (0.25, 1, 4, 16, 64), (16, 64)
 """On CUDA small tensors only measure the launch, which has a rate of its own."""
 WIDTH = 512
-"""Of the rows that elementwise operations are measured on."""
+"""Length of the rows that elementwise operations are measured on."""
 POOL_BYTES = 128 * MIB
 """Tensors that take turns, more than caches hold: a step comes back to a tensor when many others were used."""
 SLOW_SECONDS = 0.2
@@ -205,7 +205,7 @@ class CountedOperations(TorchDispatchMode):
 
 
 def computes(func: Any) -> bool:
-    """Whether an operation reads or writes elements: its result is new or written to, and not left empty."""
+    """True if an operation reads or writes elements: its result is new or written to, and not left empty."""
     schema = func._schema
     if any(word in schema.name for word in ("empty", "view")) or not schema.returns:
         return False

@@ -96,7 +96,7 @@ _KEY = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magni
 
 @dataclass(slots=True, kw_only=True)
 class _Check:
-    """What is wrong with the keys of one adapter."""
+    """Problems with the keys of one adapter."""
 
     config: AdapterConfig
     base: ModelSpec | Shapes
@@ -169,7 +169,7 @@ class _Check:
             self.sound.append(found[0])
 
     def _saved(self, found: Mapping[str, Shape]) -> None:
-        """What is no A or B: modules trained whole; embedding and head may have more rows, for added tokens."""
+        """Keys beside A and B: modules trained whole; embedding and head may have more rows, for added tokens."""
         wanted = self.config.modules_to_save or []
         promised = _saved_whole(wanted, self.tensors)
         for key, shape in found.items():
@@ -204,7 +204,7 @@ def _promised(config: AdapterConfig, linear: tuple[int, int], rank: int) -> dict
 
 
 def _is_whole(name: str, modules: list[str]) -> bool:
-    """Whether the tensor of this name is in one of the modules, as PEFT finds them: by the end of a name."""
+    """True if the tensor of this name is in one of the modules, as PEFT finds them: by the end of a name."""
     parents = [name[: place.start()] for place in re.finditer(r"\.", name)]
     return any(parent.endswith(module) for parent in parents for module in modules)
 

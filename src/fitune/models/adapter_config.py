@@ -40,7 +40,7 @@ Layer = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
 class AdapterConfig(BaseModel):
-    """What fitune takes of PEFT's LoraConfig; what it would have to ignore is refused by name."""
+    """Fields of PEFT's LoraConfig that fitune honours; what it would have to ignore is refused by name."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=True)
 
@@ -94,12 +94,12 @@ _UNSUPPORTED = (
     "trainable_token_indices", "target_parameters", "layer_replication", "alora_invocation_tokens", "megatron_config",
     "use_qalora", "use_bdlora", "arrow_config", "velora_config", "monteclora_config", "kasa_config",
 )  # fmt: skip
-"""Of PEFT's settings those that change what an adapter computes and that fitune does not check."""
+"""PEFT's settings that change what an adapter computes and that fitune does not check."""
 _IDLE = (
     "inference_mode", "peft_version", "revision", "megatron_core", "loftq_config", "eva_config", "corda_config",
     "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
 )  # fmt: skip
-"""Those that only training or the making of the file depends on."""
+"""Settings that only training or the making of the file depends on."""
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:

@@ -31,13 +31,13 @@ class Targets:
 
     @property
     def are_plain(self) -> bool:
-        """Whether names alone choose, so that the end of a name is enough to tell."""
+        """True if names alone choose, so that the end of a name is enough to tell."""
         config = self.config
         is_list = isinstance(config.target_modules, list)
         return is_list and not config.layers_pattern and not isinstance(config.exclude_modules, str)
 
     def adapts(self, module: str) -> bool:
-        """Whether the linear of this full name is adapted."""
+        """True if the linear of this full name is adapted."""
         config = self.config
         if config.exclude_modules and self._is_among(config.exclude_modules, module):
             return False
@@ -63,7 +63,7 @@ class Targets:
         )
 
     def _is_in_layer(self, module: str) -> bool:
-        """Of the first number in the name, or the one behind a ``layers_pattern``."""
+        """Number of the block: the first in the name, or the one behind a ``layers_pattern``."""
         layers = self.config.layers_to_transform
         if layers is None or layers == []:
             return True

@@ -35,7 +35,7 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> None:
 
 
 def attends_by_rows(model: PreTrainedModel) -> bool:
-    """Whether the attention function of ``model`` can be exchanged."""
+    """True if the attention function of ``model`` can be exchanged."""
     return bool(model._supports_attention_backend)
 
 
@@ -111,7 +111,7 @@ def rows_flash(
 
 
 def one_call(query_BnTd: Tensor, *, softcap: float | None = None) -> bool:
-    """Whether FlashAttention takes the whole stream: Ampere or newer, 16 bit, heads of 8, 16, … 256, no cap."""
+    """True if FlashAttention takes the whole stream: Ampere or newer, 16 bit, heads of 8, 16, … 256, no cap."""
     head_size = query_BnTd.shape[-1]
     capability = _capability(query_BnTd.device)
     takes_shape = softcap is None and head_size % 8 == 0 and head_size <= 256
@@ -183,7 +183,7 @@ def _each_row(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int])
 
 
 def _takes_groups(query: Tensor, window: Tensor | None) -> bool:
-    """Whether the fused kernel for this row reads grouped key heads as they are.
+    """True if the fused kernel for this row reads grouped key heads as they are.
 
     The CPU's and FlashAttention's do. The memory-efficient one, which is left for GPUs before Ampere, for fp32 and
     for masks, does not: with grouped heads torch would fall back to writing the scores out.

@@ -56,7 +56,7 @@ def reading(path: str, what: str, *, hint: str = FETCH_AGAIN) -> Iterator[None]:
 def _named(
     what: str, *, hint: str = FETCH_AGAIN, with_cause: bool = True, kind: type[FituneError] = ModelError
 ) -> Iterator[None]:
-    """Nobody to ask inside. No schema stands between a stranger's file and the libraries: they raise whatever Python
+    """Run with nobody to ask. No schema stands between a stranger's file and the libraries: they raise whatever Python
     raises there, and a panic of Rust is not even an Exception."""
     with _nobody_to_ask():
         try:
@@ -82,7 +82,7 @@ def _nobody_to_ask() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says first, and then where that ends in a colon; its name where it says nothing."""
+    """First line of an error, and the next where that ends in a colon; its name where it says nothing."""
     first, _, rest = str(error).strip().partition("\n")
     return (
         f"{first} {rest.strip().partition(chr(10))[0]}"
@@ -106,7 +106,7 @@ def model_folder(path: str) -> Path:
 
 
 def notes_on(path: str) -> tuple[str, ...]:
-    """What a person should know about code that the model brings and that is left alone."""
+    """Notes for people about code that the model brings and that is not run."""
     with reading(path, "the model cannot be read"):
         return refuse_remote_code(_texts(path), error=ModelError)
 
@@ -139,7 +139,7 @@ def _fields(file: Path) -> ConfigFields:
 
 
 def _without_auto_map(config: PretrainedConfig) -> PretrainedConfig:
-    """What is exported has no code beside it that ``auto_map`` could mean."""
+    """Drop ``auto_map``: an export has no code beside it."""
     for part in (config, config.get_text_config()):
         part.__dict__.pop("auto_map", None)
     return config
@@ -166,7 +166,7 @@ def filled_model(
 
 
 def whole_model(folder: Path, *, attention: str) -> PreTrainedModel:
-    """What lies in a folder that was just exported, in the types it has, as transformers alone loads it."""
+    """Load a folder that was just exported, in its own types, as transformers alone does."""
     with _nobody_to_ask():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder,

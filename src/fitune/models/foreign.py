@@ -27,7 +27,7 @@ def refuse_pickle(folder: Path) -> None:
 
 CONFIG, TOKENIZER, GENERATION = "config.json", "tokenizer_config.json", "generation_config.json"
 JSON_FILES = (CONFIG, TOKENIZER, GENERATION, "adapter_config.json")
-"""What transformers and PEFT take the names of classes and modules from."""
+"""JSON files from which transformers and PEFT take names of classes and modules."""
 
 
 def refuse_remote_code(folder: Path, *, error: type[FituneError] = CheckpointError) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def refuse_remote_code(folder: Path, *, error: type[FituneError] = CheckpointErr
 
 
 def _transformers_has_its_own(name: str, contents: dict[str, dict[str, Any]]) -> bool:
-    """Whether what ``auto_map`` of this file would replace is in transformers."""
+    """True if what ``auto_map`` of this file would replace is in transformers."""
     from transformers import CONFIG_MAPPING
 
     model_type = contents[CONFIG].get("model_type")
@@ -76,7 +76,7 @@ def _refuse_no_tokenizer(folder: Path, contents: dict[str, dict[str, Any]], erro
 
 
 def _of_transformers(name: object) -> object:
-    """What transformers has under that name, without its "Fast" too; None for nothing."""
+    """Class that transformers has under that name, with or without "Fast"; None without one."""
     import transformers
 
     if not isinstance(name, str) or not name.isidentifier():

@@ -54,7 +54,7 @@ class HostMemory:
             self._is_working = before
 
     def claims(self, tensor: Tensor) -> bool:
-        """Whether its storage is the host's; one that begins while the host is working becomes so."""
+        """True if its storage is the host's; one that begins while the host is working becomes so."""
         if self._is_working:
             self.adopt(tensor)
         return self.owns(tensor)

@@ -36,7 +36,7 @@ class LanguageModel:
     softcap: float | None
     chunk_tokens: int | None
     by_rows: bool
-    """Whether attention keeps the rows apart by itself; otherwise it needs a mask."""
+    """True if attention keeps the rows apart by itself; otherwise it needs a mask."""
     device: torch.device
     dtype: torch.dtype
 

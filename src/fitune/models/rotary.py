@@ -80,7 +80,7 @@ def _by_rows(module: nn.Module, whole_call: Callable[..., Any]) -> Callable[...,
 
 
 def _deciding_length(config: PretrainedConfig, kind: str, length: int) -> int:
-    """The same number for rows with the same frequencies: one beyond longrope's boundary stands for all beyond it."""
+    """Length that stands for all with the same frequencies: one beyond longrope's boundary for all beyond it."""
     if kind == "longrope":
         boundary = longrope_boundary(config)
         return boundary + 1 if length > boundary else boundary

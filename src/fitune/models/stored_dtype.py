@@ -11,7 +11,7 @@ _NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def stored_dtype(path: str) -> torch.dtype | None:
-    """What most of the weights at ``path`` are stored in, by their headers; None for a type that is not trained in."""
+    """Type of most of the weights at ``path``, by their headers; None for a type that is not trained in."""
     sizes: Counter[str] = Counter()
     for tensor in stored_tensors(model_folder(path)).values():
         sizes[tensor.dtype] += tensor.size_bytes

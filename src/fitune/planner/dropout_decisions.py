@@ -1,4 +1,4 @@
-"""What dropout costs: the adapters', which the recipe asks for, and the model's own, which its config does."""
+"""Cost of dropout in words: the adapters', which the recipe asks for, and the model's own, from its config."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +13,7 @@ from fitune.units import format_bytes
 
 
 def dropout_decisions(plan: Plan) -> Iterator[str]:
-    """Nothing where nothing is dropped out."""
+    """Yields no line without dropout."""
     yield from _adapters(plan)
     yield from _model(plan)
 

@@ -49,7 +49,7 @@ class FamilySearch:
 
     @cached_property
     def spreads(self) -> tuple[Spread, ...]:
-        """Those that keep the rules and are in the family's tier, the simplest first."""
+        """Ways that keep the rules and are in the family's tier, the simplest first."""
         found = [
             spread
             for spread in every_spread(self.recipe, self.hardware)
@@ -110,17 +110,17 @@ class FamilySearch:
         return min(found, key=lambda step: sum(host_terms(step).values()), default=None)
 
     def fits(self) -> bool:
-        """Whether any plan has room."""
+        """True if any plan has room."""
         return any(self.has_room(spread) for spread in self.spreads)
 
     def has_room(self, spread: Spread) -> bool:
-        """Whether any plan of this spread has."""
+        """True if any plan of this spread has."""
         return self.fits_at_all(spread) and any(
             self._has_room_for(spread, batch) for batch in reversed(self.batches)
         )
 
     def fits_at_all(self, spread: Spread) -> bool:
-        """Whether the spread's smallest batch, made smaller still by adding nothing up, has room: if not, none has."""
+        """True if the spread's smallest batch, made smaller still by adding nothing up, has room: if not, none has."""
         if self._resident_bytes(spread) > self._usable:
             return False
         return self._has_room_for(spread, replace(self.batches[-1], accumulation=1))

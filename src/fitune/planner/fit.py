@@ -1,4 +1,4 @@
-"""Whether a plan has room, on the devices and on the host, and the fewest recomputed blocks with which it has."""
+"""True if a plan has room, on the devices and on the host, and the fewest recomputed blocks with which it has."""
 
 from collections.abc import Callable
 
@@ -63,7 +63,7 @@ def _lowest(bytes_of: BytesOf, counts: range) -> int:
 
 
 def host_fits(step: StepStages) -> bool:
-    """Whether what waits on the host has room there; unknown host memory is taken to be enough, and said so."""
+    """True if what waits on the host has room there; unknown host memory is taken to be enough, and said so."""
     usable = usable_host_bytes(step.plan.hardware)
     if not disk_fits(step):
         return False

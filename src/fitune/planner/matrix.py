@@ -33,7 +33,7 @@ class Setting:
     recompute: bool
     """Off: no block is recomputed. On: as many as it takes."""
     offload: bool
-    """Whether weights or optimizer states wait on the host, as far as the stage allows."""
+    """True if weights or optimizer states wait on the host, as far as the stage allows."""
     fits: bool
 
 
@@ -50,7 +50,7 @@ class Cell:
         return self.taken is not None and self.taken.estimate.fits
 
     def some_fits(self, **wanted: str | bool) -> bool:
-        """Whether a setting with these values fits: ``some_fits(method="lora", sharding="DDP", offload=False)``."""
+        """True if a setting with these values fits: ``some_fits(method="lora", sharding="DDP", offload=False)``."""
         return any(
             setting.fits and all(getattr(setting, name) == value for name, value in wanted.items())
             for setting in self.settings

@@ -33,7 +33,7 @@ def refuse_contradictions(
 
 
 def _every_draft(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> Iterator[Plan]:
-    """What the settings leave open, whether or not it keeps the rules: the simplest first."""
+    """Every plan that the settings leave open, whether or not it keeps the rules: the simplest first."""
     for family in families(recipe, model=model, gpu=hardware.gpu):
         splits = batches(recipe, family, ranks=hardware.num_gpus)
         for spread in every_spread(recipe, hardware):
@@ -42,7 +42,7 @@ def _every_draft(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> Iterat
 
 
 def _refusal(recipe: Recipe, plan: Plan, broken: tuple[Rule, ...]) -> FituneError:
-    """Of the plan that comes nearest: ``LOMO updates …, which is stage 3 (asked for: tuning: lomo, zero: 2)``."""
+    """Error of the plan that comes nearest: ``LOMO updates … stage 3 (asked for: tuning: lomo, zero: 2)``."""
     lines = []
     for rule in broken:
         pins = (name for name in rule.settings if name in recipe.model_fields_set)

@@ -89,7 +89,7 @@ def speed_errors(compared: Sequence[Comparison], *, confidence: Collection[str] 
 def verdicts(
     compared: Sequence[Comparison], *, outcome: str, confidence: Collection[str] = TRUSTED
 ) -> list[bool]:
-    """Whether the estimate says the same as what happened. A run with a trusted speed did fit, too."""
+    """True if the estimate says the same as what happened. A run with a trusted speed did fit, too."""
     return [
         c.fits is (outcome == "ok")
         for c in compared

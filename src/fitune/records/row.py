@@ -41,7 +41,7 @@ class Row:
         return self.sizes[key]
 
     def says(self, key: str, *needles: str) -> bool:
-        """Whether any of ``needles`` occurs in what the author wrote under ``key``."""
+        """True if any of ``needles`` occurs in what the author wrote under ``key``."""
         return any(needle in self.words[key] for needle in needles)
 
     @property

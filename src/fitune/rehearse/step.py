@@ -89,7 +89,7 @@ def _standing_for(gpu: Gpu, *, drops_out: bool) -> Iterator[None]:
 
 
 def _drops_out(plan: Plan) -> bool:
-    """Whether adapters or the model's config ask for dropout anywhere."""
+    """True if adapters or the model's config ask for dropout anywhere."""
     adapters = plan.tuning.dropout if isinstance(plan.tuning, Lora) else 0.0
     return adapters > 0 or plan.model.dropout != NO_DROPOUT
 

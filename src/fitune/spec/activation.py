@@ -1,4 +1,4 @@
-"""What the MLP's activation functions keep and move, under transformers' names. Known without torch.
+"""Memory and traffic of the MLP's activation functions, under transformers' names. Known without torch.
 
 Some are one kernel, others several operations in Python, each of which keeps what its own derivative reads
 (transformers/activations.py). A test counts the same of every function.
@@ -24,7 +24,7 @@ class Activation:
     backward: int = 2
     """At once beyond what is kept, with the gradients of output and input."""
     reads_and_writes: tuple[int, int] = (2, 3)
-    """Of elementwise operations, forward and backward."""
+    """Numbers of elementwise operations, forward and backward."""
     operations: tuple[int, int] = (1, 1)
 
     @property

@@ -51,7 +51,7 @@ class ConfigFields:
         return default if value is None else float(value)
 
     def is_capped(self, name: str, *, default: bool) -> bool:
-        """Whether a soft cap is set: ``null`` switches it off, an absent one is the ``default`` of the class."""
+        """True if a soft cap is set: ``null`` switches it off, an absent one is the ``default`` of the class."""
         return self.values[name] is not None if name in self.values else default
 
     def flag(self, name: str, *, default: bool = False) -> bool:

@@ -14,7 +14,7 @@ from fitune.spec.temporaries import temporary_sibling
 from fitune.units import MIB, format_bytes
 
 MAX_TEXT_BYTES = 16 * MIB
-"""Of a file that is read whole and was written by hand or by this program: a recipe, a plan, a report, a template."""
+"""Largest file that is read whole, written by hand or by this program: a recipe, a plan, a report, a template."""
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",

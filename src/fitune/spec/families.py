@@ -331,7 +331,7 @@ def _full_attention_layers(fields: ConfigFields, default: tuple[int, ...]) -> tu
 
 
 def _rotary_share(fields: ConfigFields) -> float:
-    """Of every head; transformers has moved it into the table of rotary settings."""
+    """Share of every head that turns; transformers has moved it into the table of rotary settings."""
     tables = (fields.values.get(name) for name in ("rope_parameters", "rope_scaling"))
     places = [fields.values, *(table for table in tables if isinstance(table, Mapping))]
     share = next((s for place in places if (s := place.get("partial_rotary_factor")) is not None), 1.0)

@@ -1,4 +1,4 @@
-"""What in a stranger's JSON asks to run code, told by names alone."""
+"""Requests to run code in a stranger's JSON, told by names alone."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub can be asked: its client retries for a minute where there is no network."""
+"""True if the Hugging Face Hub can be asked: its client retries for a minute where there is no network."""
 
 import os
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ HUB_TIMEOUT_S = 5.0
 
 
 def is_offline() -> bool:
-    """Whether the user switched the Hub off."""
+    """True if the user switched the Hub off."""
     switches = (os.environ.get(key, "").lower() for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(value in ("1", "true", "yes", "on") for value in switches)
 
 
 def answers(url: str) -> bool:
-    """Whether the host answers at all, whatever it answers."""
+    """True if the host answers at all, whatever it answers."""
     from urllib.error import HTTPError, URLError
     from urllib.request import Request, urlopen
 

@@ -1,4 +1,4 @@
-"""What folding an adapter into its base did to the loss: measured, and said."""
+"""Loss before and after an adapter was folded into its base."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class MergedLoss:
         return tuple(filter(None, (self.describe(), self.alternative())))
 
     def alternative(self) -> str:
-        """What to serve instead, empty where the base was not packed."""
+        """Advice on what to serve instead, empty where the base was not packed."""
         if not self.packed_base:
             return ""
         return (

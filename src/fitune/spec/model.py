@@ -31,7 +31,7 @@ class Linear:
         return self.name.rsplit(".", 1)[-1]
 
     def is_target(self, targets: Collection[str]) -> bool:
-        """Whether LoRA with these targets adapts it."""
+        """True if LoRA with these targets adapts it."""
         return self.adaptable and (self.short_name in targets or self.name in targets)
 
     @property
@@ -48,11 +48,11 @@ class Dropout:
     """Shares of elements that the model's own config drops out while it trains."""
 
     attention: float = 0.0
-    """Of the attention probabilities."""
+    """Dropout of the attention probabilities."""
     attention_output: float = 0.0
-    """Of what attention adds to the residual stream."""
+    """Dropout of what attention adds to the residual stream."""
     mlp_output: float = 0.0
-    """Of what the MLP adds to it; where attention and MLP are one sum (Falcon), of that."""
+    """Dropout of what the MLP adds to it; where attention and MLP are one sum (Falcon), of that sum."""
     embedding: float = 0.0
 
 
@@ -105,7 +105,7 @@ class ModelSpec:
     learned_positions: int = 0
     """Rows of a trained position table (GPT-2), 0 with rotary positions."""
     rotary_share: float = 1.0
-    """Of every head, how much turns with its position."""
+    """Share of every head that turns with its position."""
     head_bias: bool = False
     parallel_blocks: bool = False
     """Attention and MLP read the same input (Falcon, Phi-2)."""
@@ -118,7 +118,7 @@ class ModelSpec:
     """The head's logits do."""
     dropout: Dropout = NO_DROPOUT
     activation: str = "silu"
-    """Of the MLP, by a name of spec/activation.py."""
+    """Activation function of the MLP, by a name of spec/activation.py."""
     dtype: str = "bfloat16"
     linears: tuple[Linear, ...]
     """The matrices of one decoder block, in the order they are applied."""
@@ -132,7 +132,7 @@ class ModelSpec:
         return self.num_kv_heads * self.head_dim
 
     def has_window(self, layer: int) -> bool:
-        """Whether the attention of this block sees ``sliding_window`` tokens at most."""
+        """True if the attention of this block sees ``sliding_window`` tokens at most."""
         return self.sliding_window > 0 and layer not in self.full_attention_layers
 
     @property

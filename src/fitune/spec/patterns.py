@@ -17,7 +17,7 @@ _parser: Any = import_module("re._parser")  # the tree that re itself compiles f
 
 MOST_LETTERS = 4_000
 MOST_PARTS = 20_000
-"""Of an expression with its repeats written out, each counted twice."""
+"""Parts of an expression with its repeats written out, each counted twice."""
 SECONDS = 0.5
 """For all matches of one ``Clock`` together."""
 
@@ -37,7 +37,7 @@ class Clock:
         return self._timed("fullmatch", expression, text)
 
     def match(self, expression: str, text: str) -> Any:
-        """The same of the beginning of ``text``, as ``re.match``."""
+        """Match the beginning of ``text``, as ``re.match`` does."""
         return self._timed("match", expression, text)
 
     def _timed(self, how: str, expression: str, text: str) -> Any:

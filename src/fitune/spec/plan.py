@@ -259,7 +259,7 @@ class Plan:
     attention: Attention
     kernels: Kernels = "torch"
     compile_blocks: bool = False
-    """Whether torch compiles each decoder block."""
+    """True if torch compiles each decoder block."""
     loss: Loss
     batch: Batch
     schedule: Schedule

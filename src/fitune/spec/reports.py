@@ -260,7 +260,7 @@ class Failure:
 
 
 AFTER_TRAINING = ("exporting", "answering samples")
-"""What a run does once its last step is done."""
+"""Stages of a run after its last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +290,7 @@ class RunReport:
     failure: Failure | None = None
     """Only when the status is failed."""
     merged_loss: MergedLoss | None = None
-    """Of an export that was merged; None where there is none, or it could not be measured."""
+    """Losses of an export that was merged; None where there is none, or it could not be measured."""
     retries: tuple[Retry, ...] = ()
     """Attempts that ran out of memory before this end, in their order."""
     steps_of_other_plan: int = 0
@@ -299,7 +299,7 @@ class RunReport:
 
     @property
     def lacks_export(self) -> bool:
-        """Whether the last step is done and what came after it failed."""
+        """True if the last step is done and what came after it failed."""
         if self.status == "complete" or not 0 < self.steps == self.total_steps:
             return False
         return bool(self.exported) or (self.failure is not None and self.failure.doing in AFTER_TRAINING)

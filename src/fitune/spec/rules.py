@@ -36,7 +36,7 @@ from fitune.spec.plan import (
 )
 
 Purpose = Literal["plan", "train", "rehearse"]
-"""What a plan is wanted for; ``plan``: to be proposed. Training and rehearsal also run what no planner proposes."""
+"""Use that a plan is wanted for; ``plan``: to be proposed. Training and rehearsal also run what no planner proposes."""
 
 EVERYWHERE: tuple[Purpose, ...] = ("plan", "train", "rehearse")
 
@@ -76,12 +76,12 @@ def require_rules(plan: Plan, *purposes: Purpose) -> None:
 
 
 def adds_gradients_up(tuning: Tuning) -> bool:
-    """Whether gradients of several micro-batches can be accumulated: not where each is used as soon as it exists."""
+    """True if gradients of several micro-batches can be accumulated: not where each is used as soon as it exists."""
     return not updates_in_backward(tuning)
 
 
 def _who(plan: Plan) -> str:
-    """Of those that use a gradient as soon as it exists."""
+    """Name of the method that uses a gradient as soon as it exists."""
     match plan.tuning:
         case Lomo(adaptive=adaptive):
             return "AdaLomo" if adaptive else "LOMO"

@@ -21,7 +21,7 @@ FILES = (
 FOLDERS = (
     "checkpoints", "adapter", "adapter-unverified", "merged", "model", "model-unverified", "tensorboard",
 )  # fmt: skip
-"""What a run writes into its directory; --overwrite removes these and nothing else."""
+"""Names that a run writes into its directory; --overwrite removes these and nothing else."""
 
 _POINTERS = ("latest", "best")
 """The links that a run makes itself, in checkpoints/."""

@@ -29,7 +29,7 @@ _FLOAT_BITS = 1023
 """A whole number of more may be above the largest float."""
 
 _MOST_ERRORS = 1000
-"""Of more, none is spelled out: a kilobyte of memory each."""
+"""Most wrong values that are spelled out: each takes a kilobyte of memory."""
 
 
 def to_data(value: Any) -> Any:

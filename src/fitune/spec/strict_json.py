@@ -14,9 +14,9 @@ from fitune.spec.disk import read_bytes
 from fitune.units import MIB
 
 CONFIG_BYTES = 8 * MIB
-"""Of a config, plan, state or report: the largest in use have about one MiB (a name for each of 20,000 classes)."""
+"""Largest config, plan, state or report: those in use have about one MiB at most (names of 20,000 classes)."""
 TABLE_BYTES = 64 * MIB
-"""Of a tokenizer or an index of weights: Gemma-3's 262,144 tokens take 33 MiB, 280,000 tensors about 28 MiB."""
+"""Largest tokenizer or index of weights: Gemma-3's 262,144 tokens take 33 MiB, 280,000 tensors about 28 MiB."""
 
 MOST_NESTING = 64
 """Levels of lists and objects: what copies, compares or prints a value goes one call deeper for each of them."""
@@ -32,7 +32,7 @@ def read_object(
 
 
 def read_json(file: Path, *, largest_bytes: int = CONFIG_BYTES, follow_links: bool = True) -> Any:
-    """Whatever value is in ``file``. Raises OSError, and ValueError saying what is wrong with the content."""
+    """Read the value in ``file``. Raises OSError, and ValueError saying what is wrong with the content."""
     return parse_json(read_bytes(file, limit=largest_bytes, follow_links=follow_links))
 
 

@@ -124,7 +124,7 @@ def _ends(linear: Linear, wanted: str) -> bool:
 
 
 def _is(wanted: str, name: str, clock: Clock) -> bool:
-    """Whether a name, or a regular expression as a whole, is ``name``."""
+    """True if a name, or a regular expression as a whole, is ``name``."""
     if _NAME.fullmatch(wanted):
         return wanted == name
     try:

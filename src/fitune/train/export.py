@@ -25,7 +25,7 @@ Kind = Literal["adapter", "merged", "full"]
 FOLDERS: dict[Kind, str] = {"adapter": "adapter", "merged": "merged", "full": "model"}
 """Kind of export -> its folder in the run directory."""
 TITLES: dict[Kind, str] = {"adapter": "adapter", "merged": "merged model", "full": "model"}
-"""What people call them."""
+"""Names of the exports for people."""
 
 
 def trained_kind(plan: Plan) -> Kind:

@@ -37,7 +37,7 @@ def measured_merged(plan: Plan, merged: PreTrainedModel, data: PreparedData, *, 
 
 
 def or_say_why_not(measure: Callable[[], MergedLoss], say: Callable[[str], None]) -> MergedLoss | None:
-    """What ``measure`` returns; None when it fails, and ``say`` is told why: a figure must not cost the export."""
+    """Return what ``measure`` does; None when it fails, and ``say`` is told why: a figure must not cost the export."""
     try:
         return measure()
     except (FituneError, OSError, MemoryError, RuntimeError, ValueError) as error:

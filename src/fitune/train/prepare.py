@@ -186,7 +186,7 @@ def training_device(plan: Plan) -> torch.device:
 
 
 def quantisation(plan: Plan) -> Dense | Nf4 | Hqq:
-    """What the base is packed by."""
+    """Quantiser of the base."""
     return plan.tuning.base if isinstance(plan.tuning, Lora) else Dense()
 
 
@@ -200,7 +200,7 @@ def tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:
 
 
 def _has_dropout(parts: LanguageModel) -> bool:
-    """Whether anything in the model draws random numbers while training."""
+    """True if anything in the model draws random numbers while training."""
     config = parts.body.config
     configured = (
         "attention_dropout",

@@ -23,7 +23,7 @@ from fitune.train.prepare import Prepared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a checkpoint says beside its tensors."""
+    """Facts of a checkpoint beside its tensors."""
 
     plan: Plan
     rows: str
@@ -44,7 +44,7 @@ class Start:
     state: TrainState | None
     facts: Facts | None = None
     path: Path | None = None
-    """Of the checkpoint."""
+    """Path of the checkpoint."""
     damaged: tuple[Path, ...] = ()
     """Newer checkpoints that cannot be used."""
     warnings: tuple[str, ...] = ()
