@@ -52,7 +52,7 @@ class Case:
     recipe: dict[str, Any] = field(default_factory=dict)
 
 
-CASES = (
+IN_FP32 = (
     Case(name="full, 0.2 M", rows=4, seq_len=64, model={
         **LLAMA_10M, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "head_dim": 16,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 600,
@@ -68,6 +68,13 @@ CASES = (
     Case(name="full, large vocabulary", model={**LLAMA_10M, "vocab_size": 32000, "num_hidden_layers": 3}, rows=1,
          seq_len=512),
 )  # fmt: skip
+CASES = (
+    *IN_FP32,
+    *(
+        replace(case, name=f"{case.name}, bf16", recipe={**case.recipe, "precision": "bf16-master"})
+        for case in IN_FP32
+    ),
+)
 
 
 def main() -> None:
