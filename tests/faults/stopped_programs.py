@@ -4,6 +4,7 @@ Its ``n``-th call prints READY and waits for a signal; a call inside a step does
 """
 
 import pkgutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -32,6 +33,8 @@ def wait_in(target: str, call: int) -> None:
 
 
 if __name__ == "__main__":
+    # What was started in the background ignores SIGINT, and so does all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     target, call, go_on, *words = sys.argv[1:]
     wait_in(target, int(call))

@@ -14,7 +14,7 @@ _ALWAYS = {
     "database": None,
     "suppress_health_check": list(HealthCheck),
 }
-settings.register_profile("minute", max_examples=25, derandomize=True, **_ALWAYS)
+settings.register_profile("minute", max_examples=45, derandomize=True, **_ALWAYS)
 settings.register_profile("hour", max_examples=3000, **_ALWAYS)
 
 
