@@ -68,7 +68,7 @@ def _damage(run: Path, data: st.DataObject) -> None:
             file.unlink()
             os.mkfifo(file)
         case _:
-            shutil.copy(data.draw(st.sampled_from(files)), file)
+            file.write_bytes(data.draw(st.sampled_from(files)).read_bytes())
 
 
 def _json(file: Path) -> object:
