@@ -29,18 +29,13 @@ def kill(folder: Path, model: Path, data: Path, *words: object) -> dict[str, int
     return seen
 
 
-@pytest.mark.parametrize(
-    ("kills", "seed"), [(6, 7), pytest.param(200, 1, marks=pytest.mark.slow)], ids=["some", "many"]
-)
+@pytest.mark.parametrize(("kills", "seed"), [(6, 7)], ids=["some"])
 def test_killed_at_random_moments_with_damage_between_a_run_ends_as_if_undisturbed(
     tmp_path: Path, model_folder: Path, data_file: Path, kills: int, seed: int
 ) -> None:
     seen = kill(tmp_path / "runs", model_folder, data_file, "--kills", kills, "--seed", seed)
     assert seen["killed"] == kills
     assert seen["ended like the undisturbed run"] >= 1
-    if kills > 100:
-        assert seen["went on past damaged ones"] > 10
-        assert seen["refused: no checkpoint left, each named"] + seen["ended like the undisturbed run"] > 20
 
 
 @pytest.mark.slow
