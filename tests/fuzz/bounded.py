@@ -4,6 +4,7 @@ It is started once and used again: importing torch takes longer than most comman
 """
 
 import contextlib
+import importlib
 import io
 import multiprocessing
 import os
@@ -106,8 +107,8 @@ def _serve(pipe: Connection, folder: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nobody is there to answer
     import torch
 
-    import fitune.cli.training  # what most commands need, before memory is counted
-    import fitune.score.run  # noqa: F401
+    for module in ("fitune.cli.training", "fitune.score.run"):  # what most need, before memory is counted
+        importlib.import_module(module)
 
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_DATA, (_ROOM, _ROOM))
@@ -148,5 +149,5 @@ def _command(words: list[str]) -> int:
 
 def _resident(field: str) -> int:
     """Bytes, of this process."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)[1]) * 1024  # type: ignore[index]
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -31,8 +31,10 @@ CPU_ATTENTION_EFFICIENCY, CPU_ATTENTION_ROW_TOKENS = 0.5, 64
 BANDWIDTH_EFFICIENCY = 0.80
 """Share of the datasheet bandwidth that elementwise kernels reach. Not measured by us."""
 CPU_16_BIT_TRAFFIC = 0.5
-"""Of the bytes per second in fp32: a processor computes on 16 bit in fp32 and casts. Measured on a Zen 4 core (fitune
-doctor --calibrate, torch 2.13): 0.4 to 0.8."""
+"""Share of the bytes per second in fp32 that 16 bit reach: a processor computes on them in fp32 and casts.
+
+Measured on a Zen 4 core (fitune doctor --calibrate, torch 2.13): 0.4 to 0.8.
+"""
 FORWARD_LAUNCH_SECONDS, BACKWARD_LAUNCH_SECONDS = 18e-6, 13e-6
 """From one operation to the next. 14 and 9 µs were measured on a core of a cloud EPYC without CUDA (fitune doctor
 --calibrate, torch 2.13), + 4 µs for the launch itself, which is assumed."""
