@@ -8,8 +8,8 @@ import pytest
 from estimate.tiny_plans import gpu, known
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import block_counts, draft, losses
-from fitune.planner.families import families
-from fitune.planner.family_search import FamilySearch
+from fitune.planner.method_search import MethodSearch
+from fitune.planner.methods import methods
 from fitune.planner.preference import INDISTINGUISHABLE, SIMPLER_IS_WORTH, STAYING_IS_WORTH
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Recompute, Zero
@@ -19,12 +19,12 @@ from fitune.units import GIB
 SHALLOW = replace(known("qwen3-0.6b"), num_layers=7)
 
 
-def every_plan(recipe, family, model, hardware):
-    search = FamilySearch(recipe, family, model, hardware)
+def every_plan(recipe, method, model, hardware):
+    search = MethodSearch(recipe, method, model, hardware)
     counts = block_counts(recipe, layers=model.num_layers)
-    ways = product(search.spreads, search.batches, losses(recipe), counts)
-    for spread, batch, loss, blocks in ways:
-        plan = draft(recipe, family, spread, model=model, hardware=hardware)
+    ways = product(search.placements, search.batches, losses(recipe), counts)
+    for placement, batch, loss, blocks in ways:
+        plan = draft(recipe, method, placement, model=model, hardware=hardware)
         yield replace(plan, batch=batch, loss=loss, recompute=Recompute(blocks=blocks))
 
 
@@ -46,9 +46,9 @@ def test_no_plan_is_better_than_the_one_taken(card, gpus, host, settings):
     model = SHALLOW
     hardware: Hardware = replace(gpu(card, gpus=gpus), host_memory_bytes=host * GIB)
     recipe = parse_recipe({"model": "qwen3-0.6b", "seq_len": 2048, **settings})
-    family = families(recipe, model=model, gpu=hardware.gpu)[0]
-    fitting = [e for plan in every_plan(recipe, family, model, hardware) if (e := predict(plan)).fits]
-    found = FamilySearch(recipe, family, model, hardware).fastest()
+    method = methods(recipe, model=model, gpu=hardware.gpu)[0]
+    fitting = [e for plan in every_plan(recipe, method, model, hardware) if (e := predict(plan)).fits]
+    found = MethodSearch(recipe, method, model, hardware).fastest()
     assert bool(found) == bool(fitting)
     if fitting:
         best = max(estimate.tokens_per_second for estimate in fitting)
@@ -61,25 +61,25 @@ def test_the_smallest_plan_is_the_smallest():
     recipe = parse_recipe(
         {"model": "qwen3-0.6b", "tuning": "full", "global_batch_size": 4, "loss_chunk_tokens": 256}
     )
-    family = families(recipe, model=model, gpu=hardware.gpu)[0]
-    estimates = [predict(plan) for plan in every_plan(recipe, family, model, hardware)]
+    method = methods(recipe, model=model, gpu=hardware.gpu)[0]
+    estimates = [predict(plan) for plan in every_plan(recipe, method, model, hardware)]
     on_host = [
         e.peak_bytes for e in estimates if e.host_bytes <= e.usable_host_bytes or not e.usable_host_bytes
     ]
-    smallest = FamilySearch(recipe, family, model, hardware).smallest()
+    smallest = MethodSearch(recipe, method, model, hardware).smallest()
     assert predict(smallest.plan).peak_bytes == min(on_host)
 
 
 def test_the_stages_of_a_model_do_not_depend_on_how_states_are_spread():
-    """The search describes them once for all spreads."""
+    """The search describes them once for all placements."""
     model, hardware = known("llama-3.2-1b"), gpu("a100-40gb", gpus=4)
     for tuning in ("full", "lora", "qlora", "lomo"):
         recipe = parse_recipe({"model": "llama-3.2-1b", "tuning": tuning, "global_batch_size": 8})
-        family = families(recipe, model=model, gpu=hardware.gpu)[-1]
-        search = FamilySearch(recipe, family, model, hardware)
-        for spread in search.spreads:
+        method = methods(recipe, model=model, gpu=hardware.gpu)[-1]
+        search = MethodSearch(recipe, method, model, hardware)
+        for placement in search.placements:
             for batch in search.batches:
-                step = search.describe(spread, batch)
+                step = search.describe(placement, batch)
                 assert search._peak(step) == predict(step.plan).peak_bytes
 
 

@@ -7,8 +7,8 @@ import pytest
 from estimate.tiny_plans import CPU, gpu, known
 from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.planner.defaults import with_host_memory
-from fitune.planner.families import families
-from fitune.planner.family_search import FamilySearch
+from fitune.planner.method_search import MethodSearch
+from fitune.planner.methods import methods
 from fitune.planner.search import find_plan
 from fitune.spec.plan import (
     AdamW8bit,
@@ -32,11 +32,11 @@ def recipe_of(model: str, **settings) -> Recipe:
     return parse_recipe(canonical_keys({"model": model, **settings}, where="test"))
 
 
-def families_of(card: str, **settings):
+def methods_of(card: str, **settings):
     """Those that a plan can be made of."""
     model, hardware, recipe = known("llama-3.1-8b"), gpu(card), recipe_of("llama-3.1-8b", **settings)
-    found = families(recipe, model=model, gpu=hardware.gpu)
-    return [family for family in found if FamilySearch(recipe, family, model, hardware).spreads]
+    found = methods(recipe, model=model, gpu=hardware.gpu)
+    return [method for method in found if MethodSearch(recipe, method, model, hardware).placements]
 
 
 def plan_of(model: str, card: str, *, gpus: int = 1, nodes: int = 1, host: int = 512, **settings):
@@ -45,14 +45,14 @@ def plan_of(model: str, card: str, *, gpus: int = 1, nodes: int = 1, host: int =
     return find_plan(recipe_of(model, **settings), model=known(model), hardware=hardware).chosen.plan
 
 
-def words(family) -> str:
-    tuning = type(family.tuning).__name__
-    base = type(family.tuning.base).__name__ if isinstance(family.tuning, Lora) else ""
-    return f"{tuning}{base} {family.precision} {family.tier}"
+def words(method) -> str:
+    tuning = type(method.tuning).__name__
+    base = type(method.tuning.base).__name__ if isinstance(method.tuning, Lora) else ""
+    return f"{tuning}{base} {method.precision} {method.tier}"
 
 
 def test_the_order_of_preference():
-    assert [words(family) for family in families_of("h100")] == [
+    assert [words(method) for method in methods_of("h100")] == [
         "Full bf16-master device",
         "LoraDense bf16-master device",
         "LoraDense bf16 device",
@@ -67,7 +67,7 @@ def test_the_order_of_preference():
         "Lomo bf16 any",
         "Lomo bf16 any",
     ]
-    assert [words(family) for family in families_of("h100", tuning="full")] == [
+    assert [words(method) for method in methods_of("h100", tuning="full")] == [
         "Full bf16-master any",
         "Full bf16 any",
     ]
@@ -86,7 +86,7 @@ def test_the_order_of_preference():
     ],
 )
 def test_the_words_for_a_quantised_base(settings, tuning):
-    assert {family.tuning.base for family in families_of("h100", **settings)} == {tuning}
+    assert {method.tuning.base for method in methods_of("h100", **settings)} == {tuning}
 
 
 def test_lomo_is_its_own_optimizer_and_clips_by_value_unless_told():
@@ -151,8 +151,8 @@ def test_the_global_batch_is_shared_by_all_devices():
 def test_a_processor_offloads_nothing():
     model = known("qwen3-0.6b")
     recipe = recipe_of("qwen3-0.6b", tuning="full")
-    family = families(recipe, model=model, gpu=CPU.gpu)[0]
-    assert [spread.is_plain for spread in FamilySearch(recipe, family, model, CPU).spreads] == [True]
+    method = methods(recipe, model=model, gpu=CPU.gpu)[0]
+    assert [placement.is_plain for placement in MethodSearch(recipe, method, model, CPU).placements] == [True]
 
 
 @pytest.mark.parametrize(
@@ -211,12 +211,12 @@ def test_what_is_pinned_is_never_chosen_against():
     for gpus in (1, 4):
         hardware = replace(gpu("rtx-4090", gpus=gpus), host_memory_bytes=256 * GIB)
         recipe = recipe_of("llama-3.1-8b", tuning="full", optimizer="adamw-8bit")
-        for family in families(recipe, model=model, gpu=hardware.gpu):
-            for spread in FamilySearch(recipe, family, model, hardware).spreads:
-                assert spread.offload.optimizer == "device"
-                assert getattr(spread.sharding, "backend", "fsdp") == "fsdp"
-    assert not [f for f in families_of("h100", optimizer="momentum") if isinstance(f.tuning, Lomo)]
-    assert {type(f.tuning) for f in families_of("h100", max_grad_value=0.5)} == {Lomo}
+        for method in methods(recipe, model=model, gpu=hardware.gpu):
+            for placement in MethodSearch(recipe, method, model, hardware).placements:
+                assert placement.offload.optimizer == "device"
+                assert getattr(placement.sharding, "backend", "fsdp") == "fsdp"
+    assert not [f for f in methods_of("h100", optimizer="momentum") if isinstance(f.tuning, Lomo)]
+    assert {type(f.tuning) for f in methods_of("h100", max_grad_value=0.5)} == {Lomo}
 
 
 def test_cheapest_keeps_the_pins_and_says_how_many_devices_it_took():

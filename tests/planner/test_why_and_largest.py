@@ -66,7 +66,7 @@ def test_the_longest_row_is_the_longest():
 def test_fewer_trained_parameters_leave_room_for_more():
     recipe = parse_recipe({"model": "llama-3.2-1b", "seq_len": 1024})
     found = largest(recipe, "micro_batch", model=known("llama-3.2-1b"), hardware=gpu("rtx-4090"))
-    rows = {(type(item.family.tuning).__name__, item.family.precision.value): item.value for item in found}
+    rows = {(type(item.method.tuning).__name__, item.method.precision.value): item.value for item in found}
     assert rows["Full", "bf16-master"] < rows["Lora", "bf16-master"]
 
 
@@ -80,7 +80,7 @@ def test_the_largest_model_is_named(capsys):
 def test_with_parameters_on_the_host_the_longest_row_is_found():
     settings = {"model": "llama-3.1-8b", "offload_parameters": "cpu", "seq_len": 512}
     found = largest(parse_recipe(settings), "seq_len", model=known("llama-3.1-8b"), hardware=gpu("rtx-4090"))
-    values = {type(item.family.tuning).__name__: item.value for item in found}
+    values = {type(item.method.tuning).__name__: item.value for item in found}
     assert values["Lora"]
 
 

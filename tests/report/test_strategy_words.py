@@ -20,7 +20,7 @@ from fitune.spec.plan import (
     Offload,
     Zero,
 )
-from fitune.spec.words import describe_plan, family_words
+from fitune.spec.words import describe_plan, method_parts
 
 _LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj", "v_proj")}
 
@@ -90,7 +90,7 @@ _LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj", "v_proj")}
 def test_every_choice_has_words(choice, line, sentence):
     plan = replace(plan_for(small_llama(), hardware=gpu("h100", gpus=8)), **choice)
     assert line in describe_plan(plan)
-    assert headline(plan).split(" · ")[: len(family_words(plan))] == list(family_words(plan))
+    assert headline(plan).split(" · ")[: len(method_parts(plan))] == list(method_parts(plan))
     assert sentence in " ".join(sentences(plan))
 
 

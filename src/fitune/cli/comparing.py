@@ -9,7 +9,7 @@ from fitune.cli.fresh_process import run_child
 from fitune.cli.training import train_recipe
 from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.planner.defaults import default_learning_rate, optimizer_of
-from fitune.planner.families import lomo_of, lora_of, nf4_of
+from fitune.planner.methods import lomo_of, lora_of, nf4_of
 from fitune.report.methods_page import MethodRun, comparison_rows, write_comparison
 from fitune.report.run_files import read_run
 from fitune.report.text_table import text_table

@@ -1,4 +1,4 @@
-"""What can be tried inside one family: splits of the batch, losses, numbers of recomputed blocks."""
+"""What can be tried inside one method: splits of the batch, losses, numbers of recomputed blocks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,8 +12,8 @@ from fitune.planner.defaults import (
     run_of,
     schedule_of,
 )
-from fitune.planner.families import Family
-from fitune.planner.spreads import Spread
+from fitune.planner.methods import Method
+from fitune.planner.placements import Placement
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.kernels import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.model import ModelSpec
@@ -31,18 +31,20 @@ from fitune.spec.recipe import Recipe
 from fitune.spec.rules import adds_gradients_up
 
 
-def draft(recipe: Recipe, family: Family, spread: Spread, *, model: ModelSpec, hardware: Hardware) -> Plan:
-    """The plan of a family with the smallest batch and nothing recomputed: what the search varies."""
-    rate = recipe.learning_rate or default_learning_rate(family.tuning, family.optimizer)
+def draft(
+    recipe: Recipe, method: Method, placement: Placement, *, model: ModelSpec, hardware: Hardware
+) -> Plan:
+    """The plan of a method with the smallest batch and nothing recomputed: what the search varies."""
+    rate = recipe.learning_rate or default_learning_rate(method.tuning, method.optimizer)
     return Plan(
         model=model,
         model_path=model.name,
-        hardware=devices_of(spread, hardware),
-        tuning=family.tuning,
-        precision=family.precision,
-        optimizer=family.optimizer,
-        sharding=spread.sharding,
-        offload=spread.offload,
+        hardware=devices_of(placement, hardware),
+        tuning=method.tuning,
+        precision=method.precision,
+        optimizer=method.optimizer,
+        sharding=placement.sharding,
+        offload=placement.offload,
         recompute=Recompute(blocks=block_counts(recipe, layers=model.num_layers)[0]),
         attention=attention_of(recipe, model=model, gpu=hardware.gpu),
         kernels=recipe.kernels,
@@ -51,14 +53,14 @@ def draft(recipe: Recipe, family: Family, spread: Spread, *, model: ModelSpec, h
         batch=Batch(micro_batch_size=1, accumulation=1, seq_len=recipe.seq_len, packing=recipe.packing),
         schedule=schedule_of(recipe, learning_rate=rate),
         data=data_of(recipe),
-        run=run_of(recipe, model=model, tuning=family.tuning),
+        run=run_of(recipe, model=model, tuning=method.tuning),
         added_tokens=tuple(recipe.added_tokens),
     )
 
 
-def devices_of(spread: Spread, hardware: Hardware) -> Hardware:
+def devices_of(placement: Placement, hardware: Hardware) -> Hardware:
     """One process has one device."""
-    if isinstance(spread.sharding, Single):
+    if isinstance(placement.sharding, Single):
         return replace(hardware, gpus_per_node=1, nodes=1, internode_bandwidth=0.0)
     return hardware
 
@@ -74,13 +76,13 @@ def attention_of(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> Attention:
     return "flash"
 
 
-def batches(recipe: Recipe, family: Family, *, ranks: int) -> tuple[Batch, ...]:
+def batches(recipe: Recipe, method: Method, *, ranks: int) -> tuple[Batch, ...]:
     """Every split of the global batch over the ranks and into micro-batches that the pins allow, the largest first.
 
     Empty when there is none. Where gradients do not add up the micro-batch is the rank's whole share, unless the pins
     say otherwise.
     """
-    whole = () if adds_gradients_up(family.tuning) else tuple(_whole_share(recipe, ranks))
+    whole = () if adds_gradients_up(method.tuning) else tuple(_whole_share(recipe, ranks))
     splits = whole or _splits(recipe, ranks)
     return tuple(
         Batch(micro_batch_size=micro, accumulation=steps, seq_len=recipe.seq_len, packing=recipe.packing)

@@ -6,8 +6,8 @@ from fitune.estimate.shares import num_ranks
 from fitune.planner.added_tokens import added_tokens_decisions
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
 from fitune.planner.dropout_decisions import dropout_decisions
-from fitune.planner.families import ORDER
 from fitune.planner.lora_decisions import lora_decisions
+from fitune.planner.methods import ORDER
 from fitune.planner.precision import why_on_cpu
 from fitune.spec.hardware import Hardware
 from fitune.spec.kernels import flash_refused_by_device, flash_refused_by_model
@@ -77,7 +77,7 @@ def usual_row(asked: Recipe, plan: Plan) -> Iterator[str]:
 def decisions_of(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
     lines: list[Iterator[str]] = [
         _tuning(recipe, plan),
-        _spread(recipe, plan),
+        _placement(recipe, plan),
         _precision(recipe, plan),
         _clipping_in_backward(recipe, plan),
         _batch(recipe, plan),
@@ -116,7 +116,7 @@ def _tuning(recipe: Recipe, plan: Plan) -> Iterator[str]:
 _NARROWING = ("export", "quantization", "quantization_bits", "dora", "rslora")
 
 
-def _spread(recipe: Recipe, plan: Plan) -> Iterator[str]:
+def _placement(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Sharding and offload, and whether the host was checked."""
     match plan.sharding:
         case Ddp() if recipe.zero is None:

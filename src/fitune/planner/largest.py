@@ -7,9 +7,9 @@ from typing import Any, Literal
 from fitune.errors import RecipeError
 from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.defaults import with_usual_row
-from fitune.planner.families import Family, Tier
-from fitune.planner.family_search import FamilySearch
-from fitune.planner.precision import families_for
+from fitune.planner.method_search import MethodSearch
+from fitune.planner.methods import Method, Tier
+from fitune.planner.precision import methods_for
 from fitune.planner.refusals import refuse_contradictions
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
@@ -29,7 +29,7 @@ MOST_ROWS = 4096
 class Largest:
     """``value``: tokens, rows or a model's name; None when nothing fits."""
 
-    family: Family
+    method: Method
     value: int | str | None
 
 
@@ -47,12 +47,12 @@ def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardwa
     refuse_contradictions(recipe, model=model, hardware=hardware)
     found: dict[tuple[str, str, str], Largest] = {}
     tier: Tier = "any" if _offload_is_asked_for(recipe) else "device"
-    for family in families_for(recipe, model=model, hardware=hardware):
-        family = replace(family, tier=tier)
-        is_possible = bool(FamilySearch(recipe, family, model, hardware).spreads)
-        if _label(family) not in found and is_possible:
-            value = _value(quantity, recipe, family, model, hardware)
-            found[_label(family)] = Largest(family=family, value=value)
+    for method in methods_for(recipe, model=model, hardware=hardware):
+        method = replace(method, tier=tier)
+        is_possible = bool(MethodSearch(recipe, method, model, hardware).placements)
+        if _label(method) not in found and is_possible:
+            value = _value(quantity, recipe, method, model, hardware)
+            found[_label(method)] = Largest(method=method, value=value)
     return tuple(found.values())
 
 
@@ -72,37 +72,37 @@ def _offload_is_asked_for(recipe: Recipe) -> bool:
 
 
 def _value(
-    quantity: str, recipe: Recipe, family: Family, model: ModelSpec, hardware: Hardware
+    quantity: str, recipe: Recipe, method: Method, model: ModelSpec, hardware: Hardware
 ) -> int | str | None:
     match quantity:
         case "seq_len":
-            return _longest_row(recipe, family, model, hardware)
+            return _longest_row(recipe, method, model, hardware)
         case "micro_batch":
-            return _most_rows(recipe, family, model, hardware)
+            return _most_rows(recipe, method, model, hardware)
         case _:
-            return _largest_model(recipe, family, hardware)
+            return _largest_model(recipe, method, hardware)
 
 
-def _longest_row(recipe: Recipe, family: Family, model: ModelSpec, hardware: Hardware) -> int | None:
+def _longest_row(recipe: Recipe, method: Method, model: ModelSpec, hardware: Hardware) -> int | None:
     def fits(steps: int) -> bool:
         changed = recipe.model_copy(update={"seq_len": min(steps * ROW_STEP, model.max_seq_len)})
-        return FamilySearch(changed, family, model, hardware).fits()
+        return MethodSearch(changed, method, model, hardware).fits()
 
     steps = _bisect(fits, most=-(-model.max_seq_len // ROW_STEP))
     return min(steps * ROW_STEP, model.max_seq_len) if steps else None
 
 
-def _most_rows(recipe: Recipe, family: Family, model: ModelSpec, hardware: Hardware) -> int | None:
+def _most_rows(recipe: Recipe, method: Method, model: ModelSpec, hardware: Hardware) -> int | None:
     def fits(rows: int) -> bool:
-        return FamilySearch(
-            recipe.model_copy(update={"micro_batch_size": rows}), family, model, hardware
+        return MethodSearch(
+            recipe.model_copy(update={"micro_batch_size": rows}), method, model, hardware
         ).fits()
 
     return _bisect(fits, most=MOST_ROWS) or None
 
 
-def _largest_model(recipe: Recipe, family: Family, hardware: Hardware) -> str | None:
-    """Methods are the family's, its adapters on all linears, whose names differ from model to model."""
+def _largest_model(recipe: Recipe, method: Method, hardware: Hardware) -> str | None:
+    """The same method, its adapters on all linears, whose names differ from model to model."""
     known = (load_model_spec(name, offline=True) for name in known_model_names())
     for model in sorted(known, key=lambda model: count_parameters(model).total, reverse=True):
         pins = {
@@ -111,9 +111,9 @@ def _largest_model(recipe: Recipe, family: Family, hardware: Hardware) -> str | 
             "lora_layers": [],
         }
         changed = recipe.model_copy(update=pins)
-        for other in families_for(changed, model=model, hardware=hardware):
-            if _label(other) == _label(family):
-                if FamilySearch(changed, replace(other, tier=family.tier), model, hardware).fits():
+        for other in methods_for(changed, model=model, hardware=hardware):
+            if _label(other) == _label(method):
+                if MethodSearch(changed, replace(other, tier=method.tier), model, hardware).fits():
                     return model.name
                 break
     return None
@@ -128,8 +128,8 @@ def _bisect(fits: Callable[[int], bool], *, most: int) -> int:
     return low
 
 
-def _label(family: Family) -> tuple[str, str, str]:
-    return method_name(family.tuning), describe_base_of(family.tuning), family.precision.value
+def _label(method: Method) -> tuple[str, str, str]:
+    return method_name(method.tuning), describe_base_of(method.tuning), method.precision.value
 
 
 def explain_largest(recipe: Recipe, quantity: str, found: tuple[Largest, ...]) -> str:
@@ -146,7 +146,7 @@ def explain_largest(recipe: Recipe, quantity: str, found: tuple[Largest, ...]) -
     }[quantity]
     lines = [what]
     for item in found:
-        name, base, precision = _label(item.family)
+        name, base, precision = _label(item.method)
         words = f"{name}, {precision}" + (f", {base}" if base else "")
         value = f"{item.value:,}" if isinstance(item.value, int) else item.value or "none fits"
         lines.append(f"  {words:<60}{value:>34}")
@@ -157,6 +157,6 @@ def largest_data(quantity: str, found: tuple[Largest, ...]) -> dict[str, Any]:
     """The object that ``--json`` prints."""
     rows = []
     for item in found:
-        name, base, precision = _label(item.family)
+        name, base, precision = _label(item.method)
         rows.append({"tuning": name, "base": base, "precision": precision, "value": item.value})
     return {"largest": quantity, "methods": rows}

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from fitune.errors import RecipeError
 from fitune.planner.added_tokens import with_added_rows
-from fitune.planner.families import Family
-from fitune.planner.family_search import FamilySearch
-from fitune.planner.precision import families_for
+from fitune.planner.method_search import MethodSearch
+from fitune.planner.methods import Method
+from fitune.planner.placements import Placement
+from fitune.planner.precision import methods_for
 from fitune.planner.refusals import refuse_contradictions
 from fitune.planner.search import first_choice
-from fitune.planner.spreads import Spread
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Ddp, Sharding, Zero
@@ -124,37 +124,39 @@ def of_cell(recipe: Recipe, model: ModelSpec, seq_len: int) -> Recipe:
 def _settings(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> Iterator[Setting]:
     """Activations stay on the device here: what recomputing and offloaded states do is to be seen by itself."""
     asked = recipe.gradient_checkpointing
-    for family in compared(recipe, model, hardware):
+    for method in compared(recipe, model, hardware):
         for recompute in (False, True) if asked is None else (bool(asked),):
             pins = {
                 "offload_activations": recipe.offload_activations or "device",
                 "gradient_checkpointing": asked if recompute else False,
             }
-            one = FamilySearch(recipe.model_copy(update=pins), family, model, hardware)
-            for (sharding, offload), spreads in _grouped(one.spreads).items():
+            one = MethodSearch(recipe.model_copy(update=pins), method, model, hardware)
+            for (sharding, offload), placements in _grouped(one.placements).items():
                 yield Setting(
-                    method=method_name(family.tuning),
+                    method=method_name(method.tuning),
                     sharding=sharding,
                     recompute=recompute,
                     offload=offload,
-                    fits=any(one.has_room(spread) for spread in spreads),
+                    fits=any(one.has_room(placement) for placement in placements),
                 )
 
 
-def compared(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> tuple[Family, ...]:
-    """Of every method that is no last resort the best family: full, LoRA and QLoRA, or what the recipe pins."""
-    found: dict[str, Family] = {}
-    for family in families_for(recipe, model=model, hardware=hardware):
-        if not family.last_resort:
-            found.setdefault(method_name(family.tuning), replace(family, tier="any"))
+def compared(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> tuple[Method, ...]:
+    """Of every method that is no last resort the best: full, LoRA and QLoRA, or what the recipe pins."""
+    found: dict[str, Method] = {}
+    for method in methods_for(recipe, model=model, hardware=hardware):
+        if not method.last_resort:
+            found.setdefault(method_name(method.tuning), replace(method, tier="any"))
     return tuple(found.values())
 
 
-def _grouped(spreads: Sequence[Spread]) -> dict[tuple[str, bool], list[Spread]]:
-    groups: dict[tuple[str, bool], list[Spread]] = {}
-    for spread in spreads:
-        states = (spread.offload.parameters, spread.offload.optimizer)
-        groups.setdefault((stage_name(spread.sharding), states != ("device", "device")), []).append(spread)
+def _grouped(placements: Sequence[Placement]) -> dict[tuple[str, bool], list[Placement]]:
+    groups: dict[tuple[str, bool], list[Placement]] = {}
+    for placement in placements:
+        states = (placement.offload.parameters, placement.offload.optimizer)
+        groups.setdefault((stage_name(placement.sharding), states != ("device", "device")), []).append(
+            placement
+        )
     return groups
 
 

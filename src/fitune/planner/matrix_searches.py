@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from fitune.estimate.memory import memory_of
-from fitune.planner.family_search import FamilySearch
 from fitune.planner.matrix import Cell, Matrix, compared, of_cell
+from fitune.planner.method_search import MethodSearch
 from fitune.spec.recipe import Recipe
 from fitune.spec.words import method_name
 
@@ -29,9 +29,9 @@ def least_bytes(recipe: Recipe, cell: Cell, matrix: Matrix, **pins: object) -> i
     return min((memory_of(step).peak_bytes for step in steps), default=None)
 
 
-def _lora(recipe: Recipe, cell: Cell, matrix: Matrix, **pins: object) -> Iterator[FamilySearch]:
+def _lora(recipe: Recipe, cell: Cell, matrix: Matrix, **pins: object) -> Iterator[MethodSearch]:
     wanted = of_cell(recipe, cell.model, cell.seq_len)
     wanted = wanted.model_copy(update={"offload_activations": "device", **pins})
-    for family in compared(wanted, cell.model, matrix.hardware):
-        if method_name(family.tuning) == "lora":
-            yield FamilySearch(wanted, family, cell.model, matrix.hardware)
+    for method in compared(wanted, cell.model, matrix.hardware):
+        if method_name(method.tuning) == "lora":
+            yield MethodSearch(wanted, method, cell.model, matrix.hardware)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fitune.errors import Shortage
 from fitune.estimate.memory import memory_of
 from fitune.planner.defaults import CHUNK_TOKENS, optimizer_of
-from fitune.planner.families import lora_of, nf4_of, to_adapters
+from fitune.planner.methods import lora_of, nf4_of, to_adapters
 from fitune.planner.retry import Known, described
 from fitune.spec.plan import (
     ChunkedLoss,

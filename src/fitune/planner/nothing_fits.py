@@ -8,10 +8,10 @@ from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.describe import host_sum, wrapped
-from fitune.planner.families import to_adapters
-from fitune.planner.family_search import FamilySearch
 from fitune.planner.fit import fits, host_fits
-from fitune.planner.precision import families_for
+from fitune.planner.method_search import MethodSearch
+from fitune.planner.methods import to_adapters
+from fitune.planner.precision import methods_for
 from fitune.spec.gpus import CARDS
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
@@ -36,7 +36,7 @@ def nothing_fits(
     model: ModelSpec,
     hardware: Hardware,
 ) -> NothingFits:
-    """The error to raise; ``smallest`` is the smallest plan of every family that was searched."""
+    """The error to raise; ``smallest`` is the smallest plan of every method that was searched."""
     best = min(smallest, key=shortage)
     peak = predict(best.plan).peak_bytes
     usable = usable_bytes(hardware)
@@ -112,8 +112,8 @@ class Changes:
 
     def about_the_host(self) -> Iterator[str]:
         """With what waits on the host the devices may do; then the host's sum says how much is missing there."""
-        for family in families_for(self.recipe, model=self.model, hardware=self.hardware):
-            step = FamilySearch(self.recipe, family, self.model, self.hardware).least_host()
+        for method in methods_for(self.recipe, model=self.model, hardware=self.hardware):
+            step = MethodSearch(self.recipe, method, self.model, self.hardware).least_host()
             if step is not None:
                 estimate = predict(step.plan)
                 offload = describe_offload(step.plan.offload)
@@ -182,25 +182,25 @@ class Changes:
     def _smallest(self, change: Change) -> StepStages | None:
         recipe = self.recipe.model_copy(update=change.settings)
         found = []
-        for family in families_for(recipe, model=self.model, hardware=self.hardware):
-            step = FamilySearch(recipe, family, self.model, change.hardware).smallest()
+        for method in methods_for(recipe, model=self.model, hardware=self.hardware):
+            step = MethodSearch(recipe, method, self.model, change.hardware).smallest()
             if step is not None:
                 found.append(step)
         return min(found, key=shortage) if found else None
 
     def _longest_row(self) -> int | None:
-        """The longest seq_len, a multiple of 64, at which the smallest family fits: bytes only grow with tokens."""
+        """The longest seq_len, a multiple of 64, at which the smallest method fits: bytes only grow with tokens."""
 
         def fits_with(seq_len: int) -> bool:
-            return self._family_fits(self.recipe.model_copy(update={"seq_len": seq_len}), self.model)
+            return self._method_fits(self.recipe.model_copy(update={"seq_len": seq_len}), self.model)
 
         return _largest_multiple(fits_with, below=self.best.plan.batch.seq_len)
 
-    def _family_fits(self, recipe: Recipe, model: ModelSpec) -> bool:
+    def _method_fits(self, recipe: Recipe, model: ModelSpec) -> bool:
         plan = self.best.plan
-        for family in families_for(recipe, model=model, hardware=self.hardware):
-            alike = type(family.tuning) is type(plan.tuning) and family.precision is plan.precision
-            if alike and FamilySearch(recipe, family, model, self.hardware).fits():
+        for method in methods_for(recipe, model=model, hardware=self.hardware):
+            alike = type(method.tuning) is type(plan.tuning) and method.precision is plan.precision
+            if alike and MethodSearch(recipe, method, model, self.hardware).fits():
                 return True
         return False
 
@@ -210,7 +210,7 @@ class Changes:
         for model in sorted(known, key=lambda model: count_parameters(model).total, reverse=True):
             seq_len = min(self.recipe.seq_len, model.max_seq_len)
             changed = {"seq_len": seq_len, "lora_target_modules": ["all-linear"], "lora_layers": []}
-            if self._family_fits(self.recipe.model_copy(update=changed), model):
+            if self._method_fits(self.recipe.model_copy(update=changed), model):
                 return model.name
         return None
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from fitune.estimate.time import predict_step_time
 from fitune.planner.candidates import batches, draft
-from fitune.planner.families import Family, families
-from fitune.planner.spreads import Spread
+from fitune.planner.methods import Method, methods
+from fitune.planner.placements import Placement
 from fitune.spec.flops import peak_flops
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
@@ -17,17 +17,17 @@ BF16_IS_WORTH = 1.25
 """In fp32 nothing is rounded to 8 bits: bf16 has to be as many times as fast to be taken where both fit."""
 
 
-def families_for(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> tuple[Family, ...]:
-    """All families the recipe and the device allow, the preferred first; a processor's precision by its rates."""
-    in_fp32 = families(recipe, model=model, gpu=hardware.gpu)
+def methods_for(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> tuple[Method, ...]:
+    """All methods the recipe and the device allow, the preferred first; a processor's precision by its rates."""
+    in_fp32 = methods(recipe, model=model, gpu=hardware.gpu)
     if not hardware.gpu.is_cpu or recipe.precision is not None:
         return in_fp32
     in_bf16 = (Precision.BF16_MASTER, Precision.FP32)
-    found = families(recipe, model=model, gpu=hardware.gpu, on_cpu=in_bf16)
-    first = next((family for family in found if family.precision is Precision.BF16_MASTER), None)
+    found = methods(recipe, model=model, gpu=hardware.gpu, on_cpu=in_bf16)
+    first = next((method for method in found if method.precision is Precision.BF16_MASTER), None)
     if first is None:
         return in_fp32
-    alone = Spread(sharding=Single(), offload=Offload())
+    alone = Placement(sharding=Single(), offload=Offload())
     plan = draft(recipe, first, alone, model=model, hardware=hardware)
     largest = batches(recipe, first, ranks=1)[:1] or (plan.batch,)
     if bf16_speedup(replace(plan, batch=largest[0])) < BF16_IS_WORTH:

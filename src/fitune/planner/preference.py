@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from fitune.estimate.memory import memory_of
 from fitune.estimate.step import StepStages
 from fitune.estimate.time import step_time_of
-from fitune.planner.spreads import Spread
+from fitune.planner.placements import Placement
 from fitune.spec.plan import Plan
 
 INDISTINGUISHABLE = 0.99
 """Share of the best speed from which on no estimate tells two plans apart."""
 SIMPLER_IS_WORTH = 0.95
-"""Share of the best speed at which a spread with fewer moving parts is taken in its place."""
+"""Share of the best speed at which a placement with fewer moving parts is taken in its place."""
 STAYING_IS_WORTH = 0.80
 """Share of the best speed at which a plan that offloads nothing is taken in place of one that does: the gain hangs on
 links and copies that others use too."""
@@ -20,10 +20,10 @@ links and copies that others use too."""
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan that fits, the fastest of its spread and batch."""
+    """A plan that fits, the fastest of its placement and batch."""
 
     step: StepStages
-    spread: Spread
+    placement: Placement
     tokens_per_second: float
 
     @property
@@ -39,7 +39,7 @@ def tokens_per_second(step: StepStages) -> float:
 
 def in_order(found: Sequence[Found], *, packed: bool) -> list[Found]:
     """First the one to take: of those nearly as fast as the best one that offloads nothing, then the simplest
-    spread, and of its plans that no estimate tells apart the one with least memory when rows are packed, else
+    placement, and of its plans that no estimate tells apart the one with least memory when rows are packed, else
     with most rows at once.
 
     Rows that are not packed are mostly shorter than seq_len: more of them keep the device busy.
@@ -48,13 +48,15 @@ def in_order(found: Sequence[Found], *, packed: bool) -> list[Found]:
         return []
     best = max(item.tokens_per_second for item in found)
     staying = [
-        item for item in found if item.spread.is_plain and item.tokens_per_second >= STAYING_IS_WORTH * best
+        item
+        for item in found
+        if item.placement.is_plain and item.tokens_per_second >= STAYING_IS_WORTH * best
     ]
     candidates = staying or found
     best = max(item.tokens_per_second for item in candidates)
     fast = [item for item in candidates if item.tokens_per_second >= SIMPLER_IS_WORTH * best]
-    simplest = min(item.spread.complexity for item in fast)
-    simple = [item for item in fast if item.spread.complexity == simplest]
+    simplest = min(item.placement.complexity for item in fast)
+    simple = [item for item in fast if item.placement.complexity == simplest]
     enough = INDISTINGUISHABLE * max(item.tokens_per_second for item in simple)
 
     def rank(item: Found) -> int:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from fitune.errors import FituneError, RecipeError
 from fitune.planner.candidates import batches, draft
-from fitune.planner.families import families
-from fitune.planner.spreads import every_spread
+from fitune.planner.methods import methods
+from fitune.planner.placements import every_placement
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Plan
@@ -34,10 +34,10 @@ def refuse_contradictions(
 
 def _every_draft(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> Iterator[Plan]:
     """Every plan that the settings leave open, whether or not it keeps the rules: the simplest first."""
-    for family in families(recipe, model=model, gpu=hardware.gpu):
-        splits = batches(recipe, family, ranks=hardware.num_gpus)
-        for spread in every_spread(recipe, hardware):
-            plan = draft(recipe, family, spread, model=model, hardware=hardware)
+    for method in methods(recipe, model=model, gpu=hardware.gpu):
+        splits = batches(recipe, method, ranks=hardware.num_gpus)
+        for placement in every_placement(recipe, hardware):
+            plan = draft(recipe, method, placement, model=model, hardware=hardware)
             yield from (replace(plan, batch=batch) for batch in {*splits[:1], *splits[-1:]})
 
 

@@ -1,4 +1,4 @@
-"""Keep every choice of the user, decide the rest: the best family that fits, and in it the best plan."""
+"""Keep every choice of the user, decide the rest: the best method that fits, and in it the best plan."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +9,11 @@ from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.decisions import decisions_of, devices_left_idle, faster_method, long_update, usual_row
 from fitune.planner.defaults import with_usual_row
 from fitune.planner.describe import memory_sum
-from fitune.planner.families import Family
-from fitune.planner.family_search import FamilySearch
 from fitune.planner.fit import fits
+from fitune.planner.method_search import MethodSearch
+from fitune.planner.methods import Method
 from fitune.planner.nothing_fits import nothing_fits, shortage
-from fitune.planner.precision import families_for
+from fitune.planner.precision import methods_for
 from fitune.planner.preference import Found, tokens_per_second
 from fitune.planner.prices import price_of
 from fitune.planner.refusals import refuse_contradictions
@@ -23,7 +23,7 @@ from fitune.spec.plan import Lora, Plan
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import PlanReport, Priced, Rejection
 from fitune.spec.rules import Purpose
-from fitune.spec.words import describe_family, describe_spread
+from fitune.spec.words import describe_method, describe_placement
 
 RUNNERS_UP = 3
 
@@ -31,7 +31,7 @@ RUNNERS_UP = 3
 def find_plan(
     recipe: Recipe, *, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...] = ("plan",)
 ) -> PlanReport:
-    """The plan to run, three others, and why every better family was not taken.
+    """The plan to run, three others, and why every better method was not taken.
 
     ``purposes``: what the plan is wanted for; all plans keep the rules that bind any of them.
     Raises RecipeError or HardwareError for pins that cannot be honoured, NothingFits when no plan that keeps
@@ -66,26 +66,26 @@ def find_plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One family: its plans that fit, the preferred first; or the smallest plan, which does not."""
+    """One method: its plans that fit, the preferred first; or the smallest plan, which does not."""
 
-    family: Family
+    method: Method
     found: tuple[Found, ...]
     smallest: StepStages | None
 
 
 def search(
     recipe: Recipe, *, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...] = ("plan",),
-    wanted: Callable[[Family], bool] = lambda family: True,
+    wanted: Callable[[Method], bool] = lambda method: True,
 ) -> list[Answer]:  # fmt: skip
-    """Families in the order of preference, until one fits; then only those that train something else.
+    """Methods in the order of preference, until one fits; then only those that train something else.
 
-    ``wanted`` leaves families out.
+    ``wanted`` leaves methods out.
     """
     answers: list[Answer] = []
-    for family in filter(wanted, families_for(recipe, model=model, hardware=hardware)):
-        if _is_settled(family, answers):
+    for method in filter(wanted, methods_for(recipe, model=model, hardware=hardware)):
+        if _is_settled(method, answers):
             continue
-        answer = _searched(recipe, family, model, hardware, purposes)
+        answer = _searched(recipe, method, model, hardware, purposes)
         if answer is not None:
             answers.append(answer)
     return answers
@@ -94,8 +94,8 @@ def search(
 def first_choice(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> Priced | None:
     """The plan that ``find_plan`` takes, without the others; the smallest where none fits, None without any."""
     smallest: list[StepStages] = []
-    for family in families_for(recipe, model=model, hardware=hardware):
-        answer = _searched(recipe, family, model, hardware, ("plan",))
+    for method in methods_for(recipe, model=model, hardware=hardware):
+        answer = _searched(recipe, method, model, hardware, ("plan",))
         if answer is not None and answer.found:
             return _priced(answer.found[0].plan)
         if answer is not None and answer.smallest is not None:
@@ -104,40 +104,40 @@ def first_choice(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> Pri
 
 
 def _searched(
-    recipe: Recipe, family: Family, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...]
+    recipe: Recipe, method: Method, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...]
 ) -> Answer | None:
-    """What one family has to offer; None when no way of spreading it is left."""
+    """What one method has to offer; None when no placement is left."""
     searches = [
-        FamilySearch(recipe, family, model, devices, purposes) for devices in _devices(recipe, hardware)
+        MethodSearch(recipe, method, model, devices, purposes) for devices in _devices(recipe, hardware)
     ]
-    searches = [one for one in searches if one.spreads]
-    return _answer(recipe, family, searches) if searches else None
+    searches = [one for one in searches if one.placements]
+    return _answer(recipe, method, searches) if searches else None
 
 
-def _is_settled(family: Family, answers: Sequence[Answer]) -> bool:
-    """After a family that fits the next are looked at only for comparison: other methods, on the devices alone."""
-    fitting = [answer.family for answer in answers if answer.found]
+def _is_settled(method: Method, answers: Sequence[Answer]) -> bool:
+    """After a method that fits the next are looked at only for comparison: other methods, on the devices alone."""
+    fitting = [answer.method for answer in answers if answer.found]
     if not fitting:
         return False
-    known = {_method(other) for other in fitting}
-    return family.tier == "host" or family.last_resort or _method(family) in known
+    known = {_kind(other) for other in fitting}
+    return method.tier == "host" or method.last_resort or _kind(method) in known
 
 
-def _method(family: Family) -> tuple[str, str]:
-    base = type(family.tuning.base).__name__ if isinstance(family.tuning, Lora) else ""
-    return type(family.tuning).__name__, base
+def _kind(method: Method) -> tuple[str, str]:
+    base = type(method.tuning.base).__name__ if isinstance(method.tuning, Lora) else ""
+    return type(method.tuning).__name__, base
 
 
-def _answer(recipe: Recipe, family: Family, searches: Sequence[FamilySearch]) -> Answer:
+def _answer(recipe: Recipe, method: Method, searches: Sequence[MethodSearch]) -> Answer:
     if recipe.objective == "least-memory":
         found = [_smallest_found(one) for one in searches]
         ranked = sorted((f for f in found if f is not None), key=lambda f: predict(f.plan).peak_bytes)
     else:
         ranked = _best_first([one.fastest() for one in searches])
     if ranked:
-        return Answer(family=family, found=tuple(ranked), smallest=None)
+        return Answer(method=method, found=tuple(ranked), smallest=None)
     smallest = [step for one in searches if (step := one.smallest()) is not None]
-    return Answer(family=family, found=(), smallest=min(smallest, key=shortage))
+    return Answer(method=method, found=(), smallest=min(smallest, key=shortage))
 
 
 def _best_first(found: Sequence[tuple[Found, ...]]) -> list[Found]:
@@ -147,14 +147,14 @@ def _best_first(found: Sequence[tuple[Found, ...]]) -> list[Found]:
     return [*taken, *others]
 
 
-def _smallest_found(one: FamilySearch) -> Found | None:
+def _smallest_found(one: MethodSearch) -> Found | None:
     step = one.smallest()
     if step is None or not fits(step):
         return None
-    spread = next(
-        s for s in one.spreads if s.sharding == step.plan.sharding and s.offload == step.plan.offload
+    placement = next(
+        s for s in one.placements if s.sharding == step.plan.sharding and s.offload == step.plan.offload
     )
-    return Found(step, spread, tokens_per_second(step))
+    return Found(step, placement, tokens_per_second(step))
 
 
 def _cost(found: Found) -> float:
@@ -178,7 +178,7 @@ def _devices(recipe: Recipe, hardware: Hardware) -> Iterator[Hardware]:
 
 
 def _rejections(answers: Sequence[Answer]) -> tuple[Rejection, ...]:
-    """One a family; the same arithmetic is not told twice."""
+    """One a method; the same arithmetic is not told twice."""
     told: dict[str, Rejection] = {}
     for answer in answers:
         if answer.smallest is not None:
@@ -188,20 +188,20 @@ def _rejections(answers: Sequence[Answer]) -> tuple[Rejection, ...]:
 
 
 def _rejection(plan: Plan) -> Rejection:
-    spread = describe_spread(plan)
-    what = describe_family(plan) + (f", {spread}" if spread else "")
+    placement = describe_placement(plan)
+    what = describe_method(plan) + (f", {placement}" if placement else "")
     return Rejection(what=what, why=memory_sum(predict(plan)))
 
 
 def _runners_up(fitting: Sequence[Answer]) -> list[Found]:
-    """The best of every other family, then the chosen family spread otherwise, then with other batches."""
+    """The best of every other method, then the chosen method in other placements, then with other batches."""
     chosen, *rest = fitting[0].found
-    spreads = {chosen.spread}
+    placements = {chosen.placement}
     otherwise: list[Found] = []
     batches: list[Found] = []
     for found in rest:
-        (batches if found.spread in spreads else otherwise).append(found)
-        spreads.add(found.spread)
+        (batches if found.placement in placements else otherwise).append(found)
+        placements.add(found.placement)
     others = [answer.found[0] for answer in fitting[1:]]
     return [*others, *otherwise, *batches][:RUNNERS_UP]
 

@@ -11,7 +11,7 @@ from fitune.planner.added_tokens import with_added_rows
 from fitune.planner.defaults import with_usual_row
 from fitune.planner.describe import memory_sum, wrapped
 from fitune.planner.explain import estimate_data
-from fitune.planner.families import Family
+from fitune.planner.methods import Method
 from fitune.planner.nothing_fits import shortage
 from fitune.planner.refusals import refuse_contradictions
 from fitune.planner.search import search
@@ -69,13 +69,13 @@ def compare(
     return Alternative(change=change, taken=taken, pinned=Priced(plan=plan, estimate=predict(plan)))
 
 
-def _like(plan: Plan, changed: Recipe) -> Callable[[Family], bool]:
-    """Families of the plan's own method, unless the change is about the method."""
+def _like(plan: Plan, changed: Recipe) -> Callable[[Method], bool]:
+    """Methods with the plan's own tuning, unless the change is about the method."""
     open_method = changed.tuning is None and not changed.quantization_is_asked_for
 
-    def is_like(family: Family) -> bool:
-        same = method_name(family.tuning) == method_name(plan.tuning)
-        return not open_method or (same and changed.precision in (None, family.precision.value))
+    def is_like(method: Method) -> bool:
+        same = method_name(method.tuning) == method_name(plan.tuning)
+        return not open_method or (same and changed.precision in (None, method.precision.value))
 
     return is_like
 

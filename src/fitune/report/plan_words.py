@@ -40,7 +40,7 @@ from fitune.spec.plan import (
     updates_in_backward,
 )
 from fitune.spec.targets import as_ranges
-from fitune.spec.words import describe_devices, describe_spread, family_words
+from fitune.spec.words import describe_devices, describe_placement, method_parts
 from fitune.units import format_bytes, format_learning_rate
 
 _PRECISIONS = {
@@ -70,8 +70,8 @@ _CONTAINERS = (
 
 def headline(plan: Plan) -> str:
     """``LoRA r16 on 7 linears · fp32 · AdamW · 1 × cpu``"""
-    placed = describe_spread(plan)
-    return " · ".join((*family_words(plan), *([placed] if placed else []), describe_devices(plan.hardware)))
+    placed = describe_placement(plan)
+    return " · ".join((*method_parts(plan), *([placed] if placed else []), describe_devices(plan.hardware)))
 
 
 def sentences(plan: Plan) -> list[str]:
@@ -84,7 +84,7 @@ def sentences(plan: Plan) -> list[str]:
         *_kernel_sentences(plan),
         _loss_sentence(plan.loss),
         *([] if isinstance(plan.tuning, Lomo) else [_optimizer_sentence(plan.optimizer)]),
-        *_spread_sentences(plan),
+        *_placement_sentences(plan),
         _schedule_sentence(plan.schedule, clips=not updates_in_backward(plan.tuning)),
     ]
 
@@ -194,7 +194,7 @@ def _optimizer_sentence(optimizer: Optimizer) -> str:
     return f"The optimizer is {_any_name(optimizer)}."
 
 
-def _spread_sentences(plan: Plan) -> Iterator[str]:
+def _placement_sentences(plan: Plan) -> Iterator[str]:
     match plan.sharding:
         case Ddp():
             yield "Every device holds the whole model; gradients are averaged over all of them (DDP)."

@@ -36,8 +36,8 @@ def describe_plan(plan: Plan) -> str:
     batch = plan.batch
     return ", ".join(
         (
-            *family_words(plan),
-            *([describe_spread(plan)] if describe_spread(plan) else []),
+            *method_parts(plan),
+            *([describe_placement(plan)] if describe_placement(plan) else []),
             f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed",
             describe_loss(plan.loss),
             f"{plan.attention} attention",
@@ -69,12 +69,12 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def describe_family(plan: Plan) -> str:
+def describe_method(plan: Plan) -> str:
     """``full, bf16-master, AdamW``."""
-    return ", ".join(family_words(plan))
+    return ", ".join(method_parts(plan))
 
 
-def family_words(plan: Plan) -> tuple[str, ...]:
+def method_parts(plan: Plan) -> tuple[str, ...]:
     optimizer = "" if isinstance(plan.tuning, Lomo) else describe_optimizer(plan.optimizer)
     if isinstance(plan.tuning, Full) and isinstance(plan.tuning.update, InBackward):
         optimizer += f" in backward, {describe_clip(plan.tuning.update.clip)}"
@@ -134,7 +134,7 @@ def describe_base(base: Dense | Nf4 | Hqq) -> str:
             return f"an HQQ base of {bits} bits in groups of {size}"
 
 
-def describe_spread(plan: Plan) -> str:
+def describe_placement(plan: Plan) -> str:
     """Sharding and offload, where there are any: ``ZeRO-3 by FSDP2 on 8 devices, parameters on the CPU``."""
     words = [describe_sharding(plan.sharding), describe_offload(plan.offload)]
     if words[0]:

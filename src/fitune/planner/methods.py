@@ -38,8 +38,8 @@ Tier = Literal["device", "host", "any"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """What decides quality. Between families the better is taken, inside one the faster.
+class Method:
+    """What decides quality. Between methods the better is taken, inside one the faster.
 
     ``tier`` says where weights and optimizer may wait: what is fetched from the host makes every step several times
     slower, so a method left open is first searched on the devices alone.
@@ -53,10 +53,10 @@ class Family:
     """Taken when nothing else fits, never shown beside what does."""
 
 
-def families(
+def methods(
     recipe: Recipe, *, model: ModelSpec, gpu: Gpu, on_cpu: tuple[Precision, ...] = (Precision.FP32,)
-) -> tuple[Family, ...]:
-    """All families the recipe and the device allow, the preferred first (ORDER).
+) -> tuple[Method, ...]:
+    """All methods the recipe and the device allow, the preferred first (ORDER).
 
     ``on_cpu``: the precisions of a processor, the preferred first; planner/precision.py knows them.
 
@@ -65,7 +65,7 @@ def families(
     """
     precisions = _precisions(recipe, gpu, on_cpu)
     found = [
-        Family(tuning=tuning, precision=precision, optimizer=_optimizer(recipe, tuning))
+        Method(tuning=tuning, precision=precision, optimizer=_optimizer(recipe, tuning))
         for tuning in _tunings(recipe, model)
         for precision in precisions
     ]
@@ -74,21 +74,21 @@ def families(
     return tuple(_by_tier(found, precision_is_open=recipe.precision is None))
 
 
-def _by_tier(found: list[Family], *, precision_is_open: bool) -> Iterator[Family]:
-    good = [family for family in found if not _comes_last(family, precision_is_open=precision_is_open)]
-    for family in good:
-        yield replace(family, tier="device")
-    for family in sorted(good, key=lambda family: isinstance(family.tuning, Full)):
-        yield replace(family, tier="host")
-    for family in found:
-        if family not in good:
-            yield replace(family, last_resort=True)
+def _by_tier(found: list[Method], *, precision_is_open: bool) -> Iterator[Method]:
+    good = [method for method in found if not _comes_last(method, precision_is_open=precision_is_open)]
+    for method in good:
+        yield replace(method, tier="device")
+    for method in sorted(good, key=lambda method: isinstance(method.tuning, Full)):
+        yield replace(method, tier="host")
+    for method in found:
+        if method not in good:
+            yield replace(method, last_resort=True)
 
 
-def _comes_last(family: Family, *, precision_is_open: bool) -> bool:
-    if isinstance(family.tuning, Lomo):
+def _comes_last(method: Method, *, precision_is_open: bool) -> bool:
+    if isinstance(method.tuning, Lomo):
         return True
-    return precision_is_open and isinstance(family.tuning, Full) and family.precision is Precision.BF16
+    return precision_is_open and isinstance(method.tuning, Full) and method.precision is Precision.BF16
 
 
 def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:

@@ -1,4 +1,4 @@
-"""How states may be spread: sharding × offload, as far as the recipe leaves it open."""
+"""Where the states of a training may be kept: sharding × offload, as far as the recipe leaves it open."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from fitune.spec.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Placement:
     """Over which devices the states are divided, and what leaves them."""
 
     sharding: Sharding
@@ -35,11 +35,11 @@ class Spread:
         return len(places), int(foreign), stage
 
 
-def every_spread(recipe: Recipe, hardware: Hardware) -> Iterator[Spread]:
+def every_placement(recipe: Recipe, hardware: Hardware) -> Iterator[Placement]:
     """Every way that the recipe's pins leave open, whether or not it keeps the rules."""
     for sharding in _shardings(recipe, hardware):
         for offload in _offloads(recipe):
-            yield Spread(sharding=sharding, offload=offload)
+            yield Placement(sharding=sharding, offload=offload)
 
 
 def _shardings(recipe: Recipe, hardware: Hardware) -> Iterator[Sharding]:

@@ -1,8 +1,8 @@
-"""The exact search inside one family: every spread, batch, loss and number of recomputed blocks.
+"""The exact search inside one method: every placement, batch, loss and number of recomputed blocks.
 
 Exact without trying everything. A plan's speed has a bound: the same plan with nothing recomputed and all logits at
 once; what is offloaded in addition only slows it down. Plans are looked at in the order of that bound, and the search
-ends when the next bound is below the best plan found. Bytes are monotone, so a spread whose smallest plan does not
+ends when the next bound is below the best plan found. Bytes are monotone, so a placement whose smallest plan does not
 fit is left as a whole, and the fewest recomputed blocks are found by bisection.
 """
 
@@ -18,8 +18,9 @@ from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import ModelStages, StepStages, describe_step, model_stages, resident_terms
 from fitune.planner.candidates import batches, block_counts, draft, losses
-from fitune.planner.families import Family
 from fitune.planner.fit import cheapest_blocks, counts_for_host, fewest_blocks, fits, host_fits, peak_of
+from fitune.planner.methods import Method
+from fitune.planner.placements import Placement, every_placement
 from fitune.planner.preference import (
     INDISTINGUISHABLE,
     SIMPLER_IS_WORTH,
@@ -29,7 +30,6 @@ from fitune.planner.preference import (
     preferred,
     tokens_per_second,
 )
-from fitune.planner.spreads import Spread, every_spread
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Batch, Loss, Plan, Recompute, Sharding
@@ -38,55 +38,55 @@ from fitune.spec.rules import Purpose, keeps_rules
 
 
 @dataclass(frozen=True)
-class FamilySearch:
-    """One family on one set of devices; its plans keep the rules that bind any of ``purposes``."""
+class MethodSearch:
+    """One method on one set of devices; its plans keep the rules that bind any of ``purposes``."""
 
     recipe: Recipe
-    family: Family
+    method: Method
     model: ModelSpec
     hardware: Hardware
     purposes: tuple[Purpose, ...] = ("plan",)
 
     @cached_property
-    def spreads(self) -> tuple[Spread, ...]:
-        """Ways that keep the rules and are in the family's tier, the simplest first."""
+    def placements(self) -> tuple[Placement, ...]:
+        """Ways that keep the rules and are in the method's tier, the simplest first."""
         found = [
-            spread
-            for spread in every_spread(self.recipe, self.hardware)
-            if self.batches and self._is_in_tier(spread) and self._keeps_rules(spread)
+            placement
+            for placement in every_placement(self.recipe, self.hardware)
+            if self.batches and self._is_in_tier(placement) and self._keeps_rules(placement)
         ]
-        return tuple(sorted(found, key=lambda spread: spread.complexity))
+        return tuple(sorted(found, key=lambda placement: placement.complexity))
 
-    def _is_in_tier(self, spread: Spread) -> bool:
-        return self.family.tier == "any" or (self.family.tier == "device") == spread.states_stay
+    def _is_in_tier(self, placement: Placement) -> bool:
+        return self.method.tier == "any" or (self.method.tier == "device") == placement.states_stay
 
-    def _keeps_rules(self, spread: Spread) -> bool:
-        return keeps_rules(replace(self.draft(spread), batch=self.batches[0]), *self.purposes)
+    def _keeps_rules(self, placement: Placement) -> bool:
+        return keeps_rules(replace(self.draft(placement), batch=self.batches[0]), *self.purposes)
 
     def fastest(self) -> tuple[Found, ...]:
-        """The plan to take, then the best of every other spread and batch that was looked at; empty when none fits."""
+        """The plan to take, then the best of every other placement and batch looked at; empty when none fits."""
         found: list[Found] = []
         best = 0.0
-        for bound, spread, step in self._by_bound():
+        for bound, placement, step in self._by_bound():
             if bound < STAYING_IS_WORTH * best:
                 break
-            worth = STAYING_IS_WORTH if spread.is_plain else SIMPLER_IS_WORTH
+            worth = STAYING_IS_WORTH if placement.is_plain else SIMPLER_IS_WORTH
             plan = self._fastest_that_fits(step, at_least=worth * best)
             if plan is not None:
-                found.append(Found(plan, spread, tokens_per_second(plan)))
+                found.append(Found(plan, placement, tokens_per_second(plan)))
                 best = max(best, found[-1].tokens_per_second)
         return tuple(in_order(found, packed=self.recipe.packing))
 
     def smallest(self) -> StepStages | None:
-        """The plan that needs the least device memory, of those whose host part fits; None without any spread.
+        """The plan that needs the least device memory, of those whose host part fits; None without any placement.
 
         With every block recomputed a plan holds at most the blocks' inputs more than with its best number of blocks:
         that bound spares the search of those that cannot win.
         """
         least_of: list[tuple[bool, int, StepStages]] = []
-        for spread in self.spreads:
+        for placement in self.placements:
             for batch in {self.batches[0], self.batches[-1]}:
-                step = self._all_recomputed(self.describe(spread, batch))
+                step = self._all_recomputed(self.describe(placement, batch))
                 least_of.append(
                     (not host_fits(step), self._peak(step) - step.inputs_before(step.num_layers), step)
                 )
@@ -103,46 +103,46 @@ class FamilySearch:
     def least_host(self) -> StepStages | None:
         """Of the plans that fit the devices and not the host the one that asks least of it; None without any."""
         found = []
-        for spread in self.spreads:
-            step = self._all_recomputed(self.describe(spread, self.batches[-1]))
+        for placement in self.placements:
+            step = self._all_recomputed(self.describe(placement, self.batches[-1]))
             if self._peak(step) <= self._usable and not host_fits(step):
                 found.append(step)
         return min(found, key=lambda step: sum(host_terms(step).values()), default=None)
 
     def fits(self) -> bool:
         """True if any plan has room."""
-        return any(self.has_room(spread) for spread in self.spreads)
+        return any(self.has_room(placement) for placement in self.placements)
 
-    def has_room(self, spread: Spread) -> bool:
-        """True if any plan of this spread has."""
-        return self.fits_at_all(spread) and any(
-            self._has_room_for(spread, batch) for batch in reversed(self.batches)
+    def has_room(self, placement: Placement) -> bool:
+        """True if any plan of this placement has."""
+        return self.fits_at_all(placement) and any(
+            self._has_room_for(placement, batch) for batch in reversed(self.batches)
         )
 
-    def fits_at_all(self, spread: Spread) -> bool:
-        """True if the spread's smallest batch, made smaller still by adding nothing up, has room: if not, none has."""
-        if self._resident_bytes(spread) > self._usable:
+    def fits_at_all(self, placement: Placement) -> bool:
+        """True if the placement's smallest batch, with nothing accumulated, has room: if not, none has."""
+        if self._resident_bytes(placement) > self._usable:
             return False
-        return self._has_room_for(spread, replace(self.batches[-1], accumulation=1))
+        return self._has_room_for(placement, replace(self.batches[-1], accumulation=1))
 
-    def _has_room_for(self, spread: Spread, batch: Batch) -> bool:
+    def _has_room_for(self, placement: Placement, batch: Batch) -> bool:
         """With any loss and number of blocks; the ends that decide most cases are looked at first."""
-        step = self._all_recomputed(self.describe(spread, batch))
+        step = self._all_recomputed(self.describe(placement, batch))
         if fits(step):
             return True
         if self._peak(step) - step.inputs_before(step.num_layers) > self._usable:
             return False
         return fits(self._least(step))
 
-    def draft(self, spread: Spread) -> Plan:
-        return draft(self.recipe, self.family, spread, model=self.model, hardware=self.hardware)
+    def draft(self, placement: Placement) -> Plan:
+        return draft(self.recipe, self.method, placement, model=self.model, hardware=self.hardware)
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
-        return batches(self.recipe, self.family, ranks=self.hardware.num_gpus)
+        return batches(self.recipe, self.method, ranks=self.hardware.num_gpus)
 
-    def describe(self, spread: Spread, batch: Batch) -> StepStages:
-        plan = replace(self.draft(spread), batch=batch)
+    def describe(self, placement: Placement, batch: Batch) -> StepStages:
+        plan = replace(self.draft(placement), batch=batch)
         return describe_step(plan, largest_batch(plan), self._stages(batch, plan))
 
     @cached_property
@@ -164,33 +164,33 @@ class FamilySearch:
             self._known_stages[rows] = model_stages(plan, largest_batch(plan))
         return self._known_stages[rows]
 
-    def _resident_bytes(self, spread: Spread) -> int:
-        return sum(resident_terms(self.draft(spread)).values())
+    def _resident_bytes(self, placement: Placement) -> int:
+        return sum(resident_terms(self.draft(placement)).values())
 
-    def _by_bound(self) -> Iterator[tuple[float, Spread, StepStages]]:
-        """Every spread that fits at all with every batch, by falling bound. What offloads more than another way of
+    def _by_bound(self) -> Iterator[tuple[float, Placement, StepStages]]:
+        """Every placement that fits at all with every batch, by falling bound. What offloads more than another way of
         the same sharding enters with that one's bound and is described only when that is reached."""
         order = count()
         heap: list[tuple[float, int, int, Batch, StepStages | None]] = []
         ceilings: dict[tuple[Sharding, Batch], float] = {}
-        fits = cache(lambda place: self.fits_at_all(self.spreads[place]))
-        for place, spread in enumerate(self.spreads):
+        fits = cache(lambda place: self.fits_at_all(self.placements[place]))
+        for place, placement in enumerate(self.placements):
             for batch in self.batches:
                 step = None
-                if (spread.sharding, batch) not in ceilings:
-                    step = self.describe(spread, batch)
-                    ceilings[spread.sharding, batch] = self._bound(step)
-                heapq.heappush(heap, (-ceilings[spread.sharding, batch], next(order), place, batch, step))
+                if (placement.sharding, batch) not in ceilings:
+                    step = self.describe(placement, batch)
+                    ceilings[placement.sharding, batch] = self._bound(step)
+                heapq.heappush(heap, (-ceilings[placement.sharding, batch], next(order), place, batch, step))
         while heap:
             negative, number, place, batch, step = heapq.heappop(heap)
-            spread = self.spreads[place]
+            placement = self.placements[place]
             if not fits(place):
                 continue
             if step is None:
-                step = self.describe(spread, batch)
+                step = self.describe(placement, batch)
                 heapq.heappush(heap, (max(negative, -self._bound(step)), number, place, batch, step))
             else:
-                yield -negative, spread, step
+                yield -negative, placement, step
 
     def _bound(self, step: StepStages) -> float:
         return tokens_per_second(
@@ -198,7 +198,7 @@ class FamilySearch:
         )
 
     def _fastest_that_fits(self, step: StepStages, *, at_least: float) -> StepStages | None:
-        """The fastest way with this spread and batch that fits; None when there is none as fast as ``at_least``.
+        """The fastest way with this placement and batch that fits; None when there is none as fast as ``at_least``.
 
         The smallest logits leave most room for activations, to within a block: a bound for all of them.
         """
