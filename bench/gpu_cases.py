@@ -17,8 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fitune.estimate.predict import predict
 from fitune.measure.hardware import detect_hardware
-from fitune.models.build import model_config, with_layers
-from fitune.models.door import empty_model
+from fitune.models.door import empty_model, model_config, with_layers
 from fitune.models.weights import compute_dtype
 from fitune.spec.gpus import cpu_gpu, hardware_for
 from fitune.spec.hardware import Hardware

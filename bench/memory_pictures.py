@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fitune.cli.planning import plan_for
-from fitune.models.build import model_config
+from fitune.models.door import model_config
 from fitune.rehearse.events import Allocated, Entered, Freed, Trace
 from fitune.rehearse.peaks import kinds_of, rounded
 from fitune.rehearse.run import trace_plan

@@ -15,7 +15,7 @@ from fitune.checkpoint.export import adapter_weights, export_merged
 from fitune.checkpoint.layout import write_adapter
 from fitune.errors import CheckpointError
 from fitune.models.adapter_check import check_adapter, linear_shapes
-from fitune.models.foreign import refuse_pickle, refuse_remote_code
+from fitune.models.door import refuse_pickle, refuse_remote_code
 from fitune.spec.model import Linear, ModelSpec
 
 SPEC = ModelSpec(

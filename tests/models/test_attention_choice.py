@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fitune.models.attention import attending_as, one_call, rows_eager, rows_flash, rows_sdpa
-from fitune.models.rows import Rows
+from fitune.models.attention import Rows, attending_as, one_call, rows_eager, rows_flash, rows_sdpa
 
 LENGTHS = (9, 1, 13)
 A100, H100, V100, CPU = (8, 0), (9, 0), (7, 0), (0, 0)

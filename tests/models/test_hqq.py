@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from fitune.errors import MissingExtra, ModelError
-from fitune.models.quantised_linear import QuantisedLinear
-from fitune.models.quantize import quantise_linears
+from fitune.models.quantised import QuantisedLinear, quantise_linears
 from fitune.rehearse.fake import fake_tensors
 from fitune.spec.plan import Hqq
 from models.test_nf4 import dense_linear, forward_and_gradient

@@ -33,7 +33,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return real(file)
 
     monkeypatch.setattr(identities, "open_regular", noting)
-    monkeypatch.setattr("fitune.models.remembered_hashes._SETTLED_S", -1.0)
+    monkeypatch.setattr("fitune.models.identity._SETTLED_S", -1.0)
     return names
 
 

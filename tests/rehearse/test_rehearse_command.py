@@ -8,7 +8,7 @@ import pytest
 from estimate.tiny_plans import gpu, known, plan_for
 from fitune.cli import main
 from fitune.errors import ModelError
-from fitune.models.build import model_config
+from fitune.models.door import model_config
 from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.run import rehearse
 from fitune.rehearse.step import record_step

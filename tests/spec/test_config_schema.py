@@ -10,8 +10,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.activations import ACT2FN
 
 from fitune.errors import ModelError
-from fitune.models.build import model_config
-from fitune.models.door import read_config
+from fitune.models.door import model_config, read_config
 from fitune.spec.activation import ACTIVATIONS, WITH_WEIGHTS
 from fitune.spec.config_fields import ConfigFields
 from fitune.spec.config_schema import (

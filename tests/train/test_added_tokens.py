@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from fitune.cli.exporting import export_run
 from fitune.data.preparing import prepare_data
 from fitune.errors import ModelError, RecipeError
-from fitune.models.build import model_config
+from fitune.models.door import model_config
 from fitune.models.vocabulary import add_rows, planned_tokenizer
 from fitune.models.weights import load_model
 from fitune.rehearse.run import rehearse

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fitune.models.identity import base_reference
-from fitune.models.stored_dtype import stored_dtype
+from fitune.models.weights import stored_dtype
 from fitune.spec.plan import Plan
 from fitune.train.run import run
 from train.test_run import callbacks

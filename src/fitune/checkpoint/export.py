@@ -21,10 +21,10 @@ from fitune.checkpoint.merge import base_weights, in_dtype, merged_weights, refu
 from fitune.checkpoint.merge_law import merged_checks
 from fitune.checkpoint.parity import is_equal
 from fitune.checkpoint.verify import reload_device, verify
+from fitune.models.adapters import copy_tables, table_weights, ties_are_kept
 from fitune.models.attention import attends_by_rows
 from fitune.models.door import whole_model, with_adapter
-from fitune.models.quantize import quantised_base
-from fitune.models.tables import copy_tables, table_weights, ties_are_kept
+from fitune.models.quantised import quantised_base
 from fitune.models.vocabulary import resized
 from fitune.models.weights import load_model
 from fitune.spec.plan import Dense
@@ -164,7 +164,7 @@ def export_full(
 
 
 def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
-    """On the host, each a storage of its own: adapters, and the tables that train in place (models/tables.py)."""
+    """On the host, each a storage of its own: adapters, and the tables that train in place (models/adapters.py)."""
     # PEFT would ask the Hub whether the vocabulary grew.
     state = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
     adapters = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}

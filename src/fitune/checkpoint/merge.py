@@ -9,7 +9,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from fitune.errors import CheckpointError
-from fitune.models.quantised_linear import QuantisedLinear
+from fitune.models.quantised import QuantisedLinear
 
 
 def merged_weights(model: PeftModel, dtype: torch.dtype) -> dict[str, Tensor]:

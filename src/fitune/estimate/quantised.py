@@ -55,7 +55,7 @@ def stored_bytes(weights: int, base: Dense | Nf4 | Hqq, *, element_bytes: int) -
 def packed_bytes(weights: int, base: Dense | Nf4 | Hqq, *, element_bytes: int) -> int:
     """One matrix's words without what scales them: the parameter, of which sharding makes shares.
 
-    Scales are buffers, which every rank holds whole (models/quantised_linear.py, engine/fsdp.py).
+    Scales are buffers, which every rank holds whole (models/quantised.py, engine/fsdp.py).
     """
     match base:
         case Dense():

@@ -110,7 +110,7 @@ class Site:
     def reads_input(self, linears: Sequence[Linear]) -> bool:
         """True if the linears keep the input they share; dropped-out adapters keep their own instead.
 
-        A packed product keeps nothing (models/quantised_linear.py).
+        A packed product keeps nothing (models/quantised.py).
         """
         return self.full or (bool(self.adapted(linears)) and self.dropout == 0)
 

@@ -137,7 +137,7 @@ class StepStages:
     def kept_before(self, index: int) -> int:
         """What the blocks 0…index−1 keep that do not recompute.
 
-        When activations leave, only block index−1's is still or already on the device: models/leaving.py.
+        When activations leave, only block index−1's is still or already on the device: models/offload.py.
         """
         if self.activations_leave:
             return self.block(index - 1).kept if index > self.recomputed else 0

@@ -16,9 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fitune.errors import CheckpointError
-from fitune.models.adapter_config import WEIGHTS, AdapterConfig, read_adapter_config
-from fitune.models.adapter_targets import Targets
-from fitune.models.foreign import refuse_pickle, refuse_remote_code
+from fitune.models.adapter_config import WEIGHTS, AdapterConfig, Targets, read_adapter_config
+from fitune.models.door import refuse_pickle, refuse_remote_code
 from fitune.spec.model import ModelSpec
 
 Shape = tuple[int, ...]

@@ -7,6 +7,7 @@ names registered here; ``rows`` travels through the model's keyword arguments.
 Shapes: B = 1, n heads, k key heads, T tokens of the stream, d head size.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -18,8 +19,30 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from fitune.models.rows import Rows
 from fitune.spec.plan import Attention
+
+
+class Rows:
+    """Lengths of the rows in a stream; one object goes through all blocks.
+
+    Not a tuple: torch.compile looks into those, and would compile each block again for every new number of rows.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = tuple(lengths)
+        self._bounds: dict[torch.device, Tensor] = {}
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """int32 [rows + 1]: 0, and where each row ends. Brought to the device once for all blocks."""
+        if device not in self._bounds:
+            ends = list(itertools.accumulate(self.lengths, initial=0))
+            self._bounds[device] = torch.tensor(ends, dtype=torch.int32, device=device)
+        return self._bounds[device]
+
 
 # transformers reads meaning into names that contain "sdpa" or "flash"; these contain neither.
 _NAMES: dict[Attention, str] = {"flash": "rows_at_once", "sdpa": "rows", "eager": "rows_written_out"}

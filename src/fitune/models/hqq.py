@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fitune.errors import ModelError
-from fitune.models.quantised_linear import QuantisedLinear
+from fitune.models.quantised import QuantisedLinear
 from fitune.spec.plan import Hqq
 
 _PACKING = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8"}

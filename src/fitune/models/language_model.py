@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fitune.errors import ModelError
-from fitune.models.attention import attends_by_rows, row_mask
+from fitune.models.attention import Rows, attends_by_rows, row_mask
+from fitune.models.blocks import blocks_of
 from fitune.models.loss import loss_and_gradient, loss_sum
 from fitune.models.rotary import rows_of_lengths
-from fitune.models.rows import Rows
 from fitune.spec.plan import ChunkedLoss, Loss
 
 
@@ -95,16 +95,3 @@ def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageMo
         device=base.device,
         dtype=base.dtype,
     )
-
-
-def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder blocks of a model without adapters."""
-    return decoder_blocks(model.base_model, count=model.config.get_text_config().num_hidden_layers)
-
-
-def decoder_blocks(body: nn.Module, *, count: int) -> nn.ModuleList:
-    """The list of ``count`` blocks in the body, whatever the family calls it."""
-    lists = [m for m in body.children() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if len(lists) != 1:
-        raise ModelError(f"{type(body).__name__}: expected one list of {count} blocks, found {len(lists)}")
-    return lists[0]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fitune.models.quantised_linear import QuantisedLinear
+from fitune.models.quantised import QuantisedLinear
 from fitune.spec.plan import Nf4
 
 BLOCK = 64

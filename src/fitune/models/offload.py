@@ -1,10 +1,13 @@
-"""Blocks whose weights or activations wait on the host while other blocks work.
+"""Blocks whose weights or activations are on the host while other blocks work.
 
-Every place is told when a block begins and ends, forward and backward, and is asked for whatever autograd wants to
-keep of it.
+Each Place is called when a block begins and ends, forward and backward, and for every tensor that autograd keeps.
+Offloaded activations are copied out in forward and back in backward: those of at most two blocks are on the device, the
+one at work and the one being copied. Those of the last block stay, because backward begins with it.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from fitune.models.host import HostMemory
-from fitune.models.leaving import LeavingActivations
+from fitune.models.host import Copy, HostMemory
 from fitune.models.streaming import StreamedWeights
 from fitune.spec.plan import Offload
 
@@ -53,7 +55,7 @@ def offload_blocks(
     if offload.parameters == "cpu":
         places.append(StreamedWeights(blocks, host, trained=trains_weights))
     if offload.activations == "cpu":
-        places.append(LeavingActivations(blocks, host))
+        places.append(OffloadedActivations(blocks, host))
     if places:
         for index, block in enumerate(blocks):
             block.forward = _placed(block.forward, index, places)
@@ -107,3 +109,103 @@ def _unpack(kept: Tensor | Kept) -> Tensor:
 
 def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+class _Storage:
+    """One storage that autograd keeps, whole, wherever it is; it ends with the last node that keeps it."""
+
+    def __init__(self, flat: Tensor, host: HostMemory) -> None:
+        self._flat: Tensor | None = flat
+        self._host = host
+        self._to_host: Copy | None = None
+        self._to_device: Copy | None = None
+
+    def copy_to_host(self) -> None:
+        assert self._flat is not None
+        self._to_host = self._host.take(self._flat)
+
+    def free(self) -> None:
+        """Free the device's copy."""
+        if self._to_host is not None:
+            self._to_host.wait()
+            self._flat = None
+
+    def copy_back(self) -> None:
+        if self._flat is None and self._to_device is None:
+            assert self._to_host is not None
+            self._to_device = self._host.give(self._to_host.tensor)
+
+    def on_device(self) -> Tensor:
+        self.copy_back()
+        if self._flat is None:
+            assert self._to_device is not None
+            self._flat = self._to_device.wait()
+            self._to_device = self._to_host = None
+        return self._flat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """A tensor as a view of a storage that may be elsewhere."""
+
+    storage: _Storage
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def back(self) -> Tensor:
+        return self.storage.on_device().as_strided(self.size, self.stride, self.offset)
+
+
+class OffloadedActivations:
+    """The Place for activations."""
+
+    def __init__(self, blocks: nn.ModuleList, host: HostMemory) -> None:
+        self._blocks = blocks
+        self._host = host
+        self._stays: set[int] = set()
+        self._at_work: dict[tuple[int, object], _Storage] = {}
+        self._kept: dict[int, list[weakref.ref[_Storage]]] = {}
+
+    def begins(self, block: int, *, shared: set[int]) -> None:
+        """Weights, and what other blocks read too, are never copied."""
+        of_block = (*self._blocks[block].parameters(), *self._blocks[block].buffers())
+        self._stays = shared | {tensor.untyped_storage()._cdata for tensor in of_block}
+        self._at_work = {}
+
+    def keep(self, tensor: Tensor) -> _View | None:
+        key = tensor.untyped_storage()._cdata
+        if key in self._stays:
+            return None
+        storage = self._at_work.get((key, tensor.dtype))
+        if storage is None:
+            elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+            flat = tensor.detach().as_strided((elements,), (1,), 0)
+            storage = self._at_work[key, tensor.dtype] = _Storage(flat, self._host)
+        return _View(
+            storage=storage,
+            size=tuple(tensor.size()),
+            stride=tuple(tensor.stride()),
+            offset=int(tensor.storage_offset()),
+        )
+
+    def ends(self, block: int) -> None:
+        """What the block before kept is gone by now; what this one keeps begins to leave."""
+        for storage in self._alive(block - 1):
+            storage.free()
+        self._kept[block] = [weakref.ref(storage) for storage in self._at_work.values()]
+        self._at_work = {}
+        if block < len(self._blocks) - 1:
+            for storage in self._alive(block):
+                storage.copy_to_host()
+
+    def goes_back(self, block: int) -> None:
+        """What this block kept is here; what the block before kept comes while this one works."""
+        for storage in self._alive(block):
+            storage.on_device()
+        for storage in self._alive(block - 1):
+            storage.copy_back()
+
+    def _alive(self, block: int) -> list[_Storage]:
+        found = [reference() for reference in self._kept.get(block, ())]
+        return [storage for storage in found if storage is not None]

@@ -1,16 +1,18 @@
 """A model folder or Hub id to a transformers model and its tokenizer. Only safetensors are read."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from fitune.errors import ModelError
-from fitune.models.arrival import PackOnArrival
 from fitune.models.door import (
     empty_model,
     filled_model,
@@ -20,9 +22,8 @@ from fitune.models.door import (
     read_tokenizer,
     reading,
 )
-from fitune.models.quantize import require_quantiser
-from fitune.models.reading import OnBytes, Unread, nobody, unread_tensors
-from fitune.models.weight_files import StoredTensor, stored_tensors
+from fitune.models.quantised import PackOnArrival, require_quantiser
+from fitune.models.weight_files import OnBytes, StoredTensor, Unread, nobody, stored_tensors, unread_tensors
 from fitune.spec.plan import Dense, Hqq, Nf4, Precision
 
 _DENSE = Dense()
@@ -195,3 +196,48 @@ def _shapes(mismatched: Any, place: Callable[[str], str]) -> list[str]:
         f"{name} {tuple(found)}{place(name)}, config.json says {tuple(wanted)}"
         for name, found, wanted in mismatched
     )
+
+
+_NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def stored_dtype(path: str) -> torch.dtype | None:
+    """Type of most of the weights at ``path``, by their headers; None for a type that is not trained in."""
+    sizes: Counter[str] = Counter()
+    for tensor in stored_tensors(model_folder(path)).values():
+        sizes[tensor.dtype] += tensor.size_bytes
+    (name, _), *_ = sizes.most_common(1)
+    return _NAMES.get(name)
+
+
+_SHOWN = 5
+
+
+def require_finite(model: nn.Module, path: str) -> None:
+    """Raises ModelError naming weights that are NaN or infinite: such a model answers, and every answer is noise."""
+    # scales are buffers
+    bad = not_finite(dict(chain(model.named_parameters(), model.named_buffers())))
+    if bad:
+        raise ModelError(
+            f"{path}: weights are NaN or infinite: {first_of(bad)}",
+            hint="fetch the model again, or take an earlier checkpoint of it",
+        )
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that hold a NaN or an infinity.
+
+    The largest magnitude of each decides: it is NaN when any element is, and costs no second tensor on the device.
+    """
+    checked = {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.numel()
+    }
+    largest = {name: torch.linalg.vector_norm(tensor, ord=float("inf")) for name, tensor in checked.items()}
+    return [name for name, value in largest.items() if not torch.isfinite(value)]
+
+
+def first_of(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 from transformers import PretrainedConfig
 
-from fitune.models.build import model_config
+from fitune.models.door import model_config
 from fitune.rehearse.allocator import reserved_peak
 from fitune.rehearse.events import Trace
 from fitune.rehearse.peaks import peaks_by_kind

@@ -8,8 +8,7 @@ from dataclasses import replace
 from transformers import PretrainedConfig
 
 from fitune.models.attention import attending_as
-from fitune.models.build import with_layers
-from fitune.models.door import empty_model
+from fitune.models.door import empty_model, with_layers
 from fitune.models.liger import computing_with
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.batch import full_stream, heaviest_rows, most_labels

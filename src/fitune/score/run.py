@@ -11,13 +11,11 @@ import torch
 
 from fitune.data.templates import ChatTemplate, load_template
 from fitune.models.adapter_check import check_adapter
-from fitune.models.adapters import load_adapter
+from fitune.models.adapters import load_adapter, saved_rows
 from fitune.models.door import notes_on
-from fitune.models.finite import require_finite
-from fitune.models.reading import OnBytes, nobody
-from fitune.models.tables import saved_rows
 from fitune.models.vocabulary import require_rows
-from fitune.models.weights import load_model, load_tokenizer
+from fitune.models.weight_files import OnBytes, nobody
+from fitune.models.weights import load_model, load_tokenizer, require_finite
 from fitune.score.generate_hf import Sampling, answer_all
 from fitune.score.grade import check_graders, choose_graders, grade
 from fitune.score.lines import (

@@ -10,12 +10,11 @@ import torch
 from fitune.checkpoint.layout import unverified
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.errors import CheckpointError, RunDirectoryError
-from fitune.models.adapters import load_adapter
+from fitune.models.adapters import load_adapter, train_tables
 from fitune.models.attention import use_attention
 from fitune.models.language_model import LanguageModel, language_model
-from fitune.models.reading import OnBytes
-from fitune.models.tables import train_tables
 from fitune.models.vocabulary import add_rows
+from fitune.models.weight_files import OnBytes
 from fitune.models.weights import compute_dtype, load_model
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport, StepReport

@@ -14,7 +14,7 @@ from fitune.data.preparing import PreparedData
 from fitune.data.progress import Watch, ignore_reading
 from fitune.measure.memory import CpuMeter, MemoryMeter
 from fitune.models.language_model import LanguageModel
-from fitune.models.reading import OnBytes, nobody
+from fitune.models.weight_files import OnBytes, nobody
 from fitune.spec.plan import Plan
 from fitune.spec.retries import Retry
 from fitune.track.jsonl import MetricsLog

@@ -13,8 +13,7 @@ from fitune.data.preparing import PreparedData
 from fitune.data.templates import load_template
 from fitune.models.identity import base_reference
 from fitune.models.language_model import LanguageModel
-from fitune.models.stored_dtype import stored_dtype
-from fitune.models.weights import compute_dtype
+from fitune.models.weights import compute_dtype, stored_dtype
 from fitune.spec.merged_loss import MergedLoss
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport

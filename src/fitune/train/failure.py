@@ -10,7 +10,7 @@ from torch import Tensor
 from fitune.checkpoint.resume import last_saved
 from fitune.credentials import without_credentials
 from fitune.errors import FituneError, OutOfMemory, TrainingFailed, is_out_of_memory
-from fitune.models.finite import first_of, not_finite
+from fitune.models.weights import first_of, not_finite
 from fitune.spec.plan import ChunkedLoss, Dense, Lora, PlainLoss, Plan, trains_every_weight
 from fitune.spec.reports import Failure
 

@@ -8,7 +8,7 @@ from fitune.data.preparing import PreparedData
 from fitune.errors import FituneError
 from fitune.models.attention import use_attention
 from fitune.models.language_model import LanguageModel, language_model
-from fitune.models.quantize import quantised_base
+from fitune.models.quantised import quantised_base
 from fitune.spec.merged_loss import MergedLoss
 from fitune.spec.plan import Dense, Plan
 from fitune.train.evaluate import evaluate

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fitune.data.preparing import PreparedData
 from fitune.measure.memory import process_bytes
 from fitune.models.language_model import LanguageModel
-from fitune.models.quantize import count_weights
+from fitune.models.quantised import count_weights
 from fitune.spec.reports import (
     MeasuredMemory,
     MeterKind,

@@ -1,0 +1,257 @@
+"""Frozen linears in few bits: the module that holds one, the place it takes in a model, and packing while loading.
+
+An ordinary nn.Linear that holds ordinary tensors, so that the same module is wrapped by PEFT, traced on fake tensors,
+sharded, offloaded and saved. The libraries' own modules hold tensor subclasses or dictionaries and fail there.
+
+Only the linears of the blocks are packed. Embedding, head, norms and biases stay in the compute type; so do routers and
+experts, which transformers holds as bare parameters.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fitune.errors import require_library
+from fitune.models.blocks import blocks_of
+from fitune.spec.plan import Dense, Hqq, Nf4
+
+
+class QuantisedLinear(nn.Linear, ABC):
+    """``weight`` is packed, its scales lie beside it as buffers; both are made whole for one product at a time.
+
+    A quantiser is a subclass with two methods, ``pack`` and ``dequantised``, and a row in models/quantised.py.
+    """
+
+    library: ClassVar[str]
+    """The module whose functions it calls."""
+    quantiser: ClassVar[str]
+    """Its name in words."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: Tensor | None, base: Nf4 | Hqq, dtype: torch.dtype
+    ) -> None:
+        super(nn.Linear, self).__init__()  # nn.Linear's own would make a dense weight
+        self.in_features = in_features
+        self.out_features = out_features
+        self.base: Nf4 | Hqq = base
+        self.dtype = dtype
+        """The compute type: what comes in, what goes out, and what the weight is made whole in."""
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @classmethod
+    def require(cls) -> None:
+        """Raises MissingExtra when the library is not installed."""
+        require_library(cls.library, needed_by=f"a base in {cls.quantiser}", extra="quant")
+
+    @abstractmethod
+    def pack(self, weight_OI: Tensor) -> None:
+        """Hold ``weight_OI`` [out, in] in few bits."""
+
+    @abstractmethod
+    def dequantised(self) -> Tensor:
+        """The weight [out, in] in the compute type, new."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b, in the order of rounding that the library has."""
+        return F.linear(x, self.dequantised(), self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = _FrozenProduct.apply(x, self)
+        return output
+
+    def hold(self, packed: Tensor, **beside: Tensor) -> None:
+        """Keep the packed weight, in the compute type where its bytes come out even.
+
+        FSDP2 shards floating parameters of one type, and PEFT makes adapters in the type of ``weight``.
+        """
+        as_bytes = packed.contiguous().view(torch.uint8)
+        divides = as_bytes.shape[-1] * as_bytes.shape[0] % self.dtype.itemsize == 0
+        stored = as_bytes.view(-1).view(self.dtype if divides else torch.uint8)
+        self.weight = nn.Parameter(stored, requires_grad=False)
+        for name, tensor in beside.items():
+            self.register_buffer(name, tensor)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantisedLinear":
+        """Packed bytes and scales move between devices, and no ``to(dtype)`` casts them."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return fn(tensor.view(torch.uint8)).view(tensor.dtype)
+
+        self.weight.data = moved(self.weight.data)
+        for name, buffer in self.named_buffers(recurse=False):
+            self._buffers[name] = moved(buffer)
+        if self.bias is not None:
+            self.bias.data = fn(self.bias.data)
+        return self
+
+    @property
+    def W_q(self) -> Tensor:
+        """PEFT asks a layer that has this to make its weight whole itself (``dequantize_module_weight``, for DoRA)."""
+        return self.weight
+
+    def dequantize(self) -> Tensor:
+        return self.dequantised()
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """x Wᵀ + b for a weight that is made whole again in backward: nothing is saved, one weight is whole at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: QuantisedLinear) -> Tensor:
+        ctx.linear = linear
+        return linear.product(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.linear.dequantised(), None
+
+
+def _linear_class(base: Nf4 | Hqq) -> type[QuantisedLinear]:
+    from fitune.models.hqq import HqqLinear
+    from fitune.models.nf4 import Nf4Linear
+
+    return {Nf4: Nf4Linear, Hqq: HqqLinear}[type(base)]
+
+
+def require_quantiser(base: Dense | Nf4 | Hqq) -> None:
+    """Raises MissingExtra before anything is read: inside a conversion transformers would take it for damaged files."""
+    if not isinstance(base, Dense):
+        _linear_class(base).require()
+
+
+def quantise_linears(blocks: nn.Module, base: Dense | Nf4 | Hqq) -> None:
+    """Replace every dense linear inside ``blocks``; each dense weight is let go of before the next is packed."""
+    if isinstance(base, Dense):
+        return
+    for parent in list(blocks.modules()):
+        for name, child in list(parent.named_children()):
+            if is_dense_linear(child):
+                setattr(parent, name, packed_linear(child, child.weight.detach(), base))
+
+
+def is_dense_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, QuantisedLinear)
+
+
+def packed_linear(linear: nn.Module, weight: Tensor, base: Nf4 | Hqq) -> QuantisedLinear:
+    """A linear like ``linear`` that holds ``weight`` in few bits.
+
+    GPT-2's Conv1D keeps its weight transposed, [in, out]; packed it is a linear like all others.
+    """
+    weight_OI = weight.T if isinstance(linear, Conv1D) else weight
+    out_features, in_features = weight_OI.shape
+    packed = _linear_class(base)(
+        in_features, out_features, bias=linear.bias, base=base, dtype=weight_OI.dtype
+    )
+    packed.pack(weight_OI)
+    packed.train(linear.training)
+    return packed
+
+
+def quantised_base(model: nn.Module) -> Dense | Nf4 | Hqq:
+    """What the linears of ``model`` are packed by."""
+    found = next((m.base for m in model.modules() if isinstance(m, QuantisedLinear)), None)
+    return Dense() if found is None else found
+
+
+def count_weights(model: nn.Module) -> int:
+    """Parameters of ``model``, a packed matrix by the weights it stands for."""
+    packed = (m for m in model.modules() if isinstance(m, QuantisedLinear))
+    stored = sum(parameter.numel() for parameter in model.parameters())
+    return stored + sum(m.in_features * m.out_features - m.weight.numel() for m in packed)
+
+
+_METHOD = "fitune"
+
+
+@register_quantization_config(_METHOD)
+class PackOnArrival(QuantizationConfigMixin):
+    """What ``from_pretrained`` is given as its quantization_config."""
+
+    def __init__(self, base: Nf4 | Hqq) -> None:
+        self.quant_method = _METHOD
+        self.base = base
+        self.failure: Exception | None = None
+        """What packing raised first: transformers keeps its words alone."""
+        self.misshapen: dict[str, tuple[torch.Size, torch.Size]] = {}
+        """Name -> shape found, shape wanted. Before 5.23 transformers does not look at what a quantiser was given."""
+
+
+@register_quantizer(_METHOD)
+class _Packer(HfQuantizer):
+    """Collects packed linears by the name of their weight while the model's own stay empty."""
+
+    def __init__(self, quantization_config: PackOnArrival, **_: Any) -> None:
+        self.quantization_config = quantization_config
+        self.pre_quantized = False
+        self.linears: dict[str, nn.Module] = {}
+        self.packed: dict[str, QuantisedLinear] = {}
+
+    def preprocess_model(self, model: PreTrainedModel, **_: Any) -> None:
+        inside = set(blocks_of(model).modules())
+        self.linears = {
+            f"{name}.weight": module
+            for name, module in model.named_modules()
+            if module in inside and is_dense_linear(module)
+        }
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        return param_name in self.linears
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        """transformers takes the bytes of a whole model from a GPU in advance; of a packed weight it must take none."""
+        return 0.0 if param_name in self.linears else float(param.element_size())
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Pack(self)
+
+    def pack(self, name: str, weight: Tensor) -> Tensor:
+        """What becomes of the dense linear's own weight: nothing. One of another shape is left to be refused."""
+        linear = self.linears[name]
+        if weight.shape != linear.weight.shape:
+            self.quantization_config.misshapen[name] = (weight.shape, self.linears.pop(name).weight.shape)
+            return weight
+        self.packed[name] = packed_linear(linear, weight, self.quantization_config.base)
+        return torch.empty(0, dtype=weight.dtype, device=weight.device)
+
+    def postprocess_model(self, model: PreTrainedModel, **_: Any) -> None:
+        for weight_name, packed in self.packed.items():
+            parent, _, name = weight_name.removesuffix(".weight").rpartition(".")
+            packed.bias = self.linears[weight_name].bias
+            setattr(model.get_submodule(parent), name, packed.train(model.training))
+        del model.hf_quantizer, model.config.quantization_config
+
+    def is_serializable(self, *_: Any) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+class _Pack(ConversionOps):
+    """One weight's way into its packed linear."""
+
+    def __init__(self, packer: _Packer) -> None:
+        self.packer = packer
+
+    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Tensor]:
+        try:
+            return {
+                name: self.packer.pack(name, value[0] if isinstance(value, list) else value)
+                for name, value in input_dict.items()
+            }
+        except Exception as error:  # kept and raised again
+            config = self.packer.quantization_config
+            config.failure = config.failure or error
+            raise
