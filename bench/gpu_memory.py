@@ -150,7 +150,7 @@ def _outside(prepared: Prepared, device: torch.device) -> dict[str, int]:
 
 
 def _moving(phases: Phases) -> int:
-    return max(phases.values()) - phases[Phase.READY]
+    return max(phases.values()) - phases[Phase.IDLE]
 
 
 def _named(phases: Phases) -> dict[str, int]:

@@ -95,7 +95,7 @@ def _moments(trace: Trace) -> Iterator[Moment]:
     alive: Counter[str] = Counter()
     for storage, size in sizes.items():
         alive[kinds[storage]] += size
-    phase = Phase.READY
+    phase = Phase.IDLE
     for event in trace.events:
         match event:
             case Entered(phase=phase):

@@ -157,7 +157,7 @@ def test_masters_are_stepped_bucket_by_bucket():
 def test_ready_holds_weights_and_states_alone():
     plan = plan_for(known("llama-3-8b"), precision="bf16-master", tuning="lora", rank=16)
     adapters = 41_943_040
-    assert predict_memory(plan).phases[Phase.READY] == {
+    assert predict_memory(plan).phases[Phase.IDLE] == {
         "weights": 8_030_261_248 * 2,
         "adapters": adapters * 2,
         "masters": adapters * 4,

@@ -44,7 +44,7 @@ def check(plan):
     predicted, measured = bench.predicted_peaks(plan, rows), bench.measured_peaks(plan, rows)
     table = {phase.value: (predicted[phase], measured[phase]) for phase in Phase}
     assert max(predicted.values()) == pytest.approx(max(measured.values()), rel=TOLERANCE), table
-    for phase in (Phase.READY, Phase.LOSS, Phase.BACKWARD, Phase.UPDATE):
+    for phase in (Phase.IDLE, Phase.LOSS, Phase.BACKWARD, Phase.UPDATE):
         assert predicted[phase] == pytest.approx(measured[phase], rel=0.02), table
 
 

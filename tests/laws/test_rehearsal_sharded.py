@@ -74,26 +74,26 @@ def test_packed_words_are_divided_and_scales_are_whole_on_every_rank(base):
     plan = replace(plan, tuning=lora)
     trace, _ = trace_plan(plan, config, exact=True)
     peaks, memory = peaks_by_kind(trace, on_cuda=False), predict_memory(plan)
-    ready = sum(memory.phases[Phase.READY].values())
-    assert ready == pytest.approx(sum(peaks[Phase.READY].values()), rel=TOLERANCE)
+    idle = sum(memory.phases[Phase.IDLE].values())
+    assert idle == pytest.approx(sum(peaks[Phase.IDLE].values()), rel=TOLERANCE)
     expected = max(sum(kinds.values()) for kinds in peaks.values())
     assert memory.tensor_peak_bytes == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_a_rank_holds_its_share_of_weights_and_states():
     plan, trace = rehearsed("llama", 3, tuning="full", precision="bf16-master")
-    ready = peaks_by_kind(trace, on_cuda=False)[Phase.READY]
+    idle = peaks_by_kind(trace, on_cuda=False)[Phase.IDLE]
     share = weights_share_bytes(plan)
     buffers = 2 * 4 * 8  # the rotary frequencies, kept twice
-    assert ready["weights"] == share + buffers
-    assert ready["optimizer"] == pytest.approx(6 * share, rel=0.001)  # fp32 master and two states
+    assert idle["weights"] == share + buffers
+    assert idle["optimizer"] == pytest.approx(6 * share, rel=0.001)  # fp32 master and two states
 
 
 def test_hybrid_shares_within_a_node():
     plan, trace = rehearsed("llama", 3, hybrid=True, tuning="lora", precision="bf16")
-    ready = peaks_by_kind(trace, on_cuda=False)[Phase.READY]
-    estimated = predict_memory(plan).phases[Phase.READY]
-    assert sum(ready.values()) == pytest.approx(sum(estimated.values()), rel=0.002)
+    idle = peaks_by_kind(trace, on_cuda=False)[Phase.IDLE]
+    estimated = predict_memory(plan).phases[Phase.IDLE]
+    assert sum(idle.values()) == pytest.approx(sum(estimated.values()), rel=0.002)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_fsdp_below_stage_3_holds_all_weights_from_forward_to_backward():
     stages = [predict_memory(eight_b(sharding=Zero(stage=stage, backend="fsdp"))) for stage in (2, 3)]
     gathered = [memory.phases[Phase.LOSS]["gathered weights"] for memory in stages]
     assert gathered[0] == whole > gathered[1]
-    assert [memory.phases[Phase.READY]["weights"] for memory in stages] == [whole // 8, whole // 8]
+    assert [memory.phases[Phase.IDLE]["weights"] for memory in stages] == [whole // 8, whole // 8]
 
 
 def test_deepspeed_buffers_are_its_defaults_capped_by_the_model():
@@ -132,7 +132,7 @@ def test_ddp_keeps_its_gradients_between_steps():
     plan = eight_b(sharding=Ddp())
     gradients = 2 * count_parameters(plan.model).total
     phases = predict_memory(plan).phases
-    assert [phases[phase]["gradients"] for phase in (Phase.READY, Phase.FORWARD, Phase.UPDATE)] == [
+    assert [phases[phase]["gradients"] for phase in (Phase.IDLE, Phase.FORWARD, Phase.UPDATE)] == [
         gradients
     ] * 3
 
@@ -146,7 +146,7 @@ def test_lomo_holds_one_gradient(adaptive):
     table = 128256 * 4096
     assert phases[Phase.BACKWARD].get("gradients", 0) <= 2 * table
     assert "gradients" not in phases[Phase.UPDATE]
-    assert "masters" not in phases[Phase.READY]
+    assert "masters" not in phases[Phase.IDLE]
     used = phases[Phase.BACKWARD]
     assert used.get("temporaries", 0) + used.get("gradients", 0) >= (2 + 4 * adaptive) * table
     assert peak(replace(plan, tuning=lomo)) < peak(plan)
@@ -193,7 +193,7 @@ def test_dora_keeps_two_outputs_for_each_adapted_linear():
     dora = replace(plan, tuning=replace(plan.tuning, dora=True))
     kept = [predict_memory(p).phases[Phase.LOSS]["activations"] for p in (dora, plan)]
     assert kept[0] - kept[1] == 32 * 1024 * 2 * 2 * (4096 + 1024)
-    adapters = [predict_memory(p).phases[Phase.READY]["adapters"] for p in (dora, plan)]
+    adapters = [predict_memory(p).phases[Phase.IDLE]["adapters"] for p in (dora, plan)]
     assert adapters[0] - adapters[1] == 2 * 32 * (4096 + 1024)
 
 
@@ -219,5 +219,5 @@ def test_qlora_of_70_b_fits_two_cards_of_24_gib():
     memory = predict_memory(replace(plan, tuning=lora))
     words, scales = 68_451_041_280 // 2, 68_451_041_280 // 64 * (1 + 4 / 256) + 560 * 1028
     dense = 2 * (2 * 32000 * 8192 + 161 * 8192)
-    assert memory.phases[Phase.READY]["weights"] == pytest.approx(words / 2 + scales + dense / 2, rel=1e-6)
+    assert memory.phases[Phase.IDLE]["weights"] == pytest.approx(words / 2 + scales + dense / 2, rel=1e-6)
     assert memory.tensor_peak_bytes < 22 * 2**30

@@ -70,7 +70,7 @@ def test_the_json_object_keeps_its_promise(report):
     )
     tensors = max(sum(terms.values()) for terms in estimate["phases"].values())
     assert estimate["peak_bytes"] == tensors + sum(estimate["outside"].values()) <= estimate["usable_bytes"]
-    assert set(estimate["phases"]) == {"ready", "forward", "loss", "backward", "update"}
+    assert set(estimate["phases"]) == {"idle", "forward", "loss", "backward", "update"}
     assert all({"what", "why"} == set(item) for item in data["rejected"])
     assert all({"summary", "plan", "estimate"} <= set(item) for item in data["runners_up"])
     assert from_data(Plan, data["plan"]) == report.chosen.plan

@@ -53,9 +53,9 @@ def test_text_is_a_table_of_phases(capsys, monkeypatch):
 def test_weights_and_states_are_counted_to_the_byte():
     """Qwen3-0.6B: 596,049,920 parameters; SGD with momentum keeps one state."""
     plan = plan_for(known("qwen3-0.6b"), precision="bf16", optimizer=Sgd(momentum=0.9), seq_len=64, rows=1)
-    ready = rehearse(plan).phases[Phase.READY]
+    idle = rehearse(plan).phases[Phase.IDLE]
     buffers = 2 * 4 * 64  # the rotary frequencies, kept twice
-    assert ready == {"weights": 2 * 596_049_920 + buffers, "optimizer": 2 * 596_049_920}
+    assert idle == {"weights": 2 * 596_049_920 + buffers, "optimizer": 2 * 596_049_920}
 
 
 def test_a_gpu_before_ampere_repeats_the_key_heads():

@@ -103,7 +103,7 @@ def make_plan() -> Plan:
 def make_prediction() -> Prediction:
     fixed = {"weights": 43 * MIB, "adapters": 3 * MIB, "optimizer": 6 * MIB}
     phases = {
-        Phase.READY: dict(fixed),
+        Phase.IDLE: dict(fixed),
         Phase.FORWARD: {**fixed, "activations": 231 * MIB, "block inputs": 8 * MIB},
         Phase.LOSS: {
             **fixed,
@@ -198,7 +198,7 @@ def make_steps(count: int = STEPS) -> list[StepReport]:
 
 def measured_phases() -> dict[Phase, int]:
     return {
-        Phase.READY: 52 * MIB + 40960,
+        Phase.IDLE: 52 * MIB + 40960,
         Phase.FORWARD: 289 * MIB,
         Phase.LOSS: 306 * MIB,
         Phase.BACKWARD: 405 * MIB,

@@ -37,7 +37,7 @@ def test_the_process_is_predicted_only_when_what_lies_outside_the_tensors_is(
     assert by_name(compare(prediction.estimate, run_report))["Process (resident set)"].predicted is None
     memory = MemoryBreakdown(phases=prediction.estimate.memory.phases, outside={"context": 500 * MIB})
     estimate = dataclasses.replace(prediction.estimate, memory=memory)
-    on_cuda = MeasuredMemory(kind="cuda allocated", phases={Phase.READY: 1}, process_bytes=900 * MIB)
+    on_cuda = MeasuredMemory(kind="cuda allocated", phases={Phase.IDLE: 1}, process_bytes=900 * MIB)
     rows = by_name(compare(estimate, dataclasses.replace(run_report, memory=on_cuda)))
     assert rows["Process (reserved on the device)"].predicted == 912 * MIB
     assert rows["Peak of tensors"].predicted == 412 * MIB

@@ -30,7 +30,7 @@ def texts(svg: str) -> list[str]:
 
 
 def test_bars_carry_the_predicted_and_the_measured_bytes(prediction: Prediction) -> None:
-    measured = {Phase.READY: 50 * MIB, Phase.BACKWARD: 405 * MIB}
+    measured = {Phase.IDLE: 50 * MIB, Phase.BACKWARD: 405 * MIB}
     found = texts(plots.memory_bars(prediction.estimate, measured))
     assert {"412.0 MiB", "405.0 MiB", "50.0 MiB", "309.0 MiB"} <= set(found)
     assert {"weights", "block inputs", "measured", "Between steps", "Update"} <= set(found)
@@ -92,7 +92,7 @@ def test_the_shortest_run_draws_without_a_warning(steps: list[StepReport], count
             plots.learning_rate_curve(few),
             plots.throughput_curve(few),
             plots.grad_norm_curve(few, clipped_at=1.0),
-            plots.memory_bars(None, {Phase.READY: 0}),
+            plots.memory_bars(None, {Phase.IDLE: 0}),
         ):
             ElementTree.fromstring(svg)
 
@@ -135,6 +135,6 @@ def test_without_matplotlib_the_command_is_named(
 
 
 def test_the_axis_unit_follows_the_largest_bar(prediction: Prediction) -> None:
-    assert "GiB" in texts(plots.memory_bars(None, {Phase.READY: 3 * 1024 * MIB}))
-    assert "bytes" in texts(plots.memory_bars(None, {Phase.READY: 12}))
-    assert format_bytes(12) in texts(plots.memory_bars(None, {Phase.READY: 12}))
+    assert "GiB" in texts(plots.memory_bars(None, {Phase.IDLE: 3 * 1024 * MIB}))
+    assert "bytes" in texts(plots.memory_bars(None, {Phase.IDLE: 12}))
+    assert format_bytes(12) in texts(plots.memory_bars(None, {Phase.IDLE: 12}))

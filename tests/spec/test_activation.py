@@ -94,7 +94,7 @@ def test_what_is_alive_at_once(name: str) -> None:
     expected, function = ACTIVATIONS[name], ACT2FN[name]
     with LiveTensors(()) as memory, torch.no_grad():
         function(start())
-    assert memory.peaks[Phase.READY] // (4 * SIZE) == expected.forward
+    assert memory.peaks[Phase.IDLE] // (4 * SIZE) == expected.forward
     with LiveTensors(()) as memory:
         end = Read.apply(function(start()))
         kept = memory.current_bytes

@@ -217,7 +217,7 @@ def test_a_choice_that_may_be_left_out(clip: Any) -> None:
 
 def test_a_wrong_phase_is_named() -> None:
     with pytest.raises(
-        ValueError, match=r"MemoryBreakdown.phases.nap: expected 'ready', .* or 'update', found"
+        ValueError, match=r"MemoryBreakdown.phases.nap: expected 'idle', .* or 'update', found"
     ):
         from_data(MemoryBreakdown, {"phases": {"nap": {}}})
 

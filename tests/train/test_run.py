@@ -142,7 +142,7 @@ def test_the_second_step_is_measured_by_phase(make_plan: MakePlan) -> None:
     assert [bool(step.memory_bytes) for step in steps_of(plan)] == [False, True, False, False, False, False]
     assert report.memory is not None
     assert set(report.memory.phases) == set(Phase)
-    assert report.memory.phases[Phase.READY] < report.memory.peak_bytes
+    assert report.memory.phases[Phase.IDLE] < report.memory.peak_bytes
 
 
 def test_every_figure_of_the_report_comes_from_the_log(make_plan: MakePlan) -> None:

@@ -29,7 +29,7 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
     resident = {**step.resident, "undivided tensors": step.buffers.resident}
     always = step.gradients if gradients_always_exist(step.plan) else 0
     phases = {
-        Phase.READY: {**resident, "gradients": always},
+        Phase.IDLE: {**resident, "gradients": always},
         Phase.FORWARD: {**resident, **_forward_terms(step)},
         Phase.LOSS: {**resident, **_loss_terms(step)},
         Phase.BACKWARD: {**resident, **_backward_terms(step)},
@@ -163,11 +163,11 @@ def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
 def _backward_terms(step: StepStages) -> Terms:
     """The largest of: the final norm, the blocks, the embedding.
 
-    Of the blocks the ends of every stretch suffice: from one to the next of a kind everything changes by the same.
+    The ends of every run of equal blocks suffice: from one to the next everything changes by the same.
     """
     layers, split = step.num_layers, step.recomputed
     summed_from = layers - 2 if step.buffers.reduce else 0  # the first block that has sums beside it
-    ends = {0, 1, split - 1, split, split + 1, split + 2, summed_from} | step.stretch_ends
+    ends = {0, 1, split - 1, split, split + 1, split + 2, summed_from} | step.run_ends
     moments = [
         _head_used_moment(step),
         _final_norm_moment(step),

@@ -55,7 +55,7 @@ class StepStages:
     """The same of the gradients that they leave."""
     untouched: int
     """How many of the first blocks no gradient reaches."""
-    stretch_ends: frozenset[int]
+    run_ends: frozenset[int]
     """Blocks of another kind than one beside them, and the outer ones."""
     final_norm: Stage
     resident: Terms
@@ -232,7 +232,7 @@ def describe_step(plan: Plan, shape: BatchShape, stages: ModelStages | None = No
         kept_by_blocks=(0, *accumulate(block.kept for block in blocks)),
         gradients_of_blocks=(0, *accumulate(block.gradients for block in blocks)),
         untouched=stages.untouched,
-        stretch_ends=_stretch_ends(blocks),
+        run_ends=_run_ends(blocks),
         final_norm=stages.final_norm,
         resident=resident_terms(plan),
         gradients=resting_gradient_bytes(plan),
@@ -262,7 +262,7 @@ def _summed_up(stages: ModelStages, *, gradients_exist: bool) -> tuple[Block, ..
     return tuple(blocks)
 
 
-def _stretch_ends(blocks: tuple[Block, ...]) -> frozenset[int]:
+def _run_ends(blocks: tuple[Block, ...]) -> frozenset[int]:
     last = len(blocks) - 1
     changes = (index for index in range(last) if blocks[index] is not blocks[index + 1])
     return frozenset({0, last}) | {end for index in changes for end in (index, index + 1)}

@@ -54,12 +54,12 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()
         self._host = host
         self.peaks: dict[Phase, int] = {}
-        self.phase = Phase.READY
+        self.phase = Phase.IDLE
         self.current_bytes = 0
         self._sizes: dict[int, int] = {}
         for tensor in alive:
             self._add(tensor)
-        self.enter(Phase.READY)
+        self.enter(Phase.IDLE)
 
     def enter(self, phase: Phase) -> None:
         self.phase = phase
@@ -137,7 +137,7 @@ class CudaMeter:
     def measuring(
         self, alive: Callable[[], Iterable[Tensor]], host: OtherMemory | None = None
     ) -> Iterator[None]:
-        self._phase = Phase.READY
+        self._phase = Phase.IDLE
         torch.cuda.reset_peak_memory_stats(self.device)
         yield
         self._note_peak()

@@ -51,7 +51,7 @@ def unit_for(size: int) -> tuple[int, str]:
 
 def moment(phase: Phase) -> str:
     words = {
-        Phase.READY: "between steps",
+        Phase.IDLE: "between steps",
         Phase.FORWARD: "at the end of forward",
         Phase.LOSS: "in the loss",
         Phase.BACKWARD: "in backward",

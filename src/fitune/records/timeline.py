@@ -32,7 +32,7 @@ def allocated_terms(case: Case) -> dict[Phase, Terms]:
     block = block_of_case(case)
     backward = max(_backward_moments(case, block), key=lambda terms: sum(terms.values()))
     phases = {
-        Phase.READY: {},
+        Phase.IDLE: {},
         Phase.LOSS: _loss_terms(case, block),
         Phase.BACKWARD: backward,
         Phase.UPDATE: _update_terms(case),

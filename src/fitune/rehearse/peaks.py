@@ -21,7 +21,7 @@ def kinds_of(trace: Trace) -> dict[Hashable, str]:
     everything else is ``temporaries``, what a recomputed block makes again among them.
     """
     kinds: dict[Hashable, str] = {storage: kind for storage, (kind, _) in trace.resident.items()}
-    phase = Phase.READY
+    phase = Phase.IDLE
     alive: set[Hashable] = set()
     for event in trace.events:
         match event:
@@ -40,7 +40,7 @@ def kinds_of(trace: Trace) -> dict[Hashable, str]:
 
 
 def peaks_by_kind(trace: Trace, *, on_cuda: bool) -> dict[Phase, dict[str, int]]:
-    """Bytes alive at the worst moment of each phase. READY: what is there when the step begins."""
+    """Bytes alive at the worst moment of each phase. IDLE: what is there when the step begins."""
     kinds = kinds_of(trace)
     sizes = {storage: rounded(size, on_cuda=on_cuda) for storage, (_, size) in trace.resident.items()}
     alive: Counter[str] = Counter()
@@ -48,8 +48,8 @@ def peaks_by_kind(trace: Trace, *, on_cuda: bool) -> dict[Phase, dict[str, int]]
         alive[kinds[storage]] += size
     total = sum(sizes.values())
     batch = alive["batch"]
-    worst = {Phase.READY: (total - batch, {kind: size for kind, size in alive.items() if kind != "batch"})}
-    phase = Phase.READY
+    worst = {Phase.IDLE: (total - batch, {kind: size for kind, size in alive.items() if kind != "batch"})}
+    phase = Phase.IDLE
     for event in trace.events:
         match event:
             case Entered(phase=phase):

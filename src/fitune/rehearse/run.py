@@ -7,9 +7,9 @@ from transformers import PretrainedConfig
 from fitune.models.door import model_config
 from fitune.rehearse.allocator import reserved_peak
 from fitune.rehearse.events import Trace
+from fitune.rehearse.layer_extrapolation import Depth, Irregular, extrapolated
 from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.step import record_few_blocks, record_step
-from fitune.rehearse.stretch import Depth, Irregular, stretched
 from fitune.spec.plan import Lora, Offload, Plan
 from fitune.spec.reports import Rehearsal
 
@@ -44,7 +44,7 @@ def trace_plan(plan: Plan, config: PretrainedConfig, *, exact: bool) -> tuple[Tr
     if not exact and depth.shallow() != depth and repeats:
         with suppress(Irregular):  # then every block is traced
             passes, update = record_few_blocks(plan, config, depth)
-            return stretched(passes, update, depth), depth.shallow().layers
+            return extrapolated(passes, update, depth), depth.shallow().layers
     return record_step(plan, config), layers
 
 

@@ -15,11 +15,11 @@ from fitune.rehearse.batch import full_stream, heaviest_rows, most_labels
 from fitune.rehearse.cuda_functions import cuda_functions
 from fitune.rehearse.events import Trace
 from fitune.rehearse.fake import fake_tensors, modules_may_move
+from fitune.rehearse.layer_extrapolation import Depth
 from fitune.rehearse.liger_stand_ins import LIGER_STAND_INS
 from fitune.rehearse.ranks import announce, fake_ranks, resizes_seen_by
 from fitune.rehearse.recorder import Recorder, local_part
 from fitune.rehearse.stand_ins import StandIns
-from fitune.rehearse.stretch import Depth
 from fitune.rehearse.update import make_states, parameter_keys, record_update
 from fitune.spec.hardware import Gpu
 from fitune.spec.model import NO_DROPOUT

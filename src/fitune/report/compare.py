@@ -12,7 +12,7 @@ from fitune.units import format_bytes, format_percent, format_rate, format_secon
 Unit = Literal["bytes", "seconds", "tokens/s"]
 
 PHASE_NAMES = {
-    Phase.READY: "Between steps",
+    Phase.IDLE: "Between steps",
     Phase.FORWARD: "Forward",
     Phase.LOSS: "Loss",
     Phase.BACKWARD: "Backward",

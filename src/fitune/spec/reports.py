@@ -14,7 +14,7 @@ from fitune.spec.retries import Retry
 class Phase(StrEnum):
     """The moments of one optimizer step at which memory is compared. Values are peaks within the moment."""
 
-    READY = "ready"
+    IDLE = "idle"
     """Between steps: weights and optimizer states."""
     FORWARD = "forward"
     """Embedding and blocks, until the last hidden state."""

@@ -1,4 +1,4 @@
-"""From a shallow model's step to a deep one's: blocks in the middle of a row do all the same.
+"""Layer extrapolation, from a shallow model's step to a deep one's: blocks in the middle of a row do all the same.
 
 Memory is affine in depth, but its peak is not, as it moves from one moment to another. So not the peak is
 extrapolated but the step itself: what happens in one block is repeated for each that the shallow model lacks. Both
@@ -64,7 +64,7 @@ class Depth:
 
 
 class Place(NamedTuple):
-    """A stretch of the step: one direction through one block, or between blocks (``block`` None)."""
+    """Part of the step: one direction through one block, or between blocks (``block`` None)."""
 
     turn: int
     """Forward and backward passes so far: LOMO may go back twice."""
@@ -79,7 +79,7 @@ class Name(NamedTuple):
     ordinal: int
 
 
-def stretched(shallow: Trace, update: Trace, depth: Depth) -> Trace:
+def extrapolated(shallow: Trace, update: Trace, depth: Depth) -> Trace:
     """The deep model's step, of the shallow one's forward and backward and the deep one's own update.
 
     Raises Irregular when a middle block does not do what its neighbours do.
@@ -184,7 +184,7 @@ def _check_repeats(segments: list[tuple[Place, list[Event]]], depth: Depth) -> N
 def _in_order(
     segments: list[tuple[Place, list[Event]]], depth: Depth
 ) -> Iterator[tuple[Place, list[Event], int | None]]:
-    """Every stretch of the deep model's step with the block it is of; backward goes down."""
+    """Every part of the deep model's step with the block it is of; backward goes down."""
     for place, events in segments:
         if place.block is None:
             yield place, events, None
