@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
-from fitune.data import preparing, workers
+from fitune.data import preparing, tokenising
 from fitune.data.preparing import prepare_data
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
@@ -43,8 +43,8 @@ def in_processes(monkeypatch):
 
     def use(count):
         monkeypatch.setattr(preparing, "_BATCH_ROWS", 16)
-        monkeypatch.setattr(workers, "_WORTH_A_START", 0)
-        monkeypatch.setattr(workers, "_cores", lambda: count)
+        monkeypatch.setattr(tokenising, "_WORTH_A_START", 0)
+        monkeypatch.setattr(tokenising, "_cores", lambda: count)
 
     return use
 
@@ -88,8 +88,8 @@ def test_the_first_row_that_cannot_be_used_is_named(tmp_path, prepare, in_proces
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_stop_leaves_no_process_and_no_half_entry(tmp_path, prepare, in_processes, count, monkeypatch):
     started = []
-    real = workers.Child
-    monkeypatch.setattr(workers, "Child", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
+    real = tokenising.Child
+    monkeypatch.setattr(tokenising, "Child", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
     if count:
         in_processes(count)
 
@@ -106,13 +106,13 @@ def test_a_stop_leaves_no_process_and_no_half_entry(tmp_path, prepare, in_proces
 
 def test_a_process_that_dies_is_an_error_that_names_the_rows(tmp_path, prepare, in_processes, monkeypatch):
     in_processes(1)
-    real = workers._send
+    real = tokenising._send
 
     def send_and_kill(child, batch):
         real(child, batch)
         child._process.kill()
 
-    monkeypatch.setattr(workers, "_send", send_and_kill)
+    monkeypatch.setattr(tokenising, "_send", send_and_kill)
     with pytest.raises(
         DataError, match=r"ended with signal SIGKILL at .*rows.jsonl:1 or in the 15 rows after"
     ):
@@ -163,7 +163,7 @@ def test_long_rows_are_tokenised_a_few_at_a_time(tmp_path, prepare, monkeypatch)
     real = preparing.RowTokeniser.__call__
 
     def call(self, examples):
-        seen.append(sum(map(workers.text_size, examples)))
+        seen.append(sum(map(tokenising.text_size, examples)))
         return real(self, examples)
 
     monkeypatch.setattr(preparing.RowTokeniser, "__call__", call)

@@ -178,7 +178,7 @@ def test_the_process_of_templates_knows_no_secret_and_has_its_limits(monkeypatch
     template_process.end_child()
     load_template(byte_tokenizer(template=HEADER_STYLE))
     children = [
-        each for each in psutil.Process().children() if "fitune.data.template_child" in each.cmdline()
+        each for each in psutil.Process().children() if "fitune.data.template_process" in each.cmdline()
     ]
     assert len(children) == 1
     assert "SECRET_TOKEN" not in children[0].environ()
@@ -191,7 +191,7 @@ def test_a_child_that_was_killed_is_started_anew():
     row = Conversation((Message("user", "hi"), Message("assistant", "yo")), "row 1")
     before = template.encode(row)
     for each in psutil.Process().children():
-        if "fitune.data.template_child" in each.cmdline():
+        if "fitune.data.template_process" in each.cmdline():
             each.kill()
     assert template.lay_out_rows([row, row])
     assert template.encode(row) == before

@@ -59,7 +59,7 @@ def test_code_is_trusted_nowhere() -> None:
 
 
 def test_torch_and_pickle_read_nothing() -> None:
-    """But what data/workers.py sends through a pipe to a process that it has just started itself."""
+    """But what data/tokenising.py sends through a pipe to a process that it has just started itself."""
     for path in {*ROOT.rglob("*.py")} - {ROOT / "data" / "workers.py"}:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert not {"pickle", "joblib", "dill", "cloudpickle"} & {

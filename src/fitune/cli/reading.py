@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from fitune.data.progress import Reading, Watch
+from fitune.data.ledger import Reading, Watch
 from fitune.units import format_bytes, format_count, format_seconds
 
 _BAR_EVERY_S, _LINE_EVERY_S = 0.2, 30.0

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +15,9 @@ from pathlib import Path
 import fitune
 
 WAKE_S = 0.2
-"""How long waiting lasts before ``beat`` is called: a stop that is asked for is seen in this time."""
+"""Seconds of waiting before ``beat`` is called: a stop that is asked for is seen in this time."""
+_END_S = 1.0
+"""Seconds in which a process whose pipe is closed ends by itself."""
 
 Beat = Callable[[], None]
 
@@ -28,30 +30,35 @@ class ChildEnded(Exception):
     """The process is gone before it answered; ``how`` says it for people."""
 
     def __init__(self, status: int) -> None:
+        self.status = status
         self.how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
         super().__init__(self.how)
 
 
 class Child:
-    """``python -m module`` with a pipe of messages.
+    """``python -m module`` with a pipe of messages, whose number is its first argument.
 
     A new program, not a fork: torch and tokenizers have threads, which a fork would leave behind in the middle of
     what they did. It sees no signal of the terminal. It ends when the pipe closes, so also when this process
-    is killed.
+    is killed. ``environment`` is all of its environment, for one that must see no secrets and say nothing; else it has
+    this process's.
     """
 
-    def __init__(self, module: str, *, beat: Beat = nothing) -> None:
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        beat: Beat = nothing,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._beat = beat
         self._connection, theirs = Pipe()
-        paths = [str(Path(fitune.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        own = {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system",
-        }  # fmt: skip
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | own,
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
+                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
+                stderr=None if environment is None else subprocess.DEVNULL,
+                env=_own_environment() if environment is None else environment,
             )  # fmt: skip
 
     def send(self, message: bytes) -> None:
@@ -61,16 +68,20 @@ class Child:
         except OSError:
             raise self._ended() from None
 
-    def receive(self) -> bytes:
-        """The next message. Calls ``beat`` while it waits. Raises ChildEnded."""
+    def receive(self, *, largest_bytes: int | None = None) -> bytes:
+        """The next message. Calls ``beat`` while it waits. Raises ChildEnded, also for a message that is too large."""
         try:
             while not self._connection.poll(WAKE_S):
                 self._beat()
-            return self._connection.recv_bytes()
+            return self._connection.recv_bytes(largest_bytes)
         except (EOFError, OSError):
             raise self._ended() from None
 
     def _ended(self) -> ChildEnded:
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return ChildEnded(self._process.wait(timeout=_END_S))
+        self._process.kill()
         return ChildEnded(self._process.wait())
 
     def close(self) -> None:
@@ -78,6 +89,14 @@ class Child:
         self._connection.close()
         self._process.kill()
         self._process.wait()
+
+
+def _own_environment() -> dict[str, str]:
+    paths = [str(Path(fitune.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system",
+    }  # fmt: skip
 
 
 def requests(arguments: Sequence[str]) -> Iterator[tuple[Connection, bytes]]:

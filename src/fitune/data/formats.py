@@ -18,9 +18,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fitune.data.preferences import refuse_good_and_bad, refuse_judged
-from fitune.data.rows import BadRow, Row
-from fitune.data.unsupported import refuse_unsupported_message, refuse_unsupported_row
+from fitune.data.rows import (
+    BadRow,
+    Row,
+    refuse_good_and_bad,
+    refuse_judged,
+    refuse_unsupported_message,
+    refuse_unsupported_row,
+)
 from fitune.errors import DataError, did_you_mean
 
 Role = Literal["system", "user", "assistant"]

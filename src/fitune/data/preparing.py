@@ -14,13 +14,11 @@ import numpy as np
 from fitune.data import cache
 from fitune.data.dataset import DatasetWriter, Facts, TokenDataset
 from fitune.data.formats import Conversation, Example, Message, Text, detect_format, to_example
-from fitune.data.ledger import LedgerBook, describe_dropped
-from fitune.data.progress import Progress, Watch, ignore_reading
+from fitune.data.ledger import LedgerBook, Progress, Watch, describe_dropped, ignore_reading
 from fitune.data.rows import BadRow
 from fitune.data.sources import content_key, read_rows, with_skip_hint
 from fitune.data.templates import load_template
-from fitune.data.tokenising import MAX_TEXT, Fate, RowTokeniser, TokenRows
-from fitune.data.workers import Job, text_size, tokenised
+from fitune.data.tokenising import MAX_TEXT, Fate, Job, RowTokeniser, TokenRows, text_size, tokenised
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
 from fitune.spec.reports import Ledger

@@ -1,5 +1,19 @@
-"""A row as it was read, and the error that names one row."""
+"""A row as it was read, the error that names one row, and what fitune refuses to learn from.
 
+Refused by name are fields that change what should be learned (tool calls, images, weights of messages): to pass over
+them in silence would train something else than the data says. And preference data: fitune learns every answer it
+reads, so it would learn the bad ones too:
+
+| kind               | told by                                                                                    |
+|--------------------|--------------------------------------------------------------------------------------------|
+| pairs (DPO, ORPO)  | chosen and rejected                                                                        |
+| KTO                | label true or false beside an answer (0 or 1 beside prompt and completion), or kto_tag     |
+| stepwise (PRM)     | labels, a list of true and false, or completions and labels                                |
+
+A ``label`` that is a class of plain text, or any other value, says nothing about an answer and is left alone.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,3 +34,121 @@ class BadRow(DataError):
     def __init__(self, message: str, *, reason: str, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.reason = reason
+
+
+_OF_MESSAGES = {
+    "tool_calls": "leave the rows with calls of tools out",
+    "function_call": "leave the rows with calls of functions out",
+    "reasoning_content": "write the thought into the content: <think>…</think>",
+    "reasoning": "write the thought into the content: <think>…</think>",
+    "thinking": "write the thought into the content: <think>…</think>",
+    "images": "fitune trains on text: leave the rows with images out",
+}
+_OF_ROWS = {
+    "tools": "write the tools into the system message, and leave the column out",
+    "functions": "write the functions into the system message, and leave the column out",
+    "image": "fitune trains on text: leave the rows with images out",
+    "images": "fitune trains on text: leave the rows with images out",
+    "videos": "fitune trains on text: leave the rows with videos out",
+    "audios": "fitune trains on text: leave the rows with sound out",
+}
+_SWITCHES = ("weight", "train", "training", "trainable")
+"""0 or false at an answer: it is not to be learned."""
+
+
+def refuse_unsupported_row(row: Row) -> None:
+    """Raises BadRow when the row has more than text for the model to see."""
+    for name in _OF_ROWS.keys() & row.fields.keys():
+        if _says_something(row.fields[name]):
+            raise _not_supported(row, name, row.fields[name], _OF_ROWS[name])
+
+
+def refuse_unsupported_message(row: Row, place: str, message: Mapping[str, Any]) -> None:
+    """Raises BadRow when the message says more than its text, or is an answer that is not to be learned."""
+    for name in _OF_MESSAGES.keys() & message.keys():
+        if _says_something(message[name]):
+            raise _not_supported(row, f"{place}.{name}", message[name], _OF_MESSAGES[name])
+    for name in _SWITCHES:
+        if (value := message.get(name)) is not None and value != 1:
+            hint = "fitune learns every answer: end the conversation before those that are not to be learned"
+            raise _not_supported(row, f"{place}.{name}", value, hint)
+
+
+def _says_something(value: Any) -> bool:
+    """Empty lists and texts are how a column is filled where a row has nothing in it."""
+    return value is not None and value is not False and value not in ("", "[]", [], {})
+
+
+def _not_supported(row: Row, field: str, value: Any, hint: str) -> BadRow:
+    name = field.rpartition(".")[2]
+    return BadRow(
+        f"{row.where}: field {field!r} is not supported: {value!r:.60}",
+        reason=f"{name} not supported",
+        hint=hint,
+    )
+
+
+_PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
+_WORDS = ("true", "false")
+_NUMBERS = (0, 1, "0", "1")
+
+
+def refuse_good_and_bad(row: Row) -> None:
+    """Raises DataError for a row that holds good and bad answers, or good and bad steps, side by side."""
+    for chosen, rejected in _PAIRS:
+        if chosen in row.fields and rejected in row.fields:
+            raise _preference_data(
+                row, f"{chosen} and {rejected}", "pairs, as for DPO", _hint_for_pairs(row.fields, chosen)
+            )
+    if "completions" in row.fields and "labels" in row.fields:
+        raise _stepwise(row)
+
+
+def refuse_judged(row: Row) -> None:
+    """Raises DataError for a row that says whether its answer is good. Not for plain text."""
+    fields = row.fields
+    for name in ("label", "kto_tag"):
+        if name in fields and _is_judgement(fields[name], fields):
+            raise _preference_data(
+                row,
+                f"{name}: {str(fields[name]).lower()} beside an answer",
+                "as for KTO",
+                f"keep the rows whose {name} is true and leave the column out; if {name} says nothing about "
+                "the answer, name the columns to be read: columns: {prompt: …, completion: …}",
+            )
+    if _is_list_of_judgements(fields.get("labels")):
+        raise _stepwise(row)
+
+
+def _is_judgement(value: Any, fields: Mapping[str, Any]) -> bool:
+    if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in _WORDS):
+        return True
+    return isinstance(value, int | str) and value in _NUMBERS and {"prompt", "completion"} <= fields.keys()
+
+
+def _is_list_of_judgements(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, bool) for item in value)
+
+
+def _hint_for_pairs(fields: Mapping[str, Any], chosen: str) -> str:
+    asked = next((name for name in ("prompt", "question", "instruction", "input") if name in fields), "…")
+    if isinstance(fields[chosen], list) and not isinstance(fields.get(asked), list):
+        return f"to learn the chosen answers, write {chosen} as messages, without the other column"
+    return f"to learn the chosen answers: columns: {{prompt: {asked}, completion: {chosen}}}"
+
+
+def _stepwise(row: Row) -> DataError:
+    return _preference_data(
+        row,
+        "labels of single steps",
+        "as for process reward models",
+        "write the rows whose steps are all right as {prompt, completion}",
+    )
+
+
+def _preference_data(row: Row, found: str, kind: str, hint: str) -> DataError:
+    return DataError(
+        f"{row.where}: the row has {found}: preference data ({kind}). fitune has no preference methods; it would "
+        "learn every answer, the bad ones too",
+        hint=hint,
+    )

@@ -1,26 +1,32 @@
 """Chat templates, run in a process of their own: neither their time nor their memory is this process's.
 
-One child serves all templates of this process. It is started when the first template is used (a tenth of a second),
-answers batches of conversations, and is started anew when it had to be ended.
+One child, ``python -m fitune.data.template_process``, serves all templates of this process. It is started when a
+template is first used (a tenth of a second: it imports neither torch nor transformers), answers batches of
+conversations, and is started anew when it had to be ended. Its memory is limited, and the processor time of every
+conversation; what goes beyond ends it, whatever code it is in, and its parent says so. Its environment holds no
+secrets, and it can write no file.
 """
 
 import atexit
 import contextlib
+import gc
 import hashlib
 import json
 import os
+import resource
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
+from fitune.data.answers import conversation_pieces, prompt_pieces
+from fitune.data.children import Child, ChildEnded
 from fitune.data.encoding import Piece
-from fitune.data.formats import Conversation
+from fitune.data.formats import Conversation, Message
+from fitune.data.rendering import Renderer, SafeTemplate
 from fitune.data.rows import BadRow
-from fitune.data.template_child import OUT_OF_MEMORY, from_bytes, to_bytes
 from fitune.errors import DataError
 from fitune.units import GIB, format_bytes
 
@@ -28,8 +34,17 @@ CPU_LIMIT_S = 2.0
 """Processor time of one conversation; a second more for each million characters."""
 MEMORY_LIMIT_BYTES = 3 * GIB // 4
 """Bytes of the child's address space."""
+_OUT_OF_MEMORY = 3
+"""Exit code."""
+_BY_LIMIT = (-signal.SIGPROF, _OUT_OF_MEMORY)
 _LARGEST_ANSWER = 256 * 1024**2
-"""Bytes: a rendering has at most sandbox.SIZE_LIMIT characters, and an answer ends after a long one."""
+"""Bytes: a rendering has at most rendering.SIZE_LIMIT characters, and an answer ends after a long one."""
+_ENOUGH = 4 * 1024**2
+"""Characters in one answer; the parent asks again for the rows that are left."""
+_COLLECT_AFTER = 50_000
+"""Objects, where Python has 700: of a batch of rows nearly all stay until it is answered, and are looked at in vain."""
+_CHARACTERS_PER_S = 1_000_000
+"""Long conversations may take longer: one takes well under a millisecond for each thousand characters."""
 
 
 class TemplateStopped(DataError):
@@ -64,9 +79,9 @@ class RemoteTemplate:
             batch = conversations[done : done + together]
             try:
                 answer = _child().ask(self._request(batch, ask=ask), self._template)
-            except _Ended as ended:
+            except ChildEnded as ended:
                 tries += 1
-                if len(batch) == 1 and (ended.by_limit or tries > 2):
+                if len(batch) == 1 and (ended.status in _BY_LIMIT or tries > 2):
                     raise self._stopped(batch[0].where, ended) from None
                 together = 1  # finds the conversation at which the child ended
                 continue
@@ -82,9 +97,14 @@ class RemoteTemplate:
         ]
         return {"key": self._key, "ask": ask, "rows": rows}
 
-    def _stopped(self, where: str, ended: "_Ended") -> TemplateStopped:
+    def _stopped(self, where: str, ended: ChildEnded) -> TemplateStopped:
+        how = f"ended the process that runs it, with {ended.how}"
+        if ended.status == -signal.SIGPROF:
+            how = f"was still running after {CPU_LIMIT_S:g} s of processor time: an endless loop?"
+        elif ended.status == _OUT_OF_MEMORY:
+            how = f"needs more than {format_bytes(MEMORY_LIMIT_BYTES)} of memory"
         return TemplateStopped(
-            f"{where}: {self._name} {ended.how}",
+            f"{where}: {self._name} {how}",
             hint="look at the template's loops, or give another chat_template",
         )
 
@@ -98,77 +118,142 @@ def _received(row: Any) -> list[Piece] | BadRow:
     ]
 
 
-class _Ended(Exception):
-    """The child is gone; ``how`` says why, after the template's name."""
-
-    def __init__(self, status: int) -> None:
-        self.by_limit = status in (-signal.SIGPROF, OUT_OF_MEMORY)
-        self.how = f"ended the process that runs it, with status {status}"
-        if status == -signal.SIGPROF:
-            self.how = f"was still running after {CPU_LIMIT_S:g} s of processor time: an endless loop?"
-        elif status == OUT_OF_MEMORY:
-            self.how = f"needs more than {format_bytes(MEMORY_LIMIT_BYTES)} of memory"
-        super().__init__(self.how)
-
-
-class _Child:
-    """A new program, not a fork: torch and tokenizers have threads, which a fork would leave behind."""
+class _TemplateChild:
+    """The child and the templates that it knows."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
         self._lock = threading.Lock()
         self._known: set[str] = set()
-        self._connection, theirs = Pipe()
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUTF8": "1"}
         if libraries := os.environ.get("LD_LIBRARY_PATH"):
             environment["LD_LIBRARY_PATH"] = libraries
-        limits = (str(theirs.fileno()), str(CPU_LIMIT_S), str(MEMORY_LIMIT_BYTES))
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fitune.data.template_child", *limits],
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                start_new_session=True, env=environment,
-            )  # fmt: skip
+        limits = (str(CPU_LIMIT_S), str(MEMORY_LIMIT_BYTES))
+        self._child = Child("fitune.data.template_process", *limits, environment=environment)
 
     def ask(self, request: dict[str, Any], template: dict[str, Any]) -> Any:
-        """The answer. The template goes with its first request. Raises _Ended."""
+        """The answer. The template goes with its first request. Raises ChildEnded."""
         with self._lock:
             if request["key"] not in self._known:
                 request = request | {"template": template}
             try:
-                self._connection.send_bytes(to_bytes(request))
-                answer = from_bytes(self._connection.recv_bytes(_LARGEST_ANSWER))
-            except (EOFError, OSError):
-                raise _Ended(self.close()) from None
+                self._child.send(_to_bytes(request))
+                answer = _from_bytes(self._child.receive(largest_bytes=_LARGEST_ANSWER))
             except BaseException:
-                self.close()  # interrupted: the answer would be taken for that of the next request
+                end_child()  # interrupted, too: the answer would be taken for that of the next request
                 raise
             self._known.add(request["key"])
             return answer
 
-    def close(self) -> int:
-        """End the process at once; its exit status."""
-        global _running
-        _running = None
-        self._connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(timeout=1)
-        self._process.kill()
-        return self._process.wait()
+    def close(self) -> None:
+        self._child.close()
 
 
-_running: _Child | None = None
+_running: _TemplateChild | None = None
 
 
-def _child() -> _Child:
+def _child() -> _TemplateChild:
     global _running
     if _running is None or _running.owner != os.getpid():
-        _running = _Child()
+        _running = _TemplateChild()
     return _running
 
 
 @atexit.register
 def end_child() -> None:
     """The next template starts another one."""
-    if _running is not None and _running.owner == os.getpid():
-        _running.close()
+    global _running
+    child, _running = _running, None
+    if child is not None and child.owner == os.getpid():
+        child.close()
+
+
+def _to_bytes(message: Any) -> bytes:
+    """JSON: nothing that the other process sends is run here."""
+    return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _from_bytes(message: bytes) -> Any:
+    """The other way."""
+    return json.loads(message.decode("utf-8", "surrogatepass"))
+
+
+def main() -> None:
+    connection, cpu_s, memory_bytes = Connection(int(sys.argv[1])), float(sys.argv[2]), int(sys.argv[3])
+    _limit(resource.RLIMIT_FSIZE, 0)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, memory_bytes)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER)
+    renderers: dict[str, Renderer] = {}
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        while True:
+            try:
+                answer = _answer(_from_bytes(connection.recv_bytes()), renderers, cpu_s)
+                connection.send_bytes(_to_bytes(answer))
+            except MemoryError:
+                os._exit(_OUT_OF_MEMORY)
+
+
+def _limit(kind: int, wanted: int) -> None:
+    """A limit that holds already and is lower stays."""
+    _, hard = resource.getrlimit(kind)
+    value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def _answer(request: dict[str, Any], renderers: dict[str, Renderer], cpu_s: float) -> Any:
+    """The rows of the request laid out, or errors in their place; the first ones, when the text gets long; or one
+    error when the template is no template."""
+    key = request["key"]
+    try:
+        if key not in renderers:
+            with _processor_time(cpu_s):
+                renderers[key] = _renderer(request["template"])
+    except DataError as error:
+        return _said(error)
+    answer, size = [], 0
+    for turns, where in request["rows"]:
+        row = _laid_out(renderers[key], turns, where, request["ask"], cpu_s)
+        answer.append(row)
+        size += sum(len(piece[0]) for piece in row) if isinstance(row, list) else 0
+        if size > _ENOUGH:
+            break
+    return answer
+
+
+def _renderer(template: dict[str, Any]) -> Renderer:
+    safe = SafeTemplate(template["source"], name=template["name"])
+    return Renderer(safe, template["specials"], tuple(template["special_texts"]))
+
+
+def _laid_out(renderer: Renderer, turns: list[list[Any]], where: str, ask: bool, cpu_s: float) -> Any:
+    """Pieces as lists of their fields."""
+    messages = [Message(role, content) for role, content in turns]
+    characters = sum(len(message.content) for message in messages)
+    lay_out = prompt_pieces if ask else conversation_pieces
+    try:
+        with _processor_time(cpu_s + characters / _CHARACTERS_PER_S):
+            pieces = lay_out(renderer, messages, where=where)
+    except BadRow as bad:
+        return _said(bad)
+    return [[p.text, p.supervised, p.plain, p.first, p.after_special] for p in pieces]
+
+
+@contextlib.contextmanager
+def _processor_time(seconds: float) -> Iterator[None]:
+    """The system ends the process by SIGPROF when the block takes longer: it needs no help from what runs."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _said(error: DataError) -> dict[str, str | None]:
+    return {"message": error.message, "hint": error.hint, "reason": getattr(error, "reason", None)}
+
+
+if __name__ == "__main__":
+    main()

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from fitune.checkpoint.line import Descent
 from fitune.data.formats import Conversation
+from fitune.data.ledger import Watch, ignore_reading
 from fitune.data.loader import Loader, LoaderState
 from fitune.data.preparing import PreparedData
-from fitune.data.progress import Watch, ignore_reading
 from fitune.measure.memory import CpuMeter, MemoryMeter
 from fitune.models.language_model import LanguageModel
 from fitune.models.weight_files import OnBytes, nobody
