@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from fitune.data.children import Child, ChildEnded, requests
+from fitune.data.locations import open_binary
 from fitune.data.rows import BadRow, Row
-from fitune.data.sources import open_binary
 from fitune.errors import DataError
 from fitune.units import GIB, MIB, format_bytes
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from fitune.data.arrow import ARROW_SUFFIXES, read_arrow
+from fitune.data.locations import open_binary
 from fitune.data.rows import BadRow, Row
-from fitune.data.sources import open_binary
 from fitune.errors import DataError
 from fitune.spec.strict_json import require_shallow
 from fitune.units import KIB, MIB, format_bytes
