@@ -6,11 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fitune.cli.app import app
-from fitune.cli.doctor import calibrate_device
 from fitune.errors import HardwareError
 from fitune.measure import calibrate as measuring
 from fitune.measure.calibrations import calibrations_folder, device_key, store_calibration, stored_calibration
 from fitune.measure.hardware import detect_hardware
+from fitune.session.doctor import calibrate_device
 from fitune.spec.calibration import AttentionRate, Calibration, Rate, Traffic
 
 
@@ -52,7 +52,9 @@ def test_what_was_measured_is_shown() -> None:
 
 def test_what_is_measured_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "calibrate", lambda hardware: calibration(this_device()))
-    assert calibrate_device(json=True)
+    said: list[str] = []
+    assert calibrate_device(tell=said.append)
+    assert said[0].startswith("measured ")
     assert stored_calibration(this_device()) == calibration(this_device())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fitune.cli import main
-from fitune.cli.matrix import full_names, row_lengths
+from fitune.cli.options import full_names, row_lengths
 from fitune.errors import RecipeError
 
 ON_V100 = ("--gpu", "v100-32gb", "--gpus", "8")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fitune.cli.planning import plan_for
+from fitune.session.planning import plan_for
 from fitune.spec.recipe import read_recipe
 from fitune.units import GIB
 

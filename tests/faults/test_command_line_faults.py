@@ -122,7 +122,7 @@ def test_a_disk_that_fills_up_on_the_way_is_a_failure(
 ) -> None:
     from fitune.checkpoint import durable
 
-    monkeypatch.setattr("fitune.cli.training.require_room_on_disk", lambda plan: None)
+    monkeypatch.setattr("fitune.session.training.require_room_on_disk", lambda plan: None)
     usage = durable.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(durable.shutil, "disk_usage", lambda path: usage._replace(free=1024))
     code, out, err = train(save_steps=1)
@@ -395,7 +395,7 @@ def test_an_error_of_the_system_is_no_traceback(call: Call, monkeypatch: pytest.
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "/somewhere/report.html")
 
-    monkeypatch.setattr("fitune.cli.reporting.show_report", full)
+    monkeypatch.setattr("fitune.session.reporting.report_run", full)
     code, out, _ = call("report", "run", "--json")
     assert code == entry._SystemFailed.exit_code == 1
     assert json.loads(out)["error"]["message"] == "/somewhere/report.html: No space left on device"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from faults import stopped_programs
-from fitune.cli.signals import EXIT_CODES, StopRequest
+from fitune.session.signals import EXIT_CODES, StopRequest
 
 Program = Callable[..., "subprocess.Popen[str]"]
 
@@ -99,7 +99,7 @@ def test_one_signal_lets_the_step_be_finished(program: Program, tmp_path: Path) 
         "fitune.data.loader.pack_rows",
         "fitune.data.loader.Loader.usual",
         "fitune.train.run.prepare",
-        "fitune.cli.training.plan_for",
+        "fitune.session.training.plan_for",
     ],
     ids=["tokenising", "encoding", "packing", "loader", "loading", "planning"],
 )
@@ -116,8 +116,8 @@ def test_before_the_first_step_one_signal_stops(
     ("target", "words"),
     [
         ("fitune.score.run.load_model", ("score", "--out", "{tmp}/out")),
-        ("fitune.cli.demo.write_demo", ("demo", "--out", "{tmp}/demo")),
-        ("fitune.cli.reporting.show_report", ("report", "{tmp}")),
+        ("fitune.session.demo.write_demo", ("demo", "--out", "{tmp}/demo")),
+        ("fitune.session.reporting.report_run", ("report", "{tmp}")),
     ],
     ids=["score", "demo", "report"],
 )

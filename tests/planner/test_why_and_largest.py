@@ -1,15 +1,14 @@
 """What another choice would cost, and how far one can go."""
 
-import json
-
 import pytest
 
 from estimate.tiny_plans import gpu, known
-from fitune.cli.planning import print_alternative, print_largest
 from fitune.errors import NothingFits, RecipeError
 from fitune.planner.largest import largest
 from fitune.planner.search import find_plan
 from fitune.planner.why import changed_recipe
+from fitune.session.planning import largest_for, plan_with
+from fitune.session.results import data_of, text_of
 from fitune.spec.recipe import parse_recipe
 
 
@@ -26,27 +25,24 @@ def test_a_change_that_is_none_is_refused(change):
         changed_recipe(parse_recipe({"model": "gpt2"}), change)
 
 
-def test_why_not_zero_3_is_answered_in_bytes_and_seconds(capsys):
+def test_why_not_zero_3_is_answered_in_bytes_and_seconds():
     recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "a100-80gb", "gpus": 4, "tuning": "full"})
-    print_alternative(recipe, "zero: 3", json=False)
-    text = capsys.readouterr().out
+    text = text_of(plan_with(recipe, "zero: 3"))
     assert "with zero: 3" in text
     assert "a device at its peak" in text
     assert "sent in a step" in text
 
 
-def test_a_change_that_does_not_fit_is_answered_with_its_sum(capsys):
+def test_a_change_that_does_not_fit_is_answered_with_its_sum():
     recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "rtx-4090"})
-    print_alternative(recipe, "tuning: full, offload_optimizer: device", json=True)
-    answer = json.loads(capsys.readouterr().out)["why"]
+    answer = data_of(plan_with(recipe, "tuning: full, offload_optimizer: device"))["why"]
     assert answer["fits"] is False
     assert answer["pinned"]["estimate"]["peak_bytes"] > answer["taken"]["estimate"]["peak_bytes"]
 
 
-def test_the_method_stays_unless_the_change_names_one(capsys):
+def test_the_method_stays_unless_the_change_names_one():
     recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "a100-80gb", "gpus": 4})
-    print_alternative(recipe, "offload_optimizer: cpu", json=True)
-    answer = json.loads(capsys.readouterr().out)["why"]
+    answer = data_of(plan_with(recipe, "offload_optimizer: cpu"))["why"]
     assert answer["taken"]["plan"]["tuning"] == answer["pinned"]["plan"]["tuning"]
 
 
@@ -70,10 +66,9 @@ def test_fewer_trained_parameters_leave_room_for_more():
     assert rows["Full", "bf16-master"] < rows["Lora", "bf16-master"]
 
 
-def test_the_largest_model_is_named(capsys):
+def test_the_largest_model_is_named():
     recipe = parse_recipe({"model": "llama-3.2-1b", "gpu": "rtx-4090", "tuning": "qlora", "seq_len": 1024})
-    print_largest(recipe, "model", json=True)
-    answer = json.loads(capsys.readouterr().out)
+    answer = data_of(largest_for(recipe, "model"))
     assert answer["methods"][0]["value"] in ("01-ai/Yi-34B", "Qwen/Qwen2.5-32B")
 
 
@@ -84,12 +79,11 @@ def test_with_parameters_on_the_host_the_longest_row_is_found():
     assert values["Lora"]
 
 
-def test_why_with_what_was_taken_anyway_is_the_same_plan(capsys):
+def test_why_with_what_was_taken_anyway_is_the_same_plan():
     recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "rtx-4090"})
-    print_alternative(recipe, "attn_implementation: flash", json=False)
-    assert "the same plan" in capsys.readouterr().out
+    assert "the same plan" in text_of(plan_with(recipe, "attn_implementation: flash"))
 
 
 def test_an_unknown_quantity_is_refused():
     with pytest.raises(RecipeError, match="--largest speed is not known"):
-        print_largest(parse_recipe({"model": "llama-3.2-1b", "gpu": "t4"}), "speed", json=False)
+        largest_for(parse_recipe({"model": "llama-3.2-1b", "gpu": "t4"}), "speed")

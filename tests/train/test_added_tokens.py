@@ -10,7 +10,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from fitune.cli.exporting import export_run
 from fitune.data.preparing import prepare_data
 from fitune.errors import ModelError, RecipeError
 from fitune.models.door import model_config
@@ -19,6 +18,7 @@ from fitune.models.weights import load_model
 from fitune.rehearse.run import rehearse
 from fitune.score.generate_hf import Sampling
 from fitune.score.run import ScorePlan, score
+from fitune.session.exporting import export_run
 from fitune.spec.plan import DataSource, Nf4, Plan
 from fitune.train.prepare import prepare
 from fitune.train.run import run

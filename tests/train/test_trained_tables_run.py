@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fitune.cli.exporting import export_run
+from fitune.session.exporting import export_run
 from fitune.spec.plan import Nf4, Offload, Plan
 from fitune.train.run import run
 from train.test_offload import ALL_THREE, assert_same_training, plan_of

@@ -1,10 +1,17 @@
-"""The commands. Each parses its words, calls the rooms that do the work, and prints what they answer."""
+"""The commands. Each parses its words, calls a session, and prints what it answers."""
 
+import json as json_text
+import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from fitune.errors import ScoringFailed
+
+if TYPE_CHECKING:
+    from fitune.session.results import Result
 
 app = typer.Typer(
     name="fitune",
@@ -65,16 +72,16 @@ def plan(
     json: Json = False,
 ) -> None:
     """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
-    from fitune.cli import planning
     from fitune.cli.options import recipe_from
+    from fitune.session.planning import largest_for, plan_for, plan_with
 
     recipe = recipe_from(words or [], settings or [])
     if why:
-        planning.print_alternative(recipe, why, json=json)
+        _show(plan_with(recipe, why), json=json)
     elif largest:
-        planning.print_largest(recipe, largest, json=json)
+        _show(largest_for(recipe, largest), json=json)
     else:
-        planning.print_plan(planning.plan_for(recipe), json=json)
+        _show(plan_for(recipe), json=json)
 
 
 @app.command(context_settings=_RECIPE_WORDS)
@@ -86,9 +93,9 @@ def why(
 ) -> None:
     """What another choice would cost, in bytes and seconds, beside the plan that is taken."""
     from fitune.cli.options import recipe_from
-    from fitune.cli.planning import print_alternative
+    from fitune.session.planning import plan_with
 
-    print_alternative(recipe_from(words or [], settings or []), change, json=json)
+    _show(plan_with(recipe_from(words or [], settings or []), change), json=json)
 
 
 @app.command(context_settings=_RECIPE_WORDS)
@@ -106,9 +113,21 @@ def matrix(
     json: Json = False,
 ) -> None:
     """Models × lengths of rows: the plan taken for each, and which of DDP, ZeRO, recompute and offload fit."""
-    from fitune.cli.matrix import print_matrix
+    from fitune.cli.options import full_names, matrix_recipe, row_lengths
+    from fitune.session.matrix import beside_data, matrix_text, plan_matrix
+    from fitune.session.matrix_pictures import write_picture
 
-    print_matrix(words or [], settings or [], models=models, context=context, picture=picture, json=json)
+    names, lengths = tuple(full_names(models)), row_lengths(context)
+    recipe = matrix_recipe(words or [], settings or [], model=names[0])
+    found = plan_matrix(recipe, models=names, seq_lens=lengths)
+    if picture is not None:
+        write_picture(found.matrix, picture)
+    if json:
+        _print_json(beside_data(found))
+        return
+    print(matrix_text(found))
+    if picture is not None:
+        print(f"\npicture: {picture}")
 
 
 @app.command(context_settings=_RECIPE_WORDS)
@@ -122,9 +141,9 @@ def rehearse(
 ) -> None:
     """Plan, then run the plan's own step on tensors without content: every allocation, no GPU, no weights."""
     from fitune.cli.options import recipe_from
-    from fitune.cli.rehearsing import rehearse_recipe
+    from fitune.session.rehearsing import rehearse_recipe
 
-    rehearse_recipe(recipe_from(words or [], settings or []), exact=exact, json=json)
+    _show(rehearse_recipe(recipe_from(words or [], settings or []), exact=exact), json=json)
 
 
 @app.command(context_settings=_RECIPE_WORDS)
@@ -137,9 +156,13 @@ def train(
 ) -> None:
     """Plan, train exactly that, and show what was measured next to what was predicted."""
     from fitune.cli.options import recipe_from
-    from fitune.cli.training import train_recipe
+    from fitune.cli.terminal import Terminal
+    from fitune.session.fresh_process import train_program
 
-    raise typer.Exit(train_recipe(recipe_from(words or [], settings or []), overwrite=overwrite))
+    recipe = recipe_from(words or [], settings or [])
+    with Terminal() as terminal:
+        code = train_program(recipe, overwrite=overwrite, tell=terminal)
+    raise typer.Exit(code)
 
 
 @app.command(context_settings=_RECIPE_WORDS)
@@ -155,12 +178,15 @@ def compare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Train anew what is there already.")] = False,
 ) -> None:
     """Train one recipe by several methods on the same data and seed; one page lays them side by side."""
-    from fitune.cli.comparing import compare_methods
     from fitune.cli.options import recipe_from
+    from fitune.cli.terminal import Terminal
+    from fitune.session.comparing import compare_methods
 
     names = [name.strip() for name in tunings.split(",") if name.strip()]
     recipe = recipe_from(words or [], settings or [])
-    raise typer.Exit(compare_methods(recipe, names, score_data=score_data, overwrite=overwrite))
+    with Terminal() as terminal:
+        code = compare_methods(recipe, names, score_data=score_data, overwrite=overwrite, tell=terminal)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -190,22 +216,39 @@ def score(
     json: Json = False,
 ) -> None:
     """Answer a dataset with a model and grade the answers."""
-    from fitune.cli.scoring import score_dataset
+    from fitune.cli.options import columns_of
+    from fitune.cli.terminal import Terminal
+    from fitune.session.scoring import score_dataset
 
-    score_dataset(
-        model=model, adapter=adapter, data=data, out=out, columns=columns or [], graders=grader or [],
-        sampling={"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
-        batch_size=batch_size, chat_template=chat_template, id_column=id_column, json=json,
-    )  # fmt: skip
+    with Terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone
+        report = score_dataset(
+            model=model, adapter=adapter, data=data, out=out, columns=columns_of(columns or []), graders=grader or [],
+            sampling={"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
+            batch_size=batch_size, chat_template=chat_template, id_column=id_column, tell=terminal,
+        )  # fmt: skip
+    _show(report, json=json)
+    answers = out / "answers.jsonl"
+    if not json:
+        print(f"answers: {answers}")
+    if report.failed:
+        failed = ScoringFailed(
+            f"{report.failed} of {report.rows} rows have no answer; they are graded 0",
+            hint=f"see the error of those rows in {answers}",
+        )
+        print(f"error: {failed}", file=sys.stderr)
+        raise typer.Exit(failed.exit_code)
 
 
 @app.command(name="go-on", hidden=True)
 def go_on(run: Annotated[Path, typer.Argument(help="Directory of a run.")]) -> None:
     """Go on with the attempt that a run which ran out of memory left in its directory."""
-    from fitune.cli.fresh_process import take_over
-    from fitune.cli.training import train_attempt
+    from fitune.cli.terminal import Terminal
+    from fitune.session.fresh_process import attempt_program, take_over
 
-    raise typer.Exit(train_attempt(*take_over(run)))
+    attempt, recipe = take_over(run)
+    with Terminal() as terminal:
+        code = attempt_program(attempt, recipe, tell=terminal)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -218,17 +261,19 @@ def export(
     ] = None,
 ) -> None:
     """Export what a run trained, without training again: an adapter folded into its base, or an export that failed."""
-    from fitune.cli.exporting import export_run
+    from fitune.cli.terminal import Terminal
+    from fitune.session.exporting import export_run
 
-    export_run(run, out, kind)
+    with Terminal() as terminal:
+        export_run(run, out, kind, tell=terminal)
 
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="Directory of a run.")], json: Json = False) -> None:
     """Lay predicted and measured side by side, and write the run's report.html."""
-    from fitune.cli.reporting import show_report
+    from fitune.session.reporting import report_run
 
-    show_report(run, json=json)
+    _show(report_run(run), json=json)
 
 
 @app.command()
@@ -240,11 +285,15 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Show what is here: devices, memory, measured rates, libraries, and what each missing part would add."""
-    from fitune.cli.doctor import calibrate_device, examine
+    from fitune.session.doctor import calibrate_device, describe_examined, examine, examined_data
 
-    if calibrate and not calibrate_device(json=json):
+    if calibrate and not calibrate_device(tell=lambda line: None if json else print(line)):
         return
-    examine(json=json)
+    examined = examine()
+    if json:
+        _print_json(examined_data(examined))
+    else:
+        print(describe_examined(examined))
 
 
 @app.command()
@@ -252,9 +301,11 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where to write the demo's files.")] = Path("demo"),
 ) -> None:
     """See everything work in three minutes, without network or GPU: a small model learns a task."""
-    from fitune.cli.demo import run_demo
+    from fitune.cli.terminal import Terminal
+    from fitune.session.demo import run_demo
 
-    run_demo(out)
+    with Terminal() as terminal:
+        run_demo(out, tell=terminal)
 
 
 @records.command()
@@ -267,6 +318,23 @@ def check(
     json: Json = False,
 ) -> None:
     """Predict every run of a file and print how far off memory, speed and verdicts are."""
-    from fitune.cli.records import check_records
+    from fitune.session.records import check_records, summary_data, summary_text
 
-    check_records(file, confidence=confidence, rows=rows, json=json)
+    summary = check_records(file, confidence=confidence)
+    if json:
+        _print_json(summary_data(summary))
+    else:
+        print(summary_text(summary, rows=rows))
+
+
+def _show(result: "Result", *, json: bool) -> None:
+    from fitune.session.results import data_of, text_of
+
+    if json:
+        _print_json(data_of(result))
+    else:
+        print(text_of(result))
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    print(json_text.dumps(data, indent=2, ensure_ascii=False))

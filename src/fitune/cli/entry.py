@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from fitune.cli.app import app
-from fitune.cli.signals import exits_on_signals
 from fitune.errors import FituneError, OutOfMemory, RecipeError, exit_code_of, is_out_of_memory
+from fitune.session.signals import exits_on_signals
 
 
 def main() -> None:

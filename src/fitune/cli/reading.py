@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from fitune.data.ledger import Reading, Watch
+from fitune.session.events import Reading
 from fitune.units import format_bytes, format_count, format_seconds
+
+Show = Callable[[Reading], None]
 
 _BAR_EVERY_S, _LINE_EVERY_S = 0.2, 30.0
 _SHOWN_AFTER_S = 1.0
@@ -17,7 +19,7 @@ _SHOWN_AFTER_S = 1.0
 @contextmanager
 def reading_bar(
     *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Watch]:
+) -> Iterator[Show]:
     """Yields what is told how far it is. The bar is on standard error, and gone when the data is read.
 
     The terminal is given back when reading fails half-way, too.
@@ -85,7 +87,7 @@ class Pace:
         return f"{reading.rows:,} rows, {format_count(reading.tokens)} tokens, {rate}{left}"
 
 
-def _every(seconds: float, show: Watch, clock: Callable[[], float]) -> Watch:
+def _every(seconds: float, show: Show, clock: Callable[[], float]) -> Show:
     """``show`` at most once in so many seconds, and not at once."""
     due, shown = clock() + max(seconds, _SHOWN_AFTER_S), False
 

@@ -1,22 +1,23 @@
-"""``fitune demo``: the whole loop on a base model and a task made on the spot."""
+"""The whole loop on a base model and a task made on the spot."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fitune.cli.planning import plan_for
-from fitune.cli.reporting import comparison
-from fitune.cli.retrying import Attempt
-from fitune.cli.training import run_attempt
 from fitune.demo.files import DemoFiles, write_demo
 from fitune.demo.settings import HELD_OUT_ROWS, MAX_NEW_TOKENS
 from fitune.errors import RunDirectoryError
-from fitune.planner.explain import explain_plan
 from fitune.report.html import write_report
 from fitune.report.text_table import text_table
 from fitune.score.generate_hf import Sampling
 from fitune.score.manifest import remove_scores
 from fitune.score.run import ScorePlan, score
+from fitune.session.events import Note, Planned, Tell
+from fitune.session.planning import plan_for
+from fitune.session.reporting import comparison
+from fitune.session.retrying import Attempt
+from fitune.session.training import run_once
 from fitune.spec.plan import DataSource
 from fitune.spec.recipe import read_recipe
 from fitune.spec.reports import RunReport
@@ -37,34 +38,38 @@ class Outcome:
     report: Path | None
 
 
-def run_demo(directory: Path) -> None:
+def run_demo(directory: Path, *, tell: Tell) -> tuple[Outcome, ...]:
     """Write, pretrain, plan, train twice, score three times, compare."""
     started = time.perf_counter()
     _make_room(directory)
-    print(
-        f"1. A shop's orders as text, a task about them, and a small Llama with random weights, in {directory}/\n"
+
+    def say(*lines: str) -> None:
+        tell(Note("\n".join(lines)))
+
+    say(
+        "1. A shop's orders as text, a task about them, and a small Llama with random weights, in "
+        f"{directory}/\n"
     )
     files = write_demo(directory, seed=_SEED)
-    print("2. The base model: pretrained for a moment on the text, by fitune itself\n")
-    _train(files.pretrain_recipe, explain=False)
-    outcomes = [
-        Outcome(
-            name="base", accuracy=_accuracy(files, files.base), run=None, predicted_bytes=None, report=None
-        )
-    ]
-    print("\n3. The task by LoRA: the plan first\n")
-    outcomes.append(_tuned(files, files.lora_recipe, "LoRA"))
-    print("\n4. The same by training every parameter\n")
-    outcomes.append(_tuned(files, files.full_recipe, "full"))
-    print(f"\n5. {HELD_OUT_ROWS} held-out orders, about goods and cities that no training row names\n")
-    print(outcome_table(outcomes))
-    print(f"\nThe whole demo took {format_seconds(time.perf_counter() - started)}. Open in a browser:")
-    for outcome in outcomes:
-        if outcome.report is not None:
-            print(f"  {outcome.report}")
+    say("2. The base model: pretrained for a moment on the text, by fitune itself\n")
+    _train(files.pretrain_recipe, tell, explain=False)
+    base = Outcome(
+        name="base", accuracy=_accuracy(files, files.base), run=None, predicted_bytes=None, report=None
+    )
+    say("\n3. The task by LoRA: the plan first\n")
+    lora = _tuned(files, files.lora_recipe, "LoRA", tell)
+    say("\n4. The same by training every parameter\n")
+    outcomes = (base, lora, _tuned(files, files.full_recipe, "full", tell))
+    say(f"\n5. {HELD_OUT_ROWS} held-out orders, about goods and cities that no training row names\n")
+    say(
+        outcome_table(outcomes),
+        f"\nThe whole demo took {format_seconds(time.perf_counter() - started)}. Open in a browser:",
+        *(f"  {outcome.report}" for outcome in outcomes if outcome.report is not None),
+    )
+    return outcomes
 
 
-def outcome_table(outcomes: list[Outcome]) -> str:
+def outcome_table(outcomes: Sequence[Outcome]) -> str:
     """Right answers before and after, and what training took: predicted | measured."""
     head = ("", "right answers", "loss", "peak predicted", "measured", "error", "speed", "time")
     return text_table([head, *(_cells(outcome) for outcome in outcomes)], indent=2)
@@ -87,9 +92,9 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def _tuned(files: DemoFiles, recipe: Path, name: str) -> Outcome:
+def _tuned(files: DemoFiles, recipe: Path, name: str, tell: Tell) -> Outcome:
     """Train by ``recipe``, score the result, write its report."""
-    run = _train(recipe, explain=True)
+    run = _train(recipe, tell, explain=True)
     directory = recipe.with_suffix("")
     peak = next(row for row in comparison(directory) if row.what == "Peak of tensors")
     report = write_report(directory)
@@ -102,13 +107,14 @@ def _tuned(files: DemoFiles, recipe: Path, name: str) -> Outcome:
     )
 
 
-def _train(path: Path, *, explain: bool) -> RunReport:
+def _train(path: Path, tell: Tell, *, explain: bool) -> RunReport:
     recipe = read_recipe(path, settings=["log_steps=25"])
     report = plan_for(recipe)
     if explain:
-        print(explain_plan(report), "\n")
+        tell(Planned(report=report))
+        tell(Note(""))
     attempt = Attempt(report=report, resume=False, overwrite=True)
-    return run_attempt(attempt, recipe, stop_asked=lambda: False)
+    return run_once(attempt, recipe, tell=tell, stop_asked=lambda: False)
 
 
 def _accuracy(files: DemoFiles, exported: Path) -> float:

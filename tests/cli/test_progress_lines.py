@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from fitune.cli.progress import Pace, Progress, step_line
 from fitune.spec.reports import StepReport
-from fitune.track.progress import Pace, Progress, step_line
 
 MakeStep = Callable[..., StepReport]
 

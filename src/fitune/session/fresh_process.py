@@ -1,6 +1,7 @@
-"""One more attempt in a fresh process: what the failed one leaves in the address space and the heap is gone there.
+"""Training as a program: signals stop it, and each attempt after the first has a process of its own.
 
-The next attempt is written into the run directory; the program, begun anew, takes it over from there.
+What a failed attempt leaves in the address space and the heap is gone there. The next attempt is written into the
+run directory; the program, begun anew, takes it over from there.
 """
 
 import os
@@ -10,8 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fitune.cli.retrying import Attempt
 from fitune.errors import RunDirectoryError
+from fitune.session.events import Note, Tell
+from fitune.session.retrying import Attempt
+from fitune.session.signals import stop_requests
+from fitune.session.training import first_attempt, run_attempt
 from fitune.spec.disk import write_atomically
 from fitune.spec.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe, parse_value
 from fitune.spec.reports import PlanReport
@@ -34,6 +38,30 @@ class _Handover:
     resume: str
     """A checkpoint; empty for the newest."""
     retries: tuple[Retry, ...]
+
+
+def train_program(
+    recipe: Recipe, *, overwrite: bool, tell: Tell, start_again: StartAgain | None = None
+) -> int:
+    """Plan and train; returns the exit code. ``start_again`` is ``replace_process`` by default."""
+    attempt = first_attempt(recipe, overwrite=overwrite, tell=tell)
+    if not isinstance(attempt, Attempt):
+        return 0
+    return attempt_program(attempt, recipe, tell=tell, start_again=start_again)
+
+
+def attempt_program(
+    attempt: Attempt, recipe: Recipe, *, tell: Tell, start_again: StartAgain | None = None
+) -> int:
+    """Run the attempt, and begin anew when memory runs out in a step; returns the exit code."""
+    with stop_requests() as request:
+        ended = run_attempt(attempt, recipe, tell=tell, stop_asked=request.asked, sinks=[request])
+    if isinstance(ended, Attempt):
+        return (start_again or replace_process)(hand_over(ended, recipe))
+    if ended.status == "interrupted":
+        tell(Note("interrupted: the step was finished and saved; add --resume to go on"))
+        return request.exit_code
+    return 0
 
 
 def hand_over(attempt: Attempt, recipe: Recipe) -> Path:

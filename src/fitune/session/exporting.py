@@ -1,16 +1,16 @@
-"""``fitune export``."""
+"""Export what a run trained, without training again."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from fitune.cli.loading import loading_bar
 from fitune.data.preparing import PreparedData, prepare_data
 from fitune.errors import RecipeError
 from fitune.models.vocabulary import planned_tokenizer
 from fitune.report.html import write_report
 from fitune.report.run_files import RunFiles, read_run
+from fitune.session.events import Exported, Note, Tell, WeightsRead, tell_nobody
 from fitune.spec.disk import write_atomically
 from fitune.spec.ownership import Ownership, lock_directory
 from fitune.spec.plan import Lora, Plan
@@ -21,7 +21,7 @@ from fitune.train.export import FOLDERS, TITLES, Handover, Kind
 from fitune.train.summary import summarise
 
 
-def export_run(run: Path, out: Path | None, kind: Kind | None) -> None:
+def export_run(run: Path, out: Path | None, kind: Kind | None, *, tell: Tell = tell_nobody) -> Exported:
     """Export what a run trained, without training again.
 
     By default what the run was to export, if that failed; else the adapter merged into its base. An export that
@@ -34,10 +34,12 @@ def export_run(run: Path, out: Path | None, kind: Kind | None) -> None:
     _refuse(run, files.plan, wanted, is_there=not missing and out is None)
     owned: AbstractContextManager[Ownership | None] = lock_directory(run) if out is None else nullcontext()
     with owned:
-        report = _exported(run, files, wanted, out)
+        exported, report = _exported(run, files, wanted, out, tell=tell)
+        tell(exported)
         if out is None and missing and wanted == files.plan.run.export:
             write_atomically(run / "report.json", to_json(report))
-            print(f"report: {write_report(run)}")
+            tell(Note(f"report: {write_report(run)}"))
+    return exported
 
 
 def _refuse(run: Path, plan: Plan, wanted: Kind, *, is_there: bool) -> None:
@@ -60,13 +62,16 @@ def _refuse(run: Path, plan: Plan, wanted: Kind, *, is_there: bool) -> None:
         )
 
 
-def _exported(run: Path, files: RunFiles, wanted: Kind, out: Path | None) -> RunReport:
-    """Write it and say so; returns the report of a run that is complete with it."""
+def _exported(
+    run: Path, files: RunFiles, wanted: Kind, out: Path | None, *, tell: Tell
+) -> tuple[Exported, RunReport]:
+    """Write it; returns where it is, and the report of a run that is complete with it."""
     plan, last = _moved(files.plan, run), files.steps[-1]
     source = find_source(run, plan, files.run, step=last.step)
-    print(f"the trained weights are read from {source.path}")
-    with loading_bar() as on_bytes:
-        model = load_trained(plan, source, on_bytes=on_bytes)
+    tell(Note(f"the trained weights are read from {source.path}"))
+    model = load_trained(
+        plan, source, on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total))
+    )
     tokenizer = planned_tokenizer(plan)
 
     @cache
@@ -81,16 +86,16 @@ def _exported(run: Path, files: RunFiles, wanted: Kind, out: Path | None) -> Run
         seconds=sum(step.step_seconds + step.data_seconds for step in files.steps), best_eval_loss=None,
     )  # fmt: skip
     report = replace(report, status="complete", reason="", failure=None)
-    handover = Handover(plan=plan, model=model, tokenizer=tokenizer, report=report, say=print)
+    handover = Handover(
+        plan=plan, model=model, tokenizer=tokenizer, report=report, say=lambda line: tell(Note(line))
+    )
     loss = None
     if wanted == "merged":
         path, loss = handover.merged(data, out)
     else:
         path = handover.trained(out, secure=False)
-    print(f"{TITLES[wanted]}: {path} (verified)")
-    for line in () if loss is None else loss.lines():
-        print(line)
-    return replace(report, exported=str(path), merged_loss=loss)
+    exported = Exported(title=TITLES[wanted], path=path, merged_loss=loss)
+    return exported, replace(report, exported=str(path), merged_loss=loss)
 
 
 def _moved(plan: Plan, run: Path) -> Plan:

@@ -1,34 +1,39 @@
-"""``fitune rehearse``."""
+"""Plan, then run the plan's own step on fake tensors: estimated and rehearsed bytes side by side."""
 
-import json as json_text
+from dataclasses import dataclass
 from typing import Any
 
-from fitune.cli.planning import plan_for
 from fitune.planner.describe import unit_for, wrapped
 from fitune.planner.explain import plan_data
+from fitune.session.planning import plan_for
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Estimate, PlanReport, Rehearsal
 from fitune.spec.words import describe_plan
 from fitune.units import format_bytes, format_percent
 
 
-def rehearse_recipe(recipe: Recipe, *, exact: bool, json: bool) -> None:
-    """Plan among what can be rehearsed, rehearse what was chosen, print estimated | rehearsed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """A plan, and what its own step took on fake tensors."""
+
+    report: PlanReport
+    rehearsal: Rehearsal
+
+
+def rehearse_recipe(recipe: Recipe, *, exact: bool = False) -> Rehearsed:
+    """Plan among what can be rehearsed, then rehearse what was chosen. ``exact`` traces every block."""
     report = plan_for(recipe, purposes=("plan", "rehearse"))
     from fitune.rehearse.run import rehearse
 
     chosen = report.chosen
     rehearsal = rehearse(chosen.plan, exact=exact, outside=chosen.estimate.memory.outside)
-    if json:
-        data = {**plan_data(report), "rehearsal": rehearsal_data(rehearsal)}
-        print(json_text.dumps(data, indent=2, ensure_ascii=False))
-    else:
-        print(explain_rehearsal(report, rehearsal))
+    return Rehearsed(report=report, rehearsal=rehearsal)
 
 
-def rehearsal_data(rehearsal: Rehearsal) -> dict[str, Any]:
-    """The object ``rehearsal`` of ``--json``."""
-    return {
+def rehearsed_data(rehearsed: Rehearsed) -> dict[str, Any]:
+    """The plan as ``--json`` prints it, and an object ``rehearsal`` in it."""
+    rehearsal = rehearsed.rehearsal
+    figures = {
         "peak_bytes": rehearsal.peak_bytes,
         "tensor_peak_bytes": rehearsal.tensor_peak_bytes,
         "reserved_bytes": rehearsal.reserved_bytes,
@@ -36,10 +41,12 @@ def rehearsal_data(rehearsal: Rehearsal) -> dict[str, Any]:
         "phases": {phase.value: dict(kinds) for phase, kinds in rehearsal.phases.items()},
         "outside": dict(rehearsal.outside),
     }
+    return {**plan_data(rehearsed.report), "rehearsal": figures}
 
 
-def explain_rehearsal(report: PlanReport, rehearsal: Rehearsal) -> str:
+def explain_rehearsal(rehearsed: Rehearsed) -> str:
     """Estimated and rehearsed bytes of every phase, then what the peak is made of."""
+    report, rehearsal = rehearsed.report, rehearsed.rehearsal
     plan, estimate = report.chosen.plan, report.chosen.estimate
     traced, layers = rehearsal.layers_traced, plan.model.num_layers
     how = "every block traced" if traced == layers else f"{traced} of {layers} blocks traced"

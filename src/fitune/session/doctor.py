@@ -1,15 +1,17 @@
-"""``fitune doctor``."""
+"""What is on this machine: devices, memory, measured rates, libraries."""
 
 import importlib.metadata
 import importlib.util
-import json as json_text
 import platform
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from fitune import __version__
 from fitune.measure.calibrations import store_calibration
 from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware
 from fitune.spec.calibration import Calibration
+from fitune.spec.hardware import Hardware
 from fitune.spec.serial import to_data
 from fitune.units import format_seconds
 
@@ -21,28 +23,46 @@ _EXTRAS = {
 }
 
 
-def examine(*, json: bool) -> None:
-    """Print devices, memory, measured rates, libraries and missing extras."""
-    hardware = calibrated(detect_hardware())
-    versions = {"python": platform.python_version(), "fitune": __version__}
-    versions |= {name: importlib.metadata.version(name) for name in _NEEDED}
-    missing = {name: extra for name, extra in _EXTRAS.items() if importlib.util.find_spec(name) is None}
-    if json:
-        content = {
-            "hardware": to_data(hardware),
-            "versions": versions,
-            "missing_extras": sorted(extra for extra, _ in missing.values()),
-        }
-        print(json_text.dumps(content, indent=2))
-        return
-    print(describe_hardware(hardware))
-    print(describe_calibration(hardware.calibration))
-    print("  ".join(f"{name} {version}" for name, version in versions.items()))
-    for extra, what in missing.values():
-        print(f"missing: {what}; pip install 'fitune[{extra}]'")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """Devices, memory and measured rates; versions of libraries; missing libraries with their extra and its use."""
+
+    hardware: Hardware
+    versions: dict[str, str]
+    missing: tuple[tuple[str, str], ...]
+    """Extra and what it would add."""
 
 
-def calibrate_device(*, json: bool) -> bool:
+def examine() -> Examined:
+    """Look at this machine."""
+    versions = {"python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in ("fitune", *_NEEDED)}
+    missing = tuple(extra for name, extra in _EXTRAS.items() if importlib.util.find_spec(name) is None)
+    return Examined(hardware=calibrated(detect_hardware()), versions=versions, missing=missing)
+
+
+def examined_data(examined: Examined) -> dict[str, Any]:
+    """The object that ``--json`` prints."""
+    return {
+        "hardware": to_data(examined.hardware),
+        "versions": examined.versions,
+        "missing_extras": sorted(extra for extra, _ in examined.missing),
+    }
+
+
+def describe_examined(examined: Examined) -> str:
+    """Devices, then rates, then versions, then what a missing part would add."""
+    return "\n".join(
+        [
+            describe_hardware(examined.hardware),
+            describe_calibration(examined.hardware.calibration),
+            "  ".join(f"{name} {version}" for name, version in examined.versions.items()),
+            *(f"missing: {what}; pip install 'fitune[{extra}]'" for extra, what in examined.missing),
+        ]
+    )
+
+
+def calibrate_device(*, tell: Callable[[str], None]) -> bool:
     """Measure this machine's device and store it; False on every rank but the first, which has nothing to show."""
     from fitune.measure.calibrate import calibrate
     from fitune.measure.ranks import process_group
@@ -53,8 +73,7 @@ def calibrate_device(*, json: bool) -> bool:
     if rank != 0:
         return False
     path = store_calibration(found)
-    if not json:
-        print(f"measured {found.device} in {format_seconds(time.perf_counter() - start)}: {path}")
+    tell(f"measured {found.device} in {format_seconds(time.perf_counter() - start)}: {path}")
     return True
 
 

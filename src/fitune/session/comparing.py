@@ -1,21 +1,22 @@
-"""``fitune compare``: the same recipe by several methods."""
+"""The same recipe trained by several methods, on the same data and seed, and laid side by side."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fitune.cli.fresh_process import run_child
-from fitune.cli.training import train_recipe
 from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.planner.defaults import default_learning_rate, optimizer_of
 from fitune.planner.methods import lomo_of, lora_of, nf4_of
 from fitune.report.methods_page import MethodRun, comparison_rows, write_comparison
 from fitune.report.run_files import read_run
 from fitune.report.text_table import text_table
+from fitune.session.events import Event, Note, Planned, Tell
+from fitune.session.fresh_process import run_child, train_program
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import DataSource, Full, Sgd, Tuning
 from fitune.spec.recipe import Recipe, parse_recipe
+from fitune.spec.words import describe_plan
 
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"tuning": "full"},
@@ -29,7 +30,9 @@ METHODS: dict[str, dict[str, Any]] = {
 """What each name sets in the recipe."""
 
 
-def compare_methods(recipe: Recipe, names: Sequence[str], *, score_data: str, overwrite: bool) -> int:
+def compare_methods(
+    recipe: Recipe, names: Sequence[str], *, score_data: str, overwrite: bool, tell: Tell
+) -> int:
     """Train the recipe by every method, score each, write compare.html; returns the exit code.
 
     One folder for each method inside the recipe's output_dir. A method that cannot run, or fails, is told and left
@@ -37,12 +40,16 @@ def compare_methods(recipe: Recipe, names: Sequence[str], *, score_data: str, ov
     """
     _refuse_unknown(names)
     directory = Path(recipe.output_dir or "runs/compare")
-    base = _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite) if score_data else {}
+    base = (
+        _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite, tell=tell)
+        if score_data
+        else {}
+    )
     methods: list[MethodRun] = []
     failed = False
     for name in names:
-        method, code = _train(recipe, name, directory, overwrite=overwrite)
-        method, not_scored = _scored(recipe, method, score_data, directory, overwrite=overwrite)
+        method, code = _train(recipe, name, directory, overwrite=overwrite, tell=tell)
+        method, not_scored = _scored(recipe, method, score_data, directory, overwrite=overwrite, tell=tell)
         methods.append(method)
         failed = failed or code == 1 or not_scored
         if any(one.run for one in methods):
@@ -51,8 +58,7 @@ def compare_methods(recipe: Recipe, names: Sequence[str], *, score_data: str, ov
             return code
     if not any(method.run for method in methods):
         raise RecipeError("no method could be trained", hint="the reasons are above")
-    print("\n" + text_table(comparison_rows(methods, base)))
-    print(f"comparison: {page}")
+    tell(Note(f"\n{text_table(comparison_rows(methods, base))}\ncomparison: {page}"))
     return int(failed)
 
 
@@ -105,15 +111,21 @@ def _tuning(recipe: Recipe, name: str) -> Tuning:
     return lora_of(recipe, load_model_spec(recipe.model), nf4_of(recipe))
 
 
-def _train(recipe: Recipe, name: str, directory: Path, *, overwrite: bool) -> tuple[MethodRun, int]:
+def _train(
+    recipe: Recipe, name: str, directory: Path, *, overwrite: bool, tell: Tell
+) -> tuple[MethodRun, int]:
     """The method's run and 0; without a run when it was refused (0), failed (1) or was interrupted (as train says)."""
-    print(f"\n{name}")
+    tell(Note(f"\n{name}"))
+
+    def tell_briefly(event: Event) -> None:
+        tell(Note(describe_plan(event.report.chosen.plan)) if isinstance(event, Planned) else event)
+
     try:
         own = method_recipe(recipe, name, directory)
-        status = train_recipe(own, overwrite=overwrite, quiet_plan=True, start_again=run_child)
+        status = train_program(own, overwrite=overwrite, tell=tell_briefly, start_again=run_child)
     except FituneError as error:
         failed = error.exit_code != FituneError.exit_code
-        print(f"{name} {'failed' if failed else 'is left out'}: {error}")
+        tell(Note(f"{name} {'failed' if failed else 'is left out'}: {error}"))
         return MethodRun(name=name, run=None, why_not=str(error)), int(failed)
     if status:
         return MethodRun(name=name, run=None, why_not="interrupted"), status
@@ -121,7 +133,7 @@ def _train(recipe: Recipe, name: str, directory: Path, *, overwrite: bool) -> tu
 
 
 def _scored(
-    recipe: Recipe, method: MethodRun, data: str, directory: Path, *, overwrite: bool
+    recipe: Recipe, method: MethodRun, data: str, directory: Path, *, overwrite: bool, tell: Tell
 ) -> tuple[MethodRun, bool]:
     """With its grades, and whether scoring failed: the run is worth showing without."""
     if not data or method.run is None or method.run.run is None or not method.run.run.exported:
@@ -130,14 +142,16 @@ def _scored(
     is_adapter = (exported / "adapter_config.json").is_file()
     model, adapter = (recipe.model, str(exported)) if is_adapter else (str(exported), "")
     try:
-        grades = _score(model, adapter, data, directory / method.name, overwrite=overwrite)
+        grades = _score(model, adapter, data, directory / method.name, overwrite=overwrite, tell=tell)
     except FituneError as error:
-        print(f"{method.name} is not scored: {error}")
+        tell(Note(f"{method.name} is not scored: {error}"))
         return replace(method, why_not=f"not scored: {error}"), True
     return replace(method, grades=grades), False
 
 
-def _score(model: str, adapter: str, data: str, directory: Path, *, overwrite: bool) -> Mapping[str, float]:
+def _score(
+    model: str, adapter: str, data: str, directory: Path, *, overwrite: bool, tell: Tell
+) -> Mapping[str, float]:
     from fitune.score.manifest import remove_scores
     from fitune.score.run import ScorePlan, score
 
@@ -146,4 +160,4 @@ def _score(model: str, adapter: str, data: str, directory: Path, *, overwrite: b
     plan = ScorePlan(
         model=model, adapter=adapter, data=DataSource(path=data), output_dir=str(directory / "scores")
     )
-    return score(plan, say=print).grades
+    return score(plan, say=lambda line: tell(Note(line))).grades

@@ -2,13 +2,15 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fitune.cli import comparing, main
-from fitune.cli.comparing import method_recipe
-from fitune.cli.training import train_recipe
+from fitune.cli import main
 from fitune.errors import RecipeError, TrainingFailed
+from fitune.session import comparing
+from fitune.session.comparing import method_recipe
+from fitune.session.fresh_process import train_program
 from fitune.spec.recipe import Recipe, parse_recipe
 
 
@@ -94,12 +96,12 @@ def test_a_method_that_fails_does_not_lose_the_others(
     model_folder: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    def failing(recipe: Recipe, **how: bool) -> int:
+    def failing(recipe: Recipe, **how: Any) -> int:
         if recipe.tuning == "lomo":
             raise TrainingFailed("the loss is inf; nothing was updated")
-        return train_recipe(recipe, **how)
+        return train_program(recipe, **how)
 
-    monkeypatch.setattr(comparing, "train_recipe", failing)
+    monkeypatch.setattr(comparing, "train_program", failing)
     words = [*words_for(model_folder, data_file, tmp_path / "three"), "--tunings", "lora,lomo,full"]
     assert run(monkeypatch, *words) == 1
     out = capsys.readouterr().out

@@ -1,6 +1,5 @@
-"""``fitune records check``: the estimate held against measured runs."""
+"""The estimate held against measured runs."""
 
-import json as json_text
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,14 @@ from fitune.units import format_bytes, format_percent, format_rate
 _CONFIDENCE = {"high": ("high",), "medium": TRUSTED, "low": (*TRUSTED, "low"), "any": (*TRUSTED, "low", "")}
 
 
-def check_records(file: Path, *, confidence: str, rows: bool, json: bool) -> None:
+def check_records(file: Path, *, confidence: str) -> Summary:
     """Raises DataError for a file that cannot be read and RecipeError for a confidence that is none."""
     if confidence not in _CONFIDENCE:
         raise RecipeError(
             f"--confidence {confidence} is none",
             hint=did_you_mean(confidence, tuple(_CONFIDENCE)) or "high, medium, low or any",
         )
-    summary = check_rows(read_records(file), confidence=_CONFIDENCE[confidence])
-    if json:
-        print(json_text.dumps(summary_data(summary), indent=2, ensure_ascii=False))
-    else:
-        print(summary_text(summary, rows=rows))
+    return check_rows(read_records(file), confidence=_CONFIDENCE[confidence])
 
 
 def summary_data(summary: Summary) -> dict[str, Any]:

@@ -1,0 +1,171 @@
+"""What happens on the way, as values: a caller is told each and shows what it likes; ``str`` gives the words."""
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fitune.data.ledger import Reading as Reading  # an event like the others
+from fitune.data.ledger import describe_ledger
+from fitune.planner.explain import explain_plan
+from fitune.report.attempts import describe_retry
+from fitune.report.compare import comparison_table
+from fitune.report.run_files import Prediction
+from fitune.session.reporting import Reported
+from fitune.spec.merged_loss import MergedLoss
+from fitune.spec.plan import Plan
+from fitune.spec.reports import Ledger, PlanReport, RunReport, StepReport
+from fitune.spec.retries import Retry
+from fitune.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The plan that will run."""
+
+    report: PlanReport
+
+    def __str__(self) -> str:
+        return explain_plan(self.report)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for people."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRead:
+    """All rows are tokenised; the account of each part."""
+
+    train: Ledger
+    held_out: Ledger | None
+    also_trained: tuple[str, ...] = ()
+    """Held-out files that are trained on, too."""
+
+    def __str__(self) -> str:
+        parts = [_under_its_name("train", self.train)]
+        if self.held_out is not None:
+            parts.append(_under_its_name("held out", self.held_out))
+        parts += [
+            f"note: eval_data {path} is also trained on, so its loss says nothing about new rows"
+            for path in self.also_trained
+        ]
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What is predicted for the batches of this data, before the first step."""
+
+    prediction: Prediction
+
+    def __str__(self) -> str:
+        said = self.prediction
+        peak, allowed = said.estimate.memory.tensor_peak_bytes, said.allowed_bytes
+        return (
+            f"predicted for this data: {format_bytes(peak)} at the peak, in step {said.heaviest_step:,} with "
+            f"{said.heaviest_tokens:,} tokens in a micro-batch (the plan allows {format_bytes(allowed)})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsRead:
+    """Bytes of weights that are read, and in all; told several times a second."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsAnswered:
+    """Rows that a scored model has answered, and rows in all."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsBegin:
+    """The model is loaded; a StepReport follows for every step."""
+
+    plan: Plan
+    run_name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsEnd:
+    """No step follows. ``report`` is None where the run ended without one."""
+
+    report: RunReport | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanOutOfMemory:
+    """An attempt failed for want of memory; the next takes less."""
+
+    retry: Retry
+
+    def __str__(self) -> str:
+        return describe_retry(self.retry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The run has ended; predicted and measured are compared."""
+
+    reported: Reported
+
+    def __str__(self) -> str:
+        return f"{comparison_table(self.reported.rows)}\nreport: {self.reported.page}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was trained is saved and was verified by reloading."""
+
+    title: str
+    path: Path
+    merged_loss: MergedLoss | None
+    how: str = "verified"
+
+    def __str__(self) -> str:
+        lines = () if self.merged_loss is None else self.merged_loss.lines()
+        return "\n".join([f"{self.title}: {self.path} ({self.how})", *lines])
+
+
+Event = (
+    Planned | Note | Reading | DataRead | Predicted | WeightsRead | StepsBegin | StepReport | StepsEnd
+    | RanOutOfMemory | Compared | Exported | RowsAnswered
+)  # fmt: skip
+Tell = Callable[[Event], None]
+"""Called with each event, in the thread that works."""
+
+
+def tell_nobody(_event: Event) -> None:
+    """A Tell for callers that show nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTeller:
+    """A sink of a run that tells its steps as events."""
+
+    tell: Tell
+
+    def start(self, plan: Plan, run_name: str) -> None:
+        self.tell(StepsBegin(plan=plan, run_name=run_name))
+
+    def step(self, report: StepReport) -> None:
+        self.tell(report)
+
+    def finish(self, report: RunReport | None) -> None:
+        self.tell(StepsEnd(report=report))
+
+
+def _under_its_name(name: str, ledger: Ledger) -> str:
+    return textwrap.indent(describe_ledger(ledger), " " * 10).replace(" " * 10, f"{name + ':':10}", 1)

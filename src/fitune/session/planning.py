@@ -1,0 +1,64 @@
+"""A recipe becomes a plan on the hardware it names; beside it what a change would cost and what is the largest."""
+
+from dataclasses import dataclass, replace
+
+from fitune.measure.hardware import resolve_hardware
+from fitune.planner.defaults import with_host_memory
+from fitune.planner.largest import Largest, largest
+from fitune.planner.search import find_plan
+from fitune.planner.why import Alternative, changed_recipe, compare
+from fitune.spec.hardware import Hardware
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.recipe import Recipe
+from fitune.spec.reports import PlanReport
+from fitune.spec.rules import Purpose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithChange:
+    """The plan of a recipe, and beside it the best plan with a change."""
+
+    report: PlanReport
+    alternative: Alternative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestThatFit:
+    """The largest row, micro-batch or model of each method that the recipe leaves open."""
+
+    recipe: Recipe
+    quantity: str
+    found: tuple[Largest, ...]
+
+
+def plan_for(recipe: Recipe, *, purposes: tuple[Purpose, ...] = ("plan",)) -> PlanReport:
+    """The fastest plan that fits on the hardware of the recipe, or of this machine when it names none."""
+    model = load_model_spec(recipe.model)
+    return find_plan(recipe, model=model, hardware=wanted_hardware(recipe), purposes=purposes)
+
+
+def wanted_hardware(recipe: Recipe) -> Hardware:
+    """The hardware that the recipe names, or else this machine's."""
+    found = resolve_hardware(
+        gpu=recipe.gpu, gpus=recipe.gpus, nodes=recipe.nodes, host_memory_bytes=recipe.host_memory
+    )
+    found = with_host_memory(found)
+    return found if recipe.nvme_size is None else replace(found, nvme_bytes=recipe.nvme_size)
+
+
+def plan_with(recipe: Recipe, change: str) -> WithChange:
+    """The plan, and the best plan with the settings of ``zero: 3, backend: fsdp`` on top."""
+    changed = changed_recipe(recipe, change)
+    report = plan_for(recipe)
+    alternative = compare(
+        changed, change, taken=report.chosen,
+        model=load_model_spec(changed.model), hardware=wanted_hardware(changed),
+    )  # fmt: skip
+    return WithChange(report=report, alternative=alternative)
+
+
+def largest_for(recipe: Recipe, quantity: str) -> LargestThatFit:
+    """The largest ``seq_len``, ``micro_batch`` or ``model`` that fits. Raises RecipeError for another quantity."""
+    quantity = quantity.replace("-", "_").removesuffix("_size")
+    found = largest(recipe, quantity, model=load_model_spec(recipe.model), hardware=wanted_hardware(recipe))
+    return LargestThatFit(recipe=recipe, quantity=quantity, found=found)

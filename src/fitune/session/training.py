@@ -1,0 +1,222 @@
+"""A recipe is planned, checked and trained; out of memory, the next attempt takes less."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fitune.checkpoint.resume import last_saved
+from fitune.data.formats import Conversation
+from fitune.data.loader import Loader
+from fitune.data.preparing import PreparedData
+from fitune.data.templates import load_template
+from fitune.engine.schedule import total_steps
+from fitune.errors import CheckpointError, FituneError, OutOfMemory, RecipeError, work_under_way
+from fitune.estimate.predict import predict
+from fitune.models.language_model import LanguageModel
+from fitune.models.vocabulary import planned_tokenizer
+from fitune.report.html import write_report
+from fitune.report.run_files import Prediction, RunnerUp, read_run
+from fitune.score.generate_hf import Sampling, answer_all
+from fitune.score.tasks import to_task
+from fitune.session.earlier_runs import complete_run
+from fitune.session.events import (
+    Compared,
+    DataRead,
+    Exported,
+    Note,
+    Planned,
+    Predicted,
+    RanOutOfMemory,
+    StepTeller,
+    Tell,
+    WeightsRead,
+)
+from fitune.session.exporting import export_run
+from fitune.session.planning import plan_for
+from fitune.session.reporting import report_run
+from fitune.session.retrying import Attempt, next_attempt
+from fitune.session.room_on_disk import require_room_on_disk
+from fitune.spec.disk import write_atomically
+from fitune.spec.plan import Plan
+from fitune.spec.recipe import Recipe, dump_recipe
+from fitune.spec.reports import PlanReport, RunReport
+from fitune.spec.serial import to_json
+from fitune.spec.words import describe_plan
+from fitune.track.sinks import Sink, open_sinks
+from fitune.train.current import Callbacks
+from fitune.train.directory import require_own_directory
+from fitune.train.export import FOLDERS, TITLES
+from fitune.train.oom import release
+from fitune.train.run import run
+
+_SAMPLE_TOKENS = 128
+
+
+def train_recipe(recipe: Recipe, *, overwrite: bool, tell: Tell, stop_asked: Callable[[], bool]) -> RunReport:
+    """Plan and train in this process, attempt after attempt. ``stop_asked`` is asked after every step."""
+    ended: RunReport | Attempt = first_attempt(recipe, overwrite=overwrite, tell=tell)
+    while isinstance(ended, Attempt):
+        ended = run_attempt(ended, recipe, tell=tell, stop_asked=stop_asked)
+    return ended
+
+
+def first_attempt(recipe: Recipe, *, overwrite: bool, tell: Tell) -> Attempt | RunReport:
+    """Plan and check everything that can be checked before data is read; the report of a run that is complete already.
+
+    Raises FituneError for what cannot be planned, trained here, or written into output_dir.
+    """
+    if not recipe.data:
+        raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
+    report = plan_for(recipe, purposes=("plan", "train"))
+    plan = report.chosen.plan
+    tell(Planned(report=report))
+    directory = Path(plan.run.output_dir)
+    require_own_directory(plan)
+    complete = None if overwrite else complete_run(directory, plan, resume=recipe.resume)
+    if complete is not None:
+        make_up_for_missing(directory, tell=tell)
+        tell(Note(f"{directory}: already complete; --overwrite starts anew"))
+        return complete
+    require_room_on_disk(plan)
+    return Attempt(report=report, resume=recipe.resume, overwrite=overwrite)
+
+
+def run_attempt(
+    attempt: Attempt,
+    recipe: Recipe,
+    *,
+    tell: Tell,
+    stop_asked: Callable[[], bool],
+    sinks: Sequence[Sink] = (),
+) -> RunReport | Attempt:
+    """Run the attempt and compare it with its prediction. Returns the next attempt when memory ran out in a step."""
+    ended = _run_or_report(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks)
+    if isinstance(ended, Attempt):
+        return ended
+    plan = attempt.plan
+    with work_under_way():
+        tell(Compared(reported=report_run(Path(plan.run.output_dir))))
+    if ended.exported:
+        tell(
+            Exported(
+                title=TITLES[plan.run.export], path=Path(ended.exported), merged_loss=ended.merged_loss,
+                how="verified by reloading",
+            )
+        )  # fmt: skip
+    return ended
+
+
+def make_up_for_missing(directory: Path, *, tell: Tell) -> None:
+    """Write the export or the page of a complete run that is not there: a run may be killed after its report.json."""
+    kind = read_run(directory).plan.run.export
+    if not (directory / FOLDERS[kind]).is_dir():
+        try:
+            export_run(directory, None, kind, tell=tell)
+        except CheckpointError as error:
+            tell(Note(f"note: {error.message}"))
+    if not (directory / "report.html").is_file():
+        tell(Note(f"report: {write_report(directory)}"))
+
+
+def _run_or_report(
+    attempt: Attempt, recipe: Recipe, *, tell: Tell, stop_asked: Callable[[], bool], sinks: Sequence[Sink]
+) -> RunReport | Attempt:
+    """How the attempt ended, or the one to try after it; a run that fails has its page, too."""
+    had = last_saved(Path(attempt.plan.run.output_dir))
+    try:
+        try:
+            return run_once(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks)
+        except OutOfMemory as error:
+            release(error)
+            if stop_asked():
+                raise
+            following = next_attempt(attempt, recipe, error, had=had)
+            tell(RanOutOfMemory(retry=following.retries[-1]))
+            return following
+    except FituneError as error:
+        if error.exit_code != FituneError.exit_code:
+            with suppress(FituneError, OSError):  # the cause is worth more than the page
+                tell(Note(f"report: {write_report(Path(attempt.plan.run.output_dir))}"))
+        raise
+
+
+def run_once(
+    attempt: Attempt,
+    recipe: Recipe,
+    *,
+    tell: Tell,
+    stop_asked: Callable[[], bool],
+    sinks: Sequence[Sink] = (),
+) -> RunReport:
+    """Execute the attempt's plan with the estimate written beside it, for the report to compare."""
+    report, plan = attempt.report, attempt.plan
+    directory = Path(plan.run.output_dir)
+
+    def on_data(data: PreparedData, loader: Loader, steps_of_other_plan: int) -> None:
+        tell(
+            DataRead(
+                train=data.train_ledger, held_out=data.eval_ledger, also_trained=tuple(data.also_trained)
+            )
+        )
+        prediction = predict_run(report, loader, after=steps_of_other_plan)
+        tell(Predicted(prediction=prediction))
+        write_atomically(directory / "estimate.json", to_json(prediction))
+
+    return run(
+        plan,
+        callbacks=Callbacks(
+            on_data=on_data,
+            on_note=lambda line: tell(Note(line)),
+            stop_asked=stop_asked,
+            answer=answers_with(plan),
+            on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
+            on_reading=tell,
+        ),
+        sinks=[*sinks, StepTeller(tell), *open_sinks(plan.run.report_to, directory)],
+        resume=attempt.resume,
+        overwrite=attempt.overwrite,
+        files={"recipe.yaml": dump_recipe(recipe)},
+        retries=attempt.retries,
+    )
+
+
+def predict_run(report: PlanReport, loader: Loader, *, after: int = 0) -> Prediction:
+    """What is predicted for the batches this run will really see, and what else was considered.
+
+    The plan was made for the largest batch its settings allow; the heaviest of this data is known before it runs.
+    ``after``: steps that were done under another plan.
+    """
+    plan = report.chosen.plan
+    total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
+    step, heaviest = loader.heaviest(range(min(after + 1, total - 1), total))
+    return Prediction(
+        estimate=predict(plan, largest=heaviest, usual=loader.usual()),
+        heaviest_step=step + 1,
+        heaviest_tokens=heaviest.tokens,
+        allowed_bytes=report.chosen.estimate.memory.tensor_peak_bytes,
+        runners_up=tuple(
+            RunnerUp(
+                summary=describe_plan(priced.plan),
+                peak_bytes=priced.estimate.peak_bytes,
+                step_seconds=priced.estimate.step_seconds,
+                fits=priced.estimate.fits,
+            )
+            for priced in report.runners_up
+        ),
+        rejected=report.rejected,
+        decisions=report.decisions,
+    )
+
+
+def answers_with(plan: Plan) -> Callable[[LanguageModel, Sequence[Conversation]], list[str]]:
+    """Greedy answers to held-out prompts, in the plan's own template."""
+    tokenizer = planned_tokenizer(plan)
+    template = load_template(tokenizer, plan.data.chat_template)
+    sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS)
+
+    def answer(model: LanguageModel, conversations: Sequence[Conversation]) -> list[str]:
+        tasks = [to_task(c, id=str(place), template=template) for place, c in enumerate(conversations)]
+        answers = answer_all(model.whole, tokenizer, template, tasks, sampling)
+        return [a.text or a.error for a in answers]
+
+    return answer

@@ -1,0 +1,1 @@
+from track.conftest import make_step as make_step
