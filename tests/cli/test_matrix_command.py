@@ -51,12 +51,12 @@ def test_lengths_that_are_no_numbers_of_tokens_are_refused(words):
 
 
 def test_table_json_and_picture(call, tmp_path: Path):
+    pytest.importorskip("matplotlib")
     picture = tmp_path / "deep" / "matrix.svg"
     words = (*ON_V100, "--models", "llama-2-7b,13b", "--context", "512,1024")
     code, out, _ = call(*words, "--picture", str(picture))
     assert code == 0
     assert "Llama-2-13b-hf" in out
-    assert "the study" in out
     root = xml.parse(picture).getroot()
     words_of_picture = "".join(root.itertext())
     assert "Llama-2-13b" in words_of_picture
@@ -65,7 +65,6 @@ def test_table_json_and_picture(call, tmp_path: Path):
     data = json.loads(out)
     assert code == 0
     assert len(data["cells"]) == 4
-    assert data["findings"]
 
 
 def test_pins_are_options(call):
@@ -81,7 +80,7 @@ def test_pins_are_options(call):
     [
         (("--seq-len", "512"), "seq_len is what varies"),
         (("--model", "llama-2-7b"), "model is what varies"),
-        (("--picture", "matrix.png"), "no .svg"),
+        (("--picture", "matrix.png"), "must end in .svg"),
         (("--gpuz", "8"), "unknown key"),
     ],
 )

@@ -8,9 +8,9 @@ import pytest
 from estimate.tiny_plans import gpu, known
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import block_counts, draft, losses
+from fitune.planner.fit import INDISTINGUISHABLE, SIMPLER_IS_WORTH, STAYING_IS_WORTH
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods
-from fitune.planner.preference import INDISTINGUISHABLE, SIMPLER_IS_WORTH, STAYING_IS_WORTH
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Recompute, Zero
 from fitune.spec.recipe import parse_recipe

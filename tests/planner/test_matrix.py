@@ -1,4 +1,4 @@
-"""The matrix: its cells are the planner's own answers, its marks obey the arithmetic, its findings are computed."""
+"""The matrix: its cells are the planner's own answers, its marks obey the arithmetic."""
 
 import itertools
 import json
@@ -10,9 +10,7 @@ import pytest
 from estimate.tiny_plans import gpu, known
 from fitune.errors import HardwareError, RecipeError
 from fitune.planner.defaults import with_host_memory
-from fitune.planner.matrix import Matrix, Setting, matrix
-from fitune.planner.matrix_findings import explain_findings, findings
-from fitune.planner.matrix_words import explain_matrix, matrix_data
+from fitune.planner.matrix import Matrix, card, explain_matrix, matrix, matrix_data
 from fitune.planner.search import find_plan
 from fitune.spec.recipe import Recipe, parse_recipe
 
@@ -69,37 +67,6 @@ def test_recompute_is_what_opens_4096_tokens_to_13b_and_70b():
         assert cell(name, 4096).needs("lora", sharding) == ("recompute",)
 
 
-def test_findings_follow_the_cells():
-    found = {finding.study: finding for finding in findings(recipe_of(), study())}
-    alone, stages, opened, default, seventy = found.values()
-    assert alone.verdict == "agrees for full, differs for LoRA"
-    assert "full: no model" in alone.ours
-    assert "Llama-2-13b to 4096" in alone.ours
-    assert stages.verdict == "agrees"
-    assert "Llama-2-70b ZeRO-3 to 256" in stages.ours
-    assert opened.verdict == "agrees"
-    assert "Llama-2-70b by ZeRO-3 from 256 to 4096" in opened.ours
-    fitting = [one for one in study().cells if one.some_fits(method="lora", sharding="ZeRO-2", offload=False)]
-    assert f"fits in {len(fitting)} of 9 cells" in default.ours
-    assert "68,976,648,192 × 2 / 8 = 17.2 GB" in seventy.ours
-    assert all(finding.study in explain_findings(list(found.values())) for finding in found.values())
-
-
-def test_a_finding_turns_with_the_cells():
-    def without_recompute(setting: Setting) -> Setting:
-        return replace(setting, fits=setting.fits and not setting.recompute)
-
-    blind = replace(
-        study(),
-        cells=tuple(
-            replace(one, settings=tuple(without_recompute(setting) for setting in one.settings))
-            for one in study().cells
-        ),
-    )
-    opened = next(finding for finding in findings(recipe_of(), blind) if "recomputing" in finding.study)
-    assert opened.verdict == "differs"
-
-
 def test_a_row_longer_than_the_model_takes_is_a_cell_without_a_plan():
     falcon = matrix(recipe_of(), models=[known("falcon-180b")], seq_lens=[4096, 256], hardware=V100S)
     assert falcon.seq_lens == (256, 4096)
@@ -139,13 +106,12 @@ def test_added_tokens_have_their_rows_in_every_cell():
     assert one.row(one.models[0]) == one.cells
 
 
-def test_one_device_has_no_stages_and_nothing_of_the_study():
+def test_one_device_has_no_stages():
     alone = matrix(
         recipe_of(), models=[known("qwen3-0.6b")], seq_lens=[512],
         hardware=with_host_memory(gpu("v100-32gb")),
     )  # fmt: skip
     assert alone.shardings == ("one device",)
-    assert findings(recipe_of(), alone) == ()
 
 
 def test_contradictions_are_refused_as_everywhere():
@@ -173,3 +139,10 @@ def test_the_table_has_a_line_and_marks_for_every_cell():
     lines = [line for line in text.splitlines() if "GiB" in line and "usable" not in line]
     assert len(lines) == len(MODELS) * len(LENGTHS)
     assert lines[-1].split()[-3:] == ["····", "···r", "···r"]
+
+
+def test_a_card_of_a_picture_says_what_the_table_says():
+    title, lines, method, filled = card(cell("llama-2-70b", 4096), study())
+    assert (title, method) == ("LoRA · ZeRO-3 FSDP2", "lora")
+    assert 0.9 < filled <= 1
+    assert lines[-2:] == ("LoRA    ···r", "QLoRA   ···r")

@@ -114,19 +114,15 @@ def matrix(
 ) -> None:
     """Models × lengths of rows: the plan taken for each, and which of DDP, ZeRO, recompute and offload fit."""
     from fitune.cli.options import full_names, matrix_recipe, row_lengths
-    from fitune.session.matrix import beside_data, matrix_text, plan_matrix
-    from fitune.session.matrix_pictures import write_picture
+    from fitune.session.matrix import draw_picture, plan_matrix
 
     names, lengths = tuple(full_names(models)), row_lengths(context)
     recipe = matrix_recipe(words or [], settings or [], model=names[0])
     found = plan_matrix(recipe, models=names, seq_lens=lengths)
     if picture is not None:
-        write_picture(found.matrix, picture)
-    if json:
-        _print_json(beside_data(found))
-        return
-    print(matrix_text(found))
-    if picture is not None:
+        draw_picture(found, picture)
+    _show(found, json=json)
+    if picture is not None and not json:
         print(f"\npicture: {picture}")
 
 

@@ -1,7 +1,9 @@
-"""What can be tried inside one method: splits of the batch, losses, numbers of recomputed blocks."""
+"""What can be tried for one method: placements of the states, splits of the batch, losses, recomputed blocks."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 from fitune.planner.defaults import (
     CHUNK_TOKENS,
@@ -12,8 +14,6 @@ from fitune.planner.defaults import (
     run_of,
     schedule_of,
 )
-from fitune.planner.methods import Method
-from fitune.planner.placements import Placement
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.kernels import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.model import ModelSpec
@@ -21,14 +21,66 @@ from fitune.spec.plan import (
     Attention,
     Batch,
     ChunkedLoss,
+    Ddp,
     Loss,
+    Offload,
+    Optimizer,
+    Place,
     PlainLoss,
     Plan,
+    Precision,
     Recompute,
+    Sharding,
     Single,
+    Tuning,
+    Zero,
 )
 from fitune.spec.recipe import Recipe
 from fitune.spec.rules import adds_gradients_up
+
+Tier = Literal["device", "host", "any"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """What decides quality. Between methods the better is taken, inside one the faster.
+
+    ``tier`` says where weights and optimizer may wait: what is fetched from the host makes every step several times
+    slower, so a method left open is first searched on the devices alone.
+    """
+
+    tuning: Tuning
+    precision: Precision
+    optimizer: Optimizer
+    tier: Tier = "any"
+    last_resort: bool = False
+    """Taken when nothing else fits, never shown beside what does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Over which devices the states are divided, and what leaves them."""
+
+    sharding: Sharding
+    offload: Offload
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing leaves the device."""
+        return self.offload.places == ("device", "device", "device")
+
+    @property
+    def states_stay(self) -> bool:
+        """Weights and optimizer stay on the device."""
+        return self.offload.parameters == self.offload.optimizer == "device"
+
+    @property
+    def complexity(self) -> tuple[int, int, int]:
+        """Of ways that are equally fast the one with the fewest moving parts is taken."""
+        places = [place for place in self.offload.places if place != "device"]
+        stage = self.sharding.stage if isinstance(self.sharding, Zero) else 0
+        foreign = isinstance(self.sharding, Zero) and self.sharding.backend == "deepspeed"
+        return len(places), int(foreign), stage
 
 
 def draft(
@@ -147,3 +199,57 @@ def block_counts(recipe: Recipe, *, layers: int) -> range:
         return range(layers + 1)
     blocks = (layers if asked else 0) if isinstance(asked, bool) else asked
     return range(blocks, blocks + 1)
+
+
+def every_placement(recipe: Recipe, hardware: Hardware) -> Iterator[Placement]:
+    """Every way that the recipe's pins leave open, whether or not it keeps the rules."""
+    for sharding in _shardings(recipe, hardware):
+        for offload in _offloads(recipe):
+            yield Placement(sharding=sharding, offload=offload)
+
+
+def _shardings(recipe: Recipe, hardware: Hardware) -> Iterator[Sharding]:
+    """One process on one device; on several DDP and the stages of ZeRO by both backends."""
+    pinned = (recipe.zero, recipe.backend, recipe.hybrid_sharding) != (None, None, None)
+    if hardware.num_gpus == 1:
+        yield from filter(partial(_is_allowed, recipe), (Single(),))
+    if hardware.num_gpus > 1 or pinned:
+        yield from filter(partial(_is_allowed, recipe), (Ddp(), *_zeros(recipe, hardware)))
+
+
+def _zeros(recipe: Recipe, hardware: Hardware) -> Iterator[Zero]:
+    for stage in (1, 2, 3):
+        for backend in ("fsdp", "deepspeed"):
+            yield Zero(stage=stage, backend=backend)
+            if recipe.hybrid_sharding or (hardware.nodes > 1 and hardware.gpus_per_node > 1):
+                yield Zero(stage=stage, backend=backend, hybrid=True)
+
+
+def _is_allowed(recipe: Recipe, way: Sharding) -> bool:
+    stage, backend, hybrid = 0, None, False
+    if isinstance(way, Zero):
+        stage, backend, hybrid = way.stage, way.backend, way.hybrid
+    return (
+        recipe.zero in (None, stage)
+        and recipe.backend in (None, backend)
+        and recipe.hybrid_sharding in (None, hybrid)
+    )
+
+
+def _offloads(recipe: Recipe) -> Iterator[Offload]:
+    """Left open, activations go to the host at most, and states to NVMe only where a folder for them is named."""
+    states: tuple[Place, ...] = ("device", "cpu", "nvme") if recipe.nvme_path else ("device", "cpu")
+    for parameters in _places(recipe.offload_parameters, states):
+        for optimizer in _places(recipe.offload_optimizer, states):
+            for activations in _places(recipe.offload_activations, ("device", "cpu")):
+                away = "nvme" in (parameters, optimizer, activations)
+                yield Offload(
+                    parameters=parameters,
+                    optimizer=optimizer,
+                    activations=activations,
+                    nvme_path=recipe.nvme_path if away else "",
+                )
+
+
+def _places(pinned: Place | None, open_to: tuple[Place, ...]) -> tuple[Place, ...]:
+    return open_to if pinned is None else (pinned,)

@@ -3,12 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from fitune.estimate.shares import num_ranks
-from fitune.planner.added_tokens import added_tokens_decisions
+from fitune.planner.adapter_decisions import adapter_decisions
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
-from fitune.planner.dropout_decisions import dropout_decisions
-from fitune.planner.lora_decisions import lora_decisions
-from fitune.planner.methods import ORDER
-from fitune.planner.precision import why_on_cpu
+from fitune.planner.methods import ORDER, why_on_cpu
 from fitune.spec.hardware import Hardware
 from fitune.spec.kernels import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.plan import (
@@ -88,9 +85,7 @@ def decisions_of(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
         _learning_rate(recipe, plan),
         _overruled(recipe),
         _idle(recipe, plan),
-        added_tokens_decisions(recipe, plan),
-        lora_decisions(recipe, plan),
-        dropout_decisions(plan),
+        adapter_decisions(recipe, plan),
         _output(recipe, plan),
     ]
     return tuple(line for group in lines for line in group)

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from fitune.spec.hardware import Hardware
+from fitune.errors import RecipeError
+from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import (
     AdamW,
@@ -21,6 +22,7 @@ from fitune.spec.plan import (
     Tuning,
 )
 from fitune.spec.recipe import Recipe, SourceRecipe
+from fitune.spec.vocabulary import Vocabulary, vocabulary_of
 from fitune.spec.words import method_name
 
 GLOBAL_BATCH_SIZE = 16
@@ -49,6 +51,36 @@ def with_usual_row(recipe: Recipe, model: ModelSpec) -> Recipe:
     if "seq_len" in recipe.model_fields_set or recipe.seq_len <= model.max_seq_len:
         return recipe
     return recipe.model_copy(update={"seq_len": model.max_seq_len})
+
+
+def with_added_rows(recipe: Recipe, model: ModelSpec) -> ModelSpec:
+    """The model with a row for each of ``recipe.added_tokens``; tables often have spare rows, which come first.
+
+    Without a tokenizer.json at hand all of them get new rows. Raises RecipeError for tokens that are empty, named
+    twice, or in the vocabulary already.
+    """
+    if not recipe.added_tokens:
+        return model
+    known = vocabulary_of(model.name)
+    _refuse_tokens(recipe.added_tokens, known)
+    count = len(recipe.added_tokens)
+    rows = model.vocab_size + count if known is None else max(model.vocab_size, known.length + count)
+    return replace(model, vocab_size=rows)
+
+
+def _refuse_tokens(tokens: list[str], known: Vocabulary | None) -> None:
+    for token in tokens:
+        if not token.strip():
+            raise RecipeError(
+                f"added_tokens: {token!r} is empty", hint="added_tokens: ['<think>', '</think>']"
+            )
+        if tokens.count(token) > 1:
+            raise RecipeError(f"added_tokens names {token!r} twice", hint="name it once")
+        if known is not None and token in known.tokens:
+            raise RecipeError(
+                f"added_tokens: {token!r} is token {known.tokens[token]} of the tokenizer already",
+                hint="leave it out; lora_modules_to_save: [embed_tokens, lm_head] trains its row with adapters",
+            )
 
 
 def default_learning_rate(tuning: Tuning, optimizer: Optimizer) -> float:
@@ -134,3 +166,17 @@ def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
 def default_output_dir(model: ModelSpec, tuning: Tuning) -> str:
     short = model.name.rstrip("/").rsplit("/", 1)[-1].lower()
     return f"runs/{short}-{method_name(tuning)}"
+
+
+PRICES = {
+    "t4": 0.53, "v100-16gb": 3.06, "v100-32gb": 3.90, "a10g": 1.01, "l4": 0.80,
+    "a100-40gb": 4.10, "a100-80gb": 1.90, "h100": 3.00, "h100-pcie": 2.40, "h200": 3.80, "b200": 6.00,
+    "rtx-a6000": 0.80, "l40s": 0.90, "rtx-3080": 0.20, "rtx-3090": 0.45, "rtx-4090": 0.70, "rtx-5090": 0.90,
+}  # fmt: skip
+"""The order of magnitude of cloud prices in 2024 and 2025, our assumption and nobody's offer. The recipe's
+``price_per_gpu_hour`` always wins, and every cost is printed with the price it was made with."""
+
+
+def price_of(gpu: Gpu) -> float:
+    """0 when it is not known."""
+    return PRICES.get(gpu.name, 0.0)

@@ -1,16 +1,16 @@
-"""A PlanReport as text for people and as data for programs."""
+"""Plans and estimates as text for people and as data for programs."""
 
+import textwrap
 from typing import Any
 
 from fitune.estimate.parameters import trained_parameters
-from fitune.planner.describe import host_sum, memory_sum, unit_for, wrapped
 from fitune.spec.parameters import count_parameters
 from fitune.spec.plan import Plan
-from fitune.spec.reports import Estimate, MemoryBreakdown, PlanReport, Priced
+from fitune.spec.reports import Estimate, MemoryBreakdown, Phase, PlanReport, Priced
 from fitune.spec.rules import broken_rules
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_plan, devices_with_memory
-from fitune.units import format_bytes, format_count, format_rate, format_seconds
+from fitune.units import GIB, MIB, format_bytes, format_count, format_rate, format_seconds
 
 
 def explain_plan(report: PlanReport) -> str:
@@ -127,6 +127,72 @@ def _runner_up(priced: Priced, chosen: Priced) -> list[str]:
         wrapped(describe_plan(priced.plan)),
         f"    {format_bytes(estimate.peak_bytes)}, {format_rate(estimate.tokens_per_second)} ({faster:+.0%})",
     ]
+
+
+def memory_sum(estimate: Estimate) -> str:
+    """``weights 15.0 + gradients 15.0 + … = 131.2 GiB in backward, 22.5 usable, 108.7 short (or: 1.2 spare)``."""
+    terms = {**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside}
+    unit, name = unit_for(estimate.peak_bytes)
+    shown = [f"{term} {size / unit:,.1f}" for term, size in terms.items() if size >= unit / 20]
+    rest = sum(size for size in terms.values() if size < unit / 20)
+    if rest >= unit / 20:
+        shown.append(f"others {rest / unit:,.1f}")
+    line = (
+        f"{' + '.join(shown)} = {estimate.peak_bytes / unit:,.1f} {name} {moment(estimate.memory.peak_phase)}, "
+        f"{_verdict(estimate.peak_bytes, estimate.usable_bytes, unit)}"
+    )
+    if estimate.usable_nvme_bytes and estimate.nvme_bytes > estimate.usable_nvme_bytes:
+        verdict = _verdict(estimate.nvme_bytes, estimate.usable_nvme_bytes, GIB)
+        line += f"; on NVMe {estimate.nvme_bytes / GIB:,.1f} GiB, {verdict}"
+    host = host_sum(estimate)
+    too_small = estimate.usable_host_bytes and estimate.host_bytes > estimate.usable_host_bytes
+    return f"{line}; on the host {host}" if host and too_small else line
+
+
+def host_sum(estimate: Estimate) -> str:
+    """``weights 32.1 + processes 6.0 = 38.1 GiB, 120.0 usable, 81.9 spare``; nothing when nothing waits there."""
+    waiting = {term: size for term, size in estimate.host.items() if size >= MIB}
+    if set(waiting) <= {"processes"}:
+        return ""
+    terms = " + ".join(f"{term} {size / GIB:,.1f}" for term, size in waiting.items())
+    line = f"{terms} = {estimate.host_bytes / GIB:,.1f} GiB a node"
+    if not estimate.usable_host_bytes:
+        return f"{line}; host_memory is not known, so whether it is there was not checked"
+    return f"{line}, {_verdict(estimate.host_bytes, estimate.usable_host_bytes, GIB)}"
+
+
+def _verdict(size: int, usable: int, unit: int) -> str:
+    difference = (usable - size) / unit
+    left = f"{difference:,.1f} spare" if difference >= 0 else f"{-difference:,.1f} short"
+    return f"{usable / unit:,.1f} usable, {left}"
+
+
+def unit_for(size: int) -> tuple[int, str]:
+    """GiB, or MiB for what is smaller than one GiB."""
+    return (GIB, "GiB") if size >= GIB else (MIB, "MiB")
+
+
+def moment(phase: Phase) -> str:
+    words = {
+        Phase.IDLE: "between steps",
+        Phase.FORWARD: "at the end of forward",
+        Phase.LOSS: "in the loss",
+        Phase.BACKWARD: "in backward",
+        Phase.UPDATE: "in the update",
+    }
+    return words[phase]
+
+
+def wrapped(text: str, *, indent: int = 2, hanging: int = 0) -> str:
+    """``text`` in lines of at most 100 columns; the lines after the first are indented by ``hanging`` more."""
+    return textwrap.fill(
+        text,
+        width=100,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hanging),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def plan_data(report: PlanReport) -> dict[str, Any]:

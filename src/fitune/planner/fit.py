@@ -1,15 +1,27 @@
-"""True if a plan has room, on the devices and on the host, and the fewest recomputed blocks with which it has."""
+"""Whether a plan has room on the devices and the host, and which of those that have is taken."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fitune.estimate.host import host_terms, nvme_bytes, usable_host_bytes
 from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import usable_bytes
+from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
-from fitune.spec.plan import Loss, Offload, Recompute
+from fitune.estimate.time import step_time_of
+from fitune.planner.candidates import Placement
+from fitune.spec.plan import Loss, Offload, Plan, Recompute
 
 BytesOf = Callable[[int], int]
 """Peak bytes with so many blocks recomputed."""
+
+
+def last_true(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The last number for which ``holds``, by bisection; it is taken to hold at ``low`` and not at ``high``."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def peak_of(step: StepStages, *, blocks: int, loss: Loss) -> int:
@@ -32,14 +44,7 @@ def fewest_blocks(bytes_of: BytesOf, counts: range, *, usable: int) -> int | Non
     )
     if bytes_of(enough) > usable:
         return None
-    too_few = counts[0]
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if bytes_of(middle) <= usable:
-            enough = middle
-        else:
-            too_few = middle
-    return enough
+    return last_true(lambda blocks: bytes_of(blocks) > usable, counts[0], enough) + 1
 
 
 def cheapest_blocks(bytes_of: BytesOf, counts: range) -> int:
@@ -52,14 +57,8 @@ def _lowest(bytes_of: BytesOf, counts: range) -> int:
 
     Offloaded activations hold the bytes level until the last block alone is left, then they fall: level ground goes on.
     """
-    low, high = min(counts[0] + 1, counts[-1]), counts[-1]
-    while low < high:
-        middle = (low + high) // 2
-        if bytes_of(middle) < bytes_of(middle + 1):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    first = min(counts[0] + 1, counts[-1])
+    return last_true(lambda blocks: bytes_of(blocks) >= bytes_of(blocks + 1), first - 1, counts[-1]) + 1
 
 
 def host_fits(step: StepStages) -> bool:
@@ -83,6 +82,11 @@ def fits(step: StepStages) -> bool:
     return on_device and host_fits(step)
 
 
+def shortage(step: StepStages) -> tuple[bool, int]:
+    """Order of plans that do not fit, the nearest to fitting first."""
+    return not host_fits(step), predict(step.plan).peak_bytes
+
+
 def counts_for_host(step: StepStages, counts: range) -> range | None:
     """The numbers of blocks with which offloaded activations fit the host: they only shrink with every block."""
 
@@ -93,8 +97,70 @@ def counts_for_host(step: StepStages, counts: range) -> range | None:
         return counts
     if not fits(counts[-1]):
         return None
-    low, high = counts[0], counts[-1]
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return range(high, counts[-1] + 1)
+    too_few = last_true(lambda blocks: not fits(blocks), counts[0], counts[-1])
+    return range(too_few + 1, counts[-1] + 1)
+
+
+INDISTINGUISHABLE = 0.99
+"""Share of the best speed from which on no estimate tells two plans apart."""
+SIMPLER_IS_WORTH = 0.95
+"""Share of the best speed at which a placement with fewer moving parts is taken in its place."""
+STAYING_IS_WORTH = 0.80
+"""Share of the best speed at which a plan that offloads nothing is taken in place of one that does: the gain hangs on
+links and copies that others use too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan that fits, the fastest of its placement and batch."""
+
+    step: StepStages
+    placement: Placement
+    tokens_per_second: float
+
+    @property
+    def plan(self) -> Plan:
+        return self.step.plan
+
+
+def tokens_per_second(step: StepStages) -> float:
+    """Of all devices together."""
+    tokens = step.shape.tokens * step.plan.batch.accumulation * step.plan.hardware.num_gpus
+    return tokens / step_time_of(step).step_seconds
+
+
+def in_order(found: Sequence[Found], *, packed: bool) -> list[Found]:
+    """First the one to take: of those nearly as fast as the best one that offloads nothing, then the simplest
+    placement, and of its plans that no estimate tells apart the one with least memory when rows are packed, else
+    with most rows at once.
+
+    Rows that are not packed are mostly shorter than seq_len: more of them keep the device busy.
+    """
+    if not found:
+        return []
+    best = max(item.tokens_per_second for item in found)
+    staying = [
+        item
+        for item in found
+        if item.placement.is_plain and item.tokens_per_second >= STAYING_IS_WORTH * best
+    ]
+    candidates = staying or found
+    best = max(item.tokens_per_second for item in candidates)
+    fast = [item for item in candidates if item.tokens_per_second >= SIMPLER_IS_WORTH * best]
+    simplest = min(item.placement.complexity for item in fast)
+    simple = [item for item in fast if item.placement.complexity == simplest]
+    enough = INDISTINGUISHABLE * max(item.tokens_per_second for item in simple)
+
+    def rank(item: Found) -> int:
+        return memory_of(item.step).peak_bytes if packed else -item.plan.batch.micro_batch_size
+
+    chosen = min((item for item in simple if item.tokens_per_second >= enough), key=rank)
+    others = [item for item in found if item is not chosen]
+    return [chosen, *sorted(others, key=lambda item: item.tokens_per_second, reverse=True)]
+
+
+def preferred(fitting: Sequence[StepStages], *, by: Callable[[StepStages], int]) -> StepStages:
+    """The fastest; among those within 1 % of it the one with the least ``by``."""
+    speeds = [tokens_per_second(step) for step in fitting]
+    fast_enough = INDISTINGUISHABLE * max(speeds)
+    return min((step for step, speed in zip(fitting, speeds, strict=True) if speed >= fast_enough), key=by)

@@ -5,22 +5,31 @@ are this planner's own search.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from fitune.errors import RecipeError
-from fitune.planner.added_tokens import with_added_rows
+from fitune.planner.candidates import Method
+from fitune.planner.defaults import with_added_rows
+from fitune.planner.explain import estimate_data, wrapped
 from fitune.planner.method_search import MethodSearch
-from fitune.planner.methods import Method
-from fitune.planner.placements import Placement
-from fitune.planner.precision import methods_for
-from fitune.planner.refusals import refuse_contradictions
-from fitune.planner.search import first_choice
+from fitune.planner.methods import methods_for
+from fitune.planner.search import first_choice, refuse_contradictions
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
-from fitune.spec.plan import Ddp, Sharding, Zero
+from fitune.spec.parameters import count_parameters
+from fitune.spec.plan import Ddp, Sharding, Single, Zero
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Priced
-from fitune.spec.words import method_name
+from fitune.spec.serial import to_data
+from fitune.spec.words import (
+    describe_offload,
+    describe_plan,
+    describe_sharding,
+    devices_with_memory,
+    method_name,
+)
+from fitune.units import format_bytes, format_count, format_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +48,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
+    """One model with one length of rows."""
+
     model: ModelSpec
     seq_len: int
     taken: Priced | None
@@ -58,11 +69,27 @@ class Cell:
 
     def needs(self, method: str, sharding: str) -> tuple[str, ...] | None:
         """The fewest of ``recompute`` and ``offload`` with which it fits, recompute first; None when it does not."""
-        for switches in ((False, False), (True, False), (False, True), (True, True)):
-            recompute, offload = switches
-            if self.some_fits(method=method, sharding=sharding, recompute=recompute, offload=offload):
-                return tuple(name for name, on in zip(("recompute", "offload"), switches, strict=True) if on)
+        for needed in MARKS:
+            if needed is not None and self.some_fits(
+                method=method, sharding=sharding, recompute="recompute" in needed, offload="offload" in needed
+            ):
+                return needed
         return None
+
+
+MARKS: dict[tuple[str, ...] | None, str] = {
+    (): "●",
+    ("recompute",): "r",
+    ("offload",): "o",
+    ("recompute", "offload"): "b",
+    None: "·",
+}
+"""What a setting needs, in one character."""
+
+LEGEND = (
+    "● fits as it is, r needs recomputed blocks, o needs weights or optimizer on the host, b needs both, "
+    "· does not fit; the smallest batch, activations on the device"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +134,7 @@ def matrix(
 def _cell(recipe: Recipe, model: ModelSpec, seq_len: int, hardware: Hardware) -> Cell:
     if seq_len > model.max_seq_len:
         return Cell(model=model, seq_len=seq_len, taken=None)
-    recipe = of_cell(recipe, model, seq_len)
+    recipe = recipe.model_copy(update={"model": model.name, "seq_len": seq_len})
     refuse_contradictions(recipe, model=model, hardware=hardware)
     return Cell(
         model=model,
@@ -115,10 +142,6 @@ def _cell(recipe: Recipe, model: ModelSpec, seq_len: int, hardware: Hardware) ->
         taken=first_choice(recipe, model=model, hardware=hardware),
         settings=tuple(_settings(recipe, model, hardware)),
     )
-
-
-def of_cell(recipe: Recipe, model: ModelSpec, seq_len: int) -> Recipe:
-    return recipe.model_copy(update={"model": model.name, "seq_len": seq_len})
 
 
 def _settings(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> Iterator[Setting]:
@@ -131,18 +154,17 @@ def _settings(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> Iterator[
                 "gradient_checkpointing": asked if recompute else False,
             }
             one = MethodSearch(recipe.model_copy(update=pins), method, model, hardware)
-            for (sharding, offload), placements in _grouped(one.placements).items():
-                yield Setting(
-                    method=method_name(method.tuning),
-                    sharding=sharding,
-                    recompute=recompute,
-                    offload=offload,
-                    fits=any(one.has_room(placement) for placement in placements),
-                )
+            groups: dict[tuple[str, bool], bool] = {}
+            for placement in one.placements:
+                key = _stage_name(placement.sharding), not placement.states_stay
+                groups[key] = groups.get(key, False) or one.has_room(placement)
+            for (sharding, offload), fits in groups.items():
+                name = method_name(method.tuning)
+                yield Setting(method=name, sharding=sharding, recompute=recompute, offload=offload, fits=fits)
 
 
 def compared(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> tuple[Method, ...]:
-    """Of every method that is no last resort the best: full, LoRA and QLoRA, or what the recipe pins."""
+    """The best of every tuning that is no last resort: full, LoRA and QLoRA, or what the recipe pins."""
     found: dict[str, Method] = {}
     for method in methods_for(recipe, model=model, hardware=hardware):
         if not method.last_resort:
@@ -150,22 +172,122 @@ def compared(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> tuple[Meth
     return tuple(found.values())
 
 
-def _grouped(placements: Sequence[Placement]) -> dict[tuple[str, bool], list[Placement]]:
-    groups: dict[tuple[str, bool], list[Placement]] = {}
-    for placement in placements:
-        states = (placement.offload.parameters, placement.offload.optimizer)
-        groups.setdefault((stage_name(placement.sharding), states != ("device", "device")), []).append(
-            placement
-        )
-    return groups
-
-
-def stage_name(sharding: Sharding) -> str:
+def _stage_name(sharding: Sharding) -> str:
     """``one device``, ``DDP``, ``ZeRO-2``."""
     match sharding:
+        case Single():
+            return "one device"
         case Ddp():
             return "DDP"
         case Zero(stage=stage):
             return f"ZeRO-{stage}"
-        case _:
-            return "one device"
+
+
+def explain_matrix(matrix: Matrix) -> str:
+    """A block for each model: the plan taken for each length, and the marks of the settings."""
+    lines = [_title(matrix)]
+    for model in matrix.models:
+        count = format_count(count_parameters(model).total)
+        names = ("tokens", "method", "sharding", "recomputed", "on the host", "peak", "tokens/s")
+        lines += ["", f"{model.name} · {count} parameters", _line(names, matrix, matrix.methods)]
+        for cell in matrix.row(model):
+            words = f"{cell.seq_len:,}", *taken_words(cell)
+            lines.append(_line(words, matrix, [marks(cell, method, matrix) for method in matrix.methods]))
+    if matrix.methods:
+        columns = ", ".join(matrix.shardings)
+        lines += ["", wrapped(f"marks: {columns} for each method: {LEGEND}", indent=0, hanging=2)]
+    return "\n".join(lines)
+
+
+def _title(matrix: Matrix) -> str:
+    hardware = matrix.hardware
+    estimates = [cell.taken.estimate for cell in matrix.cells if cell.taken is not None]
+    usable = f", {format_bytes(estimates[0].usable_bytes)} usable" if estimates else ""
+    return f"{devices_with_memory(hardware)}{usable} · {hardware.rates}"
+
+
+def _line(words: tuple[str, ...], matrix: Matrix, marks: Sequence[str]) -> str:
+    """Numbers flush right: the first column and the last two; a cell without a plan has words alone."""
+    if len(words) == 2:
+        return f"{words[0]:>8}  {words[1]}"
+    tokens, method, sharding, blocks, host, peak, speed = words
+    width = max(len(matrix.shardings), 5)
+    last = " ".join(method_words(mark).rjust(width) for mark in marks)
+    return f"{tokens:>8}  {method:<9}{sharding:<19}{blocks:<12}{host:<24}{peak:>11}{speed:>10}  {last}"
+
+
+def taken_words(cell: Cell) -> tuple[str, ...]:
+    """Method, sharding, recomputed blocks, what waits on the host, peak, tokens/s or what is short; or why no plan."""
+    if cell.taken is None:
+        return (f"rows of at most {cell.model.max_seq_len:,} tokens: the model was made for no longer",)
+    plan, estimate = cell.taken.plan, cell.taken.estimate
+    device, host = (
+        estimate.peak_bytes - estimate.usable_bytes,
+        estimate.host_bytes - estimate.usable_host_bytes,
+    )
+    short = f"−{format_bytes(device)}" if device > 0 else f"host −{format_bytes(host)}"
+    return (
+        method_words(method_name(plan.tuning)) if estimate.fits else "none",
+        describe_sharding(plan.sharding).replace(" by ", " ") or "one device",
+        f"{plan.recompute.blocks} of {plan.model.num_layers}",
+        describe_offload(plan.offload).replace(" on the CPU", "").replace(" on NVMe", " (NVMe)") or "–",
+        format_bytes(estimate.peak_bytes),
+        f"{estimate.tokens_per_second:,.0f}" if estimate.fits else short,
+    )
+
+
+def marks(cell: Cell, method: str, matrix: Matrix) -> str:
+    """``·r●●``: a character of MARKS for each sharding."""
+    return "".join(MARKS[cell.needs(method, sharding)] for sharding in matrix.shardings)
+
+
+def method_words(method: str) -> str:
+    """``QLoRA`` for qlora; other words stay as they are."""
+    return {"lora": "LoRA", "qlora": "QLoRA", "lomo": "LOMO", "adalomo": "AdaLomo"}.get(method, method)
+
+
+def short_name(model: ModelSpec) -> str:
+    """``Llama-2-7b`` for meta-llama/Llama-2-7b-hf."""
+    return model.name.rstrip("/").rsplit("/", 1)[-1].removesuffix("-hf")
+
+
+def card(cell: Cell, matrix: Matrix) -> tuple[str, tuple[str, ...], str, float]:
+    """Title, lines and method of a cell in a picture, and its peak as a share of what is usable."""
+    if cell.taken is None:
+        return "no such rows", ("the model was made for", f"at most {cell.model.max_seq_len:,}"), "", 0.0
+    estimate = cell.taken.estimate
+    method, sharding, blocks, host, peak, speed = taken_words(cell)
+    lines = (
+        f"{peak} of {format_bytes(estimate.usable_bytes)}",
+        f"{blocks} blocks recomputed",
+        f"on the host: {host}" if host != "–" else "nothing on the host",
+        format_rate(estimate.tokens_per_second) if estimate.fits else f"{speed} is missing",
+        *(f"{method_words(name):<7} {marks(cell, name, matrix)}" for name in matrix.methods),
+    )
+    title, name = f"{method} · {sharding}", method_name(cell.taken.plan.tuning)
+    filled = estimate.peak_bytes / estimate.usable_bytes
+    return (title, lines, name, filled) if estimate.fits else ("nothing fits", lines, "", filled)
+
+
+def matrix_data(matrix: Matrix) -> dict[str, Any]:
+    """The object that ``--json`` prints; a cell without a plan has rows longer than its model takes."""
+    hardware = matrix.hardware
+    return {
+        "hardware": {"gpu": hardware.gpu.name, "gpus": hardware.gpus_per_node, "nodes": hardware.nodes},
+        "models": [model.name for model in matrix.models],
+        "context": list(matrix.seq_lens),
+        "cells": [_cell_data(cell) for cell in matrix.cells],
+    }
+
+
+def _cell_data(cell: Cell) -> dict[str, Any]:
+    settings = [asdict(setting) for setting in cell.settings]
+    data = {"model": cell.model.name, "context": cell.seq_len, "fits": cell.fits, "settings": settings}
+    if cell.taken is None:
+        return {**data, "why": f"the model was made for {cell.model.max_seq_len} positions"}
+    return {
+        **data,
+        "summary": describe_plan(cell.taken.plan),
+        "plan": to_data(cell.taken.plan),
+        "estimate": estimate_data(cell.taken.estimate),
+    }

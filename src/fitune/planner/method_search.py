@@ -17,16 +17,28 @@ from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import ModelStages, StepStages, describe_step, model_stages, resident_terms
-from fitune.planner.candidates import batches, block_counts, draft, losses
-from fitune.planner.fit import cheapest_blocks, counts_for_host, fewest_blocks, fits, host_fits, peak_of
-from fitune.planner.methods import Method
-from fitune.planner.placements import Placement, every_placement
-from fitune.planner.preference import (
+from fitune.planner.candidates import (
+    Method,
+    Placement,
+    batches,
+    block_counts,
+    draft,
+    every_placement,
+    losses,
+)
+from fitune.planner.fit import (
     INDISTINGUISHABLE,
     SIMPLER_IS_WORTH,
     STAYING_IS_WORTH,
     Found,
+    cheapest_blocks,
+    counts_for_host,
+    fewest_blocks,
+    fits,
+    host_fits,
     in_order,
+    last_true,
+    peak_of,
     preferred,
     tokens_per_second,
 )
@@ -224,14 +236,15 @@ class MethodSearch:
         if not step.activations_leave:
             return step
         enough = INDISTINGUISHABLE * tokens_per_second(step)
-        low, high = step.plan.recompute.blocks, self._counts[-1] + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            other = step.varied(recompute=Recompute(blocks=middle), loss=step.plan.loss)
-            low, high = (
-                (middle, high) if tokens_per_second(other) >= enough and fits(other) else (low, middle)
-            )
-        return step.varied(recompute=Recompute(blocks=low), loss=step.plan.loss)
+
+        def with_blocks(blocks: int) -> StepStages:
+            return step.varied(recompute=Recompute(blocks=blocks), loss=step.plan.loss)
+
+        def is_as_fast(blocks: int) -> bool:
+            other = with_blocks(blocks)
+            return tokens_per_second(other) >= enough and fits(other)
+
+        return with_blocks(last_true(is_as_fast, step.plan.recompute.blocks, self._counts[-1] + 1))
 
     def _fewest_blocks(self, step: StepStages, loss: Loss, counts: range) -> int | None:
         peaks = cache(lambda blocks: peak_of(step, blocks=blocks, loss=loss))

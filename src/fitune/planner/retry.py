@@ -13,8 +13,7 @@ from fitune.estimate.memory import memory_of
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import StepStages, describe_step
 from fitune.planner.candidates import block_counts, losses
-from fitune.planner.fit import cheapest_blocks, fewest_blocks
-from fitune.planner.preference import preferred
+from fitune.planner.fit import cheapest_blocks, fewest_blocks, preferred
 from fitune.spec.plan import Batch, ChunkedLoss, Loss, Plan, Recompute
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import MemoryBreakdown, Phase

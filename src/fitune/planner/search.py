@@ -3,26 +3,24 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from fitune.errors import FituneError, RecipeError
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
-from fitune.planner.added_tokens import with_added_rows
+from fitune.planner.candidates import Method, batches, draft, every_placement
 from fitune.planner.decisions import decisions_of, devices_left_idle, faster_method, long_update, usual_row
-from fitune.planner.defaults import with_usual_row
-from fitune.planner.describe import memory_sum
-from fitune.planner.fit import fits
+from fitune.planner.defaults import price_of, with_added_rows, with_usual_row
+from fitune.planner.explain import memory_sum
+from fitune.planner.fit import Found, fits, shortage, tokens_per_second
+from fitune.planner.less_memory import nothing_fits
 from fitune.planner.method_search import MethodSearch
-from fitune.planner.methods import Method
-from fitune.planner.nothing_fits import nothing_fits, shortage
-from fitune.planner.precision import methods_for
-from fitune.planner.preference import Found, tokens_per_second
-from fitune.planner.prices import price_of
-from fitune.planner.refusals import refuse_contradictions
+from fitune.planner.methods import methods, methods_for
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.recipe import Recipe
+from fitune.spec.recipe_rules import require_consistent
 from fitune.spec.reports import PlanReport, Priced, Rejection
-from fitune.spec.rules import Purpose
+from fitune.spec.rules import Purpose, Rule, broken_rules
 from fitune.spec.words import describe_method, describe_placement
 
 RUNNERS_UP = 3
@@ -62,6 +60,43 @@ def find_plan(
         ),
         price_per_gpu_hour=recipe.price_per_gpu_hour or price_of(hardware.gpu),
     )
+
+
+def refuse_contradictions(
+    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...] = ("plan",)
+) -> None:
+    """Raises RecipeError or HardwareError when every plan that keeps the recipe's settings breaks a rule."""
+    require_consistent(recipe, devices=hardware.num_gpus)
+    nearest: tuple[Plan, tuple[Rule, ...]] | None = None
+    for plan in _every_draft(recipe, model, hardware):
+        broken = broken_rules(plan, *purposes)
+        if not broken:
+            return
+        if nearest is None or len(broken) < len(nearest[1]):
+            nearest = plan, broken
+    if nearest is None:
+        raise RecipeError("no way of training keeps all of these settings", hint="leave one of them open")
+    raise _refusal(recipe, *nearest)
+
+
+def _every_draft(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> Iterator[Plan]:
+    """Every plan that the settings leave open, whether or not it keeps the rules: the simplest first."""
+    for method in methods(recipe, model=model, gpu=hardware.gpu):
+        splits = batches(recipe, method, ranks=hardware.num_gpus)
+        for placement in every_placement(recipe, hardware):
+            plan = draft(recipe, method, placement, model=model, hardware=hardware)
+            yield from (replace(plan, batch=batch) for batch in {*splits[:1], *splits[-1:]})
+
+
+def _refusal(recipe: Recipe, plan: Plan, broken: tuple[Rule, ...]) -> FituneError:
+    """Error of the plan that comes nearest: ``LOMO updates … stage 3 (asked for: tuning: lomo, zero: 2)``."""
+    lines = []
+    for rule in broken:
+        pins = (name for name in rule.settings if name in recipe.model_fields_set)
+        settings = ", ".join(f"{name}: {str(getattr(recipe, name)).lower()}" for name in pins)
+        lines.append(rule.why(plan) + (f" (asked for: {settings})" if settings else ""))
+    hints = dict.fromkeys(rule.instead for rule in broken)
+    return broken[0].error("; ".join(lines), hint="; ".join(hints))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

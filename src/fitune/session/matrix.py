@@ -1,45 +1,32 @@
-"""Models × lengths of rows: the plan taken for each."""
+"""Models × lengths of rows: the plan taken for each, and their picture."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
 
-from fitune.planner.matrix import Matrix, matrix
-from fitune.planner.matrix_findings import Finding, explain_findings, findings
-from fitune.planner.matrix_words import explain_matrix, matrix_data
+from fitune.errors import RecipeError
+from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
+from fitune.report.matrix_picture import Card, draw_matrix
 from fitune.session.planning import wanted_hardware
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.recipe import Recipe
+from fitune.spec.words import devices_with_memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatrixBeside:
-    """A matrix, and what it says beside the findings of a published study."""
-
-    matrix: Matrix
-    findings: tuple[Finding, ...]
-
-
-def plan_matrix(recipe: Recipe, *, models: Sequence[str], seq_lens: Sequence[int]) -> MatrixBeside:
+def plan_matrix(recipe: Recipe, *, models: Sequence[str], seq_lens: Sequence[int]) -> Matrix:
     """Plan every model with every length of rows. Raises RecipeError for pins that contradict each other."""
-    found = matrix(
-        recipe,
-        models=[load_model_spec(name) for name in models],
-        seq_lens=tuple(seq_lens),
-        hardware=wanted_hardware(recipe),
+    specs = [load_model_spec(name) for name in models]
+    return matrix(recipe, models=specs, seq_lens=tuple(seq_lens), hardware=wanted_hardware(recipe))
+
+
+def draw_picture(found: Matrix, path: Path) -> None:
+    """Write the matrix as SVG. Raises RecipeError for another ending, MissingExtra without matplotlib."""
+    if path.suffix.lower() != ".svg":
+        raise RecipeError(f"--picture {path} must end in .svg", hint="--picture matrix.svg")
+    draw_matrix(
+        path,
+        [[Card(*card(cell, found)) for cell in found.row(model)] for model in found.models],
+        title=f"What fits on {devices_with_memory(found.hardware)}",
+        rows=[short_name(model) for model in found.models],
+        columns=[f"{length:,} tokens" for length in found.seq_lens],
+        legend=f"{', '.join(found.shardings)}: {LEGEND}",
     )
-    return MatrixBeside(matrix=found, findings=findings(recipe, found))
-
-
-def matrix_text(found: MatrixBeside) -> str:
-    """The matrix, and the findings where there are any."""
-    text = explain_matrix(found.matrix)
-    if not found.findings:
-        return text
-    beside = "Beside the study (arXiv 2406.02290: 8 V100 of 32 GB, Falcon-180B on 16)"
-    return f"{text}\n\n{beside}\n{explain_findings(found.findings)}"
-
-
-def beside_data(found: MatrixBeside) -> dict[str, Any]:
-    """The object that ``--json`` prints."""
-    return {**matrix_data(found.matrix), "findings": [asdict(finding) for finding in found.findings]}

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, replace
 
 from fitune.measure.hardware import resolve_hardware
+from fitune.planner.alternatives import Alternative, Largest, changed_recipe, compare, largest
 from fitune.planner.defaults import with_host_memory
-from fitune.planner.largest import Largest, largest
 from fitune.planner.search import find_plan
-from fitune.planner.why import Alternative, changed_recipe, compare
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.recipe import Recipe

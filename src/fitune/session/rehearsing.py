@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fitune.planner.describe import unit_for, wrapped
-from fitune.planner.explain import plan_data
+from fitune.planner.explain import plan_data, unit_for, wrapped
 from fitune.session.planning import plan_for
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Estimate, PlanReport, Rehearsal

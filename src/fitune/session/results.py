@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from fitune.planner.alternatives import alternative_data, explain_alternative, explain_largest, largest_data
 from fitune.planner.explain import explain_plan, plan_data
-from fitune.planner.largest import explain_largest, largest_data
-from fitune.planner.why import alternative_data, explain_alternative
+from fitune.planner.matrix import Matrix, explain_matrix, matrix_data
 from fitune.session.planning import LargestThatFit, WithChange
 from fitune.session.rehearsing import Rehearsed, explain_rehearsal, rehearsed_data
 from fitune.session.reporting import Reported, explain_reported, reported_data
@@ -12,7 +12,7 @@ from fitune.spec.reports import PlanReport, ScoreReport
 from fitune.spec.serial import to_data
 from fitune.units import format_percent, format_seconds
 
-Result = PlanReport | WithChange | LargestThatFit | Rehearsed | Reported | ScoreReport
+Result = PlanReport | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport
 
 
 def text_of(result: Result) -> str:
@@ -24,6 +24,8 @@ def text_of(result: Result) -> str:
             return explain_alternative(result.alternative)
         case LargestThatFit():
             return explain_largest(result.recipe, result.quantity, result.found)
+        case Matrix():
+            return explain_matrix(result)
         case Rehearsed():
             return explain_rehearsal(result)
         case Reported():
@@ -41,6 +43,8 @@ def data_of(result: Result) -> dict[str, Any]:
             return {**plan_data(result.report), "why": alternative_data(result.alternative)}
         case LargestThatFit():
             return largest_data(result.quantity, result.found)
+        case Matrix():
+            return matrix_data(result)
         case Rehearsed():
             return rehearsed_data(result)
         case Reported():

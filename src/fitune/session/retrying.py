@@ -7,7 +7,7 @@ from fitune.checkpoint.commit import Commit
 from fitune.checkpoint.resume import last_saved
 from fitune.errors import OutOfMemory, Shortage
 from fitune.estimate.predict import predict
-from fitune.planner.next_to_try import next_to_try
+from fitune.planner.less_memory import next_to_try
 from fitune.planner.retry import describe_size, smaller_plan, why_no_smaller
 from fitune.report.attempts import shortage_words
 from fitune.spec.plan import Plan

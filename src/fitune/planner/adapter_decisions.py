@@ -1,22 +1,32 @@
-"""What was decided about adapters, and what follows from what was asked of them."""
+"""One line for each decision about adapters, added tokens and dropout, and what they cost."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.tensors import trained_tables
-from fitune.spec.model import ModelSpec
+from fitune.estimate.time import predict_step_time
+from fitune.spec.attended import falls_back_to_scores
+from fitune.spec.model import NO_DROPOUT, ModelSpec
 from fitune.spec.parameters import blocks_gone_back_through
 from fitune.spec.plan import Dense, Lora, Plan
 from fitune.spec.recipe import Recipe
 from fitune.spec.targets import as_ranges
+from fitune.spec.words import describe_dropout
 from fitune.units import format_bytes, format_count
 
 
-def lora_decisions(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    """Nothing where the plan trains no adapters."""
-    if not isinstance(plan.tuning, Lora):
-        return
-    lora = plan.tuning
+def adapter_decisions(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Lines about added tokens, adapters and dropout, in this order."""
+    yield from _added_tokens(recipe, plan)
+    if isinstance(plan.tuning, Lora):
+        yield from _lora(recipe, plan.tuning, plan)
+        yield from _adapter_dropout(plan.tuning, plan)
+    yield from _model_dropout(plan)
+
+
+def _lora(recipe: Recipe, lora: Lora, plan: Plan) -> Iterator[str]:
     if recipe.lora_alpha is None:
         yield f"lora_alpha: {lora.alpha} = 2 · lora_r {lora.rank}"
     yield from _useless_rank(lora, plan.model)
@@ -85,3 +95,54 @@ def _left_in_16_bit(lora: Lora, plan: Plan) -> Iterator[str]:
             f"note on experts: they are bare parameters and {packed}; "
             f"{format_bytes(size)} of weights stay in {8 * plan.precision.compute_bytes} bit"
         )
+
+
+def _added_tokens(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    if not plan.added_tokens:
+        return
+    count = len(plan.added_tokens)
+    yield (
+        f"added_tokens: {count} more; embedding and head have {plan.model.vocab_size:,} rows then, new ones begin as "
+        "the mean of the others"
+    )
+    if isinstance(plan.tuning, Lora) and len(recipe.lora_modules_to_save) < 2:
+        yield (
+            "lora_modules_to_save: embed_tokens and lm_head, because of added_tokens: beside frozen tables the new "
+            "rows would stay as they began"
+        )
+
+
+def _adapter_dropout(lora: Lora, plan: Plan) -> Iterator[str]:
+    """Every adapted linear keeps its own dropped input and the mask, where linears beside one another share one."""
+    if not lora.dropout:
+        return
+    without = replace(plan, tuning=replace(lora, dropout=0.0))
+    yield (
+        f"lora_dropout: {lora.dropout:g} keeps a dropped input and a mask for each adapted linear: "
+        f"{_costs(plan, without, 'lora_dropout: 0')}"
+    )
+
+
+def _model_dropout(plan: Plan) -> Iterator[str]:
+    """The config stays as it is: its cost is said, and where it could be changed."""
+    if plan.model.dropout == NO_DROPOUT:
+        return
+    without = replace(plan, model=replace(plan.model, dropout=NO_DROPOUT))
+    scores = (
+        "no kernel of the CPU drops attention out, so its scores are written out; "
+        if falls_back_to_scores(plan)
+        else ""
+    )
+    yield (
+        f"{describe_dropout(plan.model.dropout)}, from the model's config: {scores}"
+        f"{_costs(plan, without, 'without')}. Rates of 0 in its config.json switch it off"
+    )
+
+
+def _costs(plan: Plan, without: Plan, name: str) -> str:
+    peaks = [predict_memory(each).peak_bytes for each in (plan, without)]
+    seconds = [predict_step_time(each).step_seconds for each in (plan, without)]
+    return (
+        f"{format_bytes(max(0, peaks[0] - peaks[1]))} more at the peak than {name}, and a step takes "
+        f"{seconds[0] / seconds[1] - 1:.1%} longer"
+    )

@@ -6,7 +6,7 @@ import pytest
 
 from fitune.errors import Shortage
 from fitune.estimate.predict import predict
-from fitune.planner.next_to_try import next_to_try
+from fitune.planner.less_memory import next_to_try
 from fitune.planner.retry import smaller_batches, smaller_plan, why_no_smaller
 from fitune.planner.search import find_plan
 from fitune.spec.gpus import find_gpu, hardware_for

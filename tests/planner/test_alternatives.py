@@ -4,9 +4,8 @@ import pytest
 
 from estimate.tiny_plans import gpu, known
 from fitune.errors import NothingFits, RecipeError
-from fitune.planner.largest import largest
+from fitune.planner.alternatives import changed_recipe, largest
 from fitune.planner.search import find_plan
-from fitune.planner.why import changed_recipe
 from fitune.session.planning import largest_for, plan_with
 from fitune.session.results import data_of, text_of
 from fitune.spec.recipe import parse_recipe

@@ -1,21 +1,34 @@
-"""What the cells of a matrix say about the study's findings; every word of ours is computed from the cells.
+"""What the optimisation matrix says about one study's findings; every word of ours is computed from the cells.
+
+    python bench/matrix_study.py        prints each finding and ours; draws docs/matrix_8x_v100.svg
 
 The study: "A Study of Optimizations for Fine-tuning Large Language Models" (arXiv 2406.02290), on 8 V100 of 32 GB,
 Falcon-180B on 16.
 """
 
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from pathlib import Path
 
-from fitune.planner.describe import wrapped
-from fitune.planner.matrix import Cell, Matrix
-from fitune.planner.matrix_searches import least_bytes, share_of_fastest
-from fitune.planner.matrix_words import method_words, short_name
+from fitune.estimate.memory import memory_of
+from fitune.planner.defaults import with_host_memory
+from fitune.planner.explain import wrapped
+from fitune.planner.matrix import Cell, Matrix, compared, matrix, method_words, short_name
+from fitune.planner.method_search import MethodSearch
+from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.spec.model import ModelSpec
+from fitune.spec.model_config import load_model_spec
 from fitune.spec.parameters import count_parameters
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe import Recipe, parse_recipe
+from fitune.spec.words import method_name
 from fitune.units import format_percent
+
+MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b")
+LENGTHS = (256, 512, 1024, 2048, 4096)
+PICTURE = Path(__file__).parents[1] / "docs" / "matrix_8x_v100.svg"
 
 _SEVEN_BILLION = 6_500_000_000
 _STUDY_OPENED = (range(12_000_000_000, 15_000_000_000), range(65_000_000_000, 75_000_000_000))
@@ -100,7 +113,7 @@ def _higher_stages(matrix: Matrix) -> Finding | None:
             for first, second in pairwise(line)
         )
         rows = [
-            f"{short_name(model)} {_stretches(matrix, row)}" for model, row in zip(models, table, strict=True)
+            f"{short_name(model)} {_ranges(matrix, row)}" for model, row in zip(models, table, strict=True)
         ]
         words.append(f"{method_words(method)}: {', '.join(rows)}")
     return Finding(
@@ -118,7 +131,7 @@ def _lowest(cell: Cell, method: str, stages: Sequence[str]) -> int:
     return len(stages)
 
 
-def _stretches(matrix: Matrix, places: Sequence[int]) -> str:
+def _ranges(matrix: Matrix, places: Sequence[int]) -> str:
     """``DDP to 2048, ZeRO-3 to 4096``; what comes after fits with none."""
     words = []
     for place, cells in groupby(zip(places, matrix.seq_lens, strict=True), key=lambda item: item[0]):
@@ -214,3 +227,48 @@ def explain_findings(found: Sequence[Finding]) -> str:
         lines.append(wrapped(f"the study: {finding.study}", hanging=2))
         lines.append(wrapped(f"{finding.verdict}: {finding.ours}", indent=4, hanging=2))
     return "\n".join(lines)
+
+
+def share_of_fastest(recipe: Recipe, cell: Cell, matrix: Matrix) -> float | None:
+    """Speed of ZeRO-2 + LoRA as a share of the fastest LoRA's, both with all states on the devices."""
+    on_device = {"offload_parameters": "device", "offload_optimizer": "device"}
+    two = _best_speed(recipe, cell, matrix, zero=2, **on_device)
+    fastest = _best_speed(recipe, cell, matrix, **on_device)
+    return two / fastest if two and fastest else None
+
+
+def _best_speed(recipe: Recipe, cell: Cell, matrix: Matrix, **pins: object) -> float:
+    """Tokens per second; 0 when nothing fits."""
+    found = [plan for one in _lora(recipe, cell, matrix, **pins) for plan in one.fastest()]
+    return max((plan.tokens_per_second for plan in found), default=0.0)
+
+
+def least_bytes(recipe: Recipe, cell: Cell, matrix: Matrix, **pins: object) -> int | None:
+    """The smallest peak of a device, whether it fits or not; None when the pins leave no way."""
+    steps = [step for one in _lora(recipe, cell, matrix, **pins) if (step := one.smallest()) is not None]
+    return min((memory_of(step).peak_bytes for step in steps), default=None)
+
+
+def _lora(recipe: Recipe, cell: Cell, matrix: Matrix, **pins: object) -> Iterator[MethodSearch]:
+    """Searches of LoRA on a 16-bit base with activations on the device and other pins than the cell's own."""
+    wanted = {"model": cell.model.name, "seq_len": cell.seq_len, "offload_activations": "device", **pins}
+    changed = recipe.model_copy(update=wanted)
+    for method in compared(changed, cell.model, matrix.hardware):
+        if method_name(method.tuning) == "lora":
+            yield MethodSearch(changed, method, cell.model, matrix.hardware)
+
+
+def main() -> None:
+    recipe = parse_recipe({"model": MODELS[0]})
+    hardware = with_host_memory(hardware_for(gpu=find_gpu("v100-32gb"), gpus=8))
+    models = [load_model_spec(name) for name in MODELS]
+    print(
+        explain_findings(findings(recipe, matrix(recipe, models=models, seq_lens=LENGTHS, hardware=hardware)))
+    )
+    words = ["matrix", "--gpu", "v100-32gb", "--gpus", "8", "--models", ",".join(MODELS)]
+    words += ["--context", ",".join(map(str, LENGTHS)), "--picture", str(PICTURE)]
+    subprocess.run([sys.executable, "-m", "fitune", *words], check=True, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""What another choice would give: the plan with some settings pinned, and the largest that fits with each method."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fitune.errors import RecipeError
+from fitune.estimate.predict import predict
+from fitune.estimate.shares import num_ranks
+from fitune.planner.candidates import Method
+from fitune.planner.defaults import with_added_rows, with_usual_row
+from fitune.planner.explain import estimate_data, memory_sum, wrapped
+from fitune.planner.fit import last_true, shortage
+from fitune.planner.less_memory import ROW_STEP, largest_known_model
+from fitune.planner.method_search import MethodSearch
+from fitune.planner.methods import methods_for
+from fitune.planner.search import refuse_contradictions, search
+from fitune.spec.hardware import Hardware
+from fitune.spec.model import ModelSpec
+from fitune.spec.plan import Plan
+from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe_yaml import parse_value
+from fitune.spec.reports import Priced
+from fitune.spec.serial import to_data
+from fitune.spec.words import describe_base_of, describe_plan, method_name
+from fitune.units import format_bytes, format_rate, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """``taken`` is the plan of the recipe, ``pinned`` the best with the change; it may not fit."""
+
+    change: str
+    taken: Priced
+    pinned: Priced
+
+
+def changed_recipe(recipe: Recipe, change: str) -> Recipe:
+    """The recipe with the settings of ``zero: 3, backend: fsdp`` on top. Raises RecipeError as a recipe would."""
+    if not any(mark in change for mark in ":="):
+        raise RecipeError(
+            f"{change!r} is no change: it sets nothing",
+            hint='settings as in a recipe: "zero: 3, backend: fsdp"',
+        )
+    text = change if change.lstrip().startswith("{") else "{" + change.replace("=", ": ") + "}"
+    wanted = parse_value(text, where="--why")
+    if not isinstance(wanted, dict) or not wanted or None in wanted.values():
+        raise RecipeError("--why names no setting", hint='--why "zero: 3"')
+    given = recipe.model_dump(include=recipe.model_fields_set)
+    return parse_recipe({**given, **canonical_keys(wanted, where="--why")}, where="--why")
+
+
+def compare(
+    changed: Recipe, change: str, *, taken: Priced, model: ModelSpec, hardware: Hardware
+) -> Alternative:
+    """Search with the change and the same tuning; when nothing fits, the smallest plan stands for it."""
+    model = with_added_rows(changed, model)
+    changed = with_usual_row(changed, model)
+    refuse_contradictions(changed, model=model, hardware=hardware)
+    answers = search(changed, model=model, hardware=hardware, wanted=_like(taken.plan, changed))
+    fitting = [answer.found[0].plan for answer in answers if answer.found]
+    smallest = [answer.smallest for answer in answers if answer.smallest is not None]
+    if not fitting and not smallest:
+        raise RecipeError(f"{change}: no plan of this recipe can have that", hint="fewer pins")
+    plan = fitting[0] if fitting else min(smallest, key=shortage).plan
+    return Alternative(change=change, taken=taken, pinned=Priced(plan=plan, estimate=predict(plan)))
+
+
+def _like(plan: Plan, changed: Recipe) -> Callable[[Method], bool]:
+    """True for methods with the plan's own tuning, unless the change is about the tuning."""
+    is_open = changed.tuning is None and not changed.quantization_is_asked_for
+
+    def is_like(method: Method) -> bool:
+        same = method_name(method.tuning) == method_name(plan.tuning)
+        return not is_open or (same and changed.precision in (None, method.precision.value))
+
+    return is_like
+
+
+def explain_alternative(alternative: Alternative) -> str:
+    """Both plans, then what changes, in bytes and seconds."""
+    taken, pinned = alternative.taken, alternative.pinned
+    lines = ["taken", wrapped(describe_plan(taken.plan)), f"with {alternative.change}"]
+    if pinned.plan == taken.plan:
+        return "\n".join([*lines, wrapped("the same plan: that is what was taken")])
+    lines += [wrapped(describe_plan(pinned.plan)), "", *_table(taken, pinned), ""]
+    return "\n".join([*lines, wrapped(_verdict(pinned, taken))])
+
+
+def _verdict(pinned: Priced, taken: Priced) -> str:
+    if not pinned.estimate.fits:
+        return f"does not fit: {memory_sum(pinned.estimate)}"
+    ratio = taken.estimate.tokens_per_second / pinned.estimate.tokens_per_second
+    if pinned.plan.tuning == taken.plan.tuning and 0.95 < ratio < 1.05:
+        return "fits and is as fast within 5 %: of such plans the simplest is taken"
+    same = pinned.plan.tuning == taken.plan.tuning and pinned.plan.hardware == taken.plan.hardware
+    if ratio < 1 and same and pinned.plan.model == taken.plan.model:
+        return (
+            f"fits and takes {ratio:.2f} × the time: offloading has to be worth a quarter more speed, any other "
+            "moving part 5 %"
+        )
+    return f"fits and takes {ratio:.2f} × the time per token"
+
+
+def _table(one: Priced, other: Priced) -> list[str]:
+    a, b = one.estimate, other.estimate
+    rows_of = [priced.plan.batch.global_batch_size * num_ranks(priced.plan) for priced in (one, other)]
+    rows = [
+        ("", "taken", "with it", "change"),
+        _bytes("a device at its peak", a.peak_bytes, b.peak_bytes),
+        _bytes("a node's host memory", a.host_bytes, b.host_bytes),
+        _bytes("a node's NVMe", a.nvme_bytes, b.nvme_bytes),
+        ("rows in a step", *(f"{count:,}" for count in rows_of), f"{rows_of[1] - rows_of[0]:+,}"),
+        _bytes("sent in a step", a.communication_bytes, b.communication_bytes),
+        _ratio("a step", a.step_seconds, b.step_seconds, format_seconds),
+        _ratio("speed", a.tokens_per_second, b.tokens_per_second, format_rate),
+    ]
+    shown = [row for row in rows if row[1:3] != ("0 B", "0 B")]
+    return [f"  {name:<22}{taken:>18}{pinned:>18}{change:>18}" for name, taken, pinned, change in shown]
+
+
+def _bytes(name: str, taken: int, pinned: int) -> tuple[str, ...]:
+    sign = "+" if pinned >= taken else "−"
+    return name, format_bytes(taken), format_bytes(pinned), f"{sign}{format_bytes(abs(pinned - taken))}"
+
+
+def _ratio(name: str, taken: float, pinned: float, words: Callable[[float], str]) -> tuple[str, ...]:
+    return name, words(taken), words(pinned), f"× {pinned / taken:.2f}"
+
+
+def alternative_data(alternative: Alternative) -> dict[str, Any]:
+    """The object ``why`` of ``--json``."""
+    taken, pinned = (
+        {
+            "summary": describe_plan(one.plan),
+            "plan": to_data(one.plan),
+            "estimate": estimate_data(one.estimate),
+        }
+        for one in (alternative.taken, alternative.pinned)
+    )
+    fits = alternative.pinned.estimate.fits
+    return {"change": alternative.change, "fits": fits, "taken": taken, "pinned": pinned}
+
+
+Quantity = Literal["seq_len", "micro_batch", "model"]
+QUANTITIES: tuple[Quantity, ...] = ("seq_len", "micro_batch", "model")
+MOST_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """``value``: tokens, rows or a model's name; None when nothing fits."""
+
+    method: Method
+    value: int | str | None
+
+    @property
+    def label(self) -> tuple[str, str, str]:
+        return _label(self.method)
+
+
+def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardware) -> tuple[Largest, ...]:
+    """For every method the recipe leaves open, by bisection: bytes only grow with tokens.
+
+    Rows are tried in steps of 64 up to the model's longest, micro-batches without accumulation, models from the
+    table of known ones. Weights and optimizer stay on the device unless the recipe says
+    otherwise. Raises RecipeError for another quantity and for contradictions.
+    """
+    if quantity not in QUANTITIES:
+        raise RecipeError(f"--largest {quantity} is not known", hint=f"one of {', '.join(QUANTITIES)}")
+    model = with_added_rows(recipe, model)
+    recipe = _small(with_usual_row(recipe, model))
+    refuse_contradictions(recipe, model=model, hardware=hardware)
+    offloads = {"cpu", "nvme"} & {recipe.offload_parameters, recipe.offload_optimizer}
+    found: dict[tuple[str, str, str], Largest] = {}
+    for method in methods_for(recipe, model=model, hardware=hardware):
+        method = replace(method, tier="any" if offloads else "device")
+        if _label(method) not in found and MethodSearch(recipe, method, model, hardware).placements:
+            value = _value(quantity, recipe, method, model, hardware)
+            found[_label(method)] = Largest(method=method, value=value)
+    return tuple(found.values())
+
+
+def _small(recipe: Recipe) -> Recipe:
+    """One row at a time and nothing accumulated, where the recipe leaves that open."""
+    pins = {
+        "micro_batch_size": recipe.micro_batch_size or 1,
+        "gradient_accumulation_steps": recipe.gradient_accumulation_steps or 1,
+        "global_batch_size": None,
+    }
+    return recipe.model_copy(update=pins)
+
+
+def _label(method: Method) -> tuple[str, str, str]:
+    return method_name(method.tuning), describe_base_of(method.tuning), method.precision.value
+
+
+def _value(
+    quantity: str, recipe: Recipe, method: Method, model: ModelSpec, hardware: Hardware
+) -> int | str | None:
+    def fits(**pins: int) -> bool:
+        return MethodSearch(recipe.model_copy(update=pins), method, model, hardware).fits()
+
+    def model_fits(changed: Recipe, other: ModelSpec) -> bool:
+        alike = (
+            m for m in methods_for(changed, model=other, hardware=hardware) if _label(m) == _label(method)
+        )
+        first = next(alike, None)
+        return (
+            first is not None
+            and MethodSearch(changed, replace(first, tier=method.tier), other, hardware).fits()
+        )
+
+    match quantity:
+        case "seq_len":
+            longest = model.max_seq_len
+            steps = last_true(
+                lambda n: fits(seq_len=min(n * ROW_STEP, longest)), 0, -(-longest // ROW_STEP) + 1
+            )
+            return min(steps * ROW_STEP, longest) or None
+        case "micro_batch":
+            return last_true(lambda rows: fits(micro_batch_size=rows), 0, MOST_ROWS + 1) or None
+        case _:
+            return largest_known_model(recipe, model_fits)
+
+
+def explain_largest(recipe: Recipe, quantity: str, found: tuple[Largest, ...]) -> str:
+    """One line for each method."""
+    small = _small(recipe)
+    steps = small.gradient_accumulation_steps
+    batch = f"{small.micro_batch_size} × {steps} accumulated"
+    what = {
+        "seq_len": f"longest row in tokens, batch {batch} a device",
+        "micro_batch": (
+            f"most rows of {recipe.seq_len} tokens in a micro-batch, {steps} accumulated, up to {MOST_ROWS:,}"
+        ),
+        "model": f"largest known model, rows of {recipe.seq_len} tokens, batch {batch} a device",
+    }[quantity]
+    lines = [what]
+    for item in found:
+        name, base, precision = item.label
+        words = f"{name}, {precision}" + (f", {base}" if base else "")
+        value = f"{item.value:,}" if isinstance(item.value, int) else item.value or "none fits"
+        lines.append(f"  {words:<60}{value:>34}")
+    return "\n".join(lines)
+
+
+def largest_data(quantity: str, found: tuple[Largest, ...]) -> dict[str, Any]:
+    """The object that ``--json`` prints."""
+    keys = ("tuning", "base", "precision", "value")
+    rows = [dict(zip(keys, (*item.label, item.value), strict=True)) for item in found]
+    return {"largest": quantity, "methods": rows}

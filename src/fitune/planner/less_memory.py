@@ -1,0 +1,314 @@
+"""Changes that take less memory, for the user to decide: when nothing fits, and when a step ran out of memory.
+
+All of them are computed: a change is named only if the plan with it was predicted to fit, or to take less.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fitune.errors import NothingFits, Shortage
+from fitune.estimate.memory import memory_of
+from fitune.estimate.overhead import usable_bytes
+from fitune.estimate.predict import predict
+from fitune.estimate.step import StepStages
+from fitune.planner.candidates import Method
+from fitune.planner.defaults import CHUNK_TOKENS, optimizer_of
+from fitune.planner.explain import host_sum, wrapped
+from fitune.planner.fit import fits, host_fits, last_true, shortage
+from fitune.planner.method_search import MethodSearch
+from fitune.planner.methods import lora_of, methods_for, nf4_of, to_adapters
+from fitune.planner.retry import Known, described
+from fitune.spec.gpus import CARDS
+from fitune.spec.hardware import Hardware
+from fitune.spec.model import ModelSpec
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.model_table import known_model_names
+from fitune.spec.parameters import count_parameters
+from fitune.spec.plan import (
+    ChunkedLoss,
+    ClipByNorm,
+    Dense,
+    Full,
+    InBackward,
+    Lora,
+    Plan,
+    Precision,
+    Recompute,
+    Single,
+    trains_every_weight,
+)
+from fitune.spec.recipe import Recipe
+from fitune.spec.reports import Rejection
+from fitune.spec.rules import adds_gradients_up, keeps_rules
+from fitune.spec.words import describe_offload, describe_plan
+from fitune.units import format_bytes
+
+ROW_STEP = 64
+"""Lengths of rows are tried in multiples of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Settings to change, in words, and the step with them."""
+
+    words: str
+    step: StepStages
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of tensors."""
+        return memory_of(self.step).tensor_peak_bytes
+
+
+def nothing_fits(
+    recipe: Recipe,
+    smallest: Sequence[StepStages],
+    rejected: Sequence[Rejection],
+    *,
+    model: ModelSpec,
+    hardware: Hardware,
+) -> NothingFits:
+    """The error to raise; ``smallest`` is the smallest plan of every method that was searched."""
+    best = min(smallest, key=shortage)
+    usable = usable_bytes(hardware)
+    devices = f"{hardware.num_gpus} ×" if hardware.num_gpus > 1 else "one"
+    search = _Changes(recipe=recipe, model=model, hardware=hardware, best=best)
+    lines = [
+        f"nothing fits: {model.name} on {devices} {hardware.gpu.name} of {format_bytes(hardware.gpu.memory_bytes)}, "
+        f"{format_bytes(usable)} usable",
+        *(f"{wrapped(item.what)}\n{wrapped(item.why, indent=4)}" for item in rejected),
+        _smallest_memory(best, usable),
+        wrapped(describe_plan(best.plan)),
+        _device_that_holds(best.plan),
+        *search.about_the_host(),
+    ]
+    return NothingFits("\n".join(lines), hint=search.advice())
+
+
+def _smallest_memory(best: StepStages, usable: int) -> str:
+    peak = predict(best.plan).peak_bytes
+    if peak <= usable:
+        return f"the devices would do, the host does not: {host_sum(predict(best.plan))}, with"
+    return f"smallest memory that would do: {format_bytes(peak)} a device ({format_bytes(peak - usable)} short), with"
+
+
+def _device_that_holds(plan: Plan) -> str:
+    """Names the known GPU with the least memory on which the plan fits."""
+    needs_bf16 = plan.precision in (Precision.BF16, Precision.BF16_MASTER)
+    cards = sorted((card.gpu for card in CARDS), key=lambda gpu: gpu.memory_bytes)
+    for gpu in cards:
+        other = replace(plan, hardware=replace(plan.hardware, gpu=gpu))
+        if (gpu.has_bf16 or not needs_bf16) and predict(other).peak_bytes <= usable_bytes(other.hardware):
+            return f"the smallest known GPU that holds it: {gpu.name}"
+    largest = max(cards, key=lambda gpu: gpu.memory_bytes)
+    return f"no known GPU holds it (the largest, {largest.name}, has {format_bytes(largest.memory_bytes)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Changes:
+    """What could be asked for instead; each change is searched like the recipe itself."""
+
+    recipe: Recipe
+    model: ModelSpec
+    hardware: Hardware
+    best: StepStages
+
+    def advice(self) -> str:
+        """Changes that were computed to fit; failing that, what the largest single change leaves short."""
+        tried = [
+            Change(words=words, step=step)
+            for words, settings in (*self._settings(), *self._more_devices())
+            if (step := self._smallest(settings)) is not None
+        ]
+        helpful = [change.words for change in tried if fits(change.step)]
+        shorter = self._longest_row()
+        helpful += [f"seq_len: {shorter}"] if shorter else []
+        if helpful:
+            return ", or ".join(helpful)
+        notes = [f"{change.words} would need {_needs(change.step)}" for change in tried]
+        model = largest_known_model(self.recipe, self._is_enough)
+        notes += [f"the largest known model that fits this way is {model}"] if model is not None else []
+        return "a smaller model or more memory; " + "; ".join(notes)
+
+    def about_the_host(self) -> Iterator[str]:
+        """With what waits on the host the devices may do; then the host's sum says how much is missing there."""
+        for method in self._methods(self.recipe):
+            step = MethodSearch(self.recipe, method, self.model, self.hardware).least_host()
+            if step is not None:
+                offload, host = describe_offload(step.plan.offload), host_sum(predict(step.plan))
+                yield wrapped(f"with {offload} the devices would do, the host does not: {host}", indent=0)
+                return
+
+    def _methods(self, recipe: Recipe) -> tuple[Method, ...]:
+        return methods_for(recipe, model=self.model, hardware=self.hardware)
+
+    def _more_devices(self) -> Iterator[tuple[str, dict[str, object]]]:
+        here = self.hardware.gpus_per_node
+        if self.recipe.gpu is not None and not self.hardware.gpu.is_cpu:
+            for gpus in (2 * here, 4 * here, 8 * here):
+                if gpus <= 8:
+                    yield f"gpus: {gpus}", {"gpus": gpus}
+
+    def _settings(self) -> Iterator[tuple[str, dict[str, object]]]:
+        recipe, batch = self.recipe, self.best.plan.batch
+        yield from self._in_backward()
+        if recipe.tuning in ("full", "lomo", "adalomo"):
+            yield to_adapters(recipe, "lora")
+        if recipe.tuning in ("full", "lomo", "adalomo", "lora") and not recipe.quantization_is_asked_for:
+            words, settings = to_adapters(recipe, "qlora")
+            yield words, {**settings, "quantization": None}
+        if recipe.precision == "fp32" and self.hardware.gpu.has_bf16:
+            yield "precision: bf16-master", {"precision": "bf16-master"}
+        if recipe.precision == "bf16-master":
+            yield "precision: bf16", {"precision": "bf16"}
+        if batch.micro_batch_size > 1 and adds_gradients_up(self.best.plan.tuning):
+            steps = batch.global_batch_size
+            words = f"micro_batch_size: 1, gradient_accumulation_steps: {steps}"
+            yield words, {"micro_batch_size": 1, "gradient_accumulation_steps": steps}
+        if recipe.gradient_checkpointing is not None:
+            yield "gradient_checkpointing open", {"gradient_checkpointing": None}
+        if recipe.loss == "plain":
+            yield "loss: chunked", {"loss": "chunked"}
+        if recipe.kernels == "torch" and keeps_rules(replace(self.best.plan, kernels="liger"), "plan"):
+            yield "kernels: liger (pip install 'fitune[liger]')", {"kernels": "liger"}
+        for pin in ("zero", "backend", "hybrid_sharding"):
+            if getattr(recipe, pin) is not None:
+                yield f"{pin} open", {pin: None}
+        for pin in ("offload_parameters", "offload_optimizer", "offload_activations"):
+            if getattr(recipe, pin) == "device":
+                yield f"{pin}: cpu", {pin: "cpu"}
+
+    def _in_backward(self) -> Iterator[tuple[str, dict[str, object]]]:
+        """Where all weights are to be trained on one device: the same steps without their gradients."""
+        recipe = self.recipe
+        host = {"cpu", "nvme"} & {recipe.offload_parameters, recipe.offload_optimizer}
+        if recipe.tuning != "full" or recipe.optimizer_in_backward or self.hardware.num_gpus > 1 or host:
+            return
+        if recipe.gradient_accumulation_steps in (None, 1):
+            yield "optimizer_in_backward: true", {"optimizer_in_backward": True}
+        if recipe.global_batch_size is None and recipe.micro_batch_size is None:
+            rows = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
+            words = "optimizer_in_backward: true with micro_batch_size: 1, then the whole batch"
+            yield words, {"optimizer_in_backward": True, **rows}
+
+    def _smallest(self, settings: dict[str, object]) -> StepStages | None:
+        """The smallest plan with ``settings``; None when there is no plan with them."""
+        recipe = self.recipe.model_copy(update=settings)
+        hardware = replace(self.hardware, gpus_per_node=recipe.gpus) if "gpus" in settings else self.hardware
+        searches = (MethodSearch(recipe, method, self.model, hardware) for method in self._methods(recipe))
+        found = [step for search in searches if (step := search.smallest()) is not None]
+        return min(found, key=shortage, default=None)
+
+    def _longest_row(self) -> int:
+        """The longest seq_len, a multiple of 64, at which the smallest plan's method fits; 0 when none is."""
+
+        def is_enough(steps: int) -> bool:
+            return self._is_enough(self.recipe.model_copy(update={"seq_len": steps * ROW_STEP}), self.model)
+
+        most = -(-self.best.plan.batch.seq_len // ROW_STEP)
+        return last_true(is_enough, 0, most) * ROW_STEP
+
+    def _is_enough(self, recipe: Recipe, model: ModelSpec) -> bool:
+        """True if the recipe fits with the method of the smallest plan."""
+        plan = self.best.plan
+        return any(
+            MethodSearch(recipe, method, model, self.hardware).fits()
+            for method in methods_for(recipe, model=model, hardware=self.hardware)
+            if type(method.tuning) is type(plan.tuning) and method.precision is plan.precision
+        )
+
+
+def largest_known_model(recipe: Recipe, fits: Callable[[Recipe, ModelSpec], bool]) -> str | None:
+    """The known model with the most parameters that ``fits``, with adapters on all linears and rows no longer than it
+    takes; None when none does."""
+    known = [load_model_spec(name, offline=True) for name in known_model_names()]
+    for model in sorted(known, key=lambda model: count_parameters(model).total, reverse=True):
+        seq_len = min(recipe.seq_len, model.max_seq_len)
+        pins = {"seq_len": seq_len, "lora_target_modules": ["all-linear"], "lora_layers": []}
+        if fits(recipe.model_copy(update=pins), model):
+            return model.name
+    return None
+
+
+def _needs(step: StepStages) -> str:
+    estimate = predict(step.plan)
+    return format_bytes(estimate.peak_bytes) if host_fits(step) else f"on the host {host_sum(estimate)}"
+
+
+def next_to_try(failed: Plan, recipe: Recipe, shortage: Shortage) -> tuple[Change, ...]:
+    """Changes, after memory ran out, that take less at the peak and where it ran out, and can be trained: first those
+    that cost time, then those that cost quality."""
+    known = Known.of(failed, shortage)
+    changes = (
+        Change(words=words, step=described(plan))
+        for words, plan in _changes(failed, recipe)
+        if keeps_rules(plan, "plan", "train")
+    )
+    return tuple(change for change in changes if known.is_less(memory_of(change.step)))
+
+
+def _changes(failed: Plan, recipe: Recipe) -> Iterator[tuple[str, Plan]]:
+    """The same arithmetic in less room, each on top of the one before; then, on top of all of them, one other thing."""
+    words, plan = "", failed
+    for more, plan in _frugal(failed):
+        words = f"{words}, {more}" if words else more
+        yield words, plan
+    for more, other in (
+        *_stepped_in_backward(plan), *_offloaded(plan), *_other_method(plan, recipe), *_fewer_tokens(plan),
+    ):  # fmt: skip
+        yield (f"{words}, {more}" if words else more), other
+
+
+def _frugal(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    smallest = min(CHUNK_TOKENS)
+    if not isinstance(plan.loss, ChunkedLoss) or plan.loss.chunk_tokens > smallest:
+        plan = replace(plan, loss=ChunkedLoss(chunk_tokens=smallest))
+        yield f"loss: chunked, loss_chunk_tokens: {smallest}", plan
+    if plan.recompute.blocks < plan.model.num_layers:
+        plan = replace(plan, recompute=Recompute(blocks=plan.model.num_layers))
+        yield "gradient_checkpointing: true", plan
+
+
+def _stepped_in_backward(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The same steps, clipped alike, without their gradients."""
+    gathers = plan.tuning == Full() and plan.offload.optimizer == "device"
+    if gathers and isinstance(plan.sharding, Single) and plan.batch.accumulation == 1:
+        clip = ClipByNorm(max_norm=plan.schedule.max_grad_norm)
+        yield "optimizer_in_backward: true", replace(plan, tuning=Full(update=InBackward(clip=clip)))
+
+
+def _offloaded(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    offload = plan.offload
+    if plan.hardware.gpu.is_cpu:
+        return
+    if offload.activations == "device":
+        yield "offload_activations: cpu", replace(plan, offload=replace(offload, activations="cpu"))
+    if offload.optimizer == "device":
+        offload = replace(offload, optimizer="cpu")
+        yield "offload_optimizer: cpu", replace(plan, offload=offload)
+    if offload.parameters == "device":
+        both = replace(offload, parameters="cpu")
+        yield "offload_parameters: cpu, offload_optimizer: cpu", replace(plan, offload=both)
+
+
+def _other_method(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Plan]]:
+    """An adapter in place of all weights, four bits in place of sixteen."""
+    if trains_every_weight(plan.tuning):
+        lora = lora_of(recipe, plan.model, Dense())
+        run = replace(plan.run, export="adapter")
+        plan = replace(plan, tuning=lora, optimizer=optimizer_of(recipe), run=run)
+        yield to_adapters(recipe, "lora")[0], plan
+    elif isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Dense):
+        yield "tuning: qlora", replace(plan, tuning=replace(plan.tuning, base=nf4_of(recipe)))
+
+
+def _fewer_tokens(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    batch = plan.batch
+    if not adds_gradients_up(plan.tuning) and batch.micro_batch_size > 1:
+        rows = batch.micro_batch_size // 2
+        words = f"micro_batch_size: {rows} (a smaller global batch: another run)"
+        yield words, replace(plan, batch=replace(batch, micro_batch_size=rows))
+    if batch.seq_len > 1:
+        length = batch.seq_len // 2
+        words = f"seq_len: {length} (longer rows are cut or left out)"
+        yield words, replace(plan, batch=replace(batch, seq_len=length))
