@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }  # fmt: skip
 MOST_CLI_LINES = 1_000
 WITHOUT_TORCH = {"spec", "estimate", "planner", "records", "track", "report"}
-OPEN_TO_ALL = {"units", "errors", "credentials"}
+OPEN_TO_ALL = {"units", "errors", "files", "credentials"}
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "safetensors"}
 FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "base"}
 

@@ -1,6 +1,6 @@
 """fitune: fine-tune large language models within the memory you have."""
 
-from fitune.spec.hub_kernels import keep_out_hub_kernels
+from fitune.spec.hub import keep_out_hub_kernels
 
 __version__ = "0.1.0"
 

@@ -12,11 +12,11 @@ from fitune.estimate.memory import predict_memory
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.states import update_temporaries_bytes
-from fitune.spec.activation import ACTIVATIONS
-from fitune.spec.parameters import count_parameters
+from fitune.spec.counts import count_parameters
 from fitune.spec.plan import AdamW, Sgd
 from fitune.spec.reports import Phase
 from fitune.spec.shape import BatchShape
+from fitune.spec.traits import ACTIVATIONS
 from fitune.units import MIB
 
 

@@ -10,8 +10,8 @@ from fitune.estimate.predict import predict
 from fitune.estimate.rates import PRODUCT_EFFICIENCY, rates_of
 from fitune.estimate.time import model_flops_per_token, predict_step_time
 from fitune.estimate.transfers import cpu_adam_seconds, exchange_seconds
-from fitune.spec.calibration import AttentionRate, Calibration, Collectives, Rate, Traffic
-from fitune.spec.parameters import count_parameters
+from fitune.spec.counts import count_parameters
+from fitune.spec.hardware import AttentionRate, Calibration, Collectives, Rate, Traffic
 from fitune.spec.plan import Offload, Precision, Zero
 from fitune.spec.reports import Phase
 

@@ -12,13 +12,11 @@ from checkpoint.killed_saves import save
 from fitune.checkpoint.layout import staged
 from fitune.checkpoint.state import TrainState
 from fitune.errors import FituneError, RunDirectoryError
+from fitune.files import open_for_append, remove_stale_siblings, temporary_sibling, write_atomically
 from fitune.report.run_files import read_run
 from fitune.score.lines import append_lines, read_answers
-from fitune.spec.disk import open_for_append, write_atomically
-from fitune.spec.ownership import lock_directory
 from fitune.spec.plan import Plan
-from fitune.spec.run_directory import FILES, FOLDERS, require_real_files
-from fitune.spec.temporaries import remove_stale_siblings, temporary_sibling
+from fitune.spec.run_directory import FILES, FOLDERS, lock_directory, require_real_files
 from fitune.track.jsonl import MetricsLog
 from fitune.train.directory import remove_run, require_own_directory
 

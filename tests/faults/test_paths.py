@@ -12,7 +12,7 @@ import pytest
 
 from fitune.checkpoint.paths import inside
 from fitune.errors import RunDirectoryError
-from fitune.spec.ownership import lock_directory
+from fitune.spec.run_directory import lock_directory
 
 # Row 26: names stay inside
 
@@ -148,7 +148,7 @@ def test_without_file_locks_the_text_of_the_lock_decides(tmp_path, monkeypatch, 
             pass
 
 
-_IMPORT = "from pathlib import Path\nfrom fitune.spec.ownership import lock_directory"
+_IMPORT = "from pathlib import Path\nfrom fitune.spec.run_directory import lock_directory"
 
 
 def try_elsewhere(folder: Path) -> str:

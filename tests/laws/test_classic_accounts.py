@@ -16,9 +16,9 @@ from fitune.estimate.parameters import weights_bytes
 from fitune.estimate.quantised import hqq_bytes, nf4_bytes
 from fitune.estimate.step import resident_terms
 from fitune.estimate.tensors import base_tensors
+from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import find_gpu, hardware_for
-from fitune.spec.model_table import known_model_names
-from fitune.spec.parameters import count_parameters
+from fitune.spec.model_config import known_model_names
 from fitune.spec.plan import AdamW8bit, Hqq, Lora, Nf4, Offload, Single, Zero
 from fitune.spec.plan import Full as FullTuning
 

@@ -10,7 +10,7 @@ from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import describe_step
 from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.run import trace_plan
-from fitune.spec.kernels import LIGER_FAMILIES
+from fitune.spec.traits import LIGER_FAMILIES
 from rehearse.tiny_configs import FAMILIES, tiny
 
 CHOICES = [

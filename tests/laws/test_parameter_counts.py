@@ -8,10 +8,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from fitune.estimate.tensors import adapters_of
+from fitune.spec.counts import count_parameters, lora_parameters
 from fitune.spec.model import Linear, ModelSpec
-from fitune.spec.model_config import load_model_spec, spec_from_config
-from fitune.spec.model_table import find_known_model, known_model_names
-from fitune.spec.parameters import count_parameters, lora_parameters
+from fitune.spec.model_config import find_known_model, known_model_names, load_model_spec, spec_from_config
 from fitune.spec.plan import Lora
 from fitune.spec.targets import resolve_targets
 

@@ -8,8 +8,8 @@ import pytest
 from estimate.tiny_plans import gpu, known, plan_for
 from fitune.estimate.buffers import block_weight_bytes, buffers_of, group_gradient_bytes, root_weight_bytes
 from fitune.estimate.memory import predict_memory
+from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import find_gpu, hardware_for
-from fitune.spec.parameters import count_parameters
 from fitune.spec.plan import (
     AdamW8bit,
     ClipByNorm,

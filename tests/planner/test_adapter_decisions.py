@@ -8,10 +8,9 @@ from fitune.errors import RecipeError
 from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.time import predict_step_time
 from fitune.planner.search import find_plan
-from fitune.spec.flops import model_flops
+from fitune.spec.counts import lora_parameters, model_flops
 from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.spec.model_config import load_model_spec
-from fitune.spec.parameters import lora_parameters
 from fitune.spec.plan import Lora
 from fitune.spec.recipe import canonical_keys, parse_recipe
 from fitune.spec.reports import Phase

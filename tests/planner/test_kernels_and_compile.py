@@ -6,10 +6,10 @@ from estimate.tiny_plans import CPU, gpu, known
 from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.planner.search import find_plan
 from fitune.report.plan_words import sentences
+from fitune.spec.choices import Offload
 from fitune.spec.plan import Plan, updates_in_backward
 from fitune.spec.recipe import canonical_keys, parse_recipe
 from fitune.spec.serial import from_data, from_json, to_data, to_json
-from fitune.spec.sharding import Offload
 from fitune.spec.words import describe_plan
 
 

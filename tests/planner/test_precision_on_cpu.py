@@ -6,9 +6,8 @@ import pytest
 
 from estimate.tiny_plans import CPU, known, small_llama
 from fitune.planner.search import find_plan
-from fitune.spec.calibration import AttentionRate, Calibration, Rate, Traffic
 from fitune.spec.gpus import cpu_gpu, hardware_for
-from fitune.spec.hardware import Hardware
+from fitune.spec.hardware import AttentionRate, Calibration, Hardware, Rate, Traffic
 from fitune.spec.plan import Lomo, Precision
 from fitune.spec.recipe import parse_recipe
 from fitune.spec.reports import PlanReport

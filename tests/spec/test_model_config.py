@@ -12,8 +12,7 @@ from fitune.errors import ModelError, RecipeError
 from fitune.spec import model_config
 from fitune.spec.families import FAMILIES
 from fitune.spec.model import NO_DROPOUT, Dropout
-from fitune.spec.model_config import load_model_spec, spec_from_config
-from fitune.spec.model_table import find_known_model, known_model_names
+from fitune.spec.model_config import find_known_model, known_model_names, load_model_spec, spec_from_config
 from fitune.spec.targets import resolve_targets
 
 LLAMA: dict[str, Any] = {

@@ -7,8 +7,7 @@ import pytest
 
 from estimate.tiny_plans import small_llama
 from fitune.errors import RecipeError
-from fitune.spec.patterns import Clock
-from fitune.spec.targets import resolve_targets
+from fitune.spec.targets import Clock, resolve_targets
 
 NAMES = [
     *(f"model.layers.{i}.{m}" for i in (0, 1, 12) for m in ("self_attn.q_proj", "mlp.down_proj")),

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.spec.path_names import path_fault
+from fitune.files import path_fault
 from fitune.spec.recipe import Recipe, SourceRecipe, dump_recipe, parse_recipe, read_recipe
-from fitune.spec.recipe_ranges import MOST
-from fitune.spec.recipe_yaml import parse_value
+from fitune.spec.recipe_values import MOST
+from fitune.spec.recipe_words import parse_value
 
 _TAGS = [
     "!!map [1, 2]", "!!map x", "!!seq x", "!!seq {a: b}", '!!timestamp "x"', '!!bool "maybe"', '!!int "x"',

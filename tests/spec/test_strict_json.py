@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fitune.spec.strict_json import MOST_NESTING, parse_json, parse_object, read_object
+from fitune.spec.serial import MOST_NESTING, parse_json, parse_object, read_object
 
 
 def nested(depth: int) -> str:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from fitune.spec.disk import sync_folder
+from fitune.files import sync_folder
 from fitune.units import format_bytes
 
 OnNote = Callable[[str], None]

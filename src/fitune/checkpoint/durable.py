@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fitune.errors import CheckpointError
-from fitune.spec.disk import open_regular, sync_folder, write_synced
-from fitune.spec.temporaries import temporary_sibling
+from fitune.files import open_regular, sync_folder, temporary_sibling, write_synced
 from fitune.units import format_bytes
 
 

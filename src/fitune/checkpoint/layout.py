@@ -20,11 +20,9 @@ from transformers.utils import logging as transformers_logging
 
 from fitune.checkpoint.durable import require_space
 from fitune.errors import CheckpointError, FituneError, RunDirectoryError
+from fitune.files import path_fault, remove, remove_stale_siblings, sync_tree, temporary_sibling
 from fitune.models.adapter_config import WEIGHTS
 from fitune.models.adapters import trained_tables
-from fitune.spec.disk import sync_tree
-from fitune.spec.path_names import path_fault
-from fitune.spec.temporaries import remove, remove_stale_siblings, temporary_sibling
 from fitune.units import MIB
 
 _MARGIN_BYTES = 32 * MIB

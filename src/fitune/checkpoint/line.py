@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fitune.checkpoint.sealed import read_sealed, sealed
 from fitune.errors import CheckpointError
-from fitune.spec.disk import write_atomically
+from fitune.files import write_atomically
 from fitune.spec.serial import to_json
 
 LINE = "LINE"

@@ -9,7 +9,7 @@ from fitune.checkpoint.commit import Commit, read_commit, step_folders, verify_u
 from fitune.checkpoint.durable import link_atomically
 from fitune.checkpoint.line import Line, is_on
 from fitune.errors import CheckpointError
-from fitune.spec.temporaries import remove, temporary_sibling
+from fitune.files import remove, temporary_sibling
 
 
 def prune(folder: Path, line: Line, *, keep: int, on_note: OnNote) -> None:

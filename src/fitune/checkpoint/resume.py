@@ -12,8 +12,8 @@ from fitune.checkpoint.commit import FOLDER, LOG, STATE, Commit, read_commit, st
 from fitune.checkpoint.line import LINE, Attempt, Descent, Line, Parent, is_on, read_line, write_line
 from fitune.checkpoint.state import Json, TrainState
 from fitune.errors import CheckpointError
-from fitune.spec.disk import read_bytes
-from fitune.spec.strict_json import TABLE_BYTES, read_object
+from fitune.files import read_bytes
+from fitune.spec.serial import TABLE_BYTES, read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

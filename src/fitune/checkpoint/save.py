@@ -19,10 +19,9 @@ from fitune.checkpoint.sealed import sealed
 from fitune.checkpoint.state import TrainState
 from fitune.checkpoint.tensors import tensor_chunks, tensors_bytes
 from fitune.errors import CheckpointError
-from fitune.spec.disk import sync_folder, write_synced
+from fitune.files import remove_stale_siblings, sync_folder, temporary_sibling, write_synced
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.serial import to_json
-from fitune.spec.temporaries import remove_stale_siblings, temporary_sibling
 from fitune.units import MIB, format_bytes
 
 _MARGIN_BYTES = MIB

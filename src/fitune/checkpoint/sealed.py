@@ -5,9 +5,8 @@ import hashlib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fitune.spec.disk import read_bytes
-from fitune.spec.serial import from_data, to_json
-from fitune.spec.strict_json import parse_object
+from fitune.files import read_bytes
+from fitune.spec.serial import from_data, parse_object, to_json
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import DataError
-from fitune.spec.disk import open_regular, read_bytes, sync_tree, write_synced
+from fitune.files import open_regular, read_bytes, sync_tree, write_synced
 from fitune.units import GIB, MIB
 
 _CODE_VERSION = 3

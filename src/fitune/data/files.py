@@ -13,7 +13,7 @@ from fitune.data.arrow import ARROW_SUFFIXES, read_arrow
 from fitune.data.locations import open_binary
 from fitune.data.rows import BadRow, Row
 from fitune.errors import DataError
-from fitune.spec.strict_json import require_shallow
+from fitune.spec.serial import require_shallow
 from fitune.units import KIB, MIB, format_bytes
 
 MAX_LINE_BYTES = 16 * MIB

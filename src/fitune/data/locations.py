@@ -9,8 +9,7 @@ from typing import BinaryIO
 
 from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
 from fitune.errors import DataError
-from fitune.spec.disk import open_regular
-from fitune.spec.pickles import PICKLE_SUFFIXES
+from fitune.files import PICKLE_SUFFIXES, open_regular
 from fitune.spec.plan import DataSource
 
 READABLE = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")

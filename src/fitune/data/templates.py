@@ -21,7 +21,7 @@ from fitune.data.formats import Conversation, Example, Message
 from fitune.data.rows import BadRow
 from fitune.data.template_process import RemoteTemplate, TemplateStopped
 from fitune.errors import DataError
-from fitune.spec.disk import read_text
+from fitune.files import read_text
 
 PLAIN_TEMPLATE = """\
 {{- bos_token if bos_token else '' -}}

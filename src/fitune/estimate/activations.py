@@ -6,7 +6,7 @@ Each function counts storages once, as the allocator does; the modules are those
 the counts were checked storage by storage with a dispatch mode on CPU (tests/estimate).
 """
 
-from fitune.spec.activation import Activation
+from fitune.spec.traits import Activation
 
 FP32 = 4
 INDEX = 8

@@ -14,8 +14,8 @@ from fitune.estimate.attention_traits import (
 )
 from fitune.estimate.site import SCALED_IN_FP32, Site, linears_stage
 from fitune.estimate.stages import Stage
-from fitune.spec.attended import falls_back_to_scores, writes_scores
 from fitune.spec.model import Linear
+from fitune.spec.traits import falls_back_to_scores, writes_scores
 
 
 def attention_stages(

@@ -1,9 +1,9 @@
 """Which attention a plan really runs: fused, written out, or an architecture's own."""
 
-from fitune.spec.attended import falls_back_to_scores, has_scores, writes_scores
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Plan, Precision
 from fitune.spec.shape import BatchShape
+from fitune.spec.traits import falls_back_to_scores, has_scores, writes_scores
 
 _OWN_ATTENTION = ("falcon",)
 """Architectures that bring their attention classes and take a mask over the whole stream."""

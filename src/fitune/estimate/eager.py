@@ -8,11 +8,10 @@ bytes of an element of the compute type, and a product's own operands are not in
 from dataclasses import dataclass
 
 from fitune.estimate.site import SCALED_IN_FP32
-from fitune.spec.activation import ACTIVATIONS
-from fitune.spec.attended import has_scores
+from fitune.spec.counts import adapted_blocks, blocks_gone_back_through
 from fitune.spec.model import ModelSpec
-from fitune.spec.parameters import adapted_blocks, blocks_gone_back_through
 from fitune.spec.plan import Lora, Plan
+from fitune.spec.traits import ACTIVATIONS, has_scores
 
 THINNESS = 32
 """A product of rank r takes as long as one of r + 32 at full rate: vector units and tensor cores work in tiles. Ranks

@@ -6,8 +6,8 @@ from fitune.estimate import activations, transient
 from fitune.estimate.activations import FP32
 from fitune.estimate.site import Site, linears_stage
 from fitune.estimate.stages import Stage
-from fitune.spec.activation import ACTIVATIONS
 from fitune.spec.model import Linear
+from fitune.spec.traits import ACTIVATIONS
 
 _WEIGHTED_IN_FP32 = ("mixtral",)
 """Mixtures whose routing weights stay in fp32, and so what they multiply."""

@@ -11,8 +11,8 @@ from fitune.estimate.shares import (
     weights_are_divided,
 )
 from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tables
+from fitune.spec.counts import adapted_blocks, count_parameters, lora_parameters
 from fitune.spec.model import ModelSpec
-from fitune.spec.parameters import adapted_blocks, count_parameters, lora_parameters
 from fitune.spec.plan import Dense, Lora, Plan, Single
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fitune.spec.flops import peak_flops
+from fitune.spec.counts import peak_flops
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.plan import Precision
 
@@ -52,7 +52,7 @@ class Rates:
     attention_row_tokens: float
     attention_score_columns: float
     attention_start_seconds: float
-    """spec/calibration.py, AttentionRate."""
+    """spec/hardware.py, AttentionRate."""
     bandwidth_for: Callable[[float], float]
     """Of elementwise operations on tensors of so many bytes."""
     in_place_bandwidth: float

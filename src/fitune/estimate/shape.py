@@ -1,9 +1,9 @@
 """The micro-batch a plan has to be ready for."""
 
 from fitune.estimate.attention_traits import masks_window
-from fitune.spec.attended import has_scores
 from fitune.spec.plan import Plan
 from fitune.spec.shape import BatchShape
+from fitune.spec.traits import has_scores
 
 
 def largest_batch(plan: Plan) -> BatchShape:

@@ -25,7 +25,7 @@ from fitune.estimate.parameters import (
 from fitune.estimate.shares import trained_share
 from fitune.estimate.stages import Block, Stage, block_of, untouched_block
 from fitune.estimate.states import master_bytes, optimizer_bytes, update_temporaries_bytes
-from fitune.spec.parameters import blocks_gone_back_through
+from fitune.spec.counts import blocks_gone_back_through
 from fitune.spec.plan import (
     Lora,
     Loss,

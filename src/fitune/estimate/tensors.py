@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from fitune.spec.counts import adapted_blocks
 from fitune.spec.model import Linear, ModelSpec
-from fitune.spec.parameters import adapted_blocks
 from fitune.spec.plan import Lora, Plan
 
 

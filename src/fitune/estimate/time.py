@@ -20,11 +20,11 @@ from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.tensors import trained_tensors
 from fitune.estimate.transfers import Transfers, transfers_of
-from fitune.spec.attended import has_scores
-from fitune.spec.flops import attention_flops_per_pair, head_flops_per_token, model_flops
+from fitune.spec.counts import attention_flops_per_pair, head_flops_per_token, model_flops
 from fitune.spec.plan import AdamW8bit, Lomo, Plan, trains_head, updates_in_backward
 from fitune.spec.reports import Phase, StepTime
 from fitune.spec.shape import BatchShape
+from fitune.spec.traits import has_scores
 
 MODULE_HOOK_SECONDS = 4e-4
 """DeepSpeed's ZeRO-3 fetches, awaits and releases the weights of every module in Python, once a pass: Qwen's profile of
@@ -66,7 +66,7 @@ def model_flops_per_token(plan: Plan) -> float:
     """FLOPs that the mathematics needs per token of full rows: 6·P_active + 6·L·q·T for full fine-tuning.
 
     4·P + 6·P_lora for LoRA, whose base weights get no gradient. Recompute is not counted (Chowdhery et al. 2022,
-    arXiv 2204.02311, appendix B; causal attention, T = seq_len). spec/flops.py has the definition.
+    arXiv 2204.02311, appendix B; causal attention, T = seq_len). spec/counts.py has the definition.
     """
     shape = largest_batch(plan)
     flops = model_flops(

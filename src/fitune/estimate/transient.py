@@ -5,7 +5,7 @@ gradient of the residual stream, e·h per token, that lives through the whole bl
 """
 
 from fitune.estimate.activations import FP32
-from fitune.spec.activation import Activation
+from fitune.spec.traits import Activation
 
 
 def rms_norm_forward(*, tokens: int, hidden: int, element_bytes: int) -> int:

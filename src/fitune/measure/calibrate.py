@@ -21,8 +21,7 @@ from fitune.measure.device_rates import (
     traffic_samples,
 )
 from fitune.measure.ranks import collective_rates
-from fitune.spec.calibration import AttentionRate, Calibration, Numbers, Rate, Traffic
-from fitune.spec.hardware import Hardware
+from fitune.spec.hardware import AttentionRate, Calibration, Hardware, Numbers, Rate, Traffic
 
 DTYPES: dict[Numbers, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NARROW_HEAD = 64

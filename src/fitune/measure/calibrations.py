@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fitune.errors import HardwareError
-from fitune.spec.cache_folder import cache_folder
-from fitune.spec.calibration import Calibration
-from fitune.spec.disk import read_text, write_atomically
-from fitune.spec.hardware import Gpu
+from fitune.files import cache_folder, read_text, write_atomically
+from fitune.spec.hardware import Calibration, Gpu
 from fitune.spec.serial import from_json, to_json
 
 

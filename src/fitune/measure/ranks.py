@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from fitune.spec.calibration import Collectives
+from fitune.spec.hardware import Collectives
 from fitune.units import MIB
 
 _SUMMED_BYTES = {"gloo": 32 * MIB, "nccl": 256 * MIB}

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from fitune.spec.flops import model_flops, peak_flops
+from fitune.spec.counts import model_flops, peak_flops
 from fitune.spec.plan import Plan
 
 
 def achieved_mfu(plan: Plan, row_lengths: Sequence[int], supervised_tokens: int, *, seconds: float) -> float:
-    """Model FLOPs utilisation: the FLOPs the mathematics needs (spec/flops.py; recompute is not counted)
+    """Model FLOPs utilisation: the FLOPs the mathematics needs (spec/counts.py; recompute is not counted)
     over what the device could have done in the same time (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 
     0 when the device's peak is not known.

@@ -80,7 +80,7 @@ def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
 
 
 def train_tables(base: PreTrainedModel, modules_to_save: Sequence[str]) -> None:
-    """Let gradients into the tables that spec/tuning.py's Lora names."""
+    """Let gradients into the tables that spec/choices.py's Lora names."""
     for role, module in _tables(base).items():
         if role in modules_to_save:
             module.requires_grad_(True)

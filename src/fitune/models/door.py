@@ -27,13 +27,16 @@ from transformers import (
 )
 
 from fitune.errors import CheckpointError, FituneError, ModelError, is_out_of_memory
-from fitune.spec.config_fields import ConfigFields
-from fitune.spec.config_schema import check_config, check_generation_config, check_tokenizer_config
-from fitune.spec.foreign_code import AUTO_MAP, code_asked_for
-from fitune.spec.hub import no_waiting_for_the_hub
-from fitune.spec.model_table import find_known_model
-from fitune.spec.pickles import PICKLE_SUFFIXES
-from fitune.spec.strict_json import read_object
+from fitune.files import PICKLE_SUFFIXES
+from fitune.spec.config_schema import (
+    ConfigFields,
+    check_config,
+    check_generation_config,
+    check_tokenizer_config,
+)
+from fitune.spec.hub import AUTO_MAP, code_asked_for, no_waiting_for_the_hub
+from fitune.spec.model_config import find_known_model
+from fitune.spec.serial import read_object
 
 
 def pickled_files(folder: Path) -> list[str]:

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from fitune.spec.cache_folder import cache_folder
-from fitune.spec.disk import open_regular, read_text, write_atomically
+from fitune.files import cache_folder, open_regular, read_text, write_atomically
 
 _MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 _THREADS = 4

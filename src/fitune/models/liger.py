@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fitune.errors import HardwareError, ModelError, require_library
-from fitune.spec.kernels import LIGER_FAMILIES
 from fitune.spec.plan import Kernels
+from fitune.spec.traits import LIGER_FAMILIES
 
 _GEMMA = ("gemma2", "gemma3_text")
 """Their norms multiply by 1 + weight, in fp32, before they cast back."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fitune.errors import ModelError
 from fitune.models.door import pickled_files
-from fitune.spec.strict_json import TABLE_BYTES, parse_object, read_object
+from fitune.spec.serial import TABLE_BYTES, parse_object, read_object
 from fitune.units import MIB, format_bytes
 
 SINGLE = "model.safetensors"

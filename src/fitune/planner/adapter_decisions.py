@@ -7,12 +7,12 @@ from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.tensors import trained_tables
 from fitune.estimate.time import predict_step_time
-from fitune.spec.attended import falls_back_to_scores
+from fitune.spec.counts import blocks_gone_back_through
 from fitune.spec.model import NO_DROPOUT, ModelSpec
-from fitune.spec.parameters import blocks_gone_back_through
 from fitune.spec.plan import Dense, Lora, Plan
 from fitune.spec.recipe import Recipe
 from fitune.spec.targets import as_ranges
+from fitune.spec.traits import falls_back_to_scores
 from fitune.spec.words import describe_dropout
 from fitune.units import format_bytes, format_count
 

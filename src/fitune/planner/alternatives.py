@@ -19,7 +19,7 @@ from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
-from fitune.spec.recipe_yaml import parse_value
+from fitune.spec.recipe_words import parse_value
 from fitune.spec.reports import Priced
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_base_of, describe_plan, method_name

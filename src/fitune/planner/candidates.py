@@ -15,7 +15,6 @@ from fitune.planner.defaults import (
     schedule_of,
 )
 from fitune.spec.hardware import Gpu, Hardware
-from fitune.spec.kernels import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import (
     Attention,
@@ -37,6 +36,7 @@ from fitune.spec.plan import (
 )
 from fitune.spec.recipe import Recipe
 from fitune.spec.rules import adds_gradients_up
+from fitune.spec.traits import flash_refused_by_device, flash_refused_by_model
 
 Tier = Literal["device", "host", "any"]
 

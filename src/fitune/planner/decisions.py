@@ -7,7 +7,6 @@ from fitune.planner.adapter_decisions import adapter_decisions
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
 from fitune.planner.methods import ORDER, why_on_cpu
 from fitune.spec.hardware import Hardware
-from fitune.spec.kernels import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -26,6 +25,7 @@ from fitune.spec.plan import (
 )
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Phase, Priced
+from fitune.spec.traits import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.words import (
     describe_base_of,
     describe_loss,

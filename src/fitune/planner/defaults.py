@@ -5,6 +5,7 @@ from dataclasses import replace
 from fitune.errors import RecipeError
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.model import ModelSpec
+from fitune.spec.model_config import Vocabulary, vocabulary_of
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -22,7 +23,6 @@ from fitune.spec.plan import (
     Tuning,
 )
 from fitune.spec.recipe import Recipe, SourceRecipe
-from fitune.spec.vocabulary import Vocabulary, vocabulary_of
 from fitune.spec.words import method_name
 
 GLOBAL_BATCH_SIZE = 16

@@ -4,7 +4,7 @@ import textwrap
 from typing import Any
 
 from fitune.estimate.parameters import trained_parameters
-from fitune.spec.parameters import count_parameters
+from fitune.spec.counts import count_parameters
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Estimate, MemoryBreakdown, Phase, PlanReport, Priced
 from fitune.spec.rules import broken_rules

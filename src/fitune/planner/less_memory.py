@@ -18,12 +18,11 @@ from fitune.planner.fit import fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lora_of, methods_for, nf4_of, to_adapters
 from fitune.planner.retry import Known, described
+from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import CARDS
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
-from fitune.spec.model_config import load_model_spec
-from fitune.spec.model_table import known_model_names
-from fitune.spec.parameters import count_parameters
+from fitune.spec.model_config import known_model_names, load_model_spec
 from fitune.spec.plan import (
     ChunkedLoss,
     ClipByNorm,

@@ -15,9 +15,9 @@ from fitune.planner.explain import estimate_data, wrapped
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
 from fitune.planner.search import first_choice, refuse_contradictions
+from fitune.spec.counts import count_parameters
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
-from fitune.spec.parameters import count_parameters
 from fitune.spec.plan import Ddp, Sharding, Single, Zero
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Priced

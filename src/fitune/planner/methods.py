@@ -7,7 +7,7 @@ from typing import Literal
 from fitune.estimate.time import predict_step_time
 from fitune.planner.candidates import Method, Placement, batches, draft
 from fitune.planner.defaults import optimizer_of
-from fitune.spec.flops import peak_flops
+from fitune.spec.counts import peak_flops
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import (

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import DataError
+from fitune.files import read_text
 from fitune.records.row import Row, row_from
-from fitune.spec.disk import read_text
-from fitune.spec.strict_json import parse_json
+from fitune.spec.serial import parse_json
 from fitune.units import MIB
 
 _MAX_BYTES = 64 * MIB

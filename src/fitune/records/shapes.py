@@ -6,10 +6,9 @@ from functools import cache
 from fitune.records.row import Row
 from fitune.records.unrepresented import Unrepresented
 from fitune.spec.blocks import Widths, attention, gated_mlp, plain_mlp
+from fitune.spec.counts import count_parameters
 from fitune.spec.model import ModelSpec
-from fitune.spec.model_config import spec_from_config
-from fitune.spec.model_table import find_known_model, known_model_names
-from fitune.spec.parameters import count_parameters
+from fitune.spec.model_config import find_known_model, known_model_names, spec_from_config
 
 TOLERATED = 0.05
 """Between the parameters that shapes give and those the row states: biases, padding of the vocabulary."""

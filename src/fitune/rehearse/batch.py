@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fitune.spec.attended import has_scores
 from fitune.spec.plan import Batch, Plan
+from fitune.spec.traits import has_scores
 
 
 @dataclass(frozen=True, slots=True)

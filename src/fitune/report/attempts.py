@@ -3,7 +3,7 @@
 from fitune.errors import Shortage
 from fitune.report.pieces import Html, element, section
 from fitune.report.run_files import RunFiles
-from fitune.spec.retries import Retry
+from fitune.spec.reports import Retry
 from fitune.units import format_bytes
 
 _KINDS = {

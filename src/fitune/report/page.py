@@ -5,8 +5,8 @@ from pathlib import Path
 from string import Template
 
 from fitune.errors import RunDirectoryError
+from fitune.files import write_atomically
 from fitune.report.pieces import Html, safe
-from fitune.spec.disk import write_atomically
 
 
 def page(title: str, body: Html) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fitune.errors import RunDirectoryError
-from fitune.spec.disk import read_text
-from fitune.spec.path_names import path_fault
+from fitune.files import path_fault, read_text
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Estimate, Rejection, RunReport, StepReport
 from fitune.spec.run_directory import require_real_files

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import RunDirectoryError
+from fitune.files import open_for_append, open_regular
 from fitune.score.generate_hf import Answer
-from fitune.spec.disk import open_for_append, open_regular
-from fitune.spec.strict_json import parse_json
+from fitune.spec.serial import parse_json
 
 Line = dict[str, Any]
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import RunDirectoryError
+from fitune.files import write_atomically
 from fitune.models.identity import identity
 from fitune.score.generate_hf import Sampling
 from fitune.score.lines import Line, prompt_fingerprint
 from fitune.score.tasks import Task
-from fitune.spec.disk import write_atomically
-from fitune.spec.ownership import LOCK
 from fitune.spec.plan import DataSource
-from fitune.spec.strict_json import read_object
+from fitune.spec.run_directory import LOCK
+from fitune.spec.serial import read_object
 
 MANIFEST = "manifest.json"
 OURS = (MANIFEST, "answers.jsonl", "grades.jsonl", "report.json", LOCK)

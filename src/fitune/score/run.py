@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fitune.data.templates import ChatTemplate, load_template
+from fitune.files import remove_stale_siblings, write_atomically
 from fitune.models.adapter_check import check_adapter
 from fitune.models.adapters import load_adapter, saved_rows
 from fitune.models.door import notes_on
@@ -28,14 +29,11 @@ from fitune.score.lines import (
 )
 from fitune.score.manifest import OURS, claim, manifest, require_same_prompts
 from fitune.score.tasks import Task, read_tasks
-from fitune.spec.disk import write_atomically
 from fitune.spec.model_config import load_model_spec
-from fitune.spec.ownership import lock_directory
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
-from fitune.spec.run_directory import require_real_files
+from fitune.spec.run_directory import lock_directory, require_real_files
 from fitune.spec.serial import to_json
-from fitune.spec.temporaries import remove_stale_siblings
 
 _BATCHES_PER_WRITE = 8
 """Answers reach the disk in the order of the input, this many batches at a time: what a kill can cost."""

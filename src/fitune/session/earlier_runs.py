@@ -7,11 +7,10 @@ from typing import Any, TypeVar
 from fitune.checkpoint.differences import compare_plans, difference_table, with_unsaid_fields
 from fitune.checkpoint.resume import last_saved
 from fitune.errors import RunDirectoryError
-from fitune.spec.disk import read_text
+from fitune.files import read_text
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_data
-from fitune.spec.strict_json import parse_json
+from fitune.spec.serial import from_data, parse_json
 
 T = TypeVar("T")
 

@@ -12,10 +12,8 @@ from fitune.report.attempts import describe_retry
 from fitune.report.compare import comparison_table
 from fitune.report.run_files import Prediction
 from fitune.session.reporting import Reported
-from fitune.spec.merged_loss import MergedLoss
 from fitune.spec.plan import Plan
-from fitune.spec.reports import Ledger, PlanReport, RunReport, StepReport
-from fitune.spec.retries import Retry
+from fitune.spec.reports import Ledger, MergedLoss, PlanReport, Retry, RunReport, StepReport
 from fitune.units import format_bytes
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from fitune.data.preparing import PreparedData, prepare_data
 from fitune.errors import RecipeError
+from fitune.files import write_atomically
 from fitune.models.vocabulary import planned_tokenizer
 from fitune.report.html import write_report
 from fitune.report.run_files import RunFiles, read_run
 from fitune.session.events import Exported, Note, Tell, WeightsRead, tell_nobody
-from fitune.spec.disk import write_atomically
-from fitune.spec.ownership import Ownership, lock_directory
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport
+from fitune.spec.run_directory import Ownership, lock_directory
 from fitune.spec.serial import to_json
 from fitune.train.again import find_source, load_trained, require_trained
 from fitune.train.export import FOLDERS, TITLES, Handover, Kind

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fitune.errors import RunDirectoryError
+from fitune.files import write_atomically
 from fitune.session.events import Note, Tell
 from fitune.session.retrying import Attempt
 from fitune.session.signals import stop_requests
 from fitune.session.training import first_attempt, run_attempt
-from fitune.spec.disk import write_atomically
 from fitune.spec.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe, parse_value
-from fitune.spec.reports import PlanReport
-from fitune.spec.retries import Retry
+from fitune.spec.reports import PlanReport, Retry
 from fitune.spec.run_directory import RETRY, require_real_files
-from fitune.spec.serial import from_data, to_json
-from fitune.spec.strict_json import read_json
+from fitune.spec.serial import from_data, read_json, to_json
 
 StartAgain = Callable[[Path], int]
 """Goes on with the attempt that was handed over into a run directory; returns the exit code, if at all."""

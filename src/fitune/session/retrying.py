@@ -12,8 +12,7 @@ from fitune.planner.retry import describe_size, smaller_plan, why_no_smaller
 from fitune.report.attempts import shortage_words
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe
-from fitune.spec.reports import Phase, PlanReport, Priced
-from fitune.spec.retries import Retry
+from fitune.spec.reports import Phase, PlanReport, Priced, Retry
 from fitune.units import format_bytes
 
 IN_A_STEP = (*(phase.value for phase in Phase), "evaluating")

@@ -8,7 +8,7 @@ from fitune.checkpoint.durable import require_space
 from fitune.estimate.checkpoint import checkpoint_bytes
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
 from fitune.models.weights import stored_dtype
-from fitune.spec.parameters import count_parameters
+from fitune.spec.counts import count_parameters
 from fitune.spec.plan import Plan, trains_embeddings
 from fitune.spec.run_directory import FOLDERS
 from fitune.units import MIB

@@ -12,6 +12,7 @@ from fitune.data.templates import load_template
 from fitune.engine.schedule import total_steps
 from fitune.errors import CheckpointError, FituneError, OutOfMemory, RecipeError, work_under_way
 from fitune.estimate.predict import predict
+from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
 from fitune.models.vocabulary import planned_tokenizer
 from fitune.report.html import write_report
@@ -36,7 +37,6 @@ from fitune.session.planning import plan_for
 from fitune.session.reporting import report_run
 from fitune.session.retrying import Attempt, next_attempt
 from fitune.session.room_on_disk import require_room_on_disk
-from fitune.spec.disk import write_atomically
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe, dump_recipe
 from fitune.spec.reports import PlanReport, RunReport

@@ -10,7 +10,7 @@ from typing import Any
 
 from fitune.errors import ModelError
 from fitune.spec.blocks import Widths, attention, experts, gated_mlp, plain_mlp
-from fitune.spec.config_fields import ConfigFields
+from fitune.spec.config_schema import ConfigFields
 from fitune.spec.model import Dropout, Linear, ModelSpec
 
 

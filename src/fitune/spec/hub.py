@@ -1,8 +1,11 @@
-"""True if the Hugging Face Hub can be asked: its client retries for a minute where there is no network."""
+"""What fitune asks the Hugging Face Hub, and the code of strangers that it never runs."""
 
+import logging
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 HUB_TIMEOUT_S = 5.0
 
@@ -46,3 +49,58 @@ def no_waiting_for_the_hub() -> Iterator[str]:
         yield f"{constants.ENDPOINT} does not answer"
     finally:
         constants.HF_HUB_OFFLINE = False
+
+
+def keep_out_hub_kernels() -> None:
+    """Make ``import kernels`` fail in this process, unless the user's own code imported it before."""
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault("kernels", None)
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # transformers asks this, too
+    # bitsandbytes tells people at every start to install what is kept out.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+AUTO_MAP = "auto_map"
+"""Classes in Python files of the folder, or of another repository, that transformers would import."""
+
+_INSTALLED = {
+    "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4",
+    "batched_mm", "grouped_mm",
+}  # fmt: skip
+"""Implementations of attention and of experts that come with a library; any other name is one of the Hub's."""
+
+
+def code_asked_for(content: Mapping[str, Any], *, inside: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything, at any depth, that asks transformers or PEFT for code.
+
+    The depth is what ``strict_json`` allows.
+    """
+    for key, value in content.items():
+        place = f"{inside}{key}"
+        if _asks(key, value):
+            yield place, value
+        elif isinstance(value, Mapping):
+            yield from code_asked_for(value, inside=f"{place}.")
+        elif isinstance(value, list):
+            for number, item in enumerate(value):
+                if isinstance(item, Mapping):
+                    yield from code_asked_for(item, inside=f"{place}[{number}].")
+
+
+def _asks(key: str, value: Any) -> bool:
+    if key in (AUTO_MAP, "trust_remote_code", "custom_generate", "use_kernels", "kernel_config"):
+        return bool(value)
+    if key == "megatron_config":  # PEFT imports the module that megatron_core names
+        return value is not None
+    if key == "auto_mapping" and isinstance(value, Mapping):
+        library = value.get("parent_library")
+        return library is not None and str(library).partition(".")[0] != "transformers"
+    if key.removeprefix("_").removesuffix("_internal") in ("attn_implementation", "experts_implementation"):
+        return any(name is not None and name not in _INSTALLED for name in _names(value))
+    return False
+
+
+def _names(value: Any) -> list[Any]:
+    """One name, or one for each part of a model."""
+    found = list(value.values()) if isinstance(value, Mapping) else [value]
+    return [name if isinstance(name, str | None) else str(name) for name in found]

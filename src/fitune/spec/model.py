@@ -118,7 +118,7 @@ class ModelSpec:
     """The head's logits do."""
     dropout: Dropout = NO_DROPOUT
     activation: str = "silu"
-    """Activation function of the MLP, by a name of spec/activation.py."""
+    """Activation function of the MLP, by a name of spec/traits.py."""
     dtype: str = "bfloat16"
     linears: tuple[Linear, ...]
     """The matrices of one decoder block, in the order they are applied."""

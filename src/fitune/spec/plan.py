@@ -3,22 +3,20 @@
 A Recipe says what the user wants and may leave things open; a Plan has no opening left. ``train``
 executes it, ``rehearse`` traces it, the estimate prices it. A choice carries its own settings, so a
 union of small types stands where other programs keep flags that contradict each other. What is trained
-(tuning.py) and how it is spread (sharding.py) have files of their own; this module is the door to all of them.
+(choices.py) and how its states are divided have a file of their own; this module is the door to all of them.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import ModelSpec
-from fitune.spec.sharding import Ddp, Offload, Place, Sharding, Single, Zero
-from fitune.spec.tuning import (
+from fitune.spec.choices import (
     AdamW,
     AdamW8bit,
     AfterBackward,
     ClipByNorm,
     ClipByValue,
+    Ddp,
     Dense,
     Full,
     Hqq,
@@ -26,15 +24,22 @@ from fitune.spec.tuning import (
     Lomo,
     Lora,
     Nf4,
+    Offload,
     Optimizer,
+    Place,
     Sgd,
+    Sharding,
+    Single,
     Tuning,
+    Zero,
     clip_in_backward,
     trains_embeddings,
     trains_every_weight,
     trains_head,
     updates_in_backward,
 )
+from fitune.spec.hardware import Hardware
+from fitune.spec.model import ModelSpec
 
 __all__ = [
     "AdamW",

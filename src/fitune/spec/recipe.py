@@ -21,7 +21,6 @@ from pydantic import (
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.plan import DataFormat
-from fitune.spec.recipe_ranges import require_in_range
 from fitune.spec.recipe_values import (
     CountFloat,
     CountInt,
@@ -39,6 +38,7 @@ from fitune.spec.recipe_values import (
     as_name,
     as_source,
     as_sources,
+    require_in_range,
     require_plain_text,
     switch_or_count,
     whole_number,
@@ -48,10 +48,11 @@ from fitune.spec.recipe_words import (
     FOREIGN_FILES,
     SWITCHES,
     canonical_value,
+    load_yaml,
+    parse_value,
     read_switch,
     refuse_foreign_value,
 )
-from fitune.spec.recipe_yaml import load_yaml, parse_value
 
 
 class _Strict(BaseModel):

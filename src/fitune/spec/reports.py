@@ -6,9 +6,61 @@ from enum import StrEnum
 from typing import Literal
 
 from fitune.errors import Shortage
-from fitune.spec.merged_loss import MergedLoss
 from fitune.spec.plan import Plan
-from fitune.spec.retries import Retry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedLoss:
+    """Mean loss per supervised token, in nats, of the trained model and of the merged one on the same rows."""
+
+    trained: float
+    """The adapter on the base that it was trained on, packed if that was."""
+    merged: float
+    rows: int
+    held_out: bool
+    """False: nothing was held out, and these are the first training rows."""
+    packed_base: bool
+
+    def describe(self) -> str:
+        """Both losses in one sentence."""
+        kind = "held-out rows" if self.held_out else "training rows (none are held out)"
+        base = "its packed base" if self.packed_base else "its base"
+        return (
+            f"loss over {self.rows:,} {kind}: {self.trained:.4f} trained (the adapter on {base}), "
+            f"{self.merged:.4f} merged"
+        )
+
+    def lines(self) -> tuple[str, ...]:
+        """Both sentences for people."""
+        return tuple(filter(None, (self.describe(), self.alternative())))
+
+    def alternative(self) -> str:
+        """Advice on what to serve instead, empty where the base was not packed."""
+        if not self.packed_base:
+            return ""
+        return (
+            "a merge has the base as it is on disk, which the adapter was not trained on; to serve exactly what was "
+            "trained, load the adapter on the base packed in the same way"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """One more attempt of the same run, under a plan that takes less."""
+
+    attempt: int
+    """The one that failed, counted from 1 in one start of the program."""
+    reason: str
+    shortage: Shortage
+    before: str
+    """The plan that ran out of memory, in words."""
+    after: str
+    """The plan in its place."""
+    predicted_bytes: int
+    """Peak of tensors of the plan that failed, for the largest batch it allows."""
+    predicted_after_bytes: int
+    after_step: int
+    """The step that the next attempt begins behind; 0 is the start."""
 
 
 class Phase(StrEnum):

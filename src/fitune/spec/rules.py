@@ -10,13 +10,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fitune.errors import FituneError, HardwareError, RecipeError
-from fitune.spec.kernels import (
-    capability_words,
-    flash_refused_by_device,
-    flash_refused_by_model,
-    liger_refused_by_device,
-    liger_refused_by_model,
-)
 from fitune.spec.plan import (
     AdamW8bit,
     ClipByNorm,
@@ -33,6 +26,13 @@ from fitune.spec.plan import (
     Tuning,
     Zero,
     updates_in_backward,
+)
+from fitune.spec.traits import (
+    capability_words,
+    flash_refused_by_device,
+    flash_refused_by_model,
+    liger_refused_by_device,
+    liger_refused_by_model,
 )
 
 Purpose = Literal["plan", "train", "rehearse"]

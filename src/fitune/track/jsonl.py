@@ -9,10 +9,9 @@ from types import TracebackType
 from typing import Any
 
 from fitune.errors import RunDirectoryError
-from fitune.spec.disk import open_for_append, open_regular, write_atomically
+from fitune.files import open_for_append, open_regular, write_atomically
 from fitune.spec.reports import StepReport
-from fitune.spec.serial import from_data, to_data
-from fitune.spec.strict_json import parse_json
+from fitune.spec.serial import from_data, parse_json, to_data
 
 
 class MetricsLog:

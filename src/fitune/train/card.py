@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from fitune.files import read_text
 from fitune.models.identity import base_reference
-from fitune.spec.disk import read_text
 from fitune.spec.plan import ChunkedLoss, Dense, Full, Hqq, InBackward, Lomo, Lora, Nf4, Offload, Plan
 from fitune.spec.reports import RunReport
 from fitune.units import format_bytes, format_count, format_seconds

@@ -16,7 +16,7 @@ from fitune.measure.memory import CpuMeter, MemoryMeter
 from fitune.models.language_model import LanguageModel
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.spec.plan import Plan
-from fitune.spec.retries import Retry
+from fitune.spec.reports import Retry
 from fitune.track.jsonl import MetricsLog
 from fitune.track.sinks import Sink
 from fitune.train.failure import Whereabouts

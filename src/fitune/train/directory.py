@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fitune.errors import RunDirectoryError
-from fitune.spec.ownership import LOCK
-from fitune.spec.path_names import path_fault
+from fitune.files import path_fault, remove
 from fitune.spec.plan import Plan
-from fitune.spec.run_directory import FILES, FOLDERS, require_real_files
-from fitune.spec.temporaries import remove
+from fitune.spec.run_directory import FILES, FOLDERS, LOCK, require_real_files
 
 
 def require_own_directory(plan: Plan) -> None:

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 from fitune.errors import FituneError
-from fitune.spec.disk import write_atomically
+from fitune.files import write_atomically
 from fitune.spec.reports import RunReport, Sample, Status
 from fitune.spec.serial import to_json
 from fitune.track.jsonl import read_metrics

@@ -14,9 +14,8 @@ from fitune.data.templates import load_template
 from fitune.models.identity import base_reference
 from fitune.models.language_model import LanguageModel
 from fitune.models.weights import compute_dtype, stored_dtype
-from fitune.spec.merged_loss import MergedLoss
 from fitune.spec.plan import Lora, Plan
-from fitune.spec.reports import RunReport
+from fitune.spec.reports import MergedLoss, RunReport
 from fitune.train.card import model_card
 from fitune.train.merged_loss import measured_merged, measured_trained, or_say_why_not
 

@@ -9,8 +9,8 @@ from fitune.errors import FituneError
 from fitune.models.attention import use_attention
 from fitune.models.language_model import LanguageModel, language_model
 from fitune.models.quantised import quantised_base
-from fitune.spec.merged_loss import MergedLoss
 from fitune.spec.plan import Dense, Plan
+from fitune.spec.reports import MergedLoss
 from fitune.train.evaluate import evaluate
 
 _ROWS = {True: 256, False: 64}

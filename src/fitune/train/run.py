@@ -18,15 +18,13 @@ from fitune.checkpoint.save import save_checkpoint
 from fitune.data.loader import Loader
 from fitune.data.preparing import PreparedData, prepare_data
 from fitune.errors import OutOfMemory
+from fitune.files import remove_stale_siblings, write_atomically
 from fitune.measure.memory import memory_meter
 from fitune.models.vocabulary import planned_tokenizer, require_rows
-from fitune.spec.disk import write_atomically
-from fitune.spec.ownership import lock_directory
 from fitune.spec.plan import Plan
-from fitune.spec.reports import RunReport, StepReport
-from fitune.spec.retries import Retry
+from fitune.spec.reports import Retry, RunReport, StepReport
+from fitune.spec.run_directory import lock_directory
 from fitune.spec.serial import to_json
-from fitune.spec.temporaries import remove_stale_siblings
 from fitune.track.jsonl import MetricsLog, read_metrics
 from fitune.track.sinks import Sink
 from fitune.train.current import Callbacks, Run

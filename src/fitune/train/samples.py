@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fitune.data.formats import Conversation
+from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
-from fitune.spec.disk import write_atomically
 from fitune.spec.reports import Sample
-from fitune.spec.strict_json import read_json
+from fitune.spec.serial import read_json
 
 Answer = Callable[[LanguageModel, Sequence[Conversation]], list[str]]
 """Answers to the last user message of each conversation, by the model as it is now."""

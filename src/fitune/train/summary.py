@@ -12,12 +12,12 @@ from fitune.spec.reports import (
     MeasuredMemory,
     MeterKind,
     Phase,
+    Retry,
     RunReport,
     Status,
     StepReport,
     settled_steps,
 )
-from fitune.spec.retries import Retry
 from fitune.track.jsonl import step_ranges
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fitune.spec.disk import write_atomically
+from fitune.files import write_atomically
 
 
 def test_texts_and_bytes_are_written(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fitune.spec.disk import open_regular, read_bytes, read_text
+from fitune.files import open_regular, read_bytes, read_text
 
 
 def _socket(path: Path) -> None:

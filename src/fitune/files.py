@@ -1,16 +1,21 @@
-"""Regular files, read without blocking and written so that they are on the disk when a function returns.
+"""Regular files and their names: read without blocking, on the disk when a writing function returns.
 
-A rename or a new name is durable only after its folder was synced too (man 2 fsync, NOTES).
+A rename or a new name is durable only after its folder was synced too (man 2 fsync, NOTES). What is not finished has
+a hidden name that tells which process left it and that nobody can guess: whoever could guess it could put a link there
+before and have another file written over.
 """
 
 import errno
 import os
+import re
+import secrets
+import shutil
 import stat
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from fitune.spec.temporaries import temporary_sibling
 from fitune.units import MIB, format_bytes
 
 MAX_TEXT_BYTES = 16 * MIB
@@ -131,3 +136,74 @@ def sync_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
         sync_folder(path)
     sync_folder(folder)
+
+
+TEMPORARY = ".tmp-"
+"""How the name of every unfinished file and folder begins."""
+
+
+def temporary_sibling(target: Path) -> Path:
+    """A hidden name next to ``target`` that nobody can guess and that says whose it is."""
+    return target.with_name(f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(8)}")
+
+
+def remove_stale_siblings(folder: Path, name: str = "") -> None:
+    """Remove what dead processes, or an earlier failure of this one, left half done of ``name`` in ``folder``; of
+    every name when there is none.
+
+    A link among them is removed itself, never what it points to.
+    """
+    owned = re.compile(f"{re.escape(TEMPORARY)}{re.escape(name) or '.+'}-([0-9]{{1,10}})-[0-9a-f]{{16}}")
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        match = owned.fullmatch(path.name)
+        if match and (int(match[1]) == os.getpid() or not process_lives(int(match[1]))):
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder that may be there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def process_lives(pid: int) -> bool:
+    """On this machine."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True  # somebody else's process is a process
+    return True
+
+
+_LONGEST_NAME_BYTES, _LONGEST_PATH_BYTES = 255, 4095
+"""NAME_MAX and PATH_MAX of Linux (man 7 path_resolution)."""
+
+
+def path_fault(path: str) -> str | None:
+    """Why ``path`` cannot be the name of a file or folder, in words; None when it can."""
+    for character in path:
+        category = unicodedata.category(character)
+        if category in ("Cc", "Cs"):
+            kind = "a control character" if category == "Cc" else "an unpaired surrogate"
+            return f"{ascii(path)[:80]} contains {kind} (U+{ord(character):04X})"
+    longest = max(path.split("/"), key=len)
+    size = len(longest.encode())
+    if size > _LONGEST_NAME_BYTES:
+        return f"the name {longest[:40]}… has {size} bytes, at most {_LONGEST_NAME_BYTES} are allowed"
+    size = len(path.encode())
+    if size > _LONGEST_PATH_BYTES:
+        return f"the path {path[:40]}… has {size} bytes, at most {_LONGEST_PATH_BYTES} are allowed"
+    return None
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """$FITUNE_CACHE, else fitune's folder of $XDG_CACHE_HOME, else of ~/.cache."""
+    root = environment.get("FITUNE_CACHE") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "fitune"
+    return Path(root).expanduser()
+
+
+PICKLE_SUFFIXES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib")

@@ -1,0 +1,134 @@
+"""Exact counts: parameters, as sums over the linears of one block, and the FLOPs that training needs.
+
+The estimate divides FLOPs by a rate to predict time; the measurement divides them by time to get utilisation: one
+definition for both. A multiply-add counts as two.
+"""
+
+from collections.abc import Sequence
+
+from fitune.spec.choices import trains_embeddings
+from fitune.spec.hardware import Gpu
+from fitune.spec.model import Linear, ModelSpec, ParameterCounts
+from fitune.spec.plan import Full, Lomo, Lora, Precision, Tuning, trains_head
+
+
+def count_parameters(model: ModelSpec) -> ParameterCounts:
+    """Parameters by component: blocks × (linears + norms) + embeddings + final norm + head.
+
+    A tied head counts once, as embeddings. ``active`` leaves out the experts a token does not visit.
+    """
+    parts = {part: _block_parameters(model, part) for part in ("attention", "mlp", "experts", "router")}
+    norms = model.num_layers * _block_norm_parameters(model) + _norm_parameters(model, model.hidden_size)
+    embeddings = (model.vocab_size + model.learned_positions) * model.hidden_size
+    head = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+    head += model.vocab_size if model.head_bias else 0
+    idle = model.num_layers * sum(_idle_parameters(linear) for linear in model.linears)
+    total = sum(parts.values()) + norms + embeddings + head
+    return ParameterCounts(**parts, norms=norms, embeddings=embeddings, head=head, active=total - idle)
+
+
+def lora_parameters(model: ModelSpec, lora: Lora) -> int:
+    """Trainable parameters of LoRA: Σ rank · (in + out), + out with DoRA, over the adapted linears of adapted blocks.
+
+    A is rank × in, B is out × rank (Hu et al. 2021, arXiv 2106.09685, section 4.1; of DoRA's norms Liu et al. 2024,
+    arXiv 2402.09353, section 4.1); no bias is trained.
+    """
+    adapted = [linear for linear in model.linears if linear.is_target(lora.targets)]
+    of_a_block = sum(
+        lora.rank * (m.in_features + m.out_features) + m.out_features * lora.dora for m in adapted
+    )
+    return adapted_blocks(model, lora) * of_a_block
+
+
+def adapted_blocks(model: ModelSpec, lora: Lora) -> int:
+    """How many blocks have adapters."""
+    return len(lora.layers) or model.num_layers
+
+
+def blocks_gone_back_through(model: ModelSpec, tuning: Tuning) -> int:
+    """How many blocks, counted from the last, backward goes through: all, or from the first adapted one on when nothing
+    before it trains."""
+    adapters_alone = isinstance(tuning, Lora) and not trains_embeddings(tuning)
+    first = min(tuning.layers, default=0) if isinstance(tuning, Lora) and adapters_alone else 0
+    return model.num_layers - first
+
+
+def _block_parameters(model: ModelSpec, part: str) -> int:
+    return model.num_layers * sum(linear.parameters for linear in model.linears if linear.part == part)
+
+
+def _idle_parameters(linear: Linear) -> int:
+    """What a token does not go through: the experts that were not chosen."""
+    return linear.parameters // linear.copies * (linear.copies - linear.active_copies)
+
+
+def _block_norm_parameters(model: ModelSpec) -> int:
+    per_hidden = model.norms_per_block * _norm_parameters(model, model.hidden_size)
+    match model.qk_norm:
+        case "none":
+            return per_hidden
+        case "head":
+            return per_hidden + 2 * _norm_parameters(model, model.head_dim)
+        case "full":
+            return per_hidden + _norm_parameters(model, model.q_dim) + _norm_parameters(model, model.kv_dim)
+
+
+def _norm_parameters(model: ModelSpec, width: int) -> int:
+    """RMSNorm has a weight, LayerNorm a weight and a bias."""
+    return width if model.norm_type == "rms" else 2 * width
+
+
+def model_flops(
+    model: ModelSpec, tuning: Tuning, *, row_lengths: Sequence[int], supervised_tokens: int
+) -> float:
+    """One forward and backward over rows of these lengths. Work done twice by recompute is not counted.
+
+    Per weight and token: 2 forward, 2 for the gradient of the input, 2 for the gradient of the weight where
+    it is trained (Kaplan et al. 2020, arXiv 2001.08361, section 2.1; Chowdhery et al. 2022, arXiv 2204.02311,
+    appendix B). A row of n tokens attends to n(n+1)/2 pairs: causal, none across rows. Only supervised tokens
+    pass the head. Blocks that no gradient reaches go forward only.
+    """
+    tokens = sum(row_lengths)
+    pairs = sum(n * (n + 1) / 2 for n in row_lengths)
+    forward_only = model.num_layers - blocks_gone_back_through(model, tuning)
+    adapted = adapted_blocks(model, tuning) if isinstance(tuning, Lora) else model.num_layers
+    base = sum(linear_flops_per_token(linear, tuning, adapted=False) for linear in model.linears)
+    whole = sum(linear_flops_per_token(linear, tuning) for linear in model.linears)
+    back = model.num_layers * base + adapted * (whole - base) - forward_only * base / 2
+    attended = (model.num_layers - forward_only * 2 / 3) * attention_flops_per_pair(model)
+    return tokens * back + pairs * attended + supervised_tokens * head_flops_per_token(model, tuning)
+
+
+def linear_flops_per_token(linear: Linear, tuning: Tuning, *, adapted: bool = True) -> float:
+    """Forward and backward of one linear of a block, with its adapter if it has one and the block is ``adapted``."""
+    active = linear.in_features * linear.out_features * linear.active_copies
+    match tuning:
+        case Full() | Lomo():
+            return 6.0 * active
+        case Lora(rank=rank, targets=targets):
+            return 4.0 * active + (
+                6.0 * rank * (linear.in_features + linear.out_features)
+                if adapted and linear.is_target(targets)
+                else 0.0
+            )
+
+
+def attention_flops_per_pair(model: ModelSpec) -> float:
+    """Scores and weighted values, forward (2 + 2 per head element) and twice that backward, in one block."""
+    return 12.0 * model.q_dim
+
+
+def head_flops_per_token(model: ModelSpec, tuning: Tuning) -> float:
+    weights = model.hidden_size * model.vocab_size
+    return (6.0 if trains_head(tuning) else 4.0) * weights
+
+
+def peak_flops(gpu: Gpu, precision: Precision) -> float:
+    """Datasheet FLOP/s of one device in the compute type of ``precision``; 0 when it cannot."""
+    match precision:
+        case Precision.FP32:
+            return gpu.fp32_flops
+        case Precision.FP16:
+            return gpu.fp16_flops
+        case Precision.BF16 | Precision.BF16_MASTER:
+            return gpu.bf16_flops
