@@ -3,17 +3,20 @@
     fitune doctor --calibrate && python bench/step_time.py
     python bench/step_time.py --only full --repeats 9 --json results/step_time_cpu.json
 
-Small models with random weights, full rows, the engine that training uses. The least of several steps counts, of the
-time this process ran where it has one thread: others may use the machine at the same time. Without a calibration the
-prediction is what the assumed rates say.
+Small models with random weights, full rows, the engine that training uses, a fresh process each. The least of several
+steps counts, of the time this process ran where it has one thread: others may use the machine at the same time.
+Without a calibration the prediction is what the assumed rates say.
 """
 
 import argparse
 import datetime
 import json
+import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,10 @@ LLAMA_10M = {
     "max_position_embeddings": 4096,
 }  # fmt: skip
 WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4}
+
+
+QUIET_SECONDS = 3.0
+"""So long at least, so that short steps too find a moment when nothing runs beside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +96,12 @@ def main() -> None:
     print(f"{hardware.gpu.name}, {torch.get_num_threads()} threads, {hardware.rates}")
     print(f"{'':28}{'predicted':>12}{'measured':>12}{'ratio':>8}")
     cases = [case for case in CASES if options.only in case.name]
-    rows = [compared(case, hardware, options.repeats) for case in cases]
+    rows = []
+    for case in cases:
+        with ProcessPoolExecutor(
+            1, mp_context=get_context("spawn")
+        ) as fresh:  # malloc remembers earlier models
+            rows.append(fresh.submit(compared, case, hardware, options.repeats).result())
     if options.json is not None:
         facts = {
             "benchmark": "bench/step_time.py",
@@ -110,7 +122,10 @@ def compared(case: Case, hardware: Hardware, repeats: int) -> dict[str, Any]:
     )
     predicted = predict_step_time(plan, shape).step_seconds
     measured = fastest_step(plan, config, case, repeats)
-    print(f"{case.name:28}{predicted * 1e3:9.1f} ms{measured * 1e3:9.1f} ms{predicted / measured:8.2f}")
+    print(
+        f"{case.name:28}{predicted * 1e3:9.1f} ms{measured * 1e3:9.1f} ms{predicted / measured:8.2f}",
+        flush=True,
+    )
     return {
         "name": case.name,
         "predicted_s": predicted,
@@ -135,7 +150,11 @@ def fastest_step(plan: Plan, config: PretrainedConfig, case: Case, repeats: int)
     one_step(prepared.engine, stream, case)  # the optimizer makes its states
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock: Callable[[], float] = time.process_time if alone else time.perf_counter
-    return min(timed(lambda: one_step(prepared.engine, stream, case), clock, device) for _ in range(repeats))
+    least, until = math.inf, time.monotonic() + QUIET_SECONDS
+    while repeats > 0 or time.monotonic() < until:
+        least = min(least, timed(lambda: one_step(prepared.engine, stream, case), clock, device))
+        repeats -= 1
+    return least
 
 
 def prepared_at_random(plan: Plan, config: PretrainedConfig) -> tuple[Prepared, torch.device]:

@@ -11,7 +11,15 @@ from fitune.estimate.rates import PRODUCT_EFFICIENCY, rates_of
 from fitune.estimate.time import model_flops_per_token, predict_step_time
 from fitune.estimate.transfers import cpu_adam_seconds, exchange_seconds
 from fitune.spec.counts import count_parameters
-from fitune.spec.hardware import AttentionRate, Calibration, Collectives, Rate, Traffic
+from fitune.spec.hardware import (
+    AttentionRate,
+    Calibration,
+    Collectives,
+    HeadTime,
+    LogitTime,
+    Rate,
+    Traffic,
+)
 from fitune.spec.plan import Offload, Precision, Zero
 from fitune.spec.reports import Phase
 
@@ -112,16 +120,45 @@ def test_short_rows_fill_attention_badly():
     assert short[Phase.FORWARD] - full[Phase.FORWARD] == pytest.approx(32 * 4 * 4096 * pairs / 300e12)
 
 
-def test_scores_and_starts_of_attention_count_beside_its_products():
-    """Columns as wide as a head double attention; 32 heads start for each of 8 rows, two a pack, in backward."""
-    plain, columns, starts = (
-        eight_b_measured(attention=(AttentionRate(numbers="bf16", flops=300e12, **more),))
-        for more in ({}, {"score_columns": 128.0}, {"start_seconds": 1e-6})
+def head_times(*, tokens_and_forward, head_size=128):
+    return tuple(
+        HeadTime(numbers="bf16", head_size=head_size, tokens=n, forward_seconds=s, backward_seconds=2 * s)
+        for n, s in tokens_and_forward
     )
-    pairs = 4 * 2048 * 2048 / 2
-    assert columns[Phase.FORWARD] - plain[Phase.FORWARD] == pytest.approx(32 * 4 * 4096 * pairs / 300e12)
-    assert starts[Phase.FORWARD] == plain[Phase.FORWARD]
-    assert starts[Phase.BACKWARD] - plain[Phase.BACKWARD] == pytest.approx(32 * 8 * 32 * 1e-6)
+
+
+def test_heads_that_were_measured_count_instead_of_a_rate():
+    """32 heads of 8 rows of 2,048 tokens in each of 32 blocks; the length lies between two measured ones."""
+    without = eight_b_measured(heads=head_times(tokens_and_forward=[(2048, 1e-12)]))
+    phases = eight_b_measured(heads=head_times(tokens_and_forward=[(1024, 1e-4), (4096, 4e-4)]))
+    assert phases[Phase.FORWARD] - without[Phase.FORWARD] == pytest.approx(32 * 4 * 32 * 2e-4)
+    assert phases[Phase.BACKWARD] - without[Phase.BACKWARD] == pytest.approx(32 * 4 * 32 * 4e-4)
+
+
+def test_a_head_between_two_measured_sizes_and_beside_them():
+    both = (
+        *head_times(tokens_and_forward=[(64, 1e-5), (256, 1.6e-4)], head_size=64),
+        *head_times(tokens_and_forward=[(64, 2e-5), (256, 3.2e-4)]),
+    )
+    found = measured(heads=both)
+    assert found.head_seconds("bf16", head_size=96, tokens=64)[0] == pytest.approx(1.5e-5)
+    assert found.head_seconds("bf16", head_size=64, tokens=128)[0] == pytest.approx(4e-5)
+    assert found.head_seconds("bf16", head_size=64, tokens=512)[1] == pytest.approx(2 * 6.4e-4)
+    assert found.head_seconds("bf16", head_size=1, tokens=64)[0] > 0
+    assert found.head_seconds("fp32", head_size=64, tokens=64) is None
+
+
+def test_softmax_and_new_pages_count_in_the_loss():
+    """8,188 tokens by 128,256 logits; a chunk's logits, their fp32 work and gradient are new memory each."""
+    plain, logits, pages = (
+        eight_b_measured(logits=(LogitTime(numbers="bf16", seconds=seconds),), new_page_bandwidth=bandwidth)
+        for seconds, bandwidth in ((1e-12, 0.0), (1e-9, 0.0), (1e-12, 1e9))
+    )
+    assert logits[Phase.LOSS] - plain[Phase.LOSS] == pytest.approx(
+        4 * 2047 * 128_256 * (1e-9 - 1e-12), rel=1e-3
+    )
+    assert pages[Phase.LOSS] - plain[Phase.LOSS] > 4 * 2047 * 128_256 * 8 / 1e9
+    assert pages[Phase.FORWARD] == plain[Phase.FORWARD]
 
 
 def test_precisions_that_were_not_measured_fall_back_to_the_datasheet():

@@ -18,7 +18,7 @@ BY_VALUE, BY_NORM = ClipByValue(value=1.0), ClipByNorm(max_norm=1.0)
 METHODS = [Lomo(adaptive=adaptive, clip=clip) for adaptive in (False, True) for clip in (BY_VALUE, BY_NORM)]
 NAMES = ["lomo", "lomo by norm", "adalomo", "adalomo by norm"]
 TOLERANCE = 0.02
-MISSES = {("mixtral", True): 0.05, ("qwen3_moe", True): 0.10}
+MISSES = {("mixtral", True): 0.10, ("qwen3_moe", True): 0.10}
 """AdaLomo with experts: too much is predicted. Their step in fp32 is counted at the worst moment of their gradients,
 and comes before it."""
 

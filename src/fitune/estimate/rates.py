@@ -38,6 +38,12 @@ Measured on a Zen 4 core (fitune doctor --calibrate, torch 2.13): 0.4 to 0.8.
 FORWARD_LAUNCH_SECONDS, BACKWARD_LAUNCH_SECONDS = 18e-6, 13e-6
 """From one operation to the next. 14 and 9 µs were measured on a core of a cloud EPYC without CUDA (fitune doctor
 --calibrate, torch 2.13), + 4 µs for the launch itself, which is assumed."""
+NEW_PAGE_BYTES = 16 * 1024**2
+"""From this size on glibc gives a tensor's memory back to the system, so that every page is new the next time: always
+from 32 MiB on, nearly always from 16 (measured, torch 2.13)."""
+LOGIT_BYTES = {4: 8 * 4, 2: 8 * 4 + 12}
+"""Moved for one logit by element size: largest, minus, exp, sum and scale in fp32, and 16 bit's copies there and back
+(models/loss.py)."""
 ADAM_BYTES = 28
 """Of one fp32 parameter that AdamW steps: weight and two states read and written, gradient read."""
 
@@ -50,14 +56,18 @@ class Rates:
     product_start_seconds: float
     attention_flops: float
     attention_row_tokens: float
-    attention_score_columns: float
-    attention_start_seconds: float
     """spec/hardware.py, AttentionRate."""
+    head_seconds: Callable[[int, float], tuple[float, float] | None]
+    """Of a head of so many columns in a row of so many tokens, forward and backward; None: the rate above counts."""
+    logit_seconds: float
+    new_page_seconds: float
+    """For each byte of a new tensor of NEW_PAGE_BYTES or more; 0 where memory is kept for later."""
     bandwidth_for: Callable[[float], float]
     """Of elementwise operations on tensors of so many bytes."""
     in_place_bandwidth: float
     forward_launch_seconds: float
     backward_launch_seconds: float
+    forward_start_seconds: float
     waits_for_launches: bool
     """A processor computes only when it is not launching; a GPU does both at once."""
 
@@ -70,19 +80,25 @@ def rates_of(hardware: Hardware, precision: Precision) -> Rates:
     if calibration is None or products is None or attention is None:
         return _assumed(hardware.gpu, precision)
     on_cpu = hardware.gpu.is_cpu
+    in_place = ADAM_BYTES * calibration.cpu_adam if on_cpu else calibration.bandwidth_for(math.inf)
+    logit_seconds = calibration.logit_seconds(numbers)
     return Rates(
         flops=products.flops,
         product_start_seconds=products.start_seconds,
         attention_flops=attention.flops,
         attention_row_tokens=attention.row_tokens,
-        attention_score_columns=attention.score_columns,
-        attention_start_seconds=attention.start_seconds,
+        head_seconds=lambda head_size, tokens: calibration.head_seconds(
+            numbers, head_size=head_size, tokens=tokens
+        ),
+        logit_seconds=LOGIT_BYTES[precision.compute_bytes] / in_place
+        if logit_seconds is None
+        else logit_seconds,
+        new_page_seconds=1 / calibration.new_page_bandwidth if calibration.new_page_bandwidth else 0.0,
         bandwidth_for=lambda tensor_bytes: calibration.bandwidth_for(tensor_bytes, numbers),
-        in_place_bandwidth=ADAM_BYTES * calibration.cpu_adam
-        if on_cpu
-        else calibration.bandwidth_for(math.inf),
+        in_place_bandwidth=in_place,
         forward_launch_seconds=calibration.forward_launch_seconds,
         backward_launch_seconds=calibration.backward_launch_seconds,
+        forward_start_seconds=calibration.forward_start_seconds,
         waits_for_launches=on_cpu,
     )
 
@@ -98,12 +114,14 @@ def _assumed(gpu: Gpu, precision: Precision) -> Rates:
         product_start_seconds=PRODUCT_START_SECONDS,
         attention_flops=peak * attention,
         attention_row_tokens=CPU_ATTENTION_ROW_TOKENS if gpu.is_cpu else ATTENTION_ROW_TOKENS,
-        attention_score_columns=0.0,
-        attention_start_seconds=0.0,
+        head_seconds=lambda head_size, tokens: None,
+        logit_seconds=LOGIT_BYTES[precision.compute_bytes] / bandwidth,
+        new_page_seconds=0.0,
         bandwidth_for=lambda tensor_bytes: elementwise,
         in_place_bandwidth=bandwidth,
         forward_launch_seconds=FORWARD_LAUNCH_SECONDS,
         backward_launch_seconds=BACKWARD_LAUNCH_SECONDS,
+        forward_start_seconds=0.0,
         waits_for_launches=gpu.is_cpu,
     )
 

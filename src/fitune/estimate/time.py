@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from fitune.estimate.attention_traits import is_multi_query
 from fitune.estimate.communication import backward_passes, forward_passes
 from fitune.estimate.eager import BlockWork, blocks_work
-from fitune.estimate.loss import num_chunks
-from fitune.estimate.rates import Rates, rates_of
+from fitune.estimate.loss import chunk_tokens, num_chunks
+from fitune.estimate.rates import NEW_PAGE_BYTES, Rates, rates_of
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.shares import uses_deepspeed, zero_stage
 from fitune.estimate.states import has_masters, states_per_parameter
@@ -45,21 +45,23 @@ class Work:
 
     product_flops: float = 0.0
     products: float = 0.0
-    attention_flops: float = 0.0
-    attention_starts: float = 0.0
-    """Heads of rows that backward goes through."""
+    attention_seconds: float = 0.0
     bytes: float = 0.0
     """Moved by operations that write new tensors of about ``tensor_bytes``."""
     tensor_bytes: float = 0.0
     bytes_in_place: float = 0.0
     """Moved otherwise: weights read, states updated, logits overwritten."""
     copied: tuple[tuple[float, float], ...] = ()
-    """(bytes moved, bytes of the tensor) of other new tensors: large ones are new pages of memory every time."""
+    """(bytes moved, bytes of the tensor) of other new tensors."""
+    logits: float = 0.0
+    """That pass softmax and its gradient."""
+    new_bytes: float = 0.0
+    """Of products' results so large that their memory is new every time."""
     forward_operations: float = 0.0
     backward_operations: float = 0.0
     """Products and all others, launched by Python or by autograd."""
-    hook_seconds: float = 0.0
-    """Python beside the model's own."""
+    python_seconds: float = 0.0
+    """Beside the operations of the blocks."""
 
 
 def model_flops_per_token(plan: Plan) -> float:
@@ -88,7 +90,7 @@ def step_time_of(step: StepStages) -> StepTime:
     plan, blocks = step.plan, blocks_work(step.plan)
     rates = rates_of(plan.hardware, plan.precision)
     forward = forward_work(step, blocks, rates)
-    backward, update = backward_work(step, blocks, forward), update_work(step)
+    backward, update = backward_work(step, blocks, forward, rates), update_work(step)
     there, back = forward_passes(plan), backward_passes(plan)
     works = {
         Phase.FORWARD: [(there, forward)],
@@ -113,8 +115,9 @@ def _together(work: Work, more: Work) -> Work:
         work,
         bytes_in_place=work.bytes_in_place + more.bytes_in_place,
         copied=(*work.copied, *more.copied),
+        forward_operations=work.forward_operations + more.forward_operations,
         backward_operations=work.backward_operations + more.backward_operations,
-        hook_seconds=work.hook_seconds + more.hook_seconds,
+        python_seconds=work.python_seconds + more.python_seconds,
     )
 
 
@@ -140,13 +143,18 @@ def forward_work(step: StepStages, blocks: BlockWork, rates: Rates) -> Work:
     return Work(
         product_flops=tokens * blocks.forward.flops,
         products=blocks.forward.products,
-        attention_flops=layers * attention_flops(step, rates) / 3,
+        attention_seconds=layers * attention_seconds(step, rates)[0],
         bytes=tokens * blocks.forward.bytes,
         tensor_bytes=step.hidden,
         bytes_in_place=step.weights_read + step.unpacked,
         forward_operations=blocks.forward.products + blocks.forward.operations + layers * step.shape.rows,
-        hook_seconds=layers * _modules(plan) * MODULE_HOOK_SECONDS if _fetches_modules(plan) else 0.0,
+        python_seconds=_hook_seconds(plan) + rates.forward_start_seconds,
     )
+
+
+def _hook_seconds(plan: Plan) -> float:
+    """Of one pass through the blocks."""
+    return plan.model.num_layers * _modules(plan) * MODULE_HOOK_SECONDS if _fetches_modules(plan) else 0.0
 
 
 def _fetches_modules(plan: Plan) -> bool:
@@ -159,44 +167,48 @@ def _modules(plan: Plan) -> int:
 
 
 def loss_work(step: StepStages) -> Work:
-    """Head forward and backward for supervised tokens; the logits are passed over eight times in fp32, in place.
+    """Head forward and backward for supervised tokens, softmax and its gradient between them (models/loss.py).
 
-    models/loss.py: largest, minus, exp, sum and scale, and a copy to fp32 and back in 16 bit.
+    The head's first gradient of a micro-batch is counted with the others (backward_work).
     """
-    plan, supervised = step.plan, step.shape.supervised_tokens
+    plan, supervised, e = step.plan, step.shape.supervised_tokens, step.element_bytes
     chunks = num_chunks(plan.loss, step.shape)
-    head = plan.model.vocab_size * plan.model.hidden_size * step.element_bytes
-    per_logit = 8 * 4 + (12 if step.element_bytes < 4 else 0)
+    head = plan.model.vocab_size * plan.model.hidden_size * e
+    chunk = chunk_tokens(plan.loss, step.shape) * plan.model.vocab_size
+    copies = (e,) if e == 4 else (e, 4, e)  # logits; in 16 bit also the work in fp32 and the gradient
     return Work(
         product_flops=supervised * head_flops_per_token(plan.model, plan.tuning),
         products=chunks * (3 if trains_head(plan.tuning) else 2),
-        bytes_in_place=supervised * plan.model.vocab_size * per_logit
-        + chunks * head * (4 if trains_head(plan.tuning) else 2),
+        bytes_in_place=chunks * head * (4 if trains_head(plan.tuning) else 2),
+        logits=supervised * plan.model.vocab_size,
+        new_bytes=chunks * sum(count_in_large(chunk * size) for size in copies)
+        + (chunks - 1) * count_in_large(head) * trains_head(plan.tuning),
         forward_operations=27.0 * chunks,
     )
 
 
-def backward_work(step: StepStages, blocks: BlockWork, forward: Work) -> Work:
+def backward_work(step: StepStages, blocks: BlockWork, forward: Work, rates: Rates) -> Work:
     """What training needs beside forward, + the forward of the recomputed blocks; gradients written and read.
 
     Packed weights are made whole for every pass.
-
-    Attention's backward makes the scores again: 5 products to forward's 2 (Dao 2023, arXiv 2307.08691).
     """
     tokens, again = step.shape.tokens, max(0, step.recomputed - step.untouched) / step.num_layers
     back = step.num_layers - step.untouched
     return Work(
         product_flops=tokens * blocks.backward.flops + again * forward.product_flops,
         products=blocks.backward.products + again * forward.products,
-        attention_flops=(2.5 * back / step.num_layers + again) * forward.attention_flops,
-        attention_starts=back * step.shape.rows * step.plan.model.num_heads,
+        attention_seconds=back * attention_seconds(step, rates)[1] + again * forward.attention_seconds,
+        new_bytes=sum(
+            count_in_large(each.elements * step.element_bytes) * each.count
+            for each in trained_tensors(step.plan)
+        ),
         bytes=tokens * blocks.backward.bytes + again * forward.bytes,
         tensor_bytes=step.hidden,
         bytes_in_place=step.weights_read * back / step.num_layers
         + (back / step.num_layers + again) * step.unpacked
         + 2 * step.whole_gradients,
         forward_operations=again * forward.forward_operations,
-        hook_seconds=(1 + again) * forward.hook_seconds,
+        python_seconds=(1 + again) * _hook_seconds(step.plan),
         backward_operations=blocks.backward.products
         + blocks.backward.operations
         + 2 * back * step.shape.rows,
@@ -206,8 +218,8 @@ def backward_work(step: StepStages, blocks: BlockWork, forward: Work) -> Work:
 def update_work(step: StepStages) -> Work:
     """Weight and states are read and written; the gradient is read for its norm, scaled in place and read again.
 
-    Of the rank's share; with masters the gradient has an fp32 copy, and 8-bit states are one byte. It may be a part of
-    backward (step_time_of); an optimizer on the host leaves nothing.
+    Of the rank's share. With masters the gradient has an fp32 copy (three operations on each tensor beside its norm);
+    8-bit states are one byte. It may be a part of backward (step_time_of); an optimizer on the host leaves nothing.
     """
     plan, e = step.plan, step.element_bytes
     if not step.stepped:
@@ -217,13 +229,14 @@ def update_work(step: StepStages) -> Work:
     states = states_per_parameter(plan.optimizer)
     moved = 2 * width + 2 * states * (1 if isinstance(plan.optimizer, AdamW8bit) else width)
     matrices = len(plan.model.linears) * plan.model.num_layers
+    tensors = sum(each.count for each in trained_tensors(plan))
     one_by_one = updates_in_backward(plan.tuning) and not isinstance(plan.tuning, Lomo)
     per_parameter = 2 * e + moved + (3 * 4 if masters else 2 * e)
     return Work(
         bytes_in_place=float(step.stepped * per_parameter),
         copied=tuple(_copies_for_masters(step)) if masters else (),
-        backward_operations=matrices,
-        hook_seconds=matrices * STEP_SECONDS if one_by_one else 0.0,
+        forward_operations=tensors * (4 if masters else 1),
+        python_seconds=(matrices if one_by_one else 1) * STEP_SECONDS,
     )
 
 
@@ -242,17 +255,17 @@ def _roofline(rates: Rates, work: Work) -> tuple[float, str]:
     compute = (
         work.product_flops / rates.flops
         + work.products * rates.product_start_seconds
-        + work.attention_flops / rates.attention_flops
-        + work.attention_starts * rates.attention_start_seconds
+        + work.attention_seconds
     )
-    traffic = work.bytes_in_place / rates.in_place_bandwidth
+    traffic = work.logits * rates.logit_seconds + work.new_bytes * rates.new_page_seconds
+    traffic += work.bytes_in_place / rates.in_place_bandwidth
     traffic += sum(moved / rates.bandwidth_for(tensor_bytes) for moved, tensor_bytes in work.copied)
     if work.bytes:
         traffic += work.bytes / rates.bandwidth_for(work.tensor_bytes)
     launch = (
         work.forward_operations * rates.forward_launch_seconds
         + work.backward_operations * rates.backward_launch_seconds
-        + work.hook_seconds
+        + work.python_seconds
     )
     parts = {"compute": compute, "memory bandwidth": traffic, "launch": launch}
     if rates.waits_for_launches:
@@ -262,8 +275,34 @@ def _roofline(rates: Rates, work: Work) -> tuple[float, str]:
     return compute + traffic, "compute" if compute >= traffic else "memory bandwidth"
 
 
+def count_in_large(tensor_bytes: float) -> float:
+    """``tensor_bytes`` of a tensor whose memory is new every time, else 0."""
+    return tensor_bytes if tensor_bytes >= NEW_PAGE_BYTES else 0.0
+
+
+def attention_seconds(step: StepStages, rates: Rates) -> tuple[float, float]:
+    """Seconds of one block's attention, forward and backward: as heads were measured, else FLOPs at its rate.
+
+    Backward makes the scores again: 5 products to forward's 2 (Dao 2023, arXiv 2307.08691).
+    """
+    model, shape = step.plan.model, step.shape
+    lengths = shape.row_lengths or (shape.row_tokens,) * (shape.tokens // shape.row_tokens)
+    fused = not (is_multi_query(model) or has_scores(step.plan))
+    there = back = 0.0
+    for length in lengths if fused else ():
+        measured = rates.head_seconds(model.head_dim, length)
+        if measured is None:
+            break
+        there += model.num_heads * measured[0]
+        back += model.num_heads * measured[1]
+    if back:
+        return there, back
+    forward = attention_flops(step, rates) / 3 / rates.attention_flops
+    return forward, 2.5 * forward
+
+
 def attention_flops(step: StepStages, rates: Rates) -> float:
-    """FLOPs of one block's attention both ways: n · (n + row_tokens) / 2 pairs of each row of n, and its scores.
+    """FLOPs of one block's attention both ways: n · (n + row_tokens) / 2 pairs of each row of n.
 
     All of row × row (or stream × stream) where scores are written out.
     """
@@ -273,5 +312,4 @@ def attention_flops(step: StepStages, rates: Rates) -> float:
         return shape.tokens**2 * per_pair
     if has_scores(step.plan):
         return shape.pairs() * per_pair
-    scores = shape.pairs() / 2 * per_pair * rates.attention_score_columns / model.head_dim
-    return (shape.pairs() + shape.tokens * rates.attention_row_tokens) / 2 * per_pair + scores
+    return (shape.pairs() + shape.tokens * rates.attention_row_tokens) / 2 * per_pair

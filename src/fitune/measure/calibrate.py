@@ -1,4 +1,4 @@
-"""Measure what this machine's device does, in under a minute: the rates that the estimate of time is made of."""
+"""Measure what this machine's device does, in about a minute: the rates that the estimate of time is made of."""
 
 import datetime
 import itertools
@@ -10,22 +10,32 @@ import torch
 from fitune.measure.calibrations import device_key
 from fitune.measure.device_rates import (
     FLOPS_PER_PAIR,
-    HEAD_SIZE,
+    HEAD_SIZES_CPU,
     HEADS,
     Samples,
     attention_samples,
     cpu_adam_samples,
+    head_samples,
     host_samples,
     launch_samples,
+    logit_samples,
+    new_page_samples,
     product_samples,
     traffic_samples,
 )
 from fitune.measure.ranks import collective_rates
-from fitune.spec.hardware import AttentionRate, Calibration, Hardware, Numbers, Rate, Traffic
+from fitune.spec.hardware import (
+    AttentionRate,
+    Calibration,
+    Hardware,
+    HeadTime,
+    LogitTime,
+    Numbers,
+    Rate,
+    Traffic,
+)
 
 DTYPES: dict[Numbers, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NARROW_HEAD = 64
-"""Half of HEAD_SIZE: between the two, what hangs on the width of a head and what does not come apart."""
 ROUNDS = 2
 """What disturbs a machine for a second or two spoils one of them."""
 
@@ -37,51 +47,79 @@ def calibrate(hardware: Hardware) -> Calibration:
     """
     on_cpu = hardware.gpu.is_cpu
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    numbers: list[Numbers] = [name for name in DTYPES if on_cpu or name != "bf16" or hardware.gpu.has_bf16]
+    unused = "fp16" if on_cpu else "" if hardware.gpu.has_bf16 else "bf16"  # nothing trains in it here
+    numbers: list[Numbers] = [name for name in DTYPES if name != unused]
     rounds = [measured(device, numbers) for _ in range(ROUNDS)]
     best = {name: _least([each[name] for each in rounds]) for name in rounds[0]}
-    forward, both = best["launch"]
+    forward_launch, start = launches(*best["launch"][:2])
+    _, forward, both = best["launch"]
     return Calibration(
         device=device_key(hardware.gpu, cores=hardware.cpu_cores),
         date=datetime.date.today().isoformat(),
         threads=torch.get_num_threads(),
         products=tuple(product_rate(name, best[f"products {name}"]) for name in numbers),
-        attention=tuple(
-            attention_rate(name, best[f"attention {name}"], best.get(f"narrow attention {name}", []))
-            for name in numbers
-        ),
+        attention=tuple(attention_rate(name, best[f"attention {name}"]) for name in numbers),
         traffic=tuple(
             Traffic(tensor_bytes=int(size), bandwidth=1 / seconds, numbers=name)
             for name in numbers
             for size, seconds in best.get(f"traffic {name}", [])
         ),
-        forward_launch_seconds=forward[1] / forward[0],
+        forward_launch_seconds=forward_launch,
+        forward_start_seconds=start,
         backward_launch_seconds=max(0.0, both[1] - forward[1]) / (both[0] - forward[0]),
+        heads=tuple(_head_times(best, numbers)) if on_cpu else (),
+        logits=tuple(_logit_times(best, numbers)) if on_cpu else (),
+        new_page_bandwidth=1 / _seconds_each(best["new pages"]) if on_cpu else 0.0,
         host_bandwidth=min((size / seconds for size, seconds in best.get("host", [])), default=0.0),
-        cpu_adam=best["adam"][0][0] / best["adam"][0][1],
+        cpu_adam=1 / _seconds_each(best["adam"]),
         collectives=collective_rates(device),
     )
 
 
 def measured(device: torch.device, numbers: list[Numbers]) -> dict[str, Samples]:
-    """Everything once; on a processor, whose operations cost more than bytes and FLOPs, also what they cost beside.
-
-    It trains in no fp16.
-    """
+    """Everything once; on a processor, whose operations cost more than bytes and FLOPs, also what they cost beside."""
     on_cpu = device.type == "cpu"
     samples = {"launch": launch_samples(device), "adam": cpu_adam_samples()}
-    operations, seconds = samples["launch"][-1]
+    few, many, both = samples["launch"]
+    launch = (both[1] - launches(few, many)[1]) / both[0]
     for name in numbers:
         dtype = DTYPES[name]
         samples[f"products {name}"] = product_samples(device, dtype)
-        samples[f"attention {name}"] = attention_samples(device, dtype)
-        if on_cpu and name != "fp16":
-            narrow = attention_samples(device, dtype, head_size=NARROW_HEAD)
-            samples[f"narrow attention {name}"] = narrow
-        if name == numbers[0] or (on_cpu and name != "fp16"):
-            launch = seconds / operations
+        if name == numbers[0] or on_cpu:
             samples[f"traffic {name}"] = traffic_samples(device, dtype, launch_seconds=launch)
-    return samples if on_cpu else {**samples, "host": host_samples(device)}
+        if not on_cpu:
+            samples[f"attention {name}"] = attention_samples(device, dtype)
+            continue
+        for size in HEAD_SIZES_CPU:
+            forward, backward = head_samples(dtype, size)
+            samples[f"head {size} forward {name}"], samples[f"head {size} backward {name}"] = (
+                forward,
+                backward,
+            )
+        samples[f"attention {name}"] = [
+            (n, HEADS * (there + back)) for (n, there), (_, back) in zip(forward, backward, strict=True)
+        ]
+        samples[f"logits {name}"] = logit_samples(dtype)
+    return {**samples, **({"new pages": new_page_samples()} if on_cpu else {"host": host_samples(device)})}
+
+
+def _head_times(best: dict[str, Samples], numbers: list[Numbers]) -> Iterator[HeadTime]:
+    for name, size in itertools.product(numbers, HEAD_SIZES_CPU):
+        both = zip(best[f"head {size} forward {name}"], best[f"head {size} backward {name}"], strict=True)
+        for (tokens, there), (_, back) in both:
+            yield HeadTime(
+                numbers=name, head_size=size, tokens=int(tokens), forward_seconds=there, backward_seconds=back
+            )
+
+
+def _logit_times(best: dict[str, Samples], numbers: list[Numbers]) -> Iterator[LogitTime]:
+    for name in numbers:
+        yield LogitTime(numbers=name, seconds=_seconds_each(best[f"logits {name}"]))
+
+
+def _seconds_each(samples: Samples) -> float:
+    (amount, seconds), *_ = samples
+    return seconds / amount
 
 
 def _least(rounds: list[Samples]) -> Samples:
@@ -92,29 +130,23 @@ def _least(rounds: list[Samples]) -> Samples:
     return [(work, min(times)) for (_, work), times in sorted(found.items())]
 
 
+def launches(few: tuple[float, float], many: tuple[float, float]) -> tuple[float, float]:
+    """Seconds of one operation and of a pass beside them, from two passes of (operations, seconds)."""
+    each = max((many[1] - few[1]) / (many[0] - few[0]), few[1] / few[0] / 10)
+    return each, max(0.0, few[1] - few[0] * each)
+
+
 def product_rate(numbers: Numbers, samples: Samples) -> Rate:
     """start + FLOPs / rate; ``samples`` are (FLOPs, seconds)."""
     per_flop, start = fitted([(flops, 1.0) for flops, _ in samples], [seconds for _, seconds in samples])
     return Rate(numbers=numbers, flops=1 / per_flop, start_seconds=start)
 
 
-def attention_rate(numbers: Numbers, samples: Samples, narrow: Samples = ()) -> AttentionRate:
-    """d · (n² + row_tokens · n) / 2 pairs of heads d wide; ``samples`` are (tokens, seconds) at HEAD_SIZE.
-
-    With those of ``narrow`` heads, too: what a score costs whatever the width, and what a head costs to start.
-    """
-    sizes = [(HEAD_SIZE, n) for n, _ in samples] + [(NARROW_HEAD, n) for n, _ in narrow]
-    terms: list[tuple[float, ...]] = [(d * n * n, d * n) for d, n in sizes]
-    if narrow:
-        terms = [(*two, n * n, 1.0) for two, (_, n) in zip(terms, sizes, strict=True)]
-    fit = fitted(terms, [seconds / HEADS for _, seconds in (*samples, *narrow)])
-    per_square, per_token, per_score, start = (*fit, 0.0, 0.0)[:4]
+def attention_rate(numbers: Numbers, samples: Samples) -> AttentionRate:
+    """HEADS · d · (n² + row_tokens · n) / 2 pairs; ``samples`` are (tokens, seconds) of HEADS heads of HEAD_SIZE."""
+    per_square, per_token = fitted([(n * n, n) for n, _ in samples], [seconds for _, seconds in samples])
     return AttentionRate(
-        numbers=numbers,
-        flops=FLOPS_PER_PAIR / (HEADS * HEAD_SIZE) / 2 / per_square,
-        row_tokens=per_token / per_square,
-        score_columns=per_score / per_square,
-        start_seconds=start,
+        numbers=numbers, flops=FLOPS_PER_PAIR / 2 / per_square, row_tokens=per_token / per_square
     )
 
 

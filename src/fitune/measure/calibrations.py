@@ -71,18 +71,23 @@ def _require_sense(calibration: Calibration) -> None:
         *(rate.flops for rate in calibration.attention),
         *(each.bandwidth for each in calibration.traffic),
         calibration.cpu_adam,
+        *(value for each in calibration.heads for value in (each.forward_seconds, each.backward_seconds)),
+        *(each.head_size for each in calibration.heads),
+        *(each.tokens for each in calibration.heads),
+        *(each.seconds for each in calibration.logits),
     ]
     if not calibration.products or not calibration.attention or not calibration.traffic:
         raise ValueError("products, attention and traffic may not be empty")
     if any(not value > 0 for value in (*positive, *(each.tensor_bytes for each in calibration.traffic))):
         raise ValueError("rates must be above 0")
-    own = [each for rate in calibration.attention for each in (rate.score_columns, rate.start_seconds)]
-    if any(not value >= 0 for value in own):
-        raise ValueError("what attention costs beside its rate must not be below 0")
     for numbers in {each.numbers for each in calibration.traffic}:
         sizes = [each.tensor_bytes for each in calibration.traffic if each.numbers == numbers]
         if sizes != sorted(set(sizes)):
             raise ValueError("traffic must go from small tensors to large ones")
+    for kind in {(each.numbers, each.head_size) for each in calibration.heads}:
+        lengths = [each.tokens for each in calibration.heads if (each.numbers, each.head_size) == kind]
+        if lengths != sorted(set(lengths)):
+            raise ValueError("heads must go from short rows to long ones")
 
 
 def _damaged(path: Path, error: Exception) -> HardwareError:

@@ -5,6 +5,7 @@ T tokens, D hidden size, F width of the MLP, H heads, N tokens of a row.
 """
 
 import collections
+import mmap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,12 @@ PRODUCTS_TDF = (
     (64, 256, 704), (256, 512, 1408), (512, 1024, 2816), (2048, 2048, 5632), (4096, 4096, 14336),
 )  # fmt: skip
 ROW_LENGTHS = (64, 256, 1024, 4096)
+PRODUCTS_TDF_CPU = ((64, 64, 176), (256, 256, 704), (256, 512, 1408), (512, 1024, 2816), (1024, 1024, 4096))
+"""No result is so large that writing it means new pages of memory, which are measured apart."""
 HEADS, HEAD_SIZE = 32, 128
+HEADS_CPU, HEAD_SIZES_CPU = 4, (64, 128)
+ROW_LENGTHS_CPU = (64, 128, 256, 512, 1024, 2048)
+LAYERS_LAUNCHED = (2, 8)
 TENSOR_MIB_CPU, TENSOR_MIB_CUDA = (0.25, 1, 4, 16, 64), (16, 64)
 """On CUDA small tensors only measure the launch, which has a rate of its own."""
 WIDTH = 512
@@ -34,6 +40,8 @@ TRIAL_SECONDS, TRIALS, FEW_TRIALS = 0.01, 9, 4
 """Fewer where one call is a trial: it takes long enough to find a quiet moment of its own."""
 ADAM_PARAMETERS = 16 * 1024**2
 COPY_BYTES = 256 * MIB
+NEW_BYTES = 64 * MIB
+LOGITS_SV = (256, 16384)
 FLOPS_PER_PAIR = 3.5 * 4 * HEADS * HEAD_SIZE
 """Two products forward, five backward (Dao 2023, arXiv 2307.08691)."""
 
@@ -72,7 +80,7 @@ def _finish(device: torch.device) -> None:
 def product_samples(device: torch.device, dtype: torch.dtype) -> Samples:
     """FLOPs of x · Wᵀ and of its weight's gradient yᵀ · x, until one takes too long."""
     samples = []
-    for tokens, inner, outer in PRODUCTS_TDF:
+    for tokens, inner, outer in PRODUCTS_TDF if device.type == "cuda" else PRODUCTS_TDF_CPU:
         x_TD = torch.randn(tokens, inner, device=device).to(dtype)
         weight_FD = torch.randn(outer, inner, device=device).to(dtype)
         y_TF = torch.nn.functional.linear(x_TD, weight_FD)
@@ -86,12 +94,12 @@ def product_samples(device: torch.device, dtype: torch.dtype) -> Samples:
     return samples
 
 
-def attention_samples(device: torch.device, dtype: torch.dtype, *, head_size: int = HEAD_SIZE) -> Samples:
+def attention_samples(device: torch.device, dtype: torch.dtype) -> Samples:
     """Tokens of one row's causal attention, forward and backward, until one takes too long."""
     samples = []
     for length in ROW_LENGTHS:
         q, k, v = (
-            torch.randn(1, HEADS, length, head_size, device=device).to(dtype).requires_grad_() for _ in "qkv"
+            torch.randn(1, HEADS, length, HEAD_SIZE, device=device).to(dtype).requires_grad_() for _ in "qkv"
         )
         gradient = torch.ones_like(q)
 
@@ -104,6 +112,63 @@ def attention_samples(device: torch.device, dtype: torch.dtype, *, head_size: in
         if seconds > SLOW_SECONDS:
             break
     return samples
+
+
+def head_samples(dtype: torch.dtype, head_size: int) -> tuple[Samples, Samples]:
+    """Tokens of one row and seconds of one head on the processor, forward and backward, until one takes too long."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+    heads = max(HEADS_CPU, torch.get_num_threads())
+    forward: Samples = []
+    backward: Samples = []
+    for length in ROW_LENGTHS_CPU:
+        q, k, v = (
+            torch.randn(1, length, heads, head_size).to(dtype).transpose(1, 2).requires_grad_() for _ in "qkv"
+        )
+        out = attention(q, k, v, is_causal=True)
+        gradient = torch.randn_like(out)
+        both = [
+            fastest_seconds(work, torch.device("cpu")) / heads
+            for work in (
+                lambda q=q, k=k, v=v: attention(q, k, v, is_causal=True),
+                lambda out=out, qkv=(q, k, v), g=gradient: torch.autograd.grad(
+                    out, qkv, g, retain_graph=True
+                ),
+            )
+        ]
+        forward.append((float(length), both[0]))
+        backward.append((float(length), both[1]))
+        if max(both) * heads > SLOW_SECONDS:
+            break
+    return forward, backward
+
+
+def logit_samples(dtype: torch.dtype) -> Samples:
+    """Logits, and seconds of their softmax and its gradient in fp32, with the copies that 16 bit need."""
+    logits_SV = torch.randn(LOGITS_SV).to(dtype)
+
+    def softmax() -> torch.Tensor:
+        work_SV = logits_SV.float()
+        work_SV.sub_(work_SV.amax(dim=1, keepdim=True))
+        total_S = work_SV.exp_().sum(dim=1)
+        return work_SV.mul_((1 / total_S).unsqueeze(1)).to(dtype)
+
+    return [(float(logits_SV.numel()), fastest_seconds(softmax, torch.device("cpu")))]
+
+
+def new_page_samples() -> Samples:
+    """Bytes of memory fresh from the system, and how much longer it takes to fill them than to fill them again."""
+    tensor = torch.frombuffer(_fresh_memory(), dtype=torch.uint8)
+    again = fastest_seconds(tensor.zero_, torch.device("cpu"))
+    new = fastest_seconds(
+        lambda: torch.frombuffer(_fresh_memory(), dtype=torch.uint8).zero_(), torch.device("cpu")
+    )
+    return [(float(NEW_BYTES), max(new - again, new / 100))]
+
+
+def _fresh_memory() -> mmap.mmap:
+    """Not malloc's, which may have kept some; given back when nothing refers to it."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return mmap.mmap(-1, NEW_BYTES, **private)
 
 
 def traffic_samples(device: torch.device, dtype: torch.dtype, *, launch_seconds: float) -> Samples:
@@ -162,11 +227,17 @@ def _between_products(size: int, dtype: torch.dtype, launch_seconds: float) -> t
 
 
 def launch_samples(device: torch.device) -> Samples:
-    """Operations in forward, and in forward and backward, of a model too small to compute."""
+    """Operations of models too small to compute: forward of few blocks and of many, forward and backward of many."""
+    few, many = (_launched(layers, device) for layers in LAYERS_LAUNCHED)
+    return [few[0], *many]
+
+
+def _launched(layers: int, device: torch.device) -> Samples:
+    """Operations and seconds in forward, and in forward and backward."""
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
-        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=2,
+        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=16,
     )  # fmt: skip
     model = LlamaModel(config).to(device)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,15 +26,34 @@ class AttentionRate:
     """Fused causal attention, forward and backward together.
 
     A row of n tokens takes as long as n · (n + ``row_tokens``) / 2 pairs would at ``flops``: kernels work in blocks,
-    those on the diagonal whole, and short rows fill them badly. Every score costs as much as ``score_columns`` more
-    columns of a head (exponentials, sums, casts), every head of a row ``start_seconds`` in backward.
+    those on the diagonal whole, and short rows fill them badly.
     """
 
     numbers: Numbers
     flops: float
     row_tokens: float = 0.0
-    score_columns: float = 0.0
-    start_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadTime:
+    """Seconds of fused causal attention on a processor: one head of one row, forward and backward.
+
+    Its kernels change their blocks with the length of the row, so that no short formula describes them.
+    """
+
+    numbers: Numbers
+    head_size: int
+    tokens: int
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitTime:
+    """Seconds of softmax and its gradient on a processor, for each logit: mostly the exponential."""
+
+    numbers: Numbers
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +90,16 @@ class Calibration:
     traffic: tuple[Traffic, ...]
     """Small tensors first, for each kind of numbers; a GPU's are of fp32 alone."""
     forward_launch_seconds: float
-    """From one small operation of a model's forward to the next, modules and Python included."""
+    """From one small operation of a model's blocks to the next in forward, modules and Python included."""
     backward_launch_seconds: float
+    forward_start_seconds: float = 0.0
+    """Of a pass before and after the blocks: masks, positions, Python."""
+    heads: tuple[HeadTime, ...] = ()
+    """A processor's, used instead of ``attention``: two head sizes, the small one first, each with rising tokens."""
+    logits: tuple[LogitTime, ...] = ()
+    """A processor's."""
+    new_page_bandwidth: float = 0.0
+    """Bytes/s at which a processor first writes a tensor so large that its memory is asked for and given back."""
     host_bandwidth: float = 0.0
     """Pinned copies, the slower direction, bytes/s."""
     cpu_adam: float = 0.0
@@ -84,18 +112,38 @@ class Calibration:
     def attention_rate(self, numbers: str) -> AttentionRate | None:
         return next((rate for rate in self.attention if rate.numbers == numbers), None)
 
+    def logit_seconds(self, numbers: str) -> float | None:
+        return next((each.seconds for each in self.logits if each.numbers == numbers), None)
+
+    def head_seconds(self, numbers: str, *, head_size: int, tokens: float) -> tuple[float, float] | None:
+        """Seconds of one head of a row of ``tokens``, forward and backward; None where heads were not measured.
+
+        Along a straight line over the size of the head, along logarithms over the length of the row.
+        """
+        known = [each for each in self.heads if each.numbers == numbers]
+        sizes = sorted({each.head_size for each in known})
+        if not sizes:
+            return None
+        by_size = [[each for each in known if each.head_size == size] for size in sizes]
+        there, back = (
+            _between(
+                head_size,
+                sizes,
+                [
+                    _along_logarithms(tokens, [(each.tokens, getattr(each, way)) for each in row])
+                    for row in by_size
+                ],
+            )
+            for way in ("forward_seconds", "backward_seconds")
+        )
+        return there, back
+
     def bandwidth_for(self, tensor_bytes: float, numbers: str = "fp32") -> float:
         """Between two measured sizes along the logarithm of the size; outside, the nearest."""
         known = [each for each in self.traffic if each.numbers == numbers] or self.traffic
-        if tensor_bytes <= known[0].tensor_bytes:
-            return known[0].bandwidth
-        for low, high in itertools.pairwise(known):
-            if tensor_bytes <= high.tensor_bytes:
-                share = math.log(tensor_bytes / low.tensor_bytes) / math.log(
-                    high.tensor_bytes / low.tensor_bytes
-                )
-                return low.bandwidth * math.exp(share * math.log(high.bandwidth / low.bandwidth))
-        return known[-1].bandwidth
+        if not known[0].tensor_bytes < tensor_bytes < known[-1].tensor_bytes:
+            return (known[0] if tensor_bytes <= known[0].tensor_bytes else known[-1]).bandwidth
+        return _along_logarithms(tensor_bytes, [(each.tensor_bytes, each.bandwidth) for each in known])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,3 +217,20 @@ class Hardware:
     @property
     def num_gpus(self) -> int:
         return self.gpus_per_node * self.nodes
+
+
+def _along_logarithms(x: float, points: Sequence[tuple[float, float]]) -> float:
+    """y at ``x`` on the line through the logarithms of the two points around it; outside, of the two nearest."""
+    if len(points) == 1:
+        return points[0][1]
+    pairs = list(itertools.pairwise(points))
+    (x0, y0), (x1, y1) = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
+    return y0 * math.exp(math.log(x / x0) / math.log(x1 / x0) * math.log(y1 / y0))
+
+
+def _between(size: float, sizes: Sequence[int], values: Sequence[float]) -> float:
+    """The value at ``size`` on the line through the first and the last, at least half the first's share."""
+    if len(sizes) == 1 or size == sizes[0]:
+        return values[0]
+    slope = (values[-1] - values[0]) / (sizes[-1] - sizes[0])
+    return max(values[0] + slope * (size - sizes[0]), values[0] / 2 * min(1.0, size / sizes[0]))
