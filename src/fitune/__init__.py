@@ -1,7 +1,148 @@
-"""fitune: fine-tune large language models within the memory you have."""
+"""fitune: fine-tune large language models within the memory you have.
 
+    import fitune
+
+    report = fitune.plan(model="meta-llama/Llama-3.1-8B", gpu="rtx-4090", tuning="qlora")
+    print(fitune.explain(report))
+
+Every function takes a recipe as keyword arguments, as the path of a YAML file, or both: the keywords win. They print
+nothing, return frozen values, tell ``progress`` what happens, and raise FituneError for what cannot be done.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fitune.errors import FituneError, system_failures
 from fitune.spec.hub import keep_out_hub_kernels
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from fitune.session.events import Event, Exported
+    from fitune.session.keywords import PathLike, RecipeKeys
+    from fitune.session.rehearsing import Rehearsed
+    from fitune.session.reporting import Reported
+    from fitune.session.results import Result
+    from fitune.spec.recipe import Recipe
+    from fitune.spec.reports import PlanReport, RunReport, ScoreReport
+    from fitune.train.export import Kind
+
 __version__ = "0.1.0"
+__all__ = ["FituneError", "explain", "export", "plan", "rehearse", "report", "score", "train"]
 
 keep_out_hub_kernels()  # before any room imports a library that would fetch them
+
+# Four functions have the name of a room. Python binds a room to the package when it is first imported and never again,
+# so they are imported before the functions take their names.
+for _room in ("rehearse", "report", "score", "train"):
+    import_module(f"fitune.{_room}")
+
+
+@system_failures()
+def plan(recipe: "PathLike | Recipe | None" = None, /, **settings: "Unpack[RecipeKeys]") -> "PlanReport":
+    """The fastest plan that fits, the next best, and why the others do not. Imports no torch.
+
+    Raises NothingFits with the arithmetic, RecipeError, ModelError or HardwareError.
+    """
+    from fitune.session.keywords import recipe_of
+    from fitune.session.planning import plan_for
+
+    return plan_for(recipe_of(recipe, settings))
+
+
+@system_failures()
+def rehearse(
+    recipe: "PathLike | Recipe | None" = None, /, *, exact: bool = False, **settings: "Unpack[RecipeKeys]"
+) -> "Rehearsed":
+    """Plan, then run the plan's own step on fake tensors: every allocation, no GPU, no weights.
+
+    ``exact`` traces every block instead of a few that stand for all.
+    """
+    from fitune.session.keywords import recipe_of
+    from fitune.session.rehearsing import rehearse_recipe
+
+    return rehearse_recipe(recipe_of(recipe, settings), exact=exact)
+
+
+@system_failures()
+def train(
+    recipe: "PathLike | Recipe | None" = None,
+    /,
+    *,
+    overwrite: bool = False,
+    progress: "Callable[[Event], object] | None" = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    **settings: "Unpack[RecipeKeys]",
+) -> "RunReport":
+    """Plan, train exactly that, compare, and return what was measured.
+
+    A run that is complete already is not trained again: its report is returned. ``should_stop`` is asked after every
+    step; True saves a checkpoint and ends the run as interrupted. When memory runs out in a step, the run goes on in
+    smaller micro-batches, in this process. Raises FituneError; what was done until then is in output_dir.
+    """
+    from fitune.session.keywords import recipe_of
+    from fitune.session.training import train_recipe
+
+    return train_recipe(
+        recipe_of(recipe, settings), overwrite=overwrite, tell=_told(progress), stop_asked=should_stop
+    )
+
+
+@system_failures()
+def score(
+    model: "PathLike", data: "PathLike", out: "PathLike", *, adapter: "PathLike" = "",
+    columns: Mapping[str, str] | None = None, graders: Sequence[str] = (), max_new_tokens: int = 256,
+    temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, batch_size: int = 16,
+    chat_template: "PathLike" = "", id_column: str = "", progress: "Callable[[Event], object] | None" = None,
+) -> "ScoreReport":  # fmt: skip
+    """Answer a dataset with a model and grade the answers; answers.jsonl and grades.jsonl are written into ``out``.
+
+    ``columns`` maps system, prompt and completion to columns. Rows without an answer are graded 0 and count as failed.
+    """
+    from fitune.session.scoring import score_dataset
+
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    return score_dataset(
+        model=str(model), data=str(data), out=Path(out), adapter=str(adapter), columns=columns, graders=graders,
+        sampling=sampling, batch_size=batch_size, chat_template=str(chat_template), id_column=id_column,
+        tell=_told(progress),
+    )  # fmt: skip
+
+
+@system_failures()
+def export(
+    run: "PathLike",
+    out: "PathLike | None" = None,
+    *,
+    kind: "Kind | None" = None,
+    progress: "Callable[[Event], object] | None" = None,
+) -> "Exported":
+    """Export what a run trained, without training again: an adapter merged into its base, or an export that failed."""
+    from fitune.session.exporting import export_run
+
+    return export_run(Path(run), None if out is None else Path(out), kind, tell=_told(progress))
+
+
+@system_failures()
+def report(run: "PathLike") -> "Reported":
+    """Predicted and measured of a run side by side; writes the run's report.html."""
+    from fitune.session.reporting import report_run
+
+    return report_run(Path(run))
+
+
+def explain(result: "Result") -> str:
+    """The text that the command of a result prints, for people."""
+    from fitune.session.results import text_of
+
+    return text_of(result)
+
+
+def _told(progress: "Callable[[Event], object] | None") -> "Callable[[Event], None]":
+    def tell(event: "Event") -> None:
+        if progress is not None:
+            progress(event)
+
+    return tell

@@ -159,6 +159,39 @@ class ScoringFailed(FituneError):
     exit_code = 1
 
 
+class SystemFailed(FituneError):
+    """The operating system, or the device's allocator, refused something in the middle of the work."""
+
+    exit_code = 1
+
+    def __init__(self, error: OSError | MemoryError | RuntimeError) -> None:
+        if is_out_of_memory(error):
+            first_line = str(error).partition("\n")[0]
+            super().__init__(
+                f"out of memory: {first_line}".rstrip(": "), hint="end other programs, or take less at once"
+            )
+            self.exit_code = OutOfMemory.exit_code
+            return
+        assert isinstance(error, OSError)  # any other RuntimeError is the program's own
+        where = f"{error.filename}: " if error.filename is not None else ""
+        super().__init__(
+            f"{where}{error.strerror or error}", hint="check the path, its rights and the free disk space"
+        )
+
+
+@contextmanager
+def system_failures() -> Iterator[None]:
+    """Inside, what the system refuses (a disk that fills up, a device that is full) is raised as SystemFailed."""
+    try:
+        yield
+    except BrokenPipeError:  # nobody reads what is printed any more: that is no failure of the work
+        raise
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
+        raise SystemFailed(error) from error
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True if an allocation failed. torch's own type for it is a RuntimeError, and only CUDA's allocator raises that
     one; the others are told by their words."""

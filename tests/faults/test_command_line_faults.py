@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fitune.cli import entry
 from fitune.data.dataset import TokenDataset
 from fitune.data.loader import Loader
+from fitune.errors import SystemFailed
 from fitune.spec import hub
 from fitune.spec.plan import Batch
 
@@ -397,5 +397,5 @@ def test_an_error_of_the_system_is_no_traceback(call: Call, monkeypatch: pytest.
 
     monkeypatch.setattr("fitune.session.reporting.report_run", full)
     code, out, _ = call("report", "run", "--json")
-    assert code == entry._SystemFailed.exit_code == 1
+    assert code == SystemFailed.exit_code == 1
     assert json.loads(out)["error"]["message"] == "/somewhere/report.html: No space left on device"

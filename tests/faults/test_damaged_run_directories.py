@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,9 @@ def test_a_state_that_is_no_training_state_is_refused(
 ) -> None:
     plan = make_plan()
     found = [_state(plan, {}), _state(plan, facts)]
-    monkeypatch.setattr("fitune.train.resume.load_checkpoint", lambda path, verified: found.pop(0))
+    monkeypatch.setattr(
+        import_module("fitune.train.resume"), "load_checkpoint", lambda path, verified: found.pop(0)
+    )
     assert where_to_start(tmp_path, plan, resume="step-1").step == 1
     with pytest.raises(CheckpointError, match=f"the checkpoint of step 1 cannot be used: .*{cause}"):
         where_to_start(tmp_path, plan, resume="step-1")

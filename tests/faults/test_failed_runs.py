@@ -31,7 +31,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, target: str, error: BaseException, 
             raise error
         return real(*words, **named)
 
-    monkeypatch.setattr(target, fail)
+    owner, _, name = target.rpartition(".")
+    monkeypatch.setattr(pkgutil.resolve_name(owner), name, fail)
 
 
 def report_of(directory: Path) -> RunReport:

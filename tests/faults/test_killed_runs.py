@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,6 @@ def test_a_page_of_an_earlier_end_does_not_stay(
     def stop(*_words: object, **_named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fitune.train.run.prepare", stop)
+    monkeypatch.setattr(import_module("fitune.train.run"), "prepare", stop)
     assert train("--resume", save_steps=2, max_steps=4)[0] == 130
     assert not page.exists()

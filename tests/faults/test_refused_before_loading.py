@@ -4,6 +4,7 @@ bf16, a quantiser is not installed, a checkpoint is a pickle (rows 20, 23, 42)."
 import pickle
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*words: object, **named: object) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("fitune.train.prepare.load_model", load)
+    monkeypatch.setattr(import_module("fitune.train.prepare"), "load_model", load)
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])

@@ -1,6 +1,7 @@
 """The best evaluation counts wherever it was made: between two saves, before a resume, in another directory."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ MakePlan = Callable[..., Plan]
 
 def evaluating(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
     said = iter(losses)
-    monkeypatch.setattr("fitune.train.run.evaluate", lambda model, dataset, batch: next(said))
+    monkeypatch.setattr(
+        import_module("fitune.train.run"), "evaluate", lambda model, dataset, batch: next(said)
+    )
 
 
 def test_the_best_checkpoint_is_of_the_best_evaluation_even_between_two_saves(

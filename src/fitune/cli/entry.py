@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from fitune.cli.app import app
-from fitune.errors import FituneError, OutOfMemory, RecipeError, exit_code_of, is_out_of_memory
+from fitune.errors import FituneError, RecipeError, exit_code_of, system_failures
 from fitune.session.signals import exits_on_signals
 
 
@@ -19,7 +19,7 @@ def main() -> None:
     # PEFT asks transformers for a property by its old name; that warning is not for our users.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
     try:
-        with exits_on_signals():
+        with exits_on_signals(), system_failures():
             _run_command()
     except FituneError as error:
         _print_error(error)
@@ -27,11 +27,6 @@ def main() -> None:
     except BrokenPipeError:  # `fitune plan … | head` closed the pipe: what was asked for was shown
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (OSError, MemoryError, RuntimeError) as error:  # a disk that fills up, a device that is full
-        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
-            raise
-        _print_error(_SystemFailed(error))
-        sys.exit(OutOfMemory.exit_code if is_out_of_memory(error) else _SystemFailed.exit_code)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
@@ -52,25 +47,6 @@ def _run_command() -> None:
 
 def _command_of(error: Any) -> str:
     return "fitune" if error.ctx is None else str(error.ctx.command_path)
-
-
-class _SystemFailed(FituneError):
-    """The operating system, or the device's allocator, refused something in the middle of the work."""
-
-    exit_code = 1
-
-    def __init__(self, error: OSError | MemoryError | RuntimeError) -> None:
-        if is_out_of_memory(error):
-            first_line = str(error).partition("\n")[0]
-            super().__init__(
-                f"out of memory: {first_line}".rstrip(": "), hint="end other programs, or take less at once"
-            )
-            return
-        assert isinstance(error, OSError)  # any other RuntimeError is the program's own
-        where = f"{error.filename}: " if error.filename is not None else ""
-        super().__init__(
-            f"{where}{error.strerror or error}", hint="check the path, its rights and the free disk space"
-        )
 
 
 def _print_error(error: FituneError) -> None:

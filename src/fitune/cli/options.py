@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fitune.errors import RecipeError
-from fitune.spec.recipe import ALIASES, SWITCHES, Recipe, canonical_keys, parse_value, read_recipe
+from fitune.spec.recipe import Recipe, canonical_keys, read_recipe
+from fitune.spec.recipe_words import ALIASES, SWITCHES, parse_value
 
 _TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "chat_template"}
 """Kept as typed: ``--gpu 4090`` is a name, not a number."""

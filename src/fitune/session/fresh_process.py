@@ -17,7 +17,8 @@ from fitune.session.events import Note, Tell
 from fitune.session.retrying import Attempt
 from fitune.session.signals import stop_requests
 from fitune.session.training import first_attempt, run_attempt
-from fitune.spec.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe, parse_value
+from fitune.spec.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe
+from fitune.spec.recipe_words import parse_value
 from fitune.spec.reports import PlanReport, Retry
 from fitune.spec.run_directory import RETRY, require_real_files
 from fitune.spec.serial import from_data, read_json, to_json

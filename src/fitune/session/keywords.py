@@ -1,0 +1,133 @@
+"""A recipe as keyword arguments of Python: the settings of ``spec.recipe.Recipe`` for editors and type checkers."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from fitune.errors import RecipeError
+from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe_words import load_yaml
+
+Names: TypeAlias = str | Sequence[str]
+"""A list, or a text with commas."""
+Size: TypeAlias = int | str
+"""Bytes, or ``"128GiB"``."""
+PathLike: TypeAlias = str | os.PathLike[str]
+Source: TypeAlias = PathLike | Mapping[str, Any]
+"""A path or Hub id, or the fields of ``spec.recipe.SourceRecipe``."""
+Sources: TypeAlias = Source | Sequence[Source]
+Place: TypeAlias = Literal["device", "cpu", "nvme"]
+
+
+class RecipeKeys(TypedDict, total=False):
+    """Every key of a recipe. None leaves a setting to the planner, as a key that is not given does."""
+
+    model: PathLike
+    tuning: Literal["full", "lora", "qlora", "lomo", "adalomo"] | None
+    precision: Literal["fp32", "bf16", "bf16-master", "fp16"] | None
+    lora_r: int
+    lora_alpha: int | None
+    lora_dropout: float
+    lora_target_modules: Names
+    lora_layers: str | Sequence[int]
+    lora_modules_to_save: Names
+    added_tokens: Names
+    dora: bool
+    rslora: bool
+    quantization: Literal["nf4", "hqq", "none"] | None
+    quantization_bits: Literal[2, 3, 4, 8] | None
+    quantization_group_size: int
+    double_quantization: bool
+
+    gpu: str | None
+    gpus: int
+    nodes: int
+    host_memory: Size | None
+    nvme_path: PathLike
+    nvme_size: Size | None
+    price_per_gpu_hour: float | None
+    objective: Literal["fastest", "cheapest", "least-memory"]
+
+    data: Sources
+    eval_data: Sources
+    val_fraction: float
+    chat_template: PathLike
+    train_on_prompt: bool
+    packing: bool
+    on_bad_row: Literal["error", "skip"]
+    on_long_row: Literal["truncate", "drop", "split", "error"]
+    cache_dir: PathLike
+
+    seq_len: int
+    micro_batch_size: int | None
+    gradient_accumulation_steps: int | None
+    global_batch_size: int | None
+
+    optimizer: Literal["adamw", "adamw-8bit", "sgd", "momentum"]
+    optimizer_in_backward: bool
+    learning_rate: float | None
+    lr_scheduler: Literal["constant", "linear", "cosine"]
+    warmup_steps: int | None
+    warmup_ratio: float
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    momentum: float
+    max_grad_norm: float
+    max_grad_value: float | None
+    num_epochs: float
+    max_steps: int | None
+    seed: int
+
+    zero: Literal[0, 1, 2, 3] | None
+    backend: Literal["fsdp", "deepspeed"] | None
+    hybrid_sharding: bool | None
+    offload_parameters: Place | None
+    offload_optimizer: Place | None
+    offload_activations: Place | None
+
+    gradient_checkpointing: bool | int | None
+    loss: Literal["plain", "chunked"] | None
+    loss_chunk_tokens: int | None
+    attn_implementation: Literal["flash", "sdpa", "eager"] | None
+
+    kernels: Literal["torch", "liger"]
+    torch_compile: bool
+
+    output_dir: PathLike | None
+    resume: bool | PathLike
+    log_steps: int
+    eval_steps: int
+    save_steps: int
+    keep_checkpoints: int
+    export: Literal["adapter", "merged", "full"] | None
+    report_to: Names
+    samples: int
+
+
+def recipe_of(recipe: PathLike | Recipe | None, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe of a YAML file, or one that was read already, with ``settings`` on top.
+
+    Names of other frameworks are understood as they are in a file. Raises RecipeError.
+    """
+    if isinstance(recipe, Recipe):
+        given, where = recipe.model_dump(include=recipe.model_fields_set), "the recipe"
+    elif recipe is None:
+        given, where = {}, "the keywords"
+    else:
+        given, where = canonical_keys(load_yaml(Path(recipe)), where=str(recipe)), str(recipe)
+    asked = canonical_keys({key: _plain(value) for key, value in settings.items()}, where="the keywords")
+    if not (given.get("model") or asked.get("model")):
+        raise RecipeError(f"{where}: no model is named", hint='model="meta-llama/Llama-3.1-8B"')
+    return parse_recipe({**given, **asked}, where=where)
+
+
+def _plain(value: Any) -> Any:
+    """Values as YAML has them: paths are texts, sequences are lists."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,197 @@
+"""fitune as a library: the same runs as by the commands, typed answers, nothing printed, errors that can be caught."""
+
+import json
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fitune
+from faults.budgets import Budget
+from fitune.cli import main
+from fitune.errors import FituneError, NothingFits, RecipeError, SystemFailed
+from fitune.session.events import Compared, DataRead, Event, Exported, Planned, Predicted, RanOutOfMemory
+from fitune.session.keywords import RecipeKeys, recipe_of
+from fitune.spec.recipe import Recipe, SourceRecipe
+from fitune.spec.reports import PlanReport, StepReport
+
+FUNCTIONS = ("plan", "rehearse", "train", "score", "export", "report")
+
+
+@pytest.fixture
+def settings(model_folder: Path, data_file: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "gpu": "cpu", "seq_len": 64,
+        "micro_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 2, "samples": 0,
+        "output_dir": tmp_path / "run",
+    }  # fmt: skip
+
+
+def test_planning_imports_no_torch() -> None:
+    """In a fresh process, as a user starts it."""
+    program = (
+        "import sys, fitune\n"
+        "assert 'fitune.spec.plan' not in sys.modules, 'fitune is imported quickly'\n"
+        "report = fitune.plan(model='meta-llama/Llama-3.1-8B', gpu='rtx-4090', tuning='lora')\n"
+        "assert 'LoRA' in fitune.explain(report)\n"
+        "heavy = {'torch', 'transformers', 'peft', 'datasets', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert callable(fitune.train) and callable(fitune.report)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_the_keywords_are_the_keys_of_a_recipe() -> None:
+    hints = typing.get_type_hints(RecipeKeys)
+    assert list(hints) == list(Recipe.model_fields)
+    for name, field in Recipe.model_fields.items():
+        wanted, offered = _leaves(field.annotation), _leaves(hints[name])
+        assert wanted - {SourceRecipe} <= offered, name
+        literals = {leaf for leaf in offered if not isinstance(leaf, type)}
+        assert literals <= wanted, name
+
+
+def _leaves(annotation: Any) -> set[Any]:
+    """The types and the literal values that an annotation is made of."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _leaves(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is typing.Literal:
+        return set(typing.get_args(annotation))
+    parts = [leaf for part in typing.get_args(annotation) for leaf in _leaves(part)]
+    return set(parts) if parts else {annotation}
+
+
+def test_keywords_win_over_the_file_and_none_leaves_a_setting_open(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: gpt2\nmicro_batch_size: 4\nseq_len: 128\n")
+    recipe = recipe_of(file, {"seq_len": 256, "micro_batch_size": None, "data": (Path("a.jsonl"), "b.jsonl")})
+    assert (recipe.model, recipe.seq_len, recipe.micro_batch_size) == ("gpt2", 256, None)
+    assert [source.path for source in recipe.data] == ["a.jsonl", "b.jsonl"]
+    again = recipe_of(recipe, {"lora_rank": 8})  # another framework's name
+    assert (again.seq_len, again.lora_r) == (256, 8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"modle": "gpt2"}, RecipeError, "model"),
+        ({}, RecipeError, "no model is named"),
+        ({"model": "gpt2", "tuning": "lore"}, RecipeError, "tuning"),
+        (
+            {"model": "meta-llama/Llama-2-70b-hf", "gpu": "v100-32gb", "tuning": "full"},
+            NothingFits,
+            "GiB",
+        ),
+    ],
+)
+def test_what_cannot_be_is_an_error_to_catch(wrong: Any, error: type[FituneError], said: str) -> None:
+    with pytest.raises(error, match=said):
+        fitune.plan(**wrong)
+
+
+def test_a_change_and_a_rehearsal_of_a_known_model() -> None:
+    report = fitune.plan(model="Qwen/Qwen3-0.6B", gpu="rtx-4090", seq_len=512, tuning="lora")
+    rehearsed = fitune.rehearse(model="Qwen/Qwen3-0.6B", gpu="rtx-4090", seq_len=512, tuning="lora")
+    assert isinstance(report, PlanReport)
+    assert rehearsed.report == report
+    assert rehearsed.rehearsal.peak_bytes == pytest.approx(report.chosen.estimate.peak_bytes, rel=0.02)
+    assert "peak of tensors" in fitune.explain(rehearsed)
+
+
+def test_a_run_by_functions_is_the_run_by_commands(
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    events: list[Event] = []
+    by_functions = fitune.train(**settings, progress=events.append)
+    exported = fitune.export(tmp_path / "run")
+    reported = fitune.report(tmp_path / "run")
+    graded = fitune.score(exported.path, f"{settings['data']}#2", tmp_path / "scores", max_new_tokens=2)
+    assert capsys.readouterr() == ("", "")
+    assert by_functions.status == "complete"
+    assert reported.run == by_functions
+    assert (graded.rows, graded.failed) == (2, 0)
+    kinds = [type(event) for event in events]
+    assert [kind for kind in kinds if kind in (Planned, DataRead, Predicted, StepReport, Compared, Exported)] == [
+        Planned, DataRead, Predicted, StepReport, StepReport, Compared, Exported,
+    ]  # fmt: skip
+
+    commands = tmp_path / "commands"
+    words = [
+        part
+        for key, value in {**settings, "output_dir": commands}.items()
+        for part in (f"--{key}", str(value))
+    ]
+    assert command(monkeypatch, "train", *words) == 0
+    assert command(monkeypatch, "export", str(commands)) == 0
+    assert what_was_done(tmp_path / "run") == what_was_done(commands)
+    weights = [run / "merged" / "model.safetensors" for run in (tmp_path / "run", commands)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+    assert all(callable(getattr(fitune, name)) for name in FUNCTIONS)
+    assert fitune.train(**settings) == by_functions  # complete already
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["fitune", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def what_was_done(run: Path) -> list[Any]:
+    """All but times and paths: the recipe, the plan, every step, the report and the prediction."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    files = [json.loads((run / name).read_text()) for name in ("plan.json", "estimate.json", "report.json")]
+    return [_timeless(value, run) for value in [*steps, *files, (run / "recipe.yaml").read_text()]]
+
+
+def _timeless(value: Any, run: Path) -> Any:
+    if isinstance(value, dict):
+        return {key: _timeless(part, run) for key, part in value.items() if not _is_of_the_moment(key)}
+    if isinstance(value, list):
+        return [_timeless(part, run) for part in value]
+    return value.replace(str(run), "RUN") if isinstance(value, str) else value
+
+
+def _is_of_the_moment(key: str) -> bool:
+    measured = ("mfu", "process_bytes", "nvme_bytes")  # the last is what the disk has free
+    return "seconds" in key or "per_second" in key or key in measured
+
+
+def test_a_run_can_be_stopped_and_gone_on_with(settings: dict[str, Any]) -> None:
+    settings["save_steps"] = 1
+    stopped = fitune.train(**settings, should_stop=lambda: True)
+    assert (stopped.status, stopped.steps) == ("interrupted", 1)
+    resumed = fitune.train(**settings, resume=True)
+    assert (resumed.status, resumed.steps) == ("complete", 2)
+
+
+def test_out_of_memory_the_run_goes_on_in_this_process(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings |= {"micro_batch_size": 16, "loss": "plain"}
+    with Budget(None) as unlimited:
+        fitune.train(**settings | {"output_dir": tmp_path / "never"})
+    events: list[Event] = []
+    with Budget(int(0.97 * unlimited.peak_bytes)) as device:
+        report = fitune.train(**settings, progress=events.append)
+    assert (report.status, device.refusals) == ("complete", 1)
+    assert [type(event) for event in events].count(RanOutOfMemory) == 1
+    assert len(report.retries) == 1
+
+
+def test_what_the_system_refuses_is_an_error_to_catch(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/somewhere")
+
+    monkeypatch.setattr("fitune.session.reporting.report_run", full)
+    with pytest.raises(SystemFailed, match="No space left on device") as failed:
+        fitune.report("anywhere")
+    assert failed.value.exit_code == 1
