@@ -1,20 +1,24 @@
-"""Errors, percentiles and verdicts by hand, and what the command prints."""
+"""Errors, percentiles and verdicts by hand, what the command prints, and that the score is the estimate's own."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import fitune.estimate.memory as memory
 from fitune.cli.app import app
 from fitune.estimate.memory import predict_memory
-from fitune.records.mapping import case_of
-from fitune.records.read import read_records
-from fitune.records.summary import check_rows, errors_of, percentile
-from fitune.records.timeline import allocated_terms
+from fitune.estimate.time import predict_step_time
+from fitune.records.plans import plan_of
+from fitune.records.row import Row, read_records
+from fitune.records.score import compare, compare_rows, errors_of, group_score, scores_of
 from fitune.spec.plan import ChunkedLoss, Recompute
 
 RUNS = Path(__file__).with_name("runs.jsonl")
+RESULTS = Path(__file__).parents[2] / "results"
+TRUSTED = ("high", "medium")
 
 
 def test_median_percentile_and_bias_by_hand() -> None:
@@ -25,57 +29,92 @@ def test_median_percentile_and_bias_by_hand() -> None:
     assert errors.bias == pytest.approx(0.03)
 
 
-def test_percentile_of_one_value_is_that_value() -> None:
-    assert percentile([0.3], 0.9) == 0.3
-
-
 def test_nothing_to_compare_is_none_and_not_zero() -> None:
     errors = errors_of([])
     assert errors.count == 0
     assert errors.median_abs_error is errors.p90_abs_error is errors.bias is None
 
 
+def test_sources_count_alike_however_many_rows_they_have() -> None:
+    scores = scores_of(compare_rows(read_records(RUNS))[0], confidence=TRUSTED)
+    others = [score for score in scores if score.group == "others" and score.memory.count]
+    medians = sorted(score.memory.median_abs_error for score in others)
+    assert group_score(scores, "others").memory.median_abs_error in (*medians, sum(medians) / 2)
+
+
 def test_only_trusted_rows_are_evidence() -> None:
-    rows = read_records(RUNS)
-    trusted, every = check_rows(rows), check_rows(rows, confidence=("high", "medium", "low", ""))
-    assert every.memory.count == trusted.memory.count + 1
-    assert trusted.represented == every.represented == len(rows) - 2
+    compared, skipped = compare_rows(read_records(RUNS))
+    counts = [
+        sum(score.memory.count for score in scores_of(compared, confidence=levels))
+        for levels in (TRUSTED, (*TRUSTED, "low", ""))
+    ]
+    assert counts[1] == counts[0] + 1
+    assert {row.id for row, _ in skipped} == {"tensor-parallel", "length-not-stated"}
 
 
 def test_an_oom_row_has_a_verdict_and_no_error() -> None:
-    summary = check_rows(read_records(RUNS))
-    oom = next(c for c in summary.compared if c.row.outcome == "oom")
+    compared, _ = compare_rows(read_records(RUNS))
+    oom = next(one for one in compared if one.row.oom)
     assert oom.memory_error is None
     assert oom.fits is False
-    assert (summary.verdicts.oom, summary.verdicts.oom_not_fit) == (1, 1.0)
+    total = group_score(scores_of(compared, confidence=TRUSTED), "others")
+    assert (total.oom, total.oom_not_fit) == (1, 1)
 
 
-def test_rows_and_skipped_add_up_by_source() -> None:
-    summary = check_rows(read_records(RUNS))
-    assert summary.rows == summary.represented + len(summary.skipped)
-    assert sum(source.rows for source in summary.per_source) == summary.rows
-    assert {skipped.row.id for skipped in summary.skipped} == {"tensor-parallel", "length-not-stated"}
+@pytest.mark.parametrize(
+    "name", ["full-one-device", "lora-logits-decide", "full-fsdp-two", "qlora-fsdp-frozen"]
+)
+def test_runs_with_all_facts_stated_are_within_a_twentieth(name: str) -> None:
+    told = compare(next(row for row in read_records(RUNS) if row.id == name))
+    assert told.memory_error == pytest.approx(0, abs=0.05)
+
+
+def test_the_score_is_that_of_the_estimate_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """memory_of 10 % larger: every predicted byte is. Where it raises, nothing is predicted."""
+    rows = read_records(RUNS)
+    before, _ = compare_rows(rows)
+    real = memory.memory_of
+
+    def tenth_more(terms: dict[str, int]) -> dict[str, int]:
+        return {name: size * 11 // 10 for name, size in terms.items()}
+
+    def larger(step):
+        found = real(step)
+        phases = {phase: tenth_more(terms) for phase, terms in found.phases.items()}
+        return replace(found, phases=phases, outside=tenth_more(found.outside))
+
+    monkeypatch.setattr(memory, "memory_of", larger)
+    for one, other in zip(before, compare_rows(rows)[0], strict=True):
+        assert other.predicted_bytes == pytest.approx(1.1 * one.predicted_bytes, rel=0.01)
+    monkeypatch.setattr(memory, "memory_of", real)
+    monkeypatch.setattr(memory, "_loss_moments", lambda step, gradients: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        compare_rows(rows)
 
 
 def test_json_has_the_promised_keys() -> None:
     result = CliRunner().invoke(app, ["records", "check", str(RUNS), "--json"])
     assert result.exit_code == 0
     data = json.loads(result.stdout)
-    assert list(data) == [
-        "rows", "represented", "memory", "speed", "verdicts", "per_source", "skipped",
-    ]  # fmt: skip
+    assert list(data) == ["rows", "represented", "leave_one_out", "fitune", "others", "defaults", "skipped"]
+    assert (data["rows"], data["represented"]) == (13, 11)
     for part in ("memory", "speed"):
-        assert list(data[part]) == ["count", "median_abs_error", "p90_abs_error", "bias"]
-    assert list(data["verdicts"]) == ["ok_fit", "oom_not_fit"]
-    assert data["rows"] == 13
-    assert data["memory"]["median_abs_error"] < 0.05
-    assert {"id": "tensor-parallel", "why": "tp = 8: no plan has tensor parallelism"} in data["skipped"]
+        assert list(data["others"]["all"][part]) == ["count", "median_abs_error", "p90_abs_error", "bias"]
+    assert data["fitune"]["sources"] == {}
+    assert data["fitune"]["all"]["memory"]["bias"] is None
+    assert {one["id"] for one in data["skipped"]} == {"tensor-parallel", "length-not-stated"}
 
 
-def test_text_names_the_confidence_the_sources_and_what_is_not_represented() -> None:
-    result = CliRunner().invoke(app, ["records", "check", str(RUNS), "--rows"])
+def test_text_names_confidence_groups_and_what_has_no_plan() -> None:
+    result = CliRunner().invoke(app, ["records", "check", str(RUNS), "--rows", "--leave-one-out"])
     assert result.exit_code == 0
-    assert "high or medium confidence" in result.stdout
+    for words in (
+        "high or medium confidence",
+        "other trainers",
+        "without switches",
+        "without what was learnt",
+    ):
+        assert words in result.stdout
     assert "tensor-parallel: tp = 8" in result.stdout
     assert "full-one-device" in result.stdout
 
@@ -86,9 +125,28 @@ def test_a_confidence_that_is_none_is_refused() -> None:
     assert "did you mean 'high'" in str(result.exception)
 
 
-def test_a_run_of_ours_is_priced_by_the_estimate_as_it_is(tmp_path: Path) -> None:
-    """Results of fitune go through the same door: no habit of another trainer, recompute and chunk as planned."""
-    facts = json.loads(RUNS.read_text().splitlines()[3])
+def test_leave_one_out_takes_speeds_from_other_sources() -> None:
+    """Three rows alike by two sources: the second's measured speed is half of the first's, and so is the correction."""
+    facts = next(row.facts for row in read_records(RUNS) if row.id == "full-one-device")
+    speed = {"someone": 1000.0, "another": 500.0}
+    rows = [
+        Row(
+            id=source,
+            line=1,
+            source=source,
+            facts={**facts, "must_assume": None, "tok_s_per_gpu": speed[source]},
+        )
+        for source in speed
+    ]
+    compared, _ = compare_rows(rows, leave_one_out=True)
+    assert [one.predicted_speed for one in compared] == pytest.approx([500.0, 1000.0])
+    alone, _ = compare_rows(rows[:1], leave_one_out=True)
+    assert alone[0].predicted_speed is None
+
+
+def test_a_run_of_ours_is_priced_by_the_estimate_as_it_is() -> None:
+    """No switch of another trainer, recompute and chunk as planned."""
+    facts = next(row.facts for row in read_records(RUNS) if row.id == "lora-logits-decide")
     ours = {
         **facts,
         "source": "fitune results",
@@ -96,16 +154,28 @@ def test_a_run_of_ours_is_priced_by_the_estimate_as_it_is(tmp_path: Path) -> Non
         "recompute_blocks": 8,
         "loss_chunk_tokens": 512,
     }
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps({"rows": [ours]}))
-    case = case_of(read_records(path)[0])
-    assert case.plan.recompute == Recompute(blocks=8)
-    assert case.plan.loss == ChunkedLoss(chunk_tokens=512)
-    assert allocated_terms(case) == predict_memory(case.plan).phases
+    row = Row(id="ours", line=1, source="fitune results", facts=ours)
+    plan, told = plan_of(row), compare(row)
+    assert plan.recompute == Recompute(blocks=8)
+    assert plan.loss == ChunkedLoss(chunk_tokens=512)
+    expected = predict_memory(plan)
+    assert told.group == "fitune"
+    assert told.predicted_bytes == expected.tensor_peak_bytes + expected.outside["cuBLAS workspace"]
+    assert told.predicted_speed == pytest.approx(16384 / predict_step_time(plan).step_seconds)
 
 
-def test_a_results_file_without_these_keys_is_counted_and_not_refused() -> None:
-    results = Path(__file__).parents[2] / "results" / "vs_trl_cpu.json"
-    summary = check_rows(read_records(results))
-    assert (summary.rows, summary.represented) == (3, 0)  # full, lora, qlora
-    assert all("not stated" in skipped.why for skipped in summary.skipped)
+def test_results_of_ours_are_compared_as_they_were_recorded() -> None:
+    compared, skipped = compare_rows(
+        [row for name in ("cpu_methods.json", "step_time_cpu.json") for row in read_records(RESULTS / name)]
+    )
+    assert skipped == []
+    assert {one.group for one in compared} == {"fitune"}
+    memory_score, time_score = scores_of(compared, confidence=TRUSTED)
+    assert memory_score.memory.median_abs_error < 0.01
+    assert time_score.speed.count == len(compared) - 95
+
+
+def test_a_results_file_without_predictions_is_counted_and_not_refused() -> None:
+    compared, skipped = compare_rows(read_records(RESULTS / "vs_trl_cpu.json"))
+    assert (len(compared), len(skipped)) == (0, 3)
+    assert all("not stated" in why or "not known" in why for _, why in skipped)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import DataError
-from fitune.records.read import read_records
+from fitune.records.row import read_records
 
 RUNS = Path(__file__).with_name("runs.jsonl")
 
@@ -20,7 +20,7 @@ def lines(tmp_path: Path, *rows: dict[str, object] | str) -> Path:
 def test_every_row_is_read_in_order() -> None:
     rows = read_records(RUNS)
     assert [row.id for row in rows][:2] == ["full-one-device", "full-fsdp-two"]
-    assert rows[0].peak_mem_gib == 67.46
+    assert rows[0].amount("peak_mem_gib") == 67.46
     assert rows[0].size("seq_len") == 4096
 
 
@@ -64,7 +64,7 @@ def test_sizes_that_are_none_are_refused_with_line_and_key(tmp_path: Path, key: 
         ({"seq_len": 12.5}, "is not a whole number"),
         ({"seq_len": "2048"}, "is not a number"),
         ({"layers": True}, "is not a number"),
-        ({"outcome": "maybe"}, "must be ok or oom"),
+        ({"outcome": "maybe"}, "must be ok, oom or null"),
         ({"confidence_mem": "very"}, "must be high, medium, low or null"),
         ({"gpu": ["a100"]}, "is not a word"),
     ],

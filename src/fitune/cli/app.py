@@ -306,21 +306,27 @@ def demo(
 
 @records.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="Rows, one JSON object a line.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Rows, one JSON object a line; or files of results/."),
+    ],
     confidence: Annotated[
         str, typer.Option(help="The least confidence that counts as evidence: high, medium, low or any.")
     ] = "medium",
+    leave_one_out: Annotated[
+        bool, typer.Option("--leave-one-out", help="Predict each source without what was learnt from it.")
+    ] = False,
     rows: Annotated[bool, typer.Option("--rows", help="Print every row, too.")] = False,
     json: Json = False,
 ) -> None:
-    """Predict every run of a file and print how far off memory, speed and verdicts are."""
-    from fitune.session.records import check_records, summary_data, summary_text
+    """Predict every run of the files and print how far off memory, speed and verdicts are."""
+    from fitune.session.records import check_data, check_records, check_text
 
-    summary = check_records(file, confidence=confidence)
+    found = check_records(files, confidence=confidence, leave_one_out=leave_one_out)
     if json:
-        _print_json(summary_data(summary))
+        _print_json(check_data(found))
     else:
-        print(summary_text(summary, rows=rows))
+        print(check_text(found, rows=rows))
 
 
 def _show(result: "Result", *, json: bool) -> None:

@@ -13,15 +13,18 @@ from fitune.estimate.gradients import (
 )
 from fitune.estimate.parameters import embedding_parameters, head_parameters
 from fitune.estimate.shape import largest_batch
-from fitune.estimate.step import StepStages, Terms, describe_step
-from fitune.spec.plan import Plan, trains_embeddings, updates_in_backward
+from fitune.estimate.step import StepStages, Terms
+from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
+from fitune.spec.plan import PlainLoss, Plan, trains_embeddings, updates_in_backward
 from fitune.spec.reports import MemoryBreakdown, Phase
 from fitune.spec.shape import BatchShape
 
 
-def predict_memory(plan: Plan, shape: BatchShape | None = None) -> MemoryBreakdown:
+def predict_memory(
+    plan: Plan, shape: BatchShape | None = None, *, trainer: Trainer = FITUNE
+) -> MemoryBreakdown:
     """Bytes by phase and term on one device, for a micro-batch of ``shape`` (the most the plan allows if None)."""
-    return memory_of(describe_step(plan, shape or largest_batch(plan)))
+    return memory_of(describe_step_of(trainer, plan, shape or largest_batch(plan)))
 
 
 def memory_of(step: StepStages) -> MemoryBreakdown:
@@ -95,7 +98,8 @@ def _forward_terms(step: StepStages) -> Terms:
         moments.append(a_block_earlier)
     largest = _largest(moments)
     hidden = largest.get("hidden states", 0) + _embedded_tokens(step)
-    return {**step.around(in_forward=True), **gradients, **largest, "hidden states": hidden}
+    copies = {"16-bit copies": step.weight_copies}
+    return {**step.around(in_forward=True), **gradients, **copies, **largest, "hidden states": hidden}
 
 
 def _embedded_tokens(step: StepStages) -> int:
@@ -111,6 +115,7 @@ def _loss_terms(step: StepStages) -> Terms:
         "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
         "recompute inputs": step.inputs_before(step.num_layers),
         "hidden states": step.hidden,
+        "16-bit copies": step.weight_copies,
         "gathered weights": step.buffers.loss,
         "reduce buffers": step.buffers.buckets,
     }
@@ -120,6 +125,9 @@ def _loss_terms(step: StepStages) -> Terms:
 def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
     """Softmax of the first chunk, head backward of the first and of a later chunk, softmax of a later one, scatter."""
     plan, e, model = step.plan, step.element_bytes, step.plan.model
+    if step.logit_bytes and isinstance(plan.loss, PlainLoss):
+        logits = step.shape.tokens * model.vocab_size * step.logit_bytes
+        return [{"gradients": gradients, "loss": logits}]
     chunk = loss_terms.chunk_tokens(plan.loss, step.shape)
     softmax, backward = _chunk_sizes(step, chunk)
     buffers = loss_terms.loss_buffers_bytes(
@@ -177,8 +185,9 @@ def _backward_terms(step: StepStages) -> Terms:
     ]
     around: Terms = {
         **step.around(),
-        "hidden states": 2 * step.hidden,
-    }  # the trainer holds them and their gradient
+        "hidden states": 2 * step.hidden,  # the trainer holds them and their gradient
+        "16-bit copies": step.weight_copies * (step.num_layers - step.recomputed) // step.num_layers,
+    }
     return {**around, **_largest(moments)}
 
 
@@ -238,7 +247,8 @@ def _kept_around(step: StepStages, index: int) -> int:
 def _inputs_around(step: StepStages, index: int) -> int:
     """The same of the recomputed ones' inputs, block ``index``'s own among them."""
     if not step.plan.goes_back_twice or step.activations_leave:
-        return step.inputs_before(index) + step.own_input(index)
+        held = (step.num_layers - 1 - index) * step.held_behind
+        return step.inputs_before(index) + step.own_input(index) + held
     return step.inputs_before(step.num_layers)
 
 
@@ -294,7 +304,7 @@ def _before_the_blocks(step: StepStages, head: int) -> int:
 
 def _input_is_kept_by_norm(step: StepStages) -> bool:
     """An fp32 RMSNorm or a LayerNorm keeps the residual stream itself, so a block's input is not held twice."""
-    return step.element_bytes == activations.FP32 or step.plan.model.norm_type == "layer"
+    return step.element_bytes == activations.FP32 or step.fp32_stream or step.plan.model.norm_type == "layer"
 
 
 def _largest(moments: list[Terms]) -> Terms:

@@ -6,6 +6,10 @@ None of these figures was measured by us yet; each says where it comes from.
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.units import GIB, MIB
 
+COLLECTIVES_BYTES = 300 * MIB
+"""Channels and buffers that NCCL keeps outside torch for a communicator of one node: 4 MiB (NCCL_BUFFSIZE) for each of
+up to 32 channels and both directions. Not measured by us."""
+
 
 def outside_terms(gpu: Gpu, *, moving_bytes: int) -> dict[str, int]:
     """Bytes beside the tensors: nothing on a CPU, where live tensors are what is compared.

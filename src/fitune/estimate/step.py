@@ -74,6 +74,18 @@ class StepStages:
     """What the update holds beside what stays."""
     hidden: int
     """The last hidden state, t · e · h; also the size of a block's input and of their gradients."""
+    logit_bytes: int = 0
+    """Alive for each logit where another trainer makes all of them; 0: fitune's loss (loss.py)."""
+    gradient_bytes: int = 0
+    """Of an element of a fresh gradient; 0: the compute type's."""
+    fp32_stream: bool = False
+    """The residual stream is fp32 whatever is computed in; ``hidden`` counts it so."""
+    held_behind: int = 0
+    """Input and its gradient that each block leaves behind until backward is through."""
+    weight_copies: int = 0
+    """16-bit copies of fp32 weights, from forward until the block that used them has gone back."""
+    casts: tuple[float, float] = (0.0, 0.0)
+    """Bytes per token that casts move beside the model's own operations, forward and backward, in all blocks."""
 
     @property
     def element_bytes(self) -> int:
@@ -121,7 +133,8 @@ class StepStages:
 
     @property
     def head_gradient(self) -> int:
-        return head_parameters(self.plan.model) * self.element_bytes if trains_head(self.plan.tuning) else 0
+        width = self.gradient_bytes or self.element_bytes
+        return head_parameters(self.plan.model) * width if trains_head(self.plan.tuning) else 0
 
     @property
     def root_waits(self) -> bool:

@@ -17,8 +17,9 @@ from fitune.estimate.rates import NEW_PAGE_BYTES, Rates, rates_of
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.shares import uses_deepspeed, zero_stage
 from fitune.estimate.states import has_masters, states_per_parameter
-from fitune.estimate.step import StepStages, describe_step
+from fitune.estimate.step import StepStages
 from fitune.estimate.tensors import trained_tensors
+from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
 from fitune.estimate.transfers import Transfers, transfers_of
 from fitune.spec.counts import attention_flops_per_pair, head_flops_per_token, model_flops
 from fitune.spec.plan import AdamW8bit, Lomo, Plan, trains_head, updates_in_backward
@@ -80,9 +81,9 @@ def model_flops_per_token(plan: Plan) -> float:
     return flops / shape.tokens
 
 
-def predict_step_time(plan: Plan, shape: BatchShape | None = None) -> StepTime:
+def predict_step_time(plan: Plan, shape: BatchShape | None = None, *, trainer: Trainer = FITUNE) -> StepTime:
     """Seconds by phase of one optimizer step: ``accumulation`` micro-batches and one update."""
-    return step_time_of(describe_step(plan, shape or largest_batch(plan)))
+    return step_time_of(describe_step_of(trainer, plan, shape or largest_batch(plan)))
 
 
 def step_time_of(step: StepStages) -> StepTime:
@@ -144,7 +145,7 @@ def forward_work(step: StepStages, blocks: BlockWork, rates: Rates) -> Work:
         product_flops=tokens * blocks.forward.flops,
         products=blocks.forward.products,
         attention_seconds=layers * attention_seconds(step, rates)[0],
-        bytes=tokens * blocks.forward.bytes,
+        bytes=tokens * (blocks.forward.bytes + step.casts[0]),
         tensor_bytes=step.hidden,
         bytes_in_place=step.weights_read + step.unpacked,
         forward_operations=blocks.forward.products + blocks.forward.operations + layers * step.shape.rows,
@@ -202,7 +203,7 @@ def backward_work(step: StepStages, blocks: BlockWork, forward: Work, rates: Rat
             count_in_large(each.elements * step.element_bytes) * each.count
             for each in trained_tensors(step.plan)
         ),
-        bytes=tokens * blocks.backward.bytes + again * forward.bytes,
+        bytes=tokens * (blocks.backward.bytes + step.casts[1]) + again * forward.bytes,
         tensor_bytes=step.hidden,
         bytes_in_place=step.weights_read * back / step.num_layers
         + (back / step.num_layers + again) * step.unpacked

@@ -1,134 +1,133 @@
-"""One measured run as its line in a records file says it."""
+"""Measured runs as a file says them: one JSON object a line, or a document whose ``rows`` are such objects."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from fitune.errors import DataError
+from fitune.files import read_text
+from fitune.spec.serial import parse_json
+from fitune.units import MIB
 
-Confidence = Literal["high", "medium", "low", ""]
-
-_LEVELS: tuple[Confidence, ...] = ("high", "medium", "low")
-_SIZES = (
+_MAX_BYTES = 64 * MIB
+_MOST = 1e12
+_COUNTS = (
     "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "n_gpus", "lora_rank",
     "seq_len", "micro_batch", "grad_accum", "tp", "pp", "cp", "recompute_blocks", "loss_chunk_tokens",
 )  # fmt: skip
-_MOST = 1e12
-_MAY_BE_NONE = ("recompute_blocks",)
+_AMOUNTS = ("params_b", "peak_mem_gib", "tok_s_per_gpu")
+_CHOICES = {
+    "outcome": ("ok", "oom"),
+    "confidence_mem": ("high", "medium", "low"),
+    "confidence_speed": ("high", "medium", "low"),
+}
+_WORDS = (
+    "id", "source", "model", "gpu", "method", "lora_targets", "quant", "optimizer", "optimizer_dtype",
+    "precision_mode", "sharding", "attention", "mem_kind", "mlp_type", "must_assume", "notes", "setting",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Facts of one run. Words are as its author wrote them, sizes are positive; None is what was not said."""
+    """One run. Sizes are checked and positive; what was not said is None."""
 
     id: str
     line: int
     source: str
-    model: str
-    words: Mapping[str, str]
-    """Lower case, by key: gpu, method, quant, precision_mode, sharding, …; "" where nothing was said."""
-    sizes: Mapping[str, int | None]
-    params_b: float | None
-    peak_mem_gib: float | None
-    """Per device."""
-    tok_s_per_gpu: float | None
-    switches: Mapping[str, bool | None]
-    outcome: Literal["ok", "oom"]
-    confidence_mem: Confidence
-    confidence_speed: Confidence
-
-    def size(self, key: str) -> int | None:
-        return self.sizes[key]
-
-    def says(self, key: str, *needles: str) -> bool:
-        """True if any of ``needles`` occurs in what the author wrote under ``key``."""
-        return any(needle in self.words[key] for needle in needles)
-
-    @property
-    def remarks(self) -> str:
-        """Everything that may name the trainer and its habits."""
-        return " ".join((self.source.lower(), self.words["must_assume"], self.words["notes"]))
-
-
-_WORDS = (
-    "gpu", "method", "lora_targets", "quant", "optimizer", "optimizer_dtype", "precision_mode", "sharding",
-    "attention", "fused_ce", "mem_kind", "act_ckpt", "mlp_type", "must_assume", "notes",
-)  # fmt: skip
-_SWITCHES = (
-    "double_quant", "offload_params", "offload_optimizer", "act_ckpt", "act_offload", "compile",
-    "tied_embeddings", "fused_ce",
-)  # fmt: skip
-
-
-def row_from(facts: Mapping[str, Any], *, line: int, where: str, fallback_source: str) -> Row:
-    """Check one object. Raises DataError naming file, line, key and value."""
-    values = _Values(facts, f"{where} line {line}")
-    return Row(
-        id=values.text("id") or f"line-{line}",
-        line=line,
-        source=values.text("source") or fallback_source,
-        model=values.text("model"),
-        words={key: values.text(key, also_switch=True).lower() for key in _WORDS},
-        sizes={key: values.size(key) for key in _SIZES},
-        params_b=values.amount("params_b"),
-        peak_mem_gib=values.amount("peak_mem_gib"),
-        tok_s_per_gpu=values.amount("tok_s_per_gpu"),
-        switches={key: values.switch(key) for key in _SWITCHES},
-        outcome=values.outcome(),
-        confidence_mem=values.confidence("confidence_mem"),
-        confidence_speed=values.confidence("confidence_speed"),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Values:
     facts: Mapping[str, Any]
-    where: str
-
-    def text(self, key: str, *, also_switch: bool = False) -> str:
-        value = self.facts.get(key)
-        if value is None or (also_switch and isinstance(value, bool)):
-            return ""
-        if not isinstance(value, str | int | float):
-            raise self._refused(key, "is not a word")
-        return str(value).encode("utf-8", "replace").decode()  # half a surrogate pair cannot be printed
 
     def size(self, key: str) -> int | None:
-        value = self.amount(key)
-        if value is not None and value != int(value):
-            raise self._refused(key, "is not a whole number")
+        value = self.facts.get(key)
         return None if value is None else int(value)
 
     def amount(self, key: str) -> float | None:
         value = self.facts.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._refused(key, "is not a number")
-        if value == 0 and key in _MAY_BE_NONE:
-            return 0.0
-        if not 0 < value < _MOST:
-            raise self._refused(key, "must be more than zero and no more than a machine can hold")
-        return float(value)
+        return None if value is None else float(value)
 
-    def switch(self, key: str) -> bool | None:
+    def flag(self, key: str) -> bool | None:
         """A word that describes how ("selective", the name of a kernel) means yes."""
         value = self.facts.get(key)
-        return bool(value) if value is not None else None
+        return None if value is None else bool(value)
 
-    def outcome(self) -> Literal["ok", "oom"]:
-        value = self.facts.get("outcome", "ok")
-        if value not in ("ok", "oom"):
-            raise self._refused("outcome", "must be ok or oom")
-        return "oom" if value == "oom" else "ok"
+    def words(self, *keys: str) -> str:
+        """In lower case and with blanks for hyphens and underscores; "" where nothing was said."""
+        said = (self.facts.get(key) for key in keys)
+        text = " ".join(str(each) for each in said if each is not None and not isinstance(each, bool))
+        return text.lower().replace("_", " ").replace("-", " ")
 
-    def confidence(self, key: str) -> Confidence:
-        for level in _LEVELS:
-            if self.facts.get(key) == level:
-                return level
-        if self.facts.get(key) in (None, ""):
-            return ""
-        raise self._refused(key, "must be high, medium, low or null")
+    def says(self, key: str, *needles: str) -> bool:
+        """True if any of ``needles`` occurs in what the author wrote under ``key``."""
+        return any(needle in self.words(key) for needle in needles)
 
-    def _refused(self, key: str, why: str) -> DataError:
-        return DataError(f"{self.where}: {key} = {repr(self.facts[key])[:60]} {why}")
+    @property
+    def oom(self) -> bool:
+        return self.facts.get("outcome") == "oom"
+
+    @property
+    def remarks(self) -> str:
+        """What the row says of this one run beside its facts."""
+        return self.words("must_assume", "notes")
+
+
+def read_records(path: Path) -> list[Row]:
+    """Every row of ``path``, checked.
+
+    Raises DataError with file and line for what cannot be read, is no object, has an impossible size or repeats an id.
+    """
+    rows = [_row(facts, path, line) for line, facts in _objects(path)]
+    if not rows:
+        raise DataError(f"{path}: has no rows", hint="one JSON object a line; docs/records.md has the keys")
+    seen: dict[str, int] = {}
+    for row in rows:
+        if seen.setdefault(row.id, row.line) != row.line:
+            raise DataError(f"{path} line {row.line}: id {row.id!r} is that of line {seen[row.id]} too")
+    return rows
+
+
+def _objects(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        text = read_text(path, limit=_MAX_BYTES, encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+    try:
+        whole = parse_json(text)
+    except ValueError:
+        whole = None
+    rows = whole.get("rows") if isinstance(whole, dict) else whole
+    if isinstance(rows, list):
+        yield from enumerate(rows, start=1)
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield number, parse_json(line)
+            except ValueError as error:
+                raise DataError(f"{path} line {number}: {error}") from None
+
+
+def _row(facts: Any, path: Path, line: int) -> Row:
+    if not isinstance(facts, dict):
+        raise DataError(f"{path} line {line}: expected an object, found {type(facts).__name__}")
+    for key, value in facts.items():
+        why = "" if value is None else _refusal(key, value)
+        if why:
+            raise DataError(f"{path} line {line}: {key} = {repr(value)[:60]} {why}")
+    name = str(facts.get("id") or f"line-{line}").encode("utf-8", "replace").decode()
+    source = str(facts.get("source") or path.name).encode("utf-8", "replace").decode()
+    return Row(id=name, line=line, source=source, facts=facts)
+
+
+def _refusal(key: str, value: Any) -> str:
+    """Why ``value`` cannot be that of ``key``; "" where it can."""
+    if key in _COUNTS or key in _AMOUNTS:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return "is not a number"
+        if not 0 < value < _MOST and not (key == "recompute_blocks" and value == 0):
+            return "must be more than zero and no more than a machine can hold"
+        return "is not a whole number" if key in _COUNTS and value != int(value) else ""
+    if key in _CHOICES:
+        return "" if value in (*_CHOICES[key], "") else f"must be {', '.join(_CHOICES[key])} or null"
+    return "" if key not in _WORDS or isinstance(value, str | int | float) else "is not a word"

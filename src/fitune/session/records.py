@@ -1,105 +1,110 @@
 """The estimate held against measured runs."""
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import RecipeError, did_you_mean
-from fitune.records.compare import TRUSTED, Comparison
-from fitune.records.read import read_records
-from fitune.records.summary import Errors, SourceSummary, Summary, Verdicts, check_rows
+from fitune.records.row import Row, read_records
+from fitune.records.score import GROUPS, Comparison, Errors, Score, compare_rows, group_score, scores_of
 from fitune.units import format_bytes, format_percent, format_rate
 
-_CONFIDENCE = {"high": ("high",), "medium": TRUSTED, "low": (*TRUSTED, "low"), "any": (*TRUSTED, "low", "")}
+_CONFIDENCE = {
+    "high": ("high",), "medium": ("high", "medium"), "low": ("high", "medium", "low"),
+    "any": ("high", "medium", "low", ""),
+}  # fmt: skip
+_TITLES = {
+    "fitune": "fitune's own runs",
+    "others": "other trainers, by their switches",
+    "defaults": "trainers without switches, priced as though they were fitune",
+}
 
 
-def check_records(file: Path, *, confidence: str) -> Summary:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Measured rows against the estimate."""
+
+    rows: int
+    compared: tuple[Comparison, ...]
+    skipped: tuple[tuple[Row, str], ...]
+    scores: tuple[Score, ...]
+    confidence: tuple[str, ...]
+    leave_one_out: bool
+
+
+def check_records(files: Sequence[Path], *, confidence: str, leave_one_out: bool = False) -> Check:
     """Raises DataError for a file that cannot be read and RecipeError for a confidence that is none."""
     if confidence not in _CONFIDENCE:
         raise RecipeError(
             f"--confidence {confidence} is none",
             hint=did_you_mean(confidence, tuple(_CONFIDENCE)) or "high, medium, low or any",
         )
-    return check_rows(read_records(file), confidence=_CONFIDENCE[confidence])
+    rows = [row for file in files for row in read_records(file)]
+    compared, skipped = compare_rows(rows, leave_one_out=leave_one_out)
+    return Check(
+        rows=len(rows),
+        compared=tuple(compared),
+        skipped=tuple(skipped),
+        scores=tuple(scores_of(compared, confidence=_CONFIDENCE[confidence])),
+        confidence=_CONFIDENCE[confidence],
+        leave_one_out=leave_one_out,
+    )
 
 
-def summary_data(summary: Summary) -> dict[str, Any]:
-    """Errors and verdicts are fractions, null where there is nothing to compare."""
+def check_data(check: Check) -> dict[str, Any]:
+    """Errors are fractions, null where there is nothing to compare."""
     return {
-        "rows": summary.rows,
-        "represented": summary.represented,
-        "memory": asdict(summary.memory),
-        "speed": asdict(summary.speed),
-        "verdicts": _verdict_data(summary.verdicts),
-        "per_source": {
-            source.source: {
-                "rows": source.rows,
-                "represented": source.represented,
-                "memory": asdict(source.memory),
-                "speed": asdict(source.speed),
-                "verdicts": _verdict_data(source.verdicts),
-                "missing": source.missing,
-            }
-            for source in summary.per_source
-        },
-        "skipped": [{"id": skipped.row.id, "why": skipped.why} for skipped in summary.skipped],
+        "rows": check.rows,
+        "represented": len(check.compared),
+        "leave_one_out": check.leave_one_out,
+        **{group: _group_data(check.scores, group) for group in GROUPS},
+        "skipped": [{"id": row.id, "why": why} for row, why in check.skipped],
     }
 
 
-def _verdict_data(verdicts: Verdicts) -> dict[str, float | None]:
-    return {"ok_fit": verdicts.ok_fit, "oom_not_fit": verdicts.oom_not_fit}
-
-
-def summary_text(summary: Summary, *, rows: bool) -> str:
+def check_text(check: Check, *, rows: bool) -> str:
+    levels = " or ".join(level or "unstated" for level in check.confidence)
     lines = [
-        f"{summary.represented} of {summary.rows} rows are runs that a plan can say; "
-        f"errors are of rows with {_levels(summary.confidence)} confidence",
-        "",
-        *(_rows_table(summary.compared) if rows else []),
-        f"{'':<{_NAME}}      {'memory':^28}  {'speed':^28}  {'':>8} {'out of':>8}",
-        f"{'source':<{_NAME}} {'rows':>4} {_HEADER}  {_HEADER}  {'fits':>8} {'memory':>8}",
-        *(_source_line(source) for source in summary.per_source),
-        _line("all", summary.rows, summary.memory, summary.speed, summary.verdicts),
-        "",
-        *_sentences("memory", summary.memory),
-        *_sentences("speed", summary.speed),
-        *_missing_lines(summary),
-        *_skipped_lines(summary),
+        f"{len(check.compared)} of {check.rows} rows map to a plan; errors are of rows with {levels} confidence"
     ]
+    if check.leave_one_out:
+        lines.append("each source is predicted without what was learnt from it")
+    lines += ["", *(_rows_table(check.compared) if rows else []), _HEADER]
+    for group in GROUPS:
+        own = [score for score in check.scores if score.group == group]
+        lines += [_TITLES[group], *(_line(score) for score in own)] if own else []
+        lines += [_line(group_score(check.scores, group))] if len(own) > 1 else []
+    if check.skipped:
+        lines += ["", "no plan:", *(f"  {row.id}: {why}" for row, why in check.skipped)]
     return "\n".join(lines)
 
 
+def _group_data(scores: Sequence[Score], group: str) -> dict[str, Any]:
+    own = [score for score in scores if score.group == group]
+    return {
+        "all": asdict(group_score(scores, group)),
+        "sources": {score.source: asdict(score) for score in own},
+    }
+
+
 _NAME = 40
-_HEADER = f"{'n':>4} {'median':>7} {'p90':>7} {'bias':>7}"
+_COLUMNS = f"{'n':>4} {'median':>7} {'p90':>7} {'bias':>7}"
+_HEADER = (
+    f"{'':<{_NAME}}        {'memory':^28}  {'speed':^28}  {'':>8} {'out of':>8}\n"
+    f"  {'source':<{_NAME}} {'rows':>4} {_COLUMNS}  {_COLUMNS}  {'fits':>8} {'memory':>8}"
+)
 
 
-def _levels(confidence: tuple[str, ...]) -> str:
-    return " or ".join(level or "unstated" for level in confidence)
-
-
-def _sentences(what: str, errors: Errors) -> list[str]:
-    if errors.median_abs_error is None or errors.p90_abs_error is None or errors.bias is None:
-        return []
-    side = "much" if errors.bias > 0 else "little"
-    return [
-        f"{what}: half of {errors.count} rows are within {format_percent(errors.median_abs_error)}, nine in ten "
-        f"within {format_percent(errors.p90_abs_error)}; {format_percent(abs(errors.bias))} too {side} on average"
-    ]
-
-
-def _source_line(source: SourceSummary) -> str:
-    return _line(_shortened(source.source), source.rows, source.memory, source.speed, source.verdicts)
-
-
-def _shortened(name: str) -> str:
-    """Beginning and end: sources of one author differ at the end."""
-    return name if len(name) <= _NAME else f"{name[:16]}…{name[-(_NAME - 17) :]}"
-
-
-def _line(name: str, rows: int, memory: Errors, speed: Errors, verdicts: Verdicts) -> str:
+def _line(score: Score) -> str:
+    name = (
+        score.source if len(score.source) <= _NAME else f"{score.source[:16]}…{score.source[-(_NAME - 17) :]}"
+    )
+    fits = f"{score.ok_fit}/{score.ok}" if score.ok else "–"
+    not_fit = f"{score.oom_not_fit}/{score.oom}" if score.oom else "–"
     return (
-        f"{name:<{_NAME}} {rows:>4} {_errors(memory)}  {_errors(speed)}"
-        f"  {_share(verdicts.ok_fit, verdicts.ok):>8} {_share(verdicts.oom_not_fit, verdicts.oom):>8}"
+        f"  {name:<{_NAME}} {score.rows:>4} {_errors(score.memory)}  {_errors(score.speed)}"
+        f"  {fits:>8} {not_fit:>8}"
     )
 
 
@@ -109,34 +114,20 @@ def _errors(errors: Errors) -> str:
     return " ".join((f"{errors.count:>4}", *(f"{column:>7}" for column in columns)))
 
 
-def _share(fraction: float | None, of: int) -> str:
-    return "–" if fraction is None else f"{round(fraction * of)}/{of}"
-
-
-def _missing_lines(summary: Summary) -> list[str]:
-    known = [f"  {source.source}: {source.missing}" for source in summary.per_source if source.missing]
-    return ["", "what the sources do not say:", *known] if known else []
-
-
-def _skipped_lines(summary: Summary) -> list[str]:
-    if not summary.skipped:
-        return []
-    return ["", "not represented:", *(f"  {skipped.row.id}: {skipped.why}" for skipped in summary.skipped)]
-
-
-def _rows_table(compared: tuple[Comparison, ...]) -> list[str]:
+def _rows_table(compared: Sequence[Comparison]) -> list[str]:
     wide = max([2, *(len(one.row.id) for one in compared)])
     header = f"{'id':<{wide}} {'predicted':>12} {'measured':>12} {'error':>8}"
-    header += f"  {'predicted':>16} {'measured':>16} {'error':>10}"
+    header += f"  {'predicted':>16} {'measured':>16} {'error':>10}  trainer"
     return [header, *(_row_line(one, wide) for one in compared), ""]
 
 
 def _row_line(one: Comparison, wide: int) -> str:
-    verdict = "" if one.fits is None else "fits" if one.fits else "does not fit"
+    verdict = "" if one.fits is None else ", fits" if one.fits else ", does not fit"
     return (
-        f"{one.row.id:<{wide}} {format_bytes(one.predicted_bytes):>12} {_or_dash(one.measured_bytes, format_bytes):>12}"
-        f" {_error(one.memory_error):>8}  {_or_dash(one.predicted_speed, format_rate):>16}"
-        f" {_or_dash(one.measured_speed, format_rate):>16} {_error(one.speed_error):>10}  {one.row.outcome}, {verdict}"
+        f"{one.row.id:<{wide}} {_or_dash(one.predicted_bytes, _bytes):>12} {_or_dash(one.measured_bytes, _bytes):>12}"
+        f" {_or_dash(one.memory_error, _signed):>8}  {_or_dash(one.predicted_speed, format_rate):>16}"
+        f" {_or_dash(one.measured_speed, format_rate):>16} {_or_dash(one.speed_error, _signed):>10}"
+        f"  {one.trainer}, {'oom' if one.row.oom else 'ok'}{verdict}"
     )
 
 
@@ -144,5 +135,9 @@ def _or_dash(value: Any, write: Any) -> str:
     return "–" if value is None else str(write(value))
 
 
-def _error(value: float | None) -> str:
-    return "–" if value is None else format_percent(value, signed=True)
+def _bytes(value: float) -> str:
+    return format_bytes(round(value))
+
+
+def _signed(value: float) -> str:
+    return format_percent(value, signed=True)

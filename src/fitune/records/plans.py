@@ -1,0 +1,318 @@
+"""From a row to the plan it ran: every stated choice honoured, or the reason why no plan says it."""
+
+import re
+from dataclasses import replace
+from typing import Any, Literal
+
+from fitune.errors import FituneError, HardwareError
+from fitune.records.row import Row
+from fitune.spec.counts import count_parameters
+from fitune.spec.gpus import find_gpu, hardware_for
+from fitune.spec.hardware import Gpu, Hardware
+from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.model_config import find_known_model, spec_from_config
+from fitune.spec.plan import (
+    AdamW,
+    AdamW8bit,
+    Batch,
+    ChunkedLoss,
+    ClipByValue,
+    Ddp,
+    Dense,
+    Full,
+    Hqq,
+    InBackward,
+    Lomo,
+    Lora,
+    Loss,
+    Nf4,
+    Offload,
+    Optimizer,
+    PlainLoss,
+    Plan,
+    Precision,
+    Recompute,
+    RunPlan,
+    Schedule,
+    Sgd,
+    Sharding,
+    Single,
+    Steps,
+    Tuning,
+    Zero,
+)  # fmt: skip
+from fitune.spec.targets import resolve_targets
+from fitune.units import GIB
+
+PEFT_RANK = 8
+"""PEFT's default, where a row does not say."""
+TOLERATED = 0.05
+"""Between the parameters that shapes make and those that the row states: biases, padding of the vocabulary."""
+GPUS_PER_NODE = 8
+_STAGES: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+_QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
+_OTHER_NAMES = {
+    "c_attn": _QKV, "wqkv": _QKV, "qkv_proj": _QKV, "query_key_value": _QKV, "attn": (*_QKV, "o_proj"), "mlp": _MLP,
+    "wq": _QKV[:1], "wk": _QKV[1:2], "wv": _QKV[2:], "wo": ("o_proj",), "q": _QKV[:1], "k": _QKV[1:2], "v": _QKV[2:],
+    "o": ("o_proj",), "output_proj": ("o_proj",), "w1": _MLP[:1], "w2": _MLP[1:2], "w3": _MLP[2:],
+    "c_proj": ("o_proj", "down_proj"), "lm_head": (), "embed_tokens": (),
+}  # fmt: skip
+"""What other code calls the linears -> Llama's names. Adapters of the two tables are left out: r · (V + h) each."""
+_OTHER_OPTIMIZERS = ("galore", "badam", "adam mini", "adafactor", "apollo", "muon", "lion", "lisa", "4bit")
+
+
+class Unrepresented(Exception):
+    """The reason why no plan says what a row says. Such a row is counted, not hidden."""
+
+
+def plan_of(row: Row, *, dropout: float = 0.0) -> Plan:
+    """Raises Unrepresented. ``dropout``: of the adapters, where the row does not say."""
+    try:
+        return _plan_of(row, dropout)
+    except FituneError as error:
+        raise Unrepresented(str(error).replace("\n ", ";")) from None
+
+
+def _plan_of(row: Row, dropout: float) -> Plan:
+    for key, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context")):
+        if (row.size(key) or 1) > 1:
+            raise Unrepresented(f"{key} = {row.size(key)}: no plan has {name} parallelism")
+    model, hardware, stated = model_of(row), _hardware(row), row.flag("act_ckpt")
+    rows, length, blocks = row.size("micro_batch"), row.size("seq_len"), row.size("recompute_blocks")
+    if length is None or rows is None:
+        raise Unrepresented("seq_len or micro_batch not stated")
+    if blocks is None and stated is None:
+        raise Unrepresented("whether blocks are recomputed is not stated")
+    if blocks is None:  # selective recompute without its share stated counts as every second block
+        blocks = model.num_layers // (2 if row.says("act_ckpt", "selective") else 1) if stated else 0
+    leaves = row.flag("act_offload") or row.says("act_ckpt", "unsloth", "offload")
+    fused = any(word in row.remarks for word in ("foak", "liger")) or row.flag("compile")
+    return Plan(
+        model=model, model_path=row.words("model"), hardware=hardware, tuning=_tuning(row, model, dropout),
+        precision=_precision(row, hardware.gpu), optimizer=_optimizer(row), sharding=_sharding(row),
+        offload=Offload(
+            parameters="cpu" if row.flag("offload_params") else "device",
+            optimizer="cpu" if row.flag("offload_optimizer") else "device",
+            activations="cpu" if leaves else "device",
+        ),
+        recompute=Recompute(blocks=min(blocks, model.num_layers)),
+        attention="eager" if row.says("attention", "eager") else "flash",
+        kernels="liger" if fused and model.norm_type == "rms" else "torch",
+        loss=_loss(row, model, rows * length),
+        batch=Batch(
+            micro_batch_size=rows, accumulation=row.size("grad_accum") or 1, seq_len=length, packing=False
+        ),
+        schedule=Schedule(
+            learning_rate=1e-4, kind="constant", warmup=Steps(count=0), duration=Steps(count=1), max_grad_norm=0.0
+        ),
+        run=RunPlan(output_dir=""),
+    )  # fmt: skip
+
+
+def model_of(row: Row) -> ModelSpec:
+    """A known model where the row's shapes are its own; else a plain decoder of these shapes."""
+    name = str(row.facts.get("model") or "")
+    known = find_known_model(name) if name else None
+    spec = spec_from_config(known.config, name=known.name) if known is not None else None
+    if spec is not None:
+        sizes = {"layers": spec.num_layers, "hidden": spec.hidden_size, "vocab": spec.vocab_size}
+        if any(row.size(key) not in (None, size) for key, size in sizes.items()):
+            spec = None
+    spec = spec or _decoder(row, name)
+    tied = row.flag("tied_embeddings")
+    spec = replace(spec, tied_embeddings=spec.tied_embeddings if tied is None else tied)
+    if spec.num_experts:  # before transformers 5 each expert's matrices were linears, which quantisers packed
+        linears = (replace(m, adaptable=m.adaptable or m.part == "experts") for m in spec.linears)
+        spec = replace(spec, linears=tuple(linears))
+    parameters, said = count_parameters(spec).total / 1e9, row.amount("params_b")
+    if said is not None and abs(parameters / said - 1) > TOLERATED:
+        raise Unrepresented(
+            f"{name}: its shapes make {parameters:.2f} B parameters, the row says {said:.2f} B"
+        )
+    return spec
+
+
+def _decoder(row: Row, name: str) -> ModelSpec:
+    """Llama of the row's shapes; Qwen2 where the name is Qwen's, for its biases; plain MLP and LayerNorms as MPT's."""
+    needed = ("layers", "hidden", "heads", "intermediate", "vocab")
+    if missing := [key for key in needed if row.size(key) is None]:
+        raise Unrepresented(f"{name or 'model'}: {', '.join(missing)} not stated")
+    layers, hidden, heads, intermediate, vocab = (row.size(key) or 0 for key in needed)
+    config: dict[str, Any] = {
+        "model_type": "qwen2" if "qwen" in name.lower() else "llama", "num_hidden_layers": layers,
+        "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": row.size("kv_heads") or heads,
+        "head_dim": row.size("head_dim") or hidden // heads, "intermediate_size": intermediate, "vocab_size": vocab,
+        "max_position_embeddings": row.size("seq_len") or 1, "tie_word_embeddings": False,
+    }  # fmt: skip
+    spec = spec_from_config(config, name=name)
+    if not row.says("mlp_type", "plain"):
+        return spec
+    mlp = (
+        Linear(name="ffn.up_proj", in_features=hidden, out_features=intermediate, bias=False, part="mlp"),
+        Linear(name="ffn.down_proj", in_features=intermediate, out_features=hidden, bias=False, part="mlp"),
+    )
+    attention = (m for m in spec.linears if m.part == "attention")
+    return replace(
+        spec, model_type="mpt", mlp_type="plain", norm_type="layer", activation="gelu", linears=(*attention, *mlp)
+    )  # fmt: skip
+
+
+def device_is_named(row: Row) -> bool:
+    """True if the row can be held against a device's size and speed, not against bytes alone."""
+    return bool(row.words("gpu")) and not row.says("gpu", "unspecified", "unknown")
+
+
+def device_bytes(row: Row) -> int:
+    """What its author says can be used, else what the driver reports."""
+    usable = re.search(r"(\d+(?:\.\d+)?) ?gib usable", row.words("gpu"))
+    return int(float(usable.group(1)) * GIB) if usable else _gpu(row).memory_bytes
+
+
+def _gpu(row: Row) -> Gpu:
+    """By the words before any bracket. A product of two sizes: the smaller that holds what was measured."""
+    if not device_is_named(row):
+        return find_gpu("a100-80gb")
+    name = re.sub(r"^\d+ ?[x×] ?", "", str(row.facts["gpu"]).lower().split("(")[0].strip())
+    try:
+        return find_gpu(name)
+    except HardwareError as error:
+        choices = [
+            find_gpu(each) for each in (error.hint or "").split(" or ") if " or " in (error.hint or "")
+        ]
+        if not choices:
+            raise
+        held = (row.amount("peak_mem_gib") or 0) * GIB
+        return next((gpu for gpu in choices if 0 < held <= gpu.memory_bytes), choices[-1])
+
+
+def _hardware(row: Row) -> Hardware:
+    """Between nodes, where a row does not say: an adapter for each device, as NVIDIA's DGX data sheets have it, 8 × 200
+    Gbit/s on A100 and 8 × 400 on H100; 100 Gbit/s in all for devices without NVLink."""
+    gpus, gpu = row.size("n_gpus") or 1, _gpu(row)
+    named = re.search(r"(\d+) nodes? x (\d+)", row.words("sharding"))
+    nodes = int(named.group(1)) if named else -(-gpus // GPUS_PER_NODE)
+    said = re.search(r"(\d+) ?gbps", row.words("gpu"))
+    has_nvlink = gpu.link_bandwidth > gpu.host_bandwidth
+    usual = 12.5e9 if not has_nvlink else 8 * (50e9 if gpu.capability >= (9, 0) else 25e9)
+    network = float(said.group(1)) * 1e9 / 8 if said else usual
+    return hardware_for(gpu=gpu, gpus=max(1, gpus // nodes), nodes=nodes, internode_bandwidth=network)
+
+
+def trains_all(row: Row) -> bool:
+    return row.says("method", "full", "pretrain", "sft")
+
+
+def steps_fp32(row: Row) -> bool:
+    """Full fine-tuning with fp32 weights or masters, as stated; mixed precision means so unless it is called pure."""
+    if row.says("optimizer_dtype", "fp32") or row.says("precision_mode", "master", "fp32"):
+        return True
+    if row.says("optimizer_dtype", "bf16", "fp16") or row.says("precision_mode", "pure"):
+        return False
+    return row.says("sharding", "deepspeed", "zero") or row.says("precision_mode", "mixed", "amp", "fp16")
+
+
+def _precision(row: Row, gpu: Gpu) -> Precision:
+    words = row.words("precision_mode")
+    if "fp8" in words:
+        raise Unrepresented(f"precision {words!r}: no plan computes in 8 bit")
+    if "bf16" not in words and ("fp32" in words or "tf32" in words):
+        return Precision.FP32
+    if not gpu.has_bf16 or ("fp16" in words and "bf16" not in words):
+        return Precision.FP16
+    return Precision.BF16_MASTER if trains_all(row) and steps_fp32(row) else Precision.BF16
+
+
+def _tuning(row: Row, model: ModelSpec, dropout: float) -> Tuning:
+    if row.says("optimizer", "lomo"):
+        return Lomo(adaptive=row.says("optimizer", "adalomo"), clip=ClipByValue(value=1.0))
+    if trains_all(row):
+        steps_each = re.search(
+            r"optimizer( step)? in (backward|bwd)", row.words("optimizer", "must_assume", "notes")
+        )
+        return Full(update=InBackward(clip=ClipByValue(value=1.0))) if steps_each else Full()
+    if not row.says("method", "lora", "dora"):
+        raise Unrepresented(f"method {row.words('method')!r} is not known")
+    rank = row.size("lora_rank") or PEFT_RANK
+    said = re.search(r"dropout[ =:of]*(0?\.\d+|0)(?!\d)", row.words("must_assume", "notes"))
+    return Lora(
+        rank=rank, alpha=rank, dropout=float(said.group(1)) if said else dropout, targets=_targets(row, model),
+        base=_base(row), dora=row.says("method", "dora"),
+        modules_to_save=("embed_tokens", "lm_head") if row.says("method", "emb") else (),
+    )  # fmt: skip
+
+
+def _targets(row: Row, model: ModelSpec) -> tuple[str, ...]:
+    said, known = str(row.facts.get("lora_targets") or "").lower(), model.adaptable_names
+    if not said or re.search(r"all.linear", said):
+        return known
+    if "q,v assumed" in said:
+        said = "q_proj,v_proj"
+    wanted: list[str] = []
+    for word in said.replace("+", ",").split(","):
+        name = word.strip(" ()[]'\"").split(" ")[0]
+        theirs = (name,) if name in known else _OTHER_NAMES.get(name, (name,))
+        wanted += [one for one in theirs if one in known or len(theirs) == 1]
+    return resolve_targets(model, tuple(dict.fromkeys(wanted)))
+
+
+def _base(row: Row) -> Dense | Nf4 | Hqq:
+    quant, double = row.words("quant").replace(" ", ""), row.flag("double_quant") is not False
+    if quant in ("", "none", "false"):
+        return Nf4(double_quant=double) if row.says("method", "qlora") else Dense()
+    if "8bit" in quant or "int8" in quant:
+        return Hqq(bits=8, group_size=4096)  # one scale a row: nothing beside the bytes
+    if "hqq" in quant:
+        group = re.search(r"group(?:size)?=?(\d+)", quant)
+        size = int(group.group(1)) if group else 4096 if "groupsizenone" in quant else 64
+        return Hqq(bits=2 if "2bit" in quant else 3 if "3bit" in quant else 4, group_size=size)
+    if any(word in quant for word in ("gptq", "awq")):
+        return Nf4(
+            double_quant=True
+        )  # per 128 weights a 16-bit scale and a 4-bit zero: 4.16 bit to NF4's 4.13
+    if any(word in quant for word in ("nf4", "fp4", "4bit", "int4", "bnb")):
+        return Nf4(double_quant=double)
+    raise Unrepresented(f"quant {quant!r} is not known")
+
+
+def _optimizer(row: Row) -> Optimizer:
+    name = row.words("optimizer")
+    if "lomo" in name or ("sgd" in name and "momentum" not in name):
+        return Sgd()
+    if "sgd" in name:
+        return Sgd(momentum=0.9)
+    if any(other in name for other in _OTHER_OPTIMIZERS) or (name and "adam" not in name):
+        raise Unrepresented(f"optimizer {name!r} is none a plan has")
+    eight = re.search(r"8 ?bit|int8", row.words("optimizer", "optimizer_dtype"))
+    return AdamW8bit() if eight else AdamW()
+
+
+def _sharding(row: Row) -> Sharding:
+    words = row.words("sharding")
+    if (row.size("n_gpus") or 1) == 1:
+        return Single()
+    if any(word in words for word in ("device map", "model parallel", "naive", "pipeline", "tensor")):
+        raise Unrepresented(f"sharding {words!r}: no plan splits a model by layers or matrices")
+    if "hsdp" in words or "hybrid" in words:
+        return Zero(stage=3, backend="fsdp", hybrid=True)
+    if not words or re.search(r"^none|no shard|ddp|data parallel", words):
+        return Ddp()
+    if "grad op" in words:
+        return Zero(stage=2, backend="fsdp")
+    for stage in _STAGES:
+        if re.search(rf"zero ?{stage}|stage ?{stage}", words):
+            return Zero(stage=stage, backend="deepspeed")
+    if re.search(r"infinity", words):
+        return Zero(stage=3, backend="deepspeed")
+    if re.search(r"fsdp|full shard|fully", words):
+        return Zero(stage=3, backend="fsdp")
+    raise Unrepresented(f"sharding {words!r} is not known")
+
+
+def _loss(row: Row, model: ModelSpec, tokens: int) -> Loss:
+    """Liger's chunk: the next power of two of t / ⌈V/h⌉ (liger_kernel/ops/fused_linear_cross_entropy.py)."""
+    if (chunk := row.size("loss_chunk_tokens")) is not None:
+        return ChunkedLoss(chunk_tokens=chunk)
+    if not row.says("fused_ce", "liger", "linear", "cut"):
+        return PlainLoss()
+    size = -(-tokens // -(-model.vocab_size // model.hidden_size))
+    return ChunkedLoss(chunk_tokens=1 << (size - 1).bit_length())

@@ -1,0 +1,229 @@
+"""Predicted against measured: fitune's own runs, other trainers by source, and trainers without switches."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from fitune.estimate.memory import predict_memory
+from fitune.estimate.overhead import COLLECTIVES_BYTES
+from fitune.estimate.time import predict_step_time
+from fitune.records.plans import Unrepresented, device_bytes, device_is_named, plan_of
+from fitune.records.profiles import OURS, Profile, profile_of, trainer_of
+from fitune.records.row import Row
+from fitune.spec.plan import Single
+from fitune.spec.reports import MemoryBreakdown
+from fitune.spec.shape import BatchShape
+from fitune.units import GIB
+
+GROUPS = ("fitune", "others", "defaults")
+"""Runs of ours; of trainers whose switches are known; of trainers that are not, priced as though they were ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One row: bytes and speed of one device, and whether it is said to fit. None where nothing is to be compared."""
+
+    row: Row
+    trainer: str
+    device: tuple[int, int] = (0, 0)
+    predicted_bytes: float | None = None
+    measured_bytes: float | None = None
+    predicted_speed: float | None = None
+    measured_speed: float | None = None
+    fits: bool | None = None
+
+    @property
+    def group(self) -> str:
+        return self.trainer if self.trainer in GROUPS else "others"
+
+    @property
+    def memory_error(self) -> float | None:
+        """Of runs that went through: what a device shows at an out-of-memory error is no peak."""
+        return None if self.row.oom else _error(self.predicted_bytes, self.measured_bytes)
+
+    @property
+    def speed_error(self) -> float | None:
+        return _error(self.predicted_speed, self.measured_speed)
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured - 1 if predicted is not None and measured is not None else None
+
+
+def compare_rows(
+    rows: Iterable[Row], *, leave_one_out: bool = False
+) -> tuple[list[Comparison], list[tuple[Row, str]]]:
+    """Every row is compared, or skipped with the reason.
+
+    ``leave_one_out``: each source without what was learnt from it: its trainer counts as unknown where its figures were
+    seen when the switches were written, and speeds are corrected by the other sources on the same kind of device.
+    """
+    compared, skipped = [], []
+    for row in rows:
+        try:
+            compared.append(_recorded(row) or compare(row, left_out=leave_one_out))
+        except Unrepresented as reason:
+            skipped.append((row, str(reason)))
+    if leave_one_out:
+        compared = [_by_other_sources(one, compared) for one in compared]
+    return compared, skipped
+
+
+def _recorded(row: Row) -> Comparison | None:
+    """A row of results/, which has the prediction that was made when it ran: bytes, or seconds of a step."""
+    size, seconds = (_both(row, "predicted", "measured"), _both(row, "predicted_s", "measured_s"))
+    if size:
+        return Comparison(row=row, trainer="fitune", predicted_bytes=size[0], measured_bytes=size[1])
+    if seconds:
+        return Comparison(
+            row=row, trainer="fitune", predicted_speed=1 / seconds[0], measured_speed=1 / seconds[1]
+        )
+    return None
+
+
+def _both(row: Row, *keys: str) -> list[float] | None:
+    values = [row.facts.get(key) for key in keys]
+    found = [float(each) for each in values if type(each) in (int, float) and each is not None and each > 0]
+    return found if len(found) == len(keys) else None
+
+
+def _by_other_sources(one: Comparison, compared: Sequence[Comparison]) -> Comparison:
+    """With the speed that other sources' median would have given; none where there is no other on such a device."""
+    ratios: dict[str, list[float]] = {}
+    for other in compared:
+        if (
+            other.row.source != one.row.source
+            and other.device == one.device
+            and other.speed_error is not None
+        ):
+            ratios.setdefault(other.row.source, []).append(1 / (1 + other.speed_error))
+    if one.predicted_speed is None or one.group == "fitune":
+        return one
+    correction = median(median(each) for each in ratios.values()) if ratios else None
+    return replace(one, predicted_speed=one.predicted_speed * correction if correction else None)
+
+
+def compare(row: Row, *, left_out: bool = False) -> Comparison:
+    """Raises Unrepresented."""
+    profile = profile_of(row, left_out=left_out)
+    plan = plan_of(row, dropout=profile.dropout)
+    trainer = trainer_of(row, profile)
+    tokens = plan.batch.micro_batch_tokens
+    # others run one rectangle through attention, and all its tokens through the head
+    rectangle = BatchShape(tokens=tokens, supervised_tokens=tokens, rows=1, longest_row=plan.batch.seq_len)
+    shape = None if profile is OURS else rectangle
+    memory = predict_memory(plan, shape, trainer=trainer)
+    seconds = predict_step_time(plan, shape, trainer=trainer).step_seconds
+    named, measured = device_is_named(row), row.amount("peak_mem_gib")
+    measured = None if row.says("mem_kind", "component") else measured  # parts of several moments are no peak
+    outside = 0 if isinstance(plan.sharding, Single) else COLLECTIVES_BYTES
+    return Comparison(
+        row=row,
+        trainer=profile.name,
+        device=plan.hardware.gpu.capability,
+        predicted_bytes=_counted(row, profile, memory, outside),
+        measured_bytes=None if measured is None else measured * GIB,
+        predicted_speed=tokens * plan.batch.accumulation / seconds if named else None,
+        measured_speed=row.amount("tok_s_per_gpu") if named else None,
+        fits=memory.peak_bytes + outside <= device_bytes(row) if named else None,
+    )
+
+
+def _counted(row: Row, profile: Profile, memory: MemoryBreakdown, outside: int) -> float:
+    """What the row's instrument would have said: allocated or reserved bytes, or all of the device."""
+    kind = row.words("mem_kind")
+    counter = "allocated" if "alloc" in kind or "active" in kind else "reserved" if "reserved" in kind else ""
+    counter = counter or ("device" if "nv" in kind else profile.counter)
+    if counter == "device":
+        return memory.peak_bytes + outside
+    inside = memory.tensor_peak_bytes + memory.outside.get("cuBLAS workspace", 0)
+    return inside + (memory.outside.get("allocator slack", 0) if counter == "reserved" else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Fractions of |predicted / measured − 1|; None when there is nothing to compare."""
+
+    count: int
+    median_abs_error: float | None
+    p90_abs_error: float | None
+    bias: float | None
+    """Mean of predicted / measured − 1: above zero means more was predicted than measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Of one source; of a group, ``sources`` of them, the median over their medians and the mean of their biases.
+
+    ``ok`` runs went through, ``ok_fit`` of them were said to; ``oom`` ran out of memory, ``oom_not_fit`` were said to.
+    """
+
+    group: str
+    source: str
+    rows: int
+    memory: Errors
+    speed: Errors
+    ok: int
+    ok_fit: int
+    oom: int
+    oom_not_fit: int
+
+
+def scores_of(compared: Sequence[Comparison], *, confidence: Collection[str]) -> list[Score]:
+    """By group and source; only rows of the wanted confidence are evidence. Recorded rows of ours always are."""
+    found = []
+    for group, source in dict.fromkeys((one.group, one.row.source) for one in compared):
+        own = [one for one in compared if (one.group, one.row.source) == (group, source)]
+        memory, speed = (
+            [one for one in own if group == "fitune" or (one.row.facts.get(key) or "") in confidence]
+            for key in ("confidence_mem", "confidence_speed")
+        )
+        verdicts = [one for one in own if (one in memory or one in speed) and one.fits is not None]
+        ok, oom = ([one.fits for one in verdicts if one.row.oom is gone] for gone in (False, True))
+        found.append(
+            Score(
+                group=group, source=source, rows=len(own),
+                memory=errors_of([one.memory_error for one in memory if one.memory_error is not None]),
+                speed=errors_of([one.speed_error for one in speed if one.speed_error is not None]),
+                ok=len(ok), ok_fit=sum(map(bool, ok)), oom=len(oom), oom_not_fit=len(oom) - sum(map(bool, oom)),
+            )
+        )  # fmt: skip
+    return sorted(found, key=lambda score: GROUPS.index(score.group))
+
+
+def group_score(scores: Sequence[Score], group: str) -> Score:
+    """Sources count alike, however many rows they have."""
+    own = [score for score in scores if score.group == group]
+    sums = {
+        name: sum(getattr(score, name) for score in own)
+        for name in ("rows", "ok", "ok_fit", "oom", "oom_not_fit")
+    }
+    memory, speed = (_over([score.memory for score in own]), _over([score.speed for score in own]))
+    return Score(group=group, source=f"{len(own)} sources", memory=memory, speed=speed, **sums)
+
+
+def _over(errors: Sequence[Errors]) -> Errors:
+    count = sum(each.count for each in errors)
+    medians = [each.median_abs_error for each in errors if each.median_abs_error is not None]
+    ninetieths = [each.p90_abs_error for each in errors if each.p90_abs_error is not None]
+    biases = [each.bias for each in errors if each.bias is not None]
+    if not medians:
+        return errors_of([])
+    return Errors(
+        count=count, median_abs_error=median(medians), p90_abs_error=median(ninetieths), bias=fmean(biases)
+    )
+
+
+def errors_of(errors: Sequence[float]) -> Errors:
+    """The percentile lies between the two values beside rank 0.9 · (n − 1), in proportion."""
+    if not errors:
+        return Errors(count=0, median_abs_error=None, p90_abs_error=None, bias=None)
+    sizes = sorted(abs(error) for error in errors)
+    below = int(rank := 0.9 * (len(sizes) - 1))
+    above = sizes[min(below + 1, len(sizes) - 1)]
+    return Errors(
+        count=len(sizes),
+        median_abs_error=median(sizes),
+        p90_abs_error=sizes[below] + (rank - below) * (above - sizes[below]),
+        bias=fmean(errors),
+    )
