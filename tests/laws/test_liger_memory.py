@@ -10,7 +10,6 @@ from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import describe_step
 from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.run import trace_plan
-from fitune.spec.traits import LIGER_FAMILIES
 from rehearse.tiny_configs import FAMILIES, tiny
 
 CHOICES = [
@@ -27,7 +26,7 @@ def rehearsed_peak(plan, config) -> int:
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family in LIGER_FAMILIES])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if tiny(family)[1].has_liger_kernels])
 def test_estimate_and_rehearsal_agree(family, choice):
     config, spec = tiny(family)
     plan = plan_for(

@@ -7,12 +7,10 @@ from fitune.estimate.activations import FP32
 from fitune.estimate.attention_traits import (
     attended_kv_dim,
     attends_in_one_call,
-    is_multi_query,
     kept_keys,
-    masks_whole_stream,
     values_are_read_as_projected,
 )
-from fitune.estimate.site import SCALED_IN_FP32, Site, linears_stage
+from fitune.estimate.site import Site, linears_stage
 from fitune.estimate.stages import Stage
 from fitune.spec.model import Linear
 from fitune.spec.traits import falls_back_to_scores, writes_scores
@@ -47,7 +45,7 @@ def attention_stages(
 def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
     model, t, e = site.model, site.shape.tokens, site.element_bytes
     rotary = model.learned_positions == 0
-    if is_multi_query(model) or falls_back_to_scores(site.plan):
+    if model.is_multi_query or falls_back_to_scores(site.plan):
         kept = _whole_projection(site, projections)  # attention keeps fp32 copies of its own
     elif writes_scores(site.plan):
         kept = activations.queries_kept(
@@ -68,7 +66,7 @@ def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
     if site.fused:
         return kept + activations.fused_rms_norm_kept(**sizes, gradient_passes=True, trained=site.full)
     norm = activations.rms_norm_kept(
-        **sizes, gradient_passes=True, trained=site.full, scaled_in_fp32=model.model_type in SCALED_IN_FP32,
+        **sizes, gradient_passes=True, trained=site.full, scaled_in_fp32=model.scales_norms_in_fp32,
     )  # fmt: skip
     return kept + norm
 
@@ -91,10 +89,10 @@ def _whole_projection(site: Site, projections: Sequence[Linear]) -> int:
 def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
     """Attention itself: fused, or written out."""
     model, shape, e = site.model, site.shape, site.element_bytes
-    rows = 1 if masks_whole_stream(model) or attends_in_one_call(site.plan) else shape.rows
+    rows = 1 if model.masks_whole_stream or attends_in_one_call(site.plan) else shape.rows
     common = {"tokens": shape.tokens, "q_dim": model.q_dim, "num_heads": model.num_heads}
     needed = site.reads_input(output)
-    if is_multi_query(model) or falls_back_to_scores(site.plan):
+    if model.is_multi_query or falls_back_to_scores(site.plan):
         return _fallback_scores(site, output_needed=needed, passes=passes)
     if writes_scores(site.plan):
         kept = activations.eager_attention_kept(
@@ -136,7 +134,7 @@ def _attended_kv_dim(site: Site) -> int:
 def _fallback_scores(site: Site, *, output_needed: bool, passes: bool) -> Stage:
     """Attention that torch writes out: Falcon-7B's over the whole stream, and row by row where a CPU drops out."""
     model, shape, e = site.model, site.shape, site.element_bytes
-    whole = is_multi_query(model)
+    whole = model.is_multi_query
     row_tokens, rows = (shape.tokens, 1) if whole else (shape.row_tokens, shape.rows)
     dropped = model.dropout.attention > 0
     kv_dim = _attended_kv_dim(site)

@@ -1,22 +1,8 @@
 """Which attention a plan really runs: fused, written out, or an architecture's own."""
 
-from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Plan, Precision
 from fitune.spec.shape import BatchShape
 from fitune.spec.traits import falls_back_to_scores, has_scores, writes_scores
-
-_OWN_ATTENTION = ("falcon",)
-"""Architectures that bring their attention classes and take a mask over the whole stream."""
-
-
-def is_multi_query(model: ModelSpec) -> bool:
-    """Falcon-7B: one key head and attention code of its own."""
-    return model.model_type in _OWN_ATTENTION and model.num_kv_heads == 1
-
-
-def masks_whole_stream(model: ModelSpec) -> bool:
-    """Attention code of its own, which knows rows only by a mask of t × t."""
-    return model.model_type in _OWN_ATTENTION
 
 
 def attends_in_one_call(plan: Plan) -> bool:
@@ -24,14 +10,14 @@ def attends_in_one_call(plan: Plan) -> bool:
     model, gpu = plan.model, plan.hardware.gpu
     takes_shape = model.head_dim % 8 == 0 and model.head_dim <= 256
     kernel = gpu.has_flash_attention and plan.precision is not Precision.FP32 and takes_shape
-    own = masks_whole_stream(model) or writes_scores(plan)
+    own = model.masks_whole_stream or writes_scores(plan)
     return plan.attention == "flash" and kernel and not own
 
 
 def masking_window(plan: Plan) -> int:
     """Rows of more tokens than this keep a mask of s × s each, in the blocks that have a window; 0 where none does."""
     model = plan.model
-    by_rows = not (masks_whole_stream(model) or has_scores(plan) or attends_in_one_call(plan))
+    by_rows = not (model.masks_whole_stream or has_scores(plan) or attends_in_one_call(plan))
     some = by_rows and any(model.has_window(layer) for layer in range(model.num_layers))
     return model.sliding_window if some else 0
 
@@ -49,7 +35,7 @@ def attended_kv_dim(plan: Plan, *, masked: bool) -> int:
     writes the scores out.
     """
     model, gpu = plan.model, plan.hardware.gpu
-    if masks_whole_stream(model):
+    if model.masks_whole_stream:
         return model.q_dim if model.num_kv_heads > 1 else model.kv_dim
     if falls_back_to_scores(plan):
         return model.q_dim

@@ -6,7 +6,7 @@ from dataclasses import replace
 from fitune.estimate import activations, transient
 from fitune.estimate.attention_block import attention_stages
 from fitune.estimate.mlp_block import expert_stages, mlp_stages
-from fitune.estimate.site import SCALED_IN_FP32, Site
+from fitune.estimate.site import Site
 from fitune.estimate.stages import Stage
 from fitune.spec.model import Linear
 from fitune.spec.plan import Plan
@@ -80,7 +80,6 @@ def _norm(site: Site, name: str, *, passes: bool, read_by: Sequence[Linear]) -> 
             tokens=t, hidden=h, element_bytes=e, freed_sizes=int(output > 0)
         )
     else:
-        in_fp32 = model.model_type in SCALED_IN_FP32
         kept = activations.rms_norm_kept(
             tokens=t,
             size=h,
@@ -88,7 +87,7 @@ def _norm(site: Site, name: str, *, passes: bool, read_by: Sequence[Linear]) -> 
             element_bytes=e,
             gradient_passes=passes,
             trained=site.full,
-            scaled_in_fp32=in_fp32,
+            scaled_in_fp32=model.scales_norms_in_fp32,
         )
         backward = transient.rms_norm_backward(tokens=t, hidden=h, element_bytes=e, freed_sizes=freed)
     making = transient.fused_rms_norm_forward if site.fused else transient.rms_norm_forward

@@ -7,7 +7,6 @@ bytes of an element of the compute type, and a product's own operands are not in
 
 from dataclasses import dataclass
 
-from fitune.estimate.site import SCALED_IN_FP32
 from fitune.spec.counts import adapted_blocks, blocks_gone_back_through
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Lora, Plan
@@ -117,7 +116,7 @@ def norm_traffic(model: ModelSpec, element_bytes: int) -> _Norm:
         return _Norm(2 * element_bytes, 3 * element_bytes, 1, 2)
     if element_bytes == 4:
         return _Norm(28, 92, 6, 14)
-    if model.model_type in SCALED_IN_FP32:
+    if model.scales_norms_in_fp32:
         return _Norm(40, 107, 9, 17)
     return _Norm(36, 94, 8, 16)
 

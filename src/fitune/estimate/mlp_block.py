@@ -9,9 +9,6 @@ from fitune.estimate.stages import Stage
 from fitune.spec.model import Linear
 from fitune.spec.traits import ACTIVATIONS
 
-_WEIGHTED_IN_FP32 = ("mixtral",)
-"""Mixtures whose routing weights stay in fp32, and so what they multiply."""
-
 
 def mlp_stages(
     site: Site, linears: Sequence[Linear], *, passes: bool, attention_passes: bool
@@ -124,7 +121,7 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
     h, f, chosen = model.hidden_size, model.intermediate_size, model.experts_per_token
     activation = ACTIVATIONS[model.activation]
     sizes = {"tokens": t, "chosen": chosen, "hidden": h, "element_bytes": e}
-    weighted = FP32 if model.model_type in _WEIGHTED_IN_FP32 else e
+    weighted = FP32 if model.weighs_experts_in_fp32 else e
     yield linears_stage(
         site, "expert inputs", linears[:-1],
         kept=passes * activations.expert_inputs_kept(**sizes, num_experts=model.num_experts, trained=site.full),

@@ -12,9 +12,6 @@ from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.plan import Full, Lomo, Lora, Plan, trains_every_weight
 from fitune.spec.shape import BatchShape
 
-SCALED_IN_FP32 = ("gemma2", "gemma3_text")
-"""RMSNorms that multiply by their weight before they cast back."""
-
 
 @dataclass(frozen=True, slots=True)
 class Site:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fitune.estimate import activations
-from fitune.estimate.attention_traits import is_multi_query, masks_whole_stream
 from fitune.estimate.block import block_stages, final_norm_stage
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.gradients import (
@@ -187,11 +186,11 @@ class StepStages:
             mask_bytes=self.element_bytes if self.plan.hardware.gpu.is_cpu else 1,
         )
         trains = model.dropout.embedding > 0 and trains_embeddings(self.plan.tuning)
-        keeps_mask = in_forward or self.recomputed > self.untouched or not is_multi_query(model)
+        keeps_mask = in_forward or self.recomputed > self.untouched or not model.is_multi_query
         return {
             "batch": 3 * activations.INDEX * tokens
             + (0 if model.learned_positions else table)
-            + (mask if masks_whole_stream(model) and keeps_mask else 0),
+            + (mask if model.masks_whole_stream and keeps_mask else 0),
             "embedding dropout": dropped if trains else 0,
         }
 

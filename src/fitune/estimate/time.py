@@ -9,7 +9,6 @@ and operations counted (eager.py).
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fitune.estimate.attention_traits import is_multi_query
 from fitune.estimate.communication import backward_passes, forward_passes
 from fitune.estimate.eager import BlockWork, blocks_work
 from fitune.estimate.loss import chunk_tokens, num_chunks
@@ -288,7 +287,7 @@ def attention_seconds(step: StepStages, rates: Rates) -> tuple[float, float]:
     """
     model, shape = step.plan.model, step.shape
     lengths = shape.row_lengths or (shape.row_tokens,) * (shape.tokens // shape.row_tokens)
-    fused = not (is_multi_query(model) or has_scores(step.plan))
+    fused = not (model.is_multi_query or has_scores(step.plan))
     there = back = 0.0
     for length in lengths if fused else ():
         measured = rates.head_seconds(model.head_dim, length)
@@ -309,7 +308,7 @@ def attention_flops(step: StepStages, rates: Rates) -> float:
     """
     model, shape = step.plan.model, step.shape
     per_pair = attention_flops_per_pair(model)
-    if is_multi_query(model):
+    if model.is_multi_query:
         return shape.tokens**2 * per_pair
     if has_scores(step.plan):
         return shape.pairs() * per_pair

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fitune.errors import HardwareError, ModelError, require_library
+from fitune.spec.model_config import spec_from_config
 from fitune.spec.plan import Kernels
-from fitune.spec.traits import LIGER_FAMILIES
-
-_GEMMA = ("gemma2", "gemma3_text")
-"""Their norms multiply by 1 + weight, in fp32, before they cast back."""
+from fitune.spec.traits import liger_refused_by_model
 
 
 class _RmsNorm(Protocol):
@@ -52,31 +50,19 @@ def use_kernels(model: PreTrainedModel, kernels: Kernels, *, device: torch.devic
     """
     if kernels == "torch":
         return
-    _refuse_model(model)
-    family = model.config.model_type
+    spec = spec_from_config(model.config.to_dict(), name=f"this {model.config.model_type}")
+    refused = liger_refused_by_model(spec)
+    if refused is not None:
+        raise ModelError(f"kernels: liger do not fit: {refused}", hint="kernels: torch")
     operations = _stand_ins.get() or liger_operations(device or model.device)
     for module in model.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm"):
-            module.forward = _norm(module, operations, gemma=family in _GEMMA)
+            module.forward = _norm(module, operations, gemma=spec.scales_norms_in_fp32)
         elif name.endswith("Attention"):
             module.forward = _with_rotation(module, operations.rotate)
         elif name.endswith("MLP"):
-            module.forward = _gated_mlp(module, operations)
-
-
-def _refuse_model(model: PreTrainedModel) -> None:
-    family = model.config.model_type
-    if family not in LIGER_FAMILIES:
-        raise ModelError(
-            f"kernels: liger are for {', '.join(LIGER_FAMILIES)}, not for {family}", hint="kernels: torch"
-        )
-    turned = (getattr(model.config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
-    if turned != 1:
-        raise ModelError(
-            f"kernels: liger turn whole heads to their positions, and this {family} turns {turned:g} of each",
-            hint="kernels: torch",
-        )
+            module.forward = _gated_mlp(module, operations, spec.activation)
 
 
 def liger_operations(device: torch.device) -> Operations:
@@ -135,26 +121,11 @@ def _norm(module: nn.Module, operations: Operations, *, gemma: bool) -> Callable
     return forward
 
 
-def _gated_mlp(module: nn.Module, operations: Operations) -> Callable[[Tensor], Tensor]:
-    product = _product(module, operations)
+def _gated_mlp(module: nn.Module, operations: Operations, activation: str) -> Callable[[Tensor], Tensor]:
     if hasattr(module, "gate_up_proj"):
-        if product is not operations.silu_product:
-            raise ModelError("kernels: liger turn a fused gate and up by SiLU only", hint="kernels: torch")
         return lambda x: module.down_proj(operations.silu_halves(module.gate_up_proj(x)))
+    product = operations.gelu_product if activation == "gelu_pytorch_tanh" else operations.silu_product
     return lambda x: module.down_proj(product(module.gate_proj(x), module.up_proj(x)))
-
-
-def _product(module: nn.Module, operations: Operations) -> Callable[[Tensor, Tensor], Tensor]:
-    config = module.config
-    word = getattr(config, "hidden_activation", None) or config.hidden_act
-    products = {
-        "silu": operations.silu_product,
-        "swish": operations.silu_product,
-        "gelu_pytorch_tanh": operations.gelu_product,
-    }
-    if word not in products:
-        raise ModelError(f"kernels: liger have no gated MLP with {word}", hint="kernels: torch")
-    return products[word]
 
 
 def _with_rotation(module: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:

@@ -32,7 +32,8 @@ def read_mistral(fields: ConfigFields, name: str) -> ModelSpec:
 
 def read_mixtral(fields: ConfigFields, name: str) -> ModelSpec:
     widths = _widths(fields)
-    return _mixture(fields, name, widths, sliding_window=fields.optional_count("sliding_window"))
+    window = fields.optional_count("sliding_window")
+    return _mixture(fields, name, widths, sliding_window=window, weighs_experts_in_fp32=True)
 
 
 def read_qwen2(fields: ConfigFields, name: str) -> ModelSpec:
@@ -110,6 +111,7 @@ def read_falcon(fields: ConfigFields, name: str) -> ModelSpec:
         fields, name, widths,
         (fused, out, *plain_mlp(widths, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=bias)),
         mlp_type="plain", norm_type="layer", norms_per_block=norms, parallel_blocks=parallel,
+        masks_whole_stream=True,
         max_seq_len=fields.count("max_position_embeddings", default=2048),
         tied_embeddings=_tied(fields, default=True), dropout=_falcon_dropout(fields, parallel=parallel),
         activation=fields.word("activation", default="gelu"),
@@ -197,7 +199,12 @@ def _spec(
     fields: ConfigFields, name: str, widths: Widths, linears: tuple[Linear, ...], **different: Any
 ) -> ModelSpec:
     """The common kind of model (two RMSNorms, gated MLP, own head), except where ``different`` says so."""
-    common: dict[str, Any] = {"mlp_type": "gated", "norm_type": "rms", "norms_per_block": 2}
+    common: dict[str, Any] = {
+        "mlp_type": "gated",
+        "norm_type": "rms",
+        "norms_per_block": 2,
+        "has_liger_kernels": different.get("norm_type") != "layer",
+    }
     readers: dict[str, Callable[[], Any]] = {
         "num_layers": lambda: fields.count("num_hidden_layers"),
         "max_seq_len": lambda: fields.count("max_position_embeddings"),
@@ -229,7 +236,7 @@ def _gemma(fields: ConfigFields, name: str, widths: Widths, *, window_of: int, *
     layers = fields.count("num_hidden_layers")
     whole = range(window_of - 1, layers, window_of)
     return _spec(
-        fields, name, widths, linears, norms_per_block=4, **different,
+        fields, name, widths, linears, norms_per_block=4, scales_norms_in_fp32=True, **different,
         activation=fields.word("hidden_activation", default="gelu_pytorch_tanh"),
         sliding_window=fields.count("sliding_window", default=4096),
         full_attention_layers=_full_attention_layers(fields, tuple(whole)),

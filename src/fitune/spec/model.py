@@ -116,6 +116,14 @@ class ModelSpec:
     """Attention scores go through a hyperbolic tangent (Gemma-2), which no fused kernel does."""
     caps_logits: bool = False
     """The head's logits do."""
+    scales_norms_in_fp32: bool = False
+    """RMSNorms multiply by 1 + weight before they cast back (Gemma), not after."""
+    weighs_experts_in_fp32: bool = False
+    """Routing weights stay in fp32, and so what they multiply (Mixtral)."""
+    masks_whole_stream: bool = False
+    """Attention code of its own tells the rows of a stream apart by a mask of all its tokens (Falcon)."""
+    has_liger_kernels: bool = False
+    """Liger's RMSNorm, rotary positions and, but for mixtures of experts, gated MLP compute what its modules do."""
     dropout: Dropout = NO_DROPOUT
     activation: str = "silu"
     """Activation function of the MLP, by a name of spec/traits.py."""
@@ -126,6 +134,16 @@ class ModelSpec:
     @property
     def q_dim(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def is_multi_query(self) -> bool:
+        """True for Falcon-7B: one key head, and attention that torch writes out over the whole stream."""
+        return self.masks_whole_stream and self.num_kv_heads == 1
+
+    @property
+    def fuses_gate_and_up(self) -> bool:
+        """True if one linear makes gate and up (Phi-3)."""
+        return any(m.part == "mlp" and m.out_features == 2 * self.intermediate_size for m in self.linears)
 
     @property
     def kv_dim(self) -> int:

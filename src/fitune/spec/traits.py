@@ -88,12 +88,6 @@ def falls_back_to_scores(plan: Plan) -> bool:
 _TRITON = (7, 0)
 """The oldest compute capability that Triton, which Liger's kernels are written in, compiles for."""
 
-LIGER_FAMILIES = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3",
-)  # fmt: skip
-"""RMSNorm, rotary positions and, but for mixtures of experts, a gated MLP."""
-
-
 _LIGER_PRODUCTS = ("silu", "swish", "gelu_pytorch_tanh")
 """Activations, the last not where one linear makes gate and up (Phi-3)."""
 
@@ -112,8 +106,8 @@ def flash_refused_by_device(gpu: Gpu) -> str | None:
 
 def flash_refused_by_model(model: ModelSpec, gpu: Gpu) -> str | None:
     """Why the FlashAttention kernel cannot compute this model's attention on ``gpu``, which has it, or None."""
-    if model.model_type == "falcon":
-        return "Falcon's attention takes a mask over the whole stream, which the kernel does not"
+    if model.masks_whole_stream:
+        return f"the attention of {model.name} takes a mask over the whole stream, which the kernel does not"
     if model.caps_scores:
         return f"{model.name} caps its attention scores, which no fused kernel does"
     if model.head_dim > 256:
@@ -139,9 +133,11 @@ def liger_refused_by_device(gpu: Gpu) -> str | None:
 
 def liger_refused_by_model(model: ModelSpec) -> str | None:
     """Why Liger's kernels do not fit this model, or None."""
-    if model.model_type not in LIGER_FAMILIES:
-        return f"Liger's kernels are for {', '.join(LIGER_FAMILIES)}; {model.name} is {model.model_type}"
-    products = _LIGER_PRODUCTS[:2] if model.model_type == "phi3" else _LIGER_PRODUCTS
+    if not model.has_liger_kernels:
+        return (
+            f"Liger's kernels take RMSNorms and gated MLPs, and {model.name} ({model.model_type}) has others"
+        )
+    products = _LIGER_PRODUCTS[:2] if model.fuses_gate_and_up else _LIGER_PRODUCTS
     if not model.num_experts and model.activation not in products:
         return f"Liger's gated product is of {', '.join(products)}; {model.name} has {model.activation}"
     if model.rotary_share != 1:
