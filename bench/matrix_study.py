@@ -14,6 +14,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from fitune.estimate.memory import memory_of
+from fitune.planner.candidates import Request
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.explain import wrapped
 from fitune.planner.matrix import Cell, Matrix, compared, matrix, method_words, short_name
@@ -252,10 +253,10 @@ def least_bytes(recipe: Recipe, cell: Cell, matrix: Matrix, **pins: object) -> i
 def _lora(recipe: Recipe, cell: Cell, matrix: Matrix, **pins: object) -> Iterator[MethodSearch]:
     """Searches of LoRA on a 16-bit base with activations on the device and other pins than the cell's own."""
     wanted = {"model": cell.model.name, "seq_len": cell.seq_len, "offload_activations": "device", **pins}
-    changed = recipe.model_copy(update=wanted)
-    for method in compared(changed, cell.model, matrix.hardware):
+    request = Request(recipe=recipe.model_copy(update=wanted), model=cell.model, hardware=matrix.hardware)
+    for method in compared(request):
         if method_name(method.tuning) == "lora":
-            yield MethodSearch(changed, method, cell.model, matrix.hardware)
+            yield MethodSearch(request, method)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from estimate.tiny_plans import gpu, known
 from fitune.estimate.predict import predict
-from fitune.planner.candidates import block_counts, draft, losses
+from fitune.planner.candidates import Request, block_counts, draft, losses
 from fitune.planner.fit import INDISTINGUISHABLE, SIMPLER_IS_WORTH, STAYING_IS_WORTH
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods
@@ -19,12 +19,12 @@ from fitune.units import GIB
 SHALLOW = replace(known("qwen3-0.6b"), num_layers=7)
 
 
-def every_plan(recipe, method, model, hardware):
-    search = MethodSearch(recipe, method, model, hardware)
-    counts = block_counts(recipe, layers=model.num_layers)
-    ways = product(search.placements, search.batches, losses(recipe), counts)
+def every_plan(request, method):
+    search = MethodSearch(request, method)
+    counts = block_counts(request.recipe, layers=request.model.num_layers)
+    ways = product(search.placements, search.batches, losses(request.recipe), counts)
     for placement, batch, loss, blocks in ways:
-        plan = draft(recipe, method, placement, model=model, hardware=hardware)
+        plan = draft(request, method, placement)
         yield replace(plan, batch=batch, loss=loss, recompute=Recompute(blocks=blocks))
 
 
@@ -46,9 +46,10 @@ def test_no_plan_is_better_than_the_one_taken(card, gpus, host, settings):
     model = SHALLOW
     hardware: Hardware = replace(gpu(card, gpus=gpus), host_memory_bytes=host * GIB)
     recipe = parse_recipe({"model": "qwen3-0.6b", "seq_len": 2048, **settings})
-    method = methods(recipe, model=model, gpu=hardware.gpu)[0]
-    fitting = [e for plan in every_plan(recipe, method, model, hardware) if (e := predict(plan)).fits]
-    found = MethodSearch(recipe, method, model, hardware).fastest()
+    request = Request(recipe=recipe, model=model, hardware=hardware)
+    method = methods(request)[0]
+    fitting = [e for plan in every_plan(request, method) if (e := predict(plan)).fits]
+    found = MethodSearch(request, method).fastest()
     assert bool(found) == bool(fitting)
     if fitting:
         best = max(estimate.tokens_per_second for estimate in fitting)
@@ -61,22 +62,24 @@ def test_the_smallest_plan_is_the_smallest():
     recipe = parse_recipe(
         {"model": "qwen3-0.6b", "tuning": "full", "global_batch_size": 4, "loss_chunk_tokens": 256}
     )
-    method = methods(recipe, model=model, gpu=hardware.gpu)[0]
-    estimates = [predict(plan) for plan in every_plan(recipe, method, model, hardware)]
+    request = Request(recipe=recipe, model=model, hardware=hardware)
+    method = methods(request)[0]
+    estimates = [predict(plan) for plan in every_plan(request, method)]
     on_host = [
         e.peak_bytes for e in estimates if e.host_bytes <= e.usable_host_bytes or not e.usable_host_bytes
     ]
-    smallest = MethodSearch(recipe, method, model, hardware).smallest()
+    smallest = MethodSearch(request, method).smallest()
     assert predict(smallest.plan).peak_bytes == min(on_host)
 
 
-def test_the_stages_of_a_model_do_not_depend_on_how_states_are_spread():
+def test_the_stages_of_a_model_do_not_depend_on_the_placement():
     """The search describes them once for all placements."""
     model, hardware = known("llama-3.2-1b"), gpu("a100-40gb", gpus=4)
     for tuning in ("full", "lora", "qlora", "lomo"):
         recipe = parse_recipe({"model": "llama-3.2-1b", "tuning": tuning, "global_batch_size": 8})
-        method = methods(recipe, model=model, gpu=hardware.gpu)[-1]
-        search = MethodSearch(recipe, method, model, hardware)
+        request = Request(recipe=recipe, model=model, hardware=hardware)
+        method = methods(request)[-1]
+        search = MethodSearch(request, method)
         for placement in search.placements:
             for batch in search.batches:
                 step = search.describe(placement, batch)

@@ -7,6 +7,7 @@ import pytest
 from estimate.tiny_plans import gpu, known
 from fitune.errors import NothingFits, RecipeError
 from fitune.estimate.predict import predict
+from fitune.planner.candidates import Request
 from fitune.planner.methods import methods
 from fitune.planner.search import find_plan
 from fitune.spec.plan import AdamW8bit, ClipByNorm, ClipByValue, Full, InBackward, Plan, Precision
@@ -64,7 +65,11 @@ def test_the_micro_batch_is_the_whole_batch() -> None:
 
 def test_an_open_tuning_becomes_full() -> None:
     """Adapters have next to no gradients to spare."""
-    found = methods(recipe_of(optimizer_in_backward=True), model=known("llama-3.1-8b"), gpu=gpu("h100").gpu)
+    found = methods(
+        Request(
+            recipe=recipe_of(optimizer_in_backward=True), model=known("llama-3.1-8b"), hardware=gpu("h100")
+        )
+    )
     assert {type(method.tuning) for method in found} == {Full}
     report = report_of("h200", tuning=None, precision="bf16", **ONE_ROW)
     assert any(line.startswith("tuning: full, because of optimizer_in_backward") for line in report.decisions)
@@ -73,7 +78,8 @@ def test_an_open_tuning_becomes_full() -> None:
 def test_it_is_never_chosen_and_is_proposed_where_it_helps() -> None:
     """8-bit AdamW in bf16: 8B takes 45 GiB with its gradients, and 33 without."""
     settings = {"tuning": "full", "precision": "bf16", "optimizer": "adamw-8bit"}
-    for method in methods(recipe_of(**settings), model=known("llama-3.1-8b"), gpu=gpu("h100").gpu):
+    request = Request(recipe=recipe_of(**settings), model=known("llama-3.1-8b"), hardware=gpu("h100"))
+    for method in methods(request):
         assert method.tuning == Full()
     with pytest.raises(NothingFits) as caught:
         report_of("a100-40gb", **settings, optimizer_in_backward=False)

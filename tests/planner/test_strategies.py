@@ -6,6 +6,7 @@ import pytest
 
 from estimate.tiny_plans import CPU, gpu, known
 from fitune.errors import HardwareError, NothingFits, RecipeError
+from fitune.planner.candidates import Request
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods
@@ -35,8 +36,9 @@ def recipe_of(model: str, **settings) -> Recipe:
 def methods_of(card: str, **settings):
     """Those that a plan can be made of."""
     model, hardware, recipe = known("llama-3.1-8b"), gpu(card), recipe_of("llama-3.1-8b", **settings)
-    found = methods(recipe, model=model, gpu=hardware.gpu)
-    return [method for method in found if MethodSearch(recipe, method, model, hardware).placements]
+    request = Request(recipe=recipe, model=model, hardware=hardware)
+    found = methods(request)
+    return [method for method in found if MethodSearch(request, method).placements]
 
 
 def plan_of(model: str, card: str, *, gpus: int = 1, nodes: int = 1, host: int = 512, **settings):
@@ -151,8 +153,9 @@ def test_the_global_batch_is_shared_by_all_devices():
 def test_a_processor_offloads_nothing():
     model = known("qwen3-0.6b")
     recipe = recipe_of("qwen3-0.6b", tuning="full")
-    method = methods(recipe, model=model, gpu=CPU.gpu)[0]
-    assert [placement.is_plain for placement in MethodSearch(recipe, method, model, CPU).placements] == [True]
+    request = Request(recipe=recipe, model=model, hardware=CPU)
+    method = methods(request)[0]
+    assert [placement.is_plain for placement in MethodSearch(request, method).placements] == [True]
 
 
 @pytest.mark.parametrize(
@@ -211,8 +214,9 @@ def test_what_is_pinned_is_never_chosen_against():
     for gpus in (1, 4):
         hardware = replace(gpu("rtx-4090", gpus=gpus), host_memory_bytes=256 * GIB)
         recipe = recipe_of("llama-3.1-8b", tuning="full", optimizer="adamw-8bit")
-        for method in methods(recipe, model=model, gpu=hardware.gpu):
-            for placement in MethodSearch(recipe, method, model, hardware).placements:
+        request = Request(recipe=recipe, model=model, hardware=hardware)
+        for method in methods(request):
+            for placement in MethodSearch(request, method).placements:
                 assert placement.offload.optimizer == "device"
                 assert getattr(placement.sharding, "backend", "fsdp") == "fsdp"
     assert not [f for f in methods_of("h100", optimizer="momentum") if isinstance(f.tuning, Lomo)]

@@ -7,8 +7,7 @@ from typing import Any, Literal
 from fitune.errors import RecipeError
 from fitune.estimate.predict import predict
 from fitune.estimate.shares import num_ranks
-from fitune.planner.candidates import Method
-from fitune.planner.defaults import with_added_rows, with_usual_row
+from fitune.planner.candidates import Method, Request
 from fitune.planner.explain import estimate_data, memory_sum, wrapped
 from fitune.planner.fit import last_true, shortage
 from fitune.planner.less_memory import ROW_STEP, largest_known_model
@@ -54,10 +53,9 @@ def compare(
     changed: Recipe, change: str, *, taken: Priced, model: ModelSpec, hardware: Hardware
 ) -> Alternative:
     """Search with the change and the same tuning; when nothing fits, the smallest plan stands for it."""
-    model = with_added_rows(changed, model)
-    changed = with_usual_row(changed, model)
-    refuse_contradictions(changed, model=model, hardware=hardware)
-    answers = search(changed, model=model, hardware=hardware, wanted=_like(taken.plan, changed))
+    request = Request.of(changed, model, hardware)
+    refuse_contradictions(request)
+    answers = list(search(request, wanted=_like(taken.plan, changed)))
     fitting = [answer.found[0].plan for answer in answers if answer.found]
     smallest = [answer.smallest for answer in answers if answer.smallest is not None]
     if not fitting and not smallest:
@@ -168,15 +166,15 @@ def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardwa
     """
     if quantity not in QUANTITIES:
         raise RecipeError(f"--largest {quantity} is not known", hint=f"one of {', '.join(QUANTITIES)}")
-    model = with_added_rows(recipe, model)
-    recipe = _small(with_usual_row(recipe, model))
-    refuse_contradictions(recipe, model=model, hardware=hardware)
+    request = Request.of(recipe, model, hardware)
+    request = replace(request, recipe=_small(request.recipe))
+    refuse_contradictions(request)
     offloads = {"cpu", "nvme"} & {recipe.offload_parameters, recipe.offload_optimizer}
     found: dict[tuple[str, str, str], Largest] = {}
-    for method in methods_for(recipe, model=model, hardware=hardware):
+    for method in methods_for(request):
         method = replace(method, tier="any" if offloads else "device")
-        if _label(method) not in found and MethodSearch(recipe, method, model, hardware).placements:
-            value = _value(quantity, recipe, method, model, hardware)
+        if _label(method) not in found and MethodSearch(request, method).placements:
+            value = _value(quantity, request, method)
             found[_label(method)] = Largest(method=method, value=value)
     return tuple(found.values())
 
@@ -195,25 +193,17 @@ def _label(method: Method) -> tuple[str, str, str]:
     return method_name(method.tuning), describe_base_of(method.tuning), method.precision.value
 
 
-def _value(
-    quantity: str, recipe: Recipe, method: Method, model: ModelSpec, hardware: Hardware
-) -> int | str | None:
+def _value(quantity: str, request: Request, method: Method) -> int | str | None:
     def fits(**pins: int) -> bool:
-        return MethodSearch(recipe.model_copy(update=pins), method, model, hardware).fits()
+        return MethodSearch(request.with_pins(**pins), method).fits()
 
-    def model_fits(changed: Recipe, other: ModelSpec) -> bool:
-        alike = (
-            m for m in methods_for(changed, model=other, hardware=hardware) if _label(m) == _label(method)
-        )
-        first = next(alike, None)
-        return (
-            first is not None
-            and MethodSearch(changed, replace(first, tier=method.tier), other, hardware).fits()
-        )
+    def model_fits(other: Request) -> bool:
+        alike = next((one for one in methods_for(other) if _label(one) == _label(method)), None)
+        return alike is not None and MethodSearch(other, replace(alike, tier=method.tier)).fits()
 
     match quantity:
         case "seq_len":
-            longest = model.max_seq_len
+            longest = request.model.max_seq_len
             steps = last_true(
                 lambda n: fits(seq_len=min(n * ROW_STEP, longest)), 0, -(-longest // ROW_STEP) + 1
             )
@@ -221,7 +211,7 @@ def _value(
         case "micro_batch":
             return last_true(lambda rows: fits(micro_batch_size=rows), 0, MOST_ROWS + 1) or None
         case _:
-            return largest_known_model(recipe, model_fits)
+            return largest_known_model(request, model_fits)
 
 
 def explain_largest(recipe: Recipe, quantity: str, found: tuple[Largest, ...]) -> str:

@@ -13,6 +13,8 @@ from fitune.planner.defaults import (
     default_learning_rate,
     run_of,
     schedule_of,
+    with_added_rows,
+    with_usual_row,
 )
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.model import ModelSpec
@@ -35,8 +37,32 @@ from fitune.spec.plan import (
     Zero,
 )
 from fitune.spec.recipe import Recipe
-from fitune.spec.rules import adds_gradients_up
+from fitune.spec.rules import Purpose, adds_gradients_up
 from fitune.spec.traits import flash_refused_by_device, flash_refused_by_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Everything a plan is made from; plans keep the rules that bind any of ``purposes``."""
+
+    recipe: Recipe
+    model: ModelSpec
+    hardware: Hardware
+    purposes: tuple[Purpose, ...] = ("plan",)
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...] = ("plan",)
+    ) -> "Request":
+        """With a row of the tables for each added token, and rows no longer than the model takes."""
+        model = with_added_rows(recipe, model)
+        recipe = with_usual_row(recipe, model)
+        return cls(recipe=recipe, model=model, hardware=hardware, purposes=purposes)
+
+    def with_pins(self, **pins: object) -> "Request":
+        """The same with other settings in the recipe."""
+        return replace(self, recipe=self.recipe.model_copy(update=pins))
+
 
 Tier = Literal["device", "host", "any"]
 
@@ -83,10 +109,9 @@ class Placement:
         return len(places), int(foreign), stage
 
 
-def draft(
-    recipe: Recipe, method: Method, placement: Placement, *, model: ModelSpec, hardware: Hardware
-) -> Plan:
+def draft(request: Request, method: Method, placement: Placement) -> Plan:
     """The plan of a method with the smallest batch and nothing recomputed: what the search varies."""
+    recipe, model, hardware = request.recipe, request.model, request.hardware
     rate = recipe.learning_rate or default_learning_rate(method.tuning, method.optimizer)
     return Plan(
         model=model,
@@ -201,10 +226,10 @@ def block_counts(recipe: Recipe, *, layers: int) -> range:
     return range(blocks, blocks + 1)
 
 
-def every_placement(recipe: Recipe, hardware: Hardware) -> Iterator[Placement]:
+def every_placement(request: Request) -> Iterator[Placement]:
     """Every way that the recipe's pins leave open, whether or not it keeps the rules."""
-    for sharding in _shardings(recipe, hardware):
-        for offload in _offloads(recipe):
+    for sharding in _shardings(request.recipe, request.hardware):
+        for offload in _offloads(request.recipe):
             yield Placement(sharding=sharding, offload=offload)
 
 

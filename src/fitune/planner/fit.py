@@ -115,12 +115,15 @@ class Found:
     """A plan that fits, the fastest of its placement and batch."""
 
     step: StepStages
-    placement: Placement
     tokens_per_second: float
 
     @property
     def plan(self) -> Plan:
         return self.step.plan
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(sharding=self.plan.sharding, offload=self.plan.offload)
 
 
 def tokens_per_second(step: StepStages) -> float:

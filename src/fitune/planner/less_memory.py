@@ -11,7 +11,7 @@ from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
-from fitune.planner.candidates import Method
+from fitune.planner.candidates import Request
 from fitune.planner.defaults import CHUNK_TOKENS, optimizer_of
 from fitune.planner.explain import host_sum, wrapped
 from fitune.planner.fit import fits, host_fits, last_true, shortage
@@ -20,8 +20,6 @@ from fitune.planner.methods import lora_of, methods_for, nf4_of, to_adapters
 from fitune.planner.retry import Known, described
 from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import CARDS
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import ModelSpec
 from fitune.spec.model_config import known_model_names, load_model_spec
 from fitune.spec.plan import (
     ChunkedLoss,
@@ -60,18 +58,14 @@ class Change:
 
 
 def nothing_fits(
-    recipe: Recipe,
-    smallest: Sequence[StepStages],
-    rejected: Sequence[Rejection],
-    *,
-    model: ModelSpec,
-    hardware: Hardware,
+    request: Request, smallest: Sequence[StepStages], rejected: Sequence[Rejection]
 ) -> NothingFits:
     """The error to raise; ``smallest`` is the smallest plan of every method that was searched."""
+    model, hardware = request.model, request.hardware
     best = min(smallest, key=shortage)
     usable = usable_bytes(hardware)
     devices = f"{hardware.num_gpus} ×" if hardware.num_gpus > 1 else "one"
-    search = _Changes(recipe=recipe, model=model, hardware=hardware, best=best)
+    changes = _Changes(request=request, best=best)
     lines = [
         f"nothing fits: {model.name} on {devices} {hardware.gpu.name} of {format_bytes(hardware.gpu.memory_bytes)}, "
         f"{format_bytes(usable)} usable",
@@ -79,9 +73,9 @@ def nothing_fits(
         _smallest_memory(best, usable),
         wrapped(describe_plan(best.plan)),
         _device_that_holds(best.plan),
-        *search.about_the_host(),
+        *changes.about_the_host(),
     ]
-    return NothingFits("\n".join(lines), hint=search.advice())
+    return NothingFits("\n".join(lines), hint=changes.advice())
 
 
 def _smallest_memory(best: StepStages, usable: int) -> str:
@@ -107,9 +101,7 @@ def _device_that_holds(plan: Plan) -> str:
 class _Changes:
     """What could be asked for instead; each change is searched like the recipe itself."""
 
-    recipe: Recipe
-    model: ModelSpec
-    hardware: Hardware
+    request: Request
     best: StepStages
 
     def advice(self) -> str:
@@ -125,38 +117,35 @@ class _Changes:
         if helpful:
             return ", or ".join(helpful)
         notes = [f"{change.words} would need {_needs(change.step)}" for change in tried]
-        model = largest_known_model(self.recipe, self._is_enough)
+        model = largest_known_model(self.request, self._is_enough)
         notes += [f"the largest known model that fits this way is {model}"] if model is not None else []
         return "a smaller model or more memory; " + "; ".join(notes)
 
     def about_the_host(self) -> Iterator[str]:
         """With what waits on the host the devices may do; then the host's sum says how much is missing there."""
-        for method in self._methods(self.recipe):
-            step = MethodSearch(self.recipe, method, self.model, self.hardware).least_host()
+        for method in methods_for(self.request):
+            step = MethodSearch(self.request, method).least_host()
             if step is not None:
                 offload, host = describe_offload(step.plan.offload), host_sum(predict(step.plan))
                 yield wrapped(f"with {offload} the devices would do, the host does not: {host}", indent=0)
                 return
 
-    def _methods(self, recipe: Recipe) -> tuple[Method, ...]:
-        return methods_for(recipe, model=self.model, hardware=self.hardware)
-
     def _more_devices(self) -> Iterator[tuple[str, dict[str, object]]]:
-        here = self.hardware.gpus_per_node
-        if self.recipe.gpu is not None and not self.hardware.gpu.is_cpu:
+        here = self.request.hardware.gpus_per_node
+        if self.request.recipe.gpu is not None and not self.request.hardware.gpu.is_cpu:
             for gpus in (2 * here, 4 * here, 8 * here):
                 if gpus <= 8:
                     yield f"gpus: {gpus}", {"gpus": gpus}
 
     def _settings(self) -> Iterator[tuple[str, dict[str, object]]]:
-        recipe, batch = self.recipe, self.best.plan.batch
+        recipe, batch = self.request.recipe, self.best.plan.batch
         yield from self._in_backward()
         if recipe.tuning in ("full", "lomo", "adalomo"):
             yield to_adapters(recipe, "lora")
         if recipe.tuning in ("full", "lomo", "adalomo", "lora") and not recipe.quantization_is_asked_for:
             words, settings = to_adapters(recipe, "qlora")
             yield words, {**settings, "quantization": None}
-        if recipe.precision == "fp32" and self.hardware.gpu.has_bf16:
+        if recipe.precision == "fp32" and self.request.hardware.gpu.has_bf16:
             yield "precision: bf16-master", {"precision": "bf16-master"}
         if recipe.precision == "bf16-master":
             yield "precision: bf16", {"precision": "bf16"}
@@ -179,9 +168,14 @@ class _Changes:
 
     def _in_backward(self) -> Iterator[tuple[str, dict[str, object]]]:
         """Where all weights are to be trained on one device: the same steps without their gradients."""
-        recipe = self.recipe
+        recipe = self.request.recipe
         host = {"cpu", "nvme"} & {recipe.offload_parameters, recipe.offload_optimizer}
-        if recipe.tuning != "full" or recipe.optimizer_in_backward or self.hardware.num_gpus > 1 or host:
+        if (
+            recipe.tuning != "full"
+            or recipe.optimizer_in_backward
+            or self.request.hardware.num_gpus > 1
+            or host
+        ):
             return
         if recipe.gradient_accumulation_steps in (None, 1):
             yield "optimizer_in_backward: true", {"optimizer_in_backward": True}
@@ -192,39 +186,41 @@ class _Changes:
 
     def _smallest(self, settings: dict[str, object]) -> StepStages | None:
         """The smallest plan with ``settings``; None when there is no plan with them."""
-        recipe = self.recipe.model_copy(update=settings)
-        hardware = replace(self.hardware, gpus_per_node=recipe.gpus) if "gpus" in settings else self.hardware
-        searches = (MethodSearch(recipe, method, self.model, hardware) for method in self._methods(recipe))
-        found = [step for search in searches if (step := search.smallest()) is not None]
+        changed = self.request.with_pins(**settings)
+        methods = methods_for(changed)
+        if "gpus" in settings:
+            devices = replace(changed.hardware, gpus_per_node=changed.recipe.gpus)
+            changed = replace(changed, hardware=devices)
+        found = [step for method in methods if (step := MethodSearch(changed, method).smallest()) is not None]
         return min(found, key=shortage, default=None)
 
     def _longest_row(self) -> int:
         """The longest seq_len, a multiple of 64, at which the smallest plan's method fits; 0 when none is."""
 
         def is_enough(steps: int) -> bool:
-            return self._is_enough(self.recipe.model_copy(update={"seq_len": steps * ROW_STEP}), self.model)
+            return self._is_enough(self.request.with_pins(seq_len=steps * ROW_STEP))
 
         most = -(-self.best.plan.batch.seq_len // ROW_STEP)
         return last_true(is_enough, 0, most) * ROW_STEP
 
-    def _is_enough(self, recipe: Recipe, model: ModelSpec) -> bool:
-        """True if the recipe fits with the method of the smallest plan."""
+    def _is_enough(self, request: Request) -> bool:
+        """True if the request fits with the method of the smallest plan."""
         plan = self.best.plan
         return any(
-            MethodSearch(recipe, method, model, self.hardware).fits()
-            for method in methods_for(recipe, model=model, hardware=self.hardware)
+            MethodSearch(request, method).fits()
+            for method in methods_for(request)
             if type(method.tuning) is type(plan.tuning) and method.precision is plan.precision
         )
 
 
-def largest_known_model(recipe: Recipe, fits: Callable[[Recipe, ModelSpec], bool]) -> str | None:
+def largest_known_model(request: Request, fits: Callable[[Request], bool]) -> str | None:
     """The known model with the most parameters that ``fits``, with adapters on all linears and rows no longer than it
     takes; None when none does."""
     known = [load_model_spec(name, offline=True) for name in known_model_names()]
     for model in sorted(known, key=lambda model: count_parameters(model).total, reverse=True):
-        seq_len = min(recipe.seq_len, model.max_seq_len)
-        pins = {"seq_len": seq_len, "lora_target_modules": ["all-linear"], "lora_layers": []}
-        if fits(recipe.model_copy(update=pins), model):
+        seq_len = min(request.recipe.seq_len, model.max_seq_len)
+        other = replace(request, model=model)
+        if fits(other.with_pins(seq_len=seq_len, lora_target_modules=["all-linear"], lora_layers=[])):
             return model.name
     return None
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fitune.errors import RecipeError
-from fitune.planner.candidates import Method
+from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import with_added_rows
 from fitune.planner.explain import estimate_data, wrapped
 from fitune.planner.method_search import MethodSearch
@@ -135,25 +135,26 @@ def _cell(recipe: Recipe, model: ModelSpec, seq_len: int, hardware: Hardware) ->
     if seq_len > model.max_seq_len:
         return Cell(model=model, seq_len=seq_len, taken=None)
     recipe = recipe.model_copy(update={"model": model.name, "seq_len": seq_len})
-    refuse_contradictions(recipe, model=model, hardware=hardware)
+    request = Request(recipe=recipe, model=model, hardware=hardware)
+    refuse_contradictions(request)
     return Cell(
         model=model,
         seq_len=seq_len,
-        taken=first_choice(recipe, model=model, hardware=hardware),
-        settings=tuple(_settings(recipe, model, hardware)),
+        taken=first_choice(request),
+        settings=tuple(_settings(request)),
     )
 
 
-def _settings(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> Iterator[Setting]:
+def _settings(request: Request) -> Iterator[Setting]:
     """Activations stay on the device here: what recomputing and offloaded states do is to be seen by itself."""
-    asked = recipe.gradient_checkpointing
-    for method in compared(recipe, model, hardware):
+    recipe, asked = request.recipe, request.recipe.gradient_checkpointing
+    for method in compared(request):
         for recompute in (False, True) if asked is None else (bool(asked),):
-            pins = {
-                "offload_activations": recipe.offload_activations or "device",
-                "gradient_checkpointing": asked if recompute else False,
-            }
-            one = MethodSearch(recipe.model_copy(update=pins), method, model, hardware)
+            pinned = request.with_pins(
+                offload_activations=recipe.offload_activations or "device",
+                gradient_checkpointing=asked if recompute else False,
+            )
+            one = MethodSearch(pinned, method)
             groups: dict[tuple[str, bool], bool] = {}
             for placement in one.placements:
                 key = _stage_name(placement.sharding), not placement.states_stay
@@ -163,10 +164,10 @@ def _settings(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> Iterator[
                 yield Setting(method=name, sharding=sharding, recompute=recompute, offload=offload, fits=fits)
 
 
-def compared(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> tuple[Method, ...]:
+def compared(request: Request) -> tuple[Method, ...]:
     """The best of every tuning that is no last resort: full, LoRA and QLoRA, or what the recipe pins."""
     found: dict[str, Method] = {}
-    for method in methods_for(recipe, model=model, hardware=hardware):
+    for method in methods_for(request):
         if not method.last_resort:
             found.setdefault(method_name(method.tuning), replace(method, tier="any"))
     return tuple(found.values())

@@ -20,6 +20,7 @@ from fitune.estimate.step import ModelStages, StepStages, describe_step, model_s
 from fitune.planner.candidates import (
     Method,
     Placement,
+    Request,
     batches,
     block_counts,
     draft,
@@ -42,29 +43,23 @@ from fitune.planner.fit import (
     preferred,
     tokens_per_second,
 )
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Batch, Loss, Plan, Recompute, Sharding
-from fitune.spec.recipe import Recipe
-from fitune.spec.rules import Purpose, keeps_rules
+from fitune.spec.rules import keeps_rules
 
 
 @dataclass(frozen=True)
 class MethodSearch:
-    """One method on one set of devices; its plans keep the rules that bind any of ``purposes``."""
+    """One method for one request."""
 
-    recipe: Recipe
+    request: Request
     method: Method
-    model: ModelSpec
-    hardware: Hardware
-    purposes: tuple[Purpose, ...] = ("plan",)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
         """Ways that keep the rules and are in the method's tier, the simplest first."""
         found = [
             placement
-            for placement in every_placement(self.recipe, self.hardware)
+            for placement in every_placement(self.request)
             if self.batches and self._is_in_tier(placement) and self._keeps_rules(placement)
         ]
         return tuple(sorted(found, key=lambda placement: placement.complexity))
@@ -73,7 +68,7 @@ class MethodSearch:
         return self.method.tier == "any" or (self.method.tier == "device") == placement.states_stay
 
     def _keeps_rules(self, placement: Placement) -> bool:
-        return keeps_rules(replace(self.draft(placement), batch=self.batches[0]), *self.purposes)
+        return keeps_rules(replace(self.draft(placement), batch=self.batches[0]), *self.request.purposes)
 
     def fastest(self) -> tuple[Found, ...]:
         """The plan to take, then the best of every other placement and batch looked at; empty when none fits."""
@@ -85,9 +80,9 @@ class MethodSearch:
             worth = STAYING_IS_WORTH if placement.is_plain else SIMPLER_IS_WORTH
             plan = self._fastest_that_fits(step, at_least=worth * best)
             if plan is not None:
-                found.append(Found(plan, placement, tokens_per_second(plan)))
+                found.append(Found(plan, tokens_per_second(plan)))
                 best = max(best, found[-1].tokens_per_second)
-        return tuple(in_order(found, packed=self.recipe.packing))
+        return tuple(in_order(found, packed=self.request.recipe.packing))
 
     def smallest(self) -> StepStages | None:
         """The plan that needs the least device memory, of those whose host part fits; None without any placement.
@@ -147,11 +142,11 @@ class MethodSearch:
         return fits(self._least(step))
 
     def draft(self, placement: Placement) -> Plan:
-        return draft(self.recipe, self.method, placement, model=self.model, hardware=self.hardware)
+        return draft(self.request, self.method, placement)
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
-        return batches(self.recipe, self.method, ranks=self.hardware.num_gpus)
+        return batches(self.request.recipe, self.method, ranks=self.request.hardware.num_gpus)
 
     def describe(self, placement: Placement, batch: Batch) -> StepStages:
         plan = replace(self.draft(placement), batch=batch)
@@ -159,11 +154,15 @@ class MethodSearch:
 
     @cached_property
     def _usable(self) -> int:
-        return usable_bytes(self.hardware)
+        return usable_bytes(self.request.hardware)
+
+    @cached_property
+    def _losses(self) -> tuple[Loss, ...]:
+        return losses(self.request.recipe)
 
     @cached_property
     def _counts(self) -> range:
-        return block_counts(self.recipe, layers=self.model.num_layers)
+        return block_counts(self.request.recipe, layers=self.request.model.num_layers)
 
     @cached_property
     def _known_stages(self) -> dict[int, ModelStages]:
@@ -206,7 +205,7 @@ class MethodSearch:
 
     def _bound(self, step: StepStages) -> float:
         return tokens_per_second(
-            step.varied(recompute=Recompute(blocks=self._counts[0]), loss=losses(self.recipe)[0])
+            step.varied(recompute=Recompute(blocks=self._counts[0]), loss=self._losses[0])
         )
 
     def _fastest_that_fits(self, step: StepStages, *, at_least: float) -> StepStages | None:
@@ -217,7 +216,7 @@ class MethodSearch:
         counts = counts_for_host(step, self._counts)
         if counts is None:
             return None
-        fastest, *_, smallest = (*losses(self.recipe), losses(self.recipe)[-1])
+        fastest, smallest = self._losses[0], self._losses[-1]
         blocks = self._fewest_blocks(step, smallest, counts)
         if blocks is None:
             return None
@@ -225,7 +224,7 @@ class MethodSearch:
         if tokens_per_second(step.varied(recompute=best.plan.recompute, loss=fastest)) < at_least:
             return None
         fitting = [best]
-        for loss in losses(self.recipe)[:-1]:
+        for loss in self._losses[:-1]:
             more = self._fewest_blocks(step, loss, counts)
             if more is not None:
                 fitting.append(step.varied(recompute=Recompute(blocks=more), loss=loss))
@@ -251,10 +250,10 @@ class MethodSearch:
         return fewest_blocks(peaks, counts, usable=self._usable)
 
     def _all_recomputed(self, step: StepStages) -> StepStages:
-        return step.varied(recompute=Recompute(blocks=self._counts[-1]), loss=losses(self.recipe)[-1])
+        return step.varied(recompute=Recompute(blocks=self._counts[-1]), loss=self._losses[-1])
 
     def _least(self, step: StepStages) -> StepStages:
-        loss = losses(self.recipe)[-1]
+        loss = self._losses[-1]
         blocks = cheapest_blocks(lambda count: peak_of(step, blocks=count, loss=loss), self._counts)
         return step.varied(recompute=Recompute(blocks=blocks), loss=loss)
 

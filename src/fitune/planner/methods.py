@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Literal
 
 from fitune.estimate.time import predict_step_time
-from fitune.planner.candidates import Method, Placement, batches, draft
+from fitune.planner.candidates import Method, Placement, Request, batches, draft
 from fitune.planner.defaults import optimizer_of
 from fitune.spec.counts import peak_flops
-from fitune.spec.hardware import Gpu, Hardware
+from fitune.spec.hardware import Gpu
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import (
     ClipByNorm,
@@ -45,27 +45,22 @@ LOMO_CLIP_VALUE = 1.0
 """Cutting to a value needs one backward, to a norm two (Lv et al. 2023, arXiv 2306.09782, section 3.3)."""
 
 
-def methods_for(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> tuple[Method, ...]:
+def methods_for(request: Request) -> tuple[Method, ...]:
     """All methods the recipe and the device allow, the preferred first; a processor's precision by its rates."""
-    in_fp32 = methods(recipe, model=model, gpu=hardware.gpu)
-    if not hardware.gpu.is_cpu or recipe.precision is not None:
+    in_fp32 = methods(request)
+    if not request.hardware.gpu.is_cpu or request.recipe.precision is not None:
         return in_fp32
-    in_bf16 = (Precision.BF16_MASTER, Precision.FP32)
-    found = methods(recipe, model=model, gpu=hardware.gpu, on_cpu=in_bf16)
+    found = methods(request, on_cpu=(Precision.BF16_MASTER, Precision.FP32))
     first = next((method for method in found if method.precision is Precision.BF16_MASTER), None)
     if first is None:
         return in_fp32
     alone = Placement(sharding=Single(), offload=Offload())
-    plan = draft(recipe, first, alone, model=model, hardware=hardware)
-    largest = batches(recipe, first, ranks=1)[:1] or (plan.batch,)
-    if bf16_speedup(replace(plan, batch=largest[0])) < BF16_IS_WORTH:
-        return in_fp32
-    return found
+    plan = draft(request, first, alone)
+    largest = batches(request.recipe, first, ranks=1)[:1] or (plan.batch,)
+    return in_fp32 if bf16_speedup(replace(plan, batch=largest[0])) < BF16_IS_WORTH else found
 
 
-def methods(
-    recipe: Recipe, *, model: ModelSpec, gpu: Gpu, on_cpu: tuple[Precision, ...] = (Precision.FP32,)
-) -> tuple[Method, ...]:
+def methods(request: Request, *, on_cpu: tuple[Precision, ...] = (Precision.FP32,)) -> tuple[Method, ...]:
     """All methods the recipe and the device allow, the preferred first (ORDER).
 
     ``on_cpu``: the precisions of a processor, the preferred first; ``methods_for`` knows them.
@@ -73,10 +68,11 @@ def methods(
     In pure bf16 an update smaller than 1/256 of its weight is rounded away. That is worse for full fine-tuning,
     whose steps are small, than training fewer parameters: it comes last unless it is asked for.
     """
-    precisions = _precisions(recipe, gpu, on_cpu)
+    recipe = request.recipe
+    precisions = _precisions(recipe, request.hardware.gpu, on_cpu)
     found = [
         Method(tuning=tuning, precision=precision, optimizer=_optimizer(recipe, tuning))
-        for tuning in _tunings(recipe, model)
+        for tuning in _tunings(recipe, request.model)
         for precision in precisions
     ]
     if recipe.tuning is not None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from fitune.errors import FituneError, RecipeError
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
-from fitune.planner.candidates import Method, batches, draft, every_placement
+from fitune.planner.candidates import Method, Request, batches, draft, every_placement
 from fitune.planner.decisions import decisions_of, devices_left_idle, faster_method, long_update, usual_row
-from fitune.planner.defaults import price_of, with_added_rows, with_usual_row
+from fitune.planner.defaults import price_of
 from fitune.planner.explain import memory_sum
 from fitune.planner.fit import Found, fits, shortage, tokens_per_second
 from fitune.planner.less_memory import nothing_fits
@@ -35,15 +35,15 @@ def find_plan(
     Raises RecipeError or HardwareError for pins that cannot be honoured, NothingFits when no plan that keeps
     them fits.
     """
-    model = with_added_rows(recipe, model)
-    asked, recipe = recipe, with_usual_row(recipe, model)
-    refuse_contradictions(recipe, model=model, hardware=hardware, purposes=purposes)
-    answers = search(recipe, model=model, hardware=hardware, purposes=purposes)
+    asked, request = recipe, Request.of(recipe, model, hardware, purposes)
+    recipe = request.recipe
+    refuse_contradictions(request)
+    answers = list(search(request))
     fitting = [answer for answer in answers if answer.found]
     rejected = _rejections(answers)
     if not fitting:
         smallest = [answer.smallest for answer in answers if answer.smallest is not None]
-        raise nothing_fits(recipe, smallest, rejected, model=model, hardware=hardware)
+        raise nothing_fits(request, smallest, rejected)
     chosen = _priced(fitting[0].found[0].plan)
     runners_up = tuple(_priced(found.plan) for found in _runners_up(fitting))
     notes = faster_method(chosen, runners_up) if recipe.tuning is None else ()
@@ -62,29 +62,27 @@ def find_plan(
     )
 
 
-def refuse_contradictions(
-    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...] = ("plan",)
-) -> None:
+def refuse_contradictions(request: Request) -> None:
     """Raises RecipeError or HardwareError when every plan that keeps the recipe's settings breaks a rule."""
-    require_consistent(recipe, devices=hardware.num_gpus)
+    require_consistent(request.recipe, devices=request.hardware.num_gpus)
     nearest: tuple[Plan, tuple[Rule, ...]] | None = None
-    for plan in _every_draft(recipe, model, hardware):
-        broken = broken_rules(plan, *purposes)
+    for plan in _every_draft(request):
+        broken = broken_rules(plan, *request.purposes)
         if not broken:
             return
         if nearest is None or len(broken) < len(nearest[1]):
             nearest = plan, broken
     if nearest is None:
         raise RecipeError("no way of training keeps all of these settings", hint="leave one of them open")
-    raise _refusal(recipe, *nearest)
+    raise _refusal(request.recipe, *nearest)
 
 
-def _every_draft(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> Iterator[Plan]:
+def _every_draft(request: Request) -> Iterator[Plan]:
     """Every plan that the settings leave open, whether or not it keeps the rules: the simplest first."""
-    for method in methods(recipe, model=model, gpu=hardware.gpu):
-        splits = batches(recipe, method, ranks=hardware.num_gpus)
-        for placement in every_placement(recipe, hardware):
-            plan = draft(recipe, method, placement, model=model, hardware=hardware)
+    for method in methods(request):
+        splits = batches(request.recipe, method, ranks=request.hardware.num_gpus)
+        for placement in every_placement(request):
+            plan = draft(request, method, placement)
             yield from (replace(plan, batch=batch) for batch in {*splits[:1], *splits[-1:]})
 
 
@@ -108,54 +106,38 @@ class Answer:
     smallest: StepStages | None
 
 
-def search(
-    recipe: Recipe, *, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...] = ("plan",),
-    wanted: Callable[[Method], bool] = lambda method: True,
-) -> list[Answer]:  # fmt: skip
+def search(request: Request, *, wanted: Callable[[Method], bool] = lambda method: True) -> Iterator[Answer]:
     """Methods in the order of preference, until one fits; then only those that train something else.
 
     ``wanted`` leaves methods out.
     """
-    answers: list[Answer] = []
-    for method in filter(wanted, methods_for(recipe, model=model, hardware=hardware)):
-        if _is_settled(method, answers):
+    fitting: list[Method] = []
+    for method in filter(wanted, methods_for(request)):
+        if _is_settled(method, fitting):
             continue
-        answer = _searched(recipe, method, model, hardware, purposes)
-        if answer is not None:
-            answers.append(answer)
-    return answers
+        devices = _devices(request.recipe, request.hardware)
+        searches = [MethodSearch(replace(request, hardware=some), method) for some in devices]
+        searches = [one for one in searches if one.placements]
+        if searches:
+            answer = _answer(request.recipe, method, searches)
+            fitting += [method] if answer.found else []
+            yield answer
 
 
-def first_choice(recipe: Recipe, *, model: ModelSpec, hardware: Hardware) -> Priced | None:
+def first_choice(request: Request) -> Priced | None:
     """The plan that ``find_plan`` takes, without the others; the smallest where none fits, None without any."""
     smallest: list[StepStages] = []
-    for method in methods_for(recipe, model=model, hardware=hardware):
-        answer = _searched(recipe, method, model, hardware, ("plan",))
-        if answer is not None and answer.found:
+    for answer in search(request):
+        if answer.found:
             return _priced(answer.found[0].plan)
-        if answer is not None and answer.smallest is not None:
-            smallest.append(answer.smallest)
+        smallest += [answer.smallest] if answer.smallest is not None else []
     return _priced(min(smallest, key=shortage).plan) if smallest else None
 
 
-def _searched(
-    recipe: Recipe, method: Method, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...]
-) -> Answer | None:
-    """What one method has to offer; None when no placement is left."""
-    searches = [
-        MethodSearch(recipe, method, model, devices, purposes) for devices in _devices(recipe, hardware)
-    ]
-    searches = [one for one in searches if one.placements]
-    return _answer(recipe, method, searches) if searches else None
-
-
-def _is_settled(method: Method, answers: Sequence[Answer]) -> bool:
+def _is_settled(method: Method, fitting: Sequence[Method]) -> bool:
     """After a method that fits the next are looked at only for comparison: other methods, on the devices alone."""
-    fitting = [answer.method for answer in answers if answer.found]
-    if not fitting:
-        return False
     known = {_kind(other) for other in fitting}
-    return method.tier == "host" or method.last_resort or _kind(method) in known
+    return bool(known) and (method.tier == "host" or method.last_resort or _kind(method) in known)
 
 
 def _kind(method: Method) -> tuple[str, str]:
@@ -165,8 +147,9 @@ def _kind(method: Method) -> tuple[str, str]:
 
 def _answer(recipe: Recipe, method: Method, searches: Sequence[MethodSearch]) -> Answer:
     if recipe.objective == "least-memory":
-        found = [_smallest_found(one) for one in searches]
-        ranked = sorted((f for f in found if f is not None), key=lambda f: predict(f.plan).peak_bytes)
+        smallest = [step for one in searches if (step := one.smallest()) is not None and fits(step)]
+        found = [Found(step, tokens_per_second(step)) for step in smallest]
+        ranked = sorted(found, key=lambda one: predict(one.plan).peak_bytes)
     else:
         ranked = _best_first([one.fastest() for one in searches])
     if ranked:
@@ -180,16 +163,6 @@ def _best_first(found: Sequence[tuple[Found, ...]]) -> list[Found]:
     taken = sorted((plans[0] for plans in found if plans), key=_cost)
     others = sorted((plan for plans in found for plan in plans[1:]), key=_cost)
     return [*taken, *others]
-
-
-def _smallest_found(one: MethodSearch) -> Found | None:
-    step = one.smallest()
-    if step is None or not fits(step):
-        return None
-    placement = next(
-        s for s in one.placements if s.sharding == step.plan.sharding and s.offload == step.plan.offload
-    )
-    return Found(step, placement, tokens_per_second(step))
 
 
 def _cost(found: Found) -> float:
@@ -215,17 +188,11 @@ def _devices(recipe: Recipe, hardware: Hardware) -> Iterator[Hardware]:
 def _rejections(answers: Sequence[Answer]) -> tuple[Rejection, ...]:
     """One a method; the same arithmetic is not told twice."""
     told: dict[str, Rejection] = {}
-    for answer in answers:
-        if answer.smallest is not None:
-            rejection = _rejection(answer.smallest.plan)
-            told.setdefault(rejection.why, rejection)
+    for plan in (answer.smallest.plan for answer in answers if answer.smallest is not None):
+        what = ", ".join(filter(None, (describe_method(plan), describe_placement(plan))))
+        why = memory_sum(predict(plan))
+        told.setdefault(why, Rejection(what=what, why=why))
     return tuple(told.values())
-
-
-def _rejection(plan: Plan) -> Rejection:
-    placement = describe_placement(plan)
-    what = describe_method(plan) + (f", {placement}" if placement else "")
-    return Rejection(what=what, why=memory_sum(predict(plan)))
 
 
 def _runners_up(fitting: Sequence[Answer]) -> list[Found]:
