@@ -8,7 +8,7 @@ from fitune.errors import RecipeError
 from fitune.estimate.predict import predict
 from fitune.estimate.shares import num_ranks
 from fitune.planner.candidates import Method, Request
-from fitune.planner.explain import estimate_data, memory_sum, wrapped
+from fitune.planner.explain import memory_sum, priced_data, wrapped
 from fitune.planner.fit import last_true, shortage
 from fitune.planner.less_memory import ROW_STEP, largest_known_model
 from fitune.planner.method_search import MethodSearch
@@ -20,7 +20,6 @@ from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.recipe_words import parse_value
 from fitune.spec.reports import Priced
-from fitune.spec.serial import to_data
 from fitune.spec.words import describe_base_of, describe_plan, method_name
 from fitune.units import format_bytes, format_rate, format_seconds
 
@@ -128,16 +127,13 @@ def _ratio(name: str, taken: float, pinned: float, words: Callable[[float], str]
 
 def alternative_data(alternative: Alternative) -> dict[str, Any]:
     """The object ``why`` of ``--json``."""
-    taken, pinned = (
-        {
-            "summary": describe_plan(one.plan),
-            "plan": to_data(one.plan),
-            "estimate": estimate_data(one.estimate),
-        }
-        for one in (alternative.taken, alternative.pinned)
-    )
-    fits = alternative.pinned.estimate.fits
-    return {"change": alternative.change, "fits": fits, "taken": taken, "pinned": pinned}
+    taken, pinned = alternative.taken, alternative.pinned
+    return {
+        "change": alternative.change,
+        "fits": pinned.estimate.fits,
+        "taken": priced_data(taken),
+        "pinned": priced_data(pinned),
+    }
 
 
 Quantity = Literal["seq_len", "micro_batch", "model"]

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from fitune.estimate.shares import num_ranks
 from fitune.planner.adapter_decisions import adapter_decisions
+from fitune.planner.candidates import Request
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
 from fitune.planner.methods import ORDER, why_on_cpu
-from fitune.spec.hardware import Hardware
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -36,43 +36,14 @@ from fitune.spec.words import (
 from fitune.units import format_bytes
 
 
-def faster_method(chosen: Priced, others: Sequence[Priced]) -> Iterator[str]:
-    """Quality comes first; what that costs is said when it is much."""
-    for other in others:
-        ratio = other.estimate.tokens_per_second / chosen.estimate.tokens_per_second
-        name = method_name(other.plan.tuning)
-        if ratio >= _MUCH_FASTER and name != method_name(chosen.plan.tuning):
-            yield f"note on tuning: {name} fits too and is {ratio:.1f} × as fast; tuning: {name} takes it"
-
-
-_MUCH_FASTER = 2
-
-
-def long_update(chosen: Priced) -> Iterator[str]:
-    """An update that takes most of the step is paid less often with a larger batch."""
-    seconds = chosen.estimate.time.phases[Phase.UPDATE]
-    share = seconds / chosen.estimate.step_seconds
-    if share > 0.5:
-        yield (
-            f"note on global_batch_size: the update takes {share:.0%} of a step, whatever its batch "
-            f"({chosen.estimate.time.limits[Phase.UPDATE]}); a larger batch pays it less often"
-        )
-
-
-def devices_left_idle(recipe: Recipe, plan: Plan, hardware: Hardware) -> Iterator[str]:
-    used, there = plan.hardware.num_gpus, hardware.num_gpus
-    if used < there:
-        yield f"devices: {used} of {there}, because a token is cheapest on them (objective: {recipe.objective})"
-
-
-def usual_row(asked: Recipe, plan: Plan) -> Iterator[str]:
-    if "seq_len" not in asked.model_fields_set:
-        most = " (the longest the model takes)" if plan.batch.seq_len < asked.seq_len else ""
-        yield f"seq_len: {plan.batch.seq_len}{most}, fitune's default"
-
-
-def decisions_of(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
+def decisions_of(
+    asked: Recipe, request: Request, chosen: Priced, runners_up: Sequence[Priced]
+) -> tuple[str, ...]:
+    """Lines about the chosen plan; ``asked`` is the recipe as the user wrote it."""
+    recipe, plan = request.recipe, chosen.plan
     lines: list[Iterator[str]] = [
+        _devices_left_idle(request, plan),
+        _usual_row(asked, plan),
         _tuning(recipe, plan),
         _placement(recipe, plan),
         _precision(recipe, plan),
@@ -87,8 +58,23 @@ def decisions_of(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
         _idle(recipe, plan),
         adapter_decisions(recipe, plan),
         _output(recipe, plan),
+        _faster_method(recipe, chosen, runners_up),
+        _long_update(chosen),
     ]
     return tuple(line for group in lines for line in group)
+
+
+def _devices_left_idle(request: Request, plan: Plan) -> Iterator[str]:
+    used, there = plan.hardware.num_gpus, request.hardware.num_gpus
+    if used < there:
+        objective = request.recipe.objective
+        yield f"devices: {used} of {there}, because a token is cheapest on them (objective: {objective})"
+
+
+def _usual_row(asked: Recipe, plan: Plan) -> Iterator[str]:
+    if "seq_len" not in asked.model_fields_set:
+        most = " (the longest the model takes)" if plan.batch.seq_len < asked.seq_len else ""
+        yield f"seq_len: {plan.batch.seq_len}{most}, fitune's default"
 
 
 def _tuning(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -278,3 +264,26 @@ def _idle(recipe: Recipe, plan: Plan) -> Iterator[str]:
 def _output(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if recipe.output_dir is None:
         yield f"output: {plan.run.output_dir}"
+
+
+_MUCH_FASTER = 2
+
+
+def _faster_method(recipe: Recipe, chosen: Priced, others: Sequence[Priced]) -> Iterator[str]:
+    """Quality comes first; what that costs is said when it is much."""
+    for other in others:
+        ratio = other.estimate.tokens_per_second / chosen.estimate.tokens_per_second
+        name = method_name(other.plan.tuning)
+        if recipe.tuning is None and ratio >= _MUCH_FASTER and name != method_name(chosen.plan.tuning):
+            yield f"note on tuning: {name} fits too and is {ratio:.1f} × as fast; tuning: {name} takes it"
+
+
+def _long_update(chosen: Priced) -> Iterator[str]:
+    """An update that takes most of the step is paid less often with a larger batch."""
+    seconds = chosen.estimate.time.phases[Phase.UPDATE]
+    share = seconds / chosen.estimate.step_seconds
+    if share > 0.5:
+        yield (
+            f"note on global_batch_size: the update takes {share:.0%} of a step, whatever its batch "
+            f"({chosen.estimate.time.limits[Phase.UPDATE]}); a larger batch pays it less often"
+        )

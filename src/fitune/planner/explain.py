@@ -212,17 +212,19 @@ def plan_data(report: PlanReport) -> dict[str, Any]:
         "plan": to_data(plan),
         "summary": describe_plan(plan),
         "estimate": estimate_data(report.chosen.estimate),
-        "runners_up": [
-            {
-                "summary": describe_plan(priced.plan),
-                "plan": to_data(priced.plan),
-                "estimate": estimate_data(priced.estimate),
-            }
-            for priced in report.runners_up
-        ],
+        "runners_up": [priced_data(priced) for priced in report.runners_up],
         "rejected": [{"what": item.what, "why": item.why} for item in report.rejected],
         "decisions": list(report.decisions),
         "price_per_gpu_hour": report.price_per_gpu_hour,
+    }
+
+
+def priced_data(priced: Priced) -> dict[str, Any]:
+    """A plan in words, the plan and its estimate."""
+    return {
+        "summary": describe_plan(priced.plan),
+        "plan": to_data(priced.plan),
+        "estimate": estimate_data(priced.estimate),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from fitune.errors import RecipeError
 from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import with_added_rows
-from fitune.planner.explain import estimate_data, wrapped
+from fitune.planner.explain import priced_data, wrapped
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
 from fitune.planner.search import first_choice, refuse_contradictions
@@ -21,10 +21,8 @@ from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Ddp, Sharding, Single, Zero
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Priced
-from fitune.spec.serial import to_data
 from fitune.spec.words import (
     describe_offload,
-    describe_plan,
     describe_sharding,
     devices_with_memory,
     method_name,
@@ -286,9 +284,4 @@ def _cell_data(cell: Cell) -> dict[str, Any]:
     data = {"model": cell.model.name, "context": cell.seq_len, "fits": cell.fits, "settings": settings}
     if cell.taken is None:
         return {**data, "why": f"the model was made for {cell.model.max_seq_len} positions"}
-    return {
-        **data,
-        "summary": describe_plan(cell.taken.plan),
-        "plan": to_data(cell.taken.plan),
-        "estimate": estimate_data(cell.taken.estimate),
-    }
+    return data | priced_data(cell.taken)

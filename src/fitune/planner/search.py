@@ -7,7 +7,7 @@ from fitune.errors import FituneError, RecipeError
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Method, Request, batches, draft, every_placement
-from fitune.planner.decisions import decisions_of, devices_left_idle, faster_method, long_update, usual_row
+from fitune.planner.decisions import decisions_of
 from fitune.planner.defaults import price_of
 from fitune.planner.explain import memory_sum
 from fitune.planner.fit import Found, fits, shortage, tokens_per_second
@@ -35,8 +35,7 @@ def find_plan(
     Raises RecipeError or HardwareError for pins that cannot be honoured, NothingFits when no plan that keeps
     them fits.
     """
-    asked, request = recipe, Request.of(recipe, model, hardware, purposes)
-    recipe = request.recipe
+    request = Request.of(recipe, model, hardware, purposes)
     refuse_contradictions(request)
     answers = list(search(request))
     fitting = [answer for answer in answers if answer.found]
@@ -46,18 +45,11 @@ def find_plan(
         raise nothing_fits(request, smallest, rejected)
     chosen = _priced(fitting[0].found[0].plan)
     runners_up = tuple(_priced(found.plan) for found in _runners_up(fitting))
-    notes = faster_method(chosen, runners_up) if recipe.tuning is None else ()
     return PlanReport(
         chosen=chosen,
         runners_up=runners_up,
         rejected=rejected,
-        decisions=(
-            *devices_left_idle(recipe, chosen.plan, hardware),
-            *usual_row(asked, chosen.plan),
-            *decisions_of(recipe, chosen.plan),
-            *notes,
-            *long_update(chosen),
-        ),
+        decisions=decisions_of(recipe, request, chosen, runners_up),
         price_per_gpu_hour=recipe.price_per_gpu_hour or price_of(hardware.gpu),
     )
 
