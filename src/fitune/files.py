@@ -169,7 +169,7 @@ def remove(path: Path) -> None:
 
 
 def process_lives(pid: int) -> bool:
-    """On this machine."""
+    """True if a process with this number runs on this machine."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -72,7 +72,7 @@ def _layers(lora: Lora, model: ModelSpec) -> Iterator[str]:
 
 
 def _tables(lora: Lora, plan: Plan) -> Iterator[str]:
-    """What training them whole costs: they are most of what is trained."""
+    """Says what training the embedding and head whole costs: they are most of what is trained."""
     tables = trained_tables(plan.model, lora)
     if not tables:
         return

@@ -1,4 +1,4 @@
-"""What another choice would give: the plan with some settings pinned, and the largest that fits with each method."""
+"""Alternatives to a plan: the one with some settings pinned, and the largest that fits with each method."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

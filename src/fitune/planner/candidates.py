@@ -1,4 +1,4 @@
-"""What can be tried for one method: placements of the states, splits of the batch, losses, recomputed blocks."""
+"""Candidates of the search: methods, placements of the states, splits of the batch, losses, recomputed blocks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -54,13 +54,13 @@ class Request:
     def of(
         cls, recipe: Recipe, model: ModelSpec, hardware: Hardware, purposes: tuple[Purpose, ...] = ("plan",)
     ) -> "Request":
-        """With a row of the tables for each added token, and rows no longer than the model takes."""
+        """The request with a row of the tables for each added token, and rows no longer than the model takes."""
         model = with_added_rows(recipe, model)
         recipe = with_usual_row(recipe, model)
         return cls(recipe=recipe, model=model, hardware=hardware, purposes=purposes)
 
     def with_pins(self, **pins: object) -> "Request":
-        """The same with other settings in the recipe."""
+        """The request with other settings in the recipe."""
         return replace(self, recipe=self.recipe.model_copy(update=pins))
 
 
@@ -69,7 +69,7 @@ Tier = Literal["device", "host", "any"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """What decides quality. Between methods the better is taken, inside one the faster.
+    """Everything that decides quality. Between methods the better is taken, inside one the faster.
 
     ``tier`` says where weights and optimizer may wait: what is fetched from the host makes every step several times
     slower, so a method left open is first searched on the devices alone.
@@ -102,7 +102,7 @@ class Placement:
 
     @property
     def complexity(self) -> tuple[int, int, int]:
-        """Of ways that are equally fast the one with the fewest moving parts is taken."""
+        """Order of placements that are equally fast: the one with the fewest moving parts is taken."""
         places = [place for place in self.offload.places if place != "device"]
         stage = self.sharding.stage if isinstance(self.sharding, Zero) else 0
         foreign = isinstance(self.sharding, Zero) and self.sharding.backend == "deepspeed"
@@ -208,7 +208,7 @@ def rows_per_rank(recipe: Recipe, ranks: int) -> int | None:
 
 
 def losses(recipe: Recipe) -> tuple[Loss, ...]:
-    """What the recipe allows, the one with the largest logits first."""
+    """The losses that the recipe allows, the one with the largest logits first."""
     if recipe.loss == "plain":
         return (PlainLoss(),)
     sizes = CHUNK_TOKENS if recipe.loss_chunk_tokens is None else (recipe.loss_chunk_tokens,)

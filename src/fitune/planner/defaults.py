@@ -1,4 +1,4 @@
-"""What fitune takes when the recipe leaves a number open, and why."""
+"""Defaults: the number that is taken where the recipe leaves it open, and why."""
 
 from dataclasses import replace
 

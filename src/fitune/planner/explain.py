@@ -63,7 +63,7 @@ def _title(plan: Plan) -> str:
 
 
 def _elsewhere(estimate: Estimate) -> list[str]:
-    """What waits on the host and on NVMe, and what the devices send one another."""
+    """Lines about offloaded state on the host and on NVMe, and what the devices send one another."""
     lines = []
     if host_sum(estimate):
         lines.append(wrapped(f"on the host: {host_sum(estimate)}"))

@@ -1,4 +1,4 @@
-"""Whether a plan has room on the devices and the host, and which of those that have is taken."""
+"""Plans that fit: the room on devices and host, the fewest recomputed blocks, and which of them is taken."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def cheapest_blocks(bytes_of: BytesOf, counts: range) -> int:
 
 
 def _lowest(bytes_of: BytesOf, counts: range) -> int:
-    """Where the bytes stop falling, by bisection of the slope; the first count is looked at elsewhere.
+    """The count at which the bytes stop falling, by bisection of the slope; the first is looked at elsewhere.
 
     Offloaded activations hold the bytes level until the last block alone is left, then they fall: level ground goes on.
     """
@@ -72,7 +72,7 @@ def host_fits(step: StepStages) -> bool:
 
 
 def disk_fits(step: StepStages) -> bool:
-    """The same for what waits on NVMe."""
+    """True if the offloaded state has room on NVMe, or its size is not known."""
     usable = step.plan.hardware.nvme_bytes
     return not usable or nvme_bytes(step) <= usable
 
@@ -127,7 +127,7 @@ class Found:
 
 
 def tokens_per_second(step: StepStages) -> float:
-    """Of all devices together."""
+    """Tokens per second of all devices together."""
     tokens = step.shape.tokens * step.plan.batch.accumulation * step.plan.hardware.num_gpus
     return tokens / step_time_of(step).step_seconds
 

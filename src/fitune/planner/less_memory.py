@@ -99,7 +99,7 @@ def _device_that_holds(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changes:
-    """What could be asked for instead; each change is searched like the recipe itself."""
+    """Changes of a request for which nothing fits; each is searched like the request itself."""
 
     request: Request
     best: StepStages
@@ -122,7 +122,7 @@ class _Changes:
         return "a smaller model or more memory; " + "; ".join(notes)
 
     def about_the_host(self) -> Iterator[str]:
-        """With what waits on the host the devices may do; then the host's sum says how much is missing there."""
+        """Says how much host memory is missing where the devices would do with offload."""
         for method in methods_for(self.request):
             step = MethodSearch(self.request, method).least_host()
             if step is not None:
@@ -167,7 +167,7 @@ class _Changes:
                 yield f"{pin}: cpu", {pin: "cpu"}
 
     def _in_backward(self) -> Iterator[tuple[str, dict[str, object]]]:
-        """Where all weights are to be trained on one device: the same steps without their gradients."""
+        """Full fine-tuning on one device without all gradients at once."""
         recipe = self.request.recipe
         host = {"cpu", "nvme"} & {recipe.offload_parameters, recipe.offload_optimizer}
         if (
@@ -243,7 +243,7 @@ def next_to_try(failed: Plan, recipe: Recipe, shortage: Shortage) -> tuple[Chang
 
 
 def _changes(failed: Plan, recipe: Recipe) -> Iterator[tuple[str, Plan]]:
-    """The same arithmetic in less room, each on top of the one before; then, on top of all of them, one other thing."""
+    """Plans with the same arithmetic in less room, each on top of the one before; then one other change on top."""
     words, plan = "", failed
     for more, plan in _frugal(failed):
         words = f"{words}, {more}" if words else more
@@ -265,7 +265,7 @@ def _frugal(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _stepped_in_backward(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The same steps, clipped alike, without their gradients."""
+    """Full fine-tuning that steps in backward, clipped alike: all gradients are never there at once."""
     gathers = plan.tuning == Full() and plan.offload.optimizer == "device"
     if gathers and isinstance(plan.sharding, Single) and plan.batch.accumulation == 1:
         clip = ClipByNorm(max_norm=plan.schedule.max_grad_norm)

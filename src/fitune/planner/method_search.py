@@ -108,7 +108,7 @@ class MethodSearch:
         return None if best is None else best[2]
 
     def least_host(self) -> StepStages | None:
-        """Of the plans that fit the devices and not the host the one that asks least of it; None without any."""
+        """The plan that fits the devices and asks least of a host that is too small; None without any."""
         found = []
         for placement in self.placements:
             step = self._all_recomputed(self.describe(placement, self.batches[-1]))
@@ -133,7 +133,7 @@ class MethodSearch:
         return self._has_room_for(placement, replace(self.batches[-1], accumulation=1))
 
     def _has_room_for(self, placement: Placement, batch: Batch) -> bool:
-        """With any loss and number of blocks; the ends that decide most cases are looked at first."""
+        """True if it fits with any loss and number of blocks; the ends that decide most cases are looked at first."""
         step = self._all_recomputed(self.describe(placement, batch))
         if fits(step):
             return True
@@ -231,7 +231,7 @@ class MethodSearch:
         return self._sparing_the_host(preferred(fitting, by=self._peak))
 
     def _sparing_the_host(self, step: StepStages) -> StepStages:
-        """Where activations leave, as many recomputed blocks as no estimate tells apart: they need not leave at all."""
+        """With activation offload, the most recomputed blocks that cost no measurable speed: theirs need not leave."""
         if not step.activations_leave:
             return step
         enough = INDISTINGUISHABLE * tokens_per_second(step)

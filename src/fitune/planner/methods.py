@@ -1,4 +1,4 @@
-"""What decides quality: method, base, precision, optimizer, in the order in which they are preferred."""
+"""Methods: tuning, base, precision and optimizer, which decide quality, in the order in which they are preferred."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -125,7 +125,7 @@ def _tunings(recipe: Recipe, model: ModelSpec) -> tuple[Tuning, ...]:
 
 
 def full_of(recipe: Recipe) -> Full:
-    """With the same clipping wherever the weights are stepped: by the norm, unless by value is asked for."""
+    """Full fine-tuning; in backward it clips by the norm too, unless by value is asked for."""
     if not recipe.optimizer_in_backward:
         return Full()
     if recipe.max_grad_value is not None:
@@ -163,7 +163,7 @@ def _wanted_whole(recipe: Recipe) -> list[str]:
 
 
 def bases(recipe: Recipe) -> tuple[Dense | Nf4 | Hqq, ...]:
-    """What the recipe lets the frozen base be made of: 16 bit before 4 bit, NF4 before HQQ of 4 bits."""
+    """Frozen bases that the recipe allows: 16 bit before 4 bit, NF4 before HQQ of 4 bits."""
     if not recipe.quantization_is_asked_for:
         dense = () if recipe.tuning == "qlora" else (Dense(),)
         packed = () if recipe.tuning == "lora" or recipe.quantization == "none" else (nf4_of(recipe),)

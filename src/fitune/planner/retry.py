@@ -56,7 +56,7 @@ def why_no_smaller(failed: Plan, shortage: Shortage) -> str:
 
 
 def describe_size(plan: Plan) -> str:
-    """What a retry may change: ``micro_batch_size 2 × 4 accumulated, 0 of 32 blocks recomputed, plain loss``."""
+    """Settings of a retry: ``micro_batch_size 2 × 4 accumulated, 0 of 32 blocks recomputed, plain loss``."""
     batch = plan.batch
     return (
         f"micro_batch_size {batch.micro_batch_size} × {batch.accumulation} accumulated, {plan.recompute.blocks} of "
@@ -76,7 +76,7 @@ def smaller_batches(plan: Plan) -> Iterator[Batch]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What the next plan is held against, in bytes of tensors as the estimate counts them."""
+    """Limits of the next plan, in bytes of tensors as the estimate counts them."""
 
     failed: MemoryBreakdown
     phase: Phase | None

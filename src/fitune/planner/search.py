@@ -151,7 +151,7 @@ def _answer(recipe: Recipe, method: Method, searches: Sequence[MethodSearch]) ->
 
 
 def _best_first(found: Sequence[tuple[Found, ...]]) -> list[Found]:
-    """What is taken on each number of devices, the cheapest first; then all others."""
+    """The plan taken on each number of devices, the cheapest first; then all others."""
     taken = sorted((plans[0] for plans in found if plans), key=_cost)
     others = sorted((plan for plans in found for plan in plans[1:]), key=_cost)
     return [*taken, *others]

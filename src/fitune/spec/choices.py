@@ -116,7 +116,7 @@ def trains_every_weight(tuning: Tuning) -> bool:
 
 
 def clip_in_backward(tuning: Tuning) -> ClipByValue | ClipByNorm | None:
-    """How gradients are clipped where each is used as soon as it exists; None where they are gathered first."""
+    """The clipping of gradients that are used as soon as they exist; None where they are gathered first."""
     match tuning:
         case Lomo(clip=clip) | Full(update=InBackward(clip=clip)):
             return clip
@@ -199,7 +199,7 @@ Place = Literal["device", "cpu", "nvme"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Where things wait while nothing works on them; ``cpu`` is pinned host memory.
+    """The place of each kind of state while nothing works on it; ``cpu`` is pinned host memory.
 
     ``parameters``: the weights, fetched block by block in forward and backward. ``optimizer``: masters and states,
     stepped by the host, and the gradients it steps with. ``activations``: what the blocks keep for backward.

@@ -41,13 +41,15 @@ def lora_parameters(model: ModelSpec, lora: Lora) -> int:
 
 
 def adapted_blocks(model: ModelSpec, lora: Lora) -> int:
-    """How many blocks have adapters."""
+    """Number of blocks with adapters."""
     return len(lora.layers) or model.num_layers
 
 
 def blocks_gone_back_through(model: ModelSpec, tuning: Tuning) -> int:
-    """How many blocks, counted from the last, backward goes through: all, or from the first adapted one on when nothing
-    before it trains."""
+    """Number of blocks, counted from the last, that backward goes through.
+
+    All, or from the first adapted one on when nothing before it trains.
+    """
     adapters_alone = isinstance(tuning, Lora) and not trains_embeddings(tuning)
     first = min(tuning.layers, default=0) if isinstance(tuning, Lora) and adapters_alone else 0
     return model.num_layers - first
@@ -58,7 +60,7 @@ def _block_parameters(model: ModelSpec, part: str) -> int:
 
 
 def _idle_parameters(linear: Linear) -> int:
-    """What a token does not go through: the experts that were not chosen."""
+    """Parameters that a token does not go through: those of the experts that were not chosen."""
     return linear.parameters // linear.copies * (linear.copies - linear.active_copies)
 
 

@@ -120,7 +120,7 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """By canonical name or any usual spelling: ``RTX4090``, ``NVIDIA A100-SXM4-80GB``, ``Tesla V100 32GB``.
+    """The GPU of a canonical name or any usual spelling: ``RTX4090``, ``NVIDIA A100-SXM4-80GB``, ``Tesla V100 32GB``.
 
     ``h100`` means the SXM card. A product that comes with two sizes of memory needs the size: ``v100``
     and ``a100`` alone are refused, because a plan for the larger would not run on the smaller.

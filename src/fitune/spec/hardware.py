@@ -209,7 +209,7 @@ class Hardware:
 
     @property
     def rates(self) -> str:
-        """Where the rates come from, for people."""
+        """Source of the rates, for people."""
         if self.calibration is not None:
             return f"calibrated on {self.calibration.date}"
         return "assumed rates" if self.gpu.is_cpu else "datasheet rates"

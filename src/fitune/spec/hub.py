@@ -1,4 +1,4 @@
-"""What fitune asks the Hugging Face Hub, and the code of strangers that it never runs."""
+"""Requests to the Hugging Face Hub, and the code of strangers that fitune never runs."""
 
 import logging
 import os

@@ -245,7 +245,7 @@ class KnownModel:
 
 
 def find_known_model(name: str) -> KnownModel | None:
-    """By Hub name or short name (``llama-3.1-8b``, ``qwen3-8b``), upper and lower case alike."""
+    """The model of a Hub name or short name (``llama-3.1-8b``, ``qwen3-8b``), upper and lower case alike."""
     return _index().get(name.lower())
 
 
@@ -286,7 +286,7 @@ class Vocabulary:
 
 
 def vocabulary_of(name: str) -> Vocabulary | None:
-    """Of a model's folder or of what the Hugging Face cache has; None where no tokenizer.json says it."""
+    """The vocabulary in a model's folder or the Hugging Face cache; None without a tokenizer.json."""
     file = _tokenizer_file(name)
     if file is None:
         return None

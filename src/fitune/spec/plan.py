@@ -88,7 +88,7 @@ __all__ = [
 
 
 class Precision(StrEnum):
-    """What weights, gradients and optimizer states are made of.
+    """Number formats of weights, gradients and optimizer states.
 
     ``BF16`` and ``FP32`` keep all of them in that one type. ``BF16_MASTER`` and ``FP16`` compute in
     16 bit and let the optimizer work on an fp32 copy of the trained weights; ``FP16`` also scales the loss.
@@ -142,7 +142,7 @@ Loss = PlainLoss | ChunkedLoss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """How samples become steps.
+    """Sizes that make steps of samples.
 
     A micro-batch is one flat stream of tokens without padding: ``micro_batch_size`` rows, or packs of
     rows when ``packing``, each at most ``seq_len`` tokens; rows never attend to one another.
@@ -219,7 +219,7 @@ class DataSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlan:
-    """What is trained on, what is held out, and what happens to rows that do not fit."""
+    """Rows to train on, rows held out, and what happens to rows that do not fit."""
 
     sources: tuple[DataSource, ...] = ()
     eval_sources: tuple[DataSource, ...] = ()
@@ -234,7 +234,7 @@ class DataPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Where the run lives and what it writes. 0 means never for the ``every`` settings."""
+    """Directory of the run and what it writes. 0 means never for the ``every`` settings."""
 
     output_dir: str
     seed: int = 42

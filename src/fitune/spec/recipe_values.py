@@ -99,7 +99,7 @@ def as_names(value: Any) -> Any:
 
 
 def as_targets(value: Any) -> Any:
-    """The same for names of linears, but a regular expression keeps its commas."""
+    """A list of names of linears; a regular expression keeps its commas."""
     if isinstance(value, str) and set(value) & set("()[]{}|*+?^$\\"):
         return [value.strip()]
     return as_names(value)

@@ -1,4 +1,4 @@
-"""What is predicted and what is measured, in the same words so that they can be laid side by side."""
+"""Predictions and measurements, in the same words so that they can be laid side by side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -113,7 +113,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What the arithmetic says about one Plan."""
+    """Predicted bytes and seconds of one Plan."""
 
     memory: MemoryBreakdown
     usable_bytes: int
@@ -155,7 +155,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What the Plan's own step took on fake tensors, on one device."""
+    """Bytes that the Plan's own step took on fake tensors, on one device."""
 
     phases: dict[Phase, dict[str, int]]
     """At the worst moment of each phase, bytes by kind: weights, optimizer, batch, gradients, activations, loss,
@@ -178,7 +178,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A family of plans that was not taken, and the arithmetic why."""
+    """A method that was not taken, and the arithmetic why."""
 
     what: str
     why: str
@@ -266,7 +266,7 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """What happened to every row and token of one dataset."""
+    """Counts of every row and token of one dataset: read, kept, cut, dropped."""
 
     rows_read: int
     rows_kept: int
@@ -299,7 +299,7 @@ Status = Literal["complete", "interrupted", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What ended a run before its time, and where it was then."""
+    """The error that ended a run before its time, and where it was then."""
 
     error: str
     """Name of the error, as in ``errors``: TrainingFailed, OutOfMemory, CheckpointError, …"""
@@ -317,7 +317,7 @@ AFTER_TRAINING = ("exporting", "answering samples")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """How a run went; written even when it ended badly."""
+    """Result of a run; written even when it ended badly."""
 
     status: Status
     reason: str
@@ -359,7 +359,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreReport:
-    """How well a model answered a dataset."""
+    """Grades of a model's answers to a dataset."""
 
     model: str
     adapter: str

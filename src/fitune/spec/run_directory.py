@@ -101,7 +101,7 @@ def _acquire(handle: int, directory: Path) -> None:
 
 
 def _owner(handle: int) -> dict[str, str]:
-    """What the lock file says; nothing when it is empty or torn."""
+    """The owner that the lock file names; empty when the file is empty or torn."""
     try:
         found = parse_json(os.pread(handle, 4096, 0))
     except ValueError:
@@ -192,7 +192,7 @@ def _require_pointer(link: Path, directory: Path) -> None:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """All but what is not finished: that is removed and never read; a killed run leaves links among it."""
+    """Entries of a folder without unfinished ones, which are removed and never read: killed runs leave links there."""
     try:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if not entry.name.startswith(TEMPORARY)]

@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch holds: the only thing about the data that memory depends on."""
+"""Tokens and rows of a micro-batch: the only thing about the data that memory depends on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which linears and blocks a recipe adapts, by name or by regular expressions, matched in bounded time and memory.
+"""The linears and blocks that a recipe adapts, by name or by expressions matched in bounded time and memory.
 
 Python's ``re`` has no limit: ``(a+)+$`` against a name of forty letters takes longer than a training. The ``regex``
 library has one for matching and none for compiling, where ``x{2147483647}`` and repeats inside repeats take gigabytes.

@@ -1,4 +1,4 @@
-"""What follows from a model's traits: its activation's memory, attention scores, the fused kernels that fit."""
+"""Traits: memory of the activation function, attention scores, and the fused kernels that fit a model."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How a plan's parts are called, everywhere a person reads: one value, one name."""
+"""Names of a plan's parts, everywhere a person reads: one value, one name."""
 
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import Dropout
