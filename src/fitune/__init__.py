@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
+from warnings import filterwarnings
 
 from fitune.errors import FituneError, system_failures
 from fitune.spec.hub import keep_out_hub_kernels
@@ -33,6 +34,8 @@ __version__ = "0.1.0"
 __all__ = ["FituneError", "explain", "export", "plan", "rehearse", "report", "score", "train"]
 
 keep_out_hub_kernels()  # before any room imports a library that would fetch them
+# PEFT asks transformers for a property by its old name; that warning is not for our users.
+filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
 
 # Four functions have the name of a room. Python binds a room to the package when it is first imported and never again,
 # so they are imported before the functions take their names.

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from fitune.cli.loading import loading_bar
+from fitune.cli.bars import loading_bar
 
 
 class Terminal(io.StringIO):

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import textwrap
-import warnings
 from typing import Any
 
 import typer
@@ -16,8 +15,6 @@ from fitune.session.signals import exits_on_signals
 
 def main() -> None:
     """Run a command; a FituneError is printed for people (or as JSON), never as a traceback."""
-    # PEFT asks transformers for a property by its old name; that warning is not for our users.
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
     try:
         with exits_on_signals(), system_failures():
             _run_command()

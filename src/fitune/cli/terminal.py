@@ -6,9 +6,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TextIO
 
-from fitune.cli.loading import loading_bar
+from fitune.cli.bars import loading_bar, reading_bar
 from fitune.cli.progress import Progress
-from fitune.cli.reading import reading_bar
 from fitune.session.events import Event, Reading, RowsAnswered, StepsBegin, StepsEnd, WeightsRead
 from fitune.spec.plan import Plan
 from fitune.spec.reports import StepReport

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from fitune.report.compare import Row, compare, comparison_table
-from fitune.report.html import write_report
 from fitune.report.run_files import read_run
 from fitune.spec.reports import RunReport
 
@@ -23,6 +22,8 @@ class Reported:
 
 def report_run(directory: Path) -> Reported:
     """Compare predicted and measured, and write report.html. Raises RunDirectoryError."""
+    from fitune.report.html import write_report  # not for those who only plan
+
     page = write_report(directory)
     return Reported(directory=directory, rows=comparison(directory), run=read_run(directory).run, page=page)
 

@@ -19,7 +19,7 @@ from fitune.report.html import write_report
 from fitune.report.run_files import Prediction, RunnerUp, read_run
 from fitune.score.generate_hf import Sampling, answer_all
 from fitune.score.tasks import to_task
-from fitune.session.earlier_runs import complete_run
+from fitune.session.checks import complete_run, require_room_on_disk
 from fitune.session.events import (
     Compared,
     DataRead,
@@ -36,7 +36,6 @@ from fitune.session.exporting import export_run
 from fitune.session.planning import plan_for
 from fitune.session.reporting import report_run
 from fitune.session.retrying import Attempt, next_attempt
-from fitune.session.room_on_disk import require_room_on_disk
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe, dump_recipe
 from fitune.spec.reports import PlanReport, RunReport

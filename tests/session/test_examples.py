@@ -1,0 +1,49 @@
+"""docs/python.md and examples/notebook.ipynb run as they stand."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_all(parts: list[str], where: str) -> dict[str, Any]:
+    """Execute pieces of Python one after another in one namespace, as a notebook does; returns the namespace."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, part in enumerate(parts, 1):
+        exec(compile(part, f"{where}, part {number}", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_page_about_python(
+    folder: Path, model_folder: Path, data_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(model_folder, folder / "model")
+    shutil.copy(data_file, folder / "train.jsonl")
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    names = run_all(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL), "python.md")
+    said = capsys.readouterr().out
+    assert "NothingFits" in said
+    assert "interrupted" in said
+    assert (names["run"].status, names["run"].steps) == ("complete", 4)
+    assert (names["scores"].rows, names["scores"].failed) == (4, 0)
+
+
+def test_the_notebook(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells), "outputs are not committed"
+    names = run_all(["".join(cell["source"]) for cell in cells], "notebook.ipynb")
+    assert names["run"].status == "complete"
+    assert names["losses"][-1] < names["losses"][0] - 0.5
+    assert "rehearsed" in capsys.readouterr().out
