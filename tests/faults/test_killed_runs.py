@@ -61,6 +61,22 @@ def test_a_complete_run_gets_what_its_ending_owes(train: Call, tmp_path: Path, m
     assert (run / "adapter" / "adapter_model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("damage", ["{\n}\n", ""])
+def test_a_complete_run_whose_metrics_were_damaged_gets_its_page_from_its_checkpoint(
+    train: Call, tmp_path: Path, damage: str
+) -> None:
+    run = tmp_path / "run"
+    assert train(save_steps=2)[0] == 0
+    metrics = run / "metrics.jsonl"
+    before = metrics.read_bytes()
+    metrics.write_text(damage)
+    (run / "report.html").unlink()
+    code, out, _ = train(save_steps=2)
+    assert (code, "are put back from its checkpoint" in out) == (0, True)
+    assert metrics.read_bytes() == before
+    assert (run / "report.html").is_file()
+
+
 def test_an_export_that_nothing_holds_any_more_is_named(train: Call, tmp_path: Path) -> None:
     assert train()[0] == 0
     shutil.rmtree(tmp_path / "run" / "adapter")

@@ -16,7 +16,7 @@ from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
 from fitune.models.vocabulary import planned_tokenizer
 from fitune.report.html import write_report
-from fitune.report.run_files import Prediction, RunnerUp, read_run
+from fitune.report.run_files import Prediction, RunnerUp
 from fitune.score.generate_hf import Sampling, answer_all
 from fitune.score.tasks import to_task
 from fitune.session.checks import complete_run, require_room_on_disk
@@ -46,7 +46,7 @@ from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
 from fitune.train.export import FOLDERS, TITLES
 from fitune.train.oom import release
-from fitune.train.run import run
+from fitune.train.run import put_metrics_back, run
 
 _SAMPLE_TOKENS = 128
 
@@ -73,7 +73,7 @@ def first_attempt(recipe: Recipe, *, overwrite: bool, tell: Tell) -> Attempt | R
     require_own_directory(plan)
     complete = None if overwrite else complete_run(directory, plan, resume=recipe.resume)
     if complete is not None:
-        make_up_for_missing(directory, tell=tell)
+        make_up_for_missing(directory, plan, tell=tell)
         tell(Note(f"{directory}: already complete; --overwrite starts anew"))
         return complete
     require_room_on_disk(plan)
@@ -105,15 +105,24 @@ def run_attempt(
     return ended
 
 
-def make_up_for_missing(directory: Path, *, tell: Tell) -> None:
+def make_up_for_missing(directory: Path, plan: Plan, *, tell: Tell) -> None:
     """Write the export or the page of a complete run that is not there: a run may be killed after its report.json."""
-    kind = read_run(directory).plan.run.export
-    if not (directory / FOLDERS[kind]).is_dir():
+    kind = plan.run.export
+    owes_export, owes_page = (
+        not (directory / FOLDERS[kind]).is_dir(),
+        not (directory / "report.html").is_file(),
+    )
+    if owes_export or owes_page:
+        try:
+            put_metrics_back(directory, plan, on_note=lambda note: tell(Note(note)))
+        except CheckpointError as error:
+            tell(Note(f"note: {error.message}"))
+    if owes_export:
         try:
             export_run(directory, None, kind, tell=tell)
         except CheckpointError as error:
             tell(Note(f"note: {error.message}"))
-    if not (directory / "report.html").is_file():
+    if owes_page:
         tell(Note(f"report: {write_report(directory)}"))
 
 

@@ -129,7 +129,7 @@ def _reports(path: Path) -> Iterator[tuple[StepReport, bytes]]:
         except ValueError as error:  # bad JSON and bad UTF-8 alike
             if number == len(lines):
                 return
-            raise RunDirectoryError(f"{path}:{number}: not a line of metrics: {error}") from None
+            raise _unreadable(f"{path}:{number}", error) from None
         yield _report(data, where=f"{path}:{number}"), raw
 
 
@@ -178,7 +178,7 @@ def _report(data: Any, *, where: str) -> StepReport:
     try:
         return from_data(StepReport, data)
     except ValueError as error:
-        raise RunDirectoryError(f"{where}: not a line of metrics: {error}") from None
+        raise _unreadable(where, error) from None
 
 
 def _finish_last_line(path: Path) -> None:
@@ -207,6 +207,13 @@ def _is_json(raw: bytes) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _unreadable(where: str, error: ValueError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{where}: not a line of metrics: {error}",
+        hint="--resume puts the lines back from a checkpoint; without the file, reports are made without its steps",
+    )
 
 
 def _unusable(path: Path, error: OSError) -> RunDirectoryError:

@@ -132,6 +132,14 @@ def _begin(directory: Path, files: Mapping[str, str]) -> None:
         write_atomically(directory / name, text)
 
 
+def put_metrics_back(directory: Path, plan: Plan, *, on_note: Callable[[str], None]) -> None:
+    """Make metrics.jsonl of a complete run what its newest checkpoint says; left alone where there is none."""
+    start = where_to_start(directory, plan, resume=True)
+    if start.state is not None:
+        with MetricsLog(directory / "metrics.jsonl") as log:
+            _restart(log, start, on_note)
+
+
 def _restart(log: MetricsLog, start: Start, on_note: Callable[[str], None]) -> None:
     saved = b"" if start.state is None else start.state.log
     difference = log.restart(saved, step=start.step)
