@@ -55,18 +55,18 @@ _LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj", "v_proj")}
         ),
         (
             {"tuning": Lora(**_LORA, modules_to_save=("lm_head",), base=Nf4())},
-            "LoRA r8 on 2 linears, lm_head whole, of an NF4 base",
-            "are trained on q_proj, v_proj, the head whole; the base stays frozen in 4-bit",
+            "LoRA r8 on 2 linears, lm_head whole, of a base in NF4 with double quantisation",
+            "are trained on q_proj, v_proj, the head whole; the base stays frozen in NF4",
         ),
         (
             {"tuning": Lora(**_LORA, base=Nf4(), dora=True)},
-            "DoRA r8 on 2 linears of an NF4 base with double quantisation",
-            "the adapted weights (DoRA); the base stays frozen in 4-bit NormalFloat, its scales in 8 bit",
+            "DoRA r8 on 2 linears of a base in NF4 with double quantisation",
+            "the adapted weights (DoRA); the base stays frozen in NF4 with double quantisation",
         ),
         (
             {"tuning": Lora(**_LORA, base=Hqq(bits=3))},
-            "LoRA r8 on 2 linears of an HQQ base of 3 bits in groups of 64",
-            "stays frozen in 3-bit HQQ, groups of 64.",
+            "LoRA r8 on 2 linears of a base in HQQ of 3 bits in groups of 64",
+            "stays frozen in HQQ of 3 bits in groups of 64.",
         ),
         ({"optimizer": AdamW8bit()}, "8-bit AdamW", "The optimizer is AdamW in 8 bit"),
         (

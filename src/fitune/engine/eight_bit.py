@@ -14,11 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Parameter
 
 from fitune.errors import require_library
-
-BLOCK = 256
-"""State elements per scale."""
-LEAST = 4096
-"""Smaller tensors keep fp32 states."""
+from fitune.spec.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST
 
 
 class EightBitAdamW(torch.optim.Optimizer):
@@ -62,12 +58,12 @@ class EightBitAdamW(torch.optim.Optimizer):
 
     def _first_state(self, parameter: Parameter) -> dict[str, Tensor]:
         state = self.state[parameter]
-        eight_bit = parameter.numel() >= LEAST
+        eight_bit = parameter.numel() >= EIGHT_BIT_LEAST
         state["step"] = torch.zeros((), dtype=torch.int64)
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(parameter, dtype=torch.uint8 if eight_bit else torch.float32)
         if eight_bit:
-            blocks = -(-parameter.numel() // BLOCK)
+            blocks = -(-parameter.numel() // EIGHT_BIT_BLOCK)
             for name in ("scale", "scale_sq"):
                 state[name] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
         return state

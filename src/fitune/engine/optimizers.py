@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fitune.engine.eight_bit import EightBitAdamW
+from fitune.spec.choices import MASTER_BUCKET_BYTES
 from fitune.spec.plan import AdamW, AdamW8bit, Optimizer, Sgd
-
-MASTER_BUCKET_BYTES = 64 * 1024**2
-"""fp32 gradients exist for at most this many bytes of masters at a time (or for one parameter)."""
 
 
 class WeightOptimizer(Protocol):

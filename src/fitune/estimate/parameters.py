@@ -1,6 +1,6 @@
 """Bytes of what is multiplied and of what is trained: weights, adapters, gradients."""
 
-from fitune.estimate.quantised import base_of, is_quantised
+from fitune.estimate.quantised import is_quantised
 from fitune.estimate.shares import (
     base_bytes,
     base_share_bytes,
@@ -13,7 +13,7 @@ from fitune.estimate.shares import (
 from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tables
 from fitune.spec.counts import adapted_blocks, count_parameters, lora_parameters
 from fitune.spec.model import ModelSpec
-from fitune.spec.plan import Dense, Lora, Plan, Single
+from fitune.spec.plan import Dense, Lora, Plan, Single, base_of
 
 
 def base_parameters(model: ModelSpec) -> int:

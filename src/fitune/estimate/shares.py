@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from fitune.estimate.quantised import base_of, is_quantised, packed_bytes, stored_bytes
+from fitune.estimate.quantised import is_quantised, packed_bytes, stored_bytes
 from fitune.estimate.tensors import ParameterTensor, base_tensors, trained_tensors
-from fitune.spec.plan import Ddp, Dense, Hqq, Nf4, Plan, Single, Zero
+from fitune.spec.plan import Ddp, Dense, Plan, Quantiser, Single, Zero, base_of
 
 
 def num_ranks(plan: Plan) -> int:
@@ -115,5 +115,5 @@ def scale_bytes(plan: Plan) -> int:
 _DENSE = Dense()
 
 
-def _stored_as(tensor: ParameterTensor, base: Dense | Nf4 | Hqq) -> Dense | Nf4 | Hqq:
+def _stored_as(tensor: ParameterTensor, base: Dense | Quantiser) -> Dense | Quantiser:
     return base if tensor.linear is not None and is_quantised(tensor.linear, base) else _DENSE

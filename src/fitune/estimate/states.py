@@ -11,6 +11,7 @@ from fitune.estimate.tensors import (
     trained_tables,
     trained_tensors,
 )
+from fitune.spec.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import (
     AdamW,
@@ -25,15 +26,7 @@ from fitune.spec.plan import (
     trains_head,
     updates_in_backward,
 )
-from fitune.units import MIB
 
-MASTER_BUCKET_BYTES = 64 * MIB
-"""fp32 gradients exist for at most this many bytes of masters at a time (engine/optimizers.py)."""
-
-EIGHT_BIT_BLOCK = 256
-"""State elements per fp32 scale (bitsandbytes.functional.create_dynamic_map, blocksize of its 8-bit optimizers)."""
-EIGHT_BIT_LEAST = 4096
-"""Smaller tensors keep fp32 states (bitsandbytes' min_8bit_size)."""
 SUB_GROUP = 1_000_000_000
 """DeepSpeed's sub_group_size: elements that stage 3 steps at a time."""
 

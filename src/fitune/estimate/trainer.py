@@ -9,7 +9,6 @@ from fitune.estimate.block import block_stages
 from fitune.estimate.buffers import REDUCE_BUCKET, Buffers, block_weight_bytes, root_weight_bytes
 from fitune.estimate.gradients import gradients_go_to_the_host
 from fitune.estimate.parameters import head_parameters
-from fitune.estimate.quantised import base_of
 from fitune.estimate.shares import (
     gradients_are_divided,
     num_shares,
@@ -25,7 +24,16 @@ from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import ModelStages, StepStages, Terms, describe_step, model_stages
 from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tables
 from fitune.spec.model import Linear
-from fitune.spec.plan import AdamW, AdamW8bit, Dense, Lora, Plan, trains_every_weight, updates_in_backward
+from fitune.spec.plan import (
+    AdamW,
+    AdamW8bit,
+    Dense,
+    Lora,
+    Plan,
+    base_of,
+    trains_every_weight,
+    updates_in_backward,
+)
 from fitune.spec.shape import BatchShape
 
 _FP32 = 4

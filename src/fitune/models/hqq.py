@@ -8,33 +8,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fitune.errors import ModelError
 from fitune.models.quantised import QuantisedLinear
 from fitune.spec.plan import Hqq
 
 _PACKING = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8"}
-_PER_WORD = {8: (1, torch.uint8), 4: (2, torch.uint8), 3: (10, torch.int32), 2: (4, torch.uint8)}
-"""Bits -> weights that share a word, and the word (hqq.core.bitpack)."""
+_WORDS = {1: torch.uint8, 4: torch.int32}
+"""Bytes of a word -> its type."""
 
 
 class HqqLinear(QuantisedLinear):
     """Codes of 2, 3, 4 or 8 bit. No dequantised copy is kept, and no input (hqq's own modules keep one or both)."""
 
-    library, quantiser = "hqq.core.quantize", "HQQ"
     base: Hqq
 
     def pack(self, weight_OI: Tensor) -> None:
-        self.require()
-        _require_whole_groups(weight_OI, self.base)
         words, scale, zero = quantise(weight_OI, self.base.bits, self.base.group_size)
         self.hold(words, scale=scale, zero=zero)
 
     def dequantised(self) -> Tensor:
         from hqq.core.quantize import Quantizer
 
-        words = (
-            self.weight.view(torch.uint8).view(_PER_WORD[self.base.bits][1]).view(-1, self.base.group_size)
-        )
+        _, word_bytes = Hqq.words[self.base.bits]
+        words = self.weight.view(torch.uint8).view(_WORDS[word_bytes]).view(-1, self.base.group_size)
         codes = Quantizer.unpack[_PACKING[self.base.bits]](words, dtype=self.dtype)
         codes = codes[: len(self.scale)]  # 3-bit words are filled up with zeros
         return codes.sub_(self.zero).mul_(self.scale).view(self.out_features, self.in_features)
@@ -61,18 +56,7 @@ def quantise(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor
 
 @quantise.register_fake
 def _(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    per_word, word = _PER_WORD[bits]
+    per_word, word_bytes = Hqq.words[bits]
     groups = weight.numel() // group_size
-    words = weight.new_empty((-(-groups // per_word), group_size), dtype=word)
+    words = weight.new_empty((-(-groups // per_word), group_size), dtype=_WORDS[word_bytes])
     return words, weight.new_empty((groups, 1)), weight.new_empty((groups, 1))
-
-
-def _require_whole_groups(weight: Tensor, base: Hqq) -> None:
-    """Raises ModelError for a matrix that hqq cannot divide; its 3-bit words may be filled up, others not."""
-    together = 1 if base.bits == 3 else _PER_WORD[base.bits][0]
-    if weight.numel() % (base.group_size * together):
-        raise ModelError(
-            f"HQQ packs {base.bits}-bit weights in {together} × groups of {base.group_size}, and a matrix of "
-            f"{weight.shape[0]} × {weight.shape[1]} = {weight.numel()} weights leaves a rest",
-            hint="quantization_group_size: 64, or quantization: nf4",
-        )

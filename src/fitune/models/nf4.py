@@ -9,22 +9,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from fitune.models.quantised import QuantisedLinear
 from fitune.spec.plan import Nf4
 
-BLOCK = 64
-"""Weights per scale (section 3 of the paper)."""
-SCALE_BLOCK = 256
-"""Scales per second-level scale."""
-
 
 class Nf4Linear(QuantisedLinear):
     """Two weights a byte, a scale per 64 of them; with double quantisation the scales are 8-bit themselves."""
 
-    library, quantiser = "bitsandbytes", "NF4"
     base: Nf4
 
     def pack(self, weight_OI: Tensor) -> None:
-        self.require()
         packed, scales = torch.ops.bitsandbytes.quantize_4bit.default(
-            weight_OI.contiguous(), BLOCK, "nf4", torch.uint8
+            weight_OI.contiguous(), Nf4.block, "nf4", torch.uint8
         )
         if not self.base.double_quant:
             self.hold(packed, scales=scales)
@@ -32,7 +25,7 @@ class Nf4Linear(QuantisedLinear):
         mean = scales.mean().reshape(1)
         code = torch.tensor(_scale_codes(), dtype=torch.float32, device=scales.device)
         codes, nested_scales = torch.ops.bitsandbytes.quantize_blockwise.default(
-            scales - mean, code, SCALE_BLOCK
+            scales - mean, code, Nf4.scale_block
         )
         self.hold(packed, scales=codes, nested_scales=nested_scales, mean=mean)
         self.register_buffer("code", code, persistent=False)
@@ -40,7 +33,7 @@ class Nf4Linear(QuantisedLinear):
     def dequantised(self) -> Tensor:
         shape = (self.out_features, self.in_features)
         whole: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
-            self.weight.view(torch.uint8).view(-1, 1), self._scales(), BLOCK, "nf4", shape, self.dtype
+            self.weight.view(torch.uint8).view(-1, 1), self._scales(), Nf4.block, "nf4", shape, self.dtype
         )
         return whole
 
@@ -48,7 +41,7 @@ class Nf4Linear(QuantisedLinear):
         if not self.base.double_quant:
             return self.scales
         scales: Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
-            self.scales, self.nested_scales, self.code, SCALE_BLOCK, torch.float32
+            self.scales, self.nested_scales, self.code, Nf4.scale_block, torch.float32
         )
         return scales.add_(self.mean)
 

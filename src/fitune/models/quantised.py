@@ -7,9 +7,10 @@ Only the linears of the blocks are packed. Embedding, head, norms and biases sta
 experts, which transformers holds as bare parameters.
 """
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,37 +22,28 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fitune.errors import require_library
+from fitune.errors import ModelError, require_library
 from fitune.models.blocks import blocks_of
-from fitune.spec.plan import Dense, Hqq, Nf4
+from fitune.spec.plan import Dense, Quantiser
 
 
 class QuantisedLinear(nn.Linear, ABC):
     """``weight`` is packed, its scales lie beside it as buffers; both are made whole for one product at a time.
 
-    A quantiser is a subclass with two methods, ``pack`` and ``dequantised``, and a row in models/quantised.py.
+    A quantiser's linear is a subclass with two methods, ``pack`` and ``dequantised``, named by its row in
+    spec/quantisers.py.
     """
 
-    library: ClassVar[str]
-    """The module whose functions it calls."""
-    quantiser: ClassVar[str]
-    """Its name in words."""
-
     def __init__(
-        self, in_features: int, out_features: int, *, bias: Tensor | None, base: Nf4 | Hqq, dtype: torch.dtype
+        self, in_features: int, out_features: int, *, bias: Tensor | None, base: Quantiser, dtype: torch.dtype
     ) -> None:
         super(nn.Linear, self).__init__()  # nn.Linear's own would make a dense weight
         self.in_features = in_features
         self.out_features = out_features
-        self.base: Nf4 | Hqq = base
+        self.base: Quantiser = base
         self.dtype = dtype
         """The compute type: what comes in, what goes out, and what the weight is made whole in."""
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-
-    @classmethod
-    def require(cls) -> None:
-        """Raises MissingExtra when the library is not installed."""
-        require_library(cls.library, needed_by=f"a base in {cls.quantiser}", extra="quant")
 
     @abstractmethod
     def pack(self, weight_OI: Tensor) -> None:
@@ -116,20 +108,19 @@ class _FrozenProduct(torch.autograd.Function):
         return gradient @ ctx.linear.dequantised(), None
 
 
-def _linear_class(base: Nf4 | Hqq) -> type[QuantisedLinear]:
-    from fitune.models.hqq import HqqLinear
-    from fitune.models.nf4 import Nf4Linear
+def _linear_class(base: Quantiser) -> type[QuantisedLinear]:
+    module, _, name = base.linear.partition(":")
+    found: type[QuantisedLinear] = getattr(importlib.import_module(module), name)
+    return found
 
-    return {Nf4: Nf4Linear, Hqq: HqqLinear}[type(base)]
 
-
-def require_quantiser(base: Dense | Nf4 | Hqq) -> None:
+def require_quantiser(base: Dense | Quantiser) -> None:
     """Raises MissingExtra before anything is read: inside a conversion transformers would take it for damaged files."""
     if not isinstance(base, Dense):
-        _linear_class(base).require()
+        require_library(base.library, needed_by=f"a base in {base}", extra="quant")
 
 
-def quantise_linears(blocks: nn.Module, base: Dense | Nf4 | Hqq) -> None:
+def quantise_linears(blocks: nn.Module, base: Dense | Quantiser) -> None:
     """Replace every dense linear inside ``blocks``; each dense weight is let go of before the next is packed."""
     if isinstance(base, Dense):
         return
@@ -143,13 +134,19 @@ def is_dense_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, QuantisedLinear)
 
 
-def packed_linear(linear: nn.Module, weight: Tensor, base: Nf4 | Hqq) -> QuantisedLinear:
+def packed_linear(linear: nn.Module, weight: Tensor, base: Quantiser) -> QuantisedLinear:
     """A linear like ``linear`` that holds ``weight`` in few bits.
 
     GPT-2's Conv1D keeps its weight transposed, [in, out]; packed it is a linear like all others.
     """
     weight_OI = weight.T if isinstance(linear, Conv1D) else weight
     out_features, in_features = weight_OI.shape
+    require_quantiser(base)
+    if misfit := base.misfit(out_features, in_features):
+        raise ModelError(
+            f"{base} cannot hold a matrix of {misfit}",
+            hint="quantization_group_size: 64, or quantization: nf4",
+        )
     packed = _linear_class(base)(
         in_features, out_features, bias=linear.bias, base=base, dtype=weight_OI.dtype
     )
@@ -158,7 +155,7 @@ def packed_linear(linear: nn.Module, weight: Tensor, base: Nf4 | Hqq) -> Quantis
     return packed
 
 
-def quantised_base(model: nn.Module) -> Dense | Nf4 | Hqq:
+def quantised_base(model: nn.Module) -> Dense | Quantiser:
     """What the linears of ``model`` are packed by."""
     found = next((m.base for m in model.modules() if isinstance(m, QuantisedLinear)), None)
     return Dense() if found is None else found
@@ -178,7 +175,7 @@ _METHOD = "fitune"
 class PackOnArrival(QuantizationConfigMixin):
     """What ``from_pretrained`` is given as its quantization_config."""
 
-    def __init__(self, base: Nf4 | Hqq) -> None:
+    def __init__(self, base: Quantiser) -> None:
         self.quant_method = _METHOD
         self.base = base
         self.failure: Exception | None = None

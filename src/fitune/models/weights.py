@@ -24,7 +24,7 @@ from fitune.models.door import (
 )
 from fitune.models.quantised import PackOnArrival, require_quantiser
 from fitune.models.weight_files import OnBytes, StoredTensor, Unread, nobody, stored_tensors, unread_tensors
-from fitune.spec.plan import Dense, Hqq, Nf4, Precision
+from fitune.spec.plan import Dense, Precision, Quantiser
 
 _DENSE = Dense()
 
@@ -46,7 +46,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    base: Dense | Nf4 | Hqq = _DENSE,
+    base: Dense | Quantiser = _DENSE,
     on_bytes: OnBytes = nobody,
 ) -> PreTrainedModel:
     """The causal language model at ``path`` with its weights in ``dtype`` on ``device``, in training order.
@@ -76,7 +76,7 @@ def _filled(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    base: Dense | Nf4 | Hqq,
+    base: Dense | Quantiser,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model with every tensor read and put in place, and what did not match."""
     config = read_config(str(folder))

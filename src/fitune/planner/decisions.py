@@ -12,15 +12,15 @@ from fitune.spec.plan import (
     AdamW8bit,
     ChunkedLoss,
     Ddp,
+    Dense,
     Full,
-    Hqq,
     Lomo,
     Lora,
-    Nf4,
     PlainLoss,
     Plan,
     Precision,
     Zero,
+    base_of,
     updates_in_backward,
 )
 from fitune.spec.recipe import Recipe
@@ -245,13 +245,15 @@ def _overruled(recipe: Recipe) -> Iterator[str]:
 
 def _idle(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Settings that were given and that belong to a method or an optimizer that was not taken."""
+    base = base_of(plan)
+    read = frozenset() if isinstance(base, Dense) else base.settings
     owners = {
         "lora_": ("tuning", isinstance(plan.tuning, Lora)),
         "rslora": ("tuning", isinstance(plan.tuning, Lora)),
         "adam_": ("optimizer", isinstance(plan.optimizer, AdamW | AdamW8bit)),
         "momentum": ("optimizer", recipe.optimizer == "momentum"),
-        "quantization_group": ("tuning", isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Hqq)),
-        "double_quant": ("tuning", isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Nf4)),
+        "quantization_group": ("tuning", "quantization_group_size" in read),
+        "double_quant": ("tuning", "double_quantization" in read),
         "max_grad_value": ("tuning", updates_in_backward(plan.tuning)),
         "optimizer_in_backward": ("tuning", isinstance(plan.tuning, Full)),
     }

@@ -16,7 +16,7 @@ from fitune.planner.defaults import CHUNK_TOKENS, optimizer_of
 from fitune.planner.explain import host_sum, wrapped
 from fitune.planner.fit import fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
-from fitune.planner.methods import lora_of, methods_for, nf4_of, to_adapters
+from fitune.planner.methods import lora_of, methods_for, packed_base, to_adapters
 from fitune.planner.retry import Known, described
 from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import CARDS
@@ -294,7 +294,7 @@ def _other_method(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Plan]]:
         plan = replace(plan, tuning=lora, optimizer=optimizer_of(recipe), run=run)
         yield to_adapters(recipe, "lora")[0], plan
     elif isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Dense):
-        yield "tuning: qlora", replace(plan, tuning=replace(plan.tuning, base=nf4_of(recipe)))
+        yield "tuning: qlora", replace(plan, tuning=replace(plan.tuning, base=packed_base(recipe)))
 
 
 def _fewer_tokens(plan: Plan) -> Iterator[tuple[str, Plan]]:

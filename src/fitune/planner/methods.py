@@ -15,19 +15,19 @@ from fitune.spec.plan import (
     ClipByValue,
     Dense,
     Full,
-    Hqq,
     InBackward,
     Lomo,
     Lora,
-    Nf4,
     Offload,
     Optimizer,
     Plan,
     Precision,
+    Quantiser,
     Sgd,
     Single,
     Tuning,
 )
+from fitune.spec.quantisers import quantiser_for
 from fitune.spec.recipe import Recipe
 from fitune.spec.targets import resolve_adapted, resolve_modules_to_save
 from fitune.units import format_seconds
@@ -142,7 +142,7 @@ def to_adapters(recipe: Recipe, tuning: Literal["lora", "qlora"]) -> tuple[str, 
     return words, {"tuning": tuning, "export": None, **settings}
 
 
-def lora_of(recipe: Recipe, model: ModelSpec, base: Dense | Nf4 | Hqq) -> Lora:
+def lora_of(recipe: Recipe, model: ModelSpec, base: Dense | Quantiser) -> Lora:
     adapted = resolve_adapted(model, targets=recipe.lora_target_modules, layers=recipe.lora_layers)
     return Lora(
         rank=recipe.lora_r,
@@ -162,20 +162,20 @@ def _wanted_whole(recipe: Recipe) -> list[str]:
     return ["embed_tokens", "lm_head"] if recipe.added_tokens else recipe.lora_modules_to_save
 
 
-def bases(recipe: Recipe) -> tuple[Dense | Nf4 | Hqq, ...]:
-    """Frozen bases that the recipe allows: 16 bit before 4 bit, NF4 before HQQ of 4 bits."""
+def bases(recipe: Recipe) -> tuple[Dense | Quantiser, ...]:
+    """Frozen bases that the recipe allows: 16 bit before few bits."""
     if not recipe.quantization_is_asked_for:
         dense = () if recipe.tuning == "qlora" else (Dense(),)
-        packed = () if recipe.tuning == "lora" or recipe.quantization == "none" else (nf4_of(recipe),)
+        packed = () if recipe.tuning == "lora" or recipe.quantization == "none" else (packed_base(recipe),)
         return (*dense, *packed)
-    hqq = recipe.quantization == "hqq" or recipe.quantization_bits not in (None, 4)
-    if not hqq:
-        return (nf4_of(recipe),)
-    return (Hqq(bits=recipe.quantization_bits or 4, group_size=recipe.quantization_group_size),)
+    return (packed_base(recipe),)
 
 
-def nf4_of(recipe: Recipe) -> Nf4:
-    return Nf4(double_quant=recipe.double_quantization)
+def packed_base(recipe: Recipe) -> Quantiser:
+    """The quantiser that is asked for, or the default one, with the recipe's settings."""
+    word = None if recipe.quantization == "none" else recipe.quantization
+    bits, double = recipe.quantization_bits, recipe.double_quantization
+    return quantiser_for(word, bits=bits, group_size=recipe.quantization_group_size, double=double)
 
 
 def lomo_of(recipe: Recipe, *, adaptive: bool) -> Lomo:

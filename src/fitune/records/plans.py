@@ -31,6 +31,7 @@ from fitune.spec.plan import (
     PlainLoss,
     Plan,
     Precision,
+    Quantiser,
     Recompute,
     RunPlan,
     Schedule,
@@ -255,7 +256,7 @@ def _targets(row: Row, model: ModelSpec) -> tuple[str, ...]:
     return resolve_targets(model, tuple(dict.fromkeys(wanted)))
 
 
-def _base(row: Row) -> Dense | Nf4 | Hqq:
+def _base(row: Row) -> Dense | Quantiser:
     quant, double = row.words("quant").replace(" ", ""), row.flag("double_quant") is not False
     if quant in ("", "none", "false"):
         return Nf4(double_quant=double) if row.says("method", "qlora") else Dense()

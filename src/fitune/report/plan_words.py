@@ -20,17 +20,16 @@ from fitune.spec.plan import (
     Epochs,
     Fraction,
     Full,
-    Hqq,
     InBackward,
     Lomo,
     Lora,
     Loss,
-    Nf4,
     Offload,
     Optimizer,
     PlainLoss,
     Plan,
     Precision,
+    Quantiser,
     Recompute,
     RunPlan,
     Schedule,
@@ -136,14 +135,8 @@ def _tables_words(lora: Lora) -> str:
     return ""
 
 
-def _base_words(base: Dense | Nf4 | Hqq) -> str:
-    match base:
-        case Dense():
-            return ""
-        case Nf4():
-            return f" in 4-bit NormalFloat{', its scales in 8 bit' if base.double_quant else ''}"
-        case Hqq():
-            return f" in {base.bits}-bit HQQ, groups of {base.group_size}"
+def _base_words(base: Dense | Quantiser) -> str:
+    return "" if isinstance(base, Dense) else f" in {base}"
 
 
 def _batch_sentence(plan: Plan) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.planner.defaults import default_learning_rate, optimizer_of
-from fitune.planner.methods import lomo_of, lora_of, nf4_of
+from fitune.planner.methods import lomo_of, lora_of, packed_base
 from fitune.report.methods_page import MethodRun, comparison_rows, write_comparison
 from fitune.report.run_files import read_run
 from fitune.report.text_table import text_table
@@ -108,7 +108,7 @@ def _tuning(recipe: Recipe, name: str) -> Tuning:
         return Full()
     if name in ("lomo", "adalomo"):
         return lomo_of(recipe, adaptive=name == "adalomo")
-    return lora_of(recipe, load_model_spec(recipe.model), nf4_of(recipe))
+    return lora_of(recipe, load_model_spec(recipe.model), packed_base(recipe))
 
 
 def _train(

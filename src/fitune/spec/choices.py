@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from fitune.spec.quantisers import Dense, Quantiser
+from fitune.units import MIB
+
+_DENSE = Dense()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipByValue:
@@ -57,30 +62,6 @@ class Lomo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dense:
-    """The frozen base stays in the compute type."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nf4:
-    """The linears of the blocks in 4-bit NormalFloat, one scale per 64 weights.
-
-    Dettmers et al. 2023, arXiv 2305.14314. With ``double_quant`` the scales are 8-bit numbers themselves, one
-    fp32 scale per 256 of them.
-    """
-
-    double_quant: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hqq:
-    """The linears of the blocks in ``bits``, scale and zero per ``group_size`` weights (Badri & Shaji 2023)."""
-
-    bits: Literal[2, 3, 4, 8]
-    group_size: int = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
     """Train low-rank adapters on a frozen base (Hu et al. 2021, arXiv 2106.09685); a 4-bit base makes it QLoRA.
 
@@ -97,7 +78,7 @@ class Lora:
     alpha: int
     dropout: float
     targets: tuple[str, ...]
-    base: Dense | Nf4 | Hqq = Dense()
+    base: Dense | Quantiser = _DENSE
     dora: bool = False
     rslora: bool = False
     layers: tuple[int, ...] = ()
@@ -154,6 +135,14 @@ class AdamW8bit:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+
+
+EIGHT_BIT_BLOCK = 256
+"""Elements of an 8-bit state per fp32 scale (bitsandbytes' block size of its optimizers)."""
+EIGHT_BIT_LEAST = 4096
+"""Tensors of fewer elements keep fp32 states (bitsandbytes' min_8bit_size)."""
+MASTER_BUCKET_BYTES = 64 * MIB
+"""fp32 gradients exist for at most this many bytes of fp32 masters at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

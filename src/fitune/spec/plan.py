@@ -17,13 +17,10 @@ from fitune.spec.choices import (
     ClipByNorm,
     ClipByValue,
     Ddp,
-    Dense,
     Full,
-    Hqq,
     InBackward,
     Lomo,
     Lora,
-    Nf4,
     Offload,
     Optimizer,
     Place,
@@ -40,6 +37,7 @@ from fitune.spec.choices import (
 )
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
+from fitune.spec.quantisers import Dense, Hqq, Nf4, Quantiser
 
 __all__ = [
     "AdamW",
@@ -70,6 +68,7 @@ __all__ = [
     "PlainLoss",
     "Plan",
     "Precision",
+    "Quantiser",
     "Recompute",
     "RunPlan",
     "Schedule",
@@ -79,6 +78,7 @@ __all__ = [
     "Steps",
     "Tuning",
     "Zero",
+    "base_of",
     "clip_in_backward",
     "trains_embeddings",
     "trains_every_weight",
@@ -286,3 +286,8 @@ class Plan:
     def tokens_per_step(self) -> int:
         """The most tokens one optimizer step sees on all devices."""
         return self.batch.micro_batch_tokens * self.batch.accumulation * self.hardware.num_gpus
+
+
+def base_of(plan: Plan) -> Dense | Quantiser:
+    """Quantiser of the frozen base; Dense() where every weight is trained."""
+    return plan.tuning.base if isinstance(plan.tuning, Lora) else Dense()

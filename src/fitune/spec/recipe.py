@@ -38,6 +38,7 @@ from fitune.spec.recipe_values import (
     as_name,
     as_source,
     as_sources,
+    quantiser_word,
     require_in_range,
     require_plain_text,
     switch_or_count,
@@ -99,7 +100,7 @@ class Recipe(_Strict):
     added_tokens: Names = []
     dora: bool = False
     rslora: bool = False
-    quantization: Literal["nf4", "hqq", "none"] | None = None
+    quantization: Annotated[str, PlainValidator(quantiser_word)] | None = None
     quantization_bits: Annotated[Literal[2, 3, 4, 8], BeforeValidator(whole_number)] | None = None
     quantization_group_size: PositiveInt = 64
     double_quantization: bool = True
@@ -180,7 +181,7 @@ class Recipe(_Strict):
 
     @property
     def quantization_is_asked_for(self) -> bool:
-        return self.quantization in ("nf4", "hqq") or self.quantization_bits is not None
+        return self.quantization not in (None, "none") or self.quantization_bits is not None
 
 
 def read_recipe(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fitune.errors import RecipeError
+from fitune.spec.quantisers import QUANTISERS
 from fitune.spec.recipe import Recipe
 
 _EVERY_WEIGHT = ("full", "lomo", "adalomo")
@@ -48,6 +49,10 @@ def _asks_for_adapters(recipe: Recipe) -> bool:
     return recipe.tuning in ("lora", "qlora") or narrowing or recipe.export in ("adapter", "merged")
 
 
+def _widths(recipe: Recipe) -> tuple[int, ...]:
+    return QUANTISERS[recipe.quantization].widths if recipe.quantization else ()
+
+
 def _in_backward(recipe: Recipe) -> bool:
     return recipe.tuning in _IN_BACKWARD or recipe.optimizer_in_backward
 
@@ -71,9 +76,12 @@ CONTRADICTIONS = (
         instead="tuning: lora",
     ),
     Contradiction(
-        broken=lambda r: r.quantization == "nf4" and r.quantization_bits not in (None, 4),
-        why=lambda r: f"quantization: nf4 has 4 bits, not quantization_bits = {r.quantization_bits}",
-        instead="quantization: hqq",
+        broken=lambda r: r.quantization in QUANTISERS and r.quantization_bits not in (None, *_widths(r)),
+        why=lambda r: (
+            f"quantization: {r.quantization} has {' or '.join(map(str, _widths(r)))} bits, not quantization_bits = "
+            f"{r.quantization_bits}"
+        ),
+        instead="leave quantization out: the first quantiser with these bits is taken",
     ),
     Contradiction(
         broken=lambda r: r.tuning in _EVERY_WEIGHT and _adapting(r) is not None,

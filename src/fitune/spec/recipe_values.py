@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
 from fitune.files import path_fault
+from fitune.spec.quantisers import QUANTISERS
 from fitune.units import TIB, parse_bytes
 
 _STEPS = 1_000_000_000
@@ -64,6 +65,12 @@ def whole_number(value: Any) -> Any:
             raise ValueError(f"expected a whole number, found {value}")
         return int(value)
     return value
+
+
+def quantiser_word(value: Any) -> str:
+    if value != "none" and not (isinstance(value, str) and value in QUANTISERS):
+        raise ValueError(f"must be {', '.join(map(repr, QUANTISERS))} or 'none'")
+    return str(value)
 
 
 def as_size(value: Any) -> Any:

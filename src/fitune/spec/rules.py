@@ -15,16 +15,17 @@ from fitune.spec.plan import (
     ClipByNorm,
     Ddp,
     Full,
-    Hqq,
     Lomo,
     Lora,
     Offload,
     Plan,
     Precision,
+    Quantiser,
     Sgd,
     Single,
     Tuning,
     Zero,
+    base_of,
     updates_in_backward,
 )
 from fitune.spec.traits import (
@@ -219,17 +220,13 @@ MODEL = (
 
 
 def _uneven_group(plan: Plan) -> str | None:
-    """HQQ packs whole groups of a matrix, as many together as share a byte: the linear where a rest is left."""
-    base = plan.tuning.base if isinstance(plan.tuning, Lora) else None
-    if not isinstance(base, Hqq):
-        return None
-    together = 1 if base.bits == 3 else 8 // base.bits
+    """The first linear that the quantiser cannot pack, and why."""
+    base = base_of(plan)
     for linear in plan.model.linears:
-        if linear.adaptable and linear.in_features * linear.out_features % (base.group_size * together):
-            return (
-                f"{linear.name} has {linear.out_features} × {linear.in_features} weights, which leaves a rest in "
-                f"{together} × groups of {base.group_size}"
-            )
+        if isinstance(base, Quantiser) and linear.adaptable:
+            misfit = base.misfit(linear.out_features, linear.in_features)
+            if misfit is not None:
+                return f"{linear.name} has {misfit}"
     return None
 
 

@@ -12,6 +12,7 @@ unions would have to carry pydantic's marks for ``kind``, strictness and NaN.
 import dataclasses
 import enum
 import functools
+import inspect
 import json
 import math
 import re
@@ -174,7 +175,9 @@ def _schema(hint: Any) -> CoreSchema:
     """Containers take what JSON has for them (a list for a tuple); numbers, strings and bools only themselves."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        chosen = _union_schema([choice for choice in args if choice is not types.NoneType])
+        chosen = _union_schema(
+            [one for choice in args if choice is not types.NoneType for one in _concrete(choice)]
+        )
         return schema.nullable_schema(chosen) if types.NoneType in args else chosen
     if origin is typing.Literal:
         return schema.chain_schema([_PLAIN[type(args[0])], schema.literal_schema(list(args))])  # True is no 1
@@ -189,6 +192,11 @@ def _schema(hint: Any) -> CoreSchema:
     if issubclass(hint, enum.Enum):
         return schema.enum_schema(hint, list(hint))
     return _PLAIN[hint]
+
+
+def _concrete(choice: Any) -> list[Any]:
+    """The class, or those that an abstract class says it stands for."""
+    return list(choice.kinds()) if inspect.isabstract(choice) else [choice]
 
 
 def _union_schema(choices: list[Any]) -> CoreSchema:

@@ -11,15 +11,14 @@ from fitune.spec.plan import (
     Ddp,
     Dense,
     Full,
-    Hqq,
     InBackward,
     Lomo,
     Lora,
     Loss,
-    Nf4,
     Offload,
     Optimizer,
     Plan,
+    Quantiser,
     Sgd,
     Sharding,
     Single,
@@ -83,7 +82,7 @@ def method_parts(plan: Plan) -> tuple[str, ...]:
 
 
 def describe_tuning(tuning: Tuning) -> str:
-    """``full``, ``AdaLomo clipped at norm 1``, ``DoRA r16 on 7 linears of an NF4 base``."""
+    """``full``, ``AdaLomo clipped at norm 1``, ``DoRA r16 on 7 linears of a base in NF4``."""
     match tuning:
         case Full():
             return "full"
@@ -124,14 +123,9 @@ def describe_base_of(tuning: Tuning) -> str:
     return describe_base(tuning.base) if isinstance(tuning, Lora) else ""
 
 
-def describe_base(base: Dense | Nf4 | Hqq) -> str:
-    match base:
-        case Dense():
-            return "a dense base"
-        case Nf4(double_quant=double):
-            return f"an NF4 base{' with double quantisation' if double else ''}"
-        case Hqq(bits=bits, group_size=size):
-            return f"an HQQ base of {bits} bits in groups of {size}"
+def describe_base(base: Dense | Quantiser) -> str:
+    """``a base in NF4 with double quantisation``."""
+    return "a dense base" if isinstance(base, Dense) else f"a base in {base}"
 
 
 def describe_placement(plan: Plan) -> str:

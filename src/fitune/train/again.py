@@ -16,10 +16,10 @@ from fitune.models.language_model import LanguageModel, language_model
 from fitune.models.vocabulary import add_rows
 from fitune.models.weight_files import OnBytes
 from fitune.models.weights import compute_dtype, load_model
-from fitune.spec.plan import Lora, Plan
+from fitune.spec.plan import Lora, Plan, base_of
 from fitune.spec.reports import RunReport, StepReport
 from fitune.train.export import FOLDERS, trained_kind
-from fitune.train.prepare import quantisation, training_device, tuned
+from fitune.train.prepare import training_device, tuned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def load_trained(plan: Plan, source: Source, *, on_bytes: OnBytes) -> LanguageMo
         whole: Any = load_model(str(source.path), **words)
         use_attention(whole, plan.attention)
         return language_model(whole, plan.loss)
-    model = load_model(plan.model_path, base=quantisation(plan), **words)
+    model = load_model(plan.model_path, base=base_of(plan), **words)
     use_attention(model, plan.attention)
     if source.kind == "checkpoint":
         add_rows(model, plan)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from fitune.files import read_text
 from fitune.models.identity import base_reference
-from fitune.spec.plan import ChunkedLoss, Dense, Full, Hqq, InBackward, Lomo, Lora, Nf4, Offload, Plan
+from fitune.spec.plan import ChunkedLoss, Dense, Full, InBackward, Lomo, Lora, Offload, Plan
 from fitune.spec.reports import RunReport
+from fitune.spec.words import describe_base
 from fitune.units import format_bytes, format_count, format_seconds
 
 
@@ -88,13 +89,7 @@ def _method(plan: Plan) -> str:
     match plan.tuning:
         case Lora(rank=rank, base=base, dora=dora):
             adapters = f"{'DoRA' if dora else 'LoRA'} r={rank}"
-            match base:
-                case Dense():
-                    return adapters
-                case Nf4():
-                    return f"{adapters} on a base in NF4"
-                case Hqq(bits=bits):
-                    return f"{adapters} on a base in HQQ {bits} bit"
+            return adapters if isinstance(base, Dense) else f"{adapters} on {describe_base(base)}"
         case Lomo(adaptive=adaptive):
             return f"full fine-tuning with {'AdaLomo' if adaptive else 'LOMO'}"
         case Full(update=update):

@@ -28,15 +28,13 @@ from fitune.models.vocabulary import add_rows
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import compute_dtype, load_model
 from fitune.spec.plan import (
-    Dense,
     Full,
-    Hqq,
     Lomo,
     Lora,
-    Nf4,
     Offload,
     Plan,
     Zero,
+    base_of,
     clip_in_backward,
     trains_every_weight,
 )
@@ -69,7 +67,7 @@ def prepare(plan: Plan, *, on_bytes: OnBytes = nobody) -> Prepared:
     device = training_device(plan)
     streamed = plan.offload.parameters != "device"  # then the device has no room for all of it
     to = torch.device("cpu") if streamed else device
-    model = load_model(plan.model_path, dtype=dtype, device=to, base=quantisation(plan), on_bytes=on_bytes)
+    model = load_model(plan.model_path, dtype=dtype, device=to, base=base_of(plan), on_bytes=on_bytes)
     add_rows(model, plan)
     return prepare_loaded(model, plan, device=device)
 
@@ -87,7 +85,7 @@ def prepare_loaded(
     ``mesh``: the ranks that a sharded plan is divided over.
     """
     require_rules(plan, "train" if mesh is None else "rehearse")
-    quantise_linears(blocks_of(model), quantisation(plan))  # before adapters: they wrap the packed linear
+    quantise_linears(blocks_of(model), base_of(plan))  # before adapters: they wrap the packed linear
     use_attention(model, plan.attention)
     turn_by_rows(model)
     use_kernels(model, plan.kernels, device=device)
@@ -182,11 +180,6 @@ def training_device(plan: Plan) -> torch.device:
             hint="plan without --gpu to use what is here, or check `nvidia-smi` and your torch build",
         )
     return torch.device("cuda", 0)
-
-
-def quantisation(plan: Plan) -> Dense | Nf4 | Hqq:
-    """Quantiser of the base."""
-    return plan.tuning.base if isinstance(plan.tuning, Lora) else Dense()
 
 
 def tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:

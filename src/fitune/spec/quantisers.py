@@ -1,0 +1,147 @@
+"""Quantisers of a frozen base: what each is called, which settings it takes, and its bytes.
+
+A quantiser is one class here and a row in QUANTISERS. Its linear, which needs torch, is the class in models/ that
+``linear`` names. Packed are the linears of the blocks that are modules of their own; embedding, head, norms and biases
+stay in the compute type, and so do routers and experts, which transformers holds as bare parameters.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self, cast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """The frozen base stays in the compute type."""
+
+
+class Quantiser(ABC):
+    """Settings of one quantiser; ``str`` gives its name and settings in words."""
+
+    __slots__ = ()
+
+    widths: ClassVar[tuple[int, ...]]
+    """Bits that a weight can have; the first is the default."""
+    settings: ClassVar[frozenset[str]]
+    """Settings of a recipe that it reads, beside ``quantization`` and ``quantization_bits``."""
+    library: ClassVar[str]
+    """Module whose functions it calls; the extra ``quant`` installs it."""
+    linear: ClassVar[str]
+    """``module:class`` of its linear."""
+
+    @staticmethod
+    def kinds() -> "tuple[type[Quantiser], ...]":
+        """The classes that a plan's JSON can name (spec/serial.py)."""
+        return tuple(QUANTISERS.values())
+
+    @classmethod
+    @abstractmethod
+    def asked_for(cls, *, bits: int | None, group_size: int, double: bool) -> Self:
+        """The quantiser with a recipe's settings; ``bits`` are one of ``widths``."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+    @abstractmethod
+    def packed_bytes(self, weights: int) -> int:
+        """Bytes of a matrix's packed words: the parameter, of which sharding makes shares."""
+
+    @abstractmethod
+    def scale_bytes(self, weights: int, *, element_bytes: int) -> int:
+        """Bytes that a matrix holds beside its words: buffers, which every rank holds whole."""
+
+    def misfit(self, rows: int, columns: int) -> str | None:
+        """What is left over of a matrix of this shape, where it cannot be packed; None where it can."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nf4(Quantiser):
+    """4-bit NormalFloat, one scale per 64 weights (Dettmers et al. 2023, arXiv 2305.14314).
+
+    With ``double_quant`` the scales are 8-bit numbers themselves, one fp32 scale per 256 of them.
+    """
+
+    widths: ClassVar = (4,)
+    settings: ClassVar = frozenset({"double_quantization"})
+    library: ClassVar = "bitsandbytes"
+    linear: ClassVar = "fitune.models.nf4:Nf4Linear"
+
+    block: ClassVar = 64
+    """Weights per scale (bitsandbytes' default; section 3 of the paper)."""
+    scale_block: ClassVar = 256
+    """Scales per second-level scale with double quantisation (same section)."""
+    table_bytes: ClassVar = 256 * 4 + 4
+    """The values that an 8-bit scale can have and the scales' mean, beside every matrix."""
+
+    double_quant: bool = True
+
+    @classmethod
+    def asked_for(cls, *, bits: int | None, group_size: int, double: bool) -> Self:
+        return cls(double_quant=double)
+
+    def __str__(self) -> str:
+        return f"NF4{' with double quantisation' if self.double_quant else ''}"
+
+    def packed_bytes(self, weights: int) -> int:
+        return -(-weights // 2)
+
+    def scale_bytes(self, weights: int, *, element_bytes: int) -> int:
+        """4 per 64 weights; with double quantisation 1 per 64 + 4 per 64·256, 4.127 bit per weight, and a table."""
+        scales = -(-weights // self.block)
+        return (
+            scales + 4 * -(-scales // self.scale_block) + self.table_bytes
+            if self.double_quant
+            else 4 * scales
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hqq(Quantiser):
+    """Half-quadratic quantisation: ``bits``, a scale and a zero per ``group_size`` weights (Badri & Shaji 2023)."""
+
+    widths: ClassVar = (4, 8, 3, 2)
+    settings: ClassVar = frozenset({"quantization_group_size"})
+    library: ClassVar = "hqq.core.quantize"
+    linear: ClassVar = "fitune.models.hqq:HqqLinear"
+
+    words: ClassVar = {8: (1, 1), 4: (2, 1), 3: (10, 4), 2: (4, 1)}
+    """Bits -> weights per packed word, bytes of the word: ten 3-bit weights share an int32 (hqq.core.bitpack)."""
+
+    bits: Literal[2, 3, 4, 8]
+    group_size: int = 64
+
+    @classmethod
+    def asked_for(cls, *, bits: int | None, group_size: int, double: bool) -> Self:
+        return cls(bits=cast("Literal[2, 3, 4, 8]", bits or 4), group_size=group_size)
+
+    def __str__(self) -> str:
+        return f"HQQ of {self.bits} bits in groups of {self.group_size}"
+
+    def packed_bytes(self, weights: int) -> int:
+        per_word, word = self.words[self.bits]
+        return -(-weights // per_word) * word
+
+    def scale_bytes(self, weights: int, *, element_bytes: int) -> int:
+        """A scale and a zero point per group in the compute type: 2·e/group for a weight."""
+        return 2 * element_bytes * -(-weights // self.group_size)
+
+    def misfit(self, rows: int, columns: int) -> str | None:
+        """hqq packs whole groups, as many together as share a byte; 3-bit words are filled up."""
+        together = 1 if self.bits == 3 else self.words[self.bits][0]
+        if rows * columns % (self.group_size * together) == 0:
+            return None
+        return f"{rows} × {columns} weights, which leaves a rest in {together} × groups of {self.group_size}"
+
+
+QUANTISERS: dict[str, type[Quantiser]] = {"nf4": Nf4, "hqq": Hqq}
+"""The recipe's word -> quantiser. The first that has the bits asked for is taken where no word is given."""
+
+
+def quantiser_for(
+    word: str | None, *, bits: int | None, group_size: int = 64, double: bool = True
+) -> Quantiser:
+    """The quantiser that a recipe asks for, or the default one."""
+    kinds = [QUANTISERS[word]] if word in QUANTISERS else list(QUANTISERS.values())
+    kind = next(kind for kind in kinds if bits is None or bits in kind.widths)
+    return kind.asked_for(bits=bits, group_size=group_size, double=double)

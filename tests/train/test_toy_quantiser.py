@@ -1,0 +1,101 @@
+"""A quantiser is one class for its bytes, one linear and one row: a toy one plans, rehearses, trains and resumes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import ClassVar, Self
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fitune.errors import RecipeError
+from fitune.models.quantised import QuantisedLinear, quantised_base
+from fitune.spec import serial
+from fitune.spec.plan import Plan
+from fitune.spec.quantisers import QUANTISERS, Quantiser
+from fitune.spec.serial import from_json, to_json
+from fitune.train.prepare import prepare
+from fitune.train.run import run
+from laws import test_memory_prediction, test_rehearsal_real_step
+from laws.test_memory_prediction import bench
+from train.test_run import callbacks, losses
+
+BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absmax(Quantiser):
+    """One byte a weight, an fp32 scale per 32 of them."""
+
+    widths: ClassVar = (8,)
+    settings: ClassVar = frozenset()
+    library: ClassVar = "torch"
+    linear: ClassVar = f"{__name__}:AbsmaxLinear"
+
+    @classmethod
+    def asked_for(cls, *, bits: int | None, group_size: int, double: bool) -> Self:
+        return cls()
+
+    def __str__(self) -> str:
+        return "absmax"
+
+    def packed_bytes(self, weights: int) -> int:
+        return weights
+
+    def scale_bytes(self, weights: int, *, element_bytes: int) -> int:
+        return 4 * weights // BLOCK
+
+
+class AbsmaxLinear(QuantisedLinear):
+    def pack(self, weight_OI: Tensor) -> None:
+        blocks = weight_OI.float().reshape(-1, BLOCK)
+        scales = blocks.abs().amax(dim=1, keepdim=True) / 127
+        self.hold((blocks / scales).round().to(torch.int8), scales=scales)
+
+    def dequantised(self) -> Tensor:
+        codes = self.weight.view(torch.uint8).view(torch.int8).view(-1, BLOCK)
+        return (codes * self.scales).to(self.dtype).view(self.out_features, self.in_features)
+
+
+@pytest.fixture(autouse=True)
+def row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(QUANTISERS, "absmax", Absmax)
+    serial._validator.cache_clear()
+    yield
+    serial._validator.cache_clear()
+
+
+def test_a_recipe_names_it_and_its_plan_is_trained_saved_and_resumed_bit_for_bit(
+    make_plan, tmp_path: Path
+) -> None:
+    common = {"tuning": "qlora", "quantization": "absmax", "max_steps": 4, "save_steps": 2}
+    straight = make_plan(**common, output_dir=str(tmp_path / "straight"))
+    broken = make_plan(**common, output_dir=str(tmp_path / "broken"))
+    assert straight.tuning.base == Absmax()
+    assert from_json(Plan, to_json(straight)) == straight
+    assert quantised_base(prepare(straight).model.whole) == Absmax()
+    one = run(straight, callbacks=callbacks())
+    assert "on a base in absmax" in (Path(one.exported) / "README.md").read_text()
+    run(broken, callbacks=callbacks(stop_after=3))
+    two = run(broken, callbacks=callbacks(), resume=True)
+    assert losses(straight) == losses(broken)
+    ours, theirs = (load_file(Path(r.exported) / "adapter_model.safetensors") for r in (one, two))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    "held", [test_memory_prediction, test_rehearsal_real_step], ids=lambda law: law.__name__
+)
+def test_its_bytes_are_estimated_and_rehearsed_as_they_are_measured(held: ModuleType) -> None:
+    plan = bench.plan_of(bench.small_model(), tuning="lora", precision="bf16", recompute=3, chunked=True)
+    held.check(replace(plan, tuning=replace(plan.tuning, base=Absmax())))
+
+
+def test_it_is_refused_by_its_widths_and_the_plans_without_it(make_plan) -> None:
+    with pytest.raises(RecipeError, match="absmax has 8 bits, not quantization_bits = 4"):
+        make_plan(tuning="qlora", quantization="absmax", quantization_bits=4)
+    with pytest.raises(RecipeError, match="must be 'nf4', 'hqq', 'absmax' or 'none'"):
+        make_plan(tuning="qlora", quantization="minmax")
