@@ -1,8 +1,6 @@
 """Attempts that ran out of memory: what was predicted, what was measured, what was tried in their place."""
 
 from fitune.errors import Shortage
-from fitune.report.pieces import Html, element, section
-from fitune.report.run_files import RunFiles
 from fitune.spec.reports import Retry
 from fitune.units import format_bytes
 
@@ -38,11 +36,3 @@ def describe_retry(retry: Retry) -> str:
 
 def begins(retry: Retry) -> str:
     return f"goes on from step {retry.after_step}" if retry.after_step else "begins anew"
-
-
-def attempts(run: RunFiles) -> Html:
-    """The part of the page about them; nothing when the first one had room."""
-    told = run.run.retries if run.run else tuple(retry for step in run.steps for retry in step.retries)
-    texts = [element("p", line) for retry in told for line in describe_retry(retry).splitlines()]
-    note = "Memory ran out, and the run went on in smaller micro-batches: the same rows in the same steps."
-    return section("Attempts", *texts, note=note)

@@ -1,49 +1,262 @@
-"""report.html: one page about one run, with nothing to load from anywhere and nothing to execute."""
+"""report.html: one page about one run, from whatever files of the run there are."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fitune.errors import MissingExtra
-from fitune.report import headline, sections
-from fitune.report.attempts import attempts
-from fitune.report.compare import compare, measure
-from fitune.report.page import page, write_page
-from fitune.report.pictures import Pictures, draw_pictures
-from fitune.report.pieces import element, join
+from fitune.report import plan_words, plots
+from fitune.report.account import account, remarks
+from fitune.report.attempts import describe_retry
+from fitune.report.compare import PEAK, PHASE_NAMES, Measured, compare, measure, row_texts
+from fitune.report.page import render, write_page
 from fitune.report.run_files import RunFiles, read_run
+from fitune.spec.reports import Ledger, RunReport
+from fitune.units import (
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+    format_rate,
+    format_seconds,
+)
 
 
 def write_report(directory: Path) -> Path:
-    """Write ``report.html`` into a run directory, from whatever files of the run there are.
+    """Write ``report.html`` into a run directory.
 
     Without matplotlib the page says how to get the pictures. Raises RunDirectoryError.
     """
-    return write_page(directory / "report.html", render(read_run(directory)))
-
-
-def render(run: RunFiles) -> str:
-    rows = compare(run.estimate, run.run, run.steps)
-    measured = measure(run.run, run.steps)
-    pictures, advice = _pictures(run)
-    body = join(
-        [
-            headline.header(run, measured),
-            sections.prediction(rows, run, pictures, advice),
-            sections.curves(run, pictures),
-            attempts(run),
-            sections.samples(run),
-            sections.plan(run),
-            sections.alternatives(run),
-            sections.data(run),
-            sections.reproduce(run),
-            element("footer", f"fitune report of {run.directory.name}"),
-        ]
+    run = read_run(directory)
+    pictures, advice = _pictures_or_advice(run)
+    told = run.run.retries if run.run else tuple(retry for step in run.steps for retry in step.retries)
+    page = render(
+        "run.html",
+        title=f"{run.plan.model.name}: fitune report",
+        plan=run.plan,
+        directory=directory.name,
+        **_head(run, measure(run.run, run.steps)),
+        **_prediction(run),
+        pictures=pictures,
+        advice=advice,
+        loss=_loss_sentence(run),
+        steps=len(run.steps),
+        curve_ends=_curve_ends(run),
+        skipped=sum(step.skipped for step in run.steps),
+        retries=[line for retry in told for line in describe_retry(retry).splitlines()],
+        samples=run.run.samples if run.run else (),
+        sentences=plan_words.sentences(run.plan),
+        settings=plan_words.settings(run.plan),
+        decisions=run.prediction.decisions if run.prediction else (),
+        alternatives=list(_alternatives(run)),
+        rejected=[(item.what, item.why) for item in run.prediction.rejected] if run.prediction else [],
+        ledgers=list(_ledgers(run)),
+        **_reproduction(run),
     )
-    return page(f"{run.plan.model.name}: fitune report", body)
+    return write_page(directory / "report.html", page)
 
 
-def _pictures(run: RunFiles) -> tuple[Pictures | None, str]:
-    """The pictures, or how to get them."""
+def draw_pictures(run: RunFiles) -> dict[str, Any]:
+    """SVG elements by name; empty where there is nothing to show. Raises MissingExtra without matplotlib."""
+    from markupsafe import Markup
+
+    phases = measure(run.run, run.steps).phases
+    drawn = {"memory": plots.memory_bars(run.estimate, phases) if run.estimate or phases else ""}
+    if run.steps:
+        predicted = run.estimate.tokens_per_second if run.estimate else None
+        drawn |= {
+            "loss": plots.loss_curve(run.steps),
+            "learning_rate": plots.learning_rate_curve(run.steps),
+            "throughput": plots.throughput_curve(run.steps, predicted=predicted),
+            "grad_norm": plots.grad_norm_curve(run.steps, clipped_at=run.plan.schedule.max_grad_norm),
+        }
+    return {name: Markup(picture) for name, picture in drawn.items()}
+
+
+def _pictures_or_advice(run: RunFiles) -> tuple[dict[str, Any], str]:
     try:
         return draw_pictures(run), ""
     except MissingExtra as error:
-        return None, f"No {error.what}: {error.hint}"
+        return {"memory": ""}, f"No {error.what}: {error.hint}"
+
+
+def _head(run: RunFiles, measured: Measured) -> dict[str, Any]:
+    """What was done, how it ended, the verdict, and the figures that people ask for first."""
+    return {
+        "status": run.run.status if run.run else "unfinished",
+        "headline": plan_words.headline(run.plan),
+        "verdict": _verdict(run, measured),
+        "reason": run.run.reason if run.run else _without_report(run),
+        "tiles": list(_tiles(run, measured)),
+    }
+
+
+def _verdict(run: RunFiles, measured: Measured) -> str:
+    """The one sentence the page is about."""
+    predicted = None if run.estimate is None else run.estimate.memory.tensor_peak_bytes
+    peak = measured.peak_bytes
+    if predicted is None and not peak:
+        return "Memory was neither predicted nor measured."
+    if predicted is None:
+        return f"Measured {format_bytes(peak or 0)} at the peak; there was no prediction."
+    if not peak:
+        return f"Predicted {format_bytes(predicted)} at the peak; nothing was measured."
+    error = format_percent(predicted / peak - 1, signed=True)
+    return f"Predicted {format_bytes(predicted)}, measured {format_bytes(peak)} ({error}){_where(run)}"
+
+
+def _where(run: RunFiles) -> str:
+    """At which step the peak was expected, and what the plan was fitted by; empty when the data was not known."""
+    prediction = run.prediction
+    if prediction is None or not prediction.heaviest_step:
+        return ""
+    return (
+        f", expected in step {prediction.heaviest_step:,} with {prediction.heaviest_tokens:,} tokens in a "
+        f"micro-batch; the plan allows {format_bytes(prediction.allowed_bytes)}"
+    )
+
+
+def _without_report(run: RunFiles) -> str:
+    return (
+        "There is no report.json: the run is still going, or it was stopped before it could write one. "
+        f"The page shows the {len(run.steps):,} steps recorded so far."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    name: str
+    value: str
+    below: str
+
+
+def _tiles(run: RunFiles, measured: Measured) -> Iterator[_Tile]:
+    if measured.peak_bytes:
+        peak = run.estimate and format_bytes(run.estimate.memory.tensor_peak_bytes)
+        yield _Tile(
+            "Peak memory", format_bytes(measured.peak_bytes), f"predicted {peak}" if peak else "not predicted"
+        )
+    if losses := _first_and_last_loss(run):
+        yield _Tile("Loss", " → ".join(format_number(loss, digits=3) for loss in losses), "nats per token")
+    if measured.tokens_per_second:
+        rate, unit = format_rate(measured.tokens_per_second).split()
+        mfu = run.run.mfu if run.run else run.steps[-1].mfu
+        yield _Tile("Throughput", rate, unit + (f", MFU {format_percent(mfu)}" if mfu else ""))
+    if run.run:
+        yield from _report_tiles(run.run)
+    elif run.steps:
+        last = run.steps[-1]
+        yield _Tile("Progress", f"{last.step:,}", f"of {last.total_steps:,} steps")
+
+
+def _report_tiles(report: RunReport) -> Iterator[_Tile]:
+    supervised = _share(report.supervised_tokens, report.tokens, "supervised")
+    trained = _share(report.trainable_parameters, report.total_parameters, "of parameters")
+    yield _Tile("Time", format_seconds(report.seconds), f"{report.steps:,} of {report.total_steps:,} steps")
+    yield _Tile("Tokens", format_count(report.tokens), supervised)
+    yield _Tile("Trained", format_count(report.trainable_parameters), trained)
+
+
+def _share(part: int, whole: int, what: str) -> str:
+    return f"{format_percent(part / whole)} {what}" if whole else ""
+
+
+def _first_and_last_loss(run: RunFiles) -> tuple[float, float] | None:
+    if run.run and run.run.steps:
+        return run.run.first_loss, run.run.final_loss
+    return (run.steps[0].loss, run.steps[-1].loss) if run.steps else None
+
+
+def _loss_sentence(run: RunFiles) -> str:
+    losses = _first_and_last_loss(run)
+    if losses is None or not run.steps:
+        return ""
+    held_out = [step.eval_loss for step in run.steps if step.eval_loss is not None]
+    best = run.run.best_eval_loss if run.run else min(held_out, default=None)
+    first, final = map(format_number, losses)
+    rest = "." if best is None else f"; at best {format_number(best)} on the held-out rows."
+    return f"The loss went from {first} in the first step to {final} in the last{rest}"
+
+
+def _prediction(run: RunFiles) -> dict[str, Any]:
+    """Predicted next to measured. The peak decides whether a plan fits: its row stands out. Phases are not timed."""
+    rows = compare(run.estimate, run.run, run.steps)
+    parts = ["The error says how far the prediction lies above the measurement."]
+    if run.run and run.run.memory:
+        what = {"live tensors": "the bytes of live tensors", "cuda allocated": "the bytes CUDA had allocated"}
+        parts.append(f"Measured are {what[run.run.memory.kind]}, at the peak within each phase.")
+    if run.estimate:
+        parts.append(f"The plan may fill {format_bytes(run.estimate.usable_bytes)}.")
+    times = run.estimate.time if run.estimate else None
+    return {
+        "how_measured": " ".join(parts),
+        "comparison": [row_texts(row) for row in rows],
+        "peak_rows": [place for place, row in enumerate(rows) if row.what == PEAK],
+        "phase_times": [
+            (PHASE_NAMES[phase], times.limits.get(phase, ""), format_seconds(seconds))
+            for phase, seconds in times.phases.items()
+        ]
+        if times
+        else [],
+    }
+
+
+def _curve_ends(run: RunFiles) -> list[Sequence[str]]:
+    """In place of pictures: the first and the last step."""
+    ends = [run.steps[0], run.steps[-1]] if len(run.steps) > 1 else run.steps
+    return [
+        (
+            f"{it.step:,}",
+            format_number(it.loss),
+            format_number(it.grad_norm),
+            format_rate(it.tokens_per_second),
+        )
+        for it in ends
+    ]
+
+
+def _alternatives(run: RunFiles) -> Iterator[Sequence[str]]:
+    said = run.prediction
+    if said is None or not (said.runners_up or said.rejected):
+        return
+    own = said.estimate
+    entries = [("This plan", own.peak_bytes, own.step_seconds, own.fits)]
+    entries += [(it.summary, it.peak_bytes, it.step_seconds, it.fits) for it in said.runners_up]
+    for summary, peak_bytes, seconds, fits in entries:
+        yield summary, format_bytes(peak_bytes), format_seconds(seconds), "yes" if fits else "no"
+
+
+def _ledgers(run: RunFiles) -> Iterator[dict[str, Any]]:
+    for title, ledger in (
+        [("Training", run.run.train_data), ("Held out", run.run.eval_data)] if run.run else []
+    ):
+        if ledger is not None:
+            yield _ledger(title, ledger, run.plan.batch.seq_len)
+
+
+def _ledger(title: str, ledger: Ledger, seq_len: int) -> dict[str, Any]:
+    entries = account(ledger)
+    return {
+        "title": title,
+        "rows": [(entry.what, _amount(entry.rows), _amount(entry.tokens)) for entry in entries],
+        "sums": [place for place, entry in enumerate(entries) if entry.is_sum],
+        "remarks": remarks(ledger, seq_len=seq_len),
+    }
+
+
+def _amount(value: int | None) -> str:
+    return "" if value is None else f"{value:,}".replace("-", "−")
+
+
+def _reproduction(run: RunFiles) -> dict[str, Any]:
+    versions = run.run.versions if run.run else {}
+    version = versions.get("fitune", "")
+    merged_loss = run.run.merged_loss if run.run else None
+    return {
+        "commands": f"pip install fitune{f'=={version}' if version else ''}\nfitune train recipe.yaml",
+        "exported": run.run.exported if run.run else "",
+        "merged_loss": () if merged_loss is None else merged_loss.lines(),
+        "recipe": run.recipe,
+        "versions": list(versions.items()),
+    }

@@ -9,8 +9,7 @@ from fitune.report import plan_words
 from fitune.report.compare import PEAK, Row, compare, row_texts
 from fitune.report.method_findings import findings
 from fitune.report.method_plots import held_out_curves, loss_curves, peak_bars, speed_bars
-from fitune.report.page import page, write_page
-from fitune.report.pieces import Content, Html, details, element, figure, items, join, section, table
+from fitune.report.page import render, write_page
 from fitune.report.run_files import RunFiles
 from fitune.units import format_number, format_percent
 
@@ -32,40 +31,33 @@ def write_comparison(
     directory: Path, methods: Sequence[MethodRun], *, base_grades: Mapping[str, float]
 ) -> Path:
     """Write ``compare.html`` into ``directory``. Raises RunDirectoryError."""
-    return write_page(directory / "compare.html", render(methods, base_grades=base_grades))
+    from markupsafe import Markup
 
-
-def render(methods: Sequence[MethodRun], *, base_grades: Mapping[str, float]) -> str:
     runs = {method.name: method.run for method in methods if method.run is not None}
     first = next(iter(runs.values()), None)
     name = first.plan.model.name if first else "nothing was trained"
-    body = join(
-        [
-            element(
-                "header",
-                element("p", "fitune compare", class_="eyebrow"),
-                element("h1", name),
-                element("p", "The same data, order and seed, trained in different ways.", class_="subtitle"),
-            ),
-            section("Side by side", _side_by_side(methods, base_grades), note=_SIDE_BY_SIDE),
-            section("What that says", items(findings(runs))),
-            section("Curves", _pictures(runs), note=_CURVES),
-            section("The plans", *(_plan(method, run) for method, run in runs.items())),
-            section("Not done", items(f"{m.name}: {m.why_not}" for m in methods if m.why_not)),
-        ]
+    pictures, advice = _pictures_or_advice(runs)
+    head, *rows = comparison_rows(methods, base_grades)
+    page = render(
+        "compare.html",
+        title=f"{name}: fitune compare",
+        name=name,
+        head=head,
+        rows=[
+            (Markup("{}<span>{}</span>").format(row[0], _headline(runs.get(row[0]))), *row[1:])
+            for row in rows
+        ],
+        findings=list(findings(runs)),
+        pictures=[(title, Markup(picture)) for title, picture in pictures],
+        advice=advice,
+        plans=[(method, _headline(run), plan_words.sentences(run.plan)) for method, run in runs.items()],
+        not_done=[f"{method.name}: {method.why_not}" for method in methods if method.why_not],
     )
-    return page(f"{name}: fitune compare", body)
+    return write_page(directory / "compare.html", page)
 
 
-_SIDE_BY_SIDE = (
-    "A learning rate of the recipe is scaled to each method as fitune's defaults differ: what suits adapters is far "
-    "too much for all weights, and SGD's steps (lomo) are not normalised. Speed is of this machine, with whatever "
-    "else it was doing."
-)
-_CURVES = (
-    "Every method sees the same rows in the same order, so losses can be compared step by step. Solid: all weights are "
-    "trained. Dashed: adapters."
-)
+def _headline(run: RunFiles | None) -> str:
+    return "as it was" if run is None else plan_words.headline(run.plan)
 
 
 def comparison_rows(
@@ -80,19 +72,6 @@ def comparison_rows(
 
 _HEAD = ("", "learning rate", "loss, first → last", "held out, best")
 _HEAD_MEASURED = ("peak predicted", "peak measured", "error", "tokens/s predicted", "tokens/s measured")
-
-
-def _side_by_side(methods: Sequence[MethodRun], base_grades: Mapping[str, float]) -> Html:
-    """The rows of the terminal, with each plan's headline below the method's name."""
-    runs = {method.name: method.run for method in methods}
-    head, *rows = comparison_rows(methods, base_grades)
-    named: list[list[Content]] = [[_name(row[0], runs.get(row[0])), *row[1:]] for row in rows]
-    return table(head, named, numbers=len(head) - 1, class_="cards")
-
-
-def _name(name: str, run: RunFiles | None) -> Html:
-    headline = "as it was" if run is None else plan_words.headline(run.plan)
-    return join([name, element("span", headline)])
 
 
 def _cells(name: str, run: RunFiles, grades: Mapping[str, float], graders: Sequence[str]) -> tuple[str, ...]:
@@ -121,21 +100,21 @@ def _rate(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
-def _pictures(runs: Mapping[str, RunFiles]) -> Html:
+def _pictures_or_advice(runs: Mapping[str, RunFiles]) -> tuple[list[tuple[str, str]], str]:
     """Losses, held-out losses, peaks and speeds; without matplotlib how to get them."""
     steps = {name: run.steps for name, run in runs.items() if run.steps}
     plans = {name: run.plan for name, run in runs.items()}
     if not steps:
-        return Html("")
+        return [], ""
     try:
-        shown = [figure("Training loss, running mean", Html(loss_curves(steps, plans)))]
+        drawn = [("Training loss, running mean", loss_curves(steps, plans))]
         if any(step.eval_loss is not None for one in steps.values() for step in one):
-            shown.append(figure("Loss on the held-out rows", Html(held_out_curves(steps, plans))))
-        shown.append(figure("Peak of tensors", Html(peak_bars(_row_of(runs, PEAK)))))
-        shown.append(figure("Speed", Html(speed_bars(_row_of(runs, SPEED)))))
+            drawn.append(("Loss on the held-out rows", held_out_curves(steps, plans)))
+        drawn.append(("Peak of tensors", peak_bars(_row_of(runs, PEAK))))
+        drawn.append(("Speed", speed_bars(_row_of(runs, SPEED))))
     except MissingExtra as error:
-        return element("p", f"No {error.what}: {error.hint}", class_="note")
-    return element("div", *shown, class_="pair")
+        return [], f"No {error.what}: {error.hint}"
+    return drawn, ""
 
 
 def _row_of(runs: Mapping[str, RunFiles], what: str) -> dict[str, Row]:
@@ -143,7 +122,3 @@ def _row_of(runs: Mapping[str, RunFiles], what: str) -> dict[str, Row]:
         name: next(row for row in compare(run.estimate, run.run, run.steps) if row.what == what)
         for name, run in runs.items()
     }
-
-
-def _plan(name: str, run: RunFiles) -> Html:
-    return details(f"{name}: {plan_words.headline(run.plan)}", items(plan_words.sentences(run.plan)))
