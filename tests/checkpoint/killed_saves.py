@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fitune.checkpoint.line import Attempt, Descent
+from fitune.checkpoint.commit import Attempt, Descent
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.checkpoint.save import save_checkpoint
 from fitune.checkpoint.state import TrainState

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from checkpoint.killed_saves import same, state_of
-from fitune.checkpoint import aside, commit, resume
-from fitune.checkpoint.commit import read_commit
-from fitune.checkpoint.line import Attempt, Descent, is_on
+from fitune.checkpoint import commit, resume
+from fitune.checkpoint.commit import Attempt, Descent, is_on, read_commit
 from fitune.checkpoint.resume import Found, begin_line, last_saved, load_checkpoint, newest_checkpoint
 from fitune.checkpoint.save import save_checkpoint
 
@@ -136,7 +135,7 @@ def test_killed_while_it_leaves_its_old_line_a_run_is_on_the_new_one(
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        return aside.set_aside(path, word)
+        return commit.set_aside(path, word)
 
     with monkeypatch.context() as dying:
         dying.setattr(resume, "set_aside", killed)

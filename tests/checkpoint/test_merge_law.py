@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from checkpoint.tiny_export import byte_tokenizer
-from fitune.checkpoint import export, verify
+from fitune.checkpoint import export, parity
 from fitune.checkpoint.export import export_merged
 from fitune.checkpoint.layout import unverified
 from fitune.checkpoint.merge import base_weights, merged_weights
@@ -134,7 +134,7 @@ def test_a_wrong_merge_of_a_mixture_of_experts_is_refused(
 def test_routers_that_cannot_be_fixed_leave_the_verdict_to_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fitune.checkpoint.routing._chooses", lambda output: False)
+    monkeypatch.setattr("fitune.checkpoint.parity._chooses", lambda output: False)
     model = adapted("mixtral", folder=tmp_path / "base")
     done = export_merged(model, byte_tokenizer(), tmp_path / "merged", **COMMON)
     assert done.max_logit_difference is None
@@ -177,7 +177,7 @@ def test_what_is_secured_outlives_its_verification(tmp_path: Path, monkeypatch: 
             export.export_adapter(model, byte_tokenizer(), tmp_path / "adapter", **words)
     assert (kept / "adapter_model.safetensors").is_file()
     with monkeypatch.context() as refused:
-        refused.setattr(verify.parity, "TOLERANCE", dict.fromkeys((torch.bfloat16,), -1.0))
+        refused.setattr(parity, "TOLERANCE", dict.fromkeys((torch.bfloat16,), -1.0))
         with pytest.raises(CheckpointError, match="what was trained is kept in .*adapter-unverified"):
             export.export_adapter(model, byte_tokenizer(), tmp_path / "adapter", **words)
     assert (kept / "adapter_config.json").is_file()

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from checkpoint.killed_saves import same, save, state_of
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.checkpoint.save import checkpoint_bytes
-from fitune.checkpoint.state import TrainState
-from fitune.checkpoint.tensors import tensor_chunks, tensors_bytes
+from fitune.checkpoint.state import TrainState, tensor_chunks, tensors_bytes
 from fitune.errors import CheckpointError
 
 DTYPES = (

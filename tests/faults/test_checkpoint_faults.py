@@ -15,8 +15,8 @@ import pytest
 from checkpoint import killed_saves
 from checkpoint.killed_saves import same, save, state_of
 from fitune.checkpoint.commit import read_commit, verify
+from fitune.checkpoint.durable import sealed
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
-from fitune.checkpoint.sealed import sealed
 from fitune.errors import CheckpointError
 from fitune.spec.serial import to_json
 

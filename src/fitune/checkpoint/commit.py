@@ -1,20 +1,124 @@
-"""COMMIT: the manifest of a checkpoint, naming every other file with its size and sha256, and itself by its digest.
+"""Which checkpoints of a run count: COMMIT, the line of descent, and what is moved aside.
 
-A folder whose files differ from it was damaged.
+COMMIT is the manifest of a checkpoint, naming every other file with its size and sha256, and itself by its digest: a
+folder whose files differ from it was damaged. checkpoints/LINE names the attempts, one after another, that led to where
+the run is now. An attempt that goes on from an older checkpoint leaves its line at that step, and what was saved after
+it counts no longer: neither for resuming nor for pruning, nor as the best. What counts no longer is moved aside under
+another name: never preferred, never deleted.
 """
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fitune.checkpoint.durable import Stored, hash_file
-from fitune.checkpoint.line import Line, Parent
-from fitune.checkpoint.paths import inside
-from fitune.checkpoint.sealed import read_sealed
+from fitune.checkpoint.durable import Stored, hash_file, inside, read_sealed, sealed
 from fitune.errors import CheckpointError, RunDirectoryError
+from fitune.files import sync_folder, write_atomically
+from fitune.spec.serial import to_json
 from fitune.units import format_bytes
+
+LINE = "LINE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the run."""
+
+    id: str
+    after: int
+    """The step it went on from; 0 from the beginning."""
+
+
+Line = tuple[Attempt, ...]
+"""Attempts in their order, each of which saved but for the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parent:
+    """The checkpoint that another one was trained from."""
+
+    step: int
+    digest: str
+    """Digest of its COMMIT."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Descent:
+    """Where the run that is going on comes from."""
+
+    line: Line
+    parent: Parent | None = None
+    """The last checkpoint; each save puts its own here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LineFile:
+    line: Line
+    digest: str = ""
+
+
+def is_on(line: Line, *, saved_on: Line, step: int) -> bool:
+    """True if ``line`` passes through a checkpoint of ``step`` that was saved on the line ``saved_on``."""
+    if not saved_on or line[: len(saved_on)] != saved_on:
+        return False
+    later = line[len(saved_on) :]
+    return not later or step <= later[0].after
+
+
+def write_line(folder: Path, line: Line) -> None:
+    """Raises OSError."""
+    write_atomically(folder / LINE, to_json(sealed(_LineFile(line=line))))
+
+
+def keep_line(folder: Path, line: Line) -> None:
+    """Write the present line where the file does not say so already. Raises OSError."""
+    try:
+        if read_line(folder) == line:
+            return
+    except CheckpointError:
+        pass  # missing at the first save, or damaged since
+    write_line(folder, line)
+
+
+def read_line(folder: Path) -> Line:
+    """The present line of ``folder``. Raises CheckpointError when the file is missing or damaged."""
+    try:
+        return read_sealed(_LineFile, folder / LINE).line
+    except (OSError, ValueError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{folder / LINE}: cannot be read: {cause}") from error
+
+
+OnNote = Callable[[str], None]
+"""Told a line for people."""
+
+DAMAGED = "damaged"
+ABANDONED = "abandoned"
+
+
+def set_aside(path: Path, word: str) -> str:
+    """Rename step-N to <word>-step-N and return a line that says so. Raises OSError."""
+    target = path.with_name(f"{word}-{path.name}")
+    number = 1
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"{word}-{path.name}-{number}")
+    os.rename(path, target)
+    sync_folder(path.parent)
+    return f"{path.name} is now {target.name} ({_why[word]}, {format_bytes(_size(target))}; delete it if you like)"
+
+
+_why = {
+    DAMAGED: "its files are not what was saved",
+    ABANDONED: "the run went on from an older step",
+}
+
+
+def _size(folder: Path) -> int:
+    return sum(file.lstat().st_size for file in folder.rglob("*"))
+
 
 COMMIT = "COMMIT"
 STATE = "state.json"

@@ -1,14 +1,17 @@
-"""Files of a checkpoint: hashed while they are written, linked; and the room they need."""
+"""Files of a checkpoint: names that stay inside their folder, hashed while written, sealed, linked; and their room."""
 
+import dataclasses
 import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, TypeVar
 
-from fitune.errors import CheckpointError
-from fitune.files import open_regular, sync_folder, temporary_sibling, write_synced
+from fitune.errors import CheckpointError, RunDirectoryError
+from fitune.files import open_regular, read_bytes, sync_folder, temporary_sibling, write_synced
+from fitune.spec.serial import from_data, parse_object, to_json
 from fitune.units import format_bytes
 
 
@@ -60,3 +63,48 @@ def require_space(folder: Path, needed_bytes: int, *, what: str) -> None:
             f"{format_bytes(needed_bytes - free)} short",
             hint="free some space, choose another output_dir, or keep fewer checkpoints (keep_checkpoints)",
         )
+
+
+T = TypeVar("T")
+
+
+def sealed(value: Any) -> Any:
+    """``value``, a dataclass with a field ``digest``, with the sha256 of all else in that field."""
+    text = to_json(dataclasses.replace(value, digest=""))
+    return dataclasses.replace(value, digest=hashlib.sha256(text.encode()).hexdigest())
+
+
+def read_sealed(cls: type[T], path: Path) -> T:
+    """Raises OSError, and ValueError when the file is not, byte for byte, what was written."""
+    content = read_bytes(path, follow_links=False)
+    data = parse_object(content)
+    if "digest" not in data:
+        raise ValueError("it is of an older format, without a digest of itself")
+    value = from_data(cls, data)
+    if to_json(sealed(value)).encode() != content:
+        raise ValueError("its content does not match its digest")
+    return value
+
+
+def inside(root: Path, name: str) -> Path:
+    """``root / name`` for a name that stays below ``root``.
+
+    Raises RunDirectoryError for absolute names, names with ``..`` and names that pass through a symbolic link.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or "\0" in name or "\\" in name:
+        raise RunDirectoryError(f"{name!r} is not a name inside {root}", hint="use a plain name like run-1")
+    if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive:
+        raise RunDirectoryError(
+            f"{name!r} is absolute, outside {root}", hint="use a name relative to the folder"
+        )
+    if ".." in parts:
+        raise RunDirectoryError(f"{name!r} leaves {root}", hint="use a name without '..'")
+    path = root
+    for part in parts:
+        path = path / part
+        if path.is_symlink():
+            raise RunDirectoryError(
+                f"{path} is a symbolic link, to {os.readlink(path)}", hint="remove the link"
+            )
+    return path

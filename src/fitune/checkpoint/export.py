@@ -1,14 +1,15 @@
 """Write what was trained in Hugging Face's layout, and prove it by reading it back.
 
 Everything is written to a temporary folder, reloaded from there with transformers and peft alone, compared
-(verify.py), synced, and renamed to its place last: a folder with the final name was verified. Where nothing else holds
+(parity.py), synced, and renamed to its place last: a folder with the final name was verified. Where nothing else holds
 what was trained (``secure``) the folder has a durable name, ``<target>-unverified``, before it is verified.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -19,8 +20,7 @@ from fitune.checkpoint import parity
 from fitune.checkpoint.layout import staged, stored_bytes, write_adapter, write_model, write_texts
 from fitune.checkpoint.merge import base_weights, in_dtype, merged_weights, refuse_quantised_base
 from fitune.checkpoint.merge_law import merged_checks
-from fitune.checkpoint.parity import is_equal
-from fitune.checkpoint.verify import reload_device, verify
+from fitune.checkpoint.parity import Check, Model, Verified, is_equal, reload_device, verify
 from fitune.models.adapters import copy_tables, table_weights, ties_are_kept
 from fitune.models.attention import attends_by_rows
 from fitune.models.door import whole_model, with_adapter
@@ -66,24 +66,19 @@ def export_adapter(
     and ``replace`` is off.
     """
     weights = adapter_weights(model)
-    checks = {name: partial(is_equal, tensor, tensor.dtype) for name, tensor in weights.items()}
-    with staged(target, stored_bytes(weights), replace=replace) as stage:
-        write_adapter(model, stage.folder, weights, base)
-        write_texts(stage.folder, tokenizer, chat_template, card)
-        parity.require_filled(stage.folder)
-        if secure:
-            stage.secure()
-        verified = verify(
-            model,
-            stage.folder,
-            checks,
-            reload=lambda attention: _reloaded_adapter(
-                model, stage.folder, weights, base_path or base, attention
-            ),
-            weights_of=adapter_weights,
-            dtypes=[tensor.dtype for tensor in weights.values()],
-        )
-    return Exported(path=target, max_logit_difference=verified.difference, warnings=verified.warnings)
+    return _export(
+        model,
+        target,
+        size_bytes=stored_bytes(weights),
+        write=lambda folder: write_adapter(model, folder, weights, base),
+        texts=(tokenizer, chat_template, card),
+        checks={name: partial(is_equal, tensor, tensor.dtype) for name, tensor in weights.items()},
+        reload=partial(_reloaded_adapter, model, weights, base_path or base),
+        weights_of=adapter_weights,
+        dtypes=[tensor.dtype for tensor in weights.values()],
+        replace=replace,
+        secure=secure,
+    )
 
 
 def export_merged(
@@ -109,26 +104,21 @@ def export_merged(
         model = on_dense_base(model, base_path)
     refuse_quantised_base(model)
     kind = dtype or model.get_base_model().dtype
-    with staged(target, stored_bytes(base_weights(model), kind), replace=replace) as stage:
-        write_model(model.get_base_model(), stage.folder, merged_weights(model, kind))
-        write_texts(stage.folder, tokenizer, chat_template, card)
-        parity.require_filled(stage.folder)
-        verified = verify(
-            model,
-            stage.folder,
-            merged_checks(model, kind),
-            reload=partial(_reloaded, stage.folder, reload_device(model)),
-            weights_of=PreTrainedModel.state_dict,
-            dtypes=[kind],
-            slack=_MERGE_SLACK,
-            on_reloaded=None if card_of is None else partial(_write_card, stage.folder, card_of),
-        )
-        warnings = verified.warnings
-        if verified.found is not None:
-            with parity.plain_attention(model), model.disable_adapter():
-                untrained = parity.logits(model)
-            warnings += parity.rounded_away(verified.found, verified.trained, untrained)
-    return Exported(path=target, max_logit_difference=verified.difference, warnings=warnings)
+    return _export(
+        model,
+        target,
+        size_bytes=stored_bytes(base_weights(model), kind),
+        write=lambda folder: write_model(model.get_base_model(), folder, merged_weights(model, kind)),
+        texts=(tokenizer, chat_template, card),
+        checks=merged_checks(model, kind),
+        reload=partial(_reloaded, reload_device(model)),
+        weights_of=PreTrainedModel.state_dict,
+        dtypes=[kind],
+        replace=replace,
+        slack=_MERGE_SLACK,
+        card_of=card_of,
+        warnings_of=partial(_rounded_away, model),
+    )
 
 
 def export_full(
@@ -145,10 +135,42 @@ def export_full(
     """Write all weights, rounded to ``dtype`` (default: in the type they have)."""
     kind = dtype or model.dtype
     weights = model.state_dict()
-    checks = {name: partial(is_equal, tensor, kind) for name, tensor in weights.items()}
-    with staged(target, stored_bytes(weights, kind), replace=replace) as stage:
-        write_model(model, stage.folder, in_dtype(weights, kind))
-        write_texts(stage.folder, tokenizer, chat_template, card)
+    return _export(
+        model,
+        target,
+        size_bytes=stored_bytes(weights, kind),
+        write=lambda folder: write_model(model, folder, in_dtype(weights, kind)),
+        texts=(tokenizer, chat_template, card),
+        checks={name: partial(is_equal, tensor, kind) for name, tensor in weights.items()},
+        reload=partial(_reloaded, reload_device(model)),
+        weights_of=PreTrainedModel.state_dict,
+        dtypes=[kind],
+        replace=replace,
+        secure=secure,
+    )
+
+
+def _export(
+    model: Model,
+    target: Path,
+    *,
+    size_bytes: int,
+    write: Callable[[Path], None],
+    texts: tuple[PreTrainedTokenizerBase, str, str],
+    checks: Mapping[str, Check],
+    reload: Callable[[Path, str], Any],
+    weights_of: Callable[[Any], Mapping[str, Tensor]],
+    dtypes: Sequence[torch.dtype],
+    replace: bool,
+    secure: bool = False,
+    slack: float = 1.0,
+    card_of: CardOf | None = None,
+    warnings_of: Callable[[Verified], tuple[str, ...]] = lambda _verified: (),
+) -> Exported:
+    """Write into a temporary folder, verify it there, and give it its name: the same for every kind of export."""
+    with staged(target, size_bytes, replace=replace) as stage:
+        write(stage.folder)
+        write_texts(stage.folder, *texts)
         parity.require_filled(stage.folder)
         if secure:
             stage.secure()
@@ -156,11 +178,22 @@ def export_full(
             model,
             stage.folder,
             checks,
-            reload=partial(_reloaded, stage.folder, reload_device(model)),
-            weights_of=PreTrainedModel.state_dict,
-            dtypes=[kind],
+            reload=partial(reload, stage.folder),
+            weights_of=weights_of,
+            dtypes=dtypes,
+            slack=slack,
+            on_reloaded=None if card_of is None else partial(_write_card, stage.folder, card_of),
         )
-    return Exported(path=target, max_logit_difference=verified.difference, warnings=verified.warnings)
+        warnings = (*verified.warnings, *warnings_of(verified))
+    return Exported(path=target, max_logit_difference=verified.difference, warnings=warnings)
+
+
+def _rounded_away(model: PeftModel, verified: Verified) -> tuple[str, ...]:
+    if verified.found is None:
+        return ()
+    with parity.plain_attention(model), model.disable_adapter():
+        untrained = parity.logits(model)
+    return parity.rounded_away(verified.found, verified.trained, untrained)
 
 
 def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
@@ -189,13 +222,13 @@ def _write_card(folder: Path, card_of: CardOf, reloaded: PreTrainedModel) -> Non
     (folder / "README.md").write_text(card_of(reloaded), encoding="utf-8")
 
 
-def _reloaded(folder: Path, device: torch.device, attention: str) -> PreTrainedModel:
+def _reloaded(device: torch.device, folder: Path, attention: str) -> PreTrainedModel:
     """Load the model in ``folder`` as transformers does."""
     return whole_model(folder, attention=attention).to(device)
 
 
 def _reloaded_adapter(
-    model: PeftModel, folder: Path, weights: dict[str, Tensor], base_path: str, attention: str
+    model: PeftModel, weights: dict[str, Tensor], base_path: str, folder: Path, attention: str
 ) -> PeftModel:
     """A fresh base, packed as the trained one, with the adapter of ``folder``."""
     base = load_model(

@@ -1,24 +1,33 @@
-"""Is what was exported the model that was trained? Bits of every weight, and logits on fixed tokens.
+"""An export read back and held against the model in memory: bits of every weight, then logits on fixed tokens.
 
 Equal bits are asked of the weights, and of merged ones their own law (merge_law.py). Logits are compared within a
 tolerance, because another device, another memory alignment or a merge rounds differently; with the same kernels they
-come out equal too.
+come out equal too. Reloading needs the weights a second time, on the device when they fit there and else on the host.
+Where they fit nowhere the files are compared tensor by tensor, and a warning says that logits were not.
+
+Both models send each token to the same experts. A router takes the k largest of its scores. Where two are nearly equal,
+one rounding of a weight far before it swaps them, and logits of two right models differ by far more than rounding
+explains.
+
 Shapes: B rows, T tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fitune.errors import CheckpointError
+from fitune.errors import CheckpointError, is_out_of_memory
 from fitune.models.attention import attends_by_rows
 
+Model = PreTrainedModel | PeftModel
 Check = Callable[[Tensor], bool]
 """True if a stored tensor is the one that was trained."""
 
@@ -28,11 +37,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 A merge rounds each weight once, by at most 2⁻²⁴ (fp32), 2⁻¹¹ (fp16), 2⁻⁸ (bf16) of its value.
 Over some 200 linears in a row such errors add up like a random walk, to about 15 times that, and each
 activation is rounded as often: 1e-6, 7e-3 and 6e-2 of a typical logit, less of the largest. That a router chooses
-another expert for such a difference is no rounding: routes are fixed while logits are compared (routing.py).
+another expert for such a difference is no rounding: routes are fixed while logits are compared .
 """
 
 
-def fixed_ids(model: PreTrainedModel | PeftModel) -> Tensor:
+def fixed_ids(model: Model) -> Tensor:
     """The same 2 × 16 tokens [B, T] for every model of one vocabulary size."""
     config = _base(model).config.get_text_config()
     spread_BT = torch.arange(2 * 16).reshape(2, 16) * 7919 + 13
@@ -40,7 +49,7 @@ def fixed_ids(model: PreTrainedModel | PeftModel) -> Tensor:
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel | PeftModel) -> Tensor:
+def logits(model: Model) -> Tensor:
     """fp32 logits [B, T, V] of the fixed tokens on the host, without dropout; the model is left as it was."""
     training = model.training
     model.eval()
@@ -52,7 +61,7 @@ def logits(model: PreTrainedModel | PeftModel) -> Tensor:
 
 
 @contextmanager
-def plain_attention(model: PreTrainedModel | PeftModel) -> Iterator[str]:
+def plain_attention(model: Model) -> Iterator[str]:
     """Transformers' own attention for a while; yields its name, for the reloaded model to use."""
     base = _base(model)
     before = base.config._attn_implementation
@@ -140,5 +149,143 @@ def rounded_away(found: Tensor, trained: Tensor, untrained: Tensor) -> tuple[str
     return ()
 
 
-def _base(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+def _base(model: Model) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+Routes = Mapping[str, tuple[Tensor, ...]]
+"""Name of a router -> what it answered: scores, weights and numbers of the chosen experts."""
+
+
+@contextmanager
+def recorded_routes(model: Model) -> Iterator[Routes]:
+    """Yields a mapping that the routers of ``model`` write into while they run, each its last answer."""
+    routes: dict[str, tuple[Tensor, ...]] = {}
+
+    def record(name: str, output: Any) -> None:
+        if _chooses(output):
+            routes[name] = tuple(tensor.detach().cpu() for tensor in output)
+
+    with _hooked(model, record):
+        yield routes
+
+
+@contextmanager
+def fixed_routes(model: Model, routes: Routes) -> Iterator[None]:
+    """While it lasts, the routers of ``model`` answer as recorded."""
+
+    def answer(name: str, output: Any) -> Any:
+        if name not in routes:
+            return None
+        return tuple(
+            wanted.to(own.device, own.dtype) for wanted, own in zip(routes[name], output, strict=True)
+        )
+
+    with _hooked(model, answer):
+        yield
+
+
+def has_routers(model: Model) -> bool:
+    """True if the config of ``model`` says that tokens choose among experts."""
+    config = _base(model).config.get_text_config()
+    return any((getattr(config, name, 0) or 0) > 1 for name in _EXPERTS)
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@contextmanager
+def _hooked(model: Model, hook: Callable[[str, Any], Any]) -> Iterator[None]:
+    def hook_of(name: str) -> Callable[[nn.Module, Any, Any], Any]:
+        return lambda _module, _inputs, output: hook(name, output)
+
+    modules = _base(model).named_modules() if has_routers(model) else ()
+    handles = [module.register_forward_hook(hook_of(name)) for name, module in modules if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _chooses(output: Any) -> bool:
+    """True if a module answered as transformers' routers do: tensors alone, and the numbers of experts among them."""
+    if not isinstance(output, tuple) or not all(isinstance(tensor, Tensor) for tensor in output):
+        return False
+    return any(tensor.dtype == torch.int64 for tensor in output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """Result of a verification; ``difference`` and ``found`` are None where logits could not be compared."""
+
+    trained: Tensor
+    found: Tensor | None = None
+    difference: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def verify(
+    model: Model,
+    folder: Path,
+    checks: Mapping[str, Check],
+    *,
+    reload: Callable[[str], Any],
+    weights_of: Callable[[Any], Mapping[str, Tensor]],
+    dtypes: Sequence[torch.dtype],
+    slack: float = 1.0,
+    on_reloaded: Callable[[PreTrainedModel], None] | None = None,
+) -> Verified:
+    """Compare what ``reload`` (given the name of an attention) makes of ``folder`` with ``model``.
+
+    ``checks`` say of each of its ``weights_of`` whether it is right; ``dtypes`` are those of the files.
+    ``slack`` widens what is allowed to logits, where weights were rounded on the way.
+    Raises CheckpointError naming the weights that are wrong, or when logits differ by more than rounding explains.
+    """
+    with plain_attention(model) as attention, recorded_routes(model) as routes:
+        trained = logits(model)
+        try:
+            reloaded = reload(attention)
+            require_same_weights(weights_of(reloaded), checks)
+            compared = _compared(reloaded, trained, routes, _coarsest(model, dtypes), slack)
+            if on_reloaded is not None:
+                on_reloaded(reloaded)
+            return compared
+        except (MemoryError, RuntimeError, OSError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    count = require_same_files(folder, checks)
+    warning = (
+        f"not verified by reloading, for there is no memory for a second copy ({reason}); "
+        f"{count} tensors in the files were compared one by one and are right"
+    )
+    return Verified(trained=trained, warnings=(warning,))
+
+
+def _compared(reloaded: Model, trained: Tensor, routes: Routes, dtype: torch.dtype, slack: float) -> Verified:
+    if has_routers(reloaded) and not routes:
+        warning = (
+            "logits are not compared: the experts that tokens take cannot be fixed; every weight is right"
+        )
+        return Verified(trained=trained, warnings=(warning,))
+    with fixed_routes(reloaded, routes):
+        found = logits(reloaded)
+    difference = require_close(found, trained, dtype, slack=slack)
+    return Verified(trained=trained, found=found, difference=difference)
+
+
+def reload_device(model: Model) -> torch.device:
+    """The model's own device, so that the same kernels answer, unless a second copy does not fit there."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return device
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if free > 1.2 * needed else torch.device("cpu")
+
+
+def _coarsest(model: Model, dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The floating type with the coarsest steps among the trained and the exported weights."""
+    trained = (tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
+    return max((*trained, *dtypes), key=lambda dtype: torch.finfo(dtype).eps)

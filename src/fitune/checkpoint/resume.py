@@ -7,9 +7,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fitune.checkpoint.aside import ABANDONED, DAMAGED, OnNote, set_aside
-from fitune.checkpoint.commit import FOLDER, LOG, STATE, Commit, read_commit, step_folders, verify
-from fitune.checkpoint.line import LINE, Attempt, Descent, Line, Parent, is_on, read_line, write_line
+from fitune.checkpoint.commit import (
+    ABANDONED,
+    DAMAGED,
+    FOLDER,
+    LINE,
+    LOG,
+    STATE,
+    Attempt,
+    Commit,
+    Descent,
+    Line,
+    OnNote,
+    Parent,
+    is_on,
+    read_commit,
+    read_line,
+    set_aside,
+    step_folders,
+    verify,
+    write_line,
+)
 from fitune.checkpoint.state import Json, TrainState
 from fitune.errors import CheckpointError
 from fitune.files import read_bytes

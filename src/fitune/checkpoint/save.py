@@ -1,25 +1,40 @@
-"""Save a TrainState so that it is whole or absent, whatever happens on the way.
+"""Save a TrainState so that it is whole or absent, whatever happens on the way; remove those that nobody needs.
 
 checkpoints/.tmp-step-20-<pid>-<random>/    files are written and synced here, COMMIT last
 checkpoints/step-20/                        the same folder after one rename: from here on the checkpoint exists
 checkpoints/latest, best                    relative links, for people
-then all but the newest ``keep`` and the best are removed (prune.py)
+then all but the newest ``keep`` and the best are removed, and only because of others that are valid
 """
 
 import json
+import math
 import os
 from pathlib import Path
 
-from fitune.checkpoint.aside import ABANDONED, OnNote, set_aside
-from fitune.checkpoint.commit import COMMIT, FOLDER, LOG, STATE, Commit, note_as_known, step_folders
-from fitune.checkpoint.durable import link_atomically, require_space, write_hashed
-from fitune.checkpoint.line import Descent, Parent, keep_line
-from fitune.checkpoint.prune import prune
-from fitune.checkpoint.sealed import sealed
-from fitune.checkpoint.state import TrainState
-from fitune.checkpoint.tensors import tensor_chunks, tensors_bytes
+from fitune.checkpoint.commit import (
+    ABANDONED,
+    COMMIT,
+    DAMAGED,
+    FOLDER,
+    LOG,
+    STATE,
+    Commit,
+    Descent,
+    Line,
+    OnNote,
+    Parent,
+    is_on,
+    keep_line,
+    note_as_known,
+    read_commit,
+    set_aside,
+    step_folders,
+    verify_unless_known,
+)
+from fitune.checkpoint.durable import link_atomically, require_space, sealed, write_hashed
+from fitune.checkpoint.state import TrainState, tensor_chunks, tensors_bytes
 from fitune.errors import CheckpointError
-from fitune.files import remove_stale_siblings, sync_folder, temporary_sibling, write_synced
+from fitune.files import remove, remove_stale_siblings, sync_folder, temporary_sibling, write_synced
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.serial import to_json
 from fitune.units import MIB, format_bytes
@@ -127,3 +142,61 @@ def _clean_up(folder: Path) -> None:
 def _last(folder: Path) -> str:
     saved = step_folders(folder)
     return f"The last saved one is {saved[-1].name}." if saved else "None was saved before."
+
+
+def prune(folder: Path, line: Line, *, keep: int, on_note: OnNote) -> None:
+    """Remove checkpoints on ``line`` but the newest ``keep`` valid ones and the best valid one; link the best.
+
+    What counts is hashed, unless this process did so before and the files were not touched since: after a resume that
+    is each of the kept ones once. What is damaged is set aside, and what is on another line is left alone.
+    Raises OSError.
+    """
+    members: list[tuple[Path, Commit]] = []
+    for path in reversed(step_folders(folder)):
+        try:
+            members.append((path, read_commit(path)))
+        except CheckpointError as error:
+            _set_damaged_aside(path, error, on_note)
+    members = [(path, c) for path, c in members if is_on(line, saved_on=c.line, step=c.step)]
+    newest = _first_valid(members, keep, on_note)
+    by_loss = sorted((m for m in members if _loss(m[1]) < math.inf), key=lambda m: (_loss(m[1]), m[1].step))
+    best = _first_valid(by_loss, 1, on_note)
+    _link_best(folder, best)
+    for path, _ in members:
+        if path not in newest and path not in best and path.exists():
+            doomed = temporary_sibling(path.with_name(f"pruned-{path.name}"))
+            os.rename(path, doomed)  # a half-removed folder must not look like a damaged checkpoint
+            remove(doomed)
+
+
+def _first_valid(members: list[tuple[Path, Commit]], count: int, on_note: OnNote) -> list[Path]:
+    found: list[Path] = []
+    for path, _ in members:
+        if len(found) == count:
+            break
+        try:
+            verify_unless_known(path)
+        except CheckpointError as error:
+            _set_damaged_aside(path, error, on_note)
+        else:
+            found.append(path)
+    return found
+
+
+def _set_damaged_aside(path: Path, error: CheckpointError, on_note: OnNote) -> None:
+    if path.exists():
+        on_note(f"{error.message}: {set_aside(path, DAMAGED)}")
+
+
+def _loss(commit: Commit) -> float:
+    """Infinite for what is no candidate for the best; the earlier one of two equals is taken."""
+    loss = commit.eval_loss
+    return loss if loss is not None and math.isfinite(loss) else math.inf
+
+
+def _link_best(folder: Path, best: list[Path]) -> None:
+    link = folder / "best"
+    if best:
+        link_atomically(link, best[0].name)
+    elif link.is_symlink():
+        link.unlink()

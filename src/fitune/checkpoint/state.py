@@ -1,8 +1,18 @@
-"""TrainState: all that a run needs to go on as if it had never stopped."""
+"""TrainState, all that a run needs to go on as if it had never stopped, and its tensors as safetensors.
 
+The library writes a file from tensors that are all in host memory and hashes nothing. This writer yields the same
+format piece by piece, so a save holds one tensor outside its device and the hash costs no second read. Reading is the
+library's. Format: https://huggingface.co/docs/safetensors/index#format
+"""
+
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from fitune.errors import CheckpointError
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -21,3 +31,60 @@ class TrainState:
     facts: dict[str, Json]
     log: bytes = b""
     """metrics.jsonl up to this step: a log that is lost or changed is put back from here."""
+
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file: length of the header, header, then each tensor.
+
+    Raises CheckpointError naming a tensor that is empty or of a type the format does not know.
+    """
+    ordered = _aligned_order(tensors)
+    header = _header({name: tensors[name] for name in ordered})
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for name in ordered:
+        yield _bytes_of(tensors[name])
+
+
+def tensors_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Size of the file that ``tensor_chunks`` makes."""
+    header = _header({name: tensors[name] for name in _aligned_order(tensors)})
+    return 8 + len(header) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _aligned_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Wide types first: every tensor then starts at a multiple of its element size."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:
+            raise CheckpointError(
+                f"tensor {name!r} is empty, shape {tuple(tensor.shape)}: nothing would be saved of it"
+            )
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(f"tensor {name!r} is {tensor.dtype}, which fitune does not save")
+        stop = start + tensor.nbytes
+        entries[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
