@@ -27,8 +27,8 @@ from methods_grid import METHODS, Case, cases
 from methods_promises import gradients_of_lomo, streamed_models
 from transformers import LlamaConfig
 
-from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.step import record_step
+from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Plan
 from fitune.units import format_bytes
 

@@ -42,7 +42,7 @@ from gpu_cases import (
 
 from fitune.estimate.predict import predict
 from fitune.measure.memory import memory_meter
-from fitune.measure.speed import achieved_mfu
+from fitune.spec.counts import achieved_mfu
 from fitune.spec.plan import Plan
 from fitune.spec.words import describe_plan
 from fitune.train.prepare import prepare_loaded, training_device

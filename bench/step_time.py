@@ -28,7 +28,7 @@ from fitune.estimate.time import predict_step_time
 from fitune.measure.hardware import calibrated, detect_hardware
 from fitune.models.weights import compute_dtype
 from fitune.planner.search import find_plan
-from fitune.rehearse.batch import FullStream, full_stream
+from fitune.rehearse.step import FullStream, full_stream
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import spec_from_config
 from fitune.spec.plan import Plan

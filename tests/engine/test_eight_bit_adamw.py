@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from fitune.engine.eight_bit import EightBitAdamW
-from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer
+from fitune.engine.optimizers import DirectOptimizer, EightBitAdamW, MasterOptimizer
 from fitune.errors import MissingExtra
 from fitune.spec.plan import AdamW, AdamW8bit
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fitune.engine.loss_scale import LossScale
+from fitune.engine.gradient_scale import LossScale
 from fitune.errors import TrainingFailed
 
 

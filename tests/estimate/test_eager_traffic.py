@@ -13,7 +13,7 @@ from estimate.tiny_plans import known, plan_for
 from fitune.estimate.eager import block_work
 from fitune.measure.device_rates import computes
 from fitune.models.weights import compute_dtype
-from fitune.rehearse.batch import full_stream
+from fitune.rehearse.step import full_stream
 from fitune.spec.model_config import spec_from_config
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Phase

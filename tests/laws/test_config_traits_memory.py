@@ -6,8 +6,8 @@ import pytest
 
 from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.estimate.memory import predict_memory
-from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.step import record_step
+from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.shape import BatchShape
 from laws.test_memory_prediction import bench
 from laws.test_memory_prediction_families import measured_peak

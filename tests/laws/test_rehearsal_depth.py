@@ -4,10 +4,9 @@ import pytest
 
 from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.rehearse.allocator import reserved_peak
-from fitune.rehearse.events import Reached
 from fitune.rehearse.layer_extrapolation import ROW, Depth
-from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.run import trace_plan
+from fitune.rehearse.trace import Reached, peaks_by_kind
 from rehearse.tiny_configs import tiny
 
 

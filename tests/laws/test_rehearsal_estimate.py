@@ -9,8 +9,8 @@ import pytest
 
 from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.estimate.memory import predict_memory
-from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.run import trace_plan
+from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Hqq, Nf4
 from rehearse.tiny_configs import FAMILIES, tiny
 

@@ -6,8 +6,8 @@ Same model, same engine, same rows; the one is on fake tensors. Tolerance 1 % of
 import pytest
 from transformers import LlamaConfig
 
-from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.step import record_step
+from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.reports import Phase
 from laws.test_memory_prediction import ROWS, bench
 

@@ -8,8 +8,8 @@ from estimate.tiny_plans import CPU, plan_for
 from fitune.errors import RecipeError
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import weights_share_bytes
-from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.run import trace_plan
+from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Ddp, Hqq, Lora, Nf4, Zero
 from fitune.spec.reports import Phase
 from fitune.spec.targets import resolve_targets

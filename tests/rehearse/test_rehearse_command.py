@@ -9,9 +9,9 @@ from estimate.tiny_plans import gpu, known, plan_for
 from fitune.cli import main
 from fitune.errors import ModelError
 from fitune.models.door import model_config
-from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.run import rehearse
 from fitune.rehearse.step import record_step
+from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Sgd
 from fitune.spec.reports import Phase
 from rehearse.tiny_configs import tiny

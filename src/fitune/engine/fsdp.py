@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
-from fitune.engine.clip import global_norm
+from fitune.engine.gradient_scale import global_norm
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import EnterPhase, LossModel, Update
 from fitune.spec.hardware import Hardware

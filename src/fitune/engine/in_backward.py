@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fitune.engine.clip import clip_factor
 from fitune.engine.fused_rules import Rule
-from fitune.engine.loss_scale import LossScale
+from fitune.engine.gradient_scale import LossScale, clip_factor
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import ClipByNorm, ClipByValue, Precision

@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from fitune.engine.clip import clip_factor, global_norm
+from fitune.engine.gradient_scale import LossScale, clip_factor, global_norm
 from fitune.engine.host_optimizer import Host, HostOptimizer
-from fitune.engine.loss_scale import LossScale
 from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, WeightOptimizer
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
 from fitune.errors import TrainingFailed

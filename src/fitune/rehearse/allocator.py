@@ -10,7 +10,7 @@ import bisect
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from fitune.rehearse.events import Allocated, Freed, Trace
+from fitune.rehearse.trace import Allocated, Freed, Trace
 from fitune.units import MIB
 
 _BLOCK = 512

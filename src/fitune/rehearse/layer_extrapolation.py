@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fitune.rehearse.events import (
+from fitune.rehearse.trace import (
     Allocated,
     Entered,
     Event,

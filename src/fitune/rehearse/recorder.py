@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fitune.measure.memory import LiveTensors, OtherMemory
-from fitune.rehearse.events import Allocated, Entered, Freed, ParameterKey, Reached, Trace
 from fitune.rehearse.stand_ins import StandIns
+from fitune.rehearse.trace import Allocated, Entered, Freed, ParameterKey, Reached, Trace
 from fitune.spec.reports import Phase
 
 

@@ -6,10 +6,9 @@ from transformers import PretrainedConfig
 
 from fitune.models.door import model_config
 from fitune.rehearse.allocator import reserved_peak
-from fitune.rehearse.events import Trace
 from fitune.rehearse.layer_extrapolation import Depth, Irregular, extrapolated
-from fitune.rehearse.peaks import peaks_by_kind
 from fitune.rehearse.step import record_few_blocks, record_step
+from fitune.rehearse.trace import Trace, peaks_by_kind
 from fitune.spec.plan import Lora, Offload, Plan
 from fitune.spec.reports import Rehearsal
 

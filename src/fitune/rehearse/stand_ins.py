@@ -1,16 +1,24 @@
-"""What a step on fake tensors must be told, because it depends on data or on the device it stands for.
+"""Answers for a step on fake tensors: what depends on data, on the device that is stood for, or on Triton.
+
+Liger's kernels are stood for by functions that make and keep the same tensors and compute nothing. Counted in
+liger-kernel 0.8.5 (liger_kernel/ops): a norm keeps its input and 4 bytes a row; the gated product keeps gate and up and
+writes their gradients over them; positions are turned in place.
 
 Shapes: B rows, n heads, k key heads, T tokens, d head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from fitune.errors import ModelError
+from fitune.models.liger import Operations
 from fitune.spec.hardware import Gpu
 
 _aten = torch.ops.aten
@@ -91,3 +99,106 @@ def _grouped_product(one: Tensor, other: Tensor, offs: Tensor | None = None, *_:
 
 _UPDATES_IN_PLACE = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_")
 """They write over what they are given and allocate nothing, whatever their fake kernels say."""
+
+
+class _RmsNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x = x.contiguous()
+        root = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, root)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _, weight, _ = ctx.saved_tensors
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return torch.empty_like(gradients[0].contiguous()), of_weight
+
+
+class _GatedProduct(Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        gradients[0].contiguous()
+        gate, up = ctx.saved_tensors
+        return gate, up
+
+
+class _ProductOfHalves(Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        both = both.contiguous()
+        ctx.save_for_backward(both)
+        return both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        return torch.empty_like(both)
+
+
+class _Rotation(Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos.contiguous(), sin.contiguous())
+        return _tokens_first(query), _tokens_first(key)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _tokens_first(gradients[0]), _tokens_first(gradients[1]), None, None
+
+
+def _tokens_first(heads_BnTd: Tensor) -> Tensor:
+    """Written over, or over a copy where heads lie before tokens."""
+    return heads_BnTd.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
+    y: Tensor = _RmsNorm.apply(x, weight)
+    return y
+
+
+LIGER_STAND_INS = Operations(
+    rms_norm=_rms_norm,
+    silu_product=_GatedProduct.apply,
+    gelu_product=_GatedProduct.apply,
+    silu_halves=_ProductOfHalves.apply,
+    rotate=_Rotation.apply,
+)
+
+
+@contextmanager
+def cuda_functions() -> Iterator[None]:
+    """Inside, dropout keeps what CUDA's kernels keep.
+
+    On CUDA dropout is one kernel with a mask of one byte per element (aten::native_dropout); the CPU multiplies by a
+    mask of the input's dtype. CUDA's fused attention drops out by itself, from a seed; the CPU's cannot, and the
+    scores would be written out. The functions themselves are replaced: a TorchFunctionMode is off in backward, where
+    recomputed blocks run again.
+    """
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
+
+    def attend(*args: Any, **words: Any) -> torch.Tensor:
+        return attention(*args, **{**words, "dropout_p": 0.0})
+
+    F.dropout, F.scaled_dot_product_attention = _dropout, attend
+    try:
+        yield
+    finally:
+        F.dropout, F.scaled_dot_product_attention = dropout, attention
+
+
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """Named as torch names them: callers use the words."""
+    if not training or p == 0:
+        return input
+    output, _ = torch.native_dropout(input, p, True)
+    return output

@@ -1,29 +1,31 @@
-"""The Plan's own step: the model and the engine that training would build, on fake tensors, recorded."""
+"""The Plan's own step: the model and the engine that training would build, on fake tensors, recorded.
+
+Its micro-batch is the one that takes the most memory the plan allows.
+"""
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from fitune.models.attention import attending_as
 from fitune.models.door import empty_model, with_layers
 from fitune.models.liger import computing_with
 from fitune.models.weights import compute_dtype
-from fitune.rehearse.batch import full_stream, heaviest_rows, most_labels
-from fitune.rehearse.cuda_functions import cuda_functions
-from fitune.rehearse.events import Trace
-from fitune.rehearse.fake import fake_tensors, modules_may_move
+from fitune.rehearse.fake import announce, fake_ranks, fake_tensors, modules_may_move, resizes_seen_by
 from fitune.rehearse.layer_extrapolation import Depth
-from fitune.rehearse.liger_stand_ins import LIGER_STAND_INS
-from fitune.rehearse.ranks import announce, fake_ranks, resizes_seen_by
 from fitune.rehearse.recorder import Recorder, local_part
-from fitune.rehearse.stand_ins import StandIns
+from fitune.rehearse.stand_ins import LIGER_STAND_INS, StandIns, cuda_functions
+from fitune.rehearse.trace import Trace
 from fitune.rehearse.update import make_states, parameter_keys, record_update
 from fitune.spec.hardware import Gpu
 from fitune.spec.model import NO_DROPOUT
-from fitune.spec.plan import Lora, Plan, Recompute, Zero, updates_in_backward
+from fitune.spec.plan import Batch, Lora, Plan, Recompute, Zero, updates_in_backward
+from fitune.spec.traits import has_scores
 from fitune.train.prepare import Prepared, prepare_loaded
 
 RowLengths = tuple[int, ...]
@@ -136,3 +138,41 @@ def _micro_batches(plan: Plan) -> int:
     """
     stage_1 = isinstance(plan.sharding, Zero) and plan.sharding.stage == 1
     return min(plan.batch.accumulation, 3 if stage_1 else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class FullStream:
+    """A flat stream of T tokens, every row full. Which tokens they are does not matter."""
+
+    input_ids_T: Tensor
+    labels_T: Tensor
+    position_ids_T: Tensor
+    sequence_lengths: tuple[int, ...]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.input_ids_T, self.labels_T, self.position_ids_T
+
+
+def full_stream(lengths: tuple[int, ...]) -> FullStream:
+    """Rows of these lengths; inside a fake mode they hold nothing."""
+    tokens = sum(lengths)
+    ids_T, labels_T, positions_T = (torch.empty(tokens, dtype=torch.int64) for _ in range(3))
+    return FullStream(ids_T, labels_T, positions_T, lengths)
+
+
+def heaviest_rows(plan: Plan) -> tuple[int, ...]:
+    """Lengths of the rows: full ones, and a pack as two rows, whose attention outputs are joined into a copy.
+
+    Where scores are written out, or a window needs a mask, one row as long as the pack takes more.
+    """
+    batch, window = plan.batch, plan.model.sliding_window
+    long_rows_cost = has_scores(plan) or 0 < window < batch.seq_len
+    if not batch.packing or long_rows_cost or batch.seq_len < 2:
+        return (batch.seq_len,) * batch.micro_batch_size
+    half = batch.seq_len // 2
+    return (batch.seq_len - half, half) * batch.micro_batch_size
+
+
+def most_labels(batch: Batch) -> int:
+    """Every token of a row but its first is predicted."""
+    return batch.micro_batch_tokens - batch.micro_batch_size

@@ -12,10 +12,10 @@ from torch.nn import Module, Parameter
 
 from fitune.engine.protocol import Engine
 from fitune.models.language_model import LanguageModel
-from fitune.rehearse.events import ParameterKey, Trace
 from fitune.rehearse.layer_extrapolation import Depth
 from fitune.rehearse.recorder import Recorder, local_part
 from fitune.rehearse.stand_ins import StandIns
+from fitune.rehearse.trace import ParameterKey, Trace
 from fitune.spec.plan import Plan, updates_in_backward
 from fitune.train.prepare import engine_for
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fitune.spec.choices import trains_embeddings
 from fitune.spec.hardware import Gpu
 from fitune.spec.model import Linear, ModelSpec, ParameterCounts
-from fitune.spec.plan import Full, Lomo, Lora, Precision, Tuning, trains_head
+from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, Tuning, trains_head
 
 
 def count_parameters(model: ModelSpec) -> ParameterCounts:
@@ -134,3 +134,16 @@ def peak_flops(gpu: Gpu, precision: Precision) -> float:
             return gpu.fp16_flops
         case Precision.BF16 | Precision.BF16_MASTER:
             return gpu.bf16_flops
+
+
+def achieved_mfu(plan: Plan, row_lengths: Sequence[int], supervised_tokens: int, *, seconds: float) -> float:
+    """Model FLOPs utilisation: the FLOPs the mathematics needs (recompute is not counted)
+    over what the device could have done in the same time (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+
+    0 when the device's peak is not known.
+    """
+    peak = peak_flops(plan.hardware.gpu, plan.precision) * plan.hardware.num_gpus
+    if peak <= 0 or seconds <= 0:
+        return 0.0
+    flops = model_flops(plan.model, plan.tuning, row_lengths=row_lengths, supervised_tokens=supervised_tokens)
+    return flops / (seconds * peak)

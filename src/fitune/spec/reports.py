@@ -225,7 +225,7 @@ class StepReport:
     tokens_per_second: float
     """tokens / step_seconds."""
     mfu: float
-    """Model FLOPs utilisation: measure/speed.py says what is counted. 0 when the device's peak is not known."""
+    """Model FLOPs utilisation: spec/counts.py says what is counted. 0 when the device's peak is not known."""
     loss_scale: float = 1.0
     skipped: bool = False
     """True when fp16 gradients overflowed and no update was made."""

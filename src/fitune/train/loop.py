@@ -12,8 +12,8 @@ from fitune.engine.protocol import EnterPhase, Update
 from fitune.engine.schedule import learning_rate, total_steps
 from fitune.errors import TrainingFailed
 from fitune.measure.memory import MemoryMeter
-from fitune.measure.speed import achieved_mfu
 from fitune.models.weights import require_finite
+from fitune.spec.counts import achieved_mfu
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Phase, StepReport
 from fitune.train.failure import Whereabouts
