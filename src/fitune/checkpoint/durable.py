@@ -17,7 +17,7 @@ from fitune.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What a file must still be when it is read again."""
+    """Hash and size that a file must have when it is read again."""
 
     sha256: str
     bytes: int

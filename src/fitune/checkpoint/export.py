@@ -206,7 +206,7 @@ def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
 
 
 def on_dense_base(model: PeftModel, base_path: str) -> PeftModel:
-    """The same adapter on its base as it is on disk, in the compute type."""
+    """``model``'s adapter on its base as it is on disk, in the compute type."""
     dtype = model.get_base_model().dtype
     base = load_model(base_path, dtype=dtype, device=reload_device(model))
     resized(base, _rows(model))

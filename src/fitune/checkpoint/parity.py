@@ -37,12 +37,12 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 A merge rounds each weight once, by at most 2⁻²⁴ (fp32), 2⁻¹¹ (fp16), 2⁻⁸ (bf16) of its value.
 Over some 200 linears in a row such errors add up like a random walk, to about 15 times that, and each
 activation is rounded as often: 1e-6, 7e-3 and 6e-2 of a typical logit, less of the largest. That a router chooses
-another expert for such a difference is no rounding: routes are fixed while logits are compared .
+another expert for such a difference is no rounding: routes are fixed while logits are compared.
 """
 
 
 def fixed_ids(model: Model) -> Tensor:
-    """The same 2 × 16 tokens [B, T] for every model of one vocabulary size."""
+    """2 × 16 tokens [B, T], the same for every model of one vocabulary size."""
     config = _base(model).config.get_text_config()
     spread_BT = torch.arange(2 * 16).reshape(2, 16) * 7919 + 13
     return (spread_BT % config.vocab_size).to(_base(model).device)

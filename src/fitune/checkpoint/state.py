@@ -19,7 +19,7 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """What is saved after ``step`` optimizer steps.
+    """The state after ``step`` optimizer steps.
 
     ``tensors`` are groups of named tensors, one file each: "model" (the trained parameters), "optimizer"
     ("exp_avg/<parameter>"), "rng" (generator states as bytes). ``facts`` is everything that is no tensor:

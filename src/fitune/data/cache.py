@@ -45,7 +45,7 @@ def key_of(settings: dict[str, Any], *, tokenizer: Any, template: str) -> str:
 
 
 def _tokenizer_text(tokenizer: Any) -> Any:
-    """What the tokenizer does, not where it was read from: a renamed folder changes nothing."""
+    """The tokenizer's content, not where it was read from: a renamed folder changes nothing."""
     if tokenizer.is_fast:
         return tokenizer.backend_tokenizer.to_str()
     return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]

@@ -140,7 +140,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """What one optimizer step sees. ``micro_batches`` are this process's; the counts are those of all processes."""
+    """The rows of one optimizer step. ``micro_batches`` are this process's; the counts are those of all processes."""
 
     micro_batches: tuple[MicroBatch, ...]
     tokens: int

@@ -1,4 +1,4 @@
-"""What a source's path means: files on disk, files behind an fsspec URL, or a dataset on the Hub."""
+"""The meaning of a source's path: files on disk, files behind an fsspec URL, or a dataset on the Hub."""
 
 import os
 import re

@@ -99,7 +99,7 @@ class _GenerationBlock(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """What chat templates on the Hub expect to find: their globals, filters and whitespace rules."""
+    """Jinja's sandbox with what chat templates on the Hub expect: their globals, filters and whitespace rules."""
 
     def __init__(self) -> None:
         self.has_marks = False

@@ -133,7 +133,7 @@ def _good_rows(
 
 
 def with_skip_hint(bad: BadRow) -> BadRow:
-    """The same error, with the way round it for someone who can spare the row."""
+    """``bad`` with the advice to skip such rows."""
     skip = "mend the row, or set on_bad_row: skip to leave such rows out and count them"
     return BadRow(bad.message, reason=bad.reason, hint=f"{bad.hint}; {skip}" if bad.hint else skip)
 

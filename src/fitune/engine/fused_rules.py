@@ -1,4 +1,4 @@
-"""What becomes of one gradient in backward. A rule may write over it; ``factor`` undoes clip and loss scale.
+"""Rules that use one gradient in backward. A rule may write over it; ``factor`` undoes clip and loss scale.
 
 Symbols as in the papers: θ weight, g gradient, α learning rate, λ weight decay, of matrices only as everywhere here.
 """

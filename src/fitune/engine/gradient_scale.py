@@ -18,7 +18,7 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def clip_factor(norm: float, *, max_norm: float) -> float:
-    """What to multiply the gradients by so that their norm is at most ``max_norm``; 1.0 when ``max_norm`` is 0."""
+    """Factor for the gradients so that their norm is at most ``max_norm``; 1.0 when ``max_norm`` is 0."""
     return 1.0 if max_norm <= 0 or norm <= max_norm else max_norm / norm
 
 

@@ -118,7 +118,7 @@ class HostOptimizer:
         return Parameter(self.host.empty_like(parameter, dtype=torch.float32).copy_(parameter))
 
     def _carry(self, names: Iterable[str]) -> None:
-        """What left before is added up, and the gradients of ``names`` begin to leave."""
+        """Add up the gradients copied before, and begin to copy those of ``names`` to the host."""
         self._settle()
         for name in names:
             parameter = self.parameters[name]

@@ -232,7 +232,7 @@ class EightBitAdamW(torch.optim.Optimizer):
         return state
 
     def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What an 8-bit state can be: first moments have a sign, second ones have none."""
+        """The values of 8-bit states on ``device``: first moments have a sign, second ones have none."""
         if device not in self._tables:
             signed, unsigned = (
                 torch.tensor(_values(s), dtype=torch.float32, device=device) for s in (True, False)

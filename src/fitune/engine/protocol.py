@@ -1,4 +1,4 @@
-"""What the loop needs from an engine, and what an engine needs from a model."""
+"""Protocols: the engine as the training loop calls it, and the model as an engine calls it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class LossModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one optimizer step did. ``grad_norm`` is taken before clipping and without the loss scale."""
+    """Result of one optimizer step. ``grad_norm`` is taken before clipping and without the loss scale."""
 
     grad_norm: float
     loss_scale: float

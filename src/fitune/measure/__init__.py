@@ -1,1 +1,1 @@
-"""What really happened: bytes, seconds, hardware."""
+"""Measured bytes, seconds and hardware."""

@@ -16,7 +16,7 @@ def calibrations_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def device_key(gpu: Gpu, *, cores: int, environment: Mapping[str, str] = os.environ) -> str:
-    """What a calibration is stored under: a processor is another device with another number of threads."""
+    """The name that a calibration is stored under: a processor is another device with another number of threads."""
     return f"cpu-{processor_threads(cores, environment)}-threads" if gpu.is_cpu else gpu.name
 
 

@@ -1,4 +1,4 @@
-"""What this machine has, found without torch: planning must start in well under a second."""
+"""Hardware of this machine, found without torch: planning must start in well under a second."""
 
 import dataclasses
 import os
@@ -48,7 +48,7 @@ def resolve_hardware(
 
 
 def calibrated(hardware: Hardware) -> Hardware:
-    """The same with what its device was measured to do on this machine, if it was."""
+    """``hardware`` with the rates that were measured of its device on this machine, if they were."""
     found = stored_calibration(device_key(hardware.gpu, cores=hardware.cpu_cores))
     return hardware if found is None else dataclasses.replace(hardware, calibration=found)
 

@@ -164,7 +164,7 @@ def memory_meter(device: torch.device) -> MemoryMeter:
 
 
 def process_bytes(device: torch.device) -> int:
-    """What the process holds beyond its tensors too: reserved bytes on CUDA, resident memory on a CPU."""
+    """Bytes that the process holds beyond its tensors too: reserved bytes on CUDA, resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return int(psutil.Process().memory_info().rss)

@@ -77,7 +77,7 @@ def _indescribable(index: int, error: Exception) -> HardwareError:
 
 
 def visible_gpus(found: tuple[FoundGpu, ...], environment: Mapping[str, str]) -> tuple[FoundGpu, ...]:
-    """What CUDA_VISIBLE_DEVICES leaves: indices or beginnings of UUIDs, up to the first invalid one, as CUDA."""
+    """GPUs that CUDA_VISIBLE_DEVICES leaves: indices or beginnings of UUIDs, up to the first invalid one, as CUDA."""
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
     if wanted is None or not found:
         return found

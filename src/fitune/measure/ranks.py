@@ -1,4 +1,4 @@
-"""What ranks can send one another, measured when several were started."""
+"""Rates at which ranks send to one another, measured when several were started."""
 
 import os
 import time

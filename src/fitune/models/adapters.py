@@ -93,7 +93,7 @@ def trained_tables(base: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def table_weights(base: PreTrainedModel) -> dict[str, Tensor]:
-    """What trained of them, under the names of PEFT's files."""
+    """Trained embedding and head weights, under the names of PEFT's files."""
     return {
         f"{PREFIX}{name}.{inner}": parameter
         for name, module in trained_tables(base).items()

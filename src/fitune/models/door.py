@@ -326,7 +326,7 @@ def model_config(path: str) -> PretrainedConfig:
 
 
 def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
-    """The same model cut off after ``count`` blocks."""
+    """``config`` with only the first ``count`` blocks."""
     shallow = copy.deepcopy(config)
     shallow.num_hidden_layers = count
     if getattr(config, "layer_types", None):

@@ -11,19 +11,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A copy that may still be on its way."""
+    """A copy that may not be complete yet."""
 
     tensor: Tensor
     done: torch.cuda.Event | None
 
     def wait(self) -> Tensor:
-        """Whatever the device is given from now on finds it complete."""
+        """Let the device's stream wait for the copy."""
         if self.done is not None:
             torch.cuda.current_stream().wait_event(self.done)
         return self.tensor
 
     def arrived(self) -> Tensor:
-        """The same for the host, which stands still until then."""
+        """Block the host until the copy is complete."""
         if self.done is not None:
             self.done.synchronize()
         return self.tensor
@@ -46,7 +46,7 @@ class HostMemory:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """What is made inside is made in the host's memory."""
+        """Storages that begin inside count as the host's."""
         before, self._is_working = self._is_working, True
         try:
             yield

@@ -28,7 +28,7 @@ class _RmsNorm(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """What is put in place; the rehearsal has stand-ins that keep the same tensors."""
+    """The kernels that replace transformers' operations; the rehearsal has stand-ins that keep the same tensors."""
 
     rms_norm: _RmsNorm
     silu_product: Callable[[Tensor, Tensor], Tensor]

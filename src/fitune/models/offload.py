@@ -21,7 +21,7 @@ from fitune.spec.plan import Offload
 
 
 class Kept(Protocol):
-    """What stands in autograd's graph for a tensor that is elsewhere."""
+    """A stand-in in autograd's graph for a tensor that is on the host."""
 
     def back(self) -> Tensor: ...
 
@@ -40,7 +40,7 @@ class Place(Protocol):
         ...
 
     def keep(self, tensor: Tensor) -> Kept | None:
-        """What autograd shall keep in place of ``tensor``; None: it is none of this place's."""
+        """The stand-in for autograd to keep; None where ``tensor`` is not this place's."""
         ...
 
 
@@ -190,7 +190,7 @@ class OffloadedActivations:
         )
 
     def ends(self, block: int) -> None:
-        """What the block before kept is gone by now; what this one keeps begins to leave."""
+        """Free what the block before kept; begin to copy this one's to the host."""
         for storage in self._alive(block - 1):
             storage.free()
         self._kept[block] = [weakref.ref(storage) for storage in self._at_work.values()]
@@ -200,7 +200,7 @@ class OffloadedActivations:
                 storage.copy_to_host()
 
     def goes_back(self, block: int) -> None:
-        """What this block kept is here; what the block before kept comes while this one works."""
+        """Wait for what this block kept; begin to copy back what the block before kept."""
         for storage in self._alive(block):
             storage.on_device()
         for storage in self._alive(block - 1):

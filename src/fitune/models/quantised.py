@@ -156,7 +156,7 @@ def packed_linear(linear: nn.Module, weight: Tensor, base: Quantiser) -> Quantis
 
 
 def quantised_base(model: nn.Module) -> Dense | Quantiser:
-    """What the linears of ``model`` are packed by."""
+    """The quantiser of the linears of ``model``; Dense() where none is packed."""
     found = next((m.base for m in model.modules() if isinstance(m, QuantisedLinear)), None)
     return Dense() if found is None else found
 
@@ -173,13 +173,13 @@ _METHOD = "fitune"
 
 @register_quantization_config(_METHOD)
 class PackOnArrival(QuantizationConfigMixin):
-    """What ``from_pretrained`` is given as its quantization_config."""
+    """The quantization_config that ``from_pretrained`` is given."""
 
     def __init__(self, base: Quantiser) -> None:
         self.quant_method = _METHOD
         self.base = base
         self.failure: Exception | None = None
-        """What packing raised first: transformers keeps its words alone."""
+        """First error of packing: transformers keeps only its text."""
         self.misshapen: dict[str, tuple[torch.Size, torch.Size]] = {}
         """Name -> shape found, shape wanted. Before 5.23 transformers does not look at what a quantiser was given."""
 
@@ -213,7 +213,7 @@ class _Packer(HfQuantizer):
         return _Pack(self)
 
     def pack(self, name: str, weight: Tensor) -> Tensor:
-        """What becomes of the dense linear's own weight: nothing. One of another shape is left to be refused."""
+        """Pack ``weight``; returns an empty tensor for the dense linear, or ``weight`` where its shape is wrong."""
         linear = self.linears[name]
         if weight.shape != linear.weight.shape:
             self.quantization_config.misshapen[name] = (weight.shape, self.linears.pop(name).weight.shape)

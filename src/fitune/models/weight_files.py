@@ -185,7 +185,7 @@ class _Count:
             self._tell(self._done, self._total)
 
     def end(self) -> None:
-        """What nobody asked for is not waited for."""
+        """Tensors that were not read count as done."""
         if self._done < self._total:
             self.add(self._total - self._done)
 

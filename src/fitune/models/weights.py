@@ -37,7 +37,7 @@ _DTYPES = {
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """What weights and activations are made of."""
+    """torch's type of weights and activations."""
     return _DTYPES[precision]
 
 

@@ -61,7 +61,7 @@ class Recorder(LiveTensors):
             last.register_forward_hook(self._mark("forward", None))
 
     def finished(self) -> Trace:
-        """What was recorded; the storages that die from now on are no part of the step."""
+        """The trace so far; storages freed from now on are not part of the step."""
         trace, self.trace = self.trace, Trace()
         return trace
 
@@ -121,6 +121,6 @@ class Recorder(LiveTensors):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that is divided."""
+    """This rank's part of a tensor that is divided."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local

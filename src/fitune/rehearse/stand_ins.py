@@ -51,7 +51,7 @@ class StandIns:
         return func
 
     def workspace_bytes(self, func: Any, args: Any) -> int:
-        """What a CUDA attention kernel allocates inside its backward, where no trace can look.
+        """Bytes that a CUDA attention kernel allocates inside its backward, where no trace can look.
 
         FlashAttention-2: the fp32 gradient of the queries, padded to 128 tokens (for a stream by 128 tokens a row),
         and a sum per query; with grouped heads also the gradients of keys and values for every query

@@ -96,7 +96,7 @@ def _drops_out(plan: Plan) -> bool:
 
 
 def shallow_plan(plan: Plan, *, layers: int, recomputed: int) -> Plan:
-    """The same plan for fewer blocks."""
+    """``plan`` for a model of ``layers`` blocks."""
     model = replace(plan.model, num_layers=layers)
     return replace(plan, model=model, recompute=Recompute(blocks=recomputed))
 

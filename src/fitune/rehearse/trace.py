@@ -1,4 +1,4 @@
-"""What happens to memory during a step, in order, and how much was alive at the worst moment of each phase, by kind."""
+"""Events of memory during a step, in order, and the bytes alive at the worst moment of each phase, by kind."""
 
 from collections import Counter
 from collections.abc import Hashable
@@ -63,7 +63,7 @@ def rounded(size: int, *, on_cuda: bool) -> int:
 
 
 def kinds_of(trace: Trace) -> dict[Hashable, str]:
-    """What each storage is for.
+    """The kind of each storage.
 
     ``activations`` outlive the forward pass, ``loss`` begins in the loss, ``gradients`` end up on parameters;
     everything else is ``temporaries``, what a recomputed block makes again among them.

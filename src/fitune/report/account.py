@@ -41,7 +41,7 @@ def account(ledger: Ledger) -> list[Entry]:
 
 
 def remarks(ledger: Ledger, *, seq_len: int) -> str:
-    """What the account does not show: formats, lengths, how full the packs are."""
+    """A sentence on what the account does not show: formats, lengths, how full the packs are."""
     parts = [f"Read as {', '.join(ledger.formats)}" if ledger.formats else ""]
     parts.append(f"the longest row has {ledger.longest_row:,} tokens")
     if ledger.tokens_kept:

@@ -22,7 +22,7 @@ def shortage_words(shortage: Shortage, *, predicted_bytes: int) -> str:
 
 
 def describe_retry(retry: Retry) -> str:
-    """What happened, both figures, and what is tried in its place."""
+    """Lines for people: what ran out, predicted and measured bytes, and what is tried next."""
     takes = f"{format_bytes(retry.predicted_after_bytes)} predicted"
     return "\n".join(
         [

@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run showed, whether it wrote its report or not."""
+    """Measured figures of a run, from its report or its steps."""
 
     phases: dict[Phase, int]
     process_bytes: int
@@ -96,7 +96,7 @@ def comparison_table(rows: Sequence[Row]) -> str:
 
 
 def row_texts(row: Row) -> tuple[str, str, str, str]:
-    """What, predicted, measured and error as text; a dash where there is nothing to say."""
+    """Name, predicted, measured and error as text; a dash where one is not known."""
     error = "–" if row.error is None else format_percent(row.error, signed=True)
     return row.what, value_text(row.predicted, row.unit), value_text(row.measured, row.unit), error
 

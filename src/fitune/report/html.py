@@ -82,7 +82,7 @@ def _pictures_or_advice(run: RunFiles) -> tuple[dict[str, Any], str]:
 
 
 def _head(run: RunFiles, measured: Measured) -> dict[str, Any]:
-    """What was done, how it ended, the verdict, and the figures that people ask for first."""
+    """Status, plan in one line, verdict, and the figures that people ask for first."""
     return {
         "status": run.run.status if run.run else "unfinished",
         "headline": plan_words.headline(run.plan),

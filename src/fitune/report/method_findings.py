@@ -1,4 +1,4 @@
-"""What several runs of the same data say together, in sentences: computed, not assumed."""
+"""Sentences that compare several runs of the same data: computed, not assumed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -77,7 +77,7 @@ def _why_above(plan: Plan) -> str:
 
 
 def _rounded_bases(runs: Runs) -> Iterator[str]:
-    """What packing the base costs before anything is trained, on the very same first batch."""
+    """The loss that packing the base costs before anything is trained, on the same first batch."""
     dense = [run for run in runs.values() if not _packed(run.plan) and run.steps]
     packed = {name: run for name, run in runs.items() if _packed(run.plan) and run.steps}
     if dense and packed:

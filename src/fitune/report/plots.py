@@ -109,7 +109,7 @@ def grad_norm_curve(steps: Sequence[StepReport], *, clipped_at: float) -> str:
 
 
 def fold_small_terms(phases: dict[Phase, dict[str, int]]) -> dict[Phase, dict[str, int]]:
-    """The same sums with at most as many terms as there are colours: the smallest become ``other``."""
+    """Phases with at most as many terms as there are colours: the smallest are added up as ``other``."""
     largest: dict[str, int] = {}
     for terms in phases.values():
         for name, value in terms.items():

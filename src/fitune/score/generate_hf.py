@@ -48,7 +48,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a model said to one task. ``error`` is empty, or why there is no answer."""
+    """A model's answer to one task. ``error`` is empty, or why there is no answer."""
 
     task: Task
     text: str
@@ -219,7 +219,7 @@ def _to_answer(task: Task, ids: list[int], tokenizer: Any, stop_ids: tuple[int, 
 
 
 def _choosers(tasks: Sequence[Task], sampling: Sampling) -> LogitsProcessorList:
-    """What turns logits into scores whose largest is the token taken."""
+    """Processors of logits into scores whose largest is the token taken."""
     if sampling.temperature == 0:
         return LogitsProcessorList()
     choosers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]

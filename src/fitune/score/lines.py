@@ -1,4 +1,4 @@
-"""What scoring writes: OpenAI batch output lines, in an answers file that survives a kill."""
+"""Lines that scoring writes: OpenAI batch output, in an answers file that survives a kill."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def prompt_fingerprint(line: Line) -> str:
 
 
 def answer_text(line: Line) -> str | None:
-    """What the model said, or None where the row carries an error."""
+    """The model's answer, or None where the row carries an error."""
     return line["response"]["body"]["choices"][0]["message"]["content"] if line["response"] else None
 
 

@@ -1,4 +1,4 @@
-"""What makes two scorings the same: a fingerprint of model, adapter, data and sampling beside the answers."""
+"""Fingerprint of model, adapter, data and sampling beside the answers: equal for two equal scorings."""
 
 import dataclasses
 import json

@@ -41,7 +41,7 @@ _BATCHES_PER_WRITE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorePlan:
-    """What to score, on what, and where the answers go. ``graders`` empty: chosen by the references."""
+    """Model, tasks and output file of a scoring. ``graders`` empty: chosen by the references."""
 
     model: str
     data: DataSource
