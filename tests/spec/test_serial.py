@@ -245,7 +245,7 @@ def test_the_bytes_that_are_written() -> None:
     chosen = MemoryBreakdown(phases={Phase.FORWARD: {"weights": 5}})
     assert to_json(chosen) == (
         '{\n  "kind": "MemoryBreakdown",\n  "phases": {\n    "forward": {\n      "weights": 5\n    }\n  },\n'
-        '  "outside": {}\n}\n'
+        '  "outside": {},\n  "reclaimable": 0\n}\n'
     )
     assert to_json((Lora(**_LORA, base=Nf4(double_quant=False)).base, math.nan, Precision.FP16)) == (
         '[\n  {\n    "kind": "Nf4",\n    "double_quant": false\n  },\n  "nan",\n  "fp16"\n]\n'

@@ -13,6 +13,7 @@ from fitune.estimate.gradients import (
 )
 from fitune.estimate.parameters import embedding_parameters, head_parameters
 from fitune.estimate.shape import largest_batch
+from fitune.estimate.shares import uses_fsdp
 from fitune.estimate.step import StepStages, Terms
 from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
 from fitune.spec.plan import PlainLoss, Plan, trains_embeddings, updates_in_backward
@@ -40,8 +41,12 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
     }
     kept = {phase: {name: size for name, size in terms.items() if size} for phase, terms in phases.items()}
     moving = max(sum(terms.values()) for terms in kept.values()) - sum(resident.values())
+    gpu = step.plan.hardware.gpu
+    streams = uses_fsdp(step.plan) and not gpu.is_cpu
     return MemoryBreakdown(
-        phases=kept, outside=overhead.outside_terms(step.plan.hardware.gpu, moving_bytes=moving)
+        phases=kept,
+        outside=overhead.outside_terms(gpu, moving_bytes=moving),
+        reclaimable=overhead.stream_cache_bytes(kept, gradients=step.gradients) if streams else 0,
     )
 
 

@@ -141,6 +141,9 @@ def memory_sum(estimate: Estimate) -> str:
         f"{' + '.join(shown)} = {estimate.peak_bytes / unit:,.1f} {name} {moment(estimate.memory.peak_phase)}, "
         f"{_verdict(estimate.peak_bytes, estimate.usable_bytes, unit)}"
     )
+    if estimate.peak_bytes <= estimate.usable_bytes < estimate.memory.reserved_bytes:
+        cached = estimate.memory.reclaimable / unit
+        line += f"; fits, with allocator retries: torch's cache would take {cached:,.1f} {name} more for FSDP's streams"
     if estimate.usable_nvme_bytes and estimate.nvme_bytes > estimate.usable_nvme_bytes:
         verdict = _verdict(estimate.nvme_bytes, estimate.usable_nvme_bytes, GIB)
         line += f"; on NVMe {estimate.nvme_bytes / GIB:,.1f} GiB, {verdict}"

@@ -134,10 +134,12 @@ def _counted(row: Row, profile: Profile, memory: MemoryBreakdown, outside: int) 
     kind = row.words("mem_kind")
     counter = "allocated" if "alloc" in kind or "active" in kind else "reserved" if "reserved" in kind else ""
     counter = counter or ("device" if "nv" in kind else profile.counter)
-    if counter == "device":
-        return memory.peak_bytes + outside
-    inside = memory.tensor_peak_bytes + memory.outside.get("cuBLAS workspace", 0)
-    return inside + (memory.outside.get("allocator slack", 0) if counter == "reserved" else 0)
+    context = memory.outside.get("CUDA context", 0) + outside
+    if counter == "allocated":
+        return memory.tensor_peak_bytes + memory.outside.get("cuBLAS workspace", 0)
+    roomy = memory.reserved_bytes + outside  # a full device has torch give its cache back
+    whole = max(memory.peak_bytes + outside, min(roomy, device_bytes(row))) if device_is_named(row) else roomy
+    return whole - (context if counter == "reserved" else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

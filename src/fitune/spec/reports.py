@@ -84,6 +84,13 @@ class MemoryBreakdown:
 
     phases: dict[Phase, dict[str, int]]
     outside: dict[str, int] = field(default_factory=dict)
+    reclaimable: int = 0
+    """What torch's cache holds beyond the peak for streams that share nothing, until memory would run out."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The peak, and the cache that is given back only where a device is full."""
+        return self.peak_bytes + self.reclaimable
 
     @property
     def tensor_peak_bytes(self) -> int:
