@@ -227,7 +227,7 @@ def block_counts(recipe: Recipe, *, layers: int) -> range:
 
 
 def every_placement(request: Request) -> Iterator[Placement]:
-    """Every way that the recipe's pins leave open, whether or not it keeps the rules."""
+    """Every placement that the recipe's pins leave open, whether or not it keeps the rules."""
     for sharding in _shardings(request.recipe, request.hardware):
         for offload in _offloads(request.recipe):
             yield Placement(sharding=sharding, offload=offload)
@@ -250,10 +250,10 @@ def _zeros(recipe: Recipe, hardware: Hardware) -> Iterator[Zero]:
                 yield Zero(stage=stage, backend=backend, hybrid=True)
 
 
-def _is_allowed(recipe: Recipe, way: Sharding) -> bool:
+def _is_allowed(recipe: Recipe, sharding: Sharding) -> bool:
     stage, backend, hybrid = 0, None, False
-    if isinstance(way, Zero):
-        stage, backend, hybrid = way.stage, way.backend, way.hybrid
+    if isinstance(sharding, Zero):
+        stage, backend, hybrid = sharding.stage, sharding.backend, sharding.hybrid
     return (
         recipe.zero in (None, stage)
         and recipe.backend in (None, backend)
