@@ -194,3 +194,10 @@ def test_what_the_system_refuses_is_an_error_to_catch(
     with pytest.raises(SystemFailed, match="No space left on device") as failed:
         fitune.report("anywhere")
     assert failed.value.exit_code == 1
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"top_p": 1.5}, {"columns": {"question": "prompt"}}])
+def test_what_scoring_cannot_take_is_refused_before_it_begins(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=next(iter(wrong))):
+        fitune.score("model", "rows.jsonl", tmp_path / "scores", **wrong)
+    assert not (tmp_path / "scores").exists()

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fitune.errors import ScoringFailed
+from fitune.session.limits import SCORING
 
 if TYPE_CHECKING:
     from fitune.session.results import Result
+    from fitune.spec.recipe import Recipe
 
 app = typer.Typer(
     name="fitune",
@@ -38,6 +40,14 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Change one setting of the recipe; repeatable."),
 ]
+
+
+def _number(name: str, *, help: str | None = None) -> Any:
+    """An option of ``score`` within its limits."""
+    least, most = SCORING[name]
+    return typer.Option(min=least, max=most, help=help)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -72,10 +82,9 @@ def plan(
     json: Json = False,
 ) -> None:
     """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
-    from fitune.cli.options import recipe_from
     from fitune.session.planning import largest_for, plan_for, plan_with
 
-    recipe = recipe_from(words or [], settings or [])
+    recipe = _recipe(words, settings)
     if why:
         _show(plan_with(recipe, why), json=json)
     elif largest:
@@ -92,10 +101,9 @@ def why(
     json: Json = False,
 ) -> None:
     """What another choice would cost, in bytes and seconds, beside the plan that is taken."""
-    from fitune.cli.options import recipe_from
     from fitune.session.planning import plan_with
 
-    _show(plan_with(recipe_from(words or [], settings or []), change), json=json)
+    _show(plan_with(_recipe(words, settings), change), json=json)
 
 
 @app.command(context_settings=_RECIPE_WORDS)
@@ -136,10 +144,9 @@ def rehearse(
     ] = False,
 ) -> None:
     """Plan, then run the plan's own step on tensors without content: every allocation, no GPU, no weights."""
-    from fitune.cli.options import recipe_from
     from fitune.session.rehearsing import rehearse_recipe
 
-    _show(rehearse_recipe(recipe_from(words or [], settings or []), exact=exact), json=json)
+    _show(rehearse_recipe(_recipe(words, settings), exact=exact), json=json)
 
 
 @app.command(context_settings=_RECIPE_WORDS)
@@ -151,11 +158,10 @@ def train(
     ] = False,
 ) -> None:
     """Plan, train exactly that, and show what was measured next to what was predicted."""
-    from fitune.cli.options import recipe_from
     from fitune.cli.terminal import Terminal
     from fitune.session.fresh_process import train_program
 
-    recipe = recipe_from(words or [], settings or [])
+    recipe = _recipe(words, settings)
     with Terminal() as terminal:
         code = train_program(recipe, overwrite=overwrite, tell=terminal)
     raise typer.Exit(code)
@@ -174,12 +180,11 @@ def compare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Train anew what is there already.")] = False,
 ) -> None:
     """Train one recipe by several methods on the same data and seed; one page lays them side by side."""
-    from fitune.cli.options import recipe_from
     from fitune.cli.terminal import Terminal
     from fitune.session.comparing import compare_methods
 
     names = [name.strip() for name in tunings.split(",") if name.strip()]
-    recipe = recipe_from(words or [], settings or [])
+    recipe = _recipe(words, settings)
     with Terminal() as terminal:
         code = compare_methods(recipe, names, score_data=score_data, overwrite=overwrite, tell=terminal)
     raise typer.Exit(code)
@@ -198,13 +203,11 @@ def score(
         list[str] | None,
         typer.Option(help="exact_match, contains, rouge or number; repeatable. Default: by data."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=1_000_000)] = 256,
-    batch_size: Annotated[int, typer.Option(min=1, max=65_536)] = 16,
-    temperature: Annotated[float, typer.Option(min=0.0, max=1_000.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the draws; idle at temperature 0.")] = 0,
+    max_new_tokens: Annotated[int, _number("max_new_tokens")] = 256,
+    batch_size: Annotated[int, _number("batch_size")] = 16,
+    temperature: Annotated[float, _number("temperature", help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, _number("top_p", help="Draw from the likeliest tokens of this share.")] = 1.0,
+    seed: Annotated[int, _number("seed", help="Of the draws; idle at temperature 0.")] = 0,
     chat_template: Annotated[str, typer.Option(help="Jinja file; default: the tokenizer's own.")] = "",
     id_column: Annotated[
         str, typer.Option(help="Column that names each row; default: custom_id, id, or its number.")
@@ -327,6 +330,12 @@ def check(
         _print_json(check_data(found))
     else:
         print(check_text(found, rows=rows))
+
+
+def _recipe(words: list[str] | None, settings: list[str] | None) -> "Recipe":
+    from fitune.cli.options import recipe_from
+
+    return recipe_from(words or [], settings or [])
 
 
 def _show(result: "Result", *, json: bool) -> None:

@@ -8,6 +8,7 @@ from fitune.errors import RecipeError
 from fitune.score.generate_hf import Sampling
 from fitune.score.run import ScorePlan, score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead, tell_nobody
+from fitune.session.limits import require_within_limits
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 
@@ -26,8 +27,9 @@ def score_dataset(
     for role, column in (columns or {}).items():
         if role not in _ROLES or not column:
             raise RecipeError(
-                f"--columns {role}={column!r} is not role=column", hint=f"roles are {', '.join(_ROLES)}"
+                f"columns {role}={column!r} is not role=column", hint=f"roles are {', '.join(_ROLES)}"
             )
+    require_within_limits({"batch_size": batch_size, **(sampling or {})})
     plan = ScorePlan(
         model=model,
         adapter=adapter,
