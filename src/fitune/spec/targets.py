@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
-import regex
-
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.model import Linear, ModelSpec
 
@@ -75,6 +73,8 @@ def _compiled(expression: str) -> Any:
         raise ValueError(
             f"{_short(expression)} repeats too much: written out it has more than {MOST_PARTS:,} parts"
         )
+    import regex  # for expressions alone: most recipes have none
+
     return regex.compile(expression)
 
 
