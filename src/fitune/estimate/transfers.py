@@ -18,9 +18,10 @@ from fitune.spec.reports import Phase
 
 LINK_EFFICIENCY = 0.75
 """Share of a link's bandwidth that large collectives reach; others report 0.7–0.9 on NVLink. Not measured by us."""
-STAGED_EFFICIENCY = 0.35
-"""Share of PCIe's bandwidth between GeForce cards: their driver has no direct copies, so every byte goes through host
-memory and crosses the bus twice. Half of LINK_EFFICIENCY, and a little less for the copies. Not measured by us."""
+STAGED_BANDWIDTH = 2.6e9
+"""Bytes/s of an exchange between GeForce cards: their driver has no direct copies, so every byte goes through the host's
+memory, which several cards share. Others measured 1.7 to 4 GB/s; this is the middle of the two as a ratio. Two cards on
+a board with 16 lanes of PCIe 4 each did better. Not measured by us."""
 HOST_LINK_EFFICIENCY = 0.8
 """Pinned copies over PCIe; others report 0.75–0.85 of its peak. Not measured by us."""
 COLLECTIVE_SECONDS, HOP_SECONDS = 15e-6, 3e-6
@@ -83,7 +84,9 @@ def exchange_seconds(hardware: Hardware, exchange: Exchange) -> float:
     if measured is not None and measured.ranks == exchange.ranks and not exchange.crosses_nodes:
         return exchange.bytes / measured.bandwidth + exchange.calls * measured.start_seconds
     gpu = hardware.gpu
-    bandwidth = gpu.link_bandwidth * (STAGED_EFFICIENCY if gpu.is_geforce else LINK_EFFICIENCY)
+    bandwidth = gpu.link_bandwidth * LINK_EFFICIENCY
+    if gpu.is_geforce:
+        bandwidth = min(bandwidth, STAGED_BANDWIDTH)
     if exchange.crosses_nodes:
         bandwidth = min(bandwidth, LINK_EFFICIENCY * (hardware.internode_bandwidth or ETHERNET))
     latency = COLLECTIVE_SECONDS + HOP_SECONDS * (exchange.ranks - 1)
