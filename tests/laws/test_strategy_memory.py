@@ -115,6 +115,9 @@ def test_deepspeed_buffers_are_its_defaults_capped_by_the_model():
     two, three = (buffers_of(eight_b(sharding=Zero(stage=s, backend="deepspeed"))) for s in (2, 3))
     assert (two.buckets, two.update, two.forward) == (2 * 5 * 10**8, 2 * 5 * 10**8, 0)
     assert (three.buckets, three.forward) == (2 * 2 * 5 * 10**8, 2 * 10**9)
+    lomo = Lomo(adaptive=False, clip=ClipByValue(value=1.0))
+    without_optimizer = replace(eight_b(sharding=Zero(stage=3, backend="deepspeed")), tuning=lomo)
+    assert (buffers_of(without_optimizer).buckets, buffers_of(without_optimizer).forward) == (0, 2 * 10**9)
     small = plan_for(known("gpt2"), hardware=cluster(), sharding=Zero(stage=3, backend="deepspeed"))
     assert buffers_of(small).forward == 4 * 124_439_808
 

@@ -15,7 +15,7 @@ from fitune.estimate.shares import (
     zero_stage,
 )
 from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tensors
-from fitune.spec.plan import Plan
+from fitune.spec.plan import Plan, updates_in_backward
 
 REDUCE_BUCKET = 500_000_000
 GATHER_BUCKET = 500_000_000
@@ -135,6 +135,9 @@ def _deepspeed(plan: Plan) -> Buffers:
     """Sums: a bucket of 5e8 elements, twice at stage 3, where overlap_comm is on by default; weights after the step:
     an all-gather bucket of 5e8 at stages 1 and 2. Gathered at stage 3: at most 1e9 elements.
 
+    Stage 3 without an optimizer object (weights are stepped in backward) has no bucket: the engine only hands out
+    parameters (deepspeed/runtime/engine.py, DummyOptim → DeepSpeedZeRoOffload).
+
     Each capped by what the model has, as the configuration that fitune writes must be (DeepSpeed allocates what it
     is told to). Tensors of at most 1e5 elements are never divided. deepspeed/runtime/zero/stage_1_and_2.py, stage3.py.
     """
@@ -155,7 +158,7 @@ def _deepspeed(plan: Plan) -> Buffers:
         final_norm=live,
         backward=live,
         root=live,
-        buckets=2 * bucket,
+        buckets=0 if updates_in_backward(plan.tuning) else 2 * bucket,
     )
 
 
