@@ -6,6 +6,7 @@ import pytest
 
 from estimate.tiny_plans import CPU, gpu, known, plan_for, small_llama
 from fitune.estimate.communication import Exchange
+from fitune.estimate.eager import block_work
 from fitune.estimate.predict import predict
 from fitune.estimate.rates import PRODUCT_EFFICIENCY, rates_of
 from fitune.estimate.time import model_flops_per_token, predict_step_time
@@ -205,3 +206,16 @@ def test_links_and_adam_that_were_measured():
         offload=Offload(optimizer="cpu"),
     )  # fmt: skip
     assert cpu_adam_seconds(plan) == pytest.approx(8_030_261_248 / 1e9)
+
+
+def test_products_of_experts_leave_half_a_tile_idle_each():
+    """Mixtral, 8 × 4096 tokens, 2 of 8 experts: 8192 rows each; with 64 tokens 16, and five times the work."""
+    plan = plan_for(known("mixtral-8x7b"), hardware=gpu("h100"), precision="bf16", rows=8, seq_len=4096)
+    experts = sum(
+        m.in_features * m.out_features * m.active_copies for m in plan.model.linears if m.copies > 1
+    )
+    more = block_work(plan).forward.flops - block_work(replace(plan, hardware=CPU)).forward.flops
+    assert more == pytest.approx(2 * experts * 64 / 8192)
+    few = replace(plan, batch=replace(plan.batch, micro_batch_size=1, seq_len=64))
+    more = block_work(few).forward.flops - block_work(replace(few, hardware=CPU)).forward.flops
+    assert more == pytest.approx(2 * experts * 64 / 16)
