@@ -19,7 +19,7 @@ from fitune.spec.reports import Phase
 LINK_EFFICIENCY = 0.75
 """Share of a link's bandwidth that large collectives reach; others report 0.7–0.9 on NVLink. Not measured by us."""
 STAGED_BANDWIDTH = 2.6e9
-"""Bytes/s of an exchange between GeForce cards: their driver has no direct copies, so every byte goes through the host's
+"""Bytes/s of an exchange between GeForce cards: their driver has no direct copies, so every byte goes through host
 memory, which several cards share. Others measured 1.7 to 4 GB/s; this is the middle of the two as a ratio. Two cards on
 a board with 16 lanes of PCIe 4 each did better. Not measured by us."""
 HOST_LINK_EFFICIENCY = 0.8
