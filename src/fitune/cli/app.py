@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fitune.errors import ScoringFailed
-from fitune.session.limits import SCORING
+from fitune.session.scoring import LIMITS
 
 if TYPE_CHECKING:
     from fitune.session.results import Result
@@ -44,7 +44,7 @@ Settings = Annotated[
 
 def _number(name: str, *, help: str | None = None) -> Any:
     """An option of ``score`` within its limits."""
-    least, most = SCORING[name]
+    least, most = LIMITS[name]
     return typer.Option(min=least, max=most, help=help)
 
 

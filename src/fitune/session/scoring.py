@@ -1,35 +1,43 @@
-"""A model answers a dataset, and the answers are graded."""
+"""A model answers a dataset, and the answers are graded. Light to import: the options are made of its limits."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RecipeError
-from fitune.score.generate_hf import Sampling
-from fitune.score.run import ScorePlan, score
-from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead, tell_nobody
-from fitune.session.limits import require_within_limits
-from fitune.spec.plan import DataSource
-from fitune.spec.reports import ScoreReport
+
+if TYPE_CHECKING:
+    from fitune.session.events import Tell
+    from fitune.spec.reports import ScoreReport
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "max_new_tokens": (1, 1_000_000),
+    "batch_size": (1, 65_536),
+    "temperature": (0.0, 1_000.0),
+    "top_p": (0.0, 1.0),
+    "seed": (0, 2**63 - 1),
+}
+"""The smallest and the largest value of every number."""
 
 _ROLES = ("system", "prompt", "completion")
 
 
 def score_dataset(
-    *, model: str, data: str, out: Path, adapter: str = "", columns: Mapping[str, str] | None = None,
+    *, model: str, data: str, out: Path, tell: "Tell", adapter: str = "", columns: Mapping[str, str] | None = None,
     graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None, batch_size: int = 16,
-    chat_template: str = "", id_column: str = "", tell: Tell = tell_nobody,
-) -> ScoreReport:  # fmt: skip
+    chat_template: str = "", id_column: str = "",
+) -> "ScoreReport":  # fmt: skip
     """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into ``out``.
 
     ``columns`` maps system, prompt and completion to columns; ``sampling`` are fields of ``Sampling``.
+    Raises RecipeError for a number out of its limits and a role that is none.
     """
-    for role, column in (columns or {}).items():
-        if role not in _ROLES or not column:
-            raise RecipeError(
-                f"columns {role}={column!r} is not role=column", hint=f"roles are {', '.join(_ROLES)}"
-            )
-    require_within_limits({"batch_size": batch_size, **(sampling or {})})
+    _require_allowed({"batch_size": batch_size, **(sampling or {})}, columns or {})
+    from fitune.score.generate_hf import Sampling
+    from fitune.score.run import ScorePlan, score
+    from fitune.session.events import Note, RowsAnswered, WeightsRead
+    from fitune.spec.plan import DataSource
+
     plan = ScorePlan(
         model=model,
         adapter=adapter,
@@ -47,3 +55,15 @@ def score_dataset(
         progress=lambda done, total: tell(RowsAnswered(done=done, total=total)),
         on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
     )
+
+
+def _require_allowed(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
+    for name, value in numbers.items():
+        least, most = LIMITS[name]
+        if not least <= value <= most:
+            raise RecipeError(f"{name} = {value!r}: must be from {least:,} to {most:,}")
+    for role, column in columns.items():
+        if role not in _ROLES or not column:
+            raise RecipeError(
+                f"columns {role}={column!r} is not role=column", hint=f"roles are {', '.join(_ROLES)}"
+            )
