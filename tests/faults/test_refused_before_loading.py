@@ -31,7 +31,7 @@ def test_nothing_fits(call: Call, tmp_path: Path, data_file: Path, command: str)
     )
     assert code == 2
     assert "nothing fits: meta-llama/Llama-3.1-8B on one t4" in err
-    assert "smallest memory that would do" in err
+    assert "smallest memory that is enough" in err
     assert "the smallest known GPU that holds it" in err
     assert "try: tuning: lora" in err or "tuning: qlora" in err
     assert not (tmp_path / "run").exists()

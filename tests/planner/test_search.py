@@ -231,7 +231,7 @@ def test_nothing_fits_names_the_smallest_memory_the_device_and_the_change():
         plan_of("llama-3.1-8b", "rtx-4090", tuning="full", offload_optimizer="device")
     text, hint = caught.value.message, caught.value.hint
     assert "22.49 GiB usable" in text
-    assert "smallest memory that would do: 6" in text
+    assert "smallest memory that is enough: 6" in text
     assert "the smallest known GPU that holds it: h100" in text
     assert hint == "tuning: lora, or tuning: qlora, or offload_optimizer: cpu"
 
@@ -244,7 +244,7 @@ def test_a_host_that_is_too_small_is_said_with_its_sum():
             model=known("llama-3.1-8b"),
             hardware=hardware,
         )
-    assert "the devices would do, the host does not: processes 3.0 + optimizer 89.7" in " ".join(
+    assert "it fits the devices but not the host: processes 3.0 + optimizer 89.7" in " ".join(
         caught.value.message.split()
     )
     assert "30.0 usable" in caught.value.message
@@ -269,7 +269,7 @@ def test_seventy_billion_in_full_on_eight_v100_is_explained():
     for words in (
         "8 × v100-32gb",
         "fp16",
-        "the devices would do, the host does not",
+        "it fits the devices but not the host",
         "optimizer 770.9",
         "480.0 usable",
     ):

@@ -47,7 +47,7 @@ def _useless_rank(lora: Lora, model: ModelSpec) -> Iterator[str]:
     if lora.rank > narrowest:
         yield (
             f"note on lora_r: no linear has more than {narrowest} dimensions on its narrow side; a rank "
-            f"of {lora.rank} costs memory and can say no more than {narrowest}"
+            f"of {lora.rank} costs memory and gains nothing over {narrowest}"
         )
 
 
@@ -129,7 +129,7 @@ def _model_dropout(plan: Plan) -> Iterator[str]:
         return
     without = replace(plan, model=replace(plan.model, dropout=NO_DROPOUT))
     scores = (
-        "no kernel of the CPU drops attention out, so its scores are written out; "
+        "no CPU kernel has attention dropout, so the scores are kept in memory; "
         if falls_back_to_scores(plan)
         else ""
     )

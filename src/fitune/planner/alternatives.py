@@ -37,13 +37,13 @@ def changed_recipe(recipe: Recipe, change: str) -> Recipe:
     """The recipe with the settings of ``zero: 3, backend: fsdp`` on top. Raises RecipeError as a recipe would."""
     if not any(mark in change for mark in ":="):
         raise RecipeError(
-            f"{change!r} is no change: it sets nothing",
+            f"--why {change!r} sets nothing",
             hint='settings as in a recipe: "zero: 3, backend: fsdp"',
         )
     text = change if change.lstrip().startswith("{") else "{" + change.replace("=", ": ") + "}"
     wanted = parse_value(text, where="--why")
     if not isinstance(wanted, dict) or not wanted or None in wanted.values():
-        raise RecipeError("--why names no setting", hint='--why "zero: 3"')
+        raise RecipeError("--why sets nothing", hint='--why "zero: 3"')
     given = recipe.model_dump(include=recipe.model_fields_set)
     return parse_recipe({**given, **canonical_keys(wanted, where="--why")}, where="--why")
 
@@ -58,7 +58,7 @@ def compare(
     fitting = [answer.found[0].plan for answer in answers if answer.found]
     smallest = [answer.smallest for answer in answers if answer.smallest is not None]
     if not fitting and not smallest:
-        raise RecipeError(f"{change}: no plan of this recipe can have that", hint="fewer pins")
+        raise RecipeError(f"{change}: no plan of this recipe can have this setting", hint="fewer pins")
     plan = fitting[0] if fitting else min(smallest, key=shortage).plan
     return Alternative(change=change, taken=taken, pinned=Priced(plan=plan, estimate=predict(plan)))
 
@@ -89,12 +89,12 @@ def _verdict(pinned: Priced, taken: Priced) -> str:
         return f"does not fit: {memory_sum(pinned.estimate)}"
     ratio = taken.estimate.tokens_per_second / pinned.estimate.tokens_per_second
     if pinned.plan.tuning == taken.plan.tuning and 0.95 < ratio < 1.05:
-        return "fits and is as fast within 5 %: of such plans the simplest is taken"
+        return "fits and is as fast within 5 %; of such plans the simplest is taken"
     same = pinned.plan.tuning == taken.plan.tuning and pinned.plan.hardware == taken.plan.hardware
     if ratio < 1 and same and pinned.plan.model == taken.plan.model:
         return (
-            f"fits and takes {ratio:.2f} × the time: offloading has to be worth a quarter more speed, any other "
-            "moving part 5 %"
+            f"fits and takes {ratio:.2f} × the time: offload is taken only for a quarter more speed, anything else "
+            "that is less simple only for 5 %"
         )
     return f"fits and takes {ratio:.2f} × the time per token"
 

@@ -102,7 +102,7 @@ class Placement:
 
     @property
     def complexity(self) -> tuple[int, int, int]:
-        """Order of placements that are equally fast: the one with the fewest moving parts is taken."""
+        """Order of placements that are equally fast: the simplest is taken."""
         places = [place for place in self.offload.places if place != "device"]
         stage = self.sharding.stage if isinstance(self.sharding, Zero) else 0
         foreign = isinstance(self.sharding, Zero) and self.sharding.backend == "deepspeed"

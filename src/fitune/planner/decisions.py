@@ -68,7 +68,7 @@ def _devices_left_idle(request: Request, plan: Plan) -> Iterator[str]:
     used, there = plan.hardware.num_gpus, request.hardware.num_gpus
     if used < there:
         objective = request.recipe.objective
-        yield f"devices: {used} of {there}, because a token is cheapest on them (objective: {objective})"
+        yield f"devices: {used} of {there}, because a token costs least on them (objective: {objective})"
 
 
 def _usual_row(asked: Recipe, plan: Plan) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _tuning(recipe: Recipe, plan: Plan) -> Iterator[str]:
         asked = next(key for key in _NARROWING if getattr(recipe, key))
         yield f"tuning: {name}, because of {asked}: {getattr(recipe, asked)} (order: {ORDER})"
     elif recipe.optimizer_in_backward:
-        yield "tuning: full, because of optimizer_in_backward: there is nothing in it for adapters"
+        yield "tuning: full, because of optimizer_in_backward, which gains nothing with adapters"
     elif isinstance(plan.tuning, Full):
         yield f"tuning: full, every weight is trained; it fits (order: {ORDER})"
     else:
@@ -115,7 +115,7 @@ def _placement(recipe: Recipe, plan: Plan) -> Iterator[str]:
     offloaded = describe_offload(plan.offload)
     pins = (recipe.offload_parameters, recipe.offload_optimizer, recipe.offload_activations)
     if offloaded and pins == (None, None, None) and recipe.objective == "least-memory":
-        yield f"offload: {offloaded}, which leaves least on the device"
+        yield f"offload: {offloaded}, which needs least memory on the device"
     elif offloaded and pins == (None, None, None):
         yield f"offload: {offloaded}; without it nothing fits, or nothing that is 80 % as fast"
     if offloaded and recipe.host_memory is None and recipe.gpu is not None:
@@ -154,7 +154,7 @@ def _clipping_in_backward(recipe: Recipe, plan: Plan) -> Iterator[str]:
                 "a step that overflows in fp16 must change nothing",
                 "precision: bf16 spares the second",
             )
-        yield f"optimizer in backward: {why}, so a first backward measures and another steps; {instead}"
+        yield f"optimizer in backward: {why}, so a first backward pass measures and a second one updates; {instead}"
 
 
 def _batch(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -194,7 +194,7 @@ def _recompute(recipe: Recipe, plan: Plan) -> Iterator[str]:
         if _is_least(recipe):
             most = "which need least memory"
         elif plan.offload.activations != "device":
-            most = "as many as cost less than 1 % of the speed: what they keep need not leave for the host"
+            most = "as many as cost less than 1 % of the speed, so that fewer activations are offloaded"
         yield f"recompute: {blocks} of {layers} blocks, {most}; costs {again}"
 
 

@@ -160,7 +160,7 @@ def host_sum(estimate: Estimate) -> str:
     terms = " + ".join(f"{term} {size / GIB:,.1f}" for term, size in waiting.items())
     line = f"{terms} = {estimate.host_bytes / GIB:,.1f} GiB a node"
     if not estimate.usable_host_bytes:
-        return f"{line}; host_memory is not known, so whether it is there was not checked"
+        return f"{line}; host_memory is not known, so this was not checked"
     return f"{line}, {_verdict(estimate.host_bytes, estimate.usable_host_bytes, GIB)}"
 
 

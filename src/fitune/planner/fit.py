@@ -104,7 +104,7 @@ def counts_for_host(step: StepStages, counts: range) -> range | None:
 INDISTINGUISHABLE = 0.99
 """Share of the best speed from which on no estimate tells two plans apart."""
 SIMPLER_IS_WORTH = 0.95
-"""Share of the best speed at which a placement with fewer moving parts is taken in its place."""
+"""Share of the best speed at which a placement that is simpler is taken in its place."""
 STAYING_IS_WORTH = 0.80
 """Share of the best speed at which a plan that offloads nothing is taken in place of one that does: the gain hangs on
 links and copies that others use too."""

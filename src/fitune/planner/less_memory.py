@@ -81,8 +81,8 @@ def nothing_fits(
 def _smallest_memory(best: StepStages, usable: int) -> str:
     peak = predict(best.plan).peak_bytes
     if peak <= usable:
-        return f"the devices would do, the host does not: {host_sum(predict(best.plan))}, with"
-    return f"smallest memory that would do: {format_bytes(peak)} a device ({format_bytes(peak - usable)} short), with"
+        return f"it fits the devices but not the host: {host_sum(predict(best.plan))}, with"
+    return f"smallest memory that is enough: {format_bytes(peak)} a device ({format_bytes(peak - usable)} short), with"
 
 
 def _device_that_holds(plan: Plan) -> str:
@@ -122,12 +122,12 @@ class _Changes:
         return "a smaller model or more memory; " + "; ".join(notes)
 
     def about_the_host(self) -> Iterator[str]:
-        """Says how much host memory is missing where the devices would do with offload."""
+        """Says how much host memory is missing where it fits the devices with offload."""
         for method in methods_for(self.request):
             step = MethodSearch(self.request, method).least_host()
             if step is not None:
                 offload, host = describe_offload(step.plan.offload), host_sum(predict(step.plan))
-                yield wrapped(f"with {offload} the devices would do, the host does not: {host}", indent=0)
+                yield wrapped(f"with {offload} it fits the devices but not the host: {host}", indent=0)
                 return
 
     def _more_devices(self) -> Iterator[tuple[str, dict[str, object]]]:

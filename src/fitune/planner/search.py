@@ -65,7 +65,7 @@ def refuse_contradictions(request: Request) -> None:
         if nearest is None or len(broken) < len(nearest[1]):
             nearest = plan, broken
     if nearest is None:
-        raise RecipeError("no way of training keeps all of these settings", hint="leave one of them open")
+        raise RecipeError("no plan keeps all of these settings", hint="leave one of them open")
     raise _refusal(request.recipe, *nearest)
 
 
