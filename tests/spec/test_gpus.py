@@ -14,8 +14,16 @@ SPELLINGS = {
     "v100-16gb": ["Tesla V100-SXM2-16GB", "v100_16gb"],
     "a100-80gb": ["A100 80GB", "a100-80g", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"],
     "a100-40gb": ["NVIDIA A100-PCIE-40GB", "A100-40GB"],
-    "h100": ["H100", "NVIDIA H100 80GB HBM3", "h100-sxm", "H100 SXM5 80 GB", "h100-80gb"],
-    "h100-pcie": ["NVIDIA H100 PCIe", "H100-PCIE-80GB"],
+    "h100": [
+        "H100",
+        "NVIDIA H100 80GB HBM3",
+        "h100-sxm",
+        "H100 SXM5 80 GB",
+        "h100-80gb",
+        "H100 (500W)",
+        "H100-80GB (700 W)",
+    ],
+    "h100-pcie": ["NVIDIA H100 PCIe", "H100-PCIE-80GB", "H100 80GB (350W)"],
     "h200": ["NVIDIA H200", "H200 141GB"],
     "b200": ["NVIDIA B200"],
     "t4": ["Tesla T4", "NVIDIA T4"],
@@ -110,3 +118,17 @@ def test_hardware_counts_gpus_per_node() -> None:
     assert hardware_for(gpu=find_gpu("h100")).internode_bandwidth == 0
     with pytest.raises(HardwareError, match="gpus = 0 must be at least 1"):
         hardware_for(gpu=find_gpu("h100"), gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "slower"),
+    [
+        ("H100", "h100-pcie"),
+        ("H100-80GB (500W)", "h100-pcie"),
+        ("H100 700W", ""),
+        ("H100 80GB HBM3", ""),
+        ("a100-80gb", ""),
+    ],
+)
+def test_an_h100_whose_board_is_not_named_may_be_a_slower_one(name: str, slower: str) -> None:
+    assert find_gpu(name).slower_board == slower

@@ -1,10 +1,13 @@
 """Plans and estimates as text for people and as data for programs."""
 
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 from fitune.estimate.parameters import trained_parameters
+from fitune.estimate.predict import predict
 from fitune.spec.counts import count_parameters
+from fitune.spec.gpus import find_gpu
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Estimate, MemoryBreakdown, Phase, PlanReport, Priced
 from fitune.spec.rules import broken_rules
@@ -43,6 +46,7 @@ def explain_priced(priced: Priced, *, price: float = 0.0) -> str:
             wrapped(memory_sum(estimate)),
             *_elsewhere(estimate),
             wrapped(f"{_time_line(estimate)} · {plan.hardware.rates}"),
+            *_on_a_slower_board(plan),
             *_cost_line(priced, price),
         ]
     )
@@ -118,6 +122,21 @@ def _time_line(estimate: Estimate) -> str:
         if seconds >= 0.005 * estimate.step_seconds
     )
     return f"{format_rate(estimate.tokens_per_second)}, a step takes {format_seconds(estimate.step_seconds)}: {phases}"
+
+
+def _on_a_slower_board(plan: Plan) -> list[str]:
+    """The other end of the range of speeds, where the name of the GPU fits several boards and none was measured."""
+    hardware = plan.hardware
+    if not hardware.gpu.slower_board or hardware.calibration is not None:
+        return []
+    slower = replace(hardware, gpu=find_gpu(hardware.gpu.slower_board))
+    estimate = predict(replace(plan, hardware=slower))
+    return [
+        wrapped(
+            f"{hardware.gpu.name.upper()} is sold as several boards; on the slowest, {slower.gpu.name}, "
+            f"{format_rate(estimate.tokens_per_second)}, a step takes {format_seconds(estimate.step_seconds)}"
+        )
+    ]
 
 
 def _runner_up(priced: Priced, chosen: Priced) -> list[str]:

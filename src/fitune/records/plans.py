@@ -173,7 +173,9 @@ def _gpu(row: Row) -> Gpu:
     """By the words before any bracket. A product of two sizes: the smaller that holds what was measured."""
     if not device_is_named(row):
         return find_gpu("a100-80gb")
-    name = re.sub(r"^\d+ ?[x×] ?", "", str(row.facts["gpu"]).lower().split("(")[0].strip())
+    said = str(row.facts["gpu"]).lower()
+    watts = re.search(r"\d{3} ?w\b(?! cap)", said)
+    name = re.sub(r"^\d+ ?[x×] ?", "", said.split("(")[0].strip()) + (f" {watts.group()}" if watts else "")
     try:
         return find_gpu(name)
     except HardwareError as error:

@@ -6,7 +6,7 @@ Ampere print figures with 2:4 sparsity, which are twice the dense ones.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fitune.errors import HardwareError, did_you_mean
 from fitune.spec.hardware import Gpu, Hardware
@@ -109,6 +109,8 @@ CARDS = (
 )  # fmt: skip
 """Every known card; one product name may come with two sizes of memory."""
 
+_H100_350_W = "h100-pcie"
+_WATTS = re.compile(r"(?<!\d)(\d{2,4}) ?w(?:atts?)?(?![a-z])")
 _NOISE = re.compile(r"nvidia|geforce|tesla|quadro|rtx|(?<![a-z])gpu(?![a-z])")
 _FORM_FACTOR = re.compile(r"(sxm\d?|pcie|hbm\d?e?)")
 _MEMORY = re.compile(r"(?<![a-z\d])(\d+)\s*(?:gb|gib|g)(?![a-z])")
@@ -122,7 +124,8 @@ def gpu_names() -> tuple[str, ...]:
 def find_gpu(name: str) -> Gpu:
     """The GPU of a canonical name or any usual spelling: ``RTX4090``, ``NVIDIA A100-SXM4-80GB``, ``Tesla V100 32GB``.
 
-    ``h100`` means the SXM card. A product that comes with two sizes of memory needs the size: ``v100``
+    ``h100`` means the SXM card, or may be a slower board; with a form factor or watts (``H100 (350W)``) it is one of
+    them. A product that comes with two sizes of memory needs the size: ``v100``
     and ``a100`` alone are refused, because a plan for the larger would not run on the smaller.
     Raises HardwareError for those and for unknown names.
     """
@@ -130,7 +133,7 @@ def find_gpu(name: str) -> Gpu:
     cards = _cards_of(key) or _cards_of(_FORM_FACTOR.sub("", key))
     sized = [card for card in cards if gb in (None, card.advertised_gb)]
     if len(sized) == 1:
-        return sized[0].gpu
+        return _board(name, sized[0].gpu)
     if cards:
         raise HardwareError(
             f"gpu = {name!r}: {cards[0].key.upper()} comes with "
@@ -143,9 +146,20 @@ def find_gpu(name: str) -> Gpu:
     )
 
 
+def _board(name: str, gpu: Gpu) -> Gpu:
+    """The H100 of ``name``: sold with 350 W (PCIe), with 700 W (SXM), and as an SXM card held to 500 W."""
+    if gpu.name != "h100" or _FORM_FACTOR.search(name.lower()):
+        return gpu
+    watts = _WATTS.search(name.lower())
+    if watts and int(watts.group(1)) <= 400:
+        return find_gpu(_H100_350_W)
+    return gpu if watts and int(watts.group(1)) >= 600 else replace(gpu, slower_board=_H100_350_W)
+
+
 def _split_name(name: str) -> tuple[str, int | None]:
     """The product without maker, brand and separators, and the memory if it is named: ("a100pcie", 40)."""
     text = name.lower()
+    text = _WATTS.sub(" ", text)
     memory = _MEMORY.search(text)
     text = _NOISE.sub(" ", _MEMORY.sub(" ", text))
     return re.sub(r"[^a-z0-9]", "", text), int(memory.group(1)) if memory else None

@@ -169,6 +169,8 @@ class Gpu:
     """To and from host memory, bytes/s in one direction."""
     source: str
     """Where the figures come from."""
+    slower_board: str = ""
+    """The slowest card that the same name may mean, where it does not say which; else empty."""
 
     @property
     def is_cpu(self) -> bool:
