@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 HUB_TIMEOUT_S = 5.0
+"""The Hub's client retries for a minute where there is no network: it is asked only after a quick answer."""
 
 
 def is_offline() -> bool:
@@ -52,7 +53,12 @@ def no_waiting_for_the_hub() -> Iterator[str]:
 
 
 def keep_out_hub_kernels() -> None:
-    """Make ``import kernels`` fail in this process, unless the user's own code imported it before."""
+    """Make ``import kernels`` fail in this process, unless the user's own code imported it before.
+
+    That library downloads compiled code and runs it, and nobody is asked: bitsandbytes imports it on every CPU with
+    AVX-512 BF16, transformers where an attention or experts implementation is not installed. Without it both use what
+    they bring themselves.
+    """
     modules: dict[str, Any] = sys.modules
     modules.setdefault("kernels", None)
     os.environ.setdefault("USE_HUB_KERNELS", "NO")  # transformers asks this, too

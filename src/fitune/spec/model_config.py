@@ -180,7 +180,10 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def check_positions(fields: ConfigFields, spec: ModelSpec) -> None:
-    """Raises ModelError for rotary positions, or a list of layers, that no model of ``spec``'s shapes can have."""
+    """Raises ModelError for rotary positions, or a list of layers, that no model of ``spec``'s shapes can have.
+
+    What transformers would refuse when it builds the model is refused as a plan already.
+    """
     for name in ("rope_scaling", "rope_parameters"):
         value = fields.values.get(name)
         if isinstance(value, Mapping):

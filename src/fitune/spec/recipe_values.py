@@ -29,6 +29,8 @@ MOST: dict[str, int | float] = {
     # inside a source
     "sample": 1_000_000_000_000, "weight": 1_000_000.0,
 }  # fmt: skip
+"""The largest value of each number: far above what anybody trains with, far below what overflows. Lower bounds are in
+the types below."""
 
 
 def require_in_range(name: str, value: object) -> None:

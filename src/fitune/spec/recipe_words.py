@@ -1,4 +1,7 @@
-"""A recipe as people write it: strict YAML, and the names and values of other frameworks."""
+"""A recipe as people write it: strict YAML, and the names and values of other frameworks.
+
+A stranger may have written the YAML: it may have no tags, no aliases and no duplicate keys, and errors name the line.
+"""
 
 from pathlib import Path
 from typing import Any

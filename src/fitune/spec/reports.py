@@ -9,60 +9,6 @@ from fitune.errors import Shortage
 from fitune.spec.plan import Plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedLoss:
-    """Mean loss per supervised token, in nats, of the trained model and of the merged one on the same rows."""
-
-    trained: float
-    """The adapter on the base that it was trained on, packed if that was."""
-    merged: float
-    rows: int
-    held_out: bool
-    """False: nothing was held out, and these are the first training rows."""
-    packed_base: bool
-
-    def describe(self) -> str:
-        """Both losses in one sentence."""
-        kind = "held-out rows" if self.held_out else "training rows (none are held out)"
-        base = "its packed base" if self.packed_base else "its base"
-        return (
-            f"loss over {self.rows:,} {kind}: {self.trained:.4f} trained (the adapter on {base}), "
-            f"{self.merged:.4f} merged"
-        )
-
-    def lines(self) -> tuple[str, ...]:
-        """Both sentences for people."""
-        return tuple(filter(None, (self.describe(), self.alternative())))
-
-    def alternative(self) -> str:
-        """Advice on what to serve instead, empty where the base was not packed."""
-        if not self.packed_base:
-            return ""
-        return (
-            "a merge has the base as it is on disk, which the adapter was not trained on; to serve exactly what was "
-            "trained, load the adapter on the base packed in the same way"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retry:
-    """One more attempt of the same run, under a plan that takes less."""
-
-    attempt: int
-    """The one that failed, counted from 1 in one start of the program."""
-    reason: str
-    shortage: Shortage
-    before: str
-    """The plan that ran out of memory, in words."""
-    after: str
-    """The plan in its place."""
-    predicted_bytes: int
-    """Peak of tensors of the plan that failed, for the largest batch it allows."""
-    predicted_after_bytes: int
-    after_step: int
-    """The step that the next attempt begins behind; 0 is the start."""
-
-
 class Phase(StrEnum):
     """The moments of one optimizer step at which memory is compared. Values are peaks within the moment."""
 
@@ -213,6 +159,25 @@ class PlanReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """One more attempt of the same run, under a plan that takes less."""
+
+    attempt: int
+    """The one that failed, counted from 1 in one start of the program."""
+    reason: str
+    shortage: Shortage
+    before: str
+    """The plan that ran out of memory, in words."""
+    after: str
+    """The plan in its place."""
+    predicted_bytes: int
+    """Peak of tensors of the plan that failed, for the largest batch it allows."""
+    predicted_after_bytes: int
+    after_step: int
+    """The step that the next attempt begins behind; 0 is the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One optimizer step. The log line, metrics.jsonl and every tracker are made of this."""
 
@@ -316,6 +281,41 @@ class Failure:
     """Counted from 1; 0 before the first."""
     shortage: Shortage | None = None
     """Only of memory that ran out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedLoss:
+    """Mean loss per supervised token, in nats, of the trained model and of the merged one on the same rows."""
+
+    trained: float
+    """The adapter on the base that it was trained on, packed if that was."""
+    merged: float
+    rows: int
+    held_out: bool
+    """False: nothing was held out, and these are the first training rows."""
+    packed_base: bool
+
+    def describe(self) -> str:
+        """Both losses in one sentence."""
+        kind = "held-out rows" if self.held_out else "training rows (none are held out)"
+        base = "its packed base" if self.packed_base else "its base"
+        return (
+            f"loss over {self.rows:,} {kind}: {self.trained:.4f} trained (the adapter on {base}), "
+            f"{self.merged:.4f} merged"
+        )
+
+    def lines(self) -> tuple[str, ...]:
+        """Both sentences for people."""
+        return tuple(filter(None, (self.describe(), self.alternative())))
+
+    def alternative(self) -> str:
+        """Advice on what to serve instead, empty where the base was not packed."""
+        if not self.packed_base:
+            return ""
+        return (
+            "a merge has the base as it is on disk, which the adapter was not trained on; to serve exactly what was "
+            "trained, load the adapter on the base packed in the same way"
+        )
 
 
 AFTER_TRAINING = ("exporting", "answering samples")
