@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fitune.models.loss import loss_and_gradient
+from fitune.models.language_model import loss_and_gradient
 from fitune.spec.shape import IGNORED
 from fitune.units import format_bytes
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fitune.models.loss import loss_and_gradient, loss_sum
+from fitune.models.language_model import loss_and_gradient, loss_sum
 from fitune.spec.shape import IGNORED
 
 T, D, V = 23, 16, 61

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fitune.models.host import HostMemory
-from fitune.models.streaming import StreamedWeights
+from fitune.models.host import HostMemory, StreamedWeights
 from fitune.models.weights import compute_dtype
 from fitune.spec.plan import AdamW, Nf4, Offload, PlainLoss, Plan, Precision, Sgd
 from fitune.train.prepare import Prepared, prepare_loaded

@@ -170,7 +170,7 @@ def _small_tensor_bytes(plan: Plan) -> int:
 def _streamed(plan: Plan) -> Buffers:
     """Offloaded weights on one device: the block at work and the next one; the last waits for backward in the loss.
 
-    Embedding, final norm, head and adapters stay (models/streaming.py).
+    Embedding, final norm, head and adapters stay (models/host.py).
     """
     layers = plan.model.num_layers
     block = base_bytes([t for t in base_tensors(plan.model) if t.in_block], plan) // layers

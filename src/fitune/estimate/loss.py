@@ -1,4 +1,4 @@
-"""Head and cross-entropy: the hump between forward and backward (models/loss.py).
+"""Head and cross-entropy: the hump between forward and backward (models/language_model.py).
 
 The loss sees detached hidden states and only tokens that have a label; its gradient is written over the
 logits, so forward and backward of a chunk are one moment.

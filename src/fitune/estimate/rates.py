@@ -43,7 +43,7 @@ NEW_PAGE_BYTES = 16 * 1024**2
 from 32 MiB on, nearly always from 16 (measured, torch 2.13)."""
 LOGIT_BYTES = {4: 8 * 4, 2: 8 * 4 + 12}
 """Moved for one logit by element size: largest, minus, exp, sum and scale in fp32, and 16 bit's copies there and back
-(models/loss.py)."""
+(models/language_model.py)."""
 ADAM_BYTES = 28
 """Of one fp32 parameter that AdamW steps: weight and two states read and written, gradient read."""
 

@@ -167,7 +167,7 @@ def _modules(plan: Plan) -> int:
 
 
 def loss_work(step: StepStages) -> Work:
-    """Head forward and backward for supervised tokens, softmax and its gradient between them (models/loss.py).
+    """Head forward and backward for supervised tokens, softmax and its gradient between them.
 
     The head's first gradient of a micro-batch is counted with the others (backward_work).
     """

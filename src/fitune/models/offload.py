@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from fitune.models.host import Copy, HostMemory
-from fitune.models.streaming import StreamedWeights
+from fitune.models.host import Copy, HostMemory, StreamedWeights
 from fitune.spec.plan import Offload
 
 

@@ -17,17 +17,20 @@ from fitune.models.door import notes_on
 from fitune.models.vocabulary import require_rows
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_model, load_tokenizer, require_finite
-from fitune.score.generate_hf import Sampling, answer_all
-from fitune.score.grade import check_graders, choose_graders, grade
-from fitune.score.lines import (
+from fitune.score.answers import (
+    OURS,
     Line,
     answer_line,
     answer_text,
     append_lines,
+    claim,
     completion_tokens,
+    manifest,
     read_answers,
+    require_same_prompts,
 )
-from fitune.score.manifest import OURS, claim, manifest, require_same_prompts
+from fitune.score.generate_hf import Sampling, answer_all
+from fitune.score.grade import check_graders, choose_graders, grade
 from fitune.score.tasks import Task, read_tasks
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import DataSource

@@ -152,7 +152,7 @@ def _scored(
 def _score(
     model: str, adapter: str, data: str, directory: Path, *, overwrite: bool, tell: Tell
 ) -> Mapping[str, float]:
-    from fitune.score.manifest import remove_scores
+    from fitune.score.answers import remove_scores
     from fitune.score.run import ScorePlan, score
 
     if overwrite:

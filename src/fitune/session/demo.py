@@ -10,8 +10,8 @@ from fitune.demo.settings import HELD_OUT_ROWS, MAX_NEW_TOKENS
 from fitune.errors import RunDirectoryError
 from fitune.report.html import write_report
 from fitune.report.text_table import text_table
+from fitune.score.answers import remove_scores
 from fitune.score.generate_hf import Sampling
-from fitune.score.manifest import remove_scores
 from fitune.score.run import ScorePlan, score
 from fitune.session.events import Note, Planned, Tell
 from fitune.session.planning import plan_for

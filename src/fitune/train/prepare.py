@@ -17,13 +17,12 @@ from fitune.errors import HardwareError
 from fitune.models.adapters import add_adapters
 from fitune.models.attention import use_attention
 from fitune.models.blocks import blocks_of, compile_blocks, recompute_blocks
-from fitune.models.host import HostMemory
+from fitune.models.host import HostMemory, stay_on
 from fitune.models.language_model import LanguageModel, language_model
 from fitune.models.liger import use_kernels
 from fitune.models.offload import before_backward, offload_blocks
 from fitune.models.quantised import quantise_linears
 from fitune.models.rotary import turn_by_rows
-from fitune.models.streaming import stay_on
 from fitune.models.vocabulary import add_rows
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import compute_dtype, load_model
