@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from fitune.report.text_table import text_table
+from fitune.report.compare import text_table
 
 TEMPLATE = """\
 {%- for message in messages -%}

@@ -25,7 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fitune.models.weights import load_model
-from fitune.report.text_table import text_table
+from fitune.report.compare import text_table
 from fitune.spec.plan import Dense, Nf4
 
 CASES = {

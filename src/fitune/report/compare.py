@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fitune.report.text_table import text_table
 from fitune.spec.reports import Estimate, Phase, RunReport, StepReport, settled_steps
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 
@@ -153,3 +152,15 @@ def _tokens_per_second(steps: Sequence[StepReport]) -> float | None:
     settled = settled_steps(steps, kind=None)
     seconds = sum(step.step_seconds for step in settled)
     return sum(step.tokens for step in settled) / seconds if seconds else None
+
+
+def text_table(rows: Sequence[Sequence[str]], *, indent: int = 0) -> str:
+    """The first column to the left, the others to the right, each as wide as its widest cell."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = (
+        "  ".join(
+            [name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others, strict=True))]
+        )
+        for name, *cells in rows
+    )
+    return "\n".join((" " * indent + line).rstrip() for line in lines)

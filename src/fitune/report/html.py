@@ -1,16 +1,19 @@
-"""report.html: one page about one run, from whatever files of the run there are."""
+"""Pages from Jinja2 templates, with nothing to load from anywhere and nothing to execute; report.html of one run.
+
+Names of models, paths, settings and answers come from strangers: everything is escaped but what is Markup.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import MissingExtra
+from fitune.errors import MissingExtra, RunDirectoryError
+from fitune.files import write_atomically
 from fitune.report import plan_words, plots
 from fitune.report.account import account, remarks
 from fitune.report.attempts import describe_retry
 from fitune.report.compare import PEAK, PHASE_NAMES, Measured, compare, measure, row_texts
-from fitune.report.page import render, write_page
 from fitune.report.run_files import RunFiles, read_run
 from fitune.spec.reports import Ledger, RunReport
 from fitune.units import (
@@ -21,6 +24,25 @@ from fitune.units import (
     format_rate,
     format_seconds,
 )
+
+
+def render(template: str, **values: Any) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fitune.report"), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(template).render(**values)
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Whole or not at all. Raises RunDirectoryError when the file cannot be written."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be written: {error.strerror or error}") from None
+    return path
 
 
 def write_report(directory: Path) -> Path:

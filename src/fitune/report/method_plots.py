@@ -4,8 +4,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from fitune.report.compare import Row
-from fitune.report.plots import axis_unit, draw_bar, draw_line, legend_above, running_mean
-from fitune.report.svg import SERIES, Axes, colour, draw_svg
+from fitune.report.plots import (
+    SERIES,
+    Axes,
+    axis_unit,
+    colour,
+    draw_bar,
+    draw_line,
+    draw_svg,
+    legend_above,
+    running_mean,
+)
 from fitune.spec.plan import Plan, trains_every_weight
 from fitune.spec.reports import StepReport
 from fitune.units import format_bytes, format_rate

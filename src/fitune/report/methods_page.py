@@ -7,9 +7,9 @@ from pathlib import Path
 from fitune.errors import MissingExtra
 from fitune.report import plan_words
 from fitune.report.compare import PEAK, Row, compare, row_texts
+from fitune.report.html import render, write_page
 from fitune.report.method_findings import findings
 from fitune.report.method_plots import held_out_curves, loss_curves, peak_bars, speed_bars
-from fitune.report.page import render, write_page
 from fitune.report.run_files import RunFiles
 from fitune.units import format_number, format_percent
 

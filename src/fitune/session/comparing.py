@@ -8,9 +8,9 @@ from typing import Any
 from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.planner.defaults import default_learning_rate, optimizer_of
 from fitune.planner.methods import lomo_of, lora_of, packed_base
+from fitune.report.compare import text_table
 from fitune.report.methods_page import MethodRun, comparison_rows, write_comparison
 from fitune.report.run_files import read_run
-from fitune.report.text_table import text_table
 from fitune.session.events import Event, Note, Planned, Tell
 from fitune.session.fresh_process import run_child, train_program
 from fitune.spec.model_config import load_model_spec

@@ -8,8 +8,8 @@ from pathlib import Path
 from fitune.demo.files import DemoFiles, write_demo
 from fitune.demo.settings import HELD_OUT_ROWS, MAX_NEW_TOKENS
 from fitune.errors import RunDirectoryError
+from fitune.report.compare import text_table
 from fitune.report.html import write_report
-from fitune.report.text_table import text_table
 from fitune.score.answers import remove_scores
 from fitune.score.generate_hf import Sampling
 from fitune.score.run import ScorePlan, score
