@@ -229,7 +229,11 @@ BAD_ROWS = {
         {"question": "a", "answer": "b", "image": "a.png"},
         "'image' is not supported",
     ),
-    "surrogate": ("text", {"text": "a\ud83d"}, "'text' holds half a character at 1"),
+    "surrogate": (
+        "text",
+        {"text": "a\ud83d"},
+        r"'text' contains an unpaired surrogate \(U\+D83D at character 2\)",
+    ),
     "noncharacter": ("text", {"text": "a\ufdd0"}, r"'text' holds the noncharacter U\+FDD0"),
 }
 
@@ -286,7 +290,7 @@ def test_an_answer_of_which_only_the_first_token_is_left_is_kept(tmp_path):
         ("{{ messages[0].content.nothing.there }}", "has no attribute 'nothing'"),
         ("{{ messages | centre }}", "No filter named 'centre'"),
         ("{{ messages | random }}", "No filter named 'random'"),
-        ("{{ '\\ud83d' }}", r"writes half a character, U\+D83D"),
+        ("{{ '\\ud83d' }}", r"writes an unpaired surrogate \(U\+D83D\)"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
         ("{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", "recursion"),

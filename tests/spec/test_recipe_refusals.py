@@ -114,7 +114,7 @@ def test_the_limit_itself_is_allowed(name: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["gpu", "added_tokens", "lora_target_modules", "report_to"])
-def test_a_text_with_half_a_character_is_refused(setting: str) -> None:
+def test_a_text_with_an_unpaired_surrogate_is_refused(setting: str) -> None:
     with pytest.raises(RecipeError, match=f"{setting}.* = .*unpaired surrogate") as caught:
         parse_recipe({"model": "gpt2", setting: "a\ud800"})
     str(caught.value).encode()

@@ -269,7 +269,8 @@ def _check_characters(row: Row, field: str, value: str) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise _bad(row, field, f"holds half a character at {error.start}", "half a character") from None
+        where = f"U+{ord(value[error.start]):04X} at character {error.start + 1}"
+        raise _bad(row, field, f"contains an unpaired surrogate ({where})", "unpaired surrogate") from None
     found = next((mark for mark in _INTERNAL if mark in value), None)
     if found:
         raise _bad(row, field, f"holds the noncharacter U+{ord(found):04X}", "noncharacter")

@@ -69,12 +69,12 @@ class SafeTemplate:
             raise TemplateFailed(f"{self._name}: {error or type(error).__name__}") from None
         if len(text) > SIZE_LIMIT:
             raise TemplateFailed(f"{self._name}: makes a text of more than {SIZE_LIMIT:,} characters")
-        if not text.isascii() and (found := _half_a_character(text)):
-            raise TemplateFailed(f"{self._name}: writes half a character, U+{ord(found):04X}")
+        if not text.isascii() and (found := _unpaired_surrogate(text)):
+            raise TemplateFailed(f"{self._name}: writes an unpaired surrogate (U+{ord(found):04X})")
         return text
 
 
-def _half_a_character(text: str) -> str:
+def _unpaired_surrogate(text: str) -> str:
     """A surrogate without its other half, which no tokenizer can encode; "" when there is none."""
     try:
         text.encode()

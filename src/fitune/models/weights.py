@@ -185,8 +185,8 @@ def _check_tied(path: str, model: PreTrainedModel) -> None:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if model.config.tie_word_embeddings and head.data_ptr() != embedding.data_ptr():
         raise ModelError(
-            f"{path}: config.json says that embedding and head are one tensor, and the weights have two that differ",
-            hint="tie_word_embeddings: false in its config.json, if the model has two; else fetch it again",
+            f"{path}: the checkpoint has separate embeddings, but config.json says tie_word_embeddings",
+            hint="set tie_word_embeddings: false in config.json if the model has two tables; else fetch it again",
         )
 
 
