@@ -260,8 +260,12 @@ def _by_workers(
         batch: list[Example] | None = first
         while batch is not None:
             child = next(turns)
-            _send(child, batch)
             waiting.append((child, batch))
+            try:
+                _send(child, batch)
+            except ChildEnded as ended:
+                unanswered = next(each for owner, each in waiting if owner is child)
+                raise _lost(unanswered, ended) from None
             if len(waiting) >= _AHEAD * count:
                 yield _answer(*waiting.popleft())
             beat()
@@ -279,10 +283,7 @@ def _by_workers(
 
 
 def _send(child: Child, batch: list[Example]) -> None:
-    try:
-        child.send(pickle.dumps([_plain(example) for example in batch]))
-    except ChildEnded as ended:
-        raise _lost(batch, ended) from None
+    child.send(pickle.dumps([_plain(example) for example in batch]))
 
 
 def _answer(child: Child, batch: list[Example]) -> TokenRows:
