@@ -1,5 +1,6 @@
 """FSDP2 on a fake process group of eight: the arithmetic against the rehearsal, and what a rank must hold."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,9 @@ from estimate.tiny_plans import CPU, plan_for
 from fitune.errors import RecipeError
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import weights_share_bytes
+from fitune.rehearse.allocator import reserved_peak
 from fitune.rehearse.run import trace_plan
-from fitune.rehearse.trace import peaks_by_kind
+from fitune.rehearse.trace import Allocated, peaks_by_kind
 from fitune.spec.plan import Ddp, Hqq, Lora, Nf4, Zero
 from fitune.spec.reports import Phase
 from fitune.spec.targets import resolve_targets
@@ -104,3 +106,15 @@ def test_what_fake_tensors_cannot_run_is_refused(sharding, named):
     plan = plan_for(spec, hardware=EIGHT, sharding=sharding)
     with pytest.raises(RecipeError, match=named):
         trace_plan(plan, config, exact=True)
+
+
+def test_fsdp_gathers_and_sums_on_streams_of_their_own():
+    """Root and four blocks gathered on the way there, four again on the way back: none of it may serve compute."""
+    _, trace = rehearsed("llama", 3, tuning="full", precision="bf16-master", recompute=4)
+    streams = Counter(event.stream for event in trace.events if isinstance(event, Allocated))
+    assert sorted(streams) == [0, 1, 2]
+    assert streams[1] == 1 + 4 + 4
+    one = replace(
+        trace, events=[e._replace(stream=0) if isinstance(e, Allocated) else e for e in trace.events]
+    )
+    assert reserved_peak(trace) > reserved_peak(one)

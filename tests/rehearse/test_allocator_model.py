@@ -104,3 +104,12 @@ def test_everything_freed_leaves_one_free_block(expandable):
         expandable.free(index)
     expandable.allocate("all", reserved)
     assert expandable.reserved_bytes == reserved
+
+
+def test_what_one_stream_frees_serves_no_other(segments):
+    segments.allocate("gathered", 30 * MIB, stream=1)
+    segments.free("gathered")
+    segments.allocate("computed", 30 * MIB)
+    assert segments.reserved_bytes == 60 * MIB
+    segments.allocate("gathered again", 30 * MIB, stream=1)
+    assert segments.reserved_bytes == 60 * MIB

@@ -124,20 +124,23 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Serves requests as torch does on one stream, and counts what it had to reserve."""
+    """Serves requests as torch does, and counts what it had to reserve; what one stream frees serves no other."""
 
     def __init__(self, *, expandable: bool) -> None:
-        self._small = _Pool(small=True, expandable=expandable)
-        self._large = _Pool(small=False, expandable=expandable)
+        self._expandable = expandable
+        self._pools: dict[tuple[int, bool], _Pool] = {}
         self._taken: dict[Hashable, tuple[_Pool, _Block]] = {}
 
     @property
     def reserved_bytes(self) -> int:
-        return self._small.reserved_bytes + self._large.reserved_bytes
+        return sum(pool.reserved_bytes for pool in self._pools.values())
 
-    def allocate(self, storage: Hashable, size: int) -> None:
+    def allocate(self, storage: Hashable, size: int, *, stream: int = 0) -> None:
         needed = max(_BLOCK, -(-size // _BLOCK) * _BLOCK)
-        pool = self._small if needed <= _SMALL else self._large
+        kind = stream, needed <= _SMALL
+        if kind not in self._pools:
+            self._pools[kind] = _Pool(small=needed <= _SMALL, expandable=self._expandable)
+        pool = self._pools[kind]
         self._taken[storage] = (pool, pool.take(needed))
 
     def free(self, storage: Hashable) -> None:
@@ -152,8 +155,8 @@ def reserved_peak(trace: Trace, *, expandable: bool = True) -> int:
         allocator.allocate(storage, size)
     for event in trace.events:
         match event:
-            case Allocated(storage=storage, size=size):
-                allocator.allocate(storage, size)
+            case Allocated(storage=storage, size=size, stream=stream):
+                allocator.allocate(storage, size, stream=stream)
             case Freed(storage=storage):
                 allocator.free(storage)
     return allocator.reserved_bytes

@@ -100,11 +100,11 @@ def extrapolated(shallow: Trace, update: Trace, depth: Depth) -> Trace:
         ordinal = 0
         for event in events:
             match event:
-                case Allocated(storage=storage, size=size):
+                case Allocated(storage=storage, size=size, stream=stream):
                     name = Name(here, ordinal)
                     ordinal += 1
                     begun[name] = size
-                    trace.events.append(Allocated(name, size))
+                    trace.events.append(Allocated(name, size, stream))
                     if storage in shallow.gradients:
                         trace.gradients[name] = shift.parameter(shallow.gradients[storage])
                 case Freed(storage=storage):

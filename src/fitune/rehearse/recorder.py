@@ -27,6 +27,7 @@ class Recorder(LiveTensors):
         self._serials: dict[int, int] = {}
         self._stand_ins = stand_ins
         self._kind: str | None = None
+        self._streams = {id(torch.cpu.current_stream()): 0}
         super().__init__((), host)
         self.trace.events.clear()
         for self._kind, tensors in resident.items():
@@ -93,7 +94,12 @@ class Recorder(LiveTensors):
         if self._kind is not None:
             self.trace.resident[serial] = (self._kind, self._sizes[key])
         else:
-            self.trace.events.append(Allocated(serial, self._sizes[key]))
+            self.trace.events.append(Allocated(serial, self._sizes[key], self._stream()))
+
+    def _stream(self) -> int:
+        """The number of the stream that FSDP2 has chosen; on a CPU torch only remembers which one it is."""
+        current = torch.cpu.current_stream()
+        return self._streams.setdefault(id(current), len(self._streams))
 
     def note_resize(self, storage: torch.UntypedStorage) -> None:
         """A storage has let its bytes go, or has them again."""

@@ -9,10 +9,11 @@ from fitune.spec.reports import Phase
 
 
 class Allocated(NamedTuple):
-    """A storage begins. ``size`` in bytes, as the tensor asked for it."""
+    """A storage begins. ``size`` in bytes, as the tensor asked for it; ``stream`` 0 is the one that computes."""
 
     storage: Hashable
     size: int
+    stream: int = 0
 
 
 class Freed(NamedTuple):
