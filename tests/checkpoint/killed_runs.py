@@ -43,6 +43,8 @@ class Killer:
         self.run = folder / "run"
         self.damaged: set[int] = set()
         """Inodes of the step folders that were damaged: they keep them when they are moved aside."""
+        self.metrics_damaged = False
+        """Since a run last went on; one that is complete needs its last checkpoint to put them right."""
         self.seen: Counter[str] = Counter()
 
     def undisturbed(self) -> None:
@@ -76,6 +78,12 @@ class Killer:
         elif code == 0:
             self._require_same_end()
             self._anew("ended like the undisturbed run")
+        elif (
+            self.metrics_damaged
+            and not self._has_last_checkpoint()
+            and "not a line of metrics" in self._said()
+        ):
+            self._anew("refused: complete, its metrics and its last checkpoint damaged")
         else:
             assert "can be used" in self._said(), self._said()
             assert expected is None
@@ -137,10 +145,15 @@ class Killer:
             lost.append(path)
         return None, lost
 
+    def _has_last_checkpoint(self) -> bool:
+        last = self.run / "checkpoints" / f"step-{STEPS}"
+        return last.is_dir() and last.stat().st_ino not in self.damaged
+
     def _require_right_start(self, expected: Path | None, lost: list[Path]) -> None:
         said = self._said()
         started = [line for line in said.splitlines() if line.startswith("resuming from ")]
         if started:
+            self.metrics_damaged = False
             assert started == [f"resuming from {expected}"], said
             assert all(f"{path.name} is skipped: " in said for path in lost), said
             self.seen["went on past damaged ones"] += bool(lost)
@@ -151,8 +164,9 @@ class Killer:
         found = load_file(self.run / "adapter" / "adapter_model.safetensors")
         assert found.keys() == self.weights.keys()
         assert all(torch.equal(found[name], weight) for name, weight in self.weights.items())
-        steps = read_metrics(self.run / "metrics.jsonl")
-        assert [(step.step, step.loss) for step in steps] == self.losses
+        if not self.metrics_damaged or self._has_last_checkpoint():
+            steps = read_metrics(self.run / "metrics.jsonl")
+            assert [(step.step, step.loss) for step in steps] == self.losses
         report = json.loads((self.run / "report.json").read_text())
         assert (report["status"], report["reason"]) == ("complete", "")
         assert (self.run / "report.html").is_file()
@@ -161,6 +175,7 @@ class Killer:
         self.seen[why] += 1
         shutil.rmtree(self.run)
         self.damaged.clear()
+        self.metrics_damaged = False
 
     def _damage(self) -> None:
         """With even odds one kind of damage to one file, or to a whole checkpoint."""
@@ -180,6 +195,7 @@ class Killer:
         else:
             damage = kind if kind in (flip, truncate, delete) else flip
             touched = damage(self.random.choice(files), self.random)
+        self.metrics_damaged |= self.run in touched
         for path in touched:
             if path.name.startswith("step-") and path.is_dir():
                 self.damaged.add(path.stat().st_ino)

@@ -61,7 +61,7 @@ def test_a_complete_run_gets_what_its_ending_owes(train: Call, tmp_path: Path, m
     assert (run / "adapter" / "adapter_model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", ["{\n}\n", ""])
+@pytest.mark.parametrize("damage", ["{\n}\n", ""], ids=["unreadable", "empty"])
 def test_a_complete_run_whose_metrics_were_damaged_gets_its_page_from_its_checkpoint(
     train: Call, tmp_path: Path, damage: str
 ) -> None:
@@ -75,6 +75,18 @@ def test_a_complete_run_whose_metrics_were_damaged_gets_its_page_from_its_checkp
     assert (code, "are put back from its checkpoint" in out) == (0, True)
     assert metrics.read_bytes() == before
     assert (run / "report.html").is_file()
+
+
+def test_an_older_checkpoint_does_not_take_the_last_steps_from_the_metrics(
+    train: Call, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert train(save_steps=1)[0] == 0
+    before = (run / "metrics.jsonl").read_bytes()
+    (run / "checkpoints" / "step-2" / "model.safetensors").write_bytes(b"")
+    (run / "report.html").unlink()
+    assert train(save_steps=1)[0] == 0
+    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_an_export_that_nothing_holds_any_more_is_named(train: Call, tmp_path: Path) -> None:

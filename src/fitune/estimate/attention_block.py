@@ -11,7 +11,7 @@ from fitune.estimate.attention_traits import (
     values_are_read_as_projected,
 )
 from fitune.estimate.site import Site, linears_stage
-from fitune.estimate.stages import Stage
+from fitune.spec.block_profile import Stage
 from fitune.spec.model import Linear
 from fitune.spec.traits import falls_back_to_scores, writes_scores
 

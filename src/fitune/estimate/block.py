@@ -2,15 +2,50 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from fitune.estimate import activations, transient
 from fitune.estimate.attention_block import attention_stages
+from fitune.estimate.eager import block_passes
 from fitune.estimate.mlp_block import expert_stages, mlp_stages
 from fitune.estimate.site import Site
-from fitune.estimate.stages import Stage
+from fitune.spec.block_profile import Attention, BlockProfile, Stage
+from fitune.spec.counts import attention_flops_per_pair
 from fitune.spec.model import Linear
 from fitune.spec.plan import Plan
 from fitune.spec.shape import BatchShape
+from fitune.spec.traits import has_scores
+
+
+def block_profile(
+    plan: Plan,
+    shape: BatchShape,
+    *,
+    gradient_enters: bool = True,
+    has_adapters: bool = True,
+    has_window: bool = False,
+) -> BlockProfile:
+    """What one kind of block keeps, needs and moves, by the formulas of transformers' eager code."""
+    forward, backward = block_passes(plan, has_adapters=has_adapters)
+    return BlockProfile(
+        stages=block_stages(
+            plan, shape, gradient_enters=gradient_enters, has_adapters=has_adapters, has_window=has_window
+        ),
+        forward=forward,
+        backward=backward,
+        attention=_attention(plan),
+    )
+
+
+def _attention(plan: Plan) -> Attention:
+    model = plan.model
+    by_row: Literal["rows", "written rows"] = "written rows" if has_scores(plan) else "rows"
+    return Attention(
+        heads=model.num_heads,
+        head_size=model.head_dim,
+        flops_per_pair=attention_flops_per_pair(model),
+        over="written stream" if model.is_multi_query else by_row,
+    )
 
 
 def block_stages(

@@ -7,7 +7,7 @@ bytes of an element of the compute type, and a product's own operands are not in
 
 from dataclasses import dataclass
 
-from fitune.spec.counts import adapted_blocks, blocks_gone_back_through
+from fitune.spec.block_profile import Pass
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.traits import ACTIVATIONS, has_scores
@@ -22,22 +22,6 @@ EXPERT_TILE = 128
 not, products of experts are smaller still. Not measured by us."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """Per token: FLOPs of products and bytes of elementwise operations. At all: products and other operations."""
-
-    flops: float
-    bytes: float
-    products: int
-    operations: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockWork:
-    forward: Pass
-    backward: Pass
-
-
 @dataclass(frozen=True, slots=True)
 class _Norm:
     """Bytes per element and operations of one norm, forward and backward."""
@@ -48,28 +32,8 @@ class _Norm:
     backward_operations: int
 
 
-def blocks_work(plan: Plan) -> BlockWork:
-    """All blocks: those that LoRA adapts and others; no gradient goes through those before the first of them."""
-    layers, back = plan.model.num_layers, blocks_gone_back_through(plan.model, plan.tuning)
-    adapted = adapted_blocks(plan.model, plan.tuning) if isinstance(plan.tuning, Lora) else layers
-    one, other = block_work(plan), block_work(plan, has_adapters=False)
-    return BlockWork(
-        forward=_sum(one.forward, adapted, other.forward, layers - adapted),
-        backward=_sum(one.backward, adapted, other.backward, back - adapted),
-    )
-
-
-def _sum(one: Pass, count: int, other: Pass, others: int) -> Pass:
-    return Pass(
-        flops=count * one.flops + others * other.flops,
-        bytes=count * one.bytes + others * other.bytes,
-        products=count * one.products + others * other.products,
-        operations=count * one.operations + others * other.operations,
-    )
-
-
-def block_work(plan: Plan, *, has_adapters: bool = True) -> BlockWork:
-    """Sum over the linears and over what lies between them.
+def block_passes(plan: Plan, *, has_adapters: bool = True) -> tuple[Pass, Pass]:
+    """Forward and backward of one block: sums over the linears and over what lies between them.
 
     An adapter's output is scaled and added: 5e per output, and 2e backward; its input gradient joins the base's: 3e.
     Its products are thin: what they read or write of inputs and outputs, 1e of each forward and 2e backward, counts
@@ -98,20 +62,19 @@ def block_work(plan: Plan, *, has_adapters: bool = True) -> BlockWork:
         model.norms_per_block + (2 if model.qk_norm != "none" else 0),
         _operations(model, fused=fused),
     )
-    return BlockWork(
-        forward=Pass(
-            flops=2.0 * (base + adapters),
-            bytes=between[0] + e * forward_moved + _scores(plan),
-            products=count + 2 * adapted,
-            operations=others[0] + norms * norm.forward_operations + 2 * adapted,
-        ),
-        backward=Pass(
-            flops=2.0 * (gradients * base + 2 * adapters),
-            bytes=between[1] + e * backward_moved + _scores(plan),
-            products=gradients * count + 4 * adapted,
-            operations=others[1] + norms * norm.backward_operations + 2 * adapted,
-        ),
+    forward = Pass(
+        flops=2.0 * (base + adapters),
+        bytes=between[0] + e * forward_moved + _scores(plan),
+        products=count + 2 * adapted,
+        operations=others[0] + norms * norm.forward_operations + 2 * adapted,
     )
+    backward = Pass(
+        flops=2.0 * (gradients * base + 2 * adapters),
+        bytes=between[1] + e * backward_moved + _scores(plan),
+        products=gradients * count + 4 * adapted,
+        operations=others[1] + norms * norm.backward_operations + 2 * adapted,
+    )
+    return forward, backward
 
 
 def _idle_rows(plan: Plan, linear: Linear) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from fitune.estimate import activations, transient
 from fitune.estimate.activations import FP32
 from fitune.estimate.site import Site, linears_stage
-from fitune.estimate.stages import Stage
+from fitune.spec.block_profile import Stage
 from fitune.spec.model import Linear
 from fitune.spec.traits import ACTIVATIONS
 

@@ -7,7 +7,7 @@ from fitune.estimate import activations, transient
 from fitune.estimate.attention_traits import masking_window
 from fitune.estimate.gradients import stepping_bytes
 from fitune.estimate.quantised import dequantisation_workspace_bytes, is_quantised
-from fitune.estimate.stages import Stage
+from fitune.spec.block_profile import Stage
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.plan import Full, Lomo, Lora, Plan, base_of, trains_every_weight
 from fitune.spec.shape import BatchShape

@@ -3,27 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One moment of a block. Bytes.
-
-    ``kept``: held by autograd from this stage's forward until its backward.
-    ``forward``: alive at the worst moment of its forward when nothing is kept (a recomputed block).
-    ``again``: alive at the worst moment of its forward when a recomputed block runs again, beyond what this and
-    earlier stages keep; 0 where going back takes more.
-    ``backward``: alive at the worst moment of its backward, beyond what this and earlier stages keep and
-    beyond the gradients of parameters; negative when more is let go than made.
-    ``gradients``: gradients of the parameters trained in this stage; ``largest_gradient`` of one of them.
-    """
-
-    name: str
-    kept: int
-    forward: int
-    backward: int
-    again: int = 0
-    gradients: int = 0
-    largest_gradient: int = 0
+from fitune.spec.block_profile import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,11 @@
 """One optimizer step described for the timeline: its stages, its shape, what stays in memory throughout."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fitune.estimate import activations
-from fitune.estimate.block import block_stages, final_norm_stage
+from fitune.estimate.block import block_profile, final_norm_stage
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.gradients import (
     gradients_always_exist,
@@ -22,8 +23,9 @@ from fitune.estimate.parameters import (
     weights_read_bytes,
 )
 from fitune.estimate.shares import trained_share
-from fitune.estimate.stages import Block, Stage, block_of, untouched_block
+from fitune.estimate.stages import Block, block_of, untouched_block
 from fitune.estimate.states import master_bytes, optimizer_bytes, update_temporaries_bytes
+from fitune.spec.block_profile import Attention, BlockProfile, Pass, Stage, in_all
 from fitune.spec.counts import blocks_gone_back_through
 from fitune.spec.plan import (
     Lora,
@@ -47,7 +49,12 @@ class StepStages:
     plan: Plan
     shape: BatchShape
     blocks: tuple[Block, ...]
-    """Stages of up to eight kinds of blocks (``model_stages``)."""
+    """Memory of up to eight kinds of blocks (``model_profile``)."""
+    forward: Pass
+    backward: Pass
+    """Of all blocks, and of those that a gradient goes back through."""
+    attention: Attention
+    """Of each block."""
     kept_by_blocks: tuple[int, ...]
     """What the blocks 0…index−1 keep when none recomputes."""
     gradients_of_blocks: tuple[int, ...]
@@ -200,52 +207,57 @@ class StepStages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStages:
-    """The stages of the model for one micro-batch: the same however its states are divided or offloaded."""
+class ModelProfile:
+    """The blocks of the model for one micro-batch: the same however its states are divided or offloaded."""
 
-    blocks: tuple[tuple[Stage, ...], ...]
+    blocks: tuple[BlockProfile, ...]
     """Of each block; those of one kind are the same object."""
     untouched: int
     final_norm: Stage
 
 
-def model_stages(plan: Plan, shape: BatchShape) -> ModelStages:
+def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
     """Up to eight kinds of blocks: with adapters, with a gradient that goes further back, with a window, or without."""
     layers = plan.model.num_layers
     untouched = layers - blocks_gone_back_through(plan.model, plan.tuning)
-    kinds: dict[tuple[bool, bool, bool], tuple[Stage, ...]] = {}
+    kinds: dict[tuple[bool, bool, bool], BlockProfile] = {}
     blocks = []
     for index in range(layers):
         enters = trains_embeddings(plan.tuning) or index > untouched
         kind = (_trains_in(plan, index), enters, plan.model.has_window(index))
         if kind not in kinds:
-            kinds[kind] = block_stages(
+            kinds[kind] = block_profile(
                 plan, shape, has_adapters=kind[0], gradient_enters=kind[1], has_window=kind[2]
             )
         blocks.append(kinds[kind])
-    return ModelStages(blocks=tuple(blocks), untouched=untouched, final_norm=final_norm_stage(plan, shape))
+    return ModelProfile(blocks=tuple(blocks), untouched=untouched, final_norm=final_norm_stage(plan, shape))
 
 
 def _trains_in(plan: Plan, index: int) -> bool:
     return plan.tuning.adapts(index) if isinstance(plan.tuning, Lora) else True
 
 
-def describe_step(plan: Plan, shape: BatchShape, stages: ModelStages | None = None) -> StepStages:
+def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = None) -> StepStages:
     """What memory_of needs and what does not depend on recompute or loss.
 
-    A search over ways to divide the states hands in the ``stages`` that all of them share.
+    A search over ways to divide the states hands in the ``profile`` that all of them share.
     """
-    stages = stages or model_stages(plan, shape)
-    blocks = _summed_up(stages, gradients_exist=one_gradient_at_a_time(plan))
+    profile = profile or model_profile(plan, shape)
+    blocks = _summed_up(profile, gradients_exist=one_gradient_at_a_time(plan))
     return StepStages(
         plan=plan,
         shape=shape,
         blocks=blocks,
         kept_by_blocks=(0, *accumulate(block.kept for block in blocks)),
         gradients_of_blocks=(0, *accumulate(block.gradients for block in blocks)),
-        untouched=stages.untouched,
+        forward=in_all((each.forward, times) for each, times in _kinds(profile.blocks)),
+        backward=in_all(
+            (each.backward, times) for each, times in _kinds(profile.blocks[profile.untouched :])
+        ),
+        attention=profile.blocks[0].attention,
+        untouched=profile.untouched,
         run_ends=_run_ends(blocks),
-        final_norm=stages.final_norm,
+        final_norm=profile.final_norm,
         resident=resident_terms(plan),
         gradients=resting_gradient_bytes(plan),
         whole_gradients=gradients_bytes(plan),
@@ -260,15 +272,24 @@ def describe_step(plan: Plan, shape: BatchShape, stages: ModelStages | None = No
     )
 
 
-def _summed_up(stages: ModelStages, *, gradients_exist: bool) -> tuple[Block, ...]:
+def _kinds(blocks: tuple[BlockProfile, ...]) -> list[tuple[BlockProfile, int]]:
+    """Each kind and how many there are of it; those of one kind are the same object."""
+    kinds = {id(each): each for each in blocks}
+    counts = Counter(map(id, blocks))
+    return [(each, counts[key]) for key, each in kinds.items()]
+
+
+def _summed_up(profile: ModelProfile, *, gradients_exist: bool) -> tuple[Block, ...]:
     """The blocks of one kind are one object here, too."""
     kinds: dict[int, Block] = {}
     blocks = []
-    for index, block in enumerate(stages.blocks):
+    for index, block in enumerate(profile.blocks):
         if id(block) not in kinds:
-            reached = index >= stages.untouched
+            reached = index >= profile.untouched
             kinds[id(block)] = (
-                block_of(block, gradients_exist=gradients_exist) if reached else untouched_block(block)
+                block_of(block.stages, gradients_exist=gradients_exist)
+                if reached
+                else untouched_block(block.stages)
             )
         blocks.append(kinds[id(block)])
     return tuple(blocks)

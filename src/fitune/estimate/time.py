@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fitune.estimate.communication import backward_passes, forward_passes
-from fitune.estimate.eager import BlockWork, blocks_work
 from fitune.estimate.loss import chunk_tokens, num_chunks
 from fitune.estimate.rates import NEW_PAGE_BYTES, Rates, rates_of
 from fitune.estimate.shape import largest_batch
@@ -20,11 +19,10 @@ from fitune.estimate.step import StepStages
 from fitune.estimate.tensors import trained_tensors
 from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
 from fitune.estimate.transfers import Transfers, transfers_of
-from fitune.spec.counts import attention_flops_per_pair, head_flops_per_token, model_flops
+from fitune.spec.counts import head_flops_per_token, model_flops
 from fitune.spec.plan import AdamW8bit, Lomo, Plan, trains_head, updates_in_backward
 from fitune.spec.reports import Phase, StepTime
 from fitune.spec.shape import BatchShape
-from fitune.spec.traits import has_scores
 
 MODULE_HOOK_SECONDS = 4e-4
 """DeepSpeed's ZeRO-3 fetches, awaits and releases the weights of every module in Python, once a pass: Qwen's profile of
@@ -87,10 +85,10 @@ def predict_step_time(plan: Plan, shape: BatchShape | None = None, *, trainer: T
 
 def step_time_of(step: StepStages) -> StepTime:
     """The same for a step that is already described."""
-    plan, blocks = step.plan, blocks_work(step.plan)
+    plan = step.plan
     rates = rates_of(plan.hardware, plan.precision)
-    forward = forward_work(step, blocks, rates)
-    backward, update = backward_work(step, blocks, forward, rates), update_work(step)
+    forward = forward_work(step, rates)
+    backward, update = backward_work(step, forward, rates), update_work(step)
     there, back = forward_passes(plan), backward_passes(plan)
     works = {
         Phase.FORWARD: [(there, forward)],
@@ -137,17 +135,17 @@ def _with_transfers(own: float, limit: str, transfers: Transfers | None) -> tupl
     return together + sum(transfers.waited.values()), max(parts, key=lambda part: part[0])[1]
 
 
-def forward_work(step: StepStages, blocks: BlockWork, rates: Rates) -> Work:
+def forward_work(step: StepStages, rates: Rates) -> Work:
     """Per token the products of every block, per pair a third of attention's; weights are read once."""
     plan, layers, tokens = step.plan, step.num_layers, step.shape.tokens
     return Work(
-        product_flops=tokens * blocks.forward.flops,
-        products=blocks.forward.products,
+        product_flops=tokens * step.forward.flops,
+        products=step.forward.products,
         attention_seconds=layers * attention_seconds(step, rates)[0],
-        bytes=tokens * (blocks.forward.bytes + step.casts[0]),
+        bytes=tokens * (step.forward.bytes + step.casts[0]),
         tensor_bytes=step.hidden,
         bytes_in_place=step.weights_read + step.unpacked,
-        forward_operations=blocks.forward.products + blocks.forward.operations + layers * step.shape.rows,
+        forward_operations=step.forward.products + step.forward.operations + layers * step.shape.rows,
         python_seconds=_hook_seconds(plan) + rates.forward_start_seconds,
     )
 
@@ -187,7 +185,7 @@ def loss_work(step: StepStages) -> Work:
     )
 
 
-def backward_work(step: StepStages, blocks: BlockWork, forward: Work, rates: Rates) -> Work:
+def backward_work(step: StepStages, forward: Work, rates: Rates) -> Work:
     """What training needs beside forward, + the forward of the recomputed blocks; gradients written and read.
 
     Packed weights are made whole for every pass.
@@ -195,23 +193,21 @@ def backward_work(step: StepStages, blocks: BlockWork, forward: Work, rates: Rat
     tokens, again = step.shape.tokens, max(0, step.recomputed - step.untouched) / step.num_layers
     back = step.num_layers - step.untouched
     return Work(
-        product_flops=tokens * blocks.backward.flops + again * forward.product_flops,
-        products=blocks.backward.products + again * forward.products,
+        product_flops=tokens * step.backward.flops + again * forward.product_flops,
+        products=step.backward.products + again * forward.products,
         attention_seconds=back * attention_seconds(step, rates)[1] + again * forward.attention_seconds,
         new_bytes=sum(
             count_in_large(each.elements * step.element_bytes) * each.count
             for each in trained_tensors(step.plan)
         ),
-        bytes=tokens * (blocks.backward.bytes + step.casts[1]) + again * forward.bytes,
+        bytes=tokens * (step.backward.bytes + step.casts[1]) + again * forward.bytes,
         tensor_bytes=step.hidden,
         bytes_in_place=step.weights_read * back / step.num_layers
         + (back / step.num_layers + again) * step.unpacked
         + 2 * step.whole_gradients,
         forward_operations=again * forward.forward_operations,
         python_seconds=(1 + again) * _hook_seconds(step.plan),
-        backward_operations=blocks.backward.products
-        + blocks.backward.operations
-        + 2 * back * step.shape.rows,
+        backward_operations=step.backward.products + step.backward.operations + 2 * back * step.shape.rows,
     )
 
 
@@ -285,16 +281,15 @@ def attention_seconds(step: StepStages, rates: Rates) -> tuple[float, float]:
 
     Backward makes the scores again: 5 products to forward's 2 (Dao 2023, arXiv 2307.08691).
     """
-    model, shape = step.plan.model, step.shape
+    attention, shape = step.attention, step.shape
     lengths = shape.row_lengths or (shape.row_tokens,) * (shape.tokens // shape.row_tokens)
-    fused = not (model.is_multi_query or has_scores(step.plan))
     there = back = 0.0
-    for length in lengths if fused else ():
-        measured = rates.head_seconds(model.head_dim, length)
+    for length in lengths if attention.over == "rows" else ():
+        measured = rates.head_seconds(attention.head_size, length)
         if measured is None:
             break
-        there += model.num_heads * measured[0]
-        back += model.num_heads * measured[1]
+        there += attention.heads * measured[0]
+        back += attention.heads * measured[1]
     if back:
         return there, back
     forward = attention_flops(step, rates) / 3 / rates.attention_flops
@@ -306,10 +301,10 @@ def attention_flops(step: StepStages, rates: Rates) -> float:
 
     All of row × row (or stream × stream) where scores are written out.
     """
-    model, shape = step.plan.model, step.shape
-    per_pair = attention_flops_per_pair(model)
-    if model.is_multi_query:
-        return shape.tokens**2 * per_pair
-    if has_scores(step.plan):
-        return shape.pairs() * per_pair
-    return (shape.pairs() + shape.tokens * rates.attention_row_tokens) / 2 * per_pair
+    attention, shape = step.attention, step.shape
+    pairs = {
+        "written stream": shape.tokens**2,
+        "written rows": shape.pairs(),
+        "rows": (shape.pairs() + shape.tokens * rates.attention_row_tokens) / 2,
+    }[attention.over]
+    return pairs * attention.flops_per_pair

@@ -19,10 +19,10 @@ from fitune.estimate.shares import (
     weights_are_divided,
     zero_stage,
 )
-from fitune.estimate.stages import Stage
 from fitune.estimate.states import has_masters, states_per_parameter
-from fitune.estimate.step import ModelStages, StepStages, Terms, describe_step, model_stages
+from fitune.estimate.step import ModelProfile, StepStages, Terms, describe_step, model_profile
 from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tables
+from fitune.spec.block_profile import BlockProfile, Stage
 from fitune.spec.model import Linear
 from fitune.spec.plan import (
     AdamW,
@@ -77,7 +77,7 @@ def describe_step_of(trainer: Trainer, plan: Plan, shape: BatchShape) -> StepSta
     """The step of ``plan`` as ``trainer`` runs it."""
     if trainer == FITUNE:
         return describe_step(plan, shape)
-    step = describe_step(plan, shape, _stages(trainer, plan, shape))
+    step = describe_step(plan, shape, _profile(trainer, plan, shape))
     wide = _Widened.of(step) if trainer.fp32_trained and not uses_deepspeed(plan) else _Widened()
     copies = trainer.autocast and step.full and wide.fresh > 0
     fp32_stream = copies or (trainer.fp32_stream and _is_packed(plan))
@@ -208,14 +208,15 @@ def _weight_copies(step: StepStages) -> int:
     return step.element_bytes * (blocks + head_parameters(step.plan.model))
 
 
-def _stages(trainer: Trainer, plan: Plan, shape: BatchShape) -> ModelStages:
-    """The blocks' stages, those of one kind still one object."""
-    stages = model_stages(plan, shape)
-    changed: dict[int, tuple[Stage, ...]] = {}
-    for block in stages.blocks:
+def _profile(trainer: Trainer, plan: Plan, shape: BatchShape) -> ModelProfile:
+    """The blocks with this trainer's stages, those of one kind still one object."""
+    profile = model_profile(plan, shape)
+    changed: dict[int, BlockProfile] = {}
+    for block in profile.blocks:
         if id(block) not in changed:
-            changed[id(block)] = tuple(_stage(trainer, plan, shape, stage) for stage in block)
-    return replace(stages, blocks=tuple(changed[id(block)] for block in stages.blocks))
+            stages = tuple(_stage(trainer, plan, shape, stage) for stage in block.stages)
+            changed[id(block)] = replace(block, stages=stages)
+    return replace(profile, blocks=tuple(changed[id(block)] for block in profile.blocks))
 
 
 def _stage(trainer: Trainer, plan: Plan, shape: BatchShape, stage: Stage) -> Stage:

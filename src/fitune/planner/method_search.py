@@ -16,7 +16,7 @@ from fitune.estimate.host import host_terms
 from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.shape import largest_batch
-from fitune.estimate.step import ModelStages, StepStages, describe_step, model_stages, resident_terms
+from fitune.estimate.step import ModelProfile, StepStages, describe_step, model_profile, resident_terms
 from fitune.planner.candidates import (
     Method,
     Placement,
@@ -150,7 +150,7 @@ class MethodSearch:
 
     def describe(self, placement: Placement, batch: Batch) -> StepStages:
         plan = replace(self.draft(placement), batch=batch)
-        return describe_step(plan, largest_batch(plan), self._stages(batch, plan))
+        return describe_step(plan, largest_batch(plan), self._profile(batch, plan))
 
     @cached_property
     def _usable(self) -> int:
@@ -165,15 +165,15 @@ class MethodSearch:
         return block_counts(self.request.recipe, layers=self.request.model.num_layers)
 
     @cached_property
-    def _known_stages(self) -> dict[int, ModelStages]:
+    def _known_profiles(self) -> dict[int, ModelProfile]:
         return {}
 
-    def _stages(self, batch: Batch, plan: Plan) -> ModelStages:
+    def _profile(self, batch: Batch, plan: Plan) -> ModelProfile:
         """They depend on the rows of a micro-batch and on nothing else that is searched."""
         rows = batch.micro_batch_size
-        if rows not in self._known_stages:
-            self._known_stages[rows] = model_stages(plan, largest_batch(plan))
-        return self._known_stages[rows]
+        if rows not in self._known_profiles:
+            self._known_profiles[rows] = model_profile(plan, largest_batch(plan))
+        return self._known_profiles[rows]
 
     def _resident_bytes(self, placement: Placement) -> int:
         return sum(resident_terms(self.draft(placement)).values())

@@ -73,7 +73,7 @@ def first_attempt(recipe: Recipe, *, overwrite: bool, tell: Tell) -> Attempt | R
     require_own_directory(plan)
     complete = None if overwrite else complete_run(directory, plan, resume=recipe.resume)
     if complete is not None:
-        make_up_for_missing(directory, plan, tell=tell)
+        make_up_for_missing(directory, plan, complete, tell=tell)
         tell(Note(f"{directory}: already complete; --overwrite starts anew"))
         return complete
     require_room_on_disk(plan)
@@ -105,7 +105,7 @@ def run_attempt(
     return ended
 
 
-def make_up_for_missing(directory: Path, plan: Plan, *, tell: Tell) -> None:
+def make_up_for_missing(directory: Path, plan: Plan, report: RunReport, *, tell: Tell) -> None:
     """Write the export or the page of a complete run that is not there: a run may be killed after its report.json."""
     kind = plan.run.export
     owes_export, owes_page = (
@@ -114,7 +114,7 @@ def make_up_for_missing(directory: Path, plan: Plan, *, tell: Tell) -> None:
     )
     if owes_export or owes_page:
         try:
-            put_metrics_back(directory, plan, on_note=lambda note: tell(Note(note)))
+            put_metrics_back(directory, plan, steps=report.steps, on_note=lambda note: tell(Note(note)))
         except CheckpointError as error:
             tell(Note(f"note: {error.message}"))
     if owes_export:

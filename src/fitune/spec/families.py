@@ -111,7 +111,7 @@ def read_falcon(fields: ConfigFields, name: str) -> ModelSpec:
         fields, name, widths,
         (fused, out, *plain_mlp(widths, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=bias)),
         mlp_type="plain", norm_type="layer", norms_per_block=norms, parallel_blocks=parallel,
-        masks_whole_stream=True,
+        masks_whole_stream=True, blocks_name="transformer.h",
         max_seq_len=fields.count("max_position_embeddings", default=2048),
         tied_embeddings=_tied(fields, default=True), dropout=_falcon_dropout(fields, parallel=parallel),
         activation=fields.word("activation", default="gelu"),
@@ -168,6 +168,7 @@ def read_gpt2(fields: ConfigFields, name: str) -> ModelSpec:
     return _spec(
         fields, name, widths, linears,
         num_layers=fields.count("n_layer", "num_hidden_layers"), mlp_type="plain", norm_type="layer",
+        blocks_name="transformer.h",
         activation=fields.word("activation_function", default="gelu_new"),
         learned_positions=positions, max_seq_len=positions, tied_embeddings=_tied(fields, default=True),
         dropout=replace(

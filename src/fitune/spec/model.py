@@ -124,6 +124,8 @@ class ModelSpec:
     """Attention code of its own tells the rows of a stream apart by a mask of all its tokens (Falcon)."""
     has_liger_kernels: bool = False
     """Liger's RMSNorm, rotary positions and, but for mixtures of experts, gated MLP compute what its modules do."""
+    blocks_name: str = "model.layers"
+    """What stands before the number of a block in transformers' names."""
     dropout: Dropout = NO_DROPOUT
     activation: str = "silu"
     """Activation function of the MLP, by a name of spec/traits.py."""

@@ -231,7 +231,7 @@ def _is(wanted: str, name: str, clock: Clock) -> bool:
 
 
 def _blocks_matched(model: ModelSpec, linear: Linear, wanted: str, clock: Clock) -> Iterator[int]:
-    roots = ("transformer.h",) if model.model_type in ("gpt2", "falcon") else _ROOTS
+    roots = _ROOTS if model.blocks_name == _ROOTS[0] else (model.blocks_name,)
     for number in range(model.num_layers):
         if any(_is(wanted, f"{root}.{number}.{linear.name}", clock) for root in roots):
             yield number

@@ -132,10 +132,10 @@ def _begin(directory: Path, files: Mapping[str, str]) -> None:
         write_atomically(directory / name, text)
 
 
-def put_metrics_back(directory: Path, plan: Plan, *, on_note: Callable[[str], None]) -> None:
-    """Make metrics.jsonl of a complete run what its newest checkpoint says; left alone where there is none."""
+def put_metrics_back(directory: Path, plan: Plan, *, steps: int, on_note: Callable[[str], None]) -> None:
+    """Make metrics.jsonl of a complete run of ``steps`` what its last checkpoint says, if that can be used."""
     start = where_to_start(directory, plan, resume=True)
-    if start.state is not None:
+    if start.step == steps:
         with MetricsLog(directory / "metrics.jsonl") as log:
             _restart(log, start, on_note)
 

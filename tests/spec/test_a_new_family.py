@@ -1,0 +1,73 @@
+"""A family of models is added in one place: spec/families.py reads its config, nothing else knows its name."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fitune
+from estimate.tiny_plans import CPU, plan_for
+from fitune.estimate.memory import predict_memory
+from fitune.rehearse.run import trace_plan
+from fitune.rehearse.trace import peaks_by_kind
+from fitune.spec.counts import count_parameters
+from fitune.spec.families import FAMILIES, read_llama
+from fitune.spec.model_config import spec_from_config
+from fitune.train.prepare import prepare_loaded
+from models.streams import stream_of
+
+ROOM = Path(fitune.__file__).parent
+READERS = {"spec/families.py", "spec/model_config.py", "spec/config_schema.py"}
+"""Of config.json; they alone decide by a model's type."""
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch):
+    """A family that fitune does not know, and one line that makes it known: blocks like Llama's."""
+    monkeypatch.setitem(FAMILIES, "seed_oss", read_llama)
+    config = AutoConfig.for_model(
+        "seed_oss", vocab_size=300, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, intermediate_size=176, attention_bias=False, attention_dropout=0.0,
+        residual_dropout=0.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    return config, spec_from_config(config.to_dict(), name="toy")
+
+
+def test_its_parameters_are_counted(toy) -> None:
+    config, spec = toy
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert count_parameters(spec).total == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_its_memory_is_predicted_and_it_trains(toy, tuning: str) -> None:
+    config, spec = toy
+    plan = plan_for(spec, hardware=CPU, precision="fp32", seq_len=64, rows=1, tuning=tuning, recompute=2)
+    trace, _ = trace_plan(plan, config, exact=True)
+    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.02)
+    torch.manual_seed(0)
+    prepared = prepare_loaded(AutoModelForCausalLM.from_config(config), plan)
+    losses = []
+    for _ in range(2):
+        rows = stream_of([torch.arange(1, 65)])
+        ended = prepared.engine.forward_backward(rows, supervised_tokens=63, enter_phase=lambda phase: None)
+        prepared.engine.update(learning_rate=1e-2, enter_phase=lambda phase: None)
+        losses.append(float(ended))
+    assert losses[1] < losses[0]
+
+
+def test_nothing_else_decides_by_a_models_type() -> None:
+    found = [
+        f"{path.relative_to(ROOM)}:{node.lineno}"
+        for path in sorted(ROOM.rglob("*.py"))
+        if str(path.relative_to(ROOM)) not in READERS
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+        if isinstance(side, ast.Attribute) and side.attr == "model_type"
+    ]
+    assert not found
