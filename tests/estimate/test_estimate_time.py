@@ -6,7 +6,7 @@ import pytest
 
 from estimate.tiny_plans import CPU, gpu, known, plan_for, small_llama
 from fitune.estimate.communication import Exchange
-from fitune.estimate.eager import block_work
+from fitune.estimate.eager import block_passes
 from fitune.estimate.predict import predict
 from fitune.estimate.rates import PRODUCT_EFFICIENCY, rates_of
 from fitune.estimate.time import model_flops_per_token, predict_step_time
@@ -214,8 +214,8 @@ def test_products_of_experts_leave_half_a_tile_idle_each():
     experts = sum(
         m.in_features * m.out_features * m.active_copies for m in plan.model.linears if m.copies > 1
     )
-    more = block_work(plan).forward.flops - block_work(replace(plan, hardware=CPU)).forward.flops
+    more = block_passes(plan)[0].flops - block_passes(replace(plan, hardware=CPU))[0].flops
     assert more == pytest.approx(2 * experts * 64 / 8192)
     few = replace(plan, batch=replace(plan.batch, micro_batch_size=1, seq_len=64))
-    more = block_work(few).forward.flops - block_work(replace(few, hardware=CPU)).forward.flops
+    more = block_passes(few)[0].flops - block_passes(replace(few, hardware=CPU))[0].flops
     assert more == pytest.approx(2 * experts * 64 / 16)
