@@ -35,7 +35,7 @@ class RecipeKeys(TypedDict, total=False):
     added_tokens: Names
     dora: bool
     rslora: bool
-    quantization: Literal["nf4", "hqq", "none"] | None
+    quantization: str | None
     quantization_bits: Literal[2, 3, 4, 8] | None
     quantization_group_size: int
     double_quantization: bool
