@@ -133,6 +133,8 @@ def test_whole_tables_beside_adapters() -> None:
 def test_tied_embeddings_as_the_row_says() -> None:
     assert plan("full-one-device", tied_embeddings=True, params_b=None).model.tied_embeddings
     assert not plan("full-one-device", tied_embeddings=False).model.tied_embeddings
+    small = {"model": "someone/small", "vocab": 128256, "params_b": 7.51}  # 8.03 B with tables of their own
+    assert plan("full-one-device", tied_embeddings=True, **small).model.tied_embeddings
 
 
 def test_the_dropout_that_a_row_remarks() -> None:

@@ -121,16 +121,25 @@ def model_of(row: Row) -> ModelSpec:
             spec = None
     spec = spec or _decoder(row, name)
     tied = row.flag("tied_embeddings")
-    spec = replace(spec, tied_embeddings=spec.tied_embeddings if tied is None else tied)
+    if tied is not None and not (
+        _weighs(spec, row) and not _weighs(replace(spec, tied_embeddings=tied), row)
+    ):
+        spec = replace(spec, tied_embeddings=tied)
     if spec.num_experts:  # before transformers 5 each expert's matrices were linears, which quantisers packed
         linears = (replace(m, adaptable=m.adaptable or m.part == "experts") for m in spec.linears)
         spec = replace(spec, linears=tuple(linears))
-    parameters, said = count_parameters(spec).total / 1e9, row.amount("params_b")
-    if said is not None and abs(parameters / said - 1) > TOLERATED:
+    if not _weighs(spec, row):
         raise Unrepresented(
-            f"{name}: its shapes make {parameters:.2f} B parameters, the row says {said:.2f} B"
+            f"{name}: its shapes make {count_parameters(spec).total / 1e9:.2f} B parameters, "
+            f"the row says {row.amount('params_b'):.2f} B"
         )
     return spec
+
+
+def _weighs(spec: ModelSpec, row: Row) -> bool:
+    """True if the shapes make the parameters that the row states, if it states any."""
+    said = row.amount("params_b")
+    return said is None or abs(count_parameters(spec).total / 1e9 / said - 1) <= TOLERATED
 
 
 def _decoder(row: Row, name: str) -> ModelSpec:
