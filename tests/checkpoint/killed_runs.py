@@ -200,7 +200,7 @@ class Killer:
             if path.name.startswith("step-") and path.is_dir():
                 self.damaged.add(path.stat().st_ino)
         # The file system gives the number of a removed folder to the next one.
-        self.damaged &= {path.stat().st_ino for path in (self.run / "checkpoints").iterdir()}
+        self.damaged &= {path.lstat().st_ino for path in (self.run / "checkpoints").iterdir()}
         self.seen[f"damage: {kind.__name__}"] += 1
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fitune.errors import MissingExtra, RecipeError
 from fitune.spec.reports import StepReport
-from fitune.track.sinks import GuardedSink, TensorBoardSink, open_sinks, scalars
+from fitune.track.sinks import TRACKERS, GuardedSink, TensorBoardSink, open_sinks, scalars
 
 MakeStep = Callable[..., StepReport]
 
@@ -138,3 +138,27 @@ def test_a_tracker_that_cannot_write_does_not_stop_the_run(
         sink.start(plan, "run")
     sink.step(make_step(1))
     sink.finish(None)
+
+
+def test_a_tracker_is_one_class_and_one_row(tmp_path, monkeypatch):
+    told = []
+
+    class Toy:
+        def __init__(self, directory):
+            told.append(directory.name)
+
+        def start(self, plan, run_name):
+            told.append(run_name)
+
+        def step(self, report):
+            told.append(report)
+
+        def finish(self, report):
+            told.append("end")
+
+    monkeypatch.setitem(TRACKERS, "toy", Toy)
+    (sink,) = open_sinks(["toy"], tmp_path)
+    sink.start(None, "a run")
+    sink.step(1)
+    sink.finish(None)
+    assert told == ["toy", "a run", 1, "end"]

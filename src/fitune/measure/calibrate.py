@@ -1,4 +1,4 @@
-"""Measure what this machine's device does, in about a minute: the rates that the estimate of time is made of."""
+"""Measure what this machine's device does, in a minute or two: the rates that the estimate of time is made of."""
 
 import datetime
 import itertools

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +11,6 @@ from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.serial import to_json
 
-_KNOWN = ("tensorboard", "none")
 _NOT_YET = ("wandb", "mlflow", "comet")
 
 
@@ -33,9 +32,7 @@ def open_sinks(names: Sequence[str], directory: Path) -> list[Sink]:
     wanted = list(dict.fromkeys(name.lower() for name in names))
     for name in wanted:
         _require_known(name)
-    return [
-        GuardedSink(TensorBoardSink(directory / name), name=name) for name in wanted if name == "tensorboard"
-    ]
+    return [GuardedSink(TRACKERS[name](directory / name), name=name) for name in wanted if name != "none"]
 
 
 def _require_known(name: str) -> None:
@@ -44,10 +41,11 @@ def _require_known(name: str) -> None:
             f"report_to: {name!r} is not in this version of fitune",
             hint="report_to: tensorboard; metrics.jsonl in the run directory is written in any case",
         )
-    if name not in _KNOWN:
+    known = (*TRACKERS, "none")
+    if name not in known:
         raise RecipeError(
-            f"report_to: unknown tracker {name!r}; known are {', '.join(_KNOWN)}",
-            hint=did_you_mean(name, _KNOWN + _NOT_YET),
+            f"report_to: unknown tracker {name!r}; known are {', '.join(known)}",
+            hint=did_you_mean(name, known + _NOT_YET),
         )
 
 
@@ -143,6 +141,10 @@ class TensorBoardSink:
         self._started = True
         start = self._session_log(status=self._session_log.START)
         self._writer.add_event(self._event(wall_time=time.time(), step=step, session_log=start))
+
+
+TRACKERS: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoardSink}
+"""Name in ``report_to`` -> what makes it from the folder its files go to."""
 
 
 def scalars(report: StepReport) -> Iterator[tuple[str, float]]:
