@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fitune.data.formats import Conversation, Message, Text
 from fitune.data.templates import load_template
 from fitune.demo.base_model import let_values_pass
-from fitune.demo.files import DemoFiles, write_demo
-from fitune.demo.recipes import recipe_text
+from fitune.demo.files import DemoFiles, recipe_text, write_demo
 from fitune.demo.settings import (
     FULL,
     HELD_OUT_ROWS,

@@ -226,7 +226,7 @@ def test_a_merged_packed_model_is_measured_beside_the_trained_one(
 def test_a_loss_that_cannot_be_measured_costs_no_merge(
     train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("fitune.train.merged_loss"), "evaluate", raising(NO_MEMORY))
+    monkeypatch.setattr(import_module("fitune.train.evaluate"), "evaluate", raising(NO_MEMORY))
     code, out, _ = train(**MERGED)
     assert code == 0
     assert "loss was not measured: [enforce]" in out

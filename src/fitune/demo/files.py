@@ -1,4 +1,7 @@
-"""Everything the demo needs, written into one folder without a network."""
+"""Everything the demo needs, written into one folder without a network.
+
+Its recipes are written as a user would write them: they lie beside the data and can be run again.
+"""
 
 import dataclasses
 import json
@@ -8,8 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from fitune.demo.base_model import write_base_model
-from fitune.demo.recipes import recipe_text
-from fitune.demo.settings import FULL, HELD_OUT_ROWS, LORA, PRETRAIN, PRETRAINING_TEXTS, SHAPE, TRAINING_ROWS
+from fitune.demo.settings import (
+    FULL,
+    HELD_OUT_ROWS,
+    LORA,
+    LORA_RANK,
+    PRETRAIN,
+    PRETRAINING_TEXTS,
+    SHAPE,
+    TRAINING_ROWS,
+    Training,
+)
 from fitune.demo.text import held_out_exercises, pretraining_texts, training_exercises
 
 
@@ -75,3 +87,57 @@ def _write_recipes(files: DemoFiles) -> None:
             eval_data=str(files.test), output_dir=str(path.with_suffix("")),
         )  # fmt: skip
         path.write_text(text, encoding="utf-8")
+
+
+_RECIPE = """\
+# {purpose}
+# Run it again with: fitune train {path} --overwrite
+model: {model}
+tuning: {tuning}
+{rank}data: {data}
+{held_out}output_dir: {output_dir}
+
+seq_len: {seq_len}
+packing: true
+micro_batch_size: {micro_batch_size}
+gradient_accumulation_steps: 1
+max_steps: {max_steps}
+
+precision: fp32
+optimizer: adamw
+learning_rate: {learning_rate}
+lr_scheduler: cosine
+warmup_ratio: 0.05
+"""
+
+
+def recipe_text(
+    training: Training,
+    *,
+    purpose: str,
+    path: str,
+    model: str,
+    data: str,
+    output_dir: str,
+    eval_data: str = "",
+) -> str:
+    """YAML of one run. ``path`` is where the recipe itself will lie."""
+    return _RECIPE.format(
+        purpose=purpose,
+        path=path,
+        model=_quoted(model),
+        tuning=training.tuning,
+        rank=f"lora_r: {LORA_RANK}\n" if training.tuning == "lora" else "",
+        data=_quoted(data),
+        held_out=f"eval_data: {_quoted(eval_data)}\n" if eval_data else "",
+        output_dir=_quoted(output_dir),
+        seq_len=training.seq_len,
+        micro_batch_size=training.micro_batch_size,
+        max_steps=training.max_steps,
+        learning_rate=training.learning_rate,
+    )
+
+
+def _quoted(text: str) -> str:
+    """As a YAML text, whatever a folder is called."""
+    return "'" + text.replace("'", "''") + "'"

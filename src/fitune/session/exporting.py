@@ -17,8 +17,8 @@ from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import Ownership, lock_directory
 from fitune.spec.serial import to_json
 from fitune.train.again import find_source, load_trained, require_trained
+from fitune.train.ending import summarise
 from fitune.train.export import FOLDERS, TITLES, Handover, Kind
-from fitune.train.summary import summarise
 
 
 def export_run(run: Path, out: Path | None, kind: Kind | None, *, tell: Tell = tell_nobody) -> Exported:

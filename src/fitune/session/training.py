@@ -45,7 +45,7 @@ from fitune.track.sinks import Sink, open_sinks
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
 from fitune.train.export import FOLDERS, TITLES
-from fitune.train.oom import release
+from fitune.train.failure import release
 from fitune.train.run import put_metrics_back, run
 
 _SAMPLE_TOKENS = 128

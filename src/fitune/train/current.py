@@ -19,9 +19,9 @@ from fitune.spec.plan import Plan
 from fitune.spec.reports import Retry
 from fitune.track.jsonl import MetricsLog
 from fitune.track.sinks import Sink
+from fitune.train.evaluate import Answer
 from fitune.train.failure import Whereabouts
 from fitune.train.prepare import Prepared
-from fitune.train.samples import Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,23 @@
-"""Mean loss over held-out rows."""
+"""Loss on held-out rows, of the trained and the merged model, and prompts answered before and after training."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel
 
 from fitune.data.dataset import TokenDataset
+from fitune.data.formats import Conversation
 from fitune.data.loader import eval_batches
-from fitune.models.language_model import LanguageModel
-from fitune.spec.plan import Batch
+from fitune.data.preparing import PreparedData
+from fitune.errors import FituneError
+from fitune.files import write_atomically
+from fitune.models.attention import use_attention
+from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.quantised import quantised_base
+from fitune.spec.plan import Batch, Dense, Plan
+from fitune.spec.reports import MergedLoss, Sample
+from fitune.spec.serial import read_json
 
 
 def evaluate(model: LanguageModel, dataset: TokenDataset, batch: Batch, *, rows: int | None = None) -> float:
@@ -15,3 +29,88 @@ def evaluate(model: LanguageModel, dataset: TokenDataset, batch: Batch, *, rows:
         tokens += int((micro.labels_T >= 0).sum())
     model.whole.train()
     return total / tokens
+
+
+_ROWS = {True: 256, False: 64}
+"""At most so many rows, held out or of the training data: a merged model may answer from the host."""
+
+
+def measured_trained(plan: Plan, model: LanguageModel, data: PreparedData) -> MergedLoss:
+    """The loss of ``model`` as it was trained; ``merged`` is still to be measured (NaN)."""
+    held_out = data.eval is not None
+    rows = min(_ROWS[held_out], len(data.eval if data.eval is not None else data.train))
+    return MergedLoss(
+        trained=_loss(plan, model, data, rows),
+        merged=float("nan"),
+        rows=rows,
+        held_out=held_out,
+        packed_base=quantised_base(model.whole) != Dense(),
+    )
+
+
+def measured_merged(plan: Plan, merged: PreTrainedModel, data: PreparedData, *, rows: int) -> float:
+    """The loss of the merged model, read back from the disk, over the same rows."""
+    use_attention(merged, plan.attention)
+    return _loss(plan, language_model(merged, plan.loss), data, rows)
+
+
+def or_say_why_not(measure: Callable[[], MergedLoss], say: Callable[[str], None]) -> MergedLoss | None:
+    """Return what ``measure`` does; None when it fails, and ``say`` is told why: a figure must not cost the export."""
+    try:
+        return measure()
+    except (FituneError, OSError, MemoryError, RuntimeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        say(f"the merged model's loss was not measured: {reason}")
+        return None
+
+
+def _loss(plan: Plan, model: LanguageModel, data: PreparedData, rows: int) -> float:
+    return evaluate(model, data.train if data.eval is None else data.eval, plan.batch, rows=rows)
+
+
+Answer = Callable[[LanguageModel, Sequence[Conversation]], list[str]]
+"""Answers to the last user message of each conversation, by the model as it is now."""
+
+_BEFORE = "samples_before.json"
+
+
+def answer_before(
+    directory: Path, model: LanguageModel, conversations: Sequence[Conversation], answer: Answer
+) -> None:
+    """Answer with the untrained model and keep the answers on disk: a resumed run cannot ask again."""
+    answers = answer(model, conversations)
+    write_atomically(directory / _BEFORE, json.dumps(answers, ensure_ascii=False))
+
+
+def compare_samples(
+    directory: Path, model: LanguageModel, conversations: Sequence[Conversation], answer: Answer
+) -> tuple[Sample, ...]:
+    """Answer the same prompts with the trained model and lay both answers side by side."""
+    before = _answers_before(directory, len(conversations))
+    after = answer(model, conversations)
+    return tuple(
+        Sample(prompt=_prompt(c), expected=c.messages[-1].content, before=was, after=now)
+        for c, was, now in zip(conversations, before, after, strict=True)
+    )
+
+
+def _answers_before(directory: Path, wanted: int) -> list[str]:
+    """What the untrained model said. A run resumed elsewhere, or with more samples, was never asked all of them.
+
+    The file stays: a finished run may be made longer.
+    """
+    try:
+        found = read_json(directory / _BEFORE, follow_links=False)
+    except (OSError, ValueError):  # a table that a damaged file leaves empty is not worth a finished run
+        found = []
+    said = [answer for answer in found if isinstance(answer, str)] if isinstance(found, list) else []
+    return [*said, *[_NOT_ASKED] * wanted][:wanted]
+
+
+_NOT_ASKED = "(not asked: the run was resumed from elsewhere)"
+
+
+def _prompt(conversation: Conversation) -> str:
+    """What was said before the answer; the role is named where it is not the user's."""
+    lines = [m.content if m.role == "user" else f"[{m.role}] {m.content}" for m in conversation.messages[:-1]]
+    return "\n".join(lines)

@@ -30,10 +30,9 @@ from fitune.track.sinks import Sink
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
 from fitune.train.ending import complete, failed, interrupted, keep_log, tell_what_is_saved
-from fitune.train.evaluate import evaluate
-from fitune.train.failure import TRACEBACK, explain, require_finite_step
+from fitune.train.evaluate import answer_before, evaluate
+from fitune.train.failure import TRACEBACK, explain, require_finite_step, shortage_of
 from fitune.train.loop import train
-from fitune.train.oom import shortage_of
 from fitune.train.prepare import prepare
 from fitune.train.resume import (
     Facts,
@@ -45,7 +44,6 @@ from fitune.train.resume import (
     restore,
     where_to_start,
 )
-from fitune.train.samples import answer_before
 
 
 def run(
