@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from math import prod
 
 from fitune.errors import RecipeError
+from fitune.spec.quantisers import QUANTISERS
 from fitune.spec.recipe import Recipe
 
 _IN_BACKWARD = ("lomo", "adalomo")
@@ -34,9 +35,11 @@ def _method(r: Recipe) -> Iterator[tuple[str, str]]:
     if r.tuning == "qlora" and r.quantization == "none":
         why = "tuning: qlora is LoRA on a quantised base, and quantization: none forbids one"
         yield why, "tuning: lora"
-    if r.quantization == "nf4" and r.quantization_bits not in (None, 4):
-        why = f"quantization: nf4 has 4 bits, not quantization_bits = {r.quantization_bits}"
-        yield why, "quantization: hqq"
+    widths = QUANTISERS[r.quantization].widths if r.quantization in QUANTISERS else ()
+    if widths and r.quantization_bits not in (None, *widths):
+        has = f"{' or '.join(map(str, widths))} bits"
+        why = f"quantization: {r.quantization} has {has}, not quantization_bits = {r.quantization_bits}"
+        yield why, "leave quantization out: the first quantiser with these bits is taken"
     only_adapters = [name for name in ("dora", "rslora", "lora_modules_to_save") if getattr(r, name)]
     if r.tuning in _EVERY_WEIGHT and only_adapters:
         why = (
