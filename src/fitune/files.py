@@ -13,6 +13,7 @@ import shutil
 import stat
 import unicodedata
 from collections.abc import Iterable, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,7 +32,7 @@ _KINDS = {
 }
 
 
-def open_regular(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
+def open_regular(path: str | Path, *, follow_links: bool = True) -> BufferedReader:
     """Open a regular file for reading bytes; a named pipe, a socket, a device or a folder is refused, never waited for.
 
     ``follow_links`` False refuses a symbolic link as well: for files that this program wrote under that name.

@@ -100,7 +100,7 @@ def _sync(folder: Path) -> None:
 def write_adapter(model: PeftModel, folder: Path, weights: dict[str, Tensor], base: str) -> None:
     """adapter_model.safetensors and adapter_config.json naming ``base``."""
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    config = copy.copy(model.peft_config[model.active_adapter])
+    config: Any = copy.copy(model.peft_config[model.active_adapter])
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.task_type = config.task_type or "CAUSAL_LM"
@@ -108,7 +108,7 @@ def write_adapter(model: PeftModel, folder: Path, weights: dict[str, Tensor], ba
         config.target_modules = sorted(config.target_modules)  # the same file from every process
     saved = {name.rsplit(".", 1)[-1] for name in trained_tables(model.get_base_model())}
     config.modules_to_save = sorted(saved) or None
-    config.save_pretrained(folder)
+    config.save_pretrained(str(folder))
 
 
 SHARD_BYTES = 5_000_000_000

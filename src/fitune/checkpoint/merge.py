@@ -94,16 +94,21 @@ def _require_plain_lora(name: str, layer: LoraLayer) -> None:
         )
 
 
+def stores_transposed(layer: LoraLayer) -> bool:
+    """True for GPT-2's linears, which keep their weights as [in, out]."""
+    return bool(getattr(layer, "fan_in_fan_out", False))
+
+
 @torch.no_grad()
 def _merged(layer: LoraLayer, adapter: str, dtype: torch.dtype) -> Tensor:
     weight = layer.get_base_layer().weight
     update = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
     update *= layer.scaling[adapter]
-    if layer.fan_in_fan_out:  # GPT-2 keeps its weights transposed
+    if stores_transposed(layer):
         update = update.T
     update += weight
     if adapter in layer.lora_magnitude_vector:
-        row = 0 if layer.fan_in_fan_out else 1
+        row = 0 if stores_transposed(layer) else 1
         lengths = torch.linalg.vector_norm(update, dim=row, keepdim=True, dtype=torch.float64)
         update *= (layer.lora_magnitude_vector[adapter].weight.view_as(lengths) / lengths).float()
     return update.to(dtype=dtype, device="cpu")

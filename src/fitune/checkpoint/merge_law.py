@@ -11,7 +11,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-from fitune.checkpoint.merge import adapted_layers, base_weights
+from fitune.checkpoint.merge import adapted_layers, base_weights, stores_transposed
 from fitune.checkpoint.parity import Check, is_equal
 
 _SUM_STEPS = 8
@@ -46,7 +46,7 @@ def is_merged(layer: LoraLayer, adapter: str, stored: Tensor) -> bool:
             layer.lora_B[adapter].weight,
         )
     )
-    if layer.fan_in_fan_out:  # GPT-2 keeps its weights transposed
+    if stores_transposed(layer):
         weight, stored = weight.T, stored.T
     if stored.shape != weight.shape or not torch.isfinite(stored).all():
         return False

@@ -49,10 +49,12 @@ class TokenDataset:
     @classmethod
     def load(cls, folder: Path, facts: Facts | None = None) -> "TokenDataset":
         """Map the files of a DatasetWriter. Raises OSError or ValueError when they are missing or damaged."""
-        arrays = [np.memmap(folder / name, dtype, mode="r") for name, dtype in _FILES.items()]
+        ids, supervised, offsets = (
+            np.memmap(folder / name, dtype, mode="r") for name, dtype in _FILES.items()
+        )
         has_places = (folder / _PLACES).exists()
         places = np.memmap(folder / _PLACES, _FILES["offsets"], mode="r") if has_places else None
-        return cls(*arrays, places, facts)
+        return cls(ids, supervised, offsets, places, facts)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1 if self._places is None else len(self._places)

@@ -181,7 +181,7 @@ class _Objects:
             if fields is value:
                 return key
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        return next((key for item in inner if (key := self.key_twice_in(item)) is not None), None)
+        return next((twice for item in inner if (twice := self.key_twice_in(item)) is not None), None)
 
 
 def _key_twice(where: str, key: str) -> BadRow:
@@ -223,8 +223,8 @@ def _read_json(file: _Watched, path: str) -> Rows:
     if not isinstance(value, list):
         raise DataError(f'{path}: expected a list of rows or {{"data": [...]}}, found {type(value).__name__}')
     for row in _numbered_objects(value, path):
-        key = objects.key_twice_in(row.fields) if objects.doubled and isinstance(row, Row) else None
-        yield row if key is None else _key_twice(row.where, key)
+        twice = objects.key_twice_in(row.fields) if objects.doubled and isinstance(row, Row) else None
+        yield _key_twice(row.where, twice) if twice is not None and isinstance(row, Row) else row
 
 
 def _whole_text(file: _Watched, path: str) -> str:
@@ -311,7 +311,7 @@ def _bad_record(error: csv.Error, where: str, *, first: int, last: int) -> BadRo
 
 def _header(reader: Any, path: str) -> list[str]:
     try:
-        header = next(reader, [])
+        header: list[str] = next(reader, [])
     except csv.Error as error:
         raise DataError(f"{path}:1: not CSV: {error}") from None
     if len(header) == 1 and (other := next((mark for mark in ";\t|" if mark in header[0]), "")):

@@ -27,6 +27,7 @@ from fitune.data.rows import (
     refuse_unsupported_row,
 )
 from fitune.errors import DataError, did_you_mean
+from fitune.spec.plan import DataFormat
 
 Role = Literal["system", "user", "assistant"]
 Columns = tuple[tuple[str, str], ...]
@@ -41,7 +42,7 @@ ACCEPTED = (
     "{prompt, completion}, {question, answer}, {dialogue, summary}, {text}, or columns: {prompt: …, completion: …}"
 )
 
-_RECOGNISED: tuple[tuple[str, tuple[str, ...]], ...] = (
+_RECOGNISED: tuple[tuple[DataFormat, tuple[str, ...]], ...] = (
     ("messages", ("messages",)),
     ("sharegpt", ("conversations",)),
     ("alpaca", ("instruction", "output")),
@@ -83,7 +84,7 @@ class Text:
 Example = Conversation | Text
 
 
-def detect_format(row: Row, columns: Columns = ()) -> str:
+def detect_format(row: Row, columns: Columns = ()) -> DataFormat:
     """The format whose fields are all there; a column mapping goes before everything.
 
     Raises DataError that names the row and lists the fields found and the formats accepted; and for rows of

@@ -20,7 +20,7 @@ from fitune.data.sources import content_key, read_rows, with_skip_hint
 from fitune.data.templates import load_template
 from fitune.data.tokenising import MAX_TEXT, Fate, Job, RowTokeniser, TokenRows, text_size, tokenised
 from fitune.errors import DataError
-from fitune.spec.plan import DataPlan, DataSource
+from fitune.spec.plan import DataFormat, DataPlan, DataSource
 from fitune.spec.reports import Ledger
 from fitune.spec.serial import from_data, to_data
 
@@ -235,7 +235,8 @@ class _Preparation:
         """Every row of a source, sent to its side; notes the format it was read as."""
         data, book = self._data, (train or self._held_out).book
         weight, per = Fraction(source.weight).limit_denominator(1_000_000).as_integer_ratio()
-        format, position = source.format, 0
+        format: DataFormat = source.format
+        position = 0
         rows = read_rows(
             source, on_bad_row=data.on_bad_row, count_bad=book.drop, on_bytes=self._progress.read
         )

@@ -89,7 +89,8 @@ class _GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> nodes.Node:
-        self.environment.has_marks = True
+        environment: Any = self.environment  # ours says whether a template marks answers
+        environment.has_marks = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)

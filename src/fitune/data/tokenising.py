@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -65,13 +65,15 @@ class RowTokeniser:
         text = 0
         try:
             for example, laid_out in zip(examples, self._template.lay_out_rows(examples), strict=True):
-                is_bad = isinstance(laid_out, BadRow)
-                waiting.append(laid_out if is_bad else (example, laid_out))
-                text += 0 if is_bad else sum(len(piece.text) for piece in laid_out)
+                if isinstance(laid_out, BadRow):
+                    waiting.append(laid_out)
+                else:
+                    waiting.append((example, laid_out))
+                    text += sum(len(piece.text) for piece in laid_out)
                 if text > MAX_TEXT:
                     self._encode(waiting, rows)
                     waiting, text = [], 0
-                if is_bad and self._data.on_bad_row == "error":
+                if isinstance(laid_out, BadRow) and self._data.on_bad_row == "error":
                     break
             self._encode(waiting, rows)
         except DataError as error:
@@ -220,7 +222,7 @@ class Job:
 
 def tokenised(
     batches: Iterator[list[Example]], job: Job, local: RowTokeniser, *, beat: Beat, workers: int | None = None
-) -> Iterator[TokenRows]:
+) -> Generator[TokenRows, None, None]:
     """The rows of every batch, in order. A small dataset is tokenised here, the rest of a large one in ``workers``
     processes, by default one for each core. ``beat`` is called several times a second, and may raise to stop.
 

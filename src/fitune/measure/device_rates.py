@@ -5,6 +5,7 @@ T tokens, D hidden size, F width of the MLP, H heads, N tokens of a row.
 """
 
 import collections
+import functools
 import mmap
 import time
 from collections.abc import Callable
@@ -85,8 +86,8 @@ def product_samples(device: torch.device, dtype: torch.dtype) -> Samples:
         weight_FD = torch.randn(outer, inner, device=device).to(dtype)
         y_TF = torch.nn.functional.linear(x_TD, weight_FD)
         both = (
-            fastest_seconds(lambda x=x_TD, w=weight_FD: torch.nn.functional.linear(x, w), device),
-            fastest_seconds(lambda x=x_TD, y=y_TF: y.t() @ x, device),
+            fastest_seconds(functools.partial(torch.nn.functional.linear, x_TD, weight_FD), device),
+            fastest_seconds(functools.partial(torch.mm, y_TF.t(), x_TD), device),
         )
         samples += [(2.0 * tokens * inner * outer, seconds) for seconds in both]
         if max(both) > SLOW_SECONDS:

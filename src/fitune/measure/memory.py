@@ -8,7 +8,7 @@ their end. Both answer the same question: how many bytes of tensors were alive a
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fitune.spec.reports import Phase
+from fitune.spec.reports import MeterKind, Phase
 
 
 class OtherMemory(Protocol):
@@ -28,7 +28,7 @@ class OtherMemory(Protocol):
 class MemoryMeter(Protocol):
     """Measures the steps it is opened for; ``enter`` is told of every change of phase."""
 
-    kind: Literal["live tensors", "cuda allocated"]
+    kind: MeterKind
 
     def measuring(
         self, alive: Callable[[], Iterable[Tensor]], host: OtherMemory | None = None
@@ -96,7 +96,7 @@ class LiveTensors(TorchDispatchMode):
 class CpuMeter:
     """Live tensor bytes, counted by LiveTensors."""
 
-    kind: Literal["live tensors"] = "live tensors"
+    kind: MeterKind = "live tensors"
 
     def __init__(self) -> None:
         self._tracker: LiveTensors | None = None
@@ -126,7 +126,7 @@ class CpuMeter:
 class CudaMeter:
     """torch.cuda's peak of allocated bytes, reset at every change of phase."""
 
-    kind: Literal["cuda allocated"] = "cuda allocated"
+    kind: MeterKind = "cuda allocated"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -254,6 +254,11 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 # torch.compile stops here and goes on behind: rows change with every stream, and their loop with them.
-for _attention, _function in (("sdpa", rows_sdpa), ("flash", rows_flash), ("eager", rows_eager)):
+_FUNCTIONS: dict[Attention, Any] = {
+    "sdpa": rows_sdpa,
+    "flash": rows_flash,
+    "eager": rows_eager,
+}
+for _attention, _function in _FUNCTIONS.items():
     AttentionInterface.register(_NAMES[_attention], torch.compiler.disable(_function))
     AttentionMaskInterface.register(_NAMES[_attention], _no_mask)

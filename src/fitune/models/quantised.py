@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fitune.errors import ModelError, require_library
@@ -176,7 +176,7 @@ class PackOnArrival(QuantizationConfigMixin):
     """The quantization_config that ``from_pretrained`` is given."""
 
     def __init__(self, base: Quantiser) -> None:
-        self.quant_method = _METHOD
+        self.quant_method: Any = _METHOD  # transformers looks it up by this word
         self.base = base
         self.failure: Exception | None = None
         """First error of packing: transformers keeps only its text."""
@@ -189,12 +189,12 @@ class _Packer(HfQuantizer):
     """Collects packed linears by the name of their weight while the model's own stay empty."""
 
     def __init__(self, quantization_config: PackOnArrival, **_: Any) -> None:
-        self.quantization_config = quantization_config
+        self.quantization_config: Any = quantization_config
         self.pre_quantized = False
         self.linears: dict[str, nn.Module] = {}
         self.packed: dict[str, QuantisedLinear] = {}
 
-    def preprocess_model(self, model: PreTrainedModel, **_: Any) -> None:
+    def preprocess_model(self, model: PreTrainedModel, *_: Any, **__: Any) -> None:
         inside = set(blocks_of(model).modules())
         self.linears = {
             f"{name}.weight": module
@@ -221,7 +221,7 @@ class _Packer(HfQuantizer):
         self.packed[name] = packed_linear(linear, weight, self.quantization_config.base)
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
-    def postprocess_model(self, model: PreTrainedModel, **_: Any) -> None:
+    def postprocess_model(self, model: PreTrainedModel, **__: Any) -> None:
         for weight_name, packed in self.packed.items():
             parent, _, name = weight_name.removesuffix(".weight").rpartition(".")
             packed.bias = self.linears[weight_name].bias
@@ -242,7 +242,7 @@ class _Pack(ConversionOps):
     def __init__(self, packer: _Packer) -> None:
         self.packer = packer
 
-    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Tensor]:
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Tensor]:
         try:
             return {
                 name: self.packer.pack(name, value[0] if isinstance(value, list) else value)

@@ -65,7 +65,9 @@ def _by_rows(module: nn.Module, whole_call: Callable[..., Any]) -> Callable[...,
         if lengths is None or not _depends_on_length(kind):
             return whole_call(x, position_ids, **of_layer)
         name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
-        before, cosines, sines, start = getattr(module, name), [], [], 0
+        before, start = getattr(module, name), 0
+        cosines: list[Tensor] = []
+        sines: list[Tensor] = []
         for deciding, alike in itertools.groupby(lengths, lambda n: _deciding_length(module.config, kind, n)):
             end = start + sum(alike)
             seq_len = deciding if kind == "longrope" else torch.tensor(deciding, device=x.device)

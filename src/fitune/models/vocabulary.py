@@ -1,6 +1,7 @@
 """Tokens that a plan adds: the tokenizer that knows them, and rows for them in embedding and head."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tokenizers import AddedToken
@@ -84,4 +85,5 @@ def _begin(table_VD: Tensor, fresh: Tensor, learned: int, generator: torch.Gener
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[int]:
-    return [int(tokenizer.convert_tokens_to_ids(token)) for token in tokens]
+    found: Any = tokenizer.convert_tokens_to_ids([*tokens])
+    return list(found)

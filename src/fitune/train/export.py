@@ -28,7 +28,7 @@ TITLES: dict[Kind, str] = {"adapter": "adapter", "merged": "merged model", "full
 """Names of the exports for people."""
 
 
-def trained_kind(plan: Plan) -> Kind:
+def trained_kind(plan: Plan) -> Literal["adapter", "full"]:
     """The kind that holds all that was trained and nothing else."""
     return "adapter" if isinstance(plan.tuning, Lora) else "full"
 
