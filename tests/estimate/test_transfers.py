@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from estimate.tiny_plans import gpu, known, plan_for
-from fitune.estimate.checkpoint import checkpoint_bytes
 from fitune.estimate.communication import Exchange, communication_of
-from fitune.estimate.host import PROCESS_BYTES
+from fitune.estimate.host import PROCESS_BYTES, checkpoint_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.time import COLLECTIVE_SHARE, MODULE_HOOK_SECONDS, predict_step_time
 from fitune.estimate.transfers import (

@@ -6,21 +6,20 @@ from itertools import pairwise
 import pytest
 
 from estimate.tiny_plans import gpu, known, plan_for, small_llama
-from fitune.estimate.classic import (
-    classic_layer_activation_bytes,
-    communicated_elements,
-    mixed_precision_state_bytes,
-)
-from fitune.estimate.gradients import resting_gradient_bytes
 from fitune.estimate.parameters import weights_bytes
-from fitune.estimate.quantised import stored_bytes
+from fitune.estimate.states import resting_gradient_bytes
 from fitune.estimate.step import resident_terms
-from fitune.estimate.tensors import base_tensors
+from fitune.estimate.tensors import base_tensors, stored_bytes
 from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.spec.model_config import known_model_names
 from fitune.spec.plan import AdamW8bit, Hqq, Lora, Nf4, Offload, Single, Zero
 from fitune.spec.plan import Full as FullTuning
+from laws.classic_accounts import (
+    classic_layer_activation_bytes,
+    communicated_elements,
+    mixed_precision_state_bytes,
+)
 
 BILLION = 1e9
 

@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 
 from fitune.estimate import activations, transient
 from fitune.estimate.activations import FP32
-from fitune.estimate.attention_traits import (
+from fitune.estimate.site import (
+    Site,
     attended_kv_dim,
     attends_in_one_call,
     kept_keys,
+    linears_stage,
     values_are_read_as_projected,
 )
-from fitune.estimate.site import Site, linears_stage
 from fitune.spec.block_profile import Stage
 from fitune.spec.model import Linear
 from fitune.spec.traits import falls_back_to_scores, writes_scores

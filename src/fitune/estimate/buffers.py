@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from fitune.estimate.gradients import gradients_go_to_the_host, resting_gradient_bytes
 from fitune.estimate.parameters import blocks_trained, trained_parameters, weights_bytes
 from fitune.estimate.shares import (
     accumulates_whole,
@@ -14,6 +13,7 @@ from fitune.estimate.shares import (
     uses_fsdp,
     zero_stage,
 )
+from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_bytes
 from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tensors
 from fitune.spec.plan import Plan, updates_in_backward
 

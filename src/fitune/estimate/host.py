@@ -1,15 +1,21 @@
-"""What offloading takes of a node's memory and of its NVMe, as strictly as device memory.
+"""Bytes beside the device: a node's memory and NVMe, as strictly as device memory, and a checkpoint on disk.
 
 Pinned buffers are counted at their size: one flat buffer each. (torch's own pinned allocator rounds every request
 up to a power of two; a trainer that pins tensor by tensor with it can need up to twice as much.)
 """
 
-from fitune.estimate.parameters import weights_away_bytes
+from fitune.estimate.parameters import trained_parameters, weights_away_bytes
 from fitune.estimate.shares import num_ranks, trained_share
-from fitune.estimate.states import SUB_GROUP, states_per_parameter
+from fitune.estimate.states import (
+    SUB_GROUP,
+    adalomo_state_bytes,
+    eight_bit_state_bytes,
+    has_masters,
+    states_per_parameter,
+)
 from fitune.estimate.step import StepStages
 from fitune.spec.hardware import Hardware
-from fitune.spec.plan import Lomo, Plan
+from fitune.spec.plan import AdamW8bit, Lomo, Plan
 from fitune.units import GIB
 
 Terms = dict[str, int]
@@ -89,3 +95,22 @@ def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:
         ("gradients", offload.optimizer, host_gradient_bytes(plan), OPTIMIZER_BUFFERS * sub_group),
         ("activations", offload.activations, activations, 2 * max(block.kept for block in step.blocks)),
     ]
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """P_trained · (e + 4 with masters) + states: what the next step depends on (train/resume.py).
+
+    Frozen weights are not in it, and nothing is written twice however it is divided.
+    """
+    trained = trained_parameters(plan)
+    weights = trained * (plan.precision.compute_bytes + (4 if has_masters(plan) else 0))
+    return weights + _state_bytes(plan, trained)
+
+
+def _state_bytes(plan: Plan, trained: int) -> int:
+    if isinstance(plan.tuning, Lomo):
+        return adalomo_state_bytes(plan) if plan.tuning.adaptive else 0
+    if isinstance(plan.optimizer, AdamW8bit) and plan.offload.optimizer == "device":
+        return eight_bit_state_bytes(plan)
+    width = 4 if has_masters(plan) else plan.precision.compute_bytes
+    return states_per_parameter(plan.optimizer) * trained * width

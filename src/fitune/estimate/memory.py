@@ -6,14 +6,14 @@ are those of a step after the first, when optimizer states exist, and of its las
 
 from fitune.estimate import activations, overhead, transient
 from fitune.estimate import loss as loss_terms
-from fitune.estimate.gradients import (
+from fitune.estimate.parameters import embedding_parameters, head_parameters
+from fitune.estimate.shape import largest_batch
+from fitune.estimate.shares import uses_fsdp
+from fitune.estimate.states import (
     gradients_always_exist,
     leaves_after_the_loss,
     stepping_bytes,
 )
-from fitune.estimate.parameters import embedding_parameters, head_parameters
-from fitune.estimate.shape import largest_batch
-from fitune.estimate.shares import uses_fsdp
 from fitune.estimate.step import StepStages, Terms
 from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
 from fitune.spec.plan import PlainLoss, Plan, trains_embeddings, updates_in_backward

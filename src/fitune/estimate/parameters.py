@@ -1,6 +1,5 @@
 """Bytes of what is multiplied and of what is trained: weights, adapters, gradients."""
 
-from fitune.estimate.quantised import is_quantised
 from fitune.estimate.shares import (
     base_bytes,
     base_share_bytes,
@@ -10,7 +9,7 @@ from fitune.estimate.shares import (
     uses_fsdp,
     weights_are_divided,
 )
-from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tables
+from fitune.estimate.tensors import adapter_tensors, base_tensors, is_quantised, trained_tables
 from fitune.spec.counts import adapted_blocks, count_parameters, lora_parameters
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Dense, Lora, Plan, Single, base_of

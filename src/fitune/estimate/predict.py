@@ -1,8 +1,7 @@
 """Everything the arithmetic says about one plan."""
 
-from fitune.estimate.checkpoint import checkpoint_bytes
 from fitune.estimate.communication import communication_of
-from fitune.estimate.host import host_terms, nvme_bytes, usable_host_bytes
+from fitune.estimate.host import checkpoint_bytes, host_terms, nvme_bytes, usable_host_bytes
 from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.shape import largest_batch

@@ -1,6 +1,6 @@
 """The micro-batch a plan has to be ready for."""
 
-from fitune.estimate.attention_traits import masks_window
+from fitune.estimate.site import masks_window
 from fitune.spec.plan import Plan
 from fitune.spec.shape import BatchShape
 from fitune.spec.traits import has_scores

@@ -2,8 +2,14 @@
 
 from collections.abc import Iterable
 
-from fitune.estimate.quantised import is_quantised, packed_bytes, stored_bytes
-from fitune.estimate.tensors import ParameterTensor, base_tensors, trained_tensors
+from fitune.estimate.tensors import (
+    ParameterTensor,
+    base_tensors,
+    is_quantised,
+    packed_bytes,
+    stored_bytes,
+    trained_tensors,
+)
 from fitune.spec.plan import Ddp, Dense, Plan, Quantiser, Single, Zero, base_of
 
 

@@ -5,15 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fitune.estimate import activations
-from fitune.estimate.block import block_profile, final_norm_stage
+from fitune.estimate.block import Block, block_of, block_profile, final_norm_stage, untouched_block
 from fitune.estimate.buffers import Buffers, buffers_of
-from fitune.estimate.gradients import (
-    gradients_always_exist,
-    one_gradient_at_a_time,
-    resting_gradient_bytes,
-    root_gradients_wait,
-    update_gradient_bytes,
-)
 from fitune.estimate.parameters import (
     adapters_bytes,
     gradients_bytes,
@@ -23,8 +16,16 @@ from fitune.estimate.parameters import (
     weights_read_bytes,
 )
 from fitune.estimate.shares import trained_share
-from fitune.estimate.stages import Block, block_of, untouched_block
-from fitune.estimate.states import master_bytes, optimizer_bytes, update_temporaries_bytes
+from fitune.estimate.states import (
+    gradients_always_exist,
+    master_bytes,
+    one_gradient_at_a_time,
+    optimizer_bytes,
+    resting_gradient_bytes,
+    root_gradients_wait,
+    update_gradient_bytes,
+    update_temporaries_bytes,
+)
 from fitune.spec.block_profile import Attention, BlockProfile, Pass, Stage, in_all
 from fitune.spec.counts import blocks_gone_back_through
 from fitune.spec.plan import (

@@ -1,4 +1,4 @@
-"""Every parameter tensor by its rows: sharding divides rows, 8-bit optimizers count by tensor."""
+"""Every parameter tensor by its rows, and the bytes of a frozen one in few bits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from fitune.spec.counts import adapted_blocks
 from fitune.spec.model import Linear, ModelSpec
-from fitune.spec.plan import Lora, Plan
+from fitune.spec.plan import Dense, Lora, Plan, Quantiser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,3 +125,26 @@ def _qk_norm_widths(model: ModelSpec) -> tuple[int, ...]:
             return (model.head_dim, model.head_dim)
         case "full":
             return (model.q_dim, model.kv_dim)
+
+
+def is_quantised(linear: Linear, base: Dense | Quantiser) -> bool:
+    return linear.adaptable and not isinstance(base, Dense)
+
+
+def stored_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int) -> int:
+    """One matrix as the device holds it."""
+    scales = 0 if isinstance(base, Dense) else base.scale_bytes(weights, element_bytes=element_bytes)
+    return packed_bytes(weights, base, element_bytes=element_bytes) + scales
+
+
+def packed_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int) -> int:
+    """One matrix's words without what scales them: the parameter, of which sharding makes shares."""
+    return weights * element_bytes if isinstance(base, Dense) else base.packed_bytes(weights)
+
+
+def dequantisation_workspace_bytes(*, in_features: int, out_features: int, element_bytes: int) -> int:
+    """e·out·in: the matrix in the compute type while it is multiplied, forward and backward alike.
+
+    Nothing of it is kept; the largest linear decides (bitsandbytes MatMul4Bit; hqq dequantises the same way).
+    """
+    return in_features * out_features * element_bytes

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from fitune.estimate.block import block_stages
 from fitune.estimate.buffers import REDUCE_BUCKET, Buffers, block_weight_bytes, root_weight_bytes
-from fitune.estimate.gradients import gradients_go_to_the_host
 from fitune.estimate.parameters import head_parameters
 from fitune.estimate.shares import (
     gradients_are_divided,
@@ -19,7 +18,7 @@ from fitune.estimate.shares import (
     weights_are_divided,
     zero_stage,
 )
-from fitune.estimate.states import has_masters, states_per_parameter
+from fitune.estimate.states import gradients_go_to_the_host, has_masters, states_per_parameter
 from fitune.estimate.step import ModelProfile, StepStages, Terms, describe_step, model_profile
 from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tables
 from fitune.spec.block_profile import BlockProfile, Stage

@@ -7,10 +7,10 @@ The rates are assumed where the device was not calibrated.
 from dataclasses import dataclass, field
 
 from fitune.estimate.communication import Exchange, backward_passes, communication_of, forward_passes
-from fitune.estimate.gradients import gradients_go_to_the_host
 from fitune.estimate.host import host_optimizer_bytes, offloaded_activation_bytes, ranks_per_node
 from fitune.estimate.parameters import weights_away_bytes
 from fitune.estimate.shares import trained_share, uses_deepspeed, zero_stage
+from fitune.estimate.states import gradients_go_to_the_host
 from fitune.estimate.step import StepStages
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Lomo, Offload, Plan, Single
