@@ -6,7 +6,7 @@ import pytest
 
 from fitune.checkpoint.differences import compare_plans, require_resumable, with_unsaid_fields
 from fitune.errors import CheckpointError
-from fitune.spec.hardware import Gpu, Hardware
+from fitune.spec.hardware import Hardware
 from fitune.spec.model import Dropout, Linear, ModelSpec
 from fitune.spec.plan import (
     AdamW,
@@ -19,40 +19,26 @@ from fitune.spec.plan import (
     Epochs,
     Full,
     InBackward,
-    Lora,
-    PlainLoss,
     Plan,
     Precision,
     Recompute,
     RunPlan,
     Schedule,
-    Single,
     Steps,
 )
 from fitune.spec.serial import from_data, from_json, to_data, to_json
+from plans import plan_for
 
-GPU = Gpu(
-    name="cpu", memory_bytes=2**34, bf16_flops=0, fp16_flops=0, fp32_flops=1e11, bandwidth=1e10,
-    capability=(0, 0), link_bandwidth=0, host_bandwidth=1e10, source="made up",
-)  # fmt: skip
 MODEL = ModelSpec(
     name="tiny", model_type="llama", num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4,
     num_kv_heads=2, head_dim=8, vocab_size=260, max_seq_len=128, tied_embeddings=False, mlp_type="gated",
     norm_type="rms", norms_per_block=2,
     linears=(Linear(name="self_attn.q_proj", in_features=32, out_features=32),),
 )  # fmt: skip
-PLAN = Plan(
-    model=MODEL,
-    model_path="/models/tiny",
-    hardware=Hardware(gpu=GPU),
-    tuning=Lora(rank=8, alpha=16, dropout=0.0, targets=("q_proj",)),
-    precision=Precision.FP32,
-    optimizer=AdamW(),
-    sharding=Single(),
-    recompute=Recompute(blocks=0),
-    attention="sdpa",
-    loss=PlainLoss(),
-    batch=Batch(micro_batch_size=2, accumulation=4, seq_len=64, packing=True),
+PLAN = plan_for(
+    MODEL,
+    tuning="lora",
+    targets=("q_proj",),
     schedule=Schedule(
         learning_rate=1e-3,
         kind="cosine",
@@ -60,6 +46,7 @@ PLAN = Plan(
         duration=Epochs(count=2.0),
         max_grad_norm=1.0,
     ),
+    batch=Batch(micro_batch_size=2, accumulation=4, seq_len=64, packing=True),
     data=DataPlan(sources=(DataSource(path="a.jsonl"),)),
     run=RunPlan(output_dir="runs/a"),
 )
@@ -83,8 +70,12 @@ ALLOWED = {
     "schedule.duration.count": schedule(duration=Epochs(count=3.0)),
     "batch.micro_batch_size": batch(micro_batch_size=4, accumulation=2),
     "batch.accumulation": batch(micro_batch_size=1, accumulation=8),
-    "hardware.gpus_per_node": replace(batch(accumulation=2), hardware=Hardware(gpu=GPU, gpus_per_node=2)),
-    "hardware.gpu.memory_bytes": replace(PLAN, hardware=Hardware(gpu=replace(GPU, memory_bytes=2**30))),
+    "hardware.gpus_per_node": replace(
+        batch(accumulation=2), hardware=Hardware(gpu=PLAN.hardware.gpu, gpus_per_node=2)
+    ),
+    "hardware.gpu.memory_bytes": replace(
+        PLAN, hardware=Hardware(gpu=replace(PLAN.hardware.gpu, memory_bytes=2**30))
+    ),
     "recompute.blocks": replace(PLAN, recompute=Recompute(blocks=2)),
     "loss.kind": replace(PLAN, loss=ChunkedLoss(chunk_tokens=8)),
     "attention": replace(PLAN, attention="eager"),
@@ -107,7 +98,7 @@ REFUSED = {
     "batch.packing": batch(packing=False),
     "batch.micro_batch_size": batch(micro_batch_size=4),
     "batch.accumulation": batch(accumulation=8),
-    "hardware.gpus_per_node": replace(PLAN, hardware=Hardware(gpu=GPU, gpus_per_node=2)),
+    "hardware.gpus_per_node": replace(PLAN, hardware=Hardware(gpu=PLAN.hardware.gpu, gpus_per_node=2)),
 }
 
 

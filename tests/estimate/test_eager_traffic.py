@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from estimate.tiny_plans import known, plan_for
 from fitune.estimate.eager import block_passes
 from fitune.measure.device_rates import computes
 from fitune.models.weights import compute_dtype
@@ -18,6 +17,7 @@ from fitune.spec.model_config import spec_from_config
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Phase
 from fitune.train.prepare import prepare_loaded
+from plans import known, plan_for
 
 TOKENS = 64
 SIZES = {

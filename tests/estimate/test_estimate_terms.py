@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import gpu, known, plan_for, small_llama
 from fitune.estimate.activations import fused_attention_kept, gated_mlp_kept, rms_norm_kept
 from fitune.estimate.block import block_stages
 from fitune.estimate.loss import bytes_per_logit, logits_bytes
@@ -18,6 +17,7 @@ from fitune.spec.reports import Phase
 from fitune.spec.shape import BatchShape
 from fitune.spec.traits import ACTIVATIONS
 from fitune.units import MIB
+from plans import gpu, known, plan_for, small_llama
 
 
 def kept_per_token(plan, *, rows: int = 1) -> float:

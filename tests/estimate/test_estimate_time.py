@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, known, plan_for, small_llama
 from fitune.estimate.communication import Exchange
 from fitune.estimate.eager import block_passes
 from fitune.estimate.predict import predict
@@ -23,6 +22,7 @@ from fitune.spec.hardware import (
 )
 from fitune.spec.plan import Offload, Precision, Zero
 from fitune.spec.reports import Phase
+from plans import CPU, gpu, known, plan_for, small_llama
 
 
 def test_full_fine_tuning_takes_six_flops_per_weight_and_token():

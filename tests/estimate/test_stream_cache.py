@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from estimate.tiny_plans import gpu, known, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.overhead import stream_cache_bytes
 from fitune.estimate.predict import predict
 from fitune.planner.explain import memory_sum
 from fitune.spec.plan import Zero
 from fitune.spec.reports import Phase
+from plans import gpu, known, plan_for
 
 
 def test_every_stream_keeps_its_own_most() -> None:

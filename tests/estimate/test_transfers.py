@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import gpu, known, plan_for
 from fitune.estimate.communication import Exchange, communication_of
 from fitune.estimate.host import PROCESS_BYTES, checkpoint_bytes
 from fitune.estimate.predict import predict
@@ -33,6 +32,7 @@ from fitune.spec.plan import (
 )
 from fitune.spec.reports import Estimate, Phase
 from fitune.spec.serial import from_data, to_data
+from plans import gpu, known, plan_for
 
 P = 8_030_261_248
 EMBEDDING = 128256 * 4096

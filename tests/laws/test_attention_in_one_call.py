@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import gpu, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.rehearse.run import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
+from plans import gpu, plan_for
 from rehearse.tiny_configs import tiny
 
 

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from estimate.tiny_plans import gpu, known, plan_for, small_llama
 from fitune.estimate.parameters import weights_bytes
 from fitune.estimate.states import resting_gradient_bytes
 from fitune.estimate.step import resident_terms
@@ -20,6 +19,7 @@ from laws.classic_accounts import (
     communicated_elements,
     mixed_precision_state_bytes,
 )
+from plans import gpu, known, plan_for, small_llama
 
 BILLION = 1e9
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.rehearse.step import record_step
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.shape import BatchShape
 from laws.test_memory_prediction import bench
 from laws.test_memory_prediction_families import measured_peak
+from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import tiny
 
 TOLERANCE = 0.01

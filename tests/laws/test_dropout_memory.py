@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import gpu, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.rehearse.run import trace_plan
 from fitune.spec.plan import Dense, Nf4
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
+from plans import gpu, plan_for
 from rehearse.tiny_configs import tiny
 
 QV = ("q_proj", "v_proj")

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, known, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import gradients_bytes
 from fitune.rehearse.run import trace_plan
@@ -14,6 +13,7 @@ from fitune.spec.reports import Phase
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
 from optional_libraries import NEEDS_BITSANDBYTES
+from plans import CPU, gpu, known, plan_for
 from rehearse.tiny_configs import FAMILIES, tiny
 
 NEVER, BY_NORM = (Full(update=InBackward(clip=ClipByNorm(max_norm=norm))) for norm in (0, 1.0))

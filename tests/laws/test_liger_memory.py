@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import gpu, known, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import describe_step
 from fitune.rehearse.run import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
+from plans import gpu, known, plan_for
 from rehearse.tiny_configs import FAMILIES, tiny
 
 CHOICES = [

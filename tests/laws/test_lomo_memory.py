@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.rehearse.run import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
@@ -12,6 +11,7 @@ from fitune.spec.plan import ClipByNorm, ClipByValue, Lomo, Sgd
 from fitune.spec.reports import Phase
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
+from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import FAMILIES, tiny
 
 BY_VALUE, BY_NORM = ClipByValue(value=1.0), ClipByNorm(max_norm=1.0)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.time import predict_step_time
 from fitune.rehearse.run import trace_plan
@@ -13,6 +12,7 @@ from laws.test_config_traits_memory import ROWS, TOLERANCE, by_rows, check, shap
 from laws.test_memory_prediction import bench
 from laws.test_memory_prediction_families import measured_peak
 from laws.test_rehearsal_estimate import rehearsed_peak
+from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import tiny
 
 GPT2 = {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import weights_bytes
 from fitune.measure.memory import LiveTensors
@@ -13,6 +12,7 @@ from fitune.spec.reports import Phase
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import ROWS, bench
 from laws.test_rehearsal_estimate import TOLERANCE, rehearsed_peak
+from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import tiny
 
 ALL = bench.LAYERS

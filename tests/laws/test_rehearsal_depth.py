@@ -2,11 +2,11 @@
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.rehearse.allocator import reserved_peak
 from fitune.rehearse.layer_extrapolation import ROW, Depth
 from fitune.rehearse.run import trace_plan
 from fitune.rehearse.trace import Reached, peaks_by_kind
+from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import tiny
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.rehearse.run import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Hqq, Nf4
+from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import FAMILIES, tiny
 
 TOLERANCE = 0.02

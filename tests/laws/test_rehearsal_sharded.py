@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import CPU, plan_for
 from fitune.errors import RecipeError
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import weights_share_bytes
@@ -15,6 +14,7 @@ from fitune.rehearse.trace import Allocated, peaks_by_kind
 from fitune.spec.plan import Ddp, Hqq, Lora, Nf4, Zero
 from fitune.spec.reports import Phase
 from fitune.spec.targets import resolve_targets
+from plans import CPU, plan_for
 from rehearse.tiny_configs import tiny
 
 TOLERANCE = 0.02

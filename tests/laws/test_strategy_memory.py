@@ -5,7 +5,6 @@ from itertools import pairwise, product
 
 import pytest
 
-from estimate.tiny_plans import gpu, known, plan_for
 from fitune.estimate.buffers import block_weight_bytes, buffers_of, group_gradient_bytes, root_weight_bytes
 from fitune.estimate.memory import predict_memory
 from fitune.spec.counts import count_parameters
@@ -25,6 +24,7 @@ from fitune.spec.plan import (
     Zero,
 )
 from fitune.spec.reports import Phase
+from plans import gpu, known, plan_for
 
 MODELS = ("llama-3.1-8b", "qwen3-4b", "llama-3.2-1b", "mixtral-8x7b", "gpt2")
 SHARDINGS = (

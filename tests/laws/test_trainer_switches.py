@@ -8,7 +8,6 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from estimate.tiny_plans import gpu, plan_for, small_llama
 from fitune.estimate.buffers import block_weight_bytes, root_weight_bytes
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.shape import largest_batch
@@ -16,6 +15,7 @@ from fitune.estimate.trainer import Trainer, describe_step_of
 from fitune.measure.memory import LiveTensors
 from fitune.spec.plan import Nf4, PlainLoss, Zero
 from fitune.spec.reports import Phase
+from plans import gpu, plan_for, small_llama
 
 TOKENS, SIZES = (2, 64), {"hidden_size": 256, "intermediate_size": 640}
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from estimate.tiny_plans import gpu, known
 from fitune.errors import NothingFits, RecipeError
 from fitune.planner.alternatives import changed_recipe, largest
 from fitune.planner.search import find_plan
 from fitune.session.planning import largest_for, plan_with
 from fitune.session.results import data_of, text_of
 from fitune.spec.recipe import parse_recipe
+from plans import gpu, known
 
 
 def test_a_change_is_read_like_a_recipe():

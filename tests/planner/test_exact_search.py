@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 
-from estimate.tiny_plans import gpu, known
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import Request, block_counts, draft, losses
 from fitune.planner.fit import INDISTINGUISHABLE, SIMPLER_IS_WORTH, STAYING_IS_WORTH
@@ -15,6 +14,7 @@ from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Recompute, Zero
 from fitune.spec.recipe import parse_recipe
 from fitune.units import GIB
+from plans import gpu, known
 
 SHALLOW = replace(known("qwen3-0.6b"), num_layers=7)
 

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, known
 from fitune.planner.explain import explain_plan, explain_priced, plan_data
 from fitune.planner.search import find_plan
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import parse_recipe
 from fitune.spec.serial import from_data
 from fitune.spec.words import describe_plan
+from plans import CPU, gpu, known
 
 
 def report_of(model: str, hardware, **settings):

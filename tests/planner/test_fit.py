@@ -2,10 +2,10 @@
 
 import pytest
 
-from estimate.tiny_plans import gpu, known, plan_for, small_llama
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import describe_step
 from fitune.planner.fit import cheapest_blocks, fewest_blocks, peak_of
+from plans import gpu, known, plan_for, small_llama
 
 
 def all_peaks(plan) -> list[int]:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import gpu, known
 from fitune.errors import NothingFits, RecipeError
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import Request
@@ -14,6 +13,7 @@ from fitune.spec.plan import AdamW8bit, ClipByNorm, ClipByValue, Full, InBackwar
 from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.reports import Phase
 from fitune.spec.serial import from_data, from_json, to_data, to_json
+from plans import gpu, known
 
 ONE_ROW = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
 

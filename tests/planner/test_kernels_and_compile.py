@@ -2,7 +2,6 @@
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, known
 from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.planner.search import find_plan
 from fitune.report.plan_words import sentences
@@ -11,6 +10,7 @@ from fitune.spec.plan import Plan, updates_in_backward
 from fitune.spec.recipe import canonical_keys, parse_recipe
 from fitune.spec.serial import from_data, from_json, to_data, to_json
 from fitune.spec.words import describe_plan
+from plans import CPU, gpu, known
 
 
 def report_of(model: str, card: str, **settings):

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import CPU, known, small_llama
 from fitune.planner.search import find_plan
 from fitune.spec.gpus import cpu_gpu, hardware_for
 from fitune.spec.hardware import AttentionRate, Calibration, Hardware, Rate, Traffic
@@ -12,6 +11,7 @@ from fitune.spec.plan import Lomo, Precision
 from fitune.spec.recipe import parse_recipe
 from fitune.spec.reports import PlanReport
 from fitune.units import GIB
+from plans import CPU, known, small_llama
 
 
 def measured(*, fp32: float, bf16: float, elementwise_bf16: float = 20e9) -> Hardware:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, known
 from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.search import find_plan
@@ -12,6 +11,7 @@ from fitune.spec.plan import AdamW, ChunkedLoss, Full, Lora, PlainLoss, Precisio
 from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.serial import from_json, to_json
 from fitune.units import GIB
+from plans import CPU, gpu, known
 
 
 def recipe_of(model: str, **settings) -> Recipe:

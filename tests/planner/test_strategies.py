@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, known
 from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import with_host_memory
@@ -27,6 +26,7 @@ from fitune.spec.plan import (
 )
 from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.units import GIB
+from plans import CPU, gpu, known
 
 
 def recipe_of(model: str, **settings) -> Recipe:

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import gpu, known
 from fitune.errors import RecipeError
 from fitune.planner.search import find_plan
 from fitune.spec.plan import ClipByNorm, ClipByValue, Ddp, Full, InBackward, Lomo, Zero
 from fitune.spec.recipe import parse_recipe
 from fitune.spec.rules import keeps_rules, require_rules
+from plans import gpu, known
 
 
 def plan_on_ranks(sharding, **changes):

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from estimate.tiny_plans import gpu, known, plan_for
 from fitune.cli import main
 from fitune.errors import ModelError
 from fitune.models.door import model_config
@@ -14,6 +13,7 @@ from fitune.rehearse.step import record_step
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Sgd
 from fitune.spec.reports import Phase
+from plans import gpu, known, plan_for
 from rehearse.tiny_configs import tiny
 
 QWEN = ["--model", "Qwen/Qwen3-0.6B", "--gpu", "rtx-4090", "--seq-len", "512", "--tuning"]

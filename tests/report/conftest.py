@@ -12,20 +12,13 @@ from fitune.report.run_files import Prediction, RunnerUp
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.plan import (
-    AdamW,
-    Batch,
-    ChunkedLoss,
     DataPlan,
     DataSource,
     Epochs,
     Fraction,
-    Lora,
     Plan,
-    Precision,
-    Recompute,
     RunPlan,
     Schedule,
-    Single,
 )
 from fitune.spec.reports import (
     Estimate,
@@ -40,6 +33,7 @@ from fitune.spec.reports import (
     StepTime,
 )
 from fitune.spec.serial import to_data, to_json
+from plans import plan_for
 
 MIB = 1024**2
 STEPS = 120
@@ -76,18 +70,18 @@ def make_plan() -> Plan:
         host_bandwidth=0,
         source="measured here",
     )
-    return Plan(
-        model=model,
+    return plan_for(
+        model,
         model_path="runs/demo/base",
         hardware=Hardware(gpu=cpu, cpu_cores=2, host_memory_bytes=16 * 1024 * MIB),
-        tuning=Lora(rank=16, alpha=32, dropout=0.0, targets=names),
-        precision=Precision.FP32,
-        optimizer=AdamW(),
-        sharding=Single(),
-        recompute=Recompute(blocks=4),
-        attention="sdpa",
-        loss=ChunkedLoss(chunk_tokens=512),
-        batch=Batch(micro_batch_size=4, accumulation=2, seq_len=512, packing=True),
+        tuning="lora",
+        rank=16,
+        alpha=32,
+        targets=names,
+        recompute=4,
+        chunk=512,
+        accumulation=2,
+        seq_len=512,
         schedule=Schedule(
             learning_rate=2e-3,
             kind="cosine",

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import gpu, plan_for, small_llama
 from fitune.report.plan_words import headline, sentences, settings
 from fitune.spec.plan import (
     AdamW8bit,
@@ -21,6 +20,7 @@ from fitune.spec.plan import (
     Zero,
 )
 from fitune.spec.words import describe_plan, method_parts
+from plans import gpu, plan_for, small_llama
 
 _LORA = {"rank": 8, "alpha": 8, "dropout": 0.0, "targets": ("q_proj", "v_proj")}
 

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fitune
-from estimate.tiny_plans import CPU, plan_for
 from fitune.estimate.memory import predict_memory
 from fitune.rehearse.run import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
@@ -17,6 +16,7 @@ from fitune.spec.families import FAMILIES, read_llama
 from fitune.spec.model_config import spec_from_config
 from fitune.train.prepare import prepare_loaded
 from models.streams import stream_of
+from plans import CPU, plan_for
 
 ROOM = Path(fitune.__file__).parent
 READERS = {"spec/families.py", "spec/model_config.py", "spec/config_schema.py"}

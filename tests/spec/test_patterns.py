@@ -5,9 +5,9 @@ from contextlib import suppress
 
 import pytest
 
-from estimate.tiny_plans import small_llama
 from fitune.errors import RecipeError
 from fitune.spec.targets import Clock, resolve_targets
+from plans import small_llama
 
 NAMES = [
     *(f"model.layers.{i}.{m}" for i in (0, 1, 12) for m in ("self_attn.q_proj", "mlp.down_proj")),

@@ -5,11 +5,11 @@ from itertools import product
 
 import pytest
 
-from estimate.tiny_plans import CPU, gpu, known
 from fitune.errors import FituneError, NothingFits
 from fitune.planner.search import find_plan
 from fitune.spec.recipe import Recipe, parse_recipe
 from fitune.spec.rules import RULES, broken_rules
+from plans import CPU, gpu, known
 
 HARDWARE = {
     "cpu": CPU,

@@ -2,11 +2,11 @@
 
 import pytest
 
-from estimate.tiny_plans import known, small_llama
 from fitune.errors import RecipeError
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.recipe import canonical_keys, parse_recipe
 from fitune.spec.targets import Adapted, as_ranges, resolve_adapted, resolve_layers
+from plans import known, small_llama
 
 LLAMA = small_llama(num_hidden_layers=12)
 

@@ -10,7 +10,6 @@ from itertools import product
 import pytest
 import torch
 
-from estimate.tiny_plans import plan_for
 from fitune.models.weights import compute_dtype
 from fitune.spec.model_config import spec_from_config
 from fitune.spec.plan import (
@@ -39,6 +38,7 @@ from fitune.train.prepare import prepare_loaded
 from models.streams import make_rows, stream_of
 from models.tiny_models import tiny_model
 from optional_libraries import NEEDS_BITSANDBYTES
+from plans import plan_for
 
 DENSE = Dense()
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from estimate.tiny_plans import plan_for, small_llama
 from fitune.errors import RecipeError
 from fitune.spec.plan import (
     AdamW8bit,
@@ -20,6 +19,7 @@ from fitune.spec.plan import (
 )
 from fitune.spec.rules import require_rules
 from fitune.train.prepare import prepare
+from plans import plan_for, small_llama
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Plans by hand for tests: any model, any choice, no hub and no torch."""
+"""The one builder of plans for tests: any model, any choice, no hub and no torch."""
 
 from dataclasses import replace
 from typing import Any
@@ -52,6 +52,7 @@ def plan_for(
     tuning: str = "full",
     precision: str = "fp32",
     rank: int = 8,
+    alpha: float | None = None,
     dropout: float = 0.0,
     targets: tuple[str, ...] = ("all-linear",),
     recompute: int = 0,
@@ -61,7 +62,7 @@ def plan_for(
     seq_len: int = 64,
     **different: Any,
 ) -> Plan:
-    lora = Lora(rank=rank, alpha=rank, dropout=dropout, targets=resolve_targets(model, targets))
+    lora = Lora(rank=rank, alpha=alpha or rank, dropout=dropout, targets=resolve_targets(model, targets))
     plan = Plan(
         model=model,
         model_path=model.name,
