@@ -13,9 +13,13 @@ from fitune.estimate.memory import predict_memory
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.trainer import Trainer, describe_step_of
 from fitune.measure.memory import LiveTensors
+from fitune.models import liger
+from fitune.rehearse.run import trace_plan
+from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Nf4, PlainLoss, Zero
 from fitune.spec.reports import Phase
 from plans import gpu, plan_for, small_llama
+from rehearse.tiny_configs import tiny
 
 TOKENS, SIZES = (2, 64), {"hidden_size": 256, "intermediate_size": 640}
 
@@ -130,3 +134,19 @@ def test_fp32_weights_under_autocast_leave_16_bit_copies() -> None:
     step = describe_step_of(trainer, plan, shape)
     copies = 2 * sum(m.in_features * m.out_features for m in plan.model.linears)
     assert step.blocks[-1].kept + copies == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_fused_norms_beside_an_mlp_of_small_operations(monkeypatch: pytest.MonkeyPatch, tuning: str) -> None:
+    """The rehearsal of Liger's norms and rotary positions with the MLP left as transformers has it."""
+    monkeypatch.setattr(liger, "_gated_mlp", lambda module, *_: module.forward)
+    config, spec = tiny("llama")
+    plan = plan_for(
+        spec, hardware=gpu("h100"), seq_len=128, rows=2, kernels="liger", attention="flash", tuning=tuning,
+        precision="bf16",
+    )  # fmt: skip
+    trace, _ = trace_plan(plan, config, exact=True)
+    traced = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    predicted = predict_memory(plan, trainer=Trainer(eager_mlp=True)).tensor_peak_bytes
+    assert predicted == pytest.approx(traced, rel=0.02)
+    assert predict_memory(plan).tensor_peak_bytes < 0.98 * traced

@@ -66,7 +66,8 @@ class Trainer:
     default_buckets: bool = False
     """DeepSpeed's reduce bucket at its default of 5e8 elements, however little is trained."""
     eager_mlp: bool = False
-    """Fused norms and rotary positions beside transformers' own MLP."""
+    """Fused norms and rotary positions beside transformers' own MLP (fms-acceleration, README of its plugin
+    fused-ops-and-kernels: the gated product is used inside fused adapters alone)."""
 
 
 FITUNE = Trainer()
