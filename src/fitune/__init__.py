@@ -5,7 +5,7 @@
     report = fitune.plan(model="meta-llama/Llama-3.1-8B", gpu="rtx-4090", tuning="qlora")
     print(fitune.explain(report))
 
-Every function takes a recipe as keyword arguments, as the path of a YAML file, or both: the keywords win. They print
+Every function takes a recipe as keyword arguments, as a YAML file or a mapping, or both: the keywords win. They print
 nothing, return frozen values, tell ``progress`` what happens, and raise FituneError for what cannot be done.
 """
 
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from fitune.session.events import Event, Exported
-    from fitune.session.keywords import PathLike, RecipeKeys
+    from fitune.session.keywords import PathLike, RecipeKeys, RecipeLike
     from fitune.session.rehearsing import Rehearsed
     from fitune.session.reporting import Reported
     from fitune.session.results import Result
-    from fitune.spec.recipe import Recipe
     from fitune.spec.reports import PlanReport, RunReport, ScoreReport
     from fitune.train.export import Kind
 
@@ -44,7 +43,7 @@ for _room in ("rehearse", "report", "score", "train"):
 
 
 @system_failures()
-def plan(recipe: "PathLike | Recipe | None" = None, /, **settings: "Unpack[RecipeKeys]") -> "PlanReport":
+def plan(recipe: "RecipeLike | None" = None, /, **settings: "Unpack[RecipeKeys]") -> "PlanReport":
     """The fastest plan that fits, the next best, and why the others do not. Imports no torch.
 
     Raises NothingFits with the arithmetic, RecipeError, ModelError or HardwareError.
@@ -57,7 +56,7 @@ def plan(recipe: "PathLike | Recipe | None" = None, /, **settings: "Unpack[Recip
 
 @system_failures()
 def rehearse(
-    recipe: "PathLike | Recipe | None" = None, /, *, exact: bool = False, **settings: "Unpack[RecipeKeys]"
+    recipe: "RecipeLike | None" = None, /, *, exact: bool = False, **settings: "Unpack[RecipeKeys]"
 ) -> "Rehearsed":
     """Plan, then run the plan's own step on fake tensors: every allocation, no GPU, no weights.
 
@@ -71,7 +70,7 @@ def rehearse(
 
 @system_failures()
 def train(
-    recipe: "PathLike | Recipe | None" = None,
+    recipe: "RecipeLike | None" = None,
     /,
     *,
     overwrite: bool = False,

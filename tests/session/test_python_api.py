@@ -65,6 +65,16 @@ def _leaves(annotation: Any) -> set[Any]:
     return set(parts) if parts else {annotation}
 
 
+def test_a_mapping_is_a_recipe_too_and_nothing_else_is() -> None:
+    report = fitune.plan({"base_model": "gpt2", "gpu": "h100", "tuning": "full"}, tuning="lora")
+    same = fitune.plan(model="gpt2", gpu="h100", tuning="lora")
+    assert report.chosen.plan.tuning == same.chosen.plan.tuning
+    assert report.chosen.estimate.memory == same.chosen.estimate.memory
+    nothing: Any = 3
+    with pytest.raises(RecipeError, match="cannot be read from 3"):
+        fitune.plan(nothing)
+
+
 def test_keywords_win_over_the_file_and_none_leaves_a_setting_open(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("model: gpt2\nmicro_batch_size: 4\nseq_len: 128\n")

@@ -10,6 +10,7 @@ another name: never preferred, never deleted.
 import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,11 +75,9 @@ def write_line(folder: Path, line: Line) -> None:
 
 def keep_line(folder: Path, line: Line) -> None:
     """Write the present line where the file does not say so already. Raises OSError."""
-    try:
+    with suppress(CheckpointError):  # missing at the first save, or damaged since
         if read_line(folder) == line:
             return
-    except CheckpointError:
-        pass  # missing at the first save, or damaged since
     write_line(folder, line)
 
 

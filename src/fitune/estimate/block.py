@@ -42,7 +42,7 @@ class Block:
     """The worst moment of its forward while what autograd keeps piles up."""
     peak: BackwardPeak
     recomputed_peak: BackwardPeak
-    """The same when it first runs again."""
+    """The worst moment of its backward when its forward runs again first."""
 
 
 def untouched_block(stages: Sequence[Stage]) -> Block:
@@ -111,7 +111,7 @@ def block_profile(
     has_adapters: bool = True,
     has_window: bool = False,
 ) -> BlockProfile:
-    """What one kind of block keeps, needs and moves, by the formulas of transformers' eager code."""
+    """The profile of one kind of block, by the formulas of transformers' eager code."""
     forward, backward = block_passes(plan, has_adapters=has_adapters)
     return BlockProfile(
         stages=block_stages(

@@ -58,7 +58,7 @@ class Rates:
     attention_row_tokens: float
     """spec/hardware.py, AttentionRate."""
     head_seconds: Callable[[int, float], tuple[float, float] | None]
-    """Of a head of so many columns in a row of so many tokens, forward and backward; None: the rate above counts."""
+    """(head size, tokens of a row) -> seconds of one head, forward and backward; None: the rate above counts."""
     logit_seconds: float
     new_page_seconds: float
     """For each byte of a new tensor of NEW_PAGE_BYTES or more; 0 where memory is kept for later."""

@@ -1,4 +1,4 @@
-"""What training keeps for each trained parameter: gradients, fp32 masters, optimizer states.
+"""Bytes of gradients, fp32 masters and optimizer states, for all that is trained.
 
 A gradient is born whole in backward. Then it stays (one device, DDP, ZeRO-1), is divided (ZeRO-2 and 3), goes to
 the host (offloaded optimizer) or is used on the spot (LOMO, and any optimizer that steps in backward).
@@ -59,7 +59,7 @@ def resting_gradient_bytes(plan: Plan) -> int:
 
 
 def update_gradient_bytes(plan: Plan) -> int:
-    """What is left of them for the update: FSDP2's are divided by then at every stage."""
+    """Bytes of the gradients that the update reads: FSDP2's are divided by then at every stage."""
     if uses_fsdp(plan) and not updates_in_backward(plan.tuning) and not gradients_go_to_the_host(plan):
         return trained_share(plan) * plan.precision.compute_bytes
     return resting_gradient_bytes(plan)

@@ -53,9 +53,9 @@ class StepStages:
     """Memory of up to eight kinds of blocks (``model_profile``)."""
     forward: Pass
     backward: Pass
-    """Of all blocks, and of those that a gradient goes back through."""
+    """Work per token: forward of all blocks, backward of those that a gradient goes back through."""
     attention: Attention
-    """Of each block."""
+    """The heads of one block; all blocks have the same."""
     kept_by_blocks: tuple[int, ...]
     """What the blocks 0…index−1 keep when none recomputes."""
     gradients_of_blocks: tuple[int, ...]
@@ -84,7 +84,7 @@ class StepStages:
     logit_bytes: int = 0
     """Alive for each logit where another trainer makes all of them; 0: fitune's loss (loss.py)."""
     gradient_bytes: int = 0
-    """Of an element of a fresh gradient; 0: the compute type's."""
+    """Bytes of one element of a fresh gradient; 0: those of the compute type."""
     fp32_stream: bool = False
     """The residual stream is fp32 whatever is computed in; ``hidden`` counts it so."""
     held_behind: int = 0

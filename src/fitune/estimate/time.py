@@ -52,9 +52,9 @@ class Work:
     copied: tuple[tuple[float, float], ...] = ()
     """(bytes moved, bytes of the tensor) of other new tensors."""
     logits: float = 0.0
-    """That pass softmax and its gradient."""
+    """Number of logits that go through softmax and its gradient."""
     new_bytes: float = 0.0
-    """Of products' results so large that their memory is new every time."""
+    """Bytes of products' results so large that their memory is new every time."""
     forward_operations: float = 0.0
     backward_operations: float = 0.0
     """Products and all others, launched by Python or by autograd."""
@@ -151,7 +151,7 @@ def forward_work(step: StepStages, rates: Rates) -> Work:
 
 
 def _hook_seconds(plan: Plan) -> float:
-    """Of one pass through the blocks."""
+    """Seconds of DeepSpeed's hooks in one pass through the blocks; 0 without them."""
     return plan.model.num_layers * _modules(plan) * MODULE_HOOK_SECONDS if _fetches_modules(plan) else 0.0
 
 

@@ -92,7 +92,7 @@ class Placement:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing leaves the device."""
+        """True if nothing is offloaded."""
         return self.offload.places == ("device", "device", "device")
 
     @property

@@ -14,6 +14,8 @@ Names: TypeAlias = str | Sequence[str]
 Size: TypeAlias = int | str
 """Bytes, or ``"128GiB"``."""
 PathLike: TypeAlias = str | os.PathLike[str]
+RecipeLike: TypeAlias = PathLike | Recipe | Mapping[str, Any]
+"""A YAML file, a recipe that was read already, or a mapping of keys."""
 Source: TypeAlias = PathLike | Mapping[str, Any]
 """A path or Hub id, or the fields of ``spec.recipe.SourceRecipe``."""
 Sources: TypeAlias = Source | Sequence[Source]
@@ -107,8 +109,8 @@ class RecipeKeys(TypedDict, total=False):
     samples: int
 
 
-def recipe_of(recipe: PathLike | Recipe | None, settings: Mapping[str, Any]) -> Recipe:
-    """The recipe of a YAML file, or one that was read already, with ``settings`` on top.
+def recipe_of(recipe: RecipeLike | None, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe of a YAML file, of a mapping like one, or one that was read already, with ``settings`` on top.
 
     Names of other frameworks are understood as they are in a file. Raises RecipeError.
     """
@@ -116,6 +118,13 @@ def recipe_of(recipe: PathLike | Recipe | None, settings: Mapping[str, Any]) -> 
         given, where = recipe.model_dump(include=recipe.model_fields_set), "the recipe"
     elif recipe is None:
         given, where = {}, "the keywords"
+    elif isinstance(recipe, Mapping):
+        given = canonical_keys({key: _plain(value) for key, value in recipe.items()}, where="the recipe")
+        where = "the recipe"
+    elif not isinstance(recipe, str | os.PathLike):
+        raise RecipeError(
+            f"a recipe cannot be read from {recipe!r}", hint="a path, a mapping, keywords, or a Recipe"
+        )
     else:
         given, where = canonical_keys(load_yaml(Path(recipe)), where=str(recipe)), str(recipe)
     asked = canonical_keys({key: _plain(value) for key, value in settings.items()}, where="the keywords")
