@@ -27,7 +27,7 @@ import torch
 import transformers
 
 from fitune.estimate.memory import predict_memory
-from fitune.rehearse.run import rehearse
+from fitune.rehearse.step import rehearse
 from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec

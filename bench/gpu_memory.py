@@ -39,7 +39,7 @@ from gpu_cases import (
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.overhead import outside_terms
 from fitune.measure.memory import memory_meter
-from fitune.rehearse.run import trace_plan
+from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import BLOCK, peaks_by_kind
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Plan

@@ -12,7 +12,7 @@ from pathlib import Path
 from drawing import document, line, polygon, rectangle, text
 
 from fitune.models.door import model_config
-from fitune.rehearse.run import trace_plan
+from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import Allocated, Entered, Freed, Trace, kinds_of, rounded
 from fitune.report.plots import fold_small_terms
 from fitune.session.planning import plan_for

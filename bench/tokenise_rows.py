@@ -68,7 +68,7 @@ def write_tokenizer(folder: Path, rows: Path) -> None:
 
 
 def by_fitune(work: Path, tokenizer: Any) -> dict[str, int]:
-    from fitune.cli.bars import reading_bar
+    from fitune.cli.terminal import reading_bar
     from fitune.data.preparing import prepare_data
     from fitune.spec.plan import DataPlan, DataSource
 

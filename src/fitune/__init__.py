@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
     from fitune.session.events import Event, Exported
     from fitune.session.keywords import PathLike, RecipeKeys, RecipeLike
-    from fitune.session.rehearsing import Rehearsed
-    from fitune.session.reporting import Reported
-    from fitune.session.results import Result
+    from fitune.session.planning import Rehearsed
+    from fitune.session.results import Reported, Result
     from fitune.spec.reports import PlanReport, RunReport, ScoreReport
     from fitune.train.export import Kind
 
@@ -63,7 +62,7 @@ def rehearse(
     ``exact`` traces every block instead of a few that stand for all.
     """
     from fitune.session.keywords import recipe_of
-    from fitune.session.rehearsing import rehearse_recipe
+    from fitune.session.planning import rehearse_recipe
 
     return rehearse_recipe(recipe_of(recipe, settings), exact=exact)
 
@@ -130,7 +129,7 @@ def export(
 @system_failures()
 def report(run: "PathLike") -> "Reported":
     """Predicted and measured of a run side by side; writes the run's report.html."""
-    from fitune.session.reporting import report_run
+    from fitune.session.results import report_run
 
     return report_run(Path(run))
 

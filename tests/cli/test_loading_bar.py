@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from fitune.cli.bars import loading_bar
+from fitune.cli.terminal import loading_bar
 
 
 class Terminal(io.StringIO):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fitune.cli.progress import Pace, Progress, step_line
+from fitune.cli.terminal import Progress, StepPace, step_line
 from fitune.spec.reports import StepReport
 
 MakeStep = Callable[..., StepReport]
@@ -60,7 +60,7 @@ def test_the_highest_peak_stays_when_a_step_was_not_measured(make_step: MakeStep
 
 
 def test_the_time_left_leaves_the_first_step_out(make_step: MakeStep) -> None:
-    pace = Pace()
+    pace = StepPace()
     pace.add(make_step(1, step_seconds=60.0))
     assert pace.remaining_seconds(make_step(1)) == pytest.approx(199 * 60.01)
     for step in range(2, 6):

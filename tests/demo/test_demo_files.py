@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fitune.data.formats import Conversation, Message, Text
 from fitune.data.templates import load_template
 from fitune.demo.base_model import let_values_pass
-from fitune.demo.files import DemoFiles, recipe_text, write_demo
-from fitune.demo.settings import (
+from fitune.demo.files import (
     FULL,
     HELD_OUT_ROWS,
     LORA,
@@ -19,6 +18,9 @@ from fitune.demo.settings import (
     PRETRAIN,
     PRETRAINING_TEXTS,
     TRAINING_ROWS,
+    DemoFiles,
+    recipe_text,
+    write_demo,
 )
 from fitune.spec.recipe import read_recipe
 

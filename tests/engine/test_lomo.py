@@ -11,8 +11,7 @@ from fitune.engine.in_backward import InBackwardEngine
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import Engine
 from fitune.errors import TrainingFailed
-from fitune.models.blocks import recompute_blocks
-from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.language_model import LanguageModel, language_model, recompute_blocks
 from fitune.spec.plan import (
     ChunkedLoss,
     ClipByNorm,

@@ -6,7 +6,7 @@ import pytest
 
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import gradients_bytes
-from fitune.rehearse.run import trace_plan
+from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import AdamW, AdamW8bit, ClipByNorm, Full, InBackward
 from fitune.spec.reports import Phase

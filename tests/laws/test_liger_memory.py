@@ -7,7 +7,7 @@ import pytest
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.shape import largest_batch
 from fitune.estimate.step import describe_step
-from fitune.rehearse.run import trace_plan
+from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from plans import gpu, known, plan_for
 from rehearse.tiny_configs import FAMILIES, tiny

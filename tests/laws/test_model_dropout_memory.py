@@ -6,7 +6,7 @@ import pytest
 
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.time import predict_step_time
-from fitune.rehearse.run import trace_plan
+from fitune.rehearse.step import trace_plan
 from fitune.spec.model import NO_DROPOUT
 from laws.test_config_traits_memory import ROWS, TOLERANCE, by_rows, check, shape_of
 from laws.test_memory_prediction import bench

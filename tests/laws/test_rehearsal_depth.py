@@ -2,10 +2,9 @@
 
 import pytest
 
-from fitune.rehearse.allocator import reserved_peak
 from fitune.rehearse.layer_extrapolation import ROW, Depth
-from fitune.rehearse.run import trace_plan
-from fitune.rehearse.trace import Reached, peaks_by_kind
+from fitune.rehearse.step import trace_plan
+from fitune.rehearse.trace import Reached, peaks_by_kind, reserved_peak
 from plans import CPU, gpu, plan_for
 from rehearse.tiny_configs import tiny
 

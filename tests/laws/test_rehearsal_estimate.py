@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fitune.estimate.memory import predict_memory
-from fitune.rehearse.run import trace_plan
+from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Hqq, Nf4
 from plans import CPU, gpu, plan_for

@@ -8,9 +8,8 @@ import pytest
 from fitune.errors import RecipeError
 from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import weights_share_bytes
-from fitune.rehearse.allocator import reserved_peak
-from fitune.rehearse.run import trace_plan
-from fitune.rehearse.trace import Allocated, peaks_by_kind
+from fitune.rehearse.step import trace_plan
+from fitune.rehearse.trace import Allocated, peaks_by_kind, reserved_peak
 from fitune.spec.plan import Ddp, Hqq, Lora, Nf4, Zero
 from fitune.spec.reports import Phase
 from fitune.spec.targets import resolve_targets

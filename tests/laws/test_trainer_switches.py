@@ -14,7 +14,7 @@ from fitune.estimate.shape import largest_batch
 from fitune.estimate.trainer import Trainer, describe_step_of
 from fitune.measure.memory import LiveTensors
 from fitune.models import liger
-from fitune.rehearse.run import trace_plan
+from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Nf4, PlainLoss, Zero
 from fitune.spec.reports import Phase

@@ -9,15 +9,20 @@ import pytest
 
 from fitune.errors import HardwareError
 from fitune.measure import hardware as detection
-from fitune.measure.hardware import describe_found, describe_hardware, detect_hardware, resolve_hardware
-from fitune.measure.host import (
+from fitune.measure.hardware import (
+    FoundGpu,
     cpu_cores,
+    describe_found,
+    describe_hardware,
+    detect_hardware,
     free_disk_bytes,
     has_bf16_products,
     host_memory_bytes,
     memory_limits,
+    query_gpus,
+    resolve_hardware,
+    visible_gpus,
 )
-from fitune.measure.nvidia import FoundGpu, query_gpus, visible_gpus
 from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.units import GIB, MIB
 

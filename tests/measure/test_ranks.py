@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from fitune.measure.ranks import collective_rates, process_group
+from fitune.measure.calibrate import collective_rates, process_group
 
 MEASURE = """
 import torch
-from fitune.measure import ranks
+from fitune.measure import calibrate as ranks
 ranks._SUMMED_BYTES["gloo"] = 2**20
 with ranks.process_group() as rank:
     found = ranks.collective_rates(torch.device("cpu"))

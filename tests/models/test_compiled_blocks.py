@@ -9,8 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fitune.models.adapters import add_adapters
 from fitune.models.attention import use_attention
-from fitune.models.blocks import blocks_of, compile_blocks, recompute_blocks
-from fitune.models.language_model import language_model
+from fitune.models.language_model import blocks_of, compile_blocks, language_model, recompute_blocks
 from fitune.models.quantised import quantise_linears
 from fitune.spec.plan import Dense, Hqq, Lora, Nf4, PlainLoss, Recompute
 from models.streams import make_rows, stream_of

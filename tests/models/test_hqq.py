@@ -9,7 +9,7 @@ from torch import nn
 
 from fitune.errors import MissingExtra, ModelError
 from fitune.models.quantised import QuantisedLinear, quantise_linears
-from fitune.rehearse.fake import fake_tensors
+from fitune.rehearse.recorder import fake_tensors
 from fitune.spec.plan import Hqq
 from models.test_nf4 import dense_linear, forward_and_gradient
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fitune.models import identity as identities
-from fitune.models.identity import identity, weights_identity
+from fitune.models import weight_files
+from fitune.models.weight_files import identity, weights_identity
 from fitune.units import MIB
 
 
@@ -26,14 +26,14 @@ def folder(tmp_path: Path) -> Path:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were read to the end, and files count as settled at once."""
     names: list[str] = []
-    real = identities.open_regular
+    real = weight_files.open_regular
 
     def noting(file: Path):
         names.append(file.name)
         return real(file)
 
-    monkeypatch.setattr(identities, "open_regular", noting)
-    monkeypatch.setattr("fitune.models.identity._SETTLED_S", -1.0)
+    monkeypatch.setattr(weight_files, "open_regular", noting)
+    monkeypatch.setattr("fitune.models.weight_files._SETTLED_S", -1.0)
     return names
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from fitune.errors import MissingExtra
 from fitune.measure.memory import LiveTensors
 from fitune.models.quantised import QuantisedLinear, quantise_linears, quantised_base
-from fitune.rehearse.fake import fake_tensors
+from fitune.rehearse.recorder import fake_tensors
 from fitune.spec.plan import Dense, Nf4
 from models.tiny_models import tiny_model
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from fitune.models.attention import use_attention
+from fitune.models.attention import turn_by_rows, use_attention
 from fitune.models.language_model import LanguageModel, language_model
-from fitune.models.rotary import turn_by_rows
 from fitune.spec.plan import PlainLoss
 from models.streams import make_rows, stream_of
 from models.tiny_models import tiny_model

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fitune.models.attention import use_attention
-from fitune.models.blocks import recompute_blocks
-from fitune.models.language_model import language_model
+from fitune.models.language_model import language_model, recompute_blocks
 from fitune.spec.plan import ChunkedLoss, PlainLoss, Recompute
 from models.streams import make_rows, stream_of
 from models.tiny_models import FAMILIES, tiny_model

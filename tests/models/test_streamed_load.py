@@ -14,7 +14,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from faults.budgets import Budget
 from fitune.errors import MissingExtra, ModelError
-from fitune.models.blocks import blocks_of
+from fitune.models.language_model import blocks_of
 from fitune.models.quantised import PackOnArrival, quantise_linears
 from fitune.models.weights import load_model
 from fitune.spec.plan import Dense, Hqq, Nf4

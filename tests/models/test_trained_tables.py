@@ -15,7 +15,7 @@ from fitune.checkpoint.export import export_adapter, export_merged
 from fitune.errors import CheckpointError
 from fitune.models.adapter_check import check_adapter, linear_shapes
 from fitune.models.adapters import add_adapters, load_adapter
-from fitune.models.blocks import blocks_of
+from fitune.models.language_model import blocks_of
 from fitune.models.quantised import quantise_linears
 from fitune.spec.plan import Lora, Nf4
 from models.tiny_models import tiny_model

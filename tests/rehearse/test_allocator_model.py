@@ -2,7 +2,7 @@
 
 import pytest
 
-from fitune.rehearse.allocator import CachingAllocator
+from fitune.rehearse.trace import CachingAllocator
 from fitune.units import MIB
 
 

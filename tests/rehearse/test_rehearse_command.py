@@ -8,8 +8,7 @@ import pytest
 from fitune.cli import main
 from fitune.errors import ModelError
 from fitune.models.door import model_config
-from fitune.rehearse.run import rehearse
-from fitune.rehearse.step import record_step
+from fitune.rehearse.step import record_step, rehearse
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Sgd
 from fitune.spec.reports import Phase

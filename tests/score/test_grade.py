@@ -6,7 +6,7 @@ from decimal import Decimal
 import pytest
 
 from fitune.errors import MissingExtra, RecipeError
-from fitune.score.grade import choose_graders, grade, last_number
+from fitune.score.tasks import choose_graders, grade, last_number
 
 
 @pytest.mark.parametrize("name", ["exact_match", "contains", "number", "rouge"])
@@ -67,7 +67,7 @@ def test_rouge_is_the_f1_of_the_longest_common_subsequence() -> None:
 
 
 def test_rouge_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fitune.score.grade import _rouge_scorer
+    from fitune.score.tasks import _rouge_scorer
 
     _rouge_scorer.cache_clear()
     monkeypatch.setitem(sys.modules, "rouge_score", None)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fitune
 from fitune.estimate.memory import predict_memory
-from fitune.rehearse.run import trace_plan
+from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.counts import count_parameters
 from fitune.spec.families import FAMILIES, read_llama

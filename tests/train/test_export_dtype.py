@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fitune.models.identity import base_reference
+from fitune.models.weight_files import base_reference
 from fitune.models.weights import stored_dtype
 from fitune.spec.plan import Plan
 from fitune.train.run import run

@@ -25,8 +25,7 @@ from fitune.models.adapters import copy_tables, table_weights, ties_are_kept
 from fitune.models.attention import attends_by_rows
 from fitune.models.door import whole_model, with_adapter
 from fitune.models.quantised import quantised_base
-from fitune.models.vocabulary import resized
-from fitune.models.weights import load_model
+from fitune.models.weights import load_model, resized
 from fitune.spec.plan import Dense
 
 CardOf = Callable[[PreTrainedModel], str]

@@ -122,7 +122,7 @@ def matrix(
 ) -> None:
     """Models × lengths of rows: the plan taken for each, and which of DDP, ZeRO, recompute and offload fit."""
     from fitune.cli.options import full_names, matrix_recipe, row_lengths
-    from fitune.session.matrix import draw_picture, plan_matrix
+    from fitune.session.planning import draw_picture, plan_matrix
 
     names, lengths = tuple(full_names(models)), row_lengths(context)
     recipe = matrix_recipe(words or [], settings or [], model=names[0])
@@ -144,7 +144,7 @@ def rehearse(
     ] = False,
 ) -> None:
     """Plan, then run the plan's own step on tensors without content: every allocation, no GPU, no weights."""
-    from fitune.session.rehearsing import rehearse_recipe
+    from fitune.session.planning import rehearse_recipe
 
     _show(rehearse_recipe(_recipe(words, settings), exact=exact), json=json)
 
@@ -270,7 +270,7 @@ def export(
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="Directory of a run.")], json: Json = False) -> None:
     """Lay predicted and measured side by side, and write the run's report.html."""
-    from fitune.session.reporting import report_run
+    from fitune.session.results import report_run
 
     _show(report_run(run), json=json)
 

@@ -1,16 +1,27 @@
-"""Shows what a session tells: lines as they come, bars while data or weights are read and while steps run."""
+"""Shows what a session tells: lines as they come, bars while data or weights are read and while steps run.
+
+Live bars for a person at a terminal, a plain line now and then in a log.
+"""
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
-from fitune.cli.bars import loading_bar, reading_bar
-from fitune.cli.progress import Progress
 from fitune.session.events import Event, Reading, RowsAnswered, StepsBegin, StepsEnd, WeightsRead
 from fitune.spec.plan import Plan
-from fitune.spec.reports import StepReport
+from fitune.spec.reports import RunReport, StepReport
+from fitune.units import (
+    format_bytes,
+    format_count,
+    format_learning_rate,
+    format_number,
+    format_rate,
+    format_seconds,
+)
 
 
 class Terminal:
@@ -78,3 +89,251 @@ def _count_rows(rows: RowsAnswered) -> None:
     if sys.stderr.isatty():
         end = "\n" if rows.done == rows.total else ""
         print(f"\r{rows.done}/{rows.total} rows", end=end, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Shows steps on ``stream`` (standard output): live in a terminal, else every ``log_every`` steps.
+
+    The first, the last, a skipped and an evaluated step are always printed. A Sink like any tracker, and a
+    context manager, so that the terminal is given back when training raises.
+    """
+
+    def __init__(self, *, log_every: int = 1, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._log_every = max(log_every, 1)
+        self._pace = StepPace()
+        self._memory_bytes = 0
+        self._first = True
+        self._bar = _LiveBar(self._stream) if self._stream.isatty() else None
+
+    def start(self, plan: Plan, run_name: str) -> None:
+        if self._bar is not None:
+            self._bar.start(run_name)
+
+    def step(self, report: StepReport) -> None:
+        self._pace.add(report)
+        self._memory_bytes = max(self._memory_bytes, *report.memory_bytes.values(), 0)
+        remaining = self._pace.remaining_seconds(report)
+        if self._bar is not None:
+            self._bar.update(report, details(report, memory_bytes=self._memory_bytes, remaining=remaining))
+        elif self._first or self._is_worth_a_line(report):
+            print(
+                step_line(report, memory_bytes=self._memory_bytes, remaining=remaining),
+                file=self._stream,
+                flush=True,
+            )
+        self._first = False
+
+    def finish(self, report: RunReport | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish(None)
+
+    def _is_worth_a_line(self, report: StepReport) -> bool:
+        due = report.step % self._log_every == 0 or report.step == report.total_steps
+        return due or report.skipped or report.eval_loss is not None
+
+
+class StepPace:
+    """How long the rest will take, from the mean of the last steps. The first is left out: it warms up."""
+
+    def __init__(self, *, window: int = 50) -> None:
+        self._seconds: deque[float] = deque(maxlen=window)
+        self._steps = 0
+
+    def add(self, report: StepReport) -> None:
+        if self._steps == 1:
+            self._seconds.clear()
+        self._steps += 1
+        self._seconds.append(report.step_seconds + report.data_seconds)
+
+    def remaining_seconds(self, report: StepReport) -> float:
+        if not self._seconds:
+            return 0.0
+        return max(report.total_steps - report.step, 0) * sum(self._seconds) / len(self._seconds)
+
+
+def step_line(report: StepReport, *, memory_bytes: int, remaining: float) -> str:
+    """``step 12/200  loss 2.314  lr 1.9e-04  grad 0.820  1,234 tokens/s  mem 412.0 MiB  eta 42.0 s …``."""
+    width = len(str(report.total_steps))
+    rest = details(report, memory_bytes=memory_bytes, remaining=remaining)
+    return f"step {report.step:>{width}}/{report.total_steps}  {rest}"
+
+
+def details(report: StepReport, *, memory_bytes: int, remaining: float) -> str:
+    """Everything about a step but its number. ``memory_bytes`` is the highest peak so far, 0 for none."""
+    parts = [
+        f"loss {format_number(report.loss)}",
+        f"eval {format_number(report.eval_loss)}" if report.eval_loss is not None else "",
+        f"lr {format_learning_rate(report.learning_rate)}",
+        f"grad {format_number(report.grad_norm, digits=3)}",
+        f"skipped, loss scale {report.loss_scale:g}" if report.skipped else "",
+        format_rate(report.tokens_per_second),
+        f"mem {format_bytes(memory_bytes)}" if memory_bytes else "",
+        f"eta {format_seconds(remaining)}" if remaining else "",
+        f"epoch {report.epoch:.2f}",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+class _LiveBar:
+    """A bar with a line of numbers below it, drawn by rich; evaluated steps stay on the screen above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.text import Text
+
+        self._console = Console(file=stream, highlight=False)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+        )
+        self._note = Text("")
+        self._live = Live(Group(self._bar, self._note), console=self._console, refresh_per_second=4)
+        self._task: Any = None
+
+    def start(self, run_name: str) -> None:
+        self._task = self._bar.add_task(run_name, total=None)
+        self._live.start()
+
+    def update(self, report: StepReport, note: str) -> None:
+        if self._task is None:
+            self.start("train")
+        self._bar.update(self._task, completed=report.step, total=report.total_steps)
+        self._note.plain = note
+        if report.eval_loss is not None or report.skipped:
+            self._console.print(f"step {report.step}/{report.total_steps}  {note}", markup=False)
+
+    def stop(self) -> None:
+        self._live.stop()
+
+
+Show = Callable[[Reading], None]
+
+_BAR_EVERY_S, _LINE_EVERY_S = 0.2, 30.0
+_SHOWN_AFTER_S = 1.0
+"""Small data is read before there is anything to see."""
+
+
+@contextmanager
+def loading_bar(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A bar with bytes on standard error, from the first tensor to the last. Yields what is told bytes read and in all.
+
+    The terminal is given back when loading fails half-way, too.
+    """
+    stream = sys.stderr if stream is None else stream
+    if quiet or not stream.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    text = TextColumn("reading weights")
+    bar = Progress(
+        text, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+        console=Console(file=stream), transient=True,
+    )  # fmt: skip
+    task = bar.add_task("", total=None)
+
+    def show(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+        if done >= total:
+            bar.stop()
+
+    try:
+        yield show
+    finally:
+        bar.stop()
+
+
+@contextmanager
+def reading_bar(
+    *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Show]:
+    """Yields what is told how far it is. The bar is on standard error, and gone when the data is read.
+
+    The terminal is given back when reading fails half-way, too.
+    """
+    stream = sys.stderr if stream is None else stream
+    if not stream.isatty():
+        yield _every(_LINE_EVERY_S, _Lines(stream, clock).show, clock)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    bar = Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[note]}", markup=False),
+        console=Console(file=stream), transient=True,
+    )  # fmt: skip
+    task = bar.add_task("", total=None, note="")
+    pace = ReadingPace(clock)
+
+    def show(reading: Reading) -> None:
+        if reading.doing == "done":
+            bar.stop()
+            return
+        bar.start()
+        share = pace.share(reading)
+        bar.update(
+            task, description=reading.doing, completed=share, total=1.0 if share else None, note=pace.words(reading)
+        )  # fmt: skip
+
+    try:
+        yield _every(_BAR_EVERY_S, show, clock)
+    finally:
+        bar.stop()
+
+
+class _Lines:
+    """A line at a time, for a log."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._stream, self._pace = stream, ReadingPace(clock)
+
+    def show(self, reading: Reading) -> None:
+        what = "tokenised" if reading.doing == "done" else reading.doing
+        print(f"{what}: {self._pace.words(reading)}", file=self._stream, flush=True)
+
+
+class ReadingPace:
+    """Rows a second and the time that is left, since the first row."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._began = clock, clock()
+
+    @staticmethod
+    def share(reading: Reading) -> float:
+        """Share of all bytes that was read, 0 where the whole is not known; their rows may wait to be tokenised."""
+        return min(1.0, reading.bytes_read / reading.bytes_in_all) if reading.bytes_in_all else 0.0
+
+    def words(self, reading: Reading) -> str:
+        """``400,000 rows, 21.0 M tokens, 12,345 rows/s, 2 min left``."""
+        if not reading.rows:
+            return format_bytes(reading.bytes_read)
+        passed = max(self._clock() - self._began, 1e-9)
+        share = self.share(reading)
+        left = f", {format_seconds(passed / share - passed)} left" if 0 < share < 1 else ""
+        rate = f"{reading.rows / passed:,.0f} rows/s"
+        return f"{reading.rows:,} rows, {format_count(reading.tokens)} tokens, {rate}{left}"
+
+
+def _every(seconds: float, show: Show, clock: Callable[[], float]) -> Show:
+    """``show`` at most once in so many seconds, and not at once."""
+    due, shown = clock() + max(seconds, _SHOWN_AFTER_S), False
+
+    def told(reading: Reading) -> None:
+        nonlocal due, shown
+        if clock() >= due or (reading.doing == "done" and shown):
+            due, shown = clock() + seconds, True
+            show(reading)
+
+    return told

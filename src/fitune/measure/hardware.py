@@ -1,16 +1,31 @@
 """Hardware of this machine, found without torch: planning must start in well under a second."""
 
 import dataclasses
+import math
 import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from fitune.errors import HardwareError
 from fitune.measure.calibrations import device_key, stored_calibration
-from fitune.measure.host import cpu_cores, free_disk_bytes, has_bf16_products, host_memory_bytes
-from fitune.measure.nvidia import FoundGpu, query_gpus, visible_gpus
 from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for, similar_gpu
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundGpu:
+    """One GPU as the driver describes it."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
 
 
 def resolve_hardware(
@@ -121,3 +136,143 @@ def describe_found(found: FoundGpu) -> Gpu:
             continue
         return dataclasses.replace(known, memory_bytes=found.memory_bytes)
     return similar_gpu(found.name, memory_bytes=found.memory_bytes, capability=found.capability)
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def host_memory_bytes(*, cgroup: Path = _CGROUP, membership: str | None = None) -> int:
+    """Memory of the machine, or of the container when that is less."""
+    import psutil
+
+    limits = memory_limits(cgroup, _own_cgroups() if membership is None else membership)
+    return min([int(psutil.virtual_memory().total), *limits])
+
+
+def memory_limits(cgroup: Path, membership: str) -> list[int]:
+    """Limits on the way from the process's own cgroup up to the root; ``membership`` is /proc/self/cgroup.
+
+    Its lines are ``0::/path`` (version 2, file memory.max) or ``4:memory:/path`` (version 1).
+    """
+    limits = []
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root, file = (
+            (cgroup, "memory.max") if not controllers else (cgroup / "memory", "memory.limit_in_bytes")
+        )
+        own = root / path.strip("/")
+        limits += [_read(place / file).strip() for place in (own, *own.parents) if place.is_relative_to(root)]
+    return [int(text) for text in limits if text.isdecimal() and int(text) > 0]
+
+
+def cpu_cores(*, cgroup: Path = _CGROUP) -> int:
+    """Cores this process may use: its affinity, or the container's share when that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *(math.ceil(share) for share in _cpu_shares(cgroup))]))
+
+
+def has_bf16_products(*, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """True where the processor names instructions that multiply bf16: AVX512-BF16, AMX, or Arm's bf16."""
+    words = set(_read(cpuinfo).lower().split())
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _cpu_shares(cgroup: Path) -> list[float]:
+    """``cpu.max`` is "quota period" in microseconds, or "max period" without a limit."""
+    words = _read(cgroup / "cpu.max").split()
+    return [int(words[0]) / int(words[1])] if len(words) == 2 and words[0].isdecimal() else []
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Free bytes where ``path`` is, or would be created."""
+    existing = next((place for place in (path.absolute(), *path.absolute().parents) if place.exists()), None)
+    return shutil.disk_usage(existing).free if existing is not None else 0
+
+
+def _own_cgroups() -> str:
+    return _read(Path("/proc/self/cgroup"))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def query_gpus() -> tuple[FoundGpu, ...]:
+    """Every GPU that the driver lets this process use; nothing when there is no driver.
+
+    Raises HardwareError for a GPU that the driver cannot describe.
+    """
+    try:
+        import pynvml  # about 10 ms: not for those who name a GPU
+    except ImportError:
+        if shutil.which("nvidia-smi") is None:
+            return ()
+        raise HardwareError(
+            "the GPUs of this machine cannot be listed: nvidia-ml-py is not installed",
+            hint="pip install nvidia-ml-py",
+        ) from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        return tuple(_found_gpus(pynvml))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _found_gpus(nvml: ModuleType) -> Iterator[FoundGpu]:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError_NoPermission:  # counted, but given to another container
+            continue
+        except nvml.NVMLError as error:
+            raise _indescribable(index, error) from None
+        try:
+            yield _describe(nvml, index, handle)
+        except nvml.NVMLError as error:
+            raise _indescribable(index, error) from None
+
+
+def _describe(nvml: ModuleType, index: int, handle: Any) -> FoundGpu:
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return FoundGpu(
+        index=index,
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        name=nvml.nvmlDeviceGetName(handle),
+        memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        capability=(major, minor),
+    )
+
+
+def _indescribable(index: int, error: Exception) -> HardwareError:
+    return HardwareError(
+        f"the driver lists GPU {index}, but cannot describe it: {error}",
+        hint="name a known one: gpu: rtx-4090",
+    )
+
+
+def visible_gpus(found: tuple[FoundGpu, ...], environment: Mapping[str, str]) -> tuple[FoundGpu, ...]:
+    """GPUs that CUDA_VISIBLE_DEVICES leaves: indices or beginnings of UUIDs, up to the first invalid one, as CUDA."""
+    wanted = environment.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None or not found:
+        return found
+    chosen: list[FoundGpu] = []
+    for word in (part.strip() for part in wanted.split(",")):
+        if word.startswith("MIG-"):
+            raise HardwareError(f"CUDA_VISIBLE_DEVICES = {wanted!r}: slices of a GPU (MIG) are not supported")
+        match = next((gpu for gpu in found if _names(word, gpu)), None)
+        if match is None or match in chosen:
+            break
+        chosen.append(match)
+    return tuple(chosen)
+
+
+def _names(word: str, gpu: FoundGpu) -> bool:
+    return word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))

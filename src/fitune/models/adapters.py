@@ -20,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from fitune.models.adapter_check import check_adapter, linear_shapes, tensor_shapes
 from fitune.models.adapter_config import WEIGHTS, read_adapter_config, settled
 from fitune.models.door import with_adapter
-from fitune.models.vocabulary import resized
 from fitune.models.weight_files import read_header
+from fitune.models.weights import resized
 from fitune.spec.plan import Lora
 
 PREFIX = "base_model.model."

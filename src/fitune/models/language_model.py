@@ -1,23 +1,23 @@
-"""The parts of a causal language model that training touches, and its head and loss, a chunk of tokens at a time.
+"""The parts of a causal language model that training touches: body, blocks, head, and the loss in chunks of tokens.
 
 The gradient of cross-entropy with respect to the logits is softmax − one-hot, so it is written over the logits in
 place, without autograd's copies of them; autograd only carries it through the head.
 Shapes: T tokens, D hidden size, V vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from fitune.errors import ModelError
-from fitune.models.attention import Rows, attends_by_rows, row_mask
-from fitune.models.blocks import blocks_of
-from fitune.models.rotary import rows_of_lengths
-from fitune.spec.plan import ChunkedLoss, Loss
+from fitune.models.attention import Rows, attends_by_rows, row_mask, rows_of_lengths
+from fitune.spec.plan import ChunkedLoss, Loss, Recompute
 from fitune.spec.shape import IGNORED
 
 
@@ -186,3 +186,53 @@ def _softmax_loss(logits_SV: Tensor, target_S: Tensor, scale: float) -> tuple[Te
     work_SV.mul_((scale / total_S).unsqueeze(1))
     work_SV[rows, target_S] -= scale
     return loss, work_SV.to(logits_SV.dtype)
+
+
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder blocks of a model without adapters."""
+    return decoder_blocks(model.base_model, count=model.config.get_text_config().num_hidden_layers)
+
+
+def decoder_blocks(body: nn.Module, *, count: int) -> nn.ModuleList:
+    """The list of ``count`` blocks in the body, whatever the family calls it."""
+    lists = [m for m in body.children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(lists) != 1:
+        raise ModelError(f"{type(body).__name__}: expected one list of {count} blocks, found {len(lists)}")
+    return lists[0]
+
+
+def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute, *, has_dropout: bool) -> None:
+    """Make the first ``recompute.blocks`` blocks recompute (Chen et al. 2016, arXiv 1604.06174).
+
+    Random numbers are replayed only when there is dropout to replay.
+    """
+    for block in blocks[: recompute.blocks]:
+        block.forward = _recomputed(block.forward, replay_random=has_dropout)
+
+
+def _recomputed(forward: Callable[..., Any], *, replay_random: bool) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=replay_random, **kwargs)
+
+    return run
+
+
+def compile_blocks(blocks: Sequence[nn.Module], *, backend: str = "inductor") -> None:
+    """Let torch compile each block for any number of tokens.
+
+    Before recompute, which then runs the compiled block twice. Without gradients (evaluation, generation with its
+    cache) the block runs as it was: other shapes and arguments would be compiled again and again.
+    """
+    for block in blocks:
+        block.forward = _compiled(block.forward, backend=backend)
+
+
+def _compiled(forward: Callable[..., Any], *, backend: str) -> Callable[..., Any]:
+    faster = torch.compile(forward, dynamic=True, backend=backend)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return faster(*args, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
+
+    return run

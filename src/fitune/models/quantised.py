@@ -23,7 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fitune.errors import ModelError, require_library
-from fitune.models.blocks import blocks_of
+from fitune.models.language_model import blocks_of
 from fitune.spec.plan import Dense, Quantiser
 
 

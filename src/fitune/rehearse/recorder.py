@@ -1,16 +1,26 @@
-"""Records every storage a step makes and lets go of, by the same counter that measures real steps."""
+"""Fake tensors and fake ranks, and a recorder of every storage a step makes and lets go of.
+
+Steps are counted as real ones are. Fake tensors have shapes and no content; collectives of the fake group send nothing.
+"""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fitune.engine.protocol import Engine
+from fitune.errors import RecipeError
 from fitune.measure.memory import LiveTensors, OtherMemory
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.trace import Allocated, Entered, Freed, ParameterKey, Reached, Trace
+from fitune.spec.plan import Plan, Zero
 from fitune.spec.reports import Phase
+from fitune.spec.rules import require_rules
 
 
 class Recorder(LiveTensors):
@@ -130,3 +140,89 @@ def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that is divided."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Inside, every tensor is fake, on a fake ``cpu`` that stands for the plan's device.
+
+    A build of torch without CUDA cannot make fake tensors on ``cuda``.
+    """
+    with FakeTensorMode() as mode:
+        yield mode
+
+
+@contextmanager
+def modules_may_move(mode: FakeTensorMode) -> Iterator[None]:
+    """Let ``Module.to`` work on fake parameters: PEFT moves every adapter it makes.
+
+    ``to`` swaps a fake parameter with its converted self, and refuses when a weak reference to either exists. The
+    mode's memo of tensors it has seen holds such references, so for this while it holds strong ones.
+    """
+    converter = mode.fake_tensor_converter.meta_converter
+    converter.tensor_memo = {}
+    try:
+        yield
+    finally:
+        converter.tensor_memo = weakref.WeakValueDictionary()
+
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@contextmanager
+def fake_ranks(plan: Plan) -> Iterator["DeviceMesh | None"]:
+    """The mesh of a sharded plan, seen from its first rank, whose shares are the largest; None on one device.
+
+    Raises RecipeError for what does not run on fake tensors.
+    """
+    require_rules(plan, "rehearse")
+    if not isinstance(plan.sharding, Zero):
+        yield None
+        return
+    from fitune.engine.fsdp import mesh_of
+
+    with _fake_group(plan.hardware.num_gpus):
+        yield mesh_of(plan.sharding, plan.hardware, device="cpu")  # it stands for the plan's
+
+
+def announce(engine: Engine, *, last: bool) -> None:
+    """Tell an engine on shares which micro-batch is the last of its step."""
+    from fitune.engine.fsdp import ShardedEngine
+
+    if isinstance(engine, ShardedEngine):
+        engine.expect_micro_batch(last=last)
+
+
+@contextmanager
+def resizes_seen_by(recorder: Recorder) -> Iterator[None]:
+    """FSDP2 frees gathered weights by resizing their storages, which no operation tells of."""
+    resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        recorder.note_resize(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_and_note
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
+
+
+@contextmanager
+def _fake_group(size: int) -> Iterator[None]:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RecipeError(
+            "a rehearsal of several ranks needs a process of its own: this one is in a group already"
+        )
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,11 +1,11 @@
-"""The Plan's own step: the model and the engine that training would build, on fake tensors, recorded.
+"""A rehearsal: the Plan's own step with the model and engine that training would build, recorded on fake tensors.
 
 Its micro-batch is the one that takes the most memory the plan allows.
 """
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,20 +13,75 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from fitune.models.attention import attending_as
-from fitune.models.door import empty_model, with_layers
+from fitune.models.door import empty_model, model_config, with_layers
 from fitune.models.liger import computing_with
 from fitune.models.weights import compute_dtype
-from fitune.rehearse.fake import announce, fake_ranks, fake_tensors, modules_may_move, resizes_seen_by
-from fitune.rehearse.layer_extrapolation import Depth
-from fitune.rehearse.recorder import Recorder, local_part
+from fitune.rehearse.layer_extrapolation import (
+    Depth,
+    Irregular,
+    extrapolated,
+    make_states,
+    parameter_keys,
+    record_update,
+)
+from fitune.rehearse.recorder import (
+    Recorder,
+    announce,
+    fake_ranks,
+    fake_tensors,
+    local_part,
+    modules_may_move,
+    resizes_seen_by,
+)
 from fitune.rehearse.stand_ins import LIGER_STAND_INS, StandIns, cuda_functions
-from fitune.rehearse.trace import Trace
-from fitune.rehearse.update import make_states, parameter_keys, record_update
+from fitune.rehearse.trace import Trace, peaks_by_kind, reserved_peak
 from fitune.spec.hardware import Gpu
 from fitune.spec.model import NO_DROPOUT
-from fitune.spec.plan import Batch, Lora, Plan, Recompute, Zero, updates_in_backward
+from fitune.spec.plan import Batch, Lora, Offload, Plan, Recompute, Zero, updates_in_backward
+from fitune.spec.reports import Rehearsal
 from fitune.spec.traits import has_scores
 from fitune.train.prepare import Prepared, prepare_loaded
+
+
+def rehearse(plan: Plan, *, exact: bool = False, outside: dict[str, int] | None = None) -> Rehearsal:
+    """Trace the second step of ``plan``; ``exact`` traces every block instead of a few that stand for all.
+
+    ``outside`` is what no tensor explains (contexts, workspaces), by name: it is taken as given.
+    """
+    config = model_config(plan.model_path)
+    if plan.added_tokens:
+        config.vocab_size = plan.model.vocab_size
+    trace, traced = trace_plan(plan, config, exact=exact)
+    on_cuda = not plan.hardware.gpu.is_cpu
+    return Rehearsal(
+        phases=peaks_by_kind(trace, on_cuda=on_cuda),
+        outside=outside or {},
+        reserved_bytes=reserved_peak(trace),
+        layers_traced=traced,
+    )
+
+
+def trace_plan(plan: Plan, config: PretrainedConfig, *, exact: bool) -> tuple[Trace, int]:
+    """The step's events and how many blocks were traced for them.
+
+    What leaves the device leaves while the next block works: such a step is traced whole.
+    """
+    layers = plan.model.num_layers
+    recomputed = min(plan.recompute.blocks, layers)
+    depth = Depth(recomputed=recomputed, kept=layers - recomputed)
+    repeats = _blocks_are_alike(config, plan) and plan.offload == Offload()
+    if not exact and depth.shallow() != depth and repeats:
+        with suppress(Irregular):  # then every block is traced
+            passes, update = record_few_blocks(plan, config, depth)
+            return extrapolated(passes, update, depth), depth.shallow().layers
+    return record_step(plan, config), layers
+
+
+def _blocks_are_alike(config: PretrainedConfig, plan: Plan) -> bool:
+    """Not where windowed and global attention take turns, or where some have adapters and others have none."""
+    some_adapted = isinstance(plan.tuning, Lora) and bool(plan.tuning.layers)
+    return len(set(getattr(config, "layer_types", None) or ())) <= 1 and not some_adapted
+
 
 RowLengths = tuple[int, ...]
 

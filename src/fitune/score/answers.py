@@ -12,7 +12,7 @@ from typing import Any
 
 from fitune.errors import RunDirectoryError
 from fitune.files import open_for_append, open_regular, write_atomically
-from fitune.models.identity import identity
+from fitune.models.weight_files import identity
 from fitune.score.generate_hf import Answer, Sampling
 from fitune.score.tasks import Task
 from fitune.spec.plan import DataSource

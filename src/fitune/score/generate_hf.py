@@ -28,8 +28,7 @@ from transformers import (
 )
 
 from fitune.data.templates import ChatTemplate
-from fitune.models.attention import use_cached_attention
-from fitune.models.rotary import longrope_boundary
+from fitune.models.attention import longrope_boundary, use_cached_attention
 from fitune.score.tasks import Task
 
 _NARROW = 512

@@ -14,9 +14,8 @@ from fitune.files import remove_stale_siblings, write_atomically
 from fitune.models.adapter_check import check_adapter
 from fitune.models.adapters import load_adapter, saved_rows
 from fitune.models.door import notes_on
-from fitune.models.vocabulary import require_rows
 from fitune.models.weight_files import OnBytes, nobody
-from fitune.models.weights import load_model, load_tokenizer, require_finite
+from fitune.models.weights import load_model, load_tokenizer, require_finite, require_rows
 from fitune.score.answers import (
     OURS,
     Line,
@@ -30,8 +29,7 @@ from fitune.score.answers import (
     require_same_prompts,
 )
 from fitune.score.generate_hf import Sampling, answer_all
-from fitune.score.grade import check_graders, choose_graders, grade
-from fitune.score.tasks import Task, read_tasks
+from fitune.score.tasks import Task, check_graders, choose_graders, grade, read_tasks
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fitune.demo.files import DemoFiles, write_demo
-from fitune.demo.settings import HELD_OUT_ROWS, MAX_NEW_TOKENS
+from fitune.demo.files import HELD_OUT_ROWS, MAX_NEW_TOKENS, DemoFiles, write_demo
 from fitune.errors import RunDirectoryError
 from fitune.report.compare import text_table
 from fitune.report.html import write_report
@@ -15,9 +14,8 @@ from fitune.score.generate_hf import Sampling
 from fitune.score.run import ScorePlan, score
 from fitune.session.events import Note, Planned, Tell
 from fitune.session.planning import plan_for
-from fitune.session.reporting import comparison
-from fitune.session.retrying import Attempt
-from fitune.session.training import run_once
+from fitune.session.results import comparison
+from fitune.session.training import Attempt, run_once
 from fitune.spec.plan import DataSource
 from fitune.spec.recipe import read_recipe
 from fitune.spec.reports import RunReport

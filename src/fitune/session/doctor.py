@@ -63,8 +63,7 @@ def describe_examined(examined: Examined) -> str:
 
 def calibrate_device(*, tell: Callable[[str], None]) -> bool:
     """Measure this machine's device and store it; False on every rank but the first, which has nothing to show."""
-    from fitune.measure.calibrate import calibrate
-    from fitune.measure.ranks import process_group
+    from fitune.measure.calibrate import calibrate, process_group
 
     start = time.perf_counter()
     with process_group() as rank:

@@ -11,7 +11,7 @@ from fitune.planner.explain import explain_plan
 from fitune.report.attempts import describe_retry
 from fitune.report.compare import comparison_table
 from fitune.report.run_files import Prediction
-from fitune.session.reporting import Reported
+from fitune.session.results import Reported
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Ledger, MergedLoss, PlanReport, Retry, RunReport, StepReport
 from fitune.units import format_bytes

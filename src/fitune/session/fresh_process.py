@@ -14,9 +14,8 @@ from pathlib import Path
 from fitune.errors import RunDirectoryError
 from fitune.files import write_atomically
 from fitune.session.events import Note, Tell
-from fitune.session.retrying import Attempt
 from fitune.session.signals import stop_requests
-from fitune.session.training import first_attempt, run_attempt
+from fitune.session.training import Attempt, first_attempt, run_attempt
 from fitune.spec.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe
 from fitune.spec.recipe_words import parse_value
 from fitune.spec.reports import PlanReport, Retry

@@ -12,8 +12,8 @@ from fitune.checkpoint.export import Exported, export_adapter, export_full, expo
 from fitune.data.preparing import PreparedData
 from fitune.data.templates import load_template
 from fitune.files import read_text
-from fitune.models.identity import base_reference
 from fitune.models.language_model import LanguageModel
+from fitune.models.weight_files import base_reference
 from fitune.models.weights import compute_dtype, stored_dtype
 from fitune.spec.plan import ChunkedLoss, Dense, Full, InBackward, Lomo, Lora, Offload, Plan
 from fitune.spec.reports import MergedLoss, RunReport

@@ -15,17 +15,20 @@ from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import Engine
 from fitune.errors import HardwareError
 from fitune.models.adapters import add_adapters
-from fitune.models.attention import use_attention
-from fitune.models.blocks import blocks_of, compile_blocks, recompute_blocks
+from fitune.models.attention import turn_by_rows, use_attention
 from fitune.models.host import HostMemory, stay_on
-from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.language_model import (
+    LanguageModel,
+    blocks_of,
+    compile_blocks,
+    language_model,
+    recompute_blocks,
+)
 from fitune.models.liger import use_kernels
 from fitune.models.offload import before_backward, offload_blocks
 from fitune.models.quantised import quantise_linears
-from fitune.models.rotary import turn_by_rows
-from fitune.models.vocabulary import add_rows
 from fitune.models.weight_files import OnBytes, nobody
-from fitune.models.weights import compute_dtype, load_model
+from fitune.models.weights import add_rows, compute_dtype, load_model
 from fitune.spec.plan import (
     Full,
     Lomo,

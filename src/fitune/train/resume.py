@@ -15,7 +15,7 @@ from fitune.checkpoint.state import TrainState
 from fitune.data.loader import LoaderState
 from fitune.engine.protocol import EngineState
 from fitune.errors import CheckpointError, RunDirectoryError
-from fitune.models.identity import weights_identity
+from fitune.models.weight_files import weights_identity
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.serial import from_data, to_data
 from fitune.train.prepare import Prepared

@@ -20,7 +20,7 @@ from fitune.data.preparing import PreparedData, prepare_data
 from fitune.errors import OutOfMemory
 from fitune.files import remove_stale_siblings, write_atomically
 from fitune.measure.memory import memory_meter
-from fitune.models.vocabulary import planned_tokenizer, require_rows
+from fitune.models.weights import planned_tokenizer, require_rows
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Retry, RunReport, StepReport
 from fitune.spec.run_directory import lock_directory
