@@ -17,9 +17,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fitune.engine.protocol import EnterPhase
-from fitune.estimate.memory import predict_memory
+from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import LiveTensors
 from fitune.models.weights import compute_dtype
+from fitune.spec.block_profile import BatchShape
 from fitune.spec.gpus import cpu_gpu, hardware_for
 from fitune.spec.model import ModelSpec
 from fitune.spec.model_config import spec_from_config
@@ -39,7 +40,6 @@ from fitune.spec.plan import (
     Steps,
 )
 from fitune.spec.reports import Phase
-from fitune.spec.shape import BatchShape
 from fitune.train.prepare import prepare_loaded
 from fitune.units import GIB, format_bytes
 

@@ -26,7 +26,7 @@ import peft
 import torch
 import transformers
 
-from fitune.estimate.memory import predict_memory
+from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import rehearse
 from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for
 from fitune.spec.hardware import Hardware

@@ -36,8 +36,8 @@ from gpu_cases import (
     where_and_when,
 )
 
-from fitune.estimate.memory import predict_memory
 from fitune.estimate.overhead import outside_terms
+from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import memory_meter
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import BLOCK, peaks_by_kind

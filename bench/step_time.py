@@ -24,16 +24,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from fitune.engine.protocol import Engine
-from fitune.estimate.time import predict_step_time
+from fitune.estimate.predict import predict_step_time
 from fitune.measure.hardware import calibrated, detect_hardware
 from fitune.models.weights import compute_dtype
 from fitune.planner.search import find_plan
 from fitune.rehearse.step import FullStream, full_stream
+from fitune.spec.block_profile import BatchShape
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import spec_from_config
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import parse_recipe
-from fitune.spec.shape import BatchShape
 from fitune.train.prepare import Prepared, prepare_loaded
 
 LLAMA_10M = {

@@ -4,17 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.activations import fused_attention_kept, gated_mlp_kept, rms_norm_kept
+from fitune.estimate.activations import (
+    bytes_per_logit,
+    fused_attention_kept,
+    gated_mlp_kept,
+    logits_bytes,
+    rms_norm_kept,
+)
 from fitune.estimate.block import block_stages
-from fitune.estimate.loss import bytes_per_logit, logits_bytes
-from fitune.estimate.memory import predict_memory
 from fitune.estimate.overhead import usable_bytes
-from fitune.estimate.shape import largest_batch
+from fitune.estimate.predict import largest_batch, predict_memory
 from fitune.estimate.states import update_temporaries_bytes
+from fitune.spec.block_profile import BatchShape
 from fitune.spec.counts import count_parameters
 from fitune.spec.plan import AdamW, Sgd
 from fitune.spec.reports import Phase
-from fitune.spec.shape import BatchShape
 from fitune.spec.traits import ACTIVATIONS
 from fitune.units import MIB
 from plans import gpu, known, plan_for, small_llama

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from fitune.estimate.memory import predict_memory
 from fitune.estimate.overhead import stream_cache_bytes
-from fitune.estimate.predict import predict
+from fitune.estimate.predict import predict, predict_memory
 from fitune.planner.explain import memory_sum
 from fitune.spec.plan import Zero
 from fitune.spec.reports import Phase

@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.communication import Exchange, communication_of
-from fitune.estimate.host import PROCESS_BYTES, checkpoint_bytes
-from fitune.estimate.predict import predict
-from fitune.estimate.time import COLLECTIVE_SHARE, MODULE_HOOK_SECONDS, predict_step_time
+from fitune.estimate.overhead import PROCESS_BYTES, checkpoint_bytes
+from fitune.estimate.predict import predict, predict_step_time
+from fitune.estimate.time import COLLECTIVE_SHARE, MODULE_HOOK_SECONDS
 from fitune.estimate.transfers import (
     COLLECTIVE_SECONDS,
     HOP_SECONDS,
     LINK_EFFICIENCY,
     STAGED_BANDWIDTH,
+    Exchange,
+    communication_of,
     cpu_adam_seconds,
     exchange_seconds,
 )

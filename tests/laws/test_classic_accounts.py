@@ -5,10 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from fitune.estimate.parameters import weights_bytes
+from fitune.estimate.parameters import base_tensors, stored_bytes, weights_bytes
 from fitune.estimate.states import resting_gradient_bytes
 from fitune.estimate.step import resident_terms
-from fitune.estimate.tensors import base_tensors, stored_bytes
 from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.spec.model_config import known_model_names

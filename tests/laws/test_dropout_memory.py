@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.memory import predict_memory
+from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.spec.plan import Dense, Nf4
 from laws import test_memory_prediction, test_rehearsal_real_step

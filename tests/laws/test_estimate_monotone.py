@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from fitune.estimate.memory import predict_memory
-from fitune.estimate.predict import predict
+from fitune.estimate.predict import predict, predict_memory
 from fitune.spec.plan import AdamW, Sgd
 from fitune.spec.reports import Phase
 from plans import gpu, known, plan_for, small_llama

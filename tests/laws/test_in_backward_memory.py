@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import gradients_bytes
+from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import AdamW, AdamW8bit, ClipByNorm, Full, InBackward

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.memory import predict_memory
-from fitune.estimate.shape import largest_batch
+from fitune.estimate.predict import largest_batch, predict_memory
 from fitune.estimate.step import describe_step
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.memory import predict_memory
+from fitune.estimate.predict import predict_memory
 from fitune.spec.plan import Dense, Nf4
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.memory import predict_memory
-from fitune.estimate.time import predict_step_time
+from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.rehearse.step import trace_plan
 from fitune.spec.model import NO_DROPOUT
 from laws.test_config_traits_memory import ROWS, TOLERANCE, by_rows, check, shape_of

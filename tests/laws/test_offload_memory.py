@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import weights_bytes
+from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import LiveTensors
 from fitune.spec.plan import Dense, Nf4, Offload
 from fitune.spec.reports import Phase

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from fitune.estimate.tensors import adapters_of
+from fitune.estimate.parameters import adapters_of
 from fitune.spec.counts import count_parameters, lora_parameters
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.model_config import find_known_model, known_model_names, load_model_spec, spec_from_config

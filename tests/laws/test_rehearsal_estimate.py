@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.memory import predict_memory
+from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Hqq, Nf4

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.estimate.memory import predict_memory
 from fitune.estimate.parameters import weights_share_bytes
+from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import Allocated, peaks_by_kind, reserved_peak
 from fitune.spec.plan import Ddp, Hqq, Lora, Nf4, Zero

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import pytest
 
 from fitune.estimate.buffers import block_weight_bytes, buffers_of, group_gradient_bytes, root_weight_bytes
-from fitune.estimate.memory import predict_memory
+from fitune.estimate.predict import predict_memory
 from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.spec.plan import (
@@ -172,7 +172,7 @@ def quantised(base, **choice):
 def test_the_largest_linear_is_whole_while_it_is_multiplied():
     """2·out·in = 117 MB of Llama's MLP, where one block's tokens are few."""
     from fitune.estimate.block import block_stages
-    from fitune.spec.shape import BatchShape
+    from fitune.spec.block_profile import BatchShape
 
     shape = BatchShape(tokens=1, supervised_tokens=1, rows=1)
     plans = (

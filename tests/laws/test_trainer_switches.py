@@ -9,8 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fitune.estimate.buffers import block_weight_bytes, root_weight_bytes
-from fitune.estimate.memory import predict_memory
-from fitune.estimate.shape import largest_batch
+from fitune.estimate.predict import largest_batch, predict_memory
 from fitune.estimate.trainer import Trainer, describe_step_of
 from fitune.measure.memory import LiveTensors
 from fitune.models import liger

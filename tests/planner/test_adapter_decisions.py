@@ -6,7 +6,7 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.estimate.parameters import trained_parameters
-from fitune.estimate.time import predict_step_time
+from fitune.estimate.predict import predict_step_time
 from fitune.planner.search import find_plan
 from fitune.spec.counts import lora_parameters, model_flops
 from fitune.spec.gpus import find_gpu, hardware_for

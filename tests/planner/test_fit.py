@@ -2,7 +2,7 @@
 
 import pytest
 
-from fitune.estimate.shape import largest_batch
+from fitune.estimate.predict import largest_batch
 from fitune.estimate.step import describe_step
 from fitune.planner.fit import cheapest_blocks, fewest_blocks, peak_of
 from plans import gpu, known, plan_for, small_llama

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 import fitune.estimate.memory as memory
+import fitune.estimate.predict as predict
 from fitune.cli.app import app
-from fitune.estimate.memory import predict_memory
-from fitune.estimate.time import predict_step_time
+from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.records.plans import plan_of
 from fitune.records.row import Row, read_records
 from fitune.records.score import compare, compare_rows, errors_of, group_score, scores_of
@@ -83,10 +83,10 @@ def test_the_score_is_that_of_the_estimate_and_of_nothing_else(monkeypatch: pyte
         phases = {phase: tenth_more(terms) for phase, terms in found.phases.items()}
         return replace(found, phases=phases, outside=tenth_more(found.outside))
 
-    monkeypatch.setattr(memory, "memory_of", larger)
+    monkeypatch.setattr(predict, "memory_of", larger)
     for one, other in zip(before, compare_rows(rows)[0], strict=True):
         assert other.predicted_bytes == pytest.approx(1.1 * one.predicted_bytes, rel=0.01)
-    monkeypatch.setattr(memory, "memory_of", real)
+    monkeypatch.setattr(predict, "memory_of", real)
     monkeypatch.setattr(memory, "_loss_moments", lambda step, gradients: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         compare_rows(rows)

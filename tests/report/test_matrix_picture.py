@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import MissingExtra
-from fitune.report.matrix_picture import Card, draw_matrix
+from fitune.report.comparison_plots import Card, draw_matrix
 
 CARD = Card(title="LoRA · ZeRO-3", lines=("20 of 30 GiB", "1,550 tokens/s"), method="lora", filled=20 / 30)
 SHORT = Card(title="nothing fits", lines=("40 of 30 GiB",), method="", filled=4 / 3)

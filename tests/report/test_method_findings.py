@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fitune.report.method_findings import final_loss, findings
+from fitune.report.methods_page import final_loss, findings
 from fitune.report.run_files import RunFiles, read_run
 from fitune.spec.plan import ClipByNorm, Full, Lomo, Lora, Nf4, Tuning
 

@@ -15,8 +15,8 @@ import torch
 
 from fitune.data.dataset import TokenDataset
 from fitune.errors import DataError
+from fitune.spec.block_profile import IGNORED, BatchShape
 from fitune.spec.plan import Batch
-from fitune.spec.shape import IGNORED, BatchShape
 
 _CHUNK = 2**16
 """Rows that are Python's integers at a time: as such they take ten times the memory of an array."""

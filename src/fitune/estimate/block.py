@@ -5,15 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fitune.estimate import activations, transient
-from fitune.estimate.attention_block import attention_stages
 from fitune.estimate.eager import block_passes
-from fitune.estimate.mlp_block import expert_stages, mlp_stages
 from fitune.estimate.site import Site
-from fitune.spec.block_profile import Attention, BlockProfile, Stage
+from fitune.estimate.stages import attention_stages, expert_stages, mlp_stages
+from fitune.spec.block_profile import Attention, BatchShape, BlockProfile, Stage
 from fitune.spec.counts import attention_flops_per_pair
 from fitune.spec.model import Linear
 from fitune.spec.plan import Plan
-from fitune.spec.shape import BatchShape
 from fitune.spec.traits import has_scores
 
 

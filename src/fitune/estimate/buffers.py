@@ -2,19 +2,23 @@
 
 from dataclasses import dataclass, replace
 
-from fitune.estimate.parameters import blocks_trained, trained_parameters, weights_bytes
-from fitune.estimate.shares import (
+from fitune.estimate.parameters import (
     accumulates_whole,
+    adapter_tensors,
     base_bytes,
+    base_tensors,
+    blocks_trained,
     gathered_bytes,
     num_shares,
     reduce_width,
+    trained_parameters,
+    trained_tensors,
     uses_deepspeed,
     uses_fsdp,
+    weights_bytes,
     zero_stage,
 )
 from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_bytes
-from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tensors
 from fitune.spec.plan import Plan, updates_in_backward
 
 REDUCE_BUCKET = 500_000_000

@@ -5,27 +5,15 @@ are those of a step after the first, when optimizer states exist, and of its las
 """
 
 from fitune.estimate import activations, overhead, transient
-from fitune.estimate import loss as loss_terms
-from fitune.estimate.parameters import embedding_parameters, head_parameters
-from fitune.estimate.shape import largest_batch
-from fitune.estimate.shares import uses_fsdp
+from fitune.estimate.parameters import embedding_parameters, head_parameters, uses_fsdp
 from fitune.estimate.states import (
     gradients_always_exist,
     leaves_after_the_loss,
     stepping_bytes,
 )
 from fitune.estimate.step import StepStages, Terms
-from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
-from fitune.spec.plan import PlainLoss, Plan, trains_embeddings, updates_in_backward
+from fitune.spec.plan import PlainLoss, trains_embeddings, updates_in_backward
 from fitune.spec.reports import MemoryBreakdown, Phase
-from fitune.spec.shape import BatchShape
-
-
-def predict_memory(
-    plan: Plan, shape: BatchShape | None = None, *, trainer: Trainer = FITUNE
-) -> MemoryBreakdown:
-    """Bytes by phase and term on one device, for a micro-batch of ``shape`` (the most the plan allows if None)."""
-    return memory_of(describe_step_of(trainer, plan, shape or largest_batch(plan)))
 
 
 def memory_of(step: StepStages) -> MemoryBreakdown:
@@ -133,9 +121,9 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
     if step.logit_bytes and isinstance(plan.loss, PlainLoss):
         logits = step.shape.tokens * model.vocab_size * step.logit_bytes
         return [{"gradients": gradients, "loss": logits}]
-    chunk = loss_terms.chunk_tokens(plan.loss, step.shape)
+    chunk = activations.chunk_tokens(plan.loss, step.shape)
     softmax, backward = _chunk_sizes(step, chunk)
-    buffers = loss_terms.loss_buffers_bytes(
+    buffers = activations.loss_buffers_bytes(
         supervised_tokens=step.shape.supervised_tokens, hidden=model.hidden_size, element_bytes=e
     )
     head = step.head_gradient
@@ -148,7 +136,7 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
         {"loss": buffers + backward, **fresh},
         {"gradients": after_first, "loss": buffers + step.hidden},
     ]
-    if loss_terms.num_chunks(plan.loss, step.shape) > 1:
+    if activations.num_chunks(plan.loss, step.shape) > 1:
         softmax, backward = _chunk_sizes(step, min(chunk, step.shape.supervised_tokens - chunk))
         moments += [
             {"gradients": after_first, "loss": buffers + softmax},
@@ -160,10 +148,10 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
 def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
     """Of ``tokens`` tokens: while softmax and gradient are formed, and while the gradient goes through the head."""
     model, e = step.plan.model, step.element_bytes
-    softmax = loss_terms.logits_bytes(
+    softmax = activations.logits_bytes(
         tokens=tokens, vocab_size=model.vocab_size, element_bytes=e, softcapped=model.caps_logits
     )
-    backward = loss_terms.head_backward_bytes(
+    backward = activations.head_backward_bytes(
         tokens=tokens,
         hidden=model.hidden_size,
         vocab_size=model.vocab_size,

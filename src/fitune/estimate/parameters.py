@@ -1,18 +1,265 @@
-"""Bytes of what is multiplied and of what is trained: weights, adapters, gradients."""
+"""Every parameter tensor: its bytes whole, packed and as one rank's share; weights, adapters and gradients in sum."""
 
-from fitune.estimate.shares import (
-    base_bytes,
-    base_share_bytes,
-    num_shares,
-    scale_bytes,
-    share_elements,
-    uses_fsdp,
-    weights_are_divided,
-)
-from fitune.estimate.tensors import adapter_tensors, base_tensors, is_quantised, trained_tables
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
 from fitune.spec.counts import adapted_blocks, count_parameters, lora_parameters
-from fitune.spec.model import ModelSpec
-from fitune.spec.plan import Dense, Lora, Plan, Single, base_of
+from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.plan import Ddp, Dense, Lora, Plan, Quantiser, Single, Zero, base_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterTensor:
+    """``count`` tensors of ``rows`` × ``row_elements``; ``rows`` is the dimension that FSDP2 divides."""
+
+    rows: int
+    row_elements: int = 1
+    count: int = 1
+    in_block: bool
+    """In one of the decoder blocks; else embedding, final norm or head, which FSDP2 gathers as the root group."""
+    linear: Linear | None = None
+    """Set for the matrices of blocks, which a quantiser may pack."""
+
+    @property
+    def elements(self) -> int:
+        """Of one of them."""
+        return self.rows * self.row_elements
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.row_elements > 1
+
+    def share(self, parts: int) -> int:
+        """Elements of the largest share of one when FSDP2 divides its rows, the last share padded.
+
+        Tensors with fewer rows than shares (fused experts, adapters of a low rank) are divided along the row where
+        that comes out even, by fully_shard's ``shard_placement_fn``: with whole rows some ranks would hold nothing.
+        """
+        if self.rows < parts and self.row_elements % parts == 0:
+            return self.elements // parts
+        return -(-self.rows // parts) * self.row_elements
+
+
+@lru_cache(maxsize=64)
+def base_tensors(model: ModelSpec) -> tuple[ParameterTensor, ...]:
+    """All parameters of the model without adapters; their sum is count_parameters(model).total."""
+    return (*_block_tensors(model), *_root_tensors(model))
+
+
+def adapter_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
+    """A: r × in, B: out × r, and DoRA's norm of each of the out rows, for every adapted linear of adapted blocks."""
+    if not isinstance(plan.tuning, Lora):
+        return ()
+    return adapters_of(plan.model, plan.tuning)
+
+
+def trained_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
+    if not isinstance(plan.tuning, Lora):
+        return base_tensors(plan.model)
+    return (*adapter_tensors(plan), *trained_tables(plan.model, plan.tuning))
+
+
+def trained_tables(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
+    """Embedding and head where they are trained whole; once where they are one tensor."""
+    table = ParameterTensor(rows=model.vocab_size, row_elements=model.hidden_size, in_block=False)
+    bias = ParameterTensor(rows=model.vocab_size, in_block=False)
+    embedding = (table,) if "embed_tokens" in lora.modules_to_save else ()
+    if "lm_head" not in lora.modules_to_save:
+        return embedding
+    head = () if model.tied_embeddings else (table,)
+    return (*embedding, *head, *((bias,) if model.head_bias else ()))
+
+
+@lru_cache(maxsize=64)
+def adapters_of(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
+    return tuple(_adapters(model, lora))
+
+
+def _adapters(model: ModelSpec, lora: Lora) -> Iterator[ParameterTensor]:
+    layers = adapted_blocks(model, lora)
+    for m in model.linears:
+        if not m.is_target(lora.targets):
+            continue
+        yield ParameterTensor(rows=lora.rank, row_elements=m.in_features, count=layers, in_block=True)
+        yield ParameterTensor(rows=m.out_features, row_elements=lora.rank, count=layers, in_block=True)
+        if lora.dora:
+            yield ParameterTensor(rows=m.out_features, count=layers, in_block=True)
+
+
+def _block_tensors(model: ModelSpec) -> Iterator[ParameterTensor]:
+    layers = model.num_layers
+    for m in model.linears:
+        rows, row = (m.copies, m.weights // m.copies) if m.copies > 1 else (m.out_features, m.in_features)
+        yield ParameterTensor(rows=rows, row_elements=row, count=layers, in_block=True, linear=m)
+        if m.bias:
+            yield ParameterTensor(rows=m.out_features * m.copies, count=layers, in_block=True)
+    norms = model.norms_per_block * _vectors(model)
+    yield ParameterTensor(rows=model.hidden_size, count=layers * norms, in_block=True)
+    for width in _qk_norm_widths(model):
+        yield ParameterTensor(rows=width, count=layers * _vectors(model), in_block=True)
+
+
+def _root_tensors(model: ModelSpec) -> Iterator[ParameterTensor]:
+    h, vocabulary = model.hidden_size, model.vocab_size
+    yield ParameterTensor(rows=vocabulary, row_elements=h, in_block=False)
+    if model.learned_positions:
+        yield ParameterTensor(rows=model.learned_positions, row_elements=h, in_block=False)
+    yield ParameterTensor(rows=h, count=_vectors(model), in_block=False)
+    if not model.tied_embeddings:
+        yield ParameterTensor(rows=vocabulary, row_elements=h, in_block=False)
+    if model.head_bias:
+        yield ParameterTensor(rows=vocabulary, in_block=False)
+
+
+def _vectors(model: ModelSpec) -> int:
+    """RMSNorm has a weight, LayerNorm a weight and a bias."""
+    return 1 if model.norm_type == "rms" else 2
+
+
+def _qk_norm_widths(model: ModelSpec) -> tuple[int, ...]:
+    match model.qk_norm:
+        case "none":
+            return ()
+        case "head":
+            return (model.head_dim, model.head_dim)
+        case "full":
+            return (model.q_dim, model.kv_dim)
+
+
+def is_quantised(linear: Linear, base: Dense | Quantiser) -> bool:
+    return linear.adaptable and not isinstance(base, Dense)
+
+
+def stored_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int) -> int:
+    """One matrix as the device holds it."""
+    scales = 0 if isinstance(base, Dense) else base.scale_bytes(weights, element_bytes=element_bytes)
+    return packed_bytes(weights, base, element_bytes=element_bytes) + scales
+
+
+def packed_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int) -> int:
+    """One matrix's words without what scales them: the parameter, of which sharding makes shares."""
+    return weights * element_bytes if isinstance(base, Dense) else base.packed_bytes(weights)
+
+
+def dequantisation_workspace_bytes(*, in_features: int, out_features: int, element_bytes: int) -> int:
+    """e·out·in: the matrix in the compute type while it is multiplied, forward and backward alike.
+
+    Nothing of it is kept; the largest linear decides (bitsandbytes MatMul4Bit; hqq dequantises the same way).
+    """
+    return in_features * out_features * element_bytes
+
+
+def num_ranks(plan: Plan) -> int:
+    """Processes that train together, one per device."""
+    match plan.sharding:
+        case Single():
+            return 1
+        case Ddp() | Zero():
+            return plan.hardware.num_gpus
+
+
+def num_shares(plan: Plan) -> int:
+    """Parts into which states are divided: all ranks, or those of one node when hybrid."""
+    match plan.sharding:
+        case Single() | Ddp():
+            return 1
+        case Zero(hybrid=hybrid):
+            return plan.hardware.gpus_per_node if hybrid else plan.hardware.num_gpus
+
+
+def uses_fsdp(plan: Plan) -> bool:
+    return isinstance(plan.sharding, Zero) and plan.sharding.backend == "fsdp"
+
+
+def uses_deepspeed(plan: Plan) -> bool:
+    return isinstance(plan.sharding, Zero) and plan.sharding.backend == "deepspeed"
+
+
+def zero_stage(plan: Plan) -> int:
+    """0 without ZeRO."""
+    return plan.sharding.stage if isinstance(plan.sharding, Zero) else 0
+
+
+def weights_are_divided(plan: Plan) -> bool:
+    """Between two steps: by FSDP2 at every stage, by DeepSpeed at stage 3."""
+    return uses_fsdp(plan) or zero_stage(plan) == 3
+
+
+def accumulates_whole(plan: Plan) -> bool:
+    """FSDP2's stage 1 with several micro-batches: whole gradients add up on whole weights until the last one.
+
+    With a single micro-batch it does what stage 2 does.
+    """
+    return uses_fsdp(plan) and zero_stage(plan) == 1 and plan.batch.accumulation > 1
+
+
+def gradients_are_divided(plan: Plan) -> bool:
+    """As soon as a block has them."""
+    return zero_stage(plan) >= 2 or (uses_fsdp(plan) and not accumulates_whole(plan))
+
+
+def reduce_width(plan: Plan) -> int:
+    """Bytes of an element while FSDP2 sums it: 4 when the optimizer works in fp32, else the compute type's."""
+    return 4 if plan.precision.has_master else plan.precision.compute_bytes
+
+
+def share_elements(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
+    """Elements of the largest share, padding included.
+
+    FSDP2 divides the rows of every tensor: Σ ⌈rows / N⌉ · row (fully_shard, Shard(0)). DeepSpeed divides every
+    tensor's elements at stage 3, Σ ⌈n / N⌉ (partition_parameters.py), and one flat buffer of all before: ⌈Σ n / N⌉.
+    """
+    parts = num_shares(plan)
+    if parts == 1:
+        return sum(t.elements * t.count for t in tensors)
+    if uses_fsdp(plan):
+        return sum(t.share(parts) * t.count for t in tensors)
+    if zero_stage(plan) == 3:
+        return sum(-(-t.elements // parts) * t.count for t in tensors)
+    return -(-sum(t.elements * t.count for t in tensors) // parts)
+
+
+def trained_share(plan: Plan) -> int:
+    """Trained elements whose masters and optimizer states one rank holds and steps."""
+    return share_elements(trained_tensors(plan), plan)
+
+
+def base_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
+    """Whole tensors of the base as they are stored: packed where quantised, else in the compute type."""
+    base, e = base_of(plan), plan.precision.compute_bytes
+    return sum(t.count * stored_bytes(t.elements, _stored_as(t, base), element_bytes=e) for t in tensors)
+
+
+def gathered_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
+    """What of them is sent around when they are divided: all but the scales of packed ones, which no rank gave away."""
+    base, e = base_of(plan), plan.precision.compute_bytes
+    return sum(t.count * packed_bytes(t.elements, _stored_as(t, base), element_bytes=e) for t in tensors)
+
+
+def base_share_bytes(plan: Plan) -> int:
+    """The base's weights on the rank that holds most: packed words are divided like one long row, scales are not."""
+    base, e, parts = base_of(plan), plan.precision.compute_bytes, num_shares(plan)
+    tensors = base_tensors(plan.model)
+    packed = [t for t in tensors if _stored_as(t, base) is not _DENSE]
+    dense = [t for t in tensors if t not in packed]
+    words = sum(t.count * -(-packed_bytes(t.elements, base, element_bytes=e) // parts) for t in packed)
+    return words + scale_bytes(plan) + share_elements(dense, plan) * e
+
+
+def scale_bytes(plan: Plan) -> int:
+    """All that packed matrices hold beside their words."""
+    if isinstance(base_of(plan), Dense):
+        return 0
+    tensors = base_tensors(plan.model)
+    return base_bytes(tensors, plan) - gathered_bytes(tensors, plan)
+
+
+_DENSE = Dense()
+
+
+def _stored_as(tensor: ParameterTensor, base: Dense | Quantiser) -> Dense | Quantiser:
+    return base if tensor.linear is not None and is_quantised(tensor.linear, base) else _DENSE
 
 
 def base_parameters(model: ModelSpec) -> int:

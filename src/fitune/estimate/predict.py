@@ -1,16 +1,17 @@
-"""Everything the arithmetic says about one plan."""
+"""The estimate of one plan: its largest micro-batch, bytes on device, host and disk, seconds of a step."""
 
-from fitune.estimate.communication import communication_of
-from fitune.estimate.host import checkpoint_bytes, host_terms, nvme_bytes, usable_host_bytes
 from fitune.estimate.memory import memory_of
-from fitune.estimate.overhead import usable_bytes
-from fitune.estimate.shape import largest_batch
-from fitune.estimate.shares import num_ranks
+from fitune.estimate.overhead import checkpoint_bytes, host_terms, nvme_bytes, usable_bytes, usable_host_bytes
+from fitune.estimate.parameters import num_ranks
+from fitune.estimate.site import masks_window
 from fitune.estimate.step import describe_step
-from fitune.estimate.time import predict_step_time
+from fitune.estimate.time import step_time_of
+from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
+from fitune.estimate.transfers import communication_of
+from fitune.spec.block_profile import BatchShape
 from fitune.spec.plan import Offload, Plan
-from fitune.spec.reports import Estimate
-from fitune.spec.shape import BatchShape
+from fitune.spec.reports import Estimate, MemoryBreakdown, StepTime
+from fitune.spec.traits import has_scores
 
 
 def predict(plan: Plan, *, largest: BatchShape | None = None, usual: BatchShape | None = None) -> Estimate:
@@ -20,8 +21,8 @@ def predict(plan: Plan, *, largest: BatchShape | None = None, usual: BatchShape 
     """
     worst = largest_batch(plan)
     usual = usual or worst
-    time = predict_step_time(plan, usual)
     step = describe_step(plan, largest or worst)
+    time = step_time_of(step if step.shape == usual else describe_step(plan, usual))
     return Estimate(
         memory=memory_of(step),
         usable_bytes=usable_bytes(plan.hardware),
@@ -33,4 +34,33 @@ def predict(plan: Plan, *, largest: BatchShape | None = None, usual: BatchShape 
         usable_nvme_bytes=plan.hardware.nvme_bytes if "nvme" in plan.offload.places else 0,
         checkpoint_bytes=checkpoint_bytes(plan),
         communication_bytes=communication_of(plan).total_bytes,
+    )
+
+
+def predict_memory(
+    plan: Plan, shape: BatchShape | None = None, *, trainer: Trainer = FITUNE
+) -> MemoryBreakdown:
+    """Bytes by phase and term on one device, for a micro-batch of ``shape`` (the most the plan allows if None)."""
+    return memory_of(describe_step_of(trainer, plan, shape or largest_batch(plan)))
+
+
+def predict_step_time(plan: Plan, shape: BatchShape | None = None, *, trainer: Trainer = FITUNE) -> StepTime:
+    """Seconds by phase of one optimizer step: ``accumulation`` micro-batches and one update."""
+    return step_time_of(describe_step_of(trainer, plan, shape or largest_batch(plan)))
+
+
+def largest_batch(plan: Plan) -> BatchShape:
+    """The most the plan allows: every row full, every token but the first of each row predicted.
+
+    A pack is counted as two rows, whose attention outputs are joined into one more copy; where scores are written
+    out or a window needs a mask, as the one row that takes most.
+    """
+    batch = plan.batch
+    tokens = batch.micro_batch_tokens
+    one_row = has_scores(plan) or masks_window(plan)
+    return BatchShape(
+        tokens=tokens,
+        supervised_tokens=tokens - batch.micro_batch_size,
+        rows=batch.micro_batch_size * (2 if batch.packing and not one_row else 1),
+        longest_row=batch.seq_len,
     )

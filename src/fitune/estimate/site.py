@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fitune.estimate import activations, transient
+from fitune.estimate.parameters import dequantisation_workspace_bytes, is_quantised
 from fitune.estimate.states import stepping_bytes
-from fitune.estimate.tensors import dequantisation_workspace_bytes, is_quantised
-from fitune.spec.block_profile import Stage
+from fitune.spec.block_profile import BatchShape, Stage
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, base_of, trains_every_weight
-from fitune.spec.shape import BatchShape
 from fitune.spec.traits import falls_back_to_scores, has_scores, writes_scores
 
 

@@ -7,27 +7,23 @@ the host (offloaded optimizer) or is used on the spot (LOMO, and any optimizer t
 from functools import lru_cache
 
 from fitune.estimate.parameters import (
+    ParameterTensor,
+    accumulates_whole,
+    adapters_of,
+    base_tensors,
     blocks_trained,
     embedding_parameters,
-    gradients_bytes,
-    trained_parameters,
-)
-from fitune.estimate.shares import (
-    accumulates_whole,
     gradients_are_divided,
+    gradients_bytes,
     num_shares,
     reduce_width,
+    trained_parameters,
     trained_share,
+    trained_tables,
+    trained_tensors,
     uses_deepspeed,
     uses_fsdp,
     zero_stage,
-)
-from fitune.estimate.tensors import (
-    ParameterTensor,
-    adapters_of,
-    base_tensors,
-    trained_tables,
-    trained_tensors,
 )
 from fitune.spec.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
 from fitune.spec.model import ModelSpec

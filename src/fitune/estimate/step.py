@@ -11,11 +11,11 @@ from fitune.estimate.parameters import (
     adapters_bytes,
     gradients_bytes,
     head_parameters,
+    trained_share,
     unpacking_bytes,
     weights_on_device_bytes,
     weights_read_bytes,
 )
-from fitune.estimate.shares import trained_share
 from fitune.estimate.states import (
     gradients_always_exist,
     master_bytes,
@@ -26,7 +26,7 @@ from fitune.estimate.states import (
     update_gradient_bytes,
     update_temporaries_bytes,
 )
-from fitune.spec.block_profile import Attention, BlockProfile, Pass, Stage, in_all
+from fitune.spec.block_profile import Attention, BatchShape, BlockProfile, Pass, Stage, in_all
 from fitune.spec.counts import blocks_gone_back_through
 from fitune.spec.plan import (
     Lora,
@@ -38,7 +38,6 @@ from fitune.spec.plan import (
     trains_head,
     updates_in_backward,
 )
-from fitune.spec.shape import BatchShape
 
 Terms = dict[str, int]
 

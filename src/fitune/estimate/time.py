@@ -9,20 +9,15 @@ and operations counted (eager.py).
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fitune.estimate.communication import backward_passes, forward_passes
-from fitune.estimate.loss import chunk_tokens, num_chunks
+from fitune.estimate.activations import chunk_tokens, num_chunks
+from fitune.estimate.parameters import trained_tensors, uses_deepspeed, zero_stage
 from fitune.estimate.rates import NEW_PAGE_BYTES, Rates, rates_of
-from fitune.estimate.shape import largest_batch
-from fitune.estimate.shares import uses_deepspeed, zero_stage
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages
-from fitune.estimate.tensors import trained_tensors
-from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
-from fitune.estimate.transfers import Transfers, transfers_of
-from fitune.spec.counts import head_flops_per_token, model_flops
+from fitune.estimate.transfers import Transfers, backward_passes, forward_passes, transfers_of
+from fitune.spec.counts import head_flops_per_token
 from fitune.spec.plan import AdamW8bit, Lomo, Plan, trains_head, updates_in_backward
 from fitune.spec.reports import Phase, StepTime
-from fitune.spec.shape import BatchShape
 
 MODULE_HOOK_SECONDS = 4e-4
 """DeepSpeed's ZeRO-3 fetches, awaits and releases the weights of every module in Python, once a pass: Qwen's profile of
@@ -62,29 +57,8 @@ class Work:
     """Beside the operations of the blocks."""
 
 
-def model_flops_per_token(plan: Plan) -> float:
-    """FLOPs that the mathematics needs per token of full rows: 6·P_active + 6·L·q·T for full fine-tuning.
-
-    4·P + 6·P_lora for LoRA, whose base weights get no gradient. Recompute is not counted (Chowdhery et al. 2022,
-    arXiv 2204.02311, appendix B; causal attention, T = seq_len). spec/counts.py has the definition.
-    """
-    shape = largest_batch(plan)
-    flops = model_flops(
-        plan.model,
-        plan.tuning,
-        row_lengths=[shape.row_tokens] * (shape.tokens // shape.row_tokens),
-        supervised_tokens=shape.supervised_tokens,
-    )
-    return flops / shape.tokens
-
-
-def predict_step_time(plan: Plan, shape: BatchShape | None = None, *, trainer: Trainer = FITUNE) -> StepTime:
-    """Seconds by phase of one optimizer step: ``accumulation`` micro-batches and one update."""
-    return step_time_of(describe_step_of(trainer, plan, shape or largest_batch(plan)))
-
-
 def step_time_of(step: StepStages) -> StepTime:
-    """The same for a step that is already described."""
+    """Seconds by phase of one optimizer step: ``accumulation`` micro-batches and one update."""
     plan = step.plan
     rates = rates_of(plan.hardware, plan.precision)
     forward = forward_work(step, rates)

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 
 from fitune.estimate.block import block_stages
 from fitune.estimate.buffers import REDUCE_BUCKET, Buffers, block_weight_bytes, root_weight_bytes
-from fitune.estimate.parameters import head_parameters
-from fitune.estimate.shares import (
+from fitune.estimate.parameters import (
+    adapter_tensors,
+    base_tensors,
     gradients_are_divided,
+    head_parameters,
     num_shares,
     share_elements,
     trained_share,
+    trained_tables,
     uses_deepspeed,
     uses_fsdp,
     weights_are_divided,
@@ -20,8 +23,7 @@ from fitune.estimate.shares import (
 )
 from fitune.estimate.states import gradients_go_to_the_host, has_masters, states_per_parameter
 from fitune.estimate.step import ModelProfile, StepStages, Terms, describe_step, model_profile
-from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tables
-from fitune.spec.block_profile import BlockProfile, Stage
+from fitune.spec.block_profile import BatchShape, BlockProfile, Stage
 from fitune.spec.model import Linear
 from fitune.spec.plan import (
     AdamW,
@@ -33,7 +35,6 @@ from fitune.spec.plan import (
     trains_every_weight,
     updates_in_backward,
 )
-from fitune.spec.shape import BatchShape
 
 _FP32 = 4
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from fitune.errors import ModelError
 from fitune.models.attention import Rows, attends_by_rows, row_mask, rows_of_lengths
+from fitune.spec.block_profile import IGNORED
 from fitune.spec.plan import ChunkedLoss, Loss, Recompute
-from fitune.spec.shape import IGNORED
 
 
 class Stream(Protocol):

@@ -3,10 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fitune.estimate.memory import predict_memory
-from fitune.estimate.parameters import trained_parameters
-from fitune.estimate.tensors import trained_tables
-from fitune.estimate.time import predict_step_time
+from fitune.estimate.parameters import trained_parameters, trained_tables
+from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.spec.counts import blocks_gone_back_through
 from fitune.spec.model import NO_DROPOUT, ModelSpec
 from fitune.spec.plan import Dense, Lora, Plan

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fitune.errors import RecipeError
+from fitune.estimate.parameters import num_ranks
 from fitune.estimate.predict import predict
-from fitune.estimate.shares import num_ranks
 from fitune.planner.candidates import Method, Request
 from fitune.planner.explain import memory_sum, priced_data, wrapped
 from fitune.planner.fit import last_true, shortage

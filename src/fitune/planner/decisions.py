@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from fitune.estimate.shares import num_ranks
+from fitune.estimate.parameters import num_ranks
 from fitune.planner.adapter_decisions import adapter_decisions
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY

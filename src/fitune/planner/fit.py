@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fitune.estimate.host import host_terms, nvme_bytes, usable_host_bytes
 from fitune.estimate.memory import memory_of
-from fitune.estimate.overhead import usable_bytes
+from fitune.estimate.overhead import host_terms, nvme_bytes, usable_bytes, usable_host_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.estimate.time import step_time_of

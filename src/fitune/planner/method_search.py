@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import count
 
-from fitune.estimate.host import host_terms
 from fitune.estimate.memory import memory_of
-from fitune.estimate.overhead import usable_bytes
-from fitune.estimate.shape import largest_batch
+from fitune.estimate.overhead import host_terms, usable_bytes
+from fitune.estimate.predict import largest_batch
 from fitune.estimate.step import ModelProfile, StepStages, describe_step, model_profile, resident_terms
 from fitune.planner.candidates import (
     Method,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from fitune.estimate.time import predict_step_time
+from fitune.estimate.predict import predict_step_time
 from fitune.planner.candidates import Method, Placement, Request, batches, draft
 from fitune.planner.defaults import optimizer_of
 from fitune.spec.counts import peak_flops

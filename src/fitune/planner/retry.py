@@ -10,7 +10,7 @@ from functools import partial
 
 from fitune.errors import Shortage
 from fitune.estimate.memory import memory_of
-from fitune.estimate.shape import largest_batch
+from fitune.estimate.predict import largest_batch
 from fitune.estimate.step import StepStages, describe_step
 from fitune.planner.candidates import block_counts, losses
 from fitune.planner.fit import cheapest_blocks, fewest_blocks, preferred

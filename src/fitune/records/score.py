@@ -4,15 +4,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from fitune.estimate.memory import predict_memory
 from fitune.estimate.overhead import COLLECTIVES_BYTES
-from fitune.estimate.time import predict_step_time
+from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.records.plans import Unrepresented, device_bytes, device_is_named, plan_of
 from fitune.records.profiles import OURS, Profile, profile_of, trainer_of
 from fitune.records.row import Row
+from fitune.spec.block_profile import BatchShape
 from fitune.spec.plan import Single
 from fitune.spec.reports import MemoryBreakdown
-from fitune.spec.shape import BatchShape
 from fitune.units import GIB
 
 GROUPS = ("fitune", "others", "defaults")

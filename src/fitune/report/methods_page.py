@@ -1,17 +1,20 @@
-"""compare.html: several ways of training the same data, side by side."""
+"""compare.html: several ways of training the same data, side by side; sentences that compare them are computed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import quantiles
 
 from fitune.errors import MissingExtra
 from fitune.report import plan_words
 from fitune.report.compare import PEAK, Row, compare, row_texts
+from fitune.report.comparison_plots import held_out_curves, loss_curves, peak_bars, speed_bars
 from fitune.report.html import render, write_page
-from fitune.report.method_findings import findings
-from fitune.report.method_plots import held_out_curves, loss_curves, peak_bars, speed_bars
 from fitune.report.run_files import RunFiles
-from fitune.units import format_number, format_percent
+from fitune.spec.plan import Dense, Lomo, Lora, Plan, trains_every_weight
+from fitune.spec.reports import MeterKind, settled_steps
+from fitune.units import format_bytes, format_number, format_percent, format_rate
 
 SPEED = "Throughput"
 
@@ -122,3 +125,128 @@ def _row_of(runs: Mapping[str, RunFiles], what: str) -> dict[str, Row]:
         name: next(row for row in compare(run.estimate, run.run, run.steps) if row.what == what)
         for name, run in runs.items()
     }
+
+
+Runs = Mapping[str, RunFiles]
+_LAST = 10
+"""A final loss is the mean of a tenth of the steps: of one batch alone it says little."""
+_SAME = 0.01
+"""Losses that are nearer than this share are said to be equal."""
+_UNSTEADY = 2.0
+"""A run whose faster steps are so many times as fast as its slower ones was not alone on its machine."""
+
+
+def findings(runs: Runs) -> Iterator[str]:
+    """Sentences; fewer when there is less to compare."""
+    if len(runs) < 2:
+        return
+    final = {name: final_loss(run) for name, run in runs.items() if run.steps}
+    yield from _order("Training loss at the end", final)
+    yield from _order("Best loss on the held-out rows", _held_out(runs))
+    yield from _surprises(runs, final)
+    yield from _rounded_bases(runs)
+    yield from _least("Least memory", _measured(runs, PEAK), lambda value: format_bytes(int(value)))
+    yield from _speeds(runs)
+
+
+def final_loss(run: RunFiles) -> float:
+    """Mean over the last tenth of the steps."""
+    last = run.steps[-max(1, len(run.steps) // _LAST) :]
+    return sum(step.loss for step in last) / len(last)
+
+
+def _held_out(runs: Runs) -> dict[str, float]:
+    best = {name: run.run.best_eval_loss for name, run in runs.items() if run.run is not None}
+    return {name: loss for name, loss in best.items() if loss is not None}
+
+
+def _order(what: str, losses: Mapping[str, float]) -> Iterator[str]:
+    """``…: full 0.0147 < lora 0.0192 = qlora 0.0193``, the best first."""
+    if len(losses) < 2:
+        return
+    ranked = sorted(losses.items(), key=lambda entry: entry[1])
+    words = [f"{ranked[0][0]} {format_number(ranked[0][1], digits=3)}"]
+    for (_, before), (name, loss) in pairwise(ranked):
+        words.append(f"{'≈' if loss <= before * (1 + _SAME) else '<'} {name} {format_number(loss, digits=3)}")
+    yield f"{what}: {' '.join(words)}."
+
+
+def _surprises(runs: Runs, final: Mapping[str, float]) -> Iterator[str]:
+    """More trained weights can follow the data more closely; where they did not, why that may be."""
+    adapters = [final[name] for name in final if not trains_every_weight(runs[name].plan.tuning)]
+    if not adapters:
+        return
+    for name in final:
+        plan = runs[name].plan
+        if trains_every_weight(plan.tuning) and final[name] > min(adapters) * (1 + _SAME):
+            yield f"{name} ends above the adapters at equal steps: {_why_above(plan)}"
+
+
+def _why_above(plan: Plan) -> str:
+    rate = f"its rate of {plan.schedule.learning_rate:g}"
+    match plan.tuning:
+        case Lomo(adaptive=False):
+            return f"it is SGD without momentum, one rate for all weights; {rate} is the first thing to try higher."
+        case Lomo(adaptive=True):
+            return f"AdaLomo has no first moment; {rate} is the first thing to try higher."
+        case _:
+            return f"all weights take smaller steps than adapters; {rate} is the first thing to try higher."
+
+
+def _rounded_bases(runs: Runs) -> Iterator[str]:
+    """The loss that packing the base costs before anything is trained, on the same first batch."""
+    dense = [run for run in runs.values() if not _packed(run.plan) and run.steps]
+    packed = {name: run for name, run in runs.items() if _packed(run.plan) and run.steps}
+    if dense and packed:
+        first = dense[0].steps[0].loss
+        losses = ", ".join(f"{name} {format_number(run.steps[0].loss)}" for name, run in packed.items())
+        yield f"A packed base is another model from the first step on: {losses}, dense {format_number(first)}."
+
+
+def _packed(plan: Plan) -> bool:
+    return isinstance(plan.tuning, Lora) and not isinstance(plan.tuning.base, Dense)
+
+
+def _measured(runs: Runs, what: str) -> dict[str, float]:
+    rows = {name: compare(run.estimate, run.run, run.steps) for name, run in runs.items()}
+    values = {name: next(row.measured for row in found if row.what == what) for name, found in rows.items()}
+    return {name: value for name, value in values.items() if value}
+
+
+def _speeds(runs: Runs) -> Iterator[str]:
+    """Who was fastest; where one run's own steps differ much in speed, that the runs cannot be compared."""
+    spreads = {name: _spread(run) for name, run in runs.items()}
+    worst = max(spreads, key=lambda name: spreads[name][1] / spreads[name][0])
+    slow, fast = spreads[worst]
+    if fast > _UNSTEADY * slow:
+        yield (
+            f"Speeds cannot be compared: the steps of {worst} alone went from {slow:,.0f} to {format_rate(fast)}, "
+            "so this machine had other work."
+        )
+        return
+    speeds = _measured(runs, "Throughput")
+    if len(speeds) > 1:
+        yield _extremes("Fastest here", max(speeds, key=speeds.__getitem__), speeds, format_rate)
+
+
+def _spread(run: RunFiles) -> tuple[float, float]:
+    """Tokens a second that a tenth of the settled steps were below, and above."""
+    speeds = [step.tokens_per_second for step in settled_steps(run.steps, kind=_kind(run))]
+    if len(speeds) < _LAST:
+        return 1.0, 1.0
+    tenths = quantiles(speeds, n=10)
+    return tenths[0], tenths[-1]
+
+
+def _kind(run: RunFiles) -> MeterKind | None:
+    return None if run.run is None or run.run.memory is None else run.run.memory.kind
+
+
+def _least(what: str, values: Mapping[str, float], text: Callable[[float], str]) -> Iterator[str]:
+    if len(values) > 1:
+        yield _extremes(what, min(values, key=values.__getitem__), values, text)
+
+
+def _extremes(what: str, best: str, values: Mapping[str, float], text: Callable[[float], str]) -> str:
+    others = ", ".join(f"{name} {value / values[best]:.2f}" for name, value in values.items() if name != best)
+    return f"{what}: {best}, {text(values[best])}; times that: {others}."

@@ -13,7 +13,7 @@ from fitune.checkpoint.differences import compare_plans, difference_table, with_
 from fitune.checkpoint.durable import require_space
 from fitune.checkpoint.resume import last_saved
 from fitune.errors import RunDirectoryError
-from fitune.estimate.host import checkpoint_bytes
+from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
 from fitune.files import read_text
 from fitune.models.weights import stored_dtype

@@ -12,7 +12,7 @@ from fitune.planner.defaults import with_host_memory
 from fitune.planner.explain import plan_data, unit_for, wrapped
 from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
 from fitune.planner.search import find_plan
-from fitune.report.matrix_picture import Card, draw_matrix
+from fitune.report.comparison_plots import Card, draw_matrix
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.recipe import Recipe

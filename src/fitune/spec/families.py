@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from fitune.errors import ModelError
-from fitune.spec.blocks import Widths, attention, experts, gated_mlp, plain_mlp
 from fitune.spec.config_schema import ConfigFields
-from fitune.spec.model import Dropout, Linear, ModelSpec
+from fitune.spec.model import Dropout, Linear, ModelSpec, Widths, attention, experts, gated_mlp, plain_mlp
 
 
 def read_llama(fields: ConfigFields, name: str) -> ModelSpec:
