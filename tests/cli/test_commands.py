@@ -169,7 +169,7 @@ def test_the_version_is_told(call) -> None:
     [
         (["score", "--json"], "--model"),
         (
-            ["score", "--model", "a", "--data", "b", "--out", "c", "--batch-size", "0", "--json"],
+            ["score", "--model", "a", "--data", "b", "--out", "c", "--batch-size", "x", "--json"],
             "--batch-size",
         ),
         (["doctor", "--jsn", "--json"], "--jsn"),

@@ -126,14 +126,16 @@ def _trained_words() -> str:
 
 @cache
 def _trained_word_pieces() -> str:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    """Letters and the words of _TEXT. Not trained: of pairs that are equally frequent the trainer takes any."""
+    letters = [chr(code) for code in range(33, 127)]
+    words = sorted(word.strip(",.?") for word in set(_TEXT[0].split()))
+    pieces = dict.fromkeys([*SPECIALS, *letters, *(f"##{letter}" for letter in letters), *words])
+    vocabulary = {piece: id for id, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    alphabet = [chr(code) for code in range(33, 127)]
-    return _train(
-        tokenizer,
-        trainers.WordPieceTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet),
-    )
+    tokenizer.add_special_tokens(SPECIALS)
+    return tokenizer.to_str()
 
 
 def _train(tokenizer: Tokenizer, trainer: trainers.BpeTrainer) -> str:

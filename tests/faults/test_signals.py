@@ -95,7 +95,7 @@ def test_one_signal_lets_the_step_be_finished(program: Program, tmp_path: Path) 
     "target",
     [
         "fitune.train.run.prepare_data",
-        "fitune.data.encoding.PieceEncoder.encode",
+        "fitune.data.templates.PieceEncoder.encode",
         "fitune.data.loader.pack_rows",
         "fitune.data.loader.Loader.usual",
         "fitune.train.run.prepare",

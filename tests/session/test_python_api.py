@@ -211,3 +211,9 @@ def test_what_scoring_cannot_take_is_refused_before_it_begins(wrong: Any, tmp_pa
     with pytest.raises(RecipeError, match=next(iter(wrong))):
         fitune.score("model", "rows.jsonl", tmp_path / "scores", **wrong)
     assert not (tmp_path / "scores").exists()
+
+
+@pytest.mark.parametrize("other", [3, None, "runs/first"])
+def test_what_has_no_text_is_refused_by_name(other: Any) -> None:
+    with pytest.raises(RecipeError, match=type(other).__name__):
+        fitune.explain(other)

@@ -1,4 +1,4 @@
-"""Regular expressions of strangers: what re says of them, or an error, within a second and little memory."""
+"""Regular expressions of strangers: what re says of them, or an error, in bounded time and memory."""
 
 import re
 from contextlib import suppress
@@ -31,7 +31,7 @@ NAMES = [
     ],
 )
 def test_an_expression_means_what_it_means_to_python(expression: str) -> None:
-    clock = Clock()
+    clock = Clock(left=600.0)  # about meaning: a busy machine may take its time
     for name in NAMES:
         assert bool(clock.fullmatch(expression, name)) is bool(re.fullmatch(expression, name)), name
         assert bool(clock.match(expression, name)) is bool(re.match(expression, name)), name

@@ -1,5 +1,69 @@
-"""The command line: parse, call, print. Nothing imports it, and it imports rooms only when a command needs them."""
+"""The command line: parse, call, print. It imports rooms only when a command needs them, and nothing imports it.
 
-from fitune.cli.entry import main
+``main`` runs a command and says what went wrong, to people or as JSON; exit codes are those of errors.py.
+"""
 
-__all__ = ["main"]
+import json
+import os
+import sys
+import textwrap
+from typing import Any
+
+import typer
+
+from fitune.cli.app import app
+from fitune.errors import FituneError, RecipeError, exit_code_of, system_failures
+from fitune.session.signals import exits_on_signals
+
+
+def main() -> None:
+    """Run a command; a FituneError is printed for people (or as JSON), never as a traceback."""
+    try:
+        with exits_on_signals(), system_failures():
+            _run_command()
+    except FituneError as error:
+        _print_error(error)
+        sys.exit(exit_code_of(error))
+    except BrokenPipeError:  # `fitune plan … | head` closed the pipe: what was asked for was shown
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _run_command() -> None:
+    """A word typer does not know is told to people by typer itself, to programs like every other error."""
+    if "--json" not in sys.argv:
+        app()
+        return
+    # typer brings its own click since 0.26 and does not export this
+    usage_error: Any = typer.BadParameter.__base__
+    try:
+        sys.exit(app(standalone_mode=False))
+    except usage_error as error:
+        raise RecipeError(error.format_message(), hint=f"{_command_of(error)} --help") from None
+
+
+def _command_of(error: Any) -> str:
+    return "fitune" if error.ctx is None else str(error.ctx.command_path)
+
+
+def _print_error(error: FituneError) -> None:
+    if "--json" in sys.argv:
+        content = {"kind": error.kind, "message": error.message, "hint": error.hint}
+        print(json.dumps({"error": content}, indent=2, ensure_ascii=False))
+    else:
+        lines = f"error: {error}".splitlines()
+        if sys.stderr.isatty():  # a log keeps its lines whole, so that they can be searched
+            lines = [_folded(line) for line in lines]
+        print("\n".join(lines), file=sys.stderr)
+
+
+def _folded(line: str) -> str:
+    """At most 100 columns; what goes on keeps the line's own indentation."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(
+        line.strip(), width=100, initial_indent=indent, subsequent_indent=indent + "  ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip

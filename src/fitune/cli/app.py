@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fitune.errors import ScoringFailed
-from fitune.session.scoring import LIMITS
 
 if TYPE_CHECKING:
     from fitune.session.results import Result
@@ -40,12 +39,6 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Change one setting of the recipe; repeatable."),
 ]
-
-
-def _number(name: str, *, help: str | None = None) -> Any:
-    """An option of ``score`` within its limits."""
-    least, most = LIMITS[name]
-    return typer.Option(min=least, max=most, help=help)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -203,11 +196,11 @@ def score(
         list[str] | None,
         typer.Option(help="exact_match, contains, rouge or number; repeatable. Default: by data."),
     ] = None,
-    max_new_tokens: Annotated[int, _number("max_new_tokens")] = 256,
-    batch_size: Annotated[int, _number("batch_size")] = 16,
-    temperature: Annotated[float, _number("temperature", help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, _number("top_p", help="Draw from the likeliest tokens of this share.")] = 1.0,
-    seed: Annotated[int, _number("seed", help="Of the draws; idle at temperature 0.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 256,
+    batch_size: Annotated[int, typer.Option(help="Rows answered together.")] = 16,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this share.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the draws; idle at temperature 0.")] = 0,
     chat_template: Annotated[str, typer.Option(help="Jinja file; default: the tokenizer's own.")] = "",
     id_column: Annotated[
         str, typer.Option(help="Column that names each row; default: custom_id, id, or its number.")

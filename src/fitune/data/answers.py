@@ -10,9 +10,8 @@ end token behind it, or with EOS when nothing follows: a model must learn to sto
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fitune.data.encoding import Piece
 from fitune.data.formats import Message
-from fitune.data.rendering import Rendered, Renderer
+from fitune.data.rendering import Piece, Rendered, Renderer
 from fitune.data.rows import BadRow
 
 _END_OF_THOUGHT = "</think>"

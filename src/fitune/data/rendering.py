@@ -18,7 +18,6 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fitune.data.encoding import Piece
 from fitune.data.formats import Message
 from fitune.data.rows import BadRow
 from fitune.errors import DataError
@@ -33,6 +32,21 @@ _FAILURES = (
     jinja2.TemplateError, RecursionError,
     TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of rendered text that is encoded by itself.
+
+    ``plain`` text is content whose special-token text must not turn into special ids. ``first`` says that nothing
+    stands before it, ``after_special`` that a special token does.
+    """
+
+    text: str
+    supervised: bool
+    plain: bool
+    first: bool
+    after_special: bool = False
 
 
 class TemplateFailed(DataError):

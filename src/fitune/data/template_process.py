@@ -23,9 +23,8 @@ from typing import Any
 
 from fitune.data.answers import conversation_pieces, prompt_pieces
 from fitune.data.children import Child, ChildEnded
-from fitune.data.encoding import Piece
 from fitune.data.formats import Conversation, Message
-from fitune.data.rendering import Renderer, SafeTemplate
+from fitune.data.rendering import Piece, Renderer, SafeTemplate
 from fitune.data.rows import BadRow
 from fitune.errors import DataError
 from fitune.units import GIB, format_bytes

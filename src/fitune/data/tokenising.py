@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fitune.data.children import Beat, Child, ChildEnded, requests
-from fitune.data.encoding import Piece
 from fitune.data.formats import Conversation, Example, Message, Text
+from fitune.data.rendering import Piece
 from fitune.data.rows import BadRow
 from fitune.data.sources import with_skip_hint
 from fitune.data.templates import ChatTemplate, EncodedRows

@@ -11,10 +11,12 @@ from fitune.planner.methods import lomo_of, lora_of, packed_base
 from fitune.report.compare import text_table
 from fitune.report.methods_page import MethodRun, comparison_rows, write_comparison
 from fitune.report.run_files import read_run
+from fitune.score.answers import remove_scores
 from fitune.session.events import Event, Note, Planned, Tell
 from fitune.session.fresh_process import run_child, train_program
+from fitune.session.scoring import model_and_adapter, score_dataset
 from fitune.spec.model_config import load_model_spec
-from fitune.spec.plan import DataSource, Full, Sgd, Tuning
+from fitune.spec.plan import Full, Sgd, Tuning
 from fitune.spec.recipe import Recipe, parse_recipe
 from fitune.spec.words import describe_plan
 
@@ -138,9 +140,7 @@ def _scored(
     """With its grades, and whether scoring failed: the run is worth showing without."""
     if not data or method.run is None or method.run.run is None or not method.run.run.exported:
         return method, False
-    exported = Path(method.run.run.exported)
-    is_adapter = (exported / "adapter_config.json").is_file()
-    model, adapter = (recipe.model, str(exported)) if is_adapter else (str(exported), "")
+    model, adapter = model_and_adapter(Path(method.run.run.exported), base=recipe.model)
     try:
         grades = _score(model, adapter, data, directory / method.name, overwrite=overwrite, tell=tell)
     except FituneError as error:
@@ -152,12 +152,6 @@ def _scored(
 def _score(
     model: str, adapter: str, data: str, directory: Path, *, overwrite: bool, tell: Tell
 ) -> Mapping[str, float]:
-    from fitune.score.answers import remove_scores
-    from fitune.score.run import ScorePlan, score
-
     if overwrite:
         remove_scores(directory / "scores")  # answers of the model that was there before
-    plan = ScorePlan(
-        model=model, adapter=adapter, data=DataSource(path=data), output_dir=str(directory / "scores")
-    )
-    return score(plan, say=lambda line: tell(Note(line))).grades
+    return score_dataset(model=model, adapter=adapter, data=data, out=directory / "scores", tell=tell).grades

@@ -8,15 +8,12 @@ from pathlib import Path
 from fitune.demo.files import HELD_OUT_ROWS, MAX_NEW_TOKENS, DemoFiles, write_demo
 from fitune.errors import RunDirectoryError
 from fitune.report.compare import text_table
-from fitune.report.html import write_report
 from fitune.score.answers import remove_scores
-from fitune.score.generate_hf import Sampling
-from fitune.score.run import ScorePlan, score
-from fitune.session.events import Note, Planned, Tell
+from fitune.session.events import Note, Planned, Tell, tell_nobody
 from fitune.session.planning import plan_for
-from fitune.session.results import comparison
+from fitune.session.results import report_run
+from fitune.session.scoring import model_and_adapter, score_dataset
 from fitune.session.training import Attempt, run_once
-from fitune.spec.plan import DataSource
 from fitune.spec.recipe import read_recipe
 from fitune.spec.reports import RunReport
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
@@ -93,15 +90,14 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
 def _tuned(files: DemoFiles, recipe: Path, name: str, tell: Tell) -> Outcome:
     """Train by ``recipe``, score the result, write its report."""
     run = _train(recipe, tell, explain=True)
-    directory = recipe.with_suffix("")
-    peak = next(row for row in comparison(directory) if row.what == "Peak of tensors")
-    report = write_report(directory)
+    reported = report_run(recipe.with_suffix(""))
+    peak = next(row for row in reported.rows if row.what == "Peak of tensors")
     return Outcome(
         name=name,
         accuracy=_accuracy(files, Path(run.exported)),
         run=run,
         predicted_bytes=peak.predicted,
-        report=report,
+        report=reported.page,
     )
 
 
@@ -117,17 +113,12 @@ def _train(path: Path, tell: Tell, *, explain: bool) -> RunReport:
 
 def _accuracy(files: DemoFiles, exported: Path) -> float:
     """Share of held-out rows that a model, or an adapter on the base, answers exactly."""
-    is_adapter = (exported / "adapter_config.json").is_file()
-    plan = ScorePlan(
-        model=str(files.base if is_adapter else exported),
-        adapter=str(exported) if is_adapter else "",
-        data=DataSource(path=str(files.test)),
-        output_dir=str(exported.parent / "scores"),
-        graders=(_GRADER,),
-        sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS),
-        batch_size=25,
-    )
-    return score(plan, say=lambda line: None).grades[_GRADER]
+    model, adapter = model_and_adapter(exported, base=str(files.base))
+    report = score_dataset(
+        model=model, adapter=adapter, data=str(files.test), out=exported.parent / "scores", graders=(_GRADER,),
+        sampling={"max_new_tokens": MAX_NEW_TOKENS}, batch_size=25, tell=tell_nobody,
+    )  # fmt: skip
+    return report.grades[_GRADER]
 
 
 def _make_room(directory: Path) -> None:

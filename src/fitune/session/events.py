@@ -124,16 +124,15 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was trained is saved and was verified by reloading."""
+    """What was trained is saved, and every weight was read back and compared."""
 
     title: str
     path: Path
     merged_loss: MergedLoss | None
-    how: str = "verified"
 
     def __str__(self) -> str:
         lines = () if self.merged_loss is None else self.merged_loss.lines()
-        return "\n".join([f"{self.title}: {self.path} ({self.how})", *lines])
+        return "\n".join([f"{self.title}: {self.path} (verified)", *lines])
 
 
 Event = (

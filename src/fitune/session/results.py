@@ -4,15 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fitune.errors import RecipeError
 from fitune.planner.alternatives import alternative_data, explain_alternative, explain_largest, largest_data
-from fitune.planner.explain import explain_plan, plan_data
+from fitune.planner.explain import explain_plan, plan_data, unit_for, wrapped
 from fitune.planner.matrix import Matrix, explain_matrix, matrix_data
 from fitune.report.compare import Row, compare, comparison_table
 from fitune.report.run_files import read_run
-from fitune.session.planning import LargestThatFit, Rehearsed, WithChange, explain_rehearsal, rehearsed_data
-from fitune.spec.reports import PlanReport, RunReport, ScoreReport
+from fitune.session.planning import LargestThatFit, Rehearsed, WithChange
+from fitune.spec.reports import Estimate, PlanReport, Rehearsal, RunReport, ScoreReport
 from fitune.spec.serial import to_data
-from fitune.units import format_percent, format_seconds
+from fitune.spec.words import describe_plan
+from fitune.units import format_bytes, format_percent, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,16 @@ def text_of(result: Result) -> str:
         case Matrix():
             return explain_matrix(result)
         case Rehearsed():
-            return explain_rehearsal(result)
+            return _explain_rehearsal(result)
         case Reported():
-            return explain_reported(result)
+            return _explain_reported(result)
         case ScoreReport():
             return _explain_score(result)
+        case _:
+            raise RecipeError(
+                f"{type(result).__name__} has no text",
+                hint="explain what plan, rehearse, score or report returned",
+            )
 
 
 def data_of(result: Result) -> dict[str, Any]:
@@ -60,9 +67,9 @@ def data_of(result: Result) -> dict[str, Any]:
         case Matrix():
             return matrix_data(result)
         case Rehearsed():
-            return rehearsed_data(result)
+            return _rehearsed_data(result)
         case Reported():
-            return reported_data(result)
+            return _reported_data(result)
         case ScoreReport():
             data: dict[str, Any] = to_data(result)
             return data
@@ -81,17 +88,12 @@ def report_run(directory: Path) -> Reported:
     """Compare predicted and measured, and write report.html. Raises RunDirectoryError."""
     from fitune.report.html import write_report  # not for those who only plan
 
-    page = write_report(directory)
-    return Reported(directory=directory, rows=comparison(directory), run=read_run(directory).run, page=page)
+    page, files = write_report(directory), read_run(directory)
+    rows = tuple(compare(files.estimate, files.run, files.steps))
+    return Reported(directory=directory, rows=rows, run=files.run, page=page)
 
 
-def comparison(directory: Path) -> tuple[Row, ...]:
-    """Predicted | measured of one run."""
-    files = read_run(directory)
-    return tuple(compare(files.estimate, files.run, files.steps))
-
-
-def explain_reported(reported: Reported) -> str:
+def _explain_reported(reported: Reported) -> str:
     """The table, how the run ended if it did not end well, and where its page is."""
     lines = [comparison_table(reported.rows)]
     run = reported.run
@@ -102,10 +104,70 @@ def explain_reported(reported: Reported) -> str:
     return "\n".join([*lines, f"report: {reported.page}"])
 
 
-def reported_data(reported: Reported) -> dict[str, Any]:
+def _reported_data(reported: Reported) -> dict[str, Any]:
     """The object that ``--json`` prints."""
     rows = [
         {"what": row.what, "predicted": row.predicted, "measured": row.measured, "error": row.error}
         for row in reported.rows
     ]
     return {"run": str(reported.directory), "report": str(reported.page), "comparison": rows}
+
+
+def _rehearsed_data(rehearsed: Rehearsed) -> dict[str, Any]:
+    """The plan as ``--json`` prints it, and an object ``rehearsal`` in it."""
+    rehearsal = rehearsed.rehearsal
+    figures = {
+        "peak_bytes": rehearsal.peak_bytes,
+        "tensor_peak_bytes": rehearsal.tensor_peak_bytes,
+        "reserved_bytes": rehearsal.reserved_bytes,
+        "layers_traced": rehearsal.layers_traced,
+        "phases": {phase.value: dict(kinds) for phase, kinds in rehearsal.phases.items()},
+        "outside": dict(rehearsal.outside),
+    }
+    return {**plan_data(rehearsed.report), "rehearsal": figures}
+
+
+def _explain_rehearsal(rehearsed: Rehearsed) -> str:
+    """Estimated and rehearsed bytes of every phase, then what the peak is made of."""
+    report, rehearsal = rehearsed.report, rehearsed.rehearsal
+    plan, estimate = report.chosen.plan, report.chosen.estimate
+    traced, layers = rehearsal.layers_traced, plan.model.num_layers
+    how = "every block traced" if traced == layers else f"{traced} of {layers} blocks traced"
+    return "\n".join(
+        [
+            f"{plan.model.name} · the second step of",
+            wrapped(describe_plan(plan)),
+            wrapped(f"on fake tensors, {how}"),
+            "",
+            *_table(estimate, rehearsal),
+            "",
+            wrapped(_kinds_line(rehearsal)),
+            wrapped(
+                f"torch's allocator would reserve {format_bytes(rehearsal.reserved_bytes)} for these tensors "
+                "(expandable segments)"
+            ),
+        ]
+    )
+
+
+def _table(estimate: Estimate, rehearsal: Rehearsal) -> list[str]:
+    rows = [("", "estimated", "rehearsed", "error")]
+    for phase, kinds in rehearsal.phases.items():
+        rows.append(_row(phase.value, sum(estimate.memory.phases[phase].values()), sum(kinds.values())))
+    rows.append(_row("peak of tensors", estimate.memory.tensor_peak_bytes, rehearsal.tensor_peak_bytes))
+    if rehearsal.outside:
+        rows.append(_row("with overheads", estimate.peak_bytes, rehearsal.peak_bytes))
+    return [f"  {name:<16}{one:>14}{other:>14}{error:>11}" for name, one, other, error in rows]
+
+
+def _row(name: str, estimated: int, rehearsed: int) -> tuple[str, str, str, str]:
+    error = format_percent(estimated / rehearsed - 1, signed=True)
+    return name, format_bytes(estimated), format_bytes(rehearsed), error
+
+
+def _kinds_line(rehearsal: Rehearsal) -> str:
+    """``backward: weights 15.0 + activations 2.1 + … = 17.4 GiB``."""
+    phase = max(rehearsal.phases, key=lambda p: sum(rehearsal.phases[p].values()))
+    unit, name = unit_for(rehearsal.tensor_peak_bytes)
+    shown = [f"{kind} {size / unit:,.2f}" for kind, size in rehearsal.phases[phase].items()]
+    return f"{phase.value}: {' + '.join(shown)} = {rehearsal.tensor_peak_bytes / unit:,.2f} {name}"

@@ -1,16 +1,18 @@
-"""A model answers a dataset, and the answers are graded. Light to import: the options are made of its limits."""
+"""A model answers a dataset, and the answers are graded."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fitune.errors import RecipeError
+from fitune.models.adapter_config import CONFIG
+from fitune.score.generate_hf import Sampling
+from fitune.score.run import ScorePlan, score
+from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
+from fitune.spec.plan import DataSource
+from fitune.spec.reports import ScoreReport
 
-if TYPE_CHECKING:
-    from fitune.session.events import Tell
-    from fitune.spec.reports import ScoreReport
-
-LIMITS: dict[str, tuple[float, float]] = {
+_LIMITS: dict[str, tuple[float, float]] = {
     "max_new_tokens": (1, 1_000_000),
     "batch_size": (1, 65_536),
     "temperature": (0.0, 1_000.0),
@@ -23,21 +25,16 @@ _ROLES = ("system", "prompt", "completion")
 
 
 def score_dataset(
-    *, model: str, data: str, out: Path, tell: "Tell", adapter: str = "", columns: Mapping[str, str] | None = None,
+    *, model: str, data: str, out: Path, tell: Tell, adapter: str = "", columns: Mapping[str, str] | None = None,
     graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None, batch_size: int = 16,
     chat_template: str = "", id_column: str = "",
-) -> "ScoreReport":  # fmt: skip
+) -> ScoreReport:  # fmt: skip
     """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into ``out``.
 
     ``columns`` maps system, prompt and completion to columns; ``sampling`` are fields of ``Sampling``.
     Raises RecipeError for a number out of its limits and a role that is none.
     """
     _require_allowed({"batch_size": batch_size, **(sampling or {})}, columns or {})
-    from fitune.score.generate_hf import Sampling
-    from fitune.score.run import ScorePlan, score
-    from fitune.session.events import Note, RowsAnswered, WeightsRead
-    from fitune.spec.plan import DataSource
-
     plan = ScorePlan(
         model=model,
         adapter=adapter,
@@ -57,9 +54,14 @@ def score_dataset(
     )
 
 
+def model_and_adapter(exported: Path, *, base: str) -> tuple[str, str]:
+    """What ``score_dataset`` is told of an export: a model and "", or ``base`` and an adapter on it."""
+    return (base, str(exported)) if (exported / CONFIG).is_file() else (str(exported), "")
+
+
 def _require_allowed(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
     for name, value in numbers.items():
-        least, most = LIMITS[name]
+        least, most = _LIMITS[name]
         if not least <= value <= most:
             raise RecipeError(f"{name} = {value!r}: must be from {least:,} to {most:,}")
     for role, column in columns.items():

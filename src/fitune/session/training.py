@@ -121,11 +121,8 @@ def run_attempt(
         tell(Compared(reported=report_run(Path(plan.run.output_dir))))
     if ended.exported:
         tell(
-            Exported(
-                title=TITLES[plan.run.export], path=Path(ended.exported), merged_loss=ended.merged_loss,
-                how="verified by reloading",
-            )
-        )  # fmt: skip
+            Exported(title=TITLES[plan.run.export], path=Path(ended.exported), merged_loss=ended.merged_loss)
+        )
     return ended
 
 
