@@ -42,9 +42,15 @@ def open_regular(path: str | Path, *, follow_links: bool = True) -> BufferedRead
     return os.fdopen(_open_checked(path, flags), "rb")
 
 
-def read_bytes(path: str | Path, *, limit: int = MAX_TEXT_BYTES, follow_links: bool = True) -> bytes:
-    """The content of a regular file of at most ``limit`` bytes. Raises OSError."""
-    with open_regular(path, follow_links=follow_links) as file:
+def read_bytes(
+    path: str | Path, *, limit: int = MAX_TEXT_BYTES, follow_links: bool = True, own_pipe: bool = False
+) -> bytes:
+    """The content of a regular file of at most ``limit`` bytes. Raises OSError.
+
+    ``own_pipe`` also takes a pipe that whoever started this program opened for it (/dev/stdin, ``<(…)``).
+    """
+    is_opened = own_pipe and (str(path) == "/dev/stdin" or str(path).startswith("/dev/fd/"))
+    with open(path, "rb") if is_opened else open_regular(path, follow_links=follow_links) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {format_bytes(limit)}", str(path))
@@ -52,10 +58,11 @@ def read_bytes(path: str | Path, *, limit: int = MAX_TEXT_BYTES, follow_links: b
 
 
 def read_text(
-    path: str | Path, *, limit: int = MAX_TEXT_BYTES, follow_links: bool = True, encoding: str = "utf-8"
-) -> str:
-    """The text of a regular file of at most ``limit`` bytes. Raises OSError and UnicodeDecodeError."""
-    return read_bytes(path, limit=limit, follow_links=follow_links).decode(encoding)
+    path: str | Path, *, limit: int = MAX_TEXT_BYTES, follow_links: bool = True, own_pipe: bool = False,
+    encoding: str = "utf-8",
+) -> str:  # fmt: skip
+    """The text of a file, as ``read_bytes`` reads it. Raises OSError and UnicodeDecodeError."""
+    return read_bytes(path, limit=limit, follow_links=follow_links, own_pipe=own_pipe).decode(encoding)
 
 
 def _open_checked(path: str | Path, flags: int) -> int:

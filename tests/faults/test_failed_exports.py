@@ -95,6 +95,9 @@ def test_killed_while_merging_it_is_exported_without_training_again(
     merged = load_file(run / "merged" / "model.safetensors")
     (run / "merged").rename(tmp_path / "merged")
     (run / "report.json").unlink()
+    code, _, err = train("--resume", output_dir=run, **MERGED)
+    assert code == 2
+    assert f"fitune export {run}" in err
     code, out, _ = call("export", run)
     assert code == 0
     assert f"read from {run / 'adapter'}" in out

@@ -1,5 +1,6 @@
 """A recipe says what is wanted in anybody's words, and refuses what it does not understand."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +283,11 @@ def test_a_dumped_recipe_reads_back_the_same(tmp_path: Path) -> None:
     dumped = dump_recipe(recipe)
     assert recipe_of(tmp_path, dumped) == recipe
     assert "seed" not in dumped
+
+
+def test_a_recipe_may_come_through_a_pipe_that_the_caller_opened() -> None:
+    end, other = os.pipe()
+    with open(end, "rb"), open(other, "w") as written:
+        written.write("model: llama-2-7b\ntuning: lora\n")
+        written.close()
+        assert read_recipe(Path(f"/dev/fd/{end}")).tuning == "lora"

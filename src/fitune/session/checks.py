@@ -12,7 +12,7 @@ from fitune.checkpoint.commit import step_folders
 from fitune.checkpoint.differences import compare_plans, difference_table, with_unsaid_fields
 from fitune.checkpoint.durable import require_space
 from fitune.checkpoint.resume import last_saved
-from fitune.errors import RunDirectoryError
+from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.parameters import embedding_parameters, trained_parameters
 from fitune.files import read_text
@@ -22,6 +22,8 @@ from fitune.spec.plan import Plan, trains_embeddings
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import FOLDERS
 from fitune.spec.serial import from_data, parse_json
+from fitune.track.jsonl import read_metrics
+from fitune.train.again import find_source
 from fitune.units import MIB
 
 T = TypeVar("T")
@@ -37,6 +39,8 @@ def complete_run(directory: Path, plan: Plan, *, resume: bool | str) -> RunRepor
     that is trained and lacks its export only.
     """
     ended = _ended(directory)
+    if ended is None and resume is True:
+        _refuse_trained(directory, plan)
     if isinstance(resume, str) or ended is None or not (ended.status == "complete" or ended.lacks_export):
         return None
     saved = _read_or_refuse(Plan, directory / "plan.json", lambda data: with_unsaid_fields(data, plan))
@@ -70,6 +74,21 @@ def _ended(directory: Path) -> RunReport | None:
     if not (directory / "report.json").is_file():
         return None
     return _read_or_refuse(RunReport, directory / "report.json")
+
+
+def _refuse_trained(directory: Path, plan: Plan) -> None:
+    """Raises RunDirectoryError for a run that was killed in its export and kept no checkpoint: it would train again."""
+    steps = read_metrics(directory / "metrics.jsonl")
+    if not steps or steps[-1].step < steps[-1].total_steps or last_saved(directory) is not None:
+        return
+    try:
+        source = find_source(directory, plan, None, step=steps[-1].step)
+    except CheckpointError:
+        return  # nothing of it is left
+    raise RunDirectoryError(
+        f"{directory} is trained; it ended while it was exported, and {source.path.name} has its weights",
+        hint=f"fitune export {directory}, or --overwrite to start anew",
+    )
 
 
 def _read_or_refuse(cls: type[T], file: Path, completed: Callable[[Any], Any] = lambda data: data) -> T:

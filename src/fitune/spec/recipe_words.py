@@ -62,7 +62,7 @@ def _refused(why: str, place: Any) -> yaml.constructor.ConstructorError:
 
 def load_yaml(path: Path) -> dict[str, Any]:
     try:
-        text = read_text(path, limit=MAX_RECIPE_BYTES, encoding="utf-8-sig")
+        text = read_text(path, limit=MAX_RECIPE_BYTES, encoding="utf-8-sig", own_pipe=True)
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such recipe file") from None
     except (OSError, UnicodeDecodeError) as error:
