@@ -8,7 +8,6 @@ before and have another file written over.
 import errno
 import os
 import re
-import secrets
 import shutil
 import stat
 import unicodedata
@@ -152,7 +151,7 @@ TEMPORARY = ".tmp-"
 
 def temporary_sibling(target: Path) -> Path:
     """A hidden name next to ``target`` that nobody can guess and that says whose it is."""
-    return target.with_name(f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(8)}")
+    return target.with_name(f"{TEMPORARY}{target.name}-{os.getpid()}-{os.urandom(8).hex()}")
 
 
 def remove_stale_siblings(folder: Path, name: str = "") -> None:

@@ -48,6 +48,9 @@ class StepStages:
 
     plan: Plan
     shape: BatchShape
+    num_layers: int
+    recomputed: int
+    """How many of the first blocks run again in backward."""
     blocks: tuple[Block, ...]
     """Memory of up to eight kinds of blocks (``model_profile``)."""
     forward: Pass
@@ -67,6 +70,10 @@ class StepStages:
     resident: Terms
     gradients: int
     """What rests on the device when backward is through: all, the rank's share, or nothing."""
+    gradients_exist: bool
+    """Before backward: from the second micro-batch on, always with DDP, never where they are used in backward."""
+    root_waits: bool
+    """Head and final norm keep whole gradients to the end of backward, although the blocks' do not stay."""
     whole_gradients: int
     """All of them, whole."""
     buffers: Buffers
@@ -102,13 +109,6 @@ class StepStages:
         return trains_every_weight(self.plan.tuning)
 
     @property
-    def gradients_exist(self) -> bool:
-        """Before backward: from the second micro-batch on, always with DDP, never where they are used in backward."""
-        if updates_in_backward(self.plan.tuning):
-            return False
-        return self.plan.batch.accumulation > 1 or gradients_always_exist(self.plan)
-
-    @property
     def gradients_before(self) -> int:
         """Left by earlier micro-batches."""
         return self.gradients if self.gradients_exist else 0
@@ -130,22 +130,9 @@ class StepStages:
         return self.buffers.backward + ahead + (index + 1) * self.buffers.backward_per_block
 
     @property
-    def num_layers(self) -> int:
-        return self.plan.model.num_layers
-
-    @property
-    def recomputed(self) -> int:
-        return min(self.plan.recompute.blocks, self.num_layers)
-
-    @property
     def head_gradient(self) -> int:
         width = self.gradient_bytes or self.element_bytes
         return head_parameters(self.plan.model) * width if trains_head(self.plan.tuning) else 0
-
-    @property
-    def root_waits(self) -> bool:
-        """Head and final norm keep whole gradients to the end of backward, although the blocks' do not stay."""
-        return root_gradients_wait(self.plan)
 
     def block(self, index: int) -> Block:
         return self.blocks[index]
@@ -203,7 +190,8 @@ class StepStages:
 
     def varied(self, *, recompute: Recompute, loss: Loss) -> "StepStages":
         """The same step with other blocks recomputed or another loss: what a search tries most."""
-        return replace(self, plan=replace(self.plan, recompute=recompute, loss=loss))
+        plan = replace(self.plan, recompute=recompute, loss=loss)
+        return replace(self, plan=plan, recomputed=min(recompute.blocks, self.num_layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +235,8 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
     return StepStages(
         plan=plan,
         shape=shape,
+        num_layers=plan.model.num_layers,
+        recomputed=min(plan.recompute.blocks, plan.model.num_layers),
         blocks=blocks,
         kept_by_blocks=(0, *accumulate(block.kept for block in blocks)),
         gradients_of_blocks=(0, *accumulate(block.gradients for block in blocks)),
@@ -260,6 +250,9 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         final_norm=profile.final_norm,
         resident=resident_terms(plan),
         gradients=resting_gradient_bytes(plan),
+        gradients_exist=not updates_in_backward(plan.tuning)
+        and (plan.batch.accumulation > 1 or gradients_always_exist(plan)),
+        root_waits=root_gradients_wait(plan),
         whole_gradients=gradients_bytes(plan),
         buffers=buffers_of(plan),
         update={"gradients": update_gradient_bytes(plan), "temporaries": update_temporaries_bytes(plan)},

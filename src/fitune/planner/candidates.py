@@ -136,7 +136,9 @@ def draft(request: Request, method: Method, placement: Placement) -> Plan:
 
 
 def devices_of(placement: Placement, hardware: Hardware) -> Hardware:
-    """One process has one device."""
+    """One process has one device; the disk's free bytes, which change by the minute, count where something waits there."""
+    if "nvme" not in placement.offload.places:
+        hardware = replace(hardware, nvme_bytes=0)
     if isinstance(placement.sharding, Single):
         return replace(hardware, gpus_per_node=1, nodes=1, internode_bandwidth=0.0)
     return hardware

@@ -13,7 +13,6 @@ from fitune.planner.alternatives import Alternative, Largest, changed_recipe, co
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
 from fitune.planner.search import find_plan
-from fitune.report.comparison_plots import Card, draw_matrix
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.recipe import Recipe
@@ -100,6 +99,8 @@ def draw_picture(found: Matrix, path: Path) -> None:
     """Write the matrix as SVG. Raises RecipeError for another ending, MissingExtra without matplotlib."""
     if path.suffix.lower() != ".svg":
         raise RecipeError(f"--picture {path} must end in .svg", hint="--picture matrix.svg")
+    from fitune.report.comparison_plots import Card, draw_matrix  # not for those who only plan
+
     draw_matrix(
         path,
         [[Card(*card(cell, found)) for cell in found.row(model)] for model in found.models],
