@@ -136,7 +136,7 @@ def draft(request: Request, method: Method, placement: Placement) -> Plan:
 
 
 def devices_of(placement: Placement, hardware: Hardware) -> Hardware:
-    """One process has one device; the disk's free bytes, which change by the minute, count where something waits there."""
+    """One process has one device. The free bytes of a disk change by the minute: they count where something uses it."""
     if "nvme" not in placement.offload.places:
         hardware = replace(hardware, nvme_bytes=0)
     if isinstance(placement.sharding, Single):

@@ -14,10 +14,9 @@ from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import CHUNK_TOKENS, optimizer_of
 from fitune.planner.explain import host_sum, wrapped
-from fitune.planner.fit import fits, host_fits, last_true, shortage
+from fitune.planner.fit import Known, described, fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lora_of, methods_for, packed_base, to_adapters
-from fitune.planner.retry import Known, described
 from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import CARDS
 from fitune.spec.model_config import known_model_names, load_model_spec

@@ -2,19 +2,20 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RecipeError
 from fitune.planner.alternatives import alternative_data, explain_alternative, explain_largest, largest_data
 from fitune.planner.explain import explain_plan, plan_data, unit_for, wrapped
 from fitune.planner.matrix import Matrix, explain_matrix, matrix_data
-from fitune.report.compare import Row, compare, comparison_table
-from fitune.report.run_files import read_run
 from fitune.session.planning import LargestThatFit, Rehearsed, WithChange
 from fitune.spec.reports import Estimate, PlanReport, Rehearsal, RunReport, ScoreReport
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_plan
 from fitune.units import format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:  # those who only plan load no reports
+    from fitune.report.compare import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class Reported:
     """What was predicted and measured of a run, and its page."""
 
     directory: Path
-    rows: tuple[Row, ...]
+    rows: "tuple[Row, ...]"
     run: RunReport | None
     """None while the run is going, and when it was killed."""
     page: Path
@@ -86,7 +87,9 @@ def _explain_score(report: ScoreReport) -> str:
 
 def report_run(directory: Path) -> Reported:
     """Compare predicted and measured, and write report.html. Raises RunDirectoryError."""
-    from fitune.report.html import write_report  # not for those who only plan
+    from fitune.report.compare import compare
+    from fitune.report.html import write_report
+    from fitune.report.run_files import read_run
 
     page, files = write_report(directory), read_run(directory)
     rows = tuple(compare(files.estimate, files.run, files.steps))
@@ -95,6 +98,8 @@ def report_run(directory: Path) -> Reported:
 
 def _explain_reported(reported: Reported) -> str:
     """The table, how the run ended if it did not end well, and where its page is."""
+    from fitune.report.compare import comparison_table
+
     lines = [comparison_table(reported.rows)]
     run = reported.run
     if run is None:

@@ -17,8 +17,8 @@ from fitune.estimate.predict import predict
 from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
 from fitune.models.weights import planned_tokenizer
+from fitune.planner.fit import describe_size, smaller_plan, why_no_smaller
 from fitune.planner.less_memory import next_to_try
-from fitune.planner.retry import describe_size, smaller_plan, why_no_smaller
 from fitune.report.compare import shortage_words
 from fitune.report.html import write_report
 from fitune.report.run_files import Prediction, RunnerUp
