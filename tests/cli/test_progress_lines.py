@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 
@@ -19,9 +20,10 @@ class Terminal(io.StringIO):
 
 def lines_of(reports: list[StepReport], *, log_every: int = 1) -> list[str]:
     stream = io.StringIO()
-    with Progress(log_every=log_every, stream=stream) as progress:
-        for report in reports:
-            progress.step(report)
+    progress = Progress(log_every=log_every, stream=stream)
+    for report in reports:
+        progress.step(report)
+    progress.close()
     return stream.getvalue().splitlines()
 
 
@@ -74,7 +76,7 @@ def test_the_last_line_has_no_time_left(make_step: MakeStep) -> None:
 
 
 def fail_on_the_way(progress: Progress, reports: list[StepReport]) -> None:
-    with progress:
+    with closing(progress):
         for report in reports:
             progress.step(report)
         raise RuntimeError("on the way")

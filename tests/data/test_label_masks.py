@@ -14,8 +14,8 @@ from data.tiny_tokenizers import (
 )
 from fitune.data.formats import Conversation, Message
 from fitune.data.templates import PLAIN_TEMPLATE, load_template
-from fitune.demo.base_model import BOS, EOS, PAD, ROLES
-from fitune.demo.base_model import CHAT_TEMPLATE as DEMO_TEMPLATE
+from fitune.demo.files import BOS, EOS, PAD, ROLES
+from fitune.demo.files import CHAT_TEMPLATE as DEMO_TEMPLATE
 
 _HEADERS = """\
 {%- for message in messages -%}

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fitune.data.formats import Conversation, Message, Text
 from fitune.data.templates import load_template
-from fitune.demo.base_model import let_values_pass
 from fitune.demo.files import (
     FULL,
     HELD_OUT_ROWS,
@@ -19,6 +18,7 @@ from fitune.demo.files import (
     PRETRAINING_TEXTS,
     TRAINING_ROWS,
     DemoFiles,
+    let_values_pass,
     recipe_text,
     write_demo,
 )

@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fitune.errors import MissingExtra, ModelError
 from fitune.models.quantised import QuantisedLinear, quantise_linears
-from fitune.rehearse.recorder import fake_tensors
 from fitune.spec.plan import Hqq
 from models.test_nf4 import dense_linear, forward_and_gradient
 
@@ -70,7 +70,7 @@ def test_bytes_come_back_bit_identical_and_are_never_cast(bits: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_packing_on_fake_tensors_gives_the_same_shapes(bits: int) -> None:
     real = packed(dense_linear(torch.bfloat16), Hqq(bits=bits))
-    with fake_tensors():
+    with FakeTensorMode():
         fake = packed(nn.Linear(96, 64, dtype=torch.bfloat16), Hqq(bits=bits))
         fake(torch.empty(3, 96, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
     shapes = {name: (t.shape, t.dtype) for name, t in real.state_dict().items()}

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fitune.errors import MissingExtra
 from fitune.measure.memory import LiveTensors
 from fitune.models.quantised import QuantisedLinear, quantise_linears, quantised_base
-from fitune.rehearse.recorder import fake_tensors
 from fitune.spec.plan import Dense, Nf4
 from models.tiny_models import tiny_model
 
@@ -130,7 +130,7 @@ def test_other_shapes_of_linears(family: str) -> None:
 
 def test_packing_on_fake_tensors_gives_the_same_shapes() -> None:
     real = packed(dense_linear(torch.bfloat16), Nf4())
-    with fake_tensors():
+    with FakeTensorMode():
         fake = packed(nn.Linear(96, 64, dtype=torch.bfloat16), Nf4())
         out = fake(torch.empty(3, 96, dtype=torch.bfloat16, requires_grad=True))
         out.sum().backward()

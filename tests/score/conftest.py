@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fitune.data.templates import ChatTemplate, load_template
-from fitune.demo.base_model import Shape, write_base_model
+from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import training_exercises
 from fitune.models.weights import load_model, load_tokenizer
 

@@ -16,12 +16,10 @@ _SIZE = re.compile(r"(?:\d+x)?\d+(?:\.\d+)?[bm]", re.IGNORECASE)
 _YES_AND_NO = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
-def recipe_from(
-    words: Sequence[str], settings: Sequence[str], *, defaults: dict[str, Any] | None = None
-) -> Recipe:
-    """A recipe file and ``--key value`` pairs, in any order, on top of ``defaults``."""
+def recipe_from(words: Sequence[str], settings: Sequence[str]) -> Recipe:
+    """A recipe file and ``--key value`` pairs, in any order."""
     path, options = split_words(words)
-    return read_recipe(path, settings=settings, options={**(defaults or {}), **options})
+    return read_recipe(path, settings=settings, options=options)
 
 
 def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:

@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from fitune.session.events import Event, Reading, RowsAnswered, StepsBegin, StepsEnd, WeightsRead
-from fitune.spec.plan import Plan
-from fitune.spec.reports import RunReport, StepReport
+from fitune.spec.reports import StepReport
 from fitune.units import (
     format_bytes,
     format_count,
@@ -45,7 +44,7 @@ class Terminal:
             case WeightsRead():
                 self._load(event)
             case StepsBegin():
-                self._begin(event.plan, event.run_name)
+                self._begin(event)
             case StepReport():
                 if self._progress is not None:
                     self._progress.step(event)
@@ -74,10 +73,10 @@ class Terminal:
             self._show_weights = self._bars.enter_context(loading_bar(quiet=self._quiet))
         self._show_weights(read.done_bytes, read.total_bytes)
 
-    def _begin(self, plan: Plan, run_name: str) -> None:
-        self._progress = Progress(log_every=plan.run.log_every)
-        self._bars.callback(self._progress.finish, None)
-        self._progress.start(plan, run_name)
+    def _begin(self, event: StepsBegin) -> None:
+        self._progress = Progress(log_every=event.plan.run.log_every)
+        self._bars.callback(self._progress.close)
+        self._progress.start(event.run_name)
 
     def _close(self) -> None:
         self._bars.close()
@@ -94,8 +93,7 @@ def _count_rows(rows: RowsAnswered) -> None:
 class Progress:
     """Shows steps on ``stream`` (standard output): live in a terminal, else every ``log_every`` steps.
 
-    The first, the last, a skipped and an evaluated step are always printed. A Sink like any tracker, and a
-    context manager, so that the terminal is given back when training raises.
+    The first, the last, a skipped and an evaluated step are always printed. ``close`` gives the terminal back.
     """
 
     def __init__(self, *, log_every: int = 1, stream: TextIO | None = None) -> None:
@@ -106,7 +104,7 @@ class Progress:
         self._first = True
         self._bar = _LiveBar(self._stream) if self._stream.isatty() else None
 
-    def start(self, plan: Plan, run_name: str) -> None:
+    def start(self, run_name: str) -> None:
         if self._bar is not None:
             self._bar.start(run_name)
 
@@ -124,17 +122,9 @@ class Progress:
             )
         self._first = False
 
-    def finish(self, report: RunReport | None) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.finish(None)
 
     def _is_worth_a_line(self, report: StepReport) -> bool:
         due = report.step % self._log_every == 0 or report.step == report.total_steps
@@ -144,8 +134,8 @@ class Progress:
 class StepPace:
     """How long the rest will take, from the mean of the last steps. The first is left out: it warms up."""
 
-    def __init__(self, *, window: int = 50) -> None:
-        self._seconds: deque[float] = deque(maxlen=window)
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=50)
         self._steps = 0
 
     def add(self, report: StepReport) -> None:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from fitune.data.children import Child, ChildEnded, requests
 from fitune.data.locations import open_binary
-from fitune.data.rows import BadRow, Row
+from fitune.data.rows import BadRow, Row, from_message, to_message
 from fitune.errors import DataError
 from fitune.units import GIB, MIB, format_bytes
 
@@ -46,7 +46,7 @@ def read_arrow(path: str, on_bytes: Callable[[int], None]) -> Iterator[Row | Bad
         while (message := child.receive())[:1] != _END:
             kind, content = message[:1], message[1:]
             if kind == _FAILED:
-                raise DataError(**json.loads(content))
+                raise from_message(**json.loads(content))
             if kind == _TOO_LONG:
                 number += 1
                 limit = format_bytes(_MAX_ROW_BYTES)
@@ -84,19 +84,18 @@ def main() -> None:
             for message in _messages(file, size, is_parquet=path.lower().endswith("parquet")):
                 connection.send_bytes(message)
     except DataError as error:
-        connection.send_bytes(_failed(error.message, error.hint))
+        connection.send_bytes(_failed(error))
     except MemoryError:
-        connection.send_bytes(
-            _failed(f"{path}: a batch of its rows needs more than {format_bytes(room)}", _HINT)
-        )
+        needs = f"{path}: a batch of its rows needs more than {format_bytes(room)}"
+        connection.send_bytes(_failed(DataError(needs, hint=_HINT)))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         kind = "a parquet" if path.lower().endswith("parquet") else "an arrow"
-        connection.send_bytes(_failed(f"{path}: not {kind} file: {error}", None))
+        connection.send_bytes(_failed(DataError(f"{path}: not {kind} file: {error}")))
     connection.send_bytes(_END)
 
 
-def _failed(message: str, hint: str | None) -> bytes:
-    return _FAILED + json.dumps({"message": message, "hint": hint}).encode()
+def _failed(error: DataError) -> bytes:
+    return _FAILED + json.dumps(to_message(error)).encode()
 
 
 def _address_space() -> int:

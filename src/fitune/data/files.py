@@ -242,8 +242,8 @@ def _whole_text(file: _Watched, path: str) -> str:
         raise DataError(f"{path}:{line}: not UTF-8: byte 0x{raw[error.start]:02x}") from None
 
 
-def _numbered_objects(values: list[Any], path: str, *, start: int = 1) -> Rows:
-    for number, value in enumerate(values, start=start):
+def _numbered_objects(values: list[Any], path: str) -> Rows:
+    for number, value in enumerate(values, start=1):
         where = f"{path} row {number}"
         try:
             _require_flat(value, where)

@@ -27,13 +27,6 @@ _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
-    """Data files in reading order."""
-
-    paths: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HubDataset:
     """``owner/name`` or ``owner/name:configuration`` on the Hugging Face Hub."""
 
@@ -54,8 +47,8 @@ def sample_size(source: DataSource) -> tuple[str, int]:
     return path, int(count)
 
 
-def locate(path: str, *, split: str) -> Files | HubDataset:
-    """Find what ``path`` names.
+def locate(path: str, *, split: str) -> tuple[str, ...] | HubDataset:
+    """The data files that ``path`` names, in reading order, or the dataset on the Hub.
 
     Raises DataError when nothing is there, when it is pickled, or when it is a URL this version does not open.
     """
@@ -65,16 +58,14 @@ def locate(path: str, *, split: str) -> Files | HubDataset:
         )
     scheme = path.partition("://")[0].lower() if "://" in path else ""
     if scheme:
-        return Files(paths=_remote_files(path, scheme=scheme, split=split))
+        return _remote_files(path, scheme=scheme, split=split)
     _refuse_pickle(path)
     local = Path(path).expanduser()
     if local.is_dir():
-        return Files(
-            paths=_choose(path, (str(file) for file in local.rglob("*") if file.is_file()), split=split)
-        )
+        return _choose(path, (str(file) for file in local.rglob("*") if file.is_file()), split=split)
     if local.exists():
         _require_readable(path)
-        return Files(paths=(str(local),))
+        return (str(local),)
     hub_id = _HUB_ID.fullmatch(path)
     if hub_id and not path.startswith(".") and not path.endswith(READABLE):
         return HubDataset(name=hub_id[1], config=hub_id[2], split=split)

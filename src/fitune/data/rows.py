@@ -36,6 +36,16 @@ class BadRow(DataError):
         self.reason = reason
 
 
+def to_message(error: DataError) -> dict[str, str | None]:
+    """``error`` as plain text for another process."""
+    return {"message": error.message, "hint": error.hint, "reason": getattr(error, "reason", None)}
+
+
+def from_message(message: str, hint: str | None, reason: str | None = None) -> DataError:
+    """The error that ``to_message`` was given; a BadRow where it has a reason."""
+    return DataError(message, hint=hint) if reason is None else BadRow(message, reason=reason, hint=hint)
+
+
 _OF_MESSAGES = {
     "tool_calls": "leave the rows with calls of tools out",
     "function_call": "leave the rows with calls of functions out",

@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 
 from fitune.data.files import Rows, read_file
-from fitune.data.locations import Files, HubDataset, locate, open_binary, sample_size
+from fitune.data.locations import HubDataset, locate, open_binary, sample_size
 from fitune.data.rows import BadRow, Row
 from fitune.errors import DataError
 from fitune.spec.hub import no_waiting_for_the_hub
@@ -19,12 +20,8 @@ _SAMPLE_SEED = 500
 """A sample is a property of the source, not of the run: two runs with other seeds train on the same rows."""
 
 
-def _ignore(_reason: str) -> None:
-    return None
-
-
-def _ignore_bytes(_count: int) -> None:
-    return None
+def _ignore(_what: object) -> None:
+    """For callers that count nothing and show nothing."""
 
 
 def read_rows(
@@ -32,7 +29,7 @@ def read_rows(
     *,
     on_bad_row: Literal["error", "skip"] = "error",
     count_bad: Callable[[str], None] = _ignore,
-    on_bytes: Callable[[int], None] = _ignore_bytes,
+    on_bytes: Callable[[int], None] = _ignore,
 ) -> Iterator[Row]:
     """The rows of a file, a folder, a Hub dataset or an fsspec URL, in order.
 
@@ -45,11 +42,10 @@ def read_rows(
     stored = _load_hub(place) if isinstance(place, HubDataset) else None
 
     def good_rows(count_bad: Callable[[str], None]) -> Iterator[Row]:
-        rows = (
-            _rows_of_files(place, on_bytes)
-            if isinstance(place, Files)
-            else _rows_of_hub(path, stored, on_bytes)
-        )
+        if isinstance(place, HubDataset):
+            rows = _rows_of_hub(path, stored, on_bytes)
+        else:
+            rows = chain.from_iterable(read_file(name, on_bytes) for name in place)
         return _good_rows(rows, on_bad_row=on_bad_row, count_bad=count_bad)
 
     if not wanted:
@@ -57,7 +53,7 @@ def read_rows(
     return _numbered(good_rows(_ignore), _sample(good_rows(count_bad), wanted))
 
 
-def content_key(source: DataSource, *, on_bytes: Callable[[int], None] = _ignore_bytes) -> str:
+def content_key(source: DataSource, *, on_bytes: Callable[[int], None] = _ignore) -> str:
     """A hash that changes when the content of the source changes.
 
     Files on disk, those of a downloaded Hub dataset included, are hashed by their bytes; files behind a URL by
@@ -68,10 +64,8 @@ def content_key(source: DataSource, *, on_bytes: Callable[[int], None] = _ignore
     place = locate(path, split=source.split)
     digest = hashlib.blake2b(digest_size=16)
     if isinstance(place, HubDataset):
-        paths: tuple[str, ...] = tuple(entry["filename"] for entry in _load_hub(place).cache_files)
-    else:
-        paths = place.paths
-    for name in paths:
+        place = tuple(entry["filename"] for entry in _load_hub(place).cache_files)
+    for name in place:
         digest.update(_file_key(name, on_bytes))
     return digest.hexdigest()
 
@@ -88,11 +82,6 @@ def _file_key(path: str, on_bytes: Callable[[int], None]) -> bytes:
             digest.update(chunk)
             on_bytes(len(chunk))
         return digest.digest()
-
-
-def _rows_of_files(place: Files, on_bytes: Callable[[int], None]) -> Rows:
-    for name in place.paths:
-        yield from read_file(name, on_bytes)
 
 
 def _rows_of_hub(path: str, stored: Any, on_bytes: Callable[[int], None]) -> Rows:

@@ -25,7 +25,7 @@ from fitune.data.answers import conversation_pieces, prompt_pieces
 from fitune.data.children import Child, ChildEnded
 from fitune.data.formats import Conversation, Message
 from fitune.data.rendering import Piece, Renderer, SafeTemplate
-from fitune.data.rows import BadRow
+from fitune.data.rows import BadRow, from_message, to_message
 from fitune.errors import DataError
 from fitune.units import GIB, format_bytes
 
@@ -85,7 +85,7 @@ class RemoteTemplate:
                 together = 1  # finds the conversation at which the child ended
                 continue
             if isinstance(answer, dict):
-                raise DataError(answer["message"], hint=answer["hint"])
+                raise from_message(**answer)
             yield from map(_received, answer)
             done, tries = done + len(answer), 0
 
@@ -211,7 +211,7 @@ def _answer(request: dict[str, Any], renderers: dict[str, Renderer], cpu_s: floa
             with _processor_time(cpu_s):
                 renderers[key] = _renderer(request["template"])
     except DataError as error:
-        return _said(error)
+        return to_message(error)
     answer, size = [], 0
     for turns, where in request["rows"]:
         row = _laid_out(renderers[key], turns, where, request["ask"], cpu_s)
@@ -236,7 +236,7 @@ def _laid_out(renderer: Renderer, turns: list[list[Any]], where: str, ask: bool,
         with _processor_time(cpu_s + characters / _CHARACTERS_PER_S):
             pieces = lay_out(renderer, messages, where=where)
     except BadRow as bad:
-        return _said(bad)
+        return to_message(bad)
     return [[p.text, p.supervised, p.plain, p.first, p.after_special] for p in pieces]
 
 
@@ -248,10 +248,6 @@ def _processor_time(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _said(error: DataError) -> dict[str, str | None]:
-    return {"message": error.message, "hint": error.hint, "reason": getattr(error, "reason", None)}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 from fitune.data.children import Beat, Child, ChildEnded, requests
 from fitune.data.formats import Conversation, Example, Message, Text
 from fitune.data.rendering import Piece
-from fitune.data.rows import BadRow
+from fitune.data.rows import BadRow, from_message, to_message
 from fitune.data.sources import with_skip_hint
 from fitune.data.templates import ChatTemplate, EncodedRows
 from fitune.errors import DataError
@@ -175,9 +175,7 @@ class _Rows:
 def to_bytes(rows: TokenRows) -> list[bytes]:
     """``rows`` as messages for another process."""
     fates = [(f.tokens, f.rows, f.kept, f.supervised, f.reason) for f in rows.fates]
-    error = rows.error
-    said = error and {"message": error.message, "hint": error.hint, "reason": getattr(error, "reason", None)}
-    head = json.dumps({"fates": fates, "error": said}).encode()
+    head = json.dumps({"fates": fates, "error": rows.error and to_message(rows.error)}).encode()
     return [head, rows.ids.tobytes(), rows.supervised.tobytes(), rows.lengths.tobytes()]
 
 
@@ -193,12 +191,8 @@ def from_bytes(head: bytes, ids: bytes, supervised: bytes, lengths: bytes) -> To
         supervised=np.frombuffer(supervised, np.bool_),
         lengths=np.frombuffer(lengths, np.int64),
         fates=fates,
-        error=_error(**content["error"]) if content["error"] else None,
+        error=from_message(**content["error"]) if content["error"] else None,
     )
-
-
-def _error(*, message: str, hint: str | None, reason: str | None) -> DataError:
-    return DataError(message, hint=hint) if reason is None else BadRow(message, reason=reason, hint=hint)
 
 
 _WORTH_A_START = 2**21

@@ -145,7 +145,7 @@ def host_memory_bytes(*, cgroup: Path = _CGROUP, membership: str | None = None) 
     """Memory of the machine, or of the container when that is less."""
     import psutil
 
-    limits = memory_limits(cgroup, _own_cgroups() if membership is None else membership)
+    limits = memory_limits(cgroup, _read(Path("/proc/self/cgroup")) if membership is None else membership)
     return min([int(psutil.virtual_memory().total), *limits])
 
 
@@ -189,10 +189,6 @@ def free_disk_bytes(path: Path) -> int:
     """Free bytes where ``path`` is, or would be created."""
     existing = next((place for place in (path.absolute(), *path.absolute().parents) if place.exists()), None)
     return shutil.disk_usage(existing).free if existing is not None else 0
-
-
-def _own_cgroups() -> str:
-    return _read(Path("/proc/self/cgroup"))
 
 
 def _read(path: Path) -> str:

@@ -127,19 +127,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 f"header of {format_bytes(length)}",
                 hint=_AGAIN,
             )
-        header = _parsed(file, stream.read(length))
+        text = stream.read(length)
+    try:
+        header = parse_object(text)
+    except ValueError as error:
+        raise ModelError(f"{file}: its header is unreadable: {error}", hint=_AGAIN) from None
     header.pop("__metadata__", None)
     begin = 8 + length
     tensors = {name: _stored(file, name, entry, data_bytes=size - begin) for name, entry in header.items()}
-    _require_nothing_between(file, sum(tensor.size_bytes for tensor in tensors.values()), size - begin)
+    stored = sum(tensor.size_bytes for tensor in tensors.values())
+    if stored != size - begin:
+        raise ModelError(
+            f"{file}: its tensors take {stored} bytes, and there are {size - begin} behind the header",
+            hint=_AGAIN,
+        )
     return tensors
-
-
-def _parsed(file: Path, text: bytes) -> dict[str, Any]:
-    try:
-        return parse_object(text)
-    except ValueError as error:
-        raise ModelError(f"{file}: its header is unreadable: {error}", hint=_AGAIN) from None
 
 
 def _stored(file: Path, name: str, entry: Any, *, data_bytes: int) -> StoredTensor:
@@ -162,13 +164,6 @@ def _stored(file: Path, name: str, entry: Any, *, data_bytes: int) -> StoredTens
             hint=_AGAIN,
         )
     return StoredTensor(file=file, dtype=dtype, shape=shape, size_bytes=size)
-
-
-def _require_nothing_between(file: Path, tensors: int, data: int) -> None:
-    if tensors != data:
-        raise ModelError(
-            f"{file}: its tensors take {tensors} bytes, and there are {data} behind the header", hint=_AGAIN
-        )
 
 
 OnBytes = Callable[[int, int], None]
@@ -249,11 +244,7 @@ def base_reference(path: str) -> str:
 def weights_identity(path: str) -> str:
     """A hash of the weights alone, whatever the folder is called; a Hub id as it is."""
     folder = Path(path)
-    return _hash_of(weight_files(folder)) if folder.is_dir() else path
-
-
-def weight_files(folder: Path) -> list[Path]:
-    return _files(folder, (".safetensors",))
+    return _hash_of(_files(folder, (".safetensors",))) if folder.is_dir() else path
 
 
 def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:

@@ -143,16 +143,6 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Inside, every tensor is fake, on a fake ``cpu`` that stands for the plan's device.
-
-    A build of torch without CUDA cannot make fake tensors on ``cuda``.
-    """
-    with FakeTensorMode() as mode:
-        yield mode
-
-
-@contextmanager
 def modules_may_move(mode: FakeTensorMode) -> Iterator[None]:
     """Let ``Module.to`` work on fake parameters: PEFT moves every adapter it makes.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from fitune.models.attention import attending_as
@@ -28,7 +29,6 @@ from fitune.rehearse.recorder import (
     Recorder,
     announce,
     fake_ranks,
-    fake_tensors,
     local_part,
     modules_may_move,
     resizes_seen_by,
@@ -124,7 +124,7 @@ def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
     try:
         with (
             fake_ranks(plan) as mesh,
-            fake_tensors() as mode,
+            FakeTensorMode() as mode,  # on a fake cpu: a build of torch without CUDA cannot make them on cuda
             _standing_for(plan.hardware.gpu, drops_out=_drops_out(plan)),
         ):
             with modules_may_move(mode):

@@ -260,9 +260,9 @@ class CachingAllocator:
         pool.give_back(block)
 
 
-def reserved_peak(trace: Trace, *, expandable: bool = True) -> int:
-    """Bytes reserved after the step: segments stay, so the end is the peak."""
-    allocator = CachingAllocator(expandable=expandable)
+def reserved_peak(trace: Trace) -> int:
+    """Bytes reserved after the step, in expandable segments: they stay, so the end is the peak."""
+    allocator = CachingAllocator(expandable=True)
     for storage, (_, size) in trace.resident.items():
         allocator.allocate(storage, size)
     for event in trace.events:

@@ -90,14 +90,10 @@ def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
         settings["optimizer_in_backward"] = None
     if recipe.learning_rate is not None:
         settings["learning_rate"] = (
-            recipe.learning_rate * _usual_rate(recipe, name) / _usual_rate(recipe, _own(recipe))
+            recipe.learning_rate * _usual_rate(recipe, name) / _usual_rate(recipe, recipe.tuning or "lora")
         )
     given = recipe.model_dump(include=recipe.model_fields_set)
     return parse_recipe({**given, "quantization": None, "dora": None, **settings}, where=f"compare {name}")
-
-
-def _own(recipe: Recipe) -> str:
-    return recipe.tuning or "lora"
 
 
 def _usual_rate(recipe: Recipe, name: str) -> float:
