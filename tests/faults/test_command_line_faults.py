@@ -48,6 +48,7 @@ def test_a_run_in_the_folder_its_rows_are_read_from_is_refused(
     assert code == 2
     assert "output_dir" in err
     assert "data" in err
+    assert str(tmp_path / "runs" / "run") in err  # what is proposed lies outside the data
     assert not (rows / "run").exists()
 
 

@@ -96,6 +96,7 @@ def test_the_defaults_leave_the_planner_its_choices() -> None:
         ("model: gpt2\nseq_len: auto", ["seq_len = 'auto'", "expected a number"]),
         ("model: gpt2\nval_fraction: 100", ["val_fraction = 100", "less than 1"]),
         ("model: gpt2\nhost_memory: lots", ["host_memory = 'lots'", "is not a size"]),
+        ("model: gpt2\nhost_memory: 64", ["host_memory = 64", "less than 1 MiB", "64GiB"]),
         ("model: gpt2\ntuning: lroa", ["tuning = 'lroa'", "'full', 'lora', 'qlora', 'lomo' or 'adalomo'"]),
         ("model: gpt2\ngradient_checkpointing: maybe", ["gradient_checkpointing = 'maybe'", "number of blocks"]),
         ("model: gpt2\ngradient_checkpointing: -2", ["gradient_checkpointing = -2", "number of blocks"]),

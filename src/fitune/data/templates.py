@@ -301,7 +301,8 @@ def _tried(template: ChatTemplate) -> ChatTemplate:
     try:
         encoded = template.encode(_PROBE)
     except (BadRow, TemplateStopped) as error:
-        raise DataError(f"{template.name} cannot be used: {error.message}", hint=error.hint) from None
+        cause = error.message.removeprefix(f"{_PROBE.where}: ").replace(f"{template.name}: ", "", 1)
+        raise DataError(f"{template.name} cannot be used: {cause}", hint=error.hint) from None
     learned = [token for token, wanted in zip(encoded.ids, encoded.supervised, strict=True) if wanted]
     shown = template._tokenizer.decode(learned)
     if "pong" not in "".join(shown.split()).lower():

@@ -66,6 +66,5 @@ def _require_allowed(numbers: Mapping[str, float], columns: Mapping[str, str]) -
             raise RecipeError(f"{name} = {value!r}: must be from {least:,} to {most:,}")
     for role, column in columns.items():
         if role not in _ROLES or not column:
-            raise RecipeError(
-                f"columns {role}={column!r} is not role=column", hint=f"roles are {', '.join(_ROLES)}"
-            )
+            fault = f"{role!r} is not a role" if role not in _ROLES else f"{role} names no column"
+            raise RecipeError(f"columns: {fault}", hint=f"roles are {', '.join(_ROLES)}")

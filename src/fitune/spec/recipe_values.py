@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
 from fitune.files import path_fault
 from fitune.spec.quantisers import QUANTISERS
-from fitune.units import TIB, parse_bytes
+from fitune.units import MIB, TIB, parse_bytes
 
 _STEPS = 1_000_000_000
 """At ten steps a second three years."""
@@ -76,7 +76,11 @@ def quantiser_word(value: Any) -> str:
 
 
 def as_size(value: Any) -> Any:
-    return parse_bytes(value) if isinstance(value, str) else value
+    """Bytes. Raises ValueError for a size that lacks its unit: no machine has less than a MiB."""
+    size = parse_bytes(value) if isinstance(value, str) else value
+    if isinstance(size, int) and 0 < size < MIB:
+        raise ValueError(f"{size:,} bytes are less than 1 MiB; write the unit, e.g. {int(size)}GiB")
+    return size
 
 
 def as_path(value: str) -> str:

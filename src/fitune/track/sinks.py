@@ -45,7 +45,7 @@ def _require_known(name: str) -> None:
     if name not in known:
         raise RecipeError(
             f"report_to: unknown tracker {name!r}; known are {', '.join(known)}",
-            hint=did_you_mean(name, known + _NOT_YET),
+            hint=did_you_mean(name, known),
         )
 
 

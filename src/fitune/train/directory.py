@@ -66,13 +66,19 @@ def _inputs(plan: Plan) -> Iterator[tuple[str, Path]]:
 
 
 def _refuse_overlap(directory: Path, setting: str, path: Path) -> None:
-    is_read_from_within = path.is_dir() and path in (directory, *directory.parents) and setting != "model"
-    is_replaced = any(directory / name in (path, *path.parents) for name in (*FILES, *FOLDERS))
-    if path == directory or is_read_from_within or is_replaced:
-        raise RunDirectoryError(
-            f"output_dir {directory} and {setting} {path} are in one another's way: what is read would be written over",
-            hint=f"an output_dir of its own, e.g. {directory.parent / 'runs' / directory.name}",
-        )
+    if path == directory:
+        fault = f"is the {setting} itself"
+    elif any(directory / name in (path, *path.parents) for name in (*FILES, *FOLDERS)):
+        fault = f"must not contain the {setting} {path}: the run would write over it"
+    elif path.is_dir() and path in directory.parents and setting != "model":
+        fault = f"must not lie in the {setting} folder {path}: what the run writes would be read as {setting}"
+    else:
+        return
+    outside = min(path, directory, key=lambda place: len(place.parts)).parent
+    raise RunDirectoryError(
+        f"output_dir {directory} {fault}",
+        hint=f"an output_dir of its own, e.g. {outside / 'runs' / directory.name}",
+    )
 
 
 def _refuse_foreign_folders(directory: Path) -> None:
