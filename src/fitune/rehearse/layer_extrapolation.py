@@ -3,6 +3,8 @@
 Memory is affine in depth, but its peak is not, as it moves from one moment to another. So not the peak is
 extrapolated but the step itself: what happens in one block is repeated for each that the shallow model lacks. Both
 rows of blocks, the recomputed and the others, keep their first two and last two, where neighbours differ.
+
+The optimizer sees parameters and no blocks: for its update those that stand for others are repeated, not built.
 """
 
 import itertools

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fitune.checkpoint.commit import Commit
@@ -60,14 +60,14 @@ IN_A_STEP = (*(phase.value for phase in Phase), "evaluating")
 """Where the micro-batch decides about memory; loading, answering and exporting know none."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One try at a run."""
 
     report: PlanReport
     resume: bool | str
     overwrite: bool
-    retries: tuple[Retry, ...] = field(default=())
+    retries: tuple[Retry, ...] = ()
     """What came before it."""
 
     @property
