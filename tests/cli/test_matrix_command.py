@@ -78,8 +78,8 @@ def test_pins_are_options(call):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--seq-len", "512"), "seq_len is what varies"),
-        (("--model", "llama-2-7b"), "model is what varies"),
+        (("--seq-len", "512"), "seq_len differs from cell to cell"),
+        (("--model", "llama-2-7b"), "model differs from cell to cell"),
         (("--picture", "matrix.png"), "must end in .svg"),
         (("--gpuz", "8"), "unknown key"),
     ],

@@ -415,7 +415,7 @@ def test_a_path_to_nothing_is_an_error(tmp_path, monkeypatch, path):
 @pytest.mark.parametrize("count", ["0", "many", "-5"])
 def test_a_sample_of_no_number_is_refused(tmp_path, count):
     (tmp_path / "rows.jsonl").write_bytes(GOOD)
-    with pytest.raises(DataError, match="is no number of rows"):
+    with pytest.raises(DataError, match="is not a number of rows"):
         read(f"{tmp_path / 'rows.jsonl'}#{count}")
 
 
@@ -426,5 +426,5 @@ def test_a_hub_that_does_not_answer_is_an_error(monkeypatch):
         raise ConnectionError("cannot reach the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(DataError, match="owner/name: neither a file here nor .*: cannot reach the Hub"):
+    with pytest.raises(DataError, match="owner/name: no such file here, .*: cannot reach the Hub"):
         read("owner/name")

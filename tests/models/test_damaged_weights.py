@@ -102,9 +102,9 @@ CASES: dict[str, tuple[Damage, str]] = {
         rewritten(lambda t: t.update({NAME: t[NAME].to(torch.int8)})), rf"model-0000\d.*{NAME} holds integers \(I8\)",
     ),
     "an index to nowhere": (indexed("model-9.safetensors"), rf"model-9\.safetensors: not there.*{NAME}"),
-    "a path out": (indexed("../model.safetensors"), rf"{NAME} is said to be in '\.\./model.safetensors'"),
-    "an absolute path": (indexed("/etc/passwd"), r"is said to be in '/etc/passwd'"),
-    "a pickle": (indexed("model.bin"), r"is said to be in 'model\.bin', which is no safetensors"),
+    "a path out": (indexed("../model.safetensors"), rf"{NAME} is listed in '\.\./model.safetensors'"),
+    "an absolute path": (indexed("/etc/passwd"), r"is listed in '/etc/passwd'"),
+    "a pickle": (indexed("model.bin"), r"is listed in 'model\.bin', which is not a safetensors"),
     "no index": (
         lambda folder: (folder / "model.safetensors.index.json").write_text("{"), r"index\.json: no index of weights",
     ),

@@ -74,7 +74,10 @@ def matrix_recipe(words: list[str], settings: list[str], *, model: str) -> Recip
     path, options = split_words(words)
     for name, instead in (("model", "--models"), ("seq_len", "--context")):
         if name in canonical_keys(options, where="the options"):
-            raise RecipeError(f"{name} is what varies in a matrix", hint=f"{instead} alone")
+            raise RecipeError(
+                f"{name} differs from cell to cell of a matrix, so it cannot be set for all",
+                hint=f"{instead} alone",
+            )
     return read_recipe(path, settings=settings, options={**options, "model": model})
 
 
@@ -105,7 +108,7 @@ def row_lengths(context: str) -> tuple[int, ...]:
     words = [word.strip() for word in context.split(",") if word.strip()]
     if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise RecipeError(
-            f"--context {context!r} is no list of numbers of tokens", hint="--context 512,1024,2048"
+            f"--context {context!r} is not a list of token counts", hint="--context 512,1024,2048"
         )
     return tuple(int(word) for word in words)
 

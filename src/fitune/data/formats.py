@@ -98,7 +98,9 @@ def detect_format(row: Row, columns: Columns = ()) -> DataFormat:
         if names.issuperset(needed):
             return name
     found = ", ".join(sorted(map(str, names))) or "no fields"
-    raise DataError(f"{row.where}: format auto: the row has {found}, which is no known format", hint=ACCEPTED)
+    raise DataError(
+        f"{row.where}: format auto: the row has {found}, which is not a known format", hint=ACCEPTED
+    )
 
 
 def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:

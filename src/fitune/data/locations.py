@@ -41,7 +41,7 @@ def sample_size(source: DataSource) -> tuple[str, int]:
     if not mark or os.path.exists(source.path):
         return source.path, source.sample
     if not count.isdigit() or int(count) == 0:
-        raise DataError(f"{source.path}: #{count} is no number of rows", hint=f"{path}#500 takes 500 rows")
+        raise DataError(f"{source.path}: #{count} is not a number of rows", hint=f"{path}#500 takes 500 rows")
     if source.sample not in (0, int(count)):
         raise DataError(f"{source.path}: the path asks for {count} rows and sample for {source.sample}")
     return path, int(count)

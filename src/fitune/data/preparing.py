@@ -132,7 +132,8 @@ class _Part:
         if wanted > _MOST_PLACES and any(places > 1 for _, places in repeats):
             where = examples[-1][0].where
             raise DataError(
-                f"weights give the rows up to {where} {wanted:,} places, at most {_MOST_PLACES:,} are possible",
+                f"the weights repeat the rows up to {where} to {wanted:,} rows an epoch, "
+                f"at most {_MOST_PLACES:,} are possible",
                 hint="weights count against each other: divide all of them by the same number",
             )
         try:

@@ -102,7 +102,7 @@ def _load_hub(place: HubDataset) -> Any:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             cause = f"{first_line}; {unreachable}" if unreachable else first_line
             raise DataError(
-                f"{place.name}: neither a file here nor a dataset the Hub would give: {cause}",
+                f"{place.name}: no such file here, and the Hub gives no such dataset: {cause}",
                 hint="check the path; owner/name:configuration names one of several configurations",
             ) from None
         finally:

@@ -214,7 +214,7 @@ class PieceEncoder:
     def _refuse_specials(self, encoded: list[list[int]], pieces: Sequence[Piece]) -> None:
         for ids, piece in zip(encoded, pieces, strict=True):
             if not self.special_ids.isdisjoint(ids):
-                raise DataError(f"the tokenizer makes a special token of the plain text {piece.text!r:.60}")
+                raise DataError(f"the tokenizer turns the plain text {piece.text!r:.60} into a special token")
 
     def _encode(self, texts: list[str], *, plain: bool) -> list[list[int]]:
         if not self._has_backend:

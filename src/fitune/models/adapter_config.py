@@ -31,11 +31,13 @@ def _finite(value: float) -> float:
 
 
 def _drawn(value: bool | str) -> bool | str:
-    """Starts that the saved weights replace, or that PEFT repeats from the base alone."""
+    """Initialisations that the saved weights replace, or that PEFT can repeat from the base alone."""
     steps = re.fullmatch(r"pissa_niter_(\d{1,2})", value) if isinstance(value, str) else None
     if isinstance(value, bool) or steps or value in ("gaussian", "orthogonal", "eva", "olora", "pissa"):
         return value
-    raise ValueError("is a start that changes the base in a way that the folder does not tell")
+    raise ValueError(
+        "is an initialisation that changes the base weights, and the folder does not hold that change"
+    )
 
 
 Name = Annotated[str, Field(min_length=1, max_length=4_000)]

@@ -104,7 +104,7 @@ def _shard(folder: Path, tensor: str, name: object) -> Path:
     plain = isinstance(name, str) and name == PurePosixPath(name).name == PureWindowsPath(name).name
     if not plain or not str(name).endswith(".safetensors"):
         raise ModelError(
-            f"{folder / INDEX}: {tensor} is said to be in {name!r}, which is no safetensors file of this folder",
+            f"{folder / INDEX}: {tensor} is listed in {name!r}, which is not a safetensors file of this folder",
             hint="fetch the model again from a source that you trust",
         )
     file = folder / str(name)

@@ -74,8 +74,8 @@ class StandIns:
         """The models' only data-dependent shape: the positions that have a label."""
         if mask.dim() != 1:
             raise ModelError(
-                f"the model looks for what is not zero in a tensor of {mask.dim()} dimensions: how much that is "
-                "depends on the data, so its step cannot be rehearsed",
+                f"the model calls nonzero() on a tensor of {mask.dim()} dimensions: the result's size depends on "
+                "the data, so its step cannot be rehearsed",
                 hint="`fitune plan` estimates it",
             )
         return torch.empty((self.supervised_tokens, 1), dtype=torch.int64)

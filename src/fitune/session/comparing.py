@@ -68,7 +68,7 @@ def _refuse_unknown(names: Sequence[str]) -> None:
     for name in names:
         if name not in METHODS:
             hint = did_you_mean(name, list(METHODS)) or f"known are {', '.join(METHODS)}"
-            raise RecipeError(f"--tunings names {name!r}, which is no method", hint=hint)
+            raise RecipeError(f"--tunings names {name!r}, which is not a method", hint=hint)
     if not names or len(set(names)) < len(names):
         raise RecipeError("--tunings names no method, or one of them twice", hint="--tunings full,lora,qlora")
 

@@ -34,10 +34,10 @@ class Check:
 
 
 def check_records(files: Sequence[Path], *, confidence: str, leave_one_out: bool = False) -> Check:
-    """Raises DataError for a file that cannot be read and RecipeError for a confidence that is none."""
+    """Raises DataError for a file that cannot be read and RecipeError for another confidence."""
     if confidence not in _CONFIDENCE:
         raise RecipeError(
-            f"--confidence {confidence} is none",
+            f"--confidence {confidence!r} is not a level",
             hint=did_you_mean(confidence, tuple(_CONFIDENCE)) or "high, medium, low or any",
         )
     rows = [row for file in files for row in read_records(file)]
