@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fitune.records.plans import Unrepresented, plan_of
-from fitune.records.profiles import profile_of, profiles, trainer_of
 from fitune.records.row import Row
+from fitune.records.score import profile_of, profiles, trainer_of
 from fitune.spec.plan import (
     AdamW8bit,
     ChunkedLoss,

@@ -179,10 +179,13 @@ def linears_stage(
     backward: int,
     again: int = 0,
     input_has_gradient: bool = True,
+    gone_by_gradient: int = 0,
+    gone_by_step: int = 0,
 ) -> Stage:
     """A stage whose parameters are those of ``linears``, or of their adapters.
 
-    Where no gradient goes through their input, dropout keeps no mask.
+    Where no gradient goes through their input, dropout keeps no mask. ``gone_by_gradient``: bytes of the worst moment
+    let go of when the largest gradient is made; ``gone_by_step`` when it is stepped.
     """
     e = site.element_bytes
     mask_bytes = site.dropout_mask_bytes if input_has_gradient else 0
@@ -208,6 +211,7 @@ def linears_stage(
                 )
                 for m in adapted
             )  # fmt: skip
+    largest = max(sizes, default=0)
     return Stage(
         name=name,
         kept=kept,
@@ -215,7 +219,9 @@ def linears_stage(
         backward=backward + whole,
         again=again,
         gradients=sum(sizes) * e,
-        largest_gradient=max(sizes, default=0) * e + stepping_bytes(site.plan, max(sizes, default=0)),
+        largest_gradient=max(
+            0, largest * e - gone_by_gradient, largest * e + stepping_bytes(site.plan, largest) - gone_by_step
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from fitune.estimate.site import (
 )
 from fitune.spec.block_profile import Stage
 from fitune.spec.model import Linear
+from fitune.spec.plan import Lomo
 from fitune.spec.traits import ACTIVATIONS, falls_back_to_scores, writes_scores
 
 
@@ -265,11 +266,14 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
     activation = ACTIVATIONS[model.activation]
     sizes = {"tokens": t, "chosen": chosen, "hidden": h, "element_bytes": e}
     weighted = FP32 if model.weighs_experts_in_fp32 else e
+    outputs_back = transient.expert_outputs_backward(**sizes, width=f, weighted_bytes=weighted)
+    beside_residual, lomo = outputs_back - t * e * h, isinstance(site.plan.tuning, Lomo)
     yield linears_stage(
         site, "expert inputs", linears[:-1],
         kept=passes * activations.expert_inputs_kept(**sizes, num_experts=model.num_experts, trained=site.full),
         forward=0,
         backward=transient.expert_inputs_backward(**sizes, width=f),
+        gone_by_step=lomo * 2 * t * chosen * e * f,  # gradients of gate and up
     )  # fmt: skip
     yield Stage(
         name="expert gates",
@@ -287,7 +291,10 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
         site, "expert outputs", linears[-1:],
         kept=passes * activations.expert_outputs_kept(**sizes, width=f, trained=site.full),
         forward=0,
-        backward=transient.expert_outputs_backward(**sizes, width=f, weighted_bytes=weighted),
+        backward=outputs_back,
+        # the product follows the weighting, when outputs are gone; the step follows the product
+        gone_by_gradient=lomo * (beside_residual - t * chosen * e * f),
+        gone_by_step=lomo * (beside_residual + t * chosen * e * h),
         again=transient.expert_outputs_again(
             **sizes, weighted_bytes=weighted, trained=site.full
         ),

@@ -1,8 +1,9 @@
 """From a row to the plan it ran: every stated choice honoured, or the reason why no plan says it."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 from fitune.errors import FituneError, HardwareError
 from fitune.records.row import Row
@@ -41,7 +42,7 @@ from fitune.spec.plan import (
     Steps,
     Tuning,
     Zero,
-)  # fmt: skip
+)
 from fitune.spec.targets import resolve_targets
 from fitune.units import GIB
 
@@ -50,7 +51,6 @@ PEFT_RANK = 8
 TOLERATED = 0.05
 """Between the parameters that shapes make and those that the row states: biases, padding of the vocabulary."""
 GPUS_PER_NODE = 8
-_STAGES: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _OTHER_NAMES = {
     "c_attn": _QKV, "wqkv": _QKV, "qkv_proj": _QKV, "query_key_value": _QKV, "attn": (*_QKV, "o_proj"), "mlp": _MLP,
@@ -59,7 +59,22 @@ _OTHER_NAMES = {
     "c_proj": ("o_proj", "down_proj"), "lm_head": (), "embed_tokens": (),
 }  # fmt: skip
 """What other code calls the linears -> Llama's names. Adapters of the two tables are left out: r · (V + h) each."""
-_OTHER_OPTIMIZERS = ("galore", "badam", "adam mini", "adafactor", "apollo", "muon", "lion", "lisa", "4bit")
+_OPTIMIZERS: dict[str, Optimizer | None] = {
+    "lomo": Sgd(), "sgd.*momentum|momentum.*sgd": Sgd(momentum=0.9), "sgd": Sgd(),
+    "galore|badam|adam mini|adafactor|apollo|muon|lion|lisa|4bit": None, "^$|adam": AdamW(),
+}  # fmt: skip
+"""Pattern of an author's words -> what a plan says; the first that is found counts, None: no plan says it."""
+_SHARDINGS: dict[str, Sharding | None] = {
+    "device map|model parallel|naive|pipeline|tensor": None,
+    "hsdp|hybrid": Zero(stage=3, backend="fsdp", hybrid=True),
+    "^$|^none|no shard|ddp|data parallel": Ddp(),
+    "grad op": Zero(stage=2, backend="fsdp"),
+    "zero ?1|stage ?1": Zero(stage=1, backend="deepspeed"),
+    "zero ?2|stage ?2": Zero(stage=2, backend="deepspeed"),
+    "zero ?3|stage ?3|infinity": Zero(stage=3, backend="deepspeed"),
+    "fsdp|full shard|fully": Zero(stage=3, backend="fsdp"),
+}
+T = TypeVar("T")
 
 
 class Unrepresented(Exception):
@@ -114,17 +129,15 @@ def model_of(row: Row) -> ModelSpec:
     """A known model where the row's shapes are its own; else a plain decoder of these shapes."""
     name = str(row.facts.get("model") or "")
     known = find_known_model(name) if name else None
-    spec = spec_from_config(known.config, name=known.name) if known is not None else None
-    if spec is not None:
-        sizes = {"layers": spec.num_layers, "hidden": spec.hidden_size, "vocab": spec.vocab_size}
-        if any(row.size(key) not in (None, size) for key, size in sizes.items()):
-            spec = None
-    spec = spec or _decoder(row, name)
+    spec = spec_from_config(known.config, name=known.name) if known else None
+    sizes = (spec.num_layers, spec.hidden_size, spec.vocab_size) if spec else ()
+    stated = [row.size(key) for key in ("layers", "hidden", "vocab")]
+    if spec is None or any(said not in (None, size) for said, size in zip(stated, sizes, strict=True)):
+        spec = _decoder(row, name)
     tied = row.flag("tied_embeddings")
-    if tied is not None and not (
-        _weighs(spec, row) and not _weighs(replace(spec, tied_embeddings=tied), row)
-    ):
-        spec = replace(spec, tied_embeddings=tied)
+    if tied is not None:
+        other = replace(spec, tied_embeddings=tied)
+        spec = other if _weighs(other, row) or not _weighs(spec, row) else spec
     if spec.num_experts:  # before transformers 5 each expert's matrices were linears, which quantisers packed
         linears = (replace(m, adaptable=m.adaptable or m.part == "experts") for m in spec.linears)
         spec = replace(spec, linears=tuple(linears))
@@ -158,13 +171,13 @@ def _decoder(row: Row, name: str) -> ModelSpec:
     if not row.says("mlp_type", "plain"):
         return spec
     mlp = (
-        Linear(name="ffn.up_proj", in_features=hidden, out_features=intermediate, bias=False, part="mlp"),
-        Linear(name="ffn.down_proj", in_features=intermediate, out_features=hidden, bias=False, part="mlp"),
+        Linear(name="ffn.up_proj", in_features=hidden, out_features=intermediate, part="mlp"),
+        Linear(name="ffn.down_proj", in_features=intermediate, out_features=hidden, part="mlp"),
     )
-    attention = (m for m in spec.linears if m.part == "attention")
+    linears = (*(m for m in spec.linears if m.part == "attention"), *mlp)
     return replace(
-        spec, model_type="mpt", mlp_type="plain", norm_type="layer", activation="gelu", linears=(*attention, *mlp)
-    )  # fmt: skip
+        spec, model_type="mpt", mlp_type="plain", norm_type="layer", activation="gelu", linears=linears
+    )
 
 
 def device_is_named(row: Row) -> bool:
@@ -188,11 +201,9 @@ def _gpu(row: Row) -> Gpu:
     try:
         return find_gpu(name)
     except HardwareError as error:
-        choices = [
-            find_gpu(each) for each in (error.hint or "").split(" or ") if " or " in (error.hint or "")
-        ]
-        if not choices:
+        if " or " not in (error.hint or ""):
             raise
+        choices = [find_gpu(each) for each in (error.hint or "").split(" or ")]
         held = (row.amount("peak_mem_gib") or 0) * GIB
         return next((gpu for gpu in choices if 0 < held <= gpu.memory_bytes), choices[-1])
 
@@ -238,16 +249,15 @@ def _tuning(row: Row, model: ModelSpec, dropout: float) -> Tuning:
     if row.says("optimizer", "lomo"):
         return Lomo(adaptive=row.says("optimizer", "adalomo"), clip=ClipByValue(value=1.0))
     if trains_all(row):
-        steps_each = re.search(
-            r"optimizer( step)? in (backward|bwd)", row.words("optimizer", "must_assume", "notes")
-        )
+        said = row.words("optimizer", "must_assume", "notes")
+        steps_each = re.search(r"optimizer( step)? in (backward|bwd)", said)
         return Full(update=InBackward(clip=ClipByValue(value=1.0))) if steps_each else Full()
     if not row.says("method", "lora", "dora"):
         raise Unrepresented(f"method {row.words('method')!r} is not known")
     rank = row.size("lora_rank") or PEFT_RANK
-    said = re.search(r"dropout[ =:of]*(0?\.\d+|0)(?!\d)", row.words("must_assume", "notes"))
+    rate = re.search(r"dropout[ =:of]*(0?\.\d+|0)(?!\d)", row.remarks)
     return Lora(
-        rank=rank, alpha=rank, dropout=float(said.group(1)) if said else dropout, targets=_targets(row, model),
+        rank=rank, alpha=rank, dropout=float(rate.group(1)) if rate else dropout, targets=_targets(row, model),
         base=_base(row), dora=row.says("method", "dora"),
         modules_to_save=("embed_tokens", "lm_head") if row.says("method", "emb") else (),
     )  # fmt: skip
@@ -268,56 +278,45 @@ def _targets(row: Row, model: ModelSpec) -> tuple[str, ...]:
 
 
 def _base(row: Row) -> Dense | Quantiser:
-    quant, double = row.words("quant").replace(" ", ""), row.flag("double_quant") is not False
+    quant = row.words("quant").replace(" ", "")
+    four_bit = Nf4(double_quant=row.flag("double_quant") is not False)
     if quant in ("", "none", "false"):
-        return Nf4(double_quant=double) if row.says("method", "qlora") else Dense()
-    if "8bit" in quant or "int8" in quant:
+        return four_bit if row.says("method", "qlora") else Dense()
+    if re.search("8bit|int8", quant):
         return Hqq(bits=8, group_size=4096)  # one scale a row: nothing beside the bytes
     if "hqq" in quant:
         group = re.search(r"group(?:size)?=?(\d+)", quant)
         size = int(group.group(1)) if group else 4096 if "groupsizenone" in quant else 64
         return Hqq(bits=2 if "2bit" in quant else 3 if "3bit" in quant else 4, group_size=size)
-    if any(word in quant for word in ("gptq", "awq")):
-        return Nf4(
-            double_quant=True
-        )  # per 128 weights a 16-bit scale and a 4-bit zero: 4.16 bit to NF4's 4.13
-    if any(word in quant for word in ("nf4", "fp4", "4bit", "int4", "bnb")):
-        return Nf4(double_quant=double)
+    if re.search(
+        "gptq|awq", quant
+    ):  # per 128 weights a 16-bit scale and a 4-bit zero: 4.16 bit to NF4's 4.13
+        return Nf4(double_quant=True)
+    if re.search("nf4|fp4|4bit|int4|bnb", quant):
+        return four_bit
     raise Unrepresented(f"quant {quant!r} is not known")
+
+
+def _first(table: Mapping[str, T], words: str) -> T | None:
+    return next((value for pattern, value in table.items() if re.search(pattern, words)), None)
 
 
 def _optimizer(row: Row) -> Optimizer:
     name = row.words("optimizer")
-    if "lomo" in name or ("sgd" in name and "momentum" not in name):
-        return Sgd()
-    if "sgd" in name:
-        return Sgd(momentum=0.9)
-    if any(other in name for other in _OTHER_OPTIMIZERS) or (name and "adam" not in name):
+    found = _first(_OPTIMIZERS, name)
+    if found is None:
         raise Unrepresented(f"optimizer {name!r} is none a plan has")
     eight = re.search(r"8 ?bit|int8", row.words("optimizer", "optimizer_dtype"))
-    return AdamW8bit() if eight else AdamW()
+    return AdamW8bit() if eight and isinstance(found, AdamW) else found
 
 
 def _sharding(row: Row) -> Sharding:
-    words = row.words("sharding")
     if (row.size("n_gpus") or 1) == 1:
         return Single()
-    if any(word in words for word in ("device map", "model parallel", "naive", "pipeline", "tensor")):
-        raise Unrepresented(f"sharding {words!r}: no plan splits a model by layers or matrices")
-    if "hsdp" in words or "hybrid" in words:
-        return Zero(stage=3, backend="fsdp", hybrid=True)
-    if not words or re.search(r"^none|no shard|ddp|data parallel", words):
-        return Ddp()
-    if "grad op" in words:
-        return Zero(stage=2, backend="fsdp")
-    for stage in _STAGES:
-        if re.search(rf"zero ?{stage}|stage ?{stage}", words):
-            return Zero(stage=stage, backend="deepspeed")
-    if re.search(r"infinity", words):
-        return Zero(stage=3, backend="deepspeed")
-    if re.search(r"fsdp|full shard|fully", words):
-        return Zero(stage=3, backend="fsdp")
-    raise Unrepresented(f"sharding {words!r} is not known")
+    words = row.words("sharding")
+    if (found := _first(_SHARDINGS, words)) is None:
+        raise Unrepresented(f"sharding {words!r} is not known, or splits a model by layers or matrices")
+    return found
 
 
 def _loss(row: Row, model: ModelSpec, tokens: int) -> Loss:

@@ -1,13 +1,18 @@
-"""Predicted against measured: fitune's own runs, other trainers by source, and trainers without switches."""
+"""Predicted against measured: fitune's own runs, other trainers by source with their switches, trainers without."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean, median
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from statistics import fmean, median, quantiles
+from typing import Any
+
+import yaml
 
 from fitune.estimate.overhead import COLLECTIVES_BYTES
 from fitune.estimate.predict import predict_memory, predict_step_time
-from fitune.records.plans import Unrepresented, device_bytes, device_is_named, plan_of
-from fitune.records.profiles import OURS, Profile, profile_of, trainer_of
+from fitune.estimate.trainer import FITUNE, Trainer
+from fitune.records.plans import Unrepresented, device_bytes, device_is_named, plan_of, steps_fp32, trains_all
 from fitune.records.row import Row
 from fitune.spec.block_profile import BatchShape
 from fitune.spec.plan import Single
@@ -70,36 +75,96 @@ def compare_rows(
 
 def _recorded(row: Row) -> Comparison | None:
     """A row of results/, which has the prediction that was made when it ran: bytes, or seconds of a step."""
-    size, seconds = (_both(row, "predicted", "measured"), _both(row, "predicted_s", "measured_s"))
-    if size:
-        return Comparison(row=row, trainer="fitune", predicted_bytes=size[0], measured_bytes=size[1])
-    if seconds:
-        return Comparison(
-            row=row, trainer="fitune", predicted_speed=1 / seconds[0], measured_speed=1 / seconds[1]
-        )
+    said = {key: value for key, value in row.facts.items() if type(value) in (int, float) and value > 0}
+    if {"predicted", "measured"} <= said.keys():
+        size, measured = float(said["predicted"]), float(said["measured"])
+        return Comparison(row=row, trainer="fitune", predicted_bytes=size, measured_bytes=measured)
+    if {"predicted_s", "measured_s"} <= said.keys():
+        speed, measured = 1 / said["predicted_s"], 1 / said["measured_s"]
+        return Comparison(row=row, trainer="fitune", predicted_speed=speed, measured_speed=measured)
     return None
-
-
-def _both(row: Row, *keys: str) -> list[float] | None:
-    values = [row.facts.get(key) for key in keys]
-    found = [float(each) for each in values if type(each) in (int, float) and each is not None and each > 0]
-    return found if len(found) == len(keys) else None
 
 
 def _by_other_sources(one: Comparison, compared: Sequence[Comparison]) -> Comparison:
     """With the speed that other sources' median would have given; none where there is no other on such a device."""
-    ratios: dict[str, list[float]] = {}
-    for other in compared:
-        if (
-            other.row.source != one.row.source
-            and other.device == one.device
-            and other.speed_error is not None
-        ):
-            ratios.setdefault(other.row.source, []).append(1 / (1 + other.speed_error))
     if one.predicted_speed is None or one.group == "fitune":
         return one
+    ratios: dict[str, list[float]] = {}
+    for other in compared:
+        if other.device == one.device and other.speed_error is not None:
+            ratios.setdefault(other.row.source, []).append(1 / (1 + other.speed_error))
+    ratios.pop(one.row.source, None)
     correction = median(median(each) for each in ratios.values()) if ratios else None
     return replace(one, predicted_speed=one.predicted_speed * correction if correction else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One trainer. ``counter``: allocated, reserved, or the whole device as nvidia-smi shows it."""
+
+    name: str
+    names: tuple[str, ...] = ()
+    counter: str = "device"
+    dropout: float = 0.0
+    without_figures: str = ""
+    """The profile that --leave-one-out takes instead; "" where no figures were seen when this one was written."""
+    switches: dict[str, Any] = field(default_factory=dict)
+
+
+UNKNOWN = Profile(name="defaults")
+OURS = Profile(name="fitune", names=("fitune",), counter="allocated")
+
+
+@cache
+def profiles() -> dict[str, Profile]:
+    """Of ``trainers.yaml``, by name; what a trainer ``is_a`` stands before it there."""
+    text = files("fitune.records").joinpath("trainers.yaml").read_text(encoding="utf-8")
+    found = {"fitune": OURS, UNKNOWN.name: UNKNOWN}
+    for name, facts in yaml.safe_load(text).items():
+        parent = found[facts.get("is_a", UNKNOWN.name)]
+        found[name] = Profile(
+            name=name,
+            names=tuple(facts["names"]),
+            counter=facts.get("counter", parent.counter),
+            dropout=facts.get("dropout", parent.dropout),
+            without_figures=parent.name if facts.get("figures_known") else "",
+            switches={**parent.switches, **facts["switches"]},
+        )
+    return found
+
+
+def profile_of(row: Row, *, left_out: bool = False) -> Profile:
+    """The trainer that remarks or source name; ``left_out``: without what was written with its figures in view."""
+    for text in (row.remarks, row.words("source")):
+        for profile in profiles().values():
+            if any(name in text for name in profile.names):
+                return profiles().get(profile.without_figures, profile) if left_out else profile
+    return UNKNOWN
+
+
+def trainer_of(row: Row, profile: Profile) -> Trainer:
+    """The profile's switches; what the row says itself wins over them."""
+    if not profile.switches:
+        return FITUNE
+    switches = dict(profile.switches)
+    adapters, weights = switches.pop("fp32_adapters", False), switches.pop("fp32_weights", False)
+    autocast = row.says("precision_mode", "autocast", "amp")
+    fsdp = row.says("sharding", "fsdp")
+    if trains_all(row):
+        wide = steps_fp32(row) and (fsdp or row.says("sharding", "hsdp") or weights or autocast)
+    else:
+        narrow = row.says("optimizer_dtype", "bf16", "fp16")
+        wide = row.says("optimizer_dtype", "fp32") or (adapters and not narrow)
+    if fsdp:  # a packed base that FSDP is to divide is not prepared (trl, is_sharded_qlora)
+        switches["fp32_root"] = switches["fp32_stream"] = False
+    if row.flag("fused_ce"):
+        switches["bytes_per_logit"] = 8
+    if row.says("optimizer", "fused"):
+        switches["foreach"] = False
+    if "non reentrant" in row.remarks or "use reentrant=false" in row.remarks:
+        switches["holds_inputs"] = False
+    autocast = autocast or row.says("precision_mode", "mixed")
+    return Trainer(fp32_trained=wide, autocast=autocast, eager_mlp="foak" in row.remarks, **switches)
 
 
 def compare(row: Row, *, left_out: bool = False) -> Comparison:
@@ -219,12 +284,8 @@ def errors_of(errors: Sequence[float]) -> Errors:
     """The percentile lies between the two values beside rank 0.9 · (n − 1), in proportion."""
     if not errors:
         return Errors(count=0, median_abs_error=None, p90_abs_error=None, bias=None)
-    sizes = sorted(abs(error) for error in errors)
-    below = int(rank := 0.9 * (len(sizes) - 1))
-    above = sizes[min(below + 1, len(sizes) - 1)]
+    sizes = [abs(error) for error in errors]
+    ninetieth = quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
     return Errors(
-        count=len(sizes),
-        median_abs_error=median(sizes),
-        p90_abs_error=sizes[below] + (rank - below) * (above - sizes[below]),
-        bias=fmean(errors),
+        count=len(sizes), median_abs_error=median(sizes), p90_abs_error=ninetieth, bias=fmean(errors)
     )
