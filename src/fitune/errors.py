@@ -62,6 +62,10 @@ class RunDirectoryError(FituneError):
     """The output directory cannot be used."""
 
 
+class RankFailed(FituneError):
+    """Another process of the same job failed, and this one cannot go on without it."""
+
+
 class MissingExtra(FituneError):
     """An optional library is not installed; the hint is the pip command."""
 

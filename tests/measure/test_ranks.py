@@ -8,15 +8,17 @@ import sys
 import pytest
 import torch
 
-from fitune.measure.calibrate import collective_rates, process_group
+from fitune.engine.ranks import joined_ranks
+from fitune.measure.calibrate import collective_rates
 
 MEASURE = """
 import torch
-from fitune.measure import calibrate as ranks
-ranks._SUMMED_BYTES["gloo"] = 2**20
-with ranks.process_group() as rank:
-    found = ranks.collective_rates(torch.device("cpu"))
-    print(rank, found.ranks, found.start_seconds, found.bandwidth)
+from fitune.engine.ranks import joined_ranks
+from fitune.measure import calibrate as measured
+measured._SUMMED_BYTES["gloo"] = 2**20
+with joined_ranks() as ranks:
+    found = measured.collective_rates(torch.device("cpu"))
+    print(ranks.rank, found.ranks, found.start_seconds, found.bandwidth)
 """
 
 
@@ -44,6 +46,6 @@ def test_two_ranks_agree_on_what_they_measured() -> None:
 
 def test_a_process_alone_has_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with process_group() as rank:
-        assert rank == 0
+    with joined_ranks() as ranks:
+        assert ranks.is_first
         assert collective_rates(torch.device("cpu")) is None

@@ -90,6 +90,7 @@ _FREE = {
     "run.samples": "changes what is written, not what is learned",
     "data.cache_dir": "only a place",
     "recompute": "same arithmetic, done twice",
+    "sharding": "same arithmetic, divided otherwise",
     "attention": "same function, rounded differently",
     "kernels": "same function, rounded differently",
     "compile_blocks": "same function, rounded differently",

@@ -6,7 +6,7 @@ library's. Format: https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +85,19 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
+def gather(state: TrainState) -> None:
+    """Take part in the saving of ``state`` by another rank: in its order, tensor after tensor is gathered."""
+    for tensors in state.tensors.values():
+        for name in _aligned_order(tensors):
+            whole_tensor(tensors[name])
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """``tensor``, gathered from all ranks where it is divided over them: all of them call this."""
+    gather_all: Callable[[], Tensor] | None = getattr(tensor.detach(), "full_tensor", None)
+    return tensor.detach() if gather_all is None else gather_all()
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    flat = whole_tensor(tensor).to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())

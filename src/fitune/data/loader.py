@@ -7,7 +7,7 @@ of the dataset, U its units. A unit is what a batch counts: a row, or a pack of 
 import functools
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
@@ -144,6 +144,7 @@ class GlobalBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     tokens: int
+    row_lengths: tuple[int, ...]
     supervised_tokens: int
     """Labels that are not IGNORED: what the sum of the losses is divided by, whatever the micro-batches hold."""
 
@@ -188,9 +189,14 @@ class Loader:
         rows = np.array([row for unit in units for row in self._rows_of(unit)], dtype=np.int64)
         mine = units[self._rank :: self._world_size]
         size = self._batch.micro_batch_size
+        of_first = range(0, len(units[:: self._world_size]), size)
         return GlobalBatch(
-            micro_batches=tuple(self._micro_batch(mine[i : i + size]) for i in range(0, len(mine), size)),
+            micro_batches=tuple(
+                self._micro_batch(mine[i : i + size]) if mine[i : i + size] else self._idle_micro_batch(units)
+                for i in of_first
+            ),
             tokens=int(self._dataset.lengths[rows].sum()),
+            row_lengths=tuple(self._dataset.lengths[rows].tolist()),
             supervised_tokens=int(self._labels_per_row_N[rows].sum()),
         )
 
@@ -267,6 +273,14 @@ class Loader:
     def _rows_of(self, unit: int) -> tuple[int, ...]:
         return (unit,) if self._packs is None else self._packs[unit]
 
+    def _idle_micro_batch(self, units: Sequence[int]) -> MicroBatch:
+        """Of the last step, where this rank has fewer rows than the first: ranks gather weights together, so all do
+        equally many micro-batches. One row that teaches nothing, the shortest of the step."""
+        rows = [row for unit in units for row in self._rows_of(unit)]
+        return without_labels(
+            micro_batch_of(self._dataset, [min(rows, key=lambda r: self._dataset.lengths[r])])
+        )
+
     def _micro_batch(self, units: Sequence[int]) -> MicroBatch:
         return micro_batch_of(self._dataset, [row for unit in units for row in self._rows_of(unit)])
 
@@ -288,6 +302,11 @@ def micro_batch_of(dataset: TokenDataset, rows: Sequence[int]) -> MicroBatch:
         sequence_lengths=tuple(lengths.tolist()),
         row_ids=tuple(rows),
     )
+
+
+def without_labels(micro: MicroBatch) -> MicroBatch:
+    """The same stream with nothing to learn from: loss and gradients are zero."""
+    return replace(micro, labels_T=torch.full_like(micro.labels_T, IGNORED), row_ids=())
 
 
 def eval_batches(dataset: TokenDataset, batch: Batch, *, rows: int | None = None) -> Iterator[MicroBatch]:

@@ -5,7 +5,8 @@ own; embedding, final norm and head are the root's group, whole from the start o
 the head can run in chunks, outside of any module's forward.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from fitune.engine.gradient_scale import global_norm
 from fitune.engine.plain import PlainEngine
-from fitune.engine.protocol import EnterPhase, LossModel, Update
+from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Optimizer, Precision, Zero
 
@@ -64,12 +65,30 @@ def shard(
     for block in blocks:
         fully_shard(block, reshard_after_forward=sharding.stage == 3, **common)
     fully_shard(trunk, reshard_after_forward=False, **common)
+    for module in _groups(trunk):
+        # the loss is divided by the tokens of all ranks, so gradients are added up and not averaged
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     return trunk
+
+
+def _groups(trunk: nn.Module) -> Iterator[FSDPModule]:
+    for module in trunk.modules():
+        if isinstance(module, FSDPModule):
+            yield module
 
 
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's share, as an ordinary tensor on the same storage."""
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_share(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's share of ``whole``, divided as ``like`` is; ``whole`` itself where it is no tensor of that shape."""
+    if not isinstance(like, DTensor) or whole.shape != like.shape:
+        return whole
+    divided = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return local_shard(divided)
 
 
 class ShardedEngine(PlainEngine):
@@ -102,11 +121,50 @@ class ShardedEngine(PlainEngine):
             max_grad_norm=max_grad_norm,
         )
 
-    def expect_micro_batch(self, *, last: bool) -> None:
+    def forward_backward(
+        self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
+    ) -> Tensor:
         """Stage 1 adds up whole gradients on whole weights, and divides both with the last micro-batch of a step."""
         if self.stage == 1 and isinstance(self.trunk, FSDPModule):
             self.trunk.set_requires_gradient_sync(last)
             self.trunk.set_reshard_after_backward(last)
+        return super().forward_backward(batch, supervised_tokens=supervised_tokens, enter_phase=enter_phase)
+
+    def rest(self) -> None:
+        for module in _groups(self.trunk):
+            module.reshard()
+
+    def trained(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.sharded.items()}
+
+    def put_back(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.sharded.items():
+            local_shard(parameter).copy_(own_share(weights[name], parameter))
+
+    def state(self) -> EngineState:
+        """States that are divided as their weight is are DTensors; the others are the same on every rank."""
+        state = super().state()
+        return replace(state, tensors={key: self._as_divided(key, t) for key, t in state.tensors.items()})
+
+    def restore(self, state: EngineState) -> None:
+        shares = {key: self._own_share(key, whole) for key, whole in state.tensors.items()}
+        super().restore(replace(state, tensors=shares))
+
+    def _as_divided(self, key: str, local: Tensor) -> Tensor:
+        weight = self.sharded[key.partition("/")[2]]
+        if not isinstance(weight, DTensor) or local.shape != local_shard(weight).shape:
+            return local
+        return DTensor.from_local(
+            local,
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
+
+    def _own_share(self, key: str, whole: Tensor) -> Tensor:
+        return own_share(whole, self.sharded[key.partition("/")[2]])
 
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
         for name, parameter in self.sharded.items():

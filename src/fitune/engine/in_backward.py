@@ -63,7 +63,9 @@ class InBackwardEngine:
         for name, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
 
-    def forward_backward(self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase) -> Tensor:
+    def forward_backward(
+        self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
+    ) -> Tensor:
         """Forward and loss; backward waits for the learning rate."""
         if self._waiting is not None:
             raise TrainingFailed(
@@ -108,6 +110,17 @@ class InBackwardEngine:
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed=False)
         return Update(grad_norm=norm, loss_scale=scale, skipped=False)
+
+    def rest(self) -> None:
+        """Nothing was gathered."""
+
+    def trained(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def put_back(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(weights[name])
 
     def state(self) -> EngineState:
         scale = self.loss_scale.facts() if self.loss_scale is not None else {}

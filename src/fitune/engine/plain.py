@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -43,7 +44,9 @@ class PlainEngine:
         else:
             self.optimizer = DirectOptimizer(self.parameters, optimizer)
 
-    def forward_backward(self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase) -> Tensor:
+    def forward_backward(
+        self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
+    ) -> Tensor:
         """The loss runs on detached hidden states, so its logits are gone before the blocks' backward begins."""
         enter_phase(Phase.FORWARD)
         hidden_TD = self.model.hidden_states(batch)
@@ -78,6 +81,17 @@ class PlainEngine:
         """Told when backward reaches a decoder block: gradients on their way to the host go by blocks."""
         if isinstance(self.optimizer, HostOptimizer):
             self.optimizer.goes_back(block)
+
+    def rest(self) -> None:
+        """Nothing was gathered."""
+
+    def trained(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def put_back(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(weights[name])
 
     def state(self) -> EngineState:
         facts = self.loss_scale.facts() if self.loss_scale is not None else {}

@@ -1,6 +1,6 @@
 """Protocols: the engine as the training loop calls it, and the model as an engine calls it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,10 +41,13 @@ class EngineState:
 class Engine(Protocol):
     """How a loss becomes new weights."""
 
-    def forward_backward(self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase) -> Tensor:
+    def forward_backward(
+        self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True
+    ) -> Tensor:
         """Add the gradients of one micro-batch; returns its summed loss (nats, fp32 scalar).
 
-        ``supervised_tokens`` is the count of the whole global batch: gradients are those of its mean loss.
+        ``supervised_tokens`` is the count of the whole global batch, of all ranks: gradients are those of its mean
+        loss. ``last``: no other micro-batch of this step follows, so gradients can go to the other ranks.
         """
         ...
 
@@ -52,8 +55,22 @@ class Engine(Protocol):
         """Clip, step, and forget the gradients. Raises TrainingFailed when they are not finite."""
         ...
 
-    def state(self) -> EngineState: ...
+    def rest(self) -> None:
+        """Let go of what a forward without backward gathered: between two steps only the states stay."""
+        ...
+
+    def trained(self) -> dict[str, Tensor]:
+        """The trained weights by name; what is divided over ranks is a DTensor, to be gathered where it is used."""
+        ...
+
+    def put_back(self, weights: Mapping[str, Tensor]) -> None:
+        """Give the trained weights the values of ``weights``, whole tensors under the same names."""
+        ...
+
+    def state(self) -> EngineState:
+        """Divided over ranks as the weights are."""
+        ...
 
     def restore(self, state: EngineState) -> None:
-        """Continue exactly where ``state`` was taken; trained weights must be restored before."""
+        """Continue exactly where ``state``, of whole tensors, was taken; trained weights must be put back before."""
         ...

@@ -2,10 +2,8 @@
 
 import datetime
 import itertools
-import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -183,21 +181,6 @@ def _subsets(count: int, *, most: int) -> Iterator[list[int]]:
 
 _SUMMED_BYTES = {"gloo": 32 * MIB, "nccl": 256 * MIB}
 _CALLS = 5
-
-
-@contextmanager
-def process_group() -> Iterator[int]:
-    """This process's rank; under torchrun a process group exists inside. gloo on the processor, nccl on GPUs."""
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        yield dist.get_rank() if dist.is_initialized() else 0
-        return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()
 
 
 def collective_rates(device: torch.device) -> Collectives | None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from fitune.engine.protocol import Engine
+from fitune.engine.ranks import local_part
 from fitune.models.language_model import LanguageModel
-from fitune.rehearse.recorder import Recorder, local_part
+from fitune.rehearse.recorder import Recorder
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.trace import (
     Allocated,
@@ -237,7 +238,7 @@ def record_update(plan: Plan, shallow: LanguageModel, depth: Depth) -> Trace:
         _share_gradients(trained, dict(_parameters(shallow)), depth)
     resident: dict[str, Iterable[Tensor]] = {
         "weights": [*weights.values(), *(buffer for _, buffer in _deepened(_buffers(shallow), depth))],
-        "optimizer": engine.state().tensors.values(),
+        "optimizer": map(local_part, engine.state().tensors.values()),
         "gradients": (p.grad for p in trained.values() if p.grad is not None),  # a list would keep them alive
     }
     recorder = Recorder(resident, StandIns(gpu=plan.hardware.gpu, supervised_tokens=1))

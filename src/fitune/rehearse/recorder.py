@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fitune.engine.protocol import Engine
+from fitune.engine.ranks import local_part
 from fitune.errors import RecipeError
 from fitune.measure.memory import LiveTensors, OtherMemory
 from fitune.rehearse.stand_ins import StandIns
@@ -136,12 +136,6 @@ class Recorder(LiveTensors):
         self.trace.events.append(Freed(serial))
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that is divided."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
-
-
 @contextmanager
 def modules_may_move(mode: FakeTensorMode) -> Iterator[None]:
     """Let ``Module.to`` work on fake parameters: PEFT moves every adapter it makes.
@@ -175,14 +169,6 @@ def fake_ranks(plan: Plan) -> Iterator["DeviceMesh | None"]:
 
     with _fake_group(plan.hardware.num_gpus):
         yield mesh_of(plan.sharding, plan.hardware, device="cpu")  # it stands for the plan's
-
-
-def announce(engine: Engine, *, last: bool) -> None:
-    """Tell an engine on shares which micro-batch is the last of its step."""
-    from fitune.engine.fsdp import ShardedEngine
-
-    if isinstance(engine, ShardedEngine):
-        engine.expect_micro_batch(last=last)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
+from fitune.engine.ranks import local_part
 from fitune.models.attention import attending_as
 from fitune.models.door import empty_model, model_config, with_layers
 from fitune.models.liger import computing_with
@@ -27,9 +28,7 @@ from fitune.rehearse.layer_extrapolation import (
 )
 from fitune.rehearse.recorder import (
     Recorder,
-    announce,
     fake_ranks,
-    local_part,
     modules_may_move,
     resizes_seen_by,
 )
@@ -166,7 +165,7 @@ def _recording(
     stream = full_stream(rows or heaviest_rows(plan))
     resident = {
         "weights": map(local_part, (*whole.parameters(), *whole.buffers())),
-        "optimizer": list(engine.state().tensors.values()),
+        "optimizer": list(map(local_part, engine.state().tensors.values())),
         "batch": list(stream.tensors()),
     }
     recorder = Recorder(
@@ -177,8 +176,9 @@ def _recording(
     def run_passes() -> None:
         count = _micro_batches(plan)
         for number in range(count):
-            announce(engine, last=number == count - 1)
-            engine.forward_backward(stream, supervised_tokens=supervised, enter_phase=recorder.enter)
+            engine.forward_backward(
+                stream, supervised_tokens=supervised, enter_phase=recorder.enter, last=number == count - 1
+            )
         keys = parameter_keys(prepared.model)
         recorder.name_gradients((keys[id(p)], p.grad) for p in prepared.model.trained.values())
 

@@ -63,12 +63,13 @@ def describe_examined(examined: Examined) -> str:
 
 def calibrate_device(*, tell: Callable[[str], None]) -> bool:
     """Measure this machine's device and store it; False on every rank but the first, which has nothing to show."""
-    from fitune.measure.calibrate import calibrate, process_group
+    from fitune.engine.ranks import joined_ranks
+    from fitune.measure.calibrate import calibrate
 
     start = time.perf_counter()
-    with process_group() as rank:
+    with joined_ranks() as ranks:
         found = calibrate(detect_hardware())
-    if rank != 0:
+    if not ranks.is_first:
         return False
     path = store_calibration(found)
     tell(f"measured {found.device} in {format_seconds(time.perf_counter() - start)}: {path}")

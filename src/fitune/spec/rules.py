@@ -492,9 +492,18 @@ OFFLOAD = (
 
 NOT_BUILT = (
     Rule(
-        broken=lambda plan: not isinstance(plan.sharding, Single),
-        why=lambda plan: f"this version trains on one device, and the plan is for {plan.hardware.num_gpus}",
-        instead="gpus: 1; `fitune plan` shows what several devices would do",
+        broken=lambda plan: not isinstance(plan.sharding, Single) and not _on(plan, "fsdp"),
+        why=lambda plan: "this version trains several processes by FSDP2 only",
+        instead="backend: fsdp with zero: 1, 2 or 3; `fitune plan` shows what the others would do",
+        settings=_DEVICES,
+        binds=("train",),
+    ),
+    Rule(
+        broken=lambda plan: not isinstance(plan.sharding, Single) and plan.hardware.nodes > 1,
+        why=lambda plan: (
+            f"this version starts processes on one machine, and the plan is for {plan.hardware.nodes}"
+        ),
+        instead="nodes: 1; `fitune plan` shows what several would do",
         settings=_DEVICES,
         binds=("train",),
     ),
@@ -516,17 +525,17 @@ NOT_BUILT = (
     ),
     Rule(
         broken=lambda plan: _in_backward(plan) and _on(plan, "fsdp"),
-        why=lambda plan: f"{_who(plan)} on several devices is not built yet, so it cannot be rehearsed",
-        instead="`fitune plan` estimates it; gpus: 1 can be rehearsed",
+        why=lambda plan: f"{_who(plan)} on several devices is not built yet",
+        instead="`fitune plan` estimates it; gpus: 1 can be trained and rehearsed",
         settings=(*_IN_BACKWARD, *_DEVICES),
-        binds=("rehearse",),
+        binds=("train", "rehearse"),
     ),
     Rule(
         broken=lambda plan: not isinstance(plan.sharding, Single) and plan.offload != Offload(),
-        why=lambda plan: "offload together with sharding is not built yet, so it cannot be rehearsed",
-        instead="`fitune plan` estimates it; one device with offload, or several without, can be rehearsed",
+        why=lambda plan: "offload together with sharding is not built yet",
+        instead="`fitune plan` estimates it; one device with offload, or several without, can be trained and rehearsed",
         settings=(*_PLACES, *_DEVICES),
-        binds=("rehearse",),
+        binds=("train", "rehearse"),
     ),
 )
 

@@ -148,7 +148,7 @@ FILES = (
     "traceback.txt", RETRY, LOCK,
 )  # fmt: skip
 FOLDERS = (
-    "checkpoints", "adapter", "adapter-unverified", "merged", "model", "model-unverified", "tensorboard",
+    "checkpoints", "adapter", "adapter-unverified", "merged", "model", "model-unverified", "tensorboard", "logs",
 )  # fmt: skip
 """Names that a run writes into its directory; --overwrite removes these and nothing else."""
 

@@ -36,6 +36,11 @@ class MetricsLog:
     def content(self) -> bytes:
         return bytes(self._lines)
 
+    def synced(self) -> bytes:
+        """All lines, once they would survive the death of the machine."""
+        self.sync()
+        return self.content
+
     def append(self, report: StepReport) -> None:
         line = to_line(report)
         self._lines += line

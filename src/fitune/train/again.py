@@ -13,7 +13,7 @@ from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.models.adapters import load_adapter, train_tables
 from fitune.models.attention import use_attention
 from fitune.models.language_model import LanguageModel, language_model
-from fitune.models.weight_files import OnBytes
+from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import add_rows, compute_dtype, load_model
 from fitune.spec.plan import Lora, Plan, base_of
 from fitune.spec.reports import RunReport, StepReport
@@ -74,17 +74,31 @@ def load_trained(plan: Plan, source: Source, *, on_bytes: OnBytes) -> LanguageMo
         whole: Any = load_model(str(source.path), **words)
         use_attention(whole, plan.attention)
         return language_model(whole, plan.loss)
+    if source.kind == "checkpoint":
+        return with_weights(plan, load_checkpoint(source.path, verified=True).tensors["model"], **words)
     model = load_model(plan.model_path, base=base_of(plan), **words)
     use_attention(model, plan.attention)
-    if source.kind == "checkpoint":
-        add_rows(model, plan)
-        whole = tuned(model, plan)
-        _copy(load_checkpoint(source.path, verified=True).tensors["model"], whole)
-        return language_model(whole, plan.loss)
     whole = load_adapter(model, source.path)
     whole.peft_config[whole.active_adapter].modules_to_save = None  # in place: tables.py
     if isinstance(plan.tuning, Lora):
         train_tables(model, plan.tuning.modules_to_save)
+    return language_model(whole, plan.loss)
+
+
+def with_weights(
+    plan: Plan,
+    trained: dict[str, torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_bytes: OnBytes = nobody,
+) -> LanguageModel:
+    """The model of ``plan`` on one device, its trained weights being ``trained``."""
+    model = load_model(plan.model_path, base=base_of(plan), dtype=dtype, device=device, on_bytes=on_bytes)
+    use_attention(model, plan.attention)
+    add_rows(model, plan)
+    whole = tuned(model, plan)
+    _copy(trained, whole)
     return language_model(whole, plan.loss)
 
 

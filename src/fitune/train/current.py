@@ -12,6 +12,7 @@ from fitune.data.formats import Conversation
 from fitune.data.ledger import Watch, ignore_reading
 from fitune.data.loader import Loader, LoaderState
 from fitune.data.preparing import PreparedData
+from fitune.engine.ranks import Ranks
 from fitune.measure.memory import CpuMeter, MemoryMeter
 from fitune.models.language_model import LanguageModel
 from fitune.models.weight_files import OnBytes, nobody
@@ -50,10 +51,12 @@ class Run:
 
     plan: Plan
     callbacks: Callbacks
+    ranks: Ranks
     tokenizer: PreTrainedTokenizerBase
     data: PreparedData
     loader: Loader
-    log: MetricsLog
+    log: MetricsLog | None
+    """The first rank's; the others write none."""
     sinks: Sequence[Sink]
     base: str
     """Identity of the frozen weights as they were loaded; empty where all are trained."""
@@ -92,5 +95,6 @@ class Run:
 
     @property
     def samples(self) -> Sequence[Conversation]:
-        """The held-out conversations that are answered before and after training."""
-        return self.data.eval_examples[: self.plan.run.samples]
+        """The held-out conversations that are answered before and after training; none by several processes, where a
+        word would be gathered from all of them at a time."""
+        return self.data.eval_examples[: self.plan.run.samples] if self.ranks.is_alone else ()

@@ -29,16 +29,19 @@ from fitune.track.jsonl import read_metrics, step_ranges
 from fitune.train.current import Run
 from fitune.train.evaluate import compare_samples
 from fitune.train.export import Handover, trained_kind
-from fitune.train.failure import TRACEBACK, traceback_text
+from fitune.train.failure import traceback_of, traceback_text
 
 
-def complete(current: Run) -> RunReport:
-    """Save what was trained before anything else can fail, answer the samples again, merge, write report.json."""
+def complete(current: Run, model: LanguageModel | None = None) -> RunReport:
+    """Save what was trained before anything else can fail, answer the samples again, merge, write report.json.
+
+    ``model``: what was trained, whole, where the run's own is divided over ranks.
+    """
     report = _summary(current, "complete", "")
     current.where.step = report.steps  # also of a run that was resumed after its last step
     current.is_trained = True
     current.where.doing = "exporting"
-    handover = _handover(current, report)
+    handover = _handover(current, report, model or current.model)
     current.exported = str(handover.trained(secure=True))
     current.where.doing = "answering samples"
     report = replace(report, exported=current.exported, samples=_samples_after(current))
@@ -74,7 +77,7 @@ def failed(current: Run, explained: FituneError, cause: Exception) -> RunReport 
     """Write down what ended the run; None, and a note, when not even that can be written."""
     try:
         if cause is not explained:
-            write_atomically(current.directory / TRACEBACK, traceback_text(cause))
+            write_atomically(current.directory / traceback_of(current.ranks.rank), traceback_text(cause))
         report = _summary(current, "failed", explained.message)
         failure = current.where.failure(explained)
         return _write(current, replace(report, exported=current.exported, failure=failure))
@@ -85,7 +88,7 @@ def failed(current: Run, explained: FituneError, cause: Exception) -> RunReport 
 
 def keep_log(current: Run) -> None:
     """Put metrics.jsonl back if somebody removed or changed it, and say so."""
-    note = current.log.put_back()
+    note = "" if current.log is None else current.log.put_back()
     if note:
         current.callbacks.on_note(note)
 
@@ -93,7 +96,7 @@ def keep_log(current: Run) -> None:
 def _summary(current: Run, status: Status, reason: str) -> RunReport:
     keep_log(current)
     return summarise(
-        read_metrics(current.log.path),
+        read_metrics(current.directory / "metrics.jsonl"),
         current.data,
         model=None if current.prepared is None else current.model,
         status=status,
@@ -107,7 +110,8 @@ def _summary(current: Run, status: Status, reason: str) -> RunReport:
 
 
 def _write(current: Run, report: RunReport) -> RunReport:
-    write_atomically(current.directory / "report.json", to_json(report))
+    if current.ranks.is_first:
+        write_atomically(current.directory / "report.json", to_json(report))
     return report
 
 
@@ -117,11 +121,9 @@ def _samples_after(current: Run) -> tuple[Sample, ...]:
     return compare_samples(current.directory, current.model, current.samples, current.callbacks.answer)
 
 
-def _handover(current: Run, report: RunReport) -> Handover:
+def _handover(current: Run, report: RunReport, model: LanguageModel) -> Handover:
     say = current.callbacks.on_note
-    return Handover(
-        plan=current.plan, model=current.model, tokenizer=current.tokenizer, report=report, say=say
-    )
+    return Handover(plan=current.plan, model=model, tokenizer=current.tokenizer, report=report, say=say)
 
 
 def summarise(

@@ -1,15 +1,17 @@
 """Loss on held-out rows, of the trained and the merged model, and prompts answered before and after training."""
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from fitune.data.dataset import TokenDataset
 from fitune.data.formats import Conversation
-from fitune.data.loader import eval_batches
+from fitune.data.loader import MicroBatch, eval_batches, without_labels
 from fitune.data.preparing import PreparedData
+from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import FituneError
 from fitune.files import write_atomically
 from fitune.models.attention import use_attention
@@ -20,15 +22,32 @@ from fitune.spec.reports import MergedLoss, Sample
 from fitune.spec.serial import read_json
 
 
-def evaluate(model: LanguageModel, dataset: TokenDataset, batch: Batch, *, rows: int | None = None) -> float:
-    """Mean negative log-likelihood per supervised token, in nats, over every row once, or the first ``rows``."""
+def evaluate(
+    model: LanguageModel,
+    dataset: TokenDataset,
+    batch: Batch,
+    *,
+    rows: int | None = None,
+    ranks: Ranks = ALONE,
+) -> float:
+    """Mean negative log-likelihood per supervised token, in nats, over every row once, or the first ``rows``.
+
+    Each rank takes every ``world``-th micro-batch, and all take equally many: weights are gathered together.
+    """
     model.whole.eval()
     total, tokens = 0.0, 0
-    for micro in eval_batches(dataset, batch, rows=rows):
-        total += model.loss(micro).item()
-        tokens += int((micro.labels_T >= 0).sum())
+    for together in _groups_of(ranks.world, eval_batches(dataset, batch, rows=rows)):
+        mine = together[ranks.rank] if ranks.rank < len(together) else without_labels(together[0])
+        total += model.loss(mine).item()
+        tokens += int((mine.labels_T >= 0).sum())
     model.whole.train()
-    return total / tokens
+    total, tokens_of_all = ranks.summed([total, tokens])
+    return total / tokens_of_all
+
+
+def _groups_of(size: int, batches: Iterator[MicroBatch]) -> Iterator[list[MicroBatch]]:
+    while together := list(itertools.islice(batches, size)):
+        yield together
 
 
 _ROWS = {True: 256, False: 64}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fitune.checkpoint.resume import last_saved
 from fitune.credentials import without_credentials
+from fitune.engine.ranks import Ranks, local_part
 from fitune.errors import FituneError, OutOfMemory, Shortage, TrainingFailed, is_out_of_memory
 from fitune.measure.memory import MemoryMeter, process_bytes
 from fitune.models.weights import first_of, not_finite
@@ -24,6 +25,13 @@ from fitune.spec.reports import Failure
 from fitune.units import GIB, KIB, MIB
 
 TRACEBACK = "traceback.txt"
+LOGS = "logs"
+"""Folder of what the ranks after the first say: each has a file of its own."""
+
+
+def traceback_of(rank: int) -> str:
+    """File of a rank's traceback, below the run directory."""
+    return f"{LOGS}/rank{rank}-traceback.txt" if rank else TRACEBACK
 
 
 @dataclass(slots=True)
@@ -67,9 +75,11 @@ def explain(error: Exception, plan: Plan, where: Whereabouts) -> FituneError:
     )
 
 
-def require_finite_step(step: int, tensors: Mapping[str, Tensor]) -> None:
-    """Raises TrainingFailed naming what is NaN or infinite after ``step``: it is neither saved nor exported."""
-    bad = not_finite(tensors)
+def require_finite_step(step: int, tensors: Mapping[str, Tensor], *, ranks: Ranks) -> None:
+    """Raises TrainingFailed, on every rank, naming what is NaN or infinite after ``step``: it is neither saved nor
+    exported."""
+    found = ranks.gathered(not_finite({name: local_part(tensor) for name, tensor in tensors.items()}))
+    bad = sorted({name for names in found for name in names})
     if bad:
         raise TrainingFailed(
             f"after step {step} these are NaN or infinite: {first_of(bad)}; they are neither saved nor exported",

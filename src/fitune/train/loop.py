@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fitune.data.loader import GlobalBatch, Loader, LoaderState
 from fitune.engine.protocol import EnterPhase, Update
+from fitune.engine.ranks import ALONE, Ranks
 from fitune.engine.schedule import learning_rate, total_steps
 from fitune.errors import TrainingFailed
 from fitune.measure.memory import MemoryMeter
@@ -26,6 +27,7 @@ def train(
     loader: Loader,
     *,
     meter: MemoryMeter,
+    ranks: Ranks = ALONE,
     start_step: int = 0,
     start_at: LoaderState | None = None,
     where: Whereabouts | None = None,
@@ -54,7 +56,7 @@ def train(
         )
         with measured:
             loss, update = _one_step(
-                prepared, batch, rate, enter_phase, loaded_from=plan.model_path if step == 0 else None
+                prepared, batch, rate, enter_phase, ranks, loaded_from=plan.model_path if step == 0 else None
             )
         seconds = time.perf_counter() - started
         state = loader.after(state)
@@ -70,7 +72,7 @@ def train(
             step_seconds=seconds,
             data_seconds=started - waiting_since,
             tokens_per_second=batch.tokens / seconds,
-            mfu=achieved_mfu(plan, _row_lengths(batch), batch.supervised_tokens, seconds=seconds),
+            mfu=achieved_mfu(plan, batch.row_lengths, batch.supervised_tokens, seconds=seconds),
             loss_scale=update.loss_scale,
             skipped=update.skipped,
             memory_bytes=meter.take_peaks(),
@@ -88,18 +90,27 @@ def _telling(where: Whereabouts, enter: EnterPhase) -> EnterPhase:
 
 
 def _one_step(
-    prepared: Prepared, batch: GlobalBatch, rate: float, enter_phase: EnterPhase, *, loaded_from: str | None
+    prepared: Prepared,
+    batch: GlobalBatch,
+    rate: float,
+    enter_phase: EnterPhase,
+    ranks: Ranks,
+    *,
+    loaded_from: str | None,
 ) -> tuple[float, Update]:
     """Gradients of every micro-batch, then one update; the loss is the mean per supervised token.
 
     ``loaded_from``: whose weights these are; None once they were trained.
     """
-    engine = prepared.engine
+    engine, count = prepared.engine, len(batch.micro_batches)
     losses: list[Tensor] = [
-        engine.forward_backward(micro, supervised_tokens=batch.supervised_tokens, enter_phase=enter_phase)
-        for micro in batch.micro_batches
+        engine.forward_backward(
+            micro, supervised_tokens=batch.supervised_tokens, enter_phase=enter_phase, last=number == count
+        )
+        for number, micro in enumerate(batch.micro_batches, start=1)
     ]
-    loss = sum(part.item() for part in losses) / batch.supervised_tokens
+    [summed] = ranks.summed([sum(part.item() for part in losses)])
+    loss = summed / batch.supervised_tokens
     if not math.isfinite(loss):
         if loaded_from is not None:
             require_finite(prepared.model.whole, loaded_from)
@@ -129,7 +140,3 @@ def steps_to_measure(loader: Loader, *, start_step: int, total: int) -> set[int]
     """
     first = min(start_step + 1, total - 1)
     return {first, loader.heaviest(range(first, total))[0]} if first >= start_step else set()
-
-
-def _row_lengths(batch: GlobalBatch) -> list[int]:
-    return [length for micro in batch.micro_batches for length in micro.sequence_lengths]

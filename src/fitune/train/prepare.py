@@ -13,6 +13,7 @@ from fitune.engine.fused_rules import rule_for
 from fitune.engine.in_backward import InBackwardEngine
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import Engine
+from fitune.engine.ranks import ALONE, Ranks, local_part
 from fitune.errors import HardwareError
 from fitune.models.adapters import add_adapters
 from fitune.models.attention import turn_by_rows, use_attention
@@ -57,21 +58,30 @@ class Prepared:
 
     def resident_tensors(self) -> Iterator[Tensor]:
         """Everything that stays in memory between two steps."""
-        yield from self.model.whole.parameters()
+        yield from map(local_part, self.model.whole.parameters())
         yield from self.model.whole.buffers()
-        yield from self.engine.state().tensors.values()
+        yield from map(local_part, self.engine.state().tensors.values())
 
 
-def prepare(plan: Plan, *, on_bytes: OnBytes = nobody) -> Prepared:
+def prepare(plan: Plan, *, ranks: Ranks = ALONE, on_bytes: OnBytes = nobody) -> Prepared:
     """Load the plan's model and change it into what the plan says. ``on_bytes`` is told how far the reading is."""
     require_rules(plan, "train")
     dtype = compute_dtype(plan.precision)
-    device = training_device(plan)
+    device = training_device(plan, ranks)
     streamed = plan.offload.parameters != "device"  # then the device has no room for all of it
     to = torch.device("cpu") if streamed else device
     model = load_model(plan.model_path, dtype=dtype, device=to, base=base_of(plan), on_bytes=on_bytes)
     add_rows(model, plan)
-    return prepare_loaded(model, plan, device=device)
+    return prepare_loaded(model, plan, device=device, mesh=_mesh(plan, device))
+
+
+def _mesh(plan: Plan, device: torch.device) -> "DeviceMesh | None":
+    """The ranks that ``plan`` divides its states over."""
+    if not isinstance(plan.sharding, Zero):
+        return None
+    from fitune.engine.fsdp import mesh_of
+
+    return mesh_of(plan.sharding, plan.hardware, device=device.type)
 
 
 def prepare_loaded(
@@ -86,7 +96,6 @@ def prepare_loaded(
     ``device``: where it is trained, when that is not where it is.
     ``mesh``: the ranks that a sharded plan is divided over.
     """
-    require_rules(plan, "train" if mesh is None else "rehearse")
     quantise_linears(blocks_of(model), base_of(plan))  # before adapters: they wrap the packed linear
     use_attention(model, plan.attention)
     turn_by_rows(model)
@@ -172,8 +181,8 @@ def _used_twice(model: LanguageModel, trained: Mapping[str, Parameter]) -> list[
     return [name for name, parameter in trained.items() if id(parameter) in both]
 
 
-def training_device(plan: Plan) -> torch.device:
-    """The device the plan was made for. Raises HardwareError when it is not here."""
+def training_device(plan: Plan, ranks: Ranks = ALONE) -> torch.device:
+    """This rank's device of those the plan was made for. Raises HardwareError when it is not here."""
     if plan.hardware.gpu.is_cpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -181,7 +190,7 @@ def training_device(plan: Plan) -> torch.device:
             f"the plan is for {plan.hardware.gpu.name}, and torch sees no CUDA device",
             hint="plan without --gpu to use what is here, or check `nvidia-smi` and your torch build",
         )
-    return torch.device("cuda", 0)
+    return torch.device("cuda", ranks.local)
 
 
 def tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:

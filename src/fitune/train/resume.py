@@ -14,6 +14,7 @@ from fitune.checkpoint.resume import Found, load_checkpoint, newest_checkpoint
 from fitune.checkpoint.state import TrainState
 from fitune.data.loader import LoaderState
 from fitune.engine.protocol import EngineState
+from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.models.weight_files import weights_identity
 from fitune.spec.plan import Lora, Plan
@@ -160,38 +161,71 @@ def require_same_base(start: Start, plan: Plan, *, base: str) -> None:
         )
 
 
-def capture(prepared: Prepared, facts: Facts, *, step: int, log: bytes) -> TrainState:
-    """Everything the next step depends on; ``facts`` but for those of the engine, and metrics.jsonl so far."""
+def where_all_start(directory: Path, plan: Plan, *, ranks: Ranks, resume: bool | str) -> Start:
+    """``where_to_start``, as the first rank finds it; the others read the checkpoint that it names."""
+    found: list[Start] = []
+
+    def first() -> Path | None:
+        found.append(where_to_start(directory, plan, resume=resume))
+        return found[0].path
+
+    path = ranks.from_first(first)
+    if found:
+        return found[0]
+    return Start(state=None) if path is None else _compatible(path, plan, Found(path=path))
+
+
+def capture(prepared: Prepared, facts: Facts, *, ranks: Ranks, step: int, log: bytes) -> TrainState:
+    """Everything the next step depends on; ``facts`` but for those of the engine, and metrics.jsonl so far.
+
+    What is divided over ranks stays so: it is gathered tensor by tensor while it is written.
+    """
     engine = prepared.engine.state()
+    device = prepared.model.device
     rng = {"cpu": torch.get_rng_state()}
-    if prepared.model.device.type == "cuda":
-        rng["cuda"] = torch.cuda.get_rng_state(prepared.model.device)
+    if device.type == "cuda":
+        rng["cuda"] = torch.cuda.get_rng_state(device)
+    generators = ranks.gathered(rng)
     return TrainState(
         step=step,
         tensors={
-            "model": {name: p.detach() for name, p in prepared.model.trained.items()},
+            "model": prepared.engine.trained(),
             "optimizer": engine.tensors,
-            "rng": rng,
+            "rng": {
+                _of_rank(kind, rank): state
+                for rank, own in enumerate(generators)
+                for kind, state in own.items()
+            },
         },
         facts=to_data(replace(facts, engine=dict(engine.facts))),
         log=log,
     )
 
 
-def restore(prepared: Prepared, state: TrainState, facts: Facts) -> tuple[LoaderState, float]:
-    """Put ``state`` back; returns the position in the data and the best evaluation loss so far."""
-    saved, trained = _shapes(state.tensors.get("model", {})), _shapes(prepared.model.trained)
+def _of_rank(kind: str, rank: int) -> str:
+    """Name of a generator's state: ``cpu`` of the first rank, ``cpu/1`` of the next."""
+    return f"{kind}/{rank}" if rank else kind
+
+
+def restore(
+    prepared: Prepared, state: TrainState, facts: Facts, *, ranks: Ranks
+) -> tuple[LoaderState, float]:
+    """Put ``state`` back; returns the position in the data and the best evaluation loss so far.
+
+    A rank that the checkpoint does not know draws numbers of its own.
+    """
+    saved, trained = _shapes(state.tensors.get("model", {})), _shapes(prepared.engine.trained())
     if saved != trained:
         odd = sorted({name for name, _ in saved.items() ^ trained.items()})
         raise CheckpointError(f"the checkpoint trains other parameters than the plan, e.g. {odd[:3]}")
-    with torch.no_grad():
-        for name, parameter in prepared.model.trained.items():
-            parameter.copy_(state.tensors["model"][name])
+    prepared.engine.put_back(state.tensors["model"])
+    generators = state.tensors["rng"]
     try:
         prepared.engine.restore(EngineState(tensors=state.tensors["optimizer"], facts=facts.engine))
-        torch.set_rng_state(state.tensors["rng"]["cpu"])
-        if prepared.model.device.type == "cuda" and "cuda" in state.tensors["rng"]:
-            torch.cuda.set_rng_state(state.tensors["rng"]["cuda"], prepared.model.device)
+        if not ranks.rank or _of_rank("cpu", ranks.rank) in generators:
+            torch.set_rng_state(generators[_of_rank("cpu", ranks.rank)])
+        if prepared.model.device.type == "cuda" and _of_rank("cuda", ranks.rank) in generators:
+            torch.cuda.set_rng_state(generators[_of_rank("cuda", ranks.rank)], prepared.model.device)
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"the checkpoint of step {state.step} lacks {error}") from error
     best = facts.best_eval_loss

@@ -7,16 +7,20 @@ the export and report.json.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from fitune.checkpoint.commit import Descent
 from fitune.checkpoint.resume import begin_line
 from fitune.checkpoint.save import save_checkpoint
+from fitune.checkpoint.state import gather
 from fitune.data.loader import Loader
 from fitune.data.preparing import PreparedData, prepare_data
+from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import OutOfMemory
 from fitune.files import remove_stale_siblings, write_atomically
 from fitune.measure.memory import memory_meter
@@ -42,8 +46,10 @@ from fitune.train.resume import (
     require_same_base,
     require_same_rows,
     restore,
+    where_all_start,
     where_to_start,
 )
+from fitune.train.together import require_same_on_all, whole_on_first
 
 
 def run(
@@ -55,12 +61,15 @@ def run(
     overwrite: bool = False,
     files: Mapping[str, str] | None = None,
     retries: Sequence[Retry] = (),
+    ranks: Ranks = ALONE,
 ) -> RunReport:
     """Execute ``plan`` in its output directory. ``files`` (name -> text) are written beside plan.json.
 
     ``resume``: True for the newest valid checkpoint (from the start when there is none), or a checkpoint's path.
     ``overwrite``: remove an earlier run once the data of this one was read.
     ``retries``: attempts before this one that ran out of memory; the first step and report.json tell of them.
+    ``ranks``: the processes that run it together, every one of which calls this; the first alone owns the directory,
+    writes into it and calls the sinks.
     Raises FituneError; once the data was read, report.json says what happened and how far the run came.
     """
     began = time.perf_counter()
@@ -68,37 +77,47 @@ def run(
     require_own_directory(plan)
     if overwrite:
         require_removable(directory)
-    with lock_directory(directory) as owner:
-        remove_stale_siblings(directory)
-        start = Start(state=None) if overwrite else where_to_start(directory, plan, resume=resume)
+    with ExitStack() as owned:
+        owner = ranks.from_first(lambda: owned.enter_context(lock_directory(directory)))
+        if ranks.is_first:
+            remove_stale_siblings(directory)
+        start = Start(state=None)
+        if not overwrite:
+            start = where_all_start(directory, plan, ranks=ranks, resume=resume)
         for note in start.notes:
             callbacks.on_note(note)
         base = base_identity(plan)
         require_same_base(start, plan, base=base)
-        tokenizer, data, loader = _read_data(plan, start, callbacks)
-        if overwrite:  # only now: what was there is untouched until the data is known
-            remove_run(directory)
-        _begin(directory, {"plan.json": to_json(plan), **(files or {})})
-        descent = begin_line(
-            directory,
-            attempt=owner.attempt,
-            base=start.path,
-            damaged=start.damaged,
-            on_note=callbacks.on_note,
-        )
-        with MetricsLog(directory / "metrics.jsonl") as log:
+        tokenizer, data, loader = ranks.in_turn(lambda: _read_data(plan, start, callbacks, ranks))
+        require_same_on_all(ranks, plan, rows=data.train.fingerprint, base=base)
+
+        def begin() -> Descent:
+            if overwrite:  # only now: what was there is untouched until the data is known
+                remove_run(directory)
+            _begin(directory, {"plan.json": to_json(plan), **(files or {})})
+            return begin_line(
+                directory,
+                attempt=owner.attempt,
+                base=start.path,
+                damaged=start.damaged,
+                on_note=callbacks.on_note,
+            )
+
+        descent = ranks.from_first(begin)
+        current = Run(
+            plan=plan, callbacks=callbacks, ranks=ranks, tokenizer=tokenizer, data=data, loader=loader, log=None,
+            sinks=sinks, base=base, descent=descent, began=began, steps_of_other_plan=start.steps_of_other_plan,
+        )  # fmt: skip
+        if ranks.is_first:
+            current.log = log = owned.enter_context(MetricsLog(directory / "metrics.jsonl"))
             _restart(log, start, callbacks.on_note)
             told = {retry for step in read_metrics(log.path) for retry in step.retries}
-            current = Run(
-                plan=plan, callbacks=callbacks, tokenizer=tokenizer, data=data, loader=loader, log=log, sinks=sinks,
-                base=base, descent=descent, began=began, steps_of_other_plan=start.steps_of_other_plan,
-                retries=tuple(retry for retry in retries if retry not in told),
-            )  # fmt: skip
-            return _train_and_report(current, start)
+            current.retries = tuple(retry for retry in retries if retry not in told)
+        return _train_and_report(current, start)
 
 
 def _read_data(
-    plan: Plan, start: Start, callbacks: Callbacks
+    plan: Plan, start: Start, callbacks: Callbacks, ranks: Ranks
 ) -> tuple[PreTrainedTokenizerBase, PreparedData, Loader]:
     """Tokenise before the model is loaded: bad data should not cost the wait for the weights."""
     tokenizer = planned_tokenizer(plan)
@@ -114,7 +133,7 @@ def _read_data(
     largest = max(part.largest_id for part in (data.train, data.eval) if part is not None)
     require_rows(plan.model_path, largest_id=largest, rows=plan.model.vocab_size)
     require_same_rows(start, data.train.fingerprint)
-    loader = Loader(data.train, plan.batch, seed=plan.run.seed)
+    loader = Loader(data.train, plan.batch, seed=plan.run.seed, rank=ranks.rank, world_size=ranks.world)
     return (
         tokenizer,
         replace(data, train_ledger=replace(data.train_ledger, packs=loader.num_packs)),
@@ -152,7 +171,10 @@ def _train_and_report(current: Run, start: Start) -> RunReport:
     report: RunReport | None = None
     try:
         stopped = _train(current, start)
-        report = interrupted(current, "stopped on request") if stopped else complete(current)
+        whole = None if stopped else whole_on_first(current)
+        report = current.ranks.from_first(
+            lambda: interrupted(current, "stopped on request") if stopped else complete(current, whole)
+        )
         return report
     except (KeyboardInterrupt, SystemExit):  # SystemExit: a signal, by the handler of the program
         report = interrupted(current, f"stopped at once ({current.where})")
@@ -175,11 +197,13 @@ def _train(current: Run, start: Start) -> bool:
     """Load the model and do all steps; True when the caller asked to stop before the end."""
     current.callbacks.on_data(current.data, current.loader, current.steps_of_other_plan)
     current.where.doing = "loading the model"
-    current.prepared = prepare(current.plan, on_bytes=current.callbacks.on_bytes)
+    current.prepared = prepare(current.plan, ranks=current.ranks, on_bytes=current.callbacks.on_bytes)
     current.meter = memory_meter(current.model.device)
-    torch.manual_seed(current.plan.run.seed)
+    torch.manual_seed(current.plan.run.seed + current.ranks.rank)
     if start.state is not None and start.facts is not None:
-        current.position, current.best_eval_loss = restore(current.loaded, start.state, start.facts)
+        current.position, current.best_eval_loss = restore(
+            current.loaded, start.state, start.facts, ranks=current.ranks
+        )
     if start.step == 0 and current.samples:
         current.where.doing = "answering samples"
         answer_before(current.directory, current.model, current.samples, current.callbacks.answer)
@@ -187,16 +211,18 @@ def _train(current: Run, start: Start) -> bool:
         sink.start(current.plan, current.directory.name)
     for report in _steps(current, start.step):
         report, is_best = _evaluated(current, replace(report, retries=current.retries))
-        current.log.append(report)
+        if current.log is not None:
+            current.log.append(report)
         current.retries = ()
         for sink in current.sinks:
             sink.step(report)
-        stopping = current.callbacks.stop_asked() and report.step < report.total_steps
+        [asked] = current.ranks.summed([current.callbacks.stop_asked()])
+        stopping = asked > 0 and report.step < report.total_steps
         if stopping or _is_save_due(current, report, is_best=is_best):
             _save(current, report)
         if stopping:
             return True
-    require_finite_step(current.where.step, current.model.trained)
+    require_finite_step(current.where.step, current.loaded.engine.trained(), ranks=current.ranks)
     return False
 
 
@@ -207,6 +233,7 @@ def _steps(current: Run, start_step: int) -> Iterator[StepReport]:
         current.loaded,
         current.loader,
         meter=current.meter,
+        ranks=current.ranks,
         start_step=start_step,
         start_at=current.position,
         where=current.where,
@@ -223,7 +250,8 @@ def _evaluated(current: Run, report: StepReport) -> tuple[StepReport, bool]:
     if current.data.eval is None or not (last or _is_due(report, current.plan.run.eval_every)):
         return report, False
     current.where.doing = "evaluating"
-    loss = evaluate(current.model, current.data.eval, current.plan.batch)
+    loss = evaluate(current.model, current.data.eval, current.plan.batch, ranks=current.ranks)
+    current.loaded.engine.rest()
     is_best = loss < current.best_eval_loss
     current.best_eval_loss = min(current.best_eval_loss, loss)
     return replace(report, eval_loss=loss), is_best
@@ -238,7 +266,6 @@ def _is_save_due(current: Run, report: StepReport, *, is_best: bool) -> bool:
 def _save(current: Run, report: StepReport) -> None:
     current.where.doing = "saving"
     keep_log(current)
-    current.log.sync()
     facts = Facts(
         plan=current.plan,
         rows=current.data.train.fingerprint,
@@ -249,8 +276,14 @@ def _save(current: Run, report: StepReport) -> None:
         steps_of_other_plan=current.steps_of_other_plan,
         best_eval_loss=None if math.isinf(current.best_eval_loss) else current.best_eval_loss,
     )
-    state = capture(current.loaded, facts, step=report.step, log=current.log.content)
-    require_finite_step(report.step, {**state.tensors["model"], **state.tensors["optimizer"]})
+    log = b"" if current.log is None else current.log.synced()
+    state = capture(current.loaded, facts, ranks=current.ranks, step=report.step, log=log)
+    require_finite_step(
+        report.step, {**state.tensors["model"], **state.tensors["optimizer"]}, ranks=current.ranks
+    )
+    if not current.ranks.is_first:
+        gather(state)
+        return
     save_checkpoint(
         current.directory,
         state,

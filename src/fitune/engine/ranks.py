@@ -1,0 +1,138 @@
+"""The processes of one job, as each of them sees the others: who is first, and what all agree on.
+
+Tensors of the model travel through their engine. What goes through here is small: a loss, a path, a request to stop.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fitune.errors import FituneError, RankFailed
+
+T = TypeVar("T")
+
+_WAIT = timedelta(hours=2)
+"""How long a rank waits for the others: the first one may tokenise or write a checkpoint meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process is ``rank`` of ``world``, and ``local`` on its machine. All methods are called by every rank."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """True on the one rank that owns the run directory, writes logs and exports, and talks to people."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        return self.world == 1
+
+    def summed(self, values: Sequence[float]) -> list[float]:
+        """Each of ``values``, added up over all ranks in fp64."""
+        if self.is_alone:
+            return list(values)
+        sums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(sums)
+        added: list[float] = sums.tolist()
+        return added
+
+    def gathered(self, value: T) -> list[T]:
+        """The ``value`` of every rank, in their order."""
+        if self.is_alone:
+            return [value]
+        everyone: list[T | None] = [None] * self.world
+        dist.all_gather_object(everyone, value)
+        return [each for each in everyone if each is not None]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on the first rank, the only one that calls it.
+
+        An error there is raised on every rank: nobody waits for what will not come.
+        """
+        if self.is_alone:
+            return make()
+        if not self.is_first:
+            told: list[_Told[T]] = [_Told()]
+            dist.broadcast_object_list(told, src=0)
+            return told[0].value_or_raise()
+        try:
+            value = make()
+        except FituneError as error:
+            dist.broadcast_object_list([_Told(error=error.message, exit_code=error.exit_code)], src=0)
+            raise
+        dist.broadcast_object_list([_Told(values=(value,))], src=0)
+        return value
+
+    def in_turn(self, make: Callable[[], T]) -> T:
+        """``make`` on every rank, the first one before the others: they find what it left on the disk."""
+        if self.is_alone:
+            return make()
+        made: list[T] = []
+
+        def first() -> None:
+            made.append(make())
+
+        self.from_first(first)
+        return made[0] if self.is_first else make()
+
+
+ALONE = Ranks()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told(Generic[T]):
+    """What the first rank tells the others: one value, or why there is none."""
+
+    values: tuple[T, ...] = ()
+    error: str = ""
+    exit_code: int = FituneError.exit_code
+
+    def value_or_raise(self) -> T:
+        if self.values:
+            return self.values[0]
+        failed = RankFailed(f"rank 0 stopped: {self.error}")
+        failed.exit_code = self.exit_code
+        raise failed
+
+
+def launched_ranks() -> Ranks:
+    """What torchrun, or another launcher with its variables, says of this process; ALONE without one."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world < 2:
+        return ALONE
+    return Ranks(rank=int(os.environ["RANK"]), world=world, local=int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """Inside, the processes of one launcher are a group: NCCL between GPUs, gloo between processors."""
+    ranks = launched_ranks()
+    if ranks.is_alone or dist.is_initialized():
+        yield ranks
+        return
+    has_gpus = torch.cuda.is_available()
+    if has_gpus:
+        torch.cuda.set_device(ranks.local)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=_WAIT)
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that is divided; any other tensor itself."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
