@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,26 +53,26 @@ def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_plan(model_folder: Path, data_file: Path, tmp_path: Path) -> Callable[..., Plan]:
     """A plan from recipe settings, on this machine's CPU whatever else it has."""
+    return partial(plan_of, model_folder, data_file, tmp_path / "run")
 
-    def make(**settings: object) -> Plan:
-        from fitune.planner.search import find_plan
-        from fitune.spec.gpus import cpu_gpu, hardware_for
-        from fitune.spec.model_config import load_model_spec
-        from fitune.spec.recipe import canonical_keys, parse_recipe
-        from fitune.units import GIB
 
-        wanted = {
-            "model": str(model_folder), "data": [str(data_file)], "tuning": "lora", "lora_r": 4, "precision": "fp32",
-            "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
-            "max_steps": 6, "samples": 0, "output_dir": str(tmp_path / "run"),
-        }  # fmt: skip
-        recipe = parse_recipe(canonical_keys({**wanted, **settings}, where="test"))
-        hardware = hardware_for(
-            gpu=cpu_gpu(memory_bytes=4 * GIB, cores=2), gpus=1, nodes=1, host_memory_bytes=4 * GIB
-        )
-        return find_plan(recipe, model=load_model_spec(recipe.model), hardware=hardware).chosen.plan
+def plan_of(model_folder: Path, data_file: Path, output_dir: Path, **settings: object) -> Plan:
+    from fitune.planner.search import find_plan
+    from fitune.spec.gpus import cpu_gpu, hardware_for
+    from fitune.spec.model_config import load_model_spec
+    from fitune.spec.recipe import canonical_keys, parse_recipe
+    from fitune.units import GIB
 
-    return make
+    wanted = {
+        "model": str(model_folder), "data": [str(data_file)], "tuning": "lora", "lora_r": 4, "precision": "fp32",
+        "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+        "max_steps": 6, "samples": 0, "output_dir": str(output_dir),
+    }  # fmt: skip
+    recipe = parse_recipe(canonical_keys({**wanted, **settings}, where="test"))
+    hardware = hardware_for(
+        gpu=cpu_gpu(memory_bytes=4 * GIB, cores=2), gpus=1, nodes=1, host_memory_bytes=4 * GIB
+    )
+    return find_plan(recipe, model=load_model_spec(recipe.model), hardware=hardware).chosen.plan
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "estimate": {"spec"},
     "planner": {"spec", "estimate"},
     "records": {"spec", "estimate"},
+    "launch": {"spec"},
     "track": {"spec"},
     "report": {"spec", "track"},
     # below this line torch is allowed
@@ -28,13 +29,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": {"spec", "data"},
     # one use of the program, for the command line and for Python
     "session": {
-        "spec", "estimate", "planner", "records", "track", "report", "data", "models", "measure", "engine",
+        "spec", "estimate", "planner", "records", "launch", "track", "report", "data", "models", "measure", "engine",
         "checkpoint", "train", "rehearse", "score", "demo",
     },
     "cli": {"session", "spec", "report"},
 }  # fmt: skip
 MOST_CLI_LINES = 1_000
-WITHOUT_TORCH = {"spec", "estimate", "planner", "records", "track", "report"}
+WITHOUT_TORCH = {"spec", "estimate", "planner", "records", "launch", "track", "report"}
 OPEN_TO_ALL = {"units", "errors", "files", "credentials"}
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "safetensors"}
 FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "base"}

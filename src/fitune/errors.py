@@ -2,7 +2,8 @@
 
 Every message names the setting, its value and the arithmetic; ``hint`` is the next thing to try.
 The command line prints them without a traceback and exits with ``exit_code``: 2 for a request that
-was refused before any work, 1 for work that failed on the way, 3 for memory that ran out.
+was refused before any work, 1 for work that failed on the way, 3 for memory that ran out, 4 on a
+rank whose peer failed.
 """
 
 import errno
@@ -64,6 +65,8 @@ class RunDirectoryError(FituneError):
 
 class RankFailed(FituneError):
     """Another process of the same job failed, and this one cannot go on without it."""
+
+    exit_code = 4
 
 
 class MissingExtra(FituneError):

@@ -233,13 +233,13 @@ def score(
 
 @app.command(name="go-on", hidden=True)
 def go_on(run: Annotated[Path, typer.Argument(help="Directory of a run.")]) -> None:
-    """Go on with the attempt that a run which ran out of memory left in its directory."""
+    """Go on with the attempt that waits in a run's directory: after one that ran out of memory, or as one of several
+    ranks."""
     from fitune.cli.terminal import Terminal
-    from fitune.session.fresh_process import attempt_program, take_over
+    from fitune.session import fresh_process
 
-    attempt, recipe = take_over(run)
     with Terminal() as terminal:
-        code = attempt_program(attempt, recipe, tell=terminal)
+        code = fresh_process.go_on(run, tell=terminal)
     raise typer.Exit(code)
 
 

@@ -70,7 +70,7 @@ class Ranks:
         try:
             value = make()
         except FituneError as error:
-            dist.broadcast_object_list([_Told(error=error.message, exit_code=error.exit_code)], src=0)
+            dist.broadcast_object_list([_Told(error=error.message)], src=0)
             raise
         dist.broadcast_object_list([_Told(values=(value,))], src=0)
         return value
@@ -97,14 +97,11 @@ class _Told(Generic[T]):
 
     values: tuple[T, ...] = ()
     error: str = ""
-    exit_code: int = FituneError.exit_code
 
     def value_or_raise(self) -> T:
         if self.values:
             return self.values[0]
-        failed = RankFailed(f"rank 0 stopped: {self.error}")
-        failed.exit_code = self.exit_code
-        raise failed
+        raise RankFailed(f"rank 0 stopped: {self.error}")
 
 
 def launched_ranks() -> Ranks:

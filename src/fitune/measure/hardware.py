@@ -39,8 +39,8 @@ def resolve_hardware(
     """The hardware a user names, or this machine when no GPU is named.
 
     ``cpu`` is this machine's processor. Host memory given by the user always wins; for a processor it is
-    the device memory too. On this machine ``gpus`` may not exceed what was found. A device that was calibrated
-    here counts as measured, also when it is named.
+    the device memory too. On this machine ``gpus`` may not exceed what was found; on its processor they are
+    processes. A device that was calibrated here counts as measured, also when it is named.
     """
     if gpu is not None and gpu.lower() != "cpu":
         named = find_gpu(gpu)
@@ -48,6 +48,8 @@ def resolve_hardware(
             hardware_for(gpu=named, gpus=gpus, nodes=nodes, host_memory_bytes=host_memory_bytes or 0)
         )
     here = detect_hardware(path=path, use_gpus=gpu is None)
+    if here.gpu.is_cpu and gpus > 1:
+        return calibrated(_shared_processor(here, gpus, nodes, host_memory_bytes or here.host_memory_bytes))
     if gpus > here.gpus_per_node:
         raise HardwareError(
             f"gpus = {gpus}, but this machine has {here.gpus_per_node} × {here.gpu.name}",
@@ -62,9 +64,22 @@ def resolve_hardware(
     return calibrated(wanted)
 
 
+def _shared_processor(here: Hardware, processes: int, nodes: int, memory_bytes: int) -> Hardware:
+    """This machine's processor for several processes: each has its share of the cores and of the memory."""
+    cores = max(1, here.cpu_cores // processes)
+    share = cpu_gpu(
+        memory_bytes=memory_bytes // processes, cores=cores, has_bf16_products=has_bf16_products()
+    )
+    return hardware_for(
+        gpu=share, gpus=processes, nodes=nodes, host_memory_bytes=memory_bytes,
+        cpu_cores=here.cpu_cores, nvme_bytes=here.nvme_bytes,
+    )  # fmt: skip
+
+
 def calibrated(hardware: Hardware) -> Hardware:
     """``hardware`` with the rates that were measured of its device on this machine, if they were."""
-    found = stored_calibration(device_key(hardware.gpu, cores=hardware.cpu_cores))
+    each = hardware.gpus_per_node if hardware.gpu.is_cpu else 1
+    found = stored_calibration(device_key(hardware.gpu, cores=hardware.cpu_cores // each))
     return hardware if found is None else dataclasses.replace(hardware, calibration=found)
 
 

@@ -65,7 +65,28 @@ class LiveTensors(TorchDispatchMode):
         self.phase = phase
         self._note_peak()
 
+    def __enter__(self) -> "LiveTensors":
+        self._resizes = resizes_told_to(self.note_resize)
+        self._resizes.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._resizes.__exit__(None, None, None)
+
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """A storage has let its bytes go, or has them again."""
+        key, size = storage._cdata, storage.nbytes()
+        if self._sizes.get(key, 0) == size:
+            return
+        self._remove(key)
+        if size:
+            self._begin(storage)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_of_all_ranks(types):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -91,6 +112,28 @@ class LiveTensors(TorchDispatchMode):
 
     def _note_peak(self) -> None:
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.current_bytes)
+
+
+def is_of_all_ranks(types: Iterable[type]) -> bool:
+    """True for an operation on tensors that are divided over ranks: it is asked again for what this rank does."""
+    return any(kind.__name__ == "DTensor" for kind in types)
+
+
+@contextmanager
+def resizes_told_to(note: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """FSDP2 frees gathered weights by resizing their storages, which no operation tells of."""
+    resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        note(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_and_note
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
 
 
 class CpuMeter:

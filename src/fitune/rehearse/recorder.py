@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fitune.engine.ranks import local_part
 from fitune.errors import RecipeError
-from fitune.measure.memory import LiveTensors, OtherMemory
+from fitune.measure.memory import LiveTensors, OtherMemory, is_of_all_ranks
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.trace import Allocated, Entered, Freed, ParameterKey, Reached, Trace
 from fitune.spec.plan import Plan, Zero
@@ -48,8 +48,8 @@ class Recorder(LiveTensors):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it asks again for what this rank does
+        if is_of_all_ranks(types):
+            return NotImplemented
         workspace = self._stand_ins.workspace_bytes(func, args)
         serial = self._allocate(workspace) if workspace else None
         result = super().__torch_dispatch__(self._stand_ins.instead_of(func), types, args, kwargs)
@@ -111,15 +111,6 @@ class Recorder(LiveTensors):
         current = torch.cpu.current_stream()
         return self._streams.setdefault(id(current), len(self._streams))
 
-    def note_resize(self, storage: torch.UntypedStorage) -> None:
-        """A storage has let its bytes go, or has them again."""
-        key, size = storage._cdata, storage.nbytes()
-        if self._sizes.get(key, 0) == size:
-            return
-        self._remove(key)
-        if size:
-            self._begin(storage)
-
     def _remove(self, key: int) -> None:
         if key in self._sizes:
             super()._remove(key)
@@ -169,23 +160,6 @@ def fake_ranks(plan: Plan) -> Iterator["DeviceMesh | None"]:
 
     with _fake_group(plan.hardware.num_gpus):
         yield mesh_of(plan.sharding, plan.hardware, device="cpu")  # it stands for the plan's
-
-
-@contextmanager
-def resizes_seen_by(recorder: Recorder) -> Iterator[None]:
-    """FSDP2 frees gathered weights by resizing their storages, which no operation tells of."""
-    resize: Callable[..., Any] = torch.UntypedStorage.resize_
-
-    def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        recorder.note_resize(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize_and_note
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = resize
 
 
 @contextmanager

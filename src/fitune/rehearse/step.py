@@ -30,7 +30,6 @@ from fitune.rehearse.recorder import (
     Recorder,
     fake_ranks,
     modules_may_move,
-    resizes_seen_by,
 )
 from fitune.rehearse.stand_ins import LIGER_STAND_INS, StandIns, cuda_functions
 from fitune.rehearse.trace import Trace, peaks_by_kind, reserved_peak
@@ -182,7 +181,7 @@ def _recording(
         keys = parameter_keys(prepared.model)
         recorder.name_gradients((keys[id(p)], p.grad) for p in prepared.model.trained.values())
 
-    with recorder, resizes_seen_by(recorder) if isinstance(plan.sharding, Zero) else nullcontext():
+    with recorder:
         yield recorder, run_passes
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fitune.errors import Shortage
-from fitune.spec.reports import Estimate, Phase, Retry, RunReport, StepReport, settled_steps
+from fitune.spec.reports import Estimate, Phase, RankReport, Retry, RunReport, StepReport, settled_steps
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 
 Unit = Literal["bytes", "seconds", "tokens/s"]
@@ -65,6 +65,7 @@ def compare(
     return [
         *_phase_rows(estimate, measured),
         _peak_row(estimate, measured),
+        *_rank_rows(estimate, () if run_report is None else run_report.ranks),
         *_process_rows(estimate, measured),
         *_speed_rows(estimate, measured),
     ]
@@ -121,6 +122,16 @@ def _phase_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:
 def _peak_row(estimate: Estimate | None, measured: Measured) -> Row:
     predicted = None if estimate is None else estimate.memory.tensor_peak_bytes
     return Row(what=PEAK, predicted=predicted, measured=measured.peak_bytes, unit="bytes")
+
+
+def _rank_rows(estimate: Estimate | None, ranks: Sequence[RankReport]) -> list[Row]:
+    """The peak of each of several processes, held against the one prediction for the largest."""
+    predicted = None if estimate is None else estimate.memory.tensor_peak_bytes
+    return [
+        Row(what=f"  rank {rank.rank}", predicted=predicted, measured=rank.peak_bytes, unit="bytes")
+        for rank in ranks
+        if rank.memory
+    ]
 
 
 def _process_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:

@@ -1,7 +1,8 @@
-"""Training as a program: signals stop it, and each attempt after the first has a process of its own.
+"""Training as a program: signals stop it, several processes run it together, and each attempt after one that ran out
+of memory has a process of its own.
 
-What a failed attempt leaves in the address space and the heap is gone there. The next attempt is written into the
-run directory; the program, begun anew, takes it over from there.
+An attempt is handed over in the run directory: to the ranks of a plan for several processes, and to the program begun
+anew, where what a failed attempt left in the address space and the heap is gone.
 """
 
 import os
@@ -11,10 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fitune.errors import RunDirectoryError
+from fitune.engine.ranks import ALONE, Ranks, joined_ranks
+from fitune.errors import RunDirectoryError, TrainingFailed
 from fitune.files import write_atomically
-from fitune.session.events import Note, Tell
-from fitune.session.signals import stop_requests
+from fitune.launch.command import command_of
+from fitune.launch.torchrun import Ended, run_ranks
+from fitune.session.events import Event, Note, Tell
+from fitune.session.signals import INTERRUPTED, stop_requests
 from fitune.session.training import Attempt, first_attempt, run_attempt
 from fitune.spec.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe
 from fitune.spec.recipe_words import parse_value
@@ -33,32 +37,77 @@ class _Handover:
     report: PlanReport
     recipe: str
     """YAML."""
-    resume: str
-    """A checkpoint; empty for the newest."""
+    resume: bool
+    checkpoint: str
+    """Empty for the newest."""
+    overwrite: bool
     retries: tuple[Retry, ...]
 
 
 def train_program(
     recipe: Recipe, *, overwrite: bool, tell: Tell, start_again: StartAgain | None = None
 ) -> int:
-    """Plan and train; returns the exit code. ``start_again`` is ``replace_process`` by default."""
-    attempt = first_attempt(recipe, overwrite=overwrite, tell=tell)
-    if not isinstance(attempt, Attempt):
-        return 0
-    return attempt_program(attempt, recipe, tell=tell, start_again=start_again)
+    """Plan and train; returns the exit code. ``start_again`` is ``replace_process`` by default.
+
+    A plan for several processes is trained by as many, which are started here unless torchrun started this one.
+    """
+    with joined_ranks() as ranks:
+        tell = tell if ranks.is_first else _nobody
+        attempt = first_attempt(recipe, overwrite=overwrite, tell=tell, ranks=ranks)
+        if not isinstance(attempt, Attempt):
+            return 0
+        if ranks.is_alone and attempt.plan.hardware.num_gpus > 1:
+            return _started_ranks(attempt, recipe)
+        return attempt_program(attempt, recipe, tell=tell, start_again=start_again, ranks=ranks)
+
+
+def go_on(directory: Path, *, tell: Tell) -> int:
+    """Take over the attempt that waits in ``directory`` and run it, by every rank of its plan; returns the exit
+    code."""
+    with joined_ranks() as ranks:
+        if not ranks.is_first:
+            os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # one log a rank
+        attempt, recipe = ranks.from_first(lambda: take_over(directory))
+        return attempt_program(attempt, recipe, tell=tell if ranks.is_first else _nobody, ranks=ranks)
+
+
+def _started_ranks(attempt: Attempt, recipe: Recipe) -> int:
+    directory = hand_over(attempt, recipe)
+    sys.stdout.flush()
+    ended = run_ranks(command_of(attempt.plan, _command(directory)), directory=directory)
+    if ended.cause:
+        raise _as_error(ended)
+    return ended.exit_code
+
+
+def _as_error(ended: Ended) -> TrainingFailed:
+    error = TrainingFailed(ended.cause, hint="fitune train … --resume goes on from the last checkpoint")
+    error.exit_code = ended.exit_code
+    return error
+
+
+def _nobody(event: Event) -> None:
+    """The ranks after the first tell nobody what the first tells."""
 
 
 def attempt_program(
-    attempt: Attempt, recipe: Recipe, *, tell: Tell, start_again: StartAgain | None = None
+    attempt: Attempt,
+    recipe: Recipe,
+    *,
+    tell: Tell,
+    start_again: StartAgain | None = None,
+    ranks: Ranks = ALONE,
 ) -> int:
     """Run the attempt, and begin anew when memory runs out in a step; returns the exit code."""
     with stop_requests() as request:
-        ended = run_attempt(attempt, recipe, tell=tell, stop_asked=request.asked, sinks=[request])
+        ended = run_attempt(
+            attempt, recipe, tell=tell, stop_asked=request.asked, sinks=[request], ranks=ranks
+        )
     if isinstance(ended, Attempt):
         return (start_again or replace_process)(hand_over(ended, recipe))
     if ended.status == "interrupted":
         tell(Note("interrupted: the step was finished and saved; add --resume to go on"))
-        return request.exit_code
+        return request.exit_code if request.received else INTERRUPTED
     return 0
 
 
@@ -68,9 +117,12 @@ def hand_over(attempt: Attempt, recipe: Recipe) -> Path:
     handover = _Handover(
         report=attempt.report,
         recipe=dump_recipe(recipe),
-        resume=attempt.resume if isinstance(attempt.resume, str) else "",
+        resume=bool(attempt.resume),
+        checkpoint=attempt.resume if isinstance(attempt.resume, str) else "",
+        overwrite=attempt.overwrite,
         retries=attempt.retries,
     )
+    directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / RETRY, to_json(handover))
     return directory
 
@@ -86,7 +138,10 @@ def take_over(directory: Path) -> tuple[Attempt, Recipe]:
         raise RunDirectoryError(f"{file} cannot be used: {error}", hint="fitune train … --resume") from None
     recipe = parse_recipe(canonical_keys(parse_value(found.recipe, where=str(file)), where=str(file)))
     attempt = Attempt(
-        report=found.report, resume=found.resume or True, overwrite=False, retries=found.retries
+        report=found.report,
+        resume=found.checkpoint or found.resume,
+        overwrite=found.overwrite,
+        retries=found.retries,
     )
     return attempt, recipe
 

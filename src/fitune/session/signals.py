@@ -13,6 +13,9 @@ from fitune.spec.reports import RunReport, StepReport
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """128 + the number of the signal, as shells have it."""
 
+INTERRUPTED = EXIT_CODES[signal.SIGTERM]
+"""The exit code of a rank that stops because another one was asked to."""
+
 Handler = Callable[[int, FrameType | None], None]
 
 

@@ -11,6 +11,7 @@ from fitune.data.formats import Conversation
 from fitune.data.loader import Loader
 from fitune.data.preparing import PreparedData
 from fitune.data.templates import load_template
+from fitune.engine.ranks import ALONE, Ranks
 from fitune.engine.schedule import total_steps
 from fitune.errors import CheckpointError, FituneError, OutOfMemory, RecipeError, Shortage, work_under_way
 from fitune.estimate.predict import predict
@@ -83,7 +84,9 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, tell: Tell, stop_asked: Cal
     return ended
 
 
-def first_attempt(recipe: Recipe, *, overwrite: bool, tell: Tell) -> Attempt | RunReport:
+def first_attempt(
+    recipe: Recipe, *, overwrite: bool, tell: Tell, ranks: Ranks = ALONE
+) -> Attempt | RunReport:
     """Plan and check everything that can be checked before data is read; the report of a run that is complete already.
 
     Raises FituneError for what cannot be planned, trained here, or written into output_dir.
@@ -97,7 +100,8 @@ def first_attempt(recipe: Recipe, *, overwrite: bool, tell: Tell) -> Attempt | R
     require_own_directory(plan)
     complete = None if overwrite else complete_run(directory, plan, resume=recipe.resume)
     if complete is not None:
-        make_up_for_missing(directory, plan, complete, tell=tell)
+        if ranks.is_first:
+            make_up_for_missing(directory, plan, complete, tell=tell)
         tell(Note(f"{directory}: already complete; --overwrite starts anew"))
         return complete
     require_room_on_disk(plan)
@@ -111,10 +115,11 @@ def run_attempt(
     tell: Tell,
     stop_asked: Callable[[], bool],
     sinks: Sequence[Sink] = (),
+    ranks: Ranks = ALONE,
 ) -> RunReport | Attempt:
     """Run the attempt and compare it with its prediction. Returns the next attempt when memory ran out in a step."""
-    ended = _run_or_report(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks)
-    if isinstance(ended, Attempt):
+    ended = _run_or_report(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
+    if isinstance(ended, Attempt) or not ranks.is_first:
         return ended
     plan = attempt.plan
     with work_under_way():
@@ -148,22 +153,28 @@ def make_up_for_missing(directory: Path, plan: Plan, report: RunReport, *, tell:
 
 
 def _run_or_report(
-    attempt: Attempt, recipe: Recipe, *, tell: Tell, stop_asked: Callable[[], bool], sinks: Sequence[Sink]
+    attempt: Attempt,
+    recipe: Recipe,
+    *,
+    tell: Tell,
+    stop_asked: Callable[[], bool],
+    sinks: Sequence[Sink],
+    ranks: Ranks,
 ) -> RunReport | Attempt:
     """How the attempt ended, or the one to try after it; a run that fails has its page, too."""
     had = last_saved(Path(attempt.plan.run.output_dir))
     try:
         try:
-            return run_once(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks)
+            return run_once(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
         except OutOfMemory as error:
             release(error)
-            if stop_asked():
+            if stop_asked() or not ranks.is_alone:
                 raise
             following = next_attempt(attempt, recipe, error, had=had)
             tell(RanOutOfMemory(retry=following.retries[-1]))
             return following
     except FituneError as error:
-        if error.exit_code != FituneError.exit_code:
+        if error.exit_code != FituneError.exit_code and ranks.is_first:
             with suppress(FituneError, OSError):  # the cause is worth more than the page
                 tell(Note(f"report: {write_report(Path(attempt.plan.run.output_dir))}"))
         raise
@@ -176,6 +187,7 @@ def run_once(
     tell: Tell,
     stop_asked: Callable[[], bool],
     sinks: Sequence[Sink] = (),
+    ranks: Ranks = ALONE,
 ) -> RunReport:
     """Execute the attempt's plan with the estimate written beside it, for the report to compare."""
     report, plan = attempt.report, attempt.plan
@@ -187,10 +199,13 @@ def run_once(
                 train=data.train_ledger, held_out=data.eval_ledger, also_trained=tuple(data.also_trained)
             )
         )
+        if not ranks.is_first:
+            return
         prediction = predict_run(report, loader, after=steps_of_other_plan)
         tell(Predicted(prediction=prediction))
         write_atomically(directory / "estimate.json", to_json(prediction))
 
+    told = (StepTeller(tell), *open_sinks(plan.run.report_to, directory)) if ranks.is_first else ()
     return run(
         plan,
         callbacks=Callbacks(
@@ -201,11 +216,12 @@ def run_once(
             on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
             on_reading=tell,
         ),
-        sinks=[*sinks, StepTeller(tell), *open_sinks(plan.run.report_to, directory)],
+        sinks=[*sinks, *told],
         resume=attempt.resume,
         overwrite=attempt.overwrite,
         files={"recipe.yaml": dump_recipe(recipe)},
         retries=attempt.retries,
+        ranks=ranks,
     )
 
 

@@ -237,6 +237,21 @@ class MeasuredMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """Figures of one process of several, over its measured steps."""
+
+    rank: int
+    memory: dict[Phase, int]
+    """Peaks."""
+    step_seconds: float
+    """Mean, without the first."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.memory.values(), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
     """Counts of every row and token of one dataset: read, kept, cut, dropped."""
 
@@ -354,6 +369,8 @@ class RunReport:
     """Attempts that ran out of memory before this end, in their order."""
     steps_of_other_plan: int = 0
     """Done before a resume under other settings: memory and speed are of the steps after them."""
+    ranks: tuple[RankReport, ...] = ()
+    """One for each of several processes; empty where one trained alone, and where the run was cut short."""
     versions: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -345,7 +345,7 @@ SHARDING = (
         ),
         instead="gpus: 2 or more; or leave it out, and offload_optimizer: cpu frees the device, too",
         settings=_DEVICES,
-        binds=("plan",),
+        binds=("plan", "train"),
     ),
     Rule(
         broken=lambda plan: (

@@ -148,15 +148,26 @@ FILES = (
     "traceback.txt", RETRY, LOCK,
 )  # fmt: skip
 FOLDERS = (
-    "checkpoints", "adapter", "adapter-unverified", "merged", "model", "model-unverified", "tensorboard", "logs",
+    "checkpoints", "adapter", "adapter-unverified", "merged", "model", "model-unverified", "tensorboard",
 )  # fmt: skip
 """Names that a run writes into its directory; --overwrite removes these and nothing else."""
+LOGS = "rank-logs"
+"""Folder of what the ranks after the first say, a file each. They write before the run begins, so it stays."""
+
+
+def log_of(rank: int) -> str:
+    return f"{LOGS}/rank{rank}.log"
+
+
+def traceback_of(rank: int) -> str:
+    return f"{LOGS}/rank{rank}-traceback.txt" if rank else "traceback.txt"
+
 
 _POINTERS = ("latest", "best")
 """The links that a run makes itself, in checkpoints/."""
 
 
-def require_real_files(directory: Path, *, names: tuple[str, ...] = (*FILES, *FOLDERS)) -> None:
+def require_real_files(directory: Path, *, names: tuple[str, ...] = (*FILES, *FOLDERS, LOGS)) -> None:
     """Raises RunDirectoryError when a link, a named pipe or a device stands under one of ``names``, or deeper.
 
     ``directory`` itself may be a link: people put runs on other disks.

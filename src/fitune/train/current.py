@@ -17,7 +17,7 @@ from fitune.measure.memory import CpuMeter, MemoryMeter
 from fitune.models.language_model import LanguageModel
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.spec.plan import Plan
-from fitune.spec.reports import Retry
+from fitune.spec.reports import RankReport, Retry, StepReport
 from fitune.track.jsonl import MetricsLog
 from fitune.track.sinks import Sink
 from fitune.train.evaluate import Answer
@@ -77,6 +77,10 @@ class Run:
     """The last step is done."""
     exported: str = ""
     """Where what was trained is saved and verified; empty until then."""
+    done: list[StepReport] = field(default_factory=list)
+    """Steps of this process, where several train together."""
+    rows: tuple[RankReport, ...] = ()
+    """Of all of them, once the last step is done or the run was asked to stop."""
     best_eval_loss: float = math.inf
     """The lowest of all evaluations, those before a resume too."""
 

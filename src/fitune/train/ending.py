@@ -17,6 +17,7 @@ from fitune.spec.reports import (
     MeasuredMemory,
     MeterKind,
     Phase,
+    RankReport,
     Retry,
     RunReport,
     Sample,
@@ -24,12 +25,13 @@ from fitune.spec.reports import (
     StepReport,
     settled_steps,
 )
+from fitune.spec.run_directory import traceback_of
 from fitune.spec.serial import to_json
 from fitune.track.jsonl import read_metrics, step_ranges
 from fitune.train.current import Run
 from fitune.train.evaluate import compare_samples
 from fitune.train.export import Handover, trained_kind
-from fitune.train.failure import traceback_of, traceback_text
+from fitune.train.failure import traceback_text
 
 
 def complete(current: Run, model: LanguageModel | None = None) -> RunReport:
@@ -106,6 +108,7 @@ def _summary(current: Run, status: Status, reason: str) -> RunReport:
         steps_of_other_plan=current.steps_of_other_plan,
         best_eval_loss=None if math.isinf(current.best_eval_loss) else current.best_eval_loss,
         untold=current.retries,
+        ranks=current.rows,
     )
 
 
@@ -138,6 +141,7 @@ def summarise(
     best_eval_loss: float | None,
     steps_of_other_plan: int = 0,
     untold: Sequence[Retry] = (),
+    ranks: tuple[RankReport, ...] = (),
 ) -> RunReport:
     """``model`` None: the run ended before it was loaded. ``best_eval_loss`` is that of earlier attempts too.
 
@@ -166,7 +170,7 @@ def summarise(
         tokens_per_second_with_data=tokens / (busy + waited) if busy else 0.0,
         mfu=sum(s.mfu * s.step_seconds for s in steady) / busy if busy else 0.0,
         memory=_measured_memory(
-            of_this_plan, meter_kind, 0 if model is None else process_bytes(model.device)
+            of_this_plan, ranks, meter_kind, 0 if model is None else process_bytes(model.device)
         ),
         train_data=data.train_ledger,
         eval_data=data.eval_ledger,
@@ -174,6 +178,7 @@ def summarise(
         total_parameters=0 if model is None else count_weights(model.whole),
         retries=(*(retry for step in steps for retry in step.retries), *untold),
         steps_of_other_plan=steps_of_other_plan,
+        ranks=ranks,
         versions=_versions(),
     )
 
@@ -185,10 +190,13 @@ def _gap(steps: Sequence[StepReport]) -> str:
     return f"metrics.jsonl lacks steps {step_ranges(lost)}: every figure is without them" if lost else ""
 
 
-def _measured_memory(steps: Sequence[StepReport], kind: MeterKind, process: int) -> MeasuredMemory | None:
+def _measured_memory(
+    steps: Sequence[StepReport], ranks: Sequence[RankReport], kind: MeterKind, process: int
+) -> MeasuredMemory | None:
+    """The largest peaks of all measured steps, those of the other ranks too."""
     peaks: dict[Phase, int] = {}
-    for step in steps:
-        for phase, size in step.memory_bytes.items():
+    for measured in (*(step.memory_bytes for step in steps), *(rank.memory for rank in ranks)):
+        for phase, size in measured.items():
             peaks[phase] = max(peaks.get(phase, 0), size)
     return MeasuredMemory(kind=kind, phases=peaks, process_bytes=process) if peaks else None
 

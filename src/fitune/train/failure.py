@@ -25,13 +25,6 @@ from fitune.spec.reports import Failure
 from fitune.units import GIB, KIB, MIB
 
 TRACEBACK = "traceback.txt"
-LOGS = "logs"
-"""Folder of what the ranks after the first say: each has a file of its own."""
-
-
-def traceback_of(rank: int) -> str:
-    """File of a rank's traceback, below the run directory."""
-    return f"{LOGS}/rank{rank}-traceback.txt" if rank else TRACEBACK
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ from fitune.train.resume import (
     where_all_start,
     where_to_start,
 )
-from fitune.train.together import require_same_on_all, whole_on_first
+from fitune.train.together import require_same_on_all, rows_of_ranks, whole_on_first
 
 
 def run(
@@ -171,6 +171,7 @@ def _train_and_report(current: Run, start: Start) -> RunReport:
     report: RunReport | None = None
     try:
         stopped = _train(current, start)
+        current.rows = rows_of_ranks(current)
         whole = None if stopped else whole_on_first(current)
         report = current.ranks.from_first(
             lambda: interrupted(current, "stopped on request") if stopped else complete(current, whole)
@@ -240,6 +241,8 @@ def _steps(current: Run, start_step: int) -> Iterator[StepReport]:
     )
     for report in reports:
         current.position = current.loader.after(current.position)
+        if not current.ranks.is_alone:
+            current.done.append(report)
         yield report
 
 

@@ -11,6 +11,7 @@ from fitune.errors import RankFailed
 from fitune.models.language_model import LanguageModel
 from fitune.models.weights import compute_dtype
 from fitune.spec.plan import Plan
+from fitune.spec.reports import Phase, RankReport
 from fitune.spec.serial import to_json
 from fitune.train.again import with_weights
 from fitune.train.current import Run
@@ -40,6 +41,19 @@ def require_same_on_all(ranks: Ranks, plan: Plan, *, rows: str, base: str) -> No
                     f"{name} differs between rank 0 and rank {rank}{short}",
                     hint="the same files, the same recipe and the same versions on every machine",
                 )
+
+
+def rows_of_ranks(run: Run) -> tuple[RankReport, ...]:
+    """Peaks and step time of every rank; empty for one alone."""
+    if run.ranks.is_alone:
+        return ()
+    peaks: dict[Phase, int] = {}
+    for step in run.done:
+        for phase, size in step.memory_bytes.items():
+            peaks[phase] = max(peaks.get(phase, 0), size)
+    seconds = [step.step_seconds for step in run.done[1:] or run.done]
+    mean = sum(seconds) / len(seconds) if seconds else 0.0
+    return tuple(run.ranks.gathered(RankReport(rank=run.ranks.rank, memory=peaks, step_seconds=mean)))
 
 
 def whole_on_first(run: Run) -> LanguageModel | None:

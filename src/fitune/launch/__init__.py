@@ -1,0 +1,1 @@
+"""How the processes of a job are started: commands and environment from a Plan, and the launchers that run them."""

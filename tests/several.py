@@ -1,0 +1,104 @@
+"""Real processes on gloo for tests: each plan is trained by two of them or more, as torchrun would start them.
+
+Starting a process takes seconds, so one group trains all the plans that it is given, one after the other.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fitune.spec.plan import Plan
+from fitune.spec.serial import from_json, to_json
+
+TIMEOUT_SECONDS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run of ``plan``; ``stop_after`` steps it is asked to stop."""
+
+    plan: Plan
+    resume: bool | str = False
+    overwrite: bool = False
+    stop_after: int = 0
+
+
+def train_on(world: int, jobs: Sequence[Job], folder: Path) -> list[list[dict[str, Any]]]:
+    """For every rank, what it says of every job: the report's ``status`` and ``final_loss``, or its ``error``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, job in enumerate(jobs):
+        words = {"resume": job.resume, "overwrite": job.overwrite, "stop_after": job.stop_after}
+        (folder / f"job{number}.json").write_text(json.dumps({"plan": to_json(job.plan), **words}))
+    ended = start(world, [sys.executable, __file__, str(folder), str(len(jobs))])
+    for process in ended:
+        assert process.returncode == 0, process.stderr[-3000:]
+    return [[json.loads(line) for line in process.stdout.splitlines()] for process in ended]
+
+
+def start(world: int, command: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
+    """Run ``command`` as every rank of a group and wait for all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {
+        **os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    started = [
+        subprocess.Popen(
+            command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=TIMEOUT_SECONDS) for process in started]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        for process, (out, err) in zip(started, said, strict=True)
+    ]
+
+
+def as_rank(folder: Path, jobs: int) -> None:
+    """What one rank does: train every job and say how it ended, a line of JSON each."""
+    import torch
+
+    from fitune.engine.ranks import joined_ranks
+    from fitune.errors import FituneError
+    from fitune.train.current import Callbacks
+    from fitune.train.run import run
+
+    torch.set_num_threads(1)
+    with joined_ranks() as ranks:
+        for number in range(jobs):
+            job = json.loads((folder / f"job{number}.json").read_text())
+            asked = [0]
+
+            def stop_asked(asked: list[int] = asked, after: int = job["stop_after"]) -> bool:
+                asked[0] += 1
+                return after > 0 and asked[0] >= after
+
+            callbacks = Callbacks(
+                on_data=lambda data, loader, done: None,
+                on_note=lambda note: print(note, file=sys.stderr),
+                stop_asked=stop_asked,
+                answer=lambda model, conversations: ["" for _ in conversations],
+            )
+            try:
+                report = run(
+                    from_json(Plan, job["plan"]), callbacks=callbacks, resume=job["resume"],
+                    overwrite=job["overwrite"], ranks=ranks,
+                )  # fmt: skip
+                said = {"status": report.status, "final_loss": report.final_loss}
+            except FituneError as error:
+                said = {"error": error.message}
+            print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    as_rank(Path(sys.argv[1]), int(sys.argv[2]))

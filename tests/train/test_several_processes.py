@@ -1,0 +1,144 @@
+"""Several processes train the model of one: equal losses and weights, checkpoints that any number goes on from."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from conftest import plan_of
+from fitune.estimate.predict import predict_memory
+from fitune.spec.plan import Plan, Single, Zero
+from fitune.spec.reports import RunReport
+from fitune.spec.serial import from_json
+from fitune.track.jsonl import read_metrics
+from fitune.train.run import run
+from several import Job, train_on
+from train.test_run import callbacks
+
+LOSS, WEIGHT = 1e-5, 1e-6
+COMMON = {"max_steps": 6, "save_steps": 2, "val_fraction": 0.1, "eval_steps": 3}
+FULL = {"tuning": "full", "learning_rate": 1e-3}
+CASES = {
+    "lora, stage 3": ({"tuning": "lora"}, 3),
+    "full, stage 3": (FULL, 3),
+    "full, stage 2": ({**FULL, "gradient_checkpointing": 1}, 2),
+    "full, stage 1": ({**FULL, "optimizer": "momentum", "momentum": 0.9}, 1),
+    "qlora, stage 3": ({"tuning": "qlora", "packing": True, "micro_batch_size": 1}, 3),
+}
+STOPPED, MISCOUNTED = "stopped", "miscounted"
+
+
+def divided(plan: Plan, world: int, stage: int, output_dir: Path) -> Plan:
+    """``plan`` for ``world`` processes, at the same global batch: fewer micro-batches on each."""
+    steps = plan.batch.global_batch_size // world
+    micro = min(plan.batch.micro_batch_size, steps)
+    batch = replace(plan.batch, micro_batch_size=micro, accumulation=steps // micro)
+    hardware = replace(plan.hardware, gpus_per_node=world)
+    sharding = Single() if world == 1 else Zero(stage=stage, backend="fsdp")
+    return replace(
+        plan, batch=batch, hardware=hardware, sharding=sharding, run=replace(plan.run, output_dir=str(output_dir))
+    )  # fmt: skip
+
+
+def losses(folder: Path) -> list[float]:
+    return [step.loss for step in read_metrics(folder / "metrics.jsonl")]
+
+
+def evaluations(folder: Path) -> list[float]:
+    return [s.eval_loss for s in read_metrics(folder / "metrics.jsonl") if s.eval_loss is not None]
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """Of all exported weights, adapter or model."""
+    [file] = [*one.glob("adapter/*.safetensors"), *one.glob("model/*.safetensors")]
+    ours, theirs = load_file(file), load_file(other / file.relative_to(one))
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def make(
+    model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Plan]:
+    return partial(plan_of, model_folder, data_file, tmp_path_factory.mktemp("unused"), **COMMON)
+
+
+@pytest.fixture(scope="module")
+def results(make: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case by two processes and by one, a run that was stopped, and one with too few processes."""
+    folder = tmp_path_factory.mktemp("several")
+    jobs = []
+    for name, (settings, stage) in CASES.items():
+        plan = make(**settings)
+        run(divided(plan, 1, stage, folder / f"{name} alone"), callbacks=callbacks())
+        jobs.append(Job(plan=divided(plan, 2, stage, folder / name)))
+    jobs.append(Job(plan=divided(make(**FULL), 2, 3, folder / STOPPED), stop_after=3))
+    four = make(micro_batch_size=1, gradient_accumulation_steps=4)
+    jobs.append(Job(plan=divided(four, 4, 3, folder / MISCOUNTED)))
+    (folder / "said.json").write_text(json.dumps(train_on(2, jobs, folder / "jobs")))
+    return folder
+
+
+def said(results: Path) -> list[list[dict[str, Any]]]:
+    told: list[list[dict[str, Any]]] = json.loads((results / "said.json").read_text())
+    return told
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_train_the_model_of_one(results: Path, name: str) -> None:
+    alone = results / f"{name} alone"
+    assert losses(results / name) == pytest.approx(losses(alone), abs=LOSS)
+    assert evaluations(results / name) == pytest.approx(evaluations(alone), abs=LOSS)
+    assert largest_difference(results / name, alone) < WEIGHT
+
+
+def test_all_ranks_say_the_same(results: Path) -> None:
+    first, second = said(results)
+    assert first[:-1] == second[:-1]
+    assert [each["status"] for each in first[:-1]] == ["complete"] * len(CASES) + ["interrupted"]
+
+
+def test_the_report_has_a_row_for_every_rank(results: Path) -> None:
+    report = from_json(RunReport, (results / "full, stage 3" / "report.json").read_text())
+    assert [row.rank for row in report.ranks] == [0, 1]
+    assert report.memory is not None
+    assert report.memory.phases == {
+        phase: max(row.memory[phase] for row in report.ranks) for phase in report.memory.phases
+    }
+
+
+def test_measured_memory_of_a_rank_is_what_was_predicted(results: Path) -> None:
+    for name in CASES:
+        plan = from_json(Plan, (results / name / "plan.json").read_text())
+        report = from_json(RunReport, (results / name / "report.json").read_text())
+        predicted = predict_memory(plan).tensor_peak_bytes  # of full rows: the data's are shorter
+        assert report.memory is not None
+        assert report.memory.peak_bytes < 1.02 * predicted, name
+
+
+def test_another_number_of_processes_than_planned_is_refused(results: Path) -> None:
+    for rank in said(results):
+        assert "the plan is for 4 processes, and 2 were started" in rank[-1]["error"]
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_run_of_two_goes_on_with_another_number_of_processes(
+    make: Callable[..., Plan], results: Path, tmp_path: Path, world: int
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(results / STOPPED, broken, symlinks=True)
+    following = divided(make(**FULL), world, 2, broken)
+    if world == 1:
+        assert run(following, callbacks=callbacks(), resume=True).status == "complete"
+    else:
+        ended = train_on(world, [Job(plan=following, resume=True)], tmp_path / "jobs")
+        assert ended[0][0]["status"] == "complete"
+    straight = results / "full, stage 3 alone"
+    assert losses(broken) == pytest.approx(losses(straight), abs=LOSS)
+    assert largest_difference(broken, straight) < WEIGHT
