@@ -56,7 +56,7 @@ def make_plan(model_folder: Path, data_file: Path, tmp_path: Path) -> Callable[.
     return partial(plan_of, model_folder, data_file, tmp_path / "run")
 
 
-def plan_of(model_folder: Path, data_file: Path, output_dir: Path, **settings: object) -> Plan:
+def plan_of(model_folder: Path, data_file: Path, folder: Path, **settings: object) -> Plan:
     from fitune.planner.search import find_plan
     from fitune.spec.gpus import cpu_gpu, hardware_for
     from fitune.spec.model_config import load_model_spec
@@ -66,7 +66,7 @@ def plan_of(model_folder: Path, data_file: Path, output_dir: Path, **settings: o
     wanted = {
         "model": str(model_folder), "data": [str(data_file)], "tuning": "lora", "lora_r": 4, "precision": "fp32",
         "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
-        "max_steps": 6, "samples": 0, "output_dir": str(output_dir),
+        "max_steps": 6, "samples": 0, "output_dir": str(folder),
     }  # fmt: skip
     recipe = parse_recipe(canonical_keys({**wanted, **settings}, where="test"))
     hardware = hardware_for(
