@@ -9,7 +9,7 @@ import signal
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import psutil
 
@@ -17,9 +17,6 @@ from fitune.errors import RankFailed
 from fitune.files import remove
 from fitune.launch.command import RankCommand
 from fitune.spec.run_directory import LOGS, log_of
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 _SAVING_SECONDS = "600"
 """A rank that was asked to stop may finish its step and save for so long before it is killed."""
@@ -67,7 +64,7 @@ def run_ranks(command: RankCommand, *, directory: Path) -> Ended:
     return Ended(exit_code=0)
 
 
-def _one_file_a_rank(directory: Path) -> "LogsSpecs":
+def _one_file_a_rank(directory: Path) -> Any:
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class OneFile(LogsSpecs):  # type: ignore[misc]  # torch does not type it
