@@ -255,7 +255,7 @@ def reading_bar(
     """
     stream = sys.stderr if stream is None else stream
     if not stream.isatty():
-        yield _every(_LINE_EVERY_S, _Lines(stream, clock).show, clock)
+        yield _at_most_every(_LINE_EVERY_S, _LogLines(stream, clock).show, clock)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
@@ -278,12 +278,12 @@ def reading_bar(
         )  # fmt: skip
 
     try:
-        yield _every(_BAR_EVERY_S, show, clock)
+        yield _at_most_every(_BAR_EVERY_S, show, clock)
     finally:
         bar.stop()
 
 
-class _Lines:
+class _LogLines:
     """A line at a time, for a log."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
@@ -316,7 +316,7 @@ class ReadingPace:
         return f"{reading.rows:,} rows, {format_count(reading.tokens)} tokens, {rate}{left}"
 
 
-def _every(seconds: float, show: Show, clock: Callable[[], float]) -> Show:
+def _at_most_every(seconds: float, show: Show, clock: Callable[[], float]) -> Show:
     """``show`` at most once in so many seconds, and not at once."""
     due, shown = clock() + max(seconds, _SHOWN_AFTER_S), False
 

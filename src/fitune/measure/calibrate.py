@@ -180,7 +180,7 @@ def _subsets(count: int, *, most: int) -> Iterator[list[int]]:
 
 
 _SUMMED_BYTES = {"gloo": 32 * MIB, "nccl": 256 * MIB}
-_CALLS = 5
+_ALL_REDUCES = 5
 
 
 def collective_rates(device: torch.device) -> Collectives | None:
@@ -201,7 +201,7 @@ def _all_reduce_seconds(device: torch.device, elements: int) -> float:
     """The least of a few, the same number on every rank: a rank that calls once more would wait for ever."""
     buffer = torch.zeros(elements, device=device)
     times = []
-    for _ in range(_CALLS):
+    for _ in range(_ALL_REDUCES):
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(buffer)

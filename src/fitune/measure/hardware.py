@@ -160,7 +160,7 @@ def host_memory_bytes(*, cgroup: Path = _CGROUP, membership: str | None = None) 
     """Memory of the machine, or of the container when that is less."""
     import psutil
 
-    limits = memory_limits(cgroup, _read(Path("/proc/self/cgroup")) if membership is None else membership)
+    limits = memory_limits(cgroup, _text_of(Path("/proc/self/cgroup")) if membership is None else membership)
     return min([int(psutil.virtual_memory().total), *limits])
 
 
@@ -178,7 +178,9 @@ def memory_limits(cgroup: Path, membership: str) -> list[int]:
             (cgroup, "memory.max") if not controllers else (cgroup / "memory", "memory.limit_in_bytes")
         )
         own = root / path.strip("/")
-        limits += [_read(place / file).strip() for place in (own, *own.parents) if place.is_relative_to(root)]
+        limits += [
+            _text_of(place / file).strip() for place in (own, *own.parents) if place.is_relative_to(root)
+        ]
     return [int(text) for text in limits if text.isdecimal() and int(text) > 0]
 
 
@@ -190,13 +192,13 @@ def cpu_cores(*, cgroup: Path = _CGROUP) -> int:
 
 def has_bf16_products(*, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """True where the processor names instructions that multiply bf16: AVX512-BF16, AMX, or Arm's bf16."""
-    words = set(_read(cpuinfo).lower().split())
+    words = set(_text_of(cpuinfo).lower().split())
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def _cpu_shares(cgroup: Path) -> list[float]:
     """``cpu.max`` is "quota period" in microseconds, or "max period" without a limit."""
-    words = _read(cgroup / "cpu.max").split()
+    words = _text_of(cgroup / "cpu.max").split()
     return [int(words[0]) / int(words[1])] if len(words) == 2 and words[0].isdecimal() else []
 
 
@@ -206,7 +208,7 @@ def free_disk_bytes(path: Path) -> int:
     return shutil.disk_usage(existing).free if existing is not None else 0
 
 
-def _read(path: Path) -> str:
+def _text_of(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
@@ -246,12 +248,12 @@ def _found_gpus(nvml: ModuleType) -> Iterator[FoundGpu]:
         except nvml.NVMLError as error:
             raise _indescribable(index, error) from None
         try:
-            yield _describe(nvml, index, handle)
+            yield _found_gpu(nvml, index, handle)
         except nvml.NVMLError as error:
             raise _indescribable(index, error) from None
 
 
-def _describe(nvml: ModuleType, index: int, handle: Any) -> FoundGpu:
+def _found_gpu(nvml: ModuleType, index: int, handle: Any) -> FoundGpu:
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     return FoundGpu(
         index=index,
@@ -278,12 +280,12 @@ def visible_gpus(found: tuple[FoundGpu, ...], environment: Mapping[str, str]) ->
     for word in (part.strip() for part in wanted.split(",")):
         if word.startswith("MIG-"):
             raise HardwareError(f"CUDA_VISIBLE_DEVICES = {wanted!r}: slices of a GPU (MIG) are not supported")
-        match = next((gpu for gpu in found if _names(word, gpu)), None)
+        match = next((gpu for gpu in found if _is_named(word, gpu)), None)
         if match is None or match in chosen:
             break
         chosen.append(match)
     return tuple(chosen)
 
 
-def _names(word: str, gpu: FoundGpu) -> bool:
+def _is_named(word: str, gpu: FoundGpu) -> bool:
     return word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))

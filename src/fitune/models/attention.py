@@ -51,7 +51,11 @@ class Rows:
 
 
 # transformers reads meaning into names that contain "sdpa" or "flash"; these contain neither.
-_NAMES: dict[Attention, str] = {"flash": "rows_at_once", "sdpa": "rows", "eager": "rows_written_out"}
+_REGISTERED_NAMES: dict[Attention, str] = {
+    "flash": "rows_at_once",
+    "sdpa": "rows",
+    "eager": "rows_written_out",
+}
 
 
 def use_attention(model: PreTrainedModel, attention: Attention) -> None:
@@ -60,7 +64,7 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> None:
     Families that bring their own attention classes (Falcon) keep them, and are given a mask instead.
     """
     if attends_by_rows(model):
-        model.set_attn_implementation(_NAMES[attention])
+        model.set_attn_implementation(_REGISTERED_NAMES[attention])
 
 
 def attends_by_rows(model: PreTrainedModel) -> bool:
@@ -266,11 +270,11 @@ _FUNCTIONS: dict[Attention, Any] = {
     "eager": rows_eager,
 }
 for _attention, _function in _FUNCTIONS.items():
-    AttentionInterface.register(_NAMES[_attention], torch.compiler.disable(_function))
-    AttentionMaskInterface.register(_NAMES[_attention], _no_mask)
+    AttentionInterface.register(_REGISTERED_NAMES[_attention], torch.compiler.disable(_function))
+    AttentionMaskInterface.register(_REGISTERED_NAMES[_attention], _no_mask)
 
 
-_rows: ContextVar[tuple[int, ...] | None] = ContextVar("_rows", default=None)
+_stream_rows: ContextVar[tuple[int, ...] | None] = ContextVar("_stream_rows", default=None)
 
 
 def turn_by_rows(model: PreTrainedModel) -> None:
@@ -284,11 +288,11 @@ def turn_by_rows(model: PreTrainedModel) -> None:
 @contextmanager
 def rows_of_lengths(lengths: Sequence[int]) -> Iterator[None]:
     """A call of the model inside is given one stream of rows of these lengths."""
-    token = _rows.set(tuple(lengths))
+    token = _stream_rows.set(tuple(lengths))
     try:
         yield
     finally:
-        _rows.reset(token)
+        _stream_rows.reset(token)
 
 
 def longrope_boundary(config: PretrainedConfig) -> int:
@@ -313,7 +317,7 @@ def _by_rows(module: nn.Module, whole_call: Callable[..., Any]) -> Callable[...,
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         of_layer = {} if layer_type is None else {"layer_type": layer_type}
         kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
-        lengths = _rows.get()
+        lengths = _stream_rows.get()
         if lengths is None or not _depends_on_length(kind):
             return whole_call(x, position_ids, **of_layer)
         name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"

@@ -53,7 +53,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Raises ModelError naming the file, and the tensor, when weights are missing, pickled or damaged.
     """
-    files, placed = _weight_files(folder)
+    files, placed = _placed_files(folder)
     found: dict[str, StoredTensor] = {}
     for file in files:
         for name, tensor in read_header(file).items():
@@ -69,7 +69,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _weight_files(folder: Path) -> tuple[Sequence[Path], Mapping[str, Path]]:
+def _placed_files(folder: Path) -> tuple[Sequence[Path], Mapping[str, Path]]:
     """The files to read, and where the index places each tensor; empty without an index."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE], {}
@@ -232,7 +232,7 @@ def identity(path: str) -> str:
     folder = Path(path)
     if not path or not folder.is_dir():
         return path
-    return f"{folder.resolve().name}, files {_hash_of(_files(folder, _MODEL_FILES))}"
+    return f"{folder.resolve().name}, files {_hash_of(_files_of(folder, _MODEL_FILES))}"
 
 
 def base_reference(path: str) -> str:
@@ -244,10 +244,10 @@ def base_reference(path: str) -> str:
 def weights_identity(path: str) -> str:
     """A hash of the weights alone, whatever the folder is called; a Hub id as it is."""
     folder = Path(path)
-    return _hash_of(_files(folder, (".safetensors",))) if folder.is_dir() else path
+    return _hash_of(_files_of(folder, (".safetensors",))) if folder.is_dir() else path
 
 
-def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+def _files_of(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.suffix in suffixes and file.is_file())
 
 
@@ -277,7 +277,7 @@ _SETTLED_S = 2.0
 def remembered(file: Path) -> str | None:
     """The hash that ``remember`` was told, when the file is still the same one by all that the system says of it."""
     try:
-        entry = json.loads(read_text(_entry(file), follow_links=False))
+        entry = json.loads(read_text(_place_of_hash(file), follow_links=False))
         return str(entry["sha256"]) if entry["file"] == _facts(file, file.stat()) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # never hashed, or an entry that cannot be read: it is hashed again
@@ -290,7 +290,7 @@ def remember(file: Path, sha256: str, *, as_of: os.stat_result) -> None:
     with suppress(OSError):
         is_settled = time.time() - max(as_of.st_mtime, as_of.st_ctime) > _SETTLED_S
         if is_settled and facts == _facts(file, file.stat()):
-            entry = _entry(file)
+            entry = _place_of_hash(file)
             entry.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(entry, json.dumps({"file": facts, "sha256": sha256}))
 
@@ -307,6 +307,6 @@ def _facts(file: Path, state: os.stat_result) -> dict[str, str | int]:
     }
 
 
-def _entry(file: Path) -> Path:
+def _place_of_hash(file: Path) -> Path:
     name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
     return cache_folder() / "hashes" / f"{name}.json"

@@ -32,7 +32,7 @@ from fitune.spec.plan import Dense, Plan, Precision, Quantiser
 
 _DENSE = Dense()
 
-_DTYPES = {
+_COMPUTE_DTYPES = {
     Precision.FP32: torch.float32,
     Precision.BF16: torch.bfloat16,
     Precision.BF16_MASTER: torch.bfloat16,
@@ -42,7 +42,7 @@ _DTYPES = {
 
 def compute_dtype(precision: Precision) -> torch.dtype:
     """torch's type of weights and activations."""
-    return _DTYPES[precision]
+    return _COMPUTE_DTYPES[precision]
 
 
 def load_model(
@@ -137,7 +137,7 @@ def _check_complete(path: str, report: dict[str, Any], stored: Mapping[str, Stor
         f"{title}: {', '.join(names[:5])}"
         for title, names in (
             (f"missing in {files}", missing),
-            ("of another shape", _shapes(report["mismatched_keys"], place)),
+            ("of another shape", _misshapen(report["mismatched_keys"], place)),
             ("unknown to the model", [name + place(name) for name in unknown]),
         )
         if names
@@ -194,7 +194,7 @@ def _check_tied(path: str, model: PreTrainedModel) -> None:
         )
 
 
-def _shapes(mismatched: Any, place: Callable[[str], str]) -> list[str]:
+def _misshapen(mismatched: Any, place: Callable[[str], str]) -> list[str]:
     """``name (384, 32) in model.safetensors, config.json says (100, 32)``, in a fixed order."""
     return sorted(
         f"{name} {tuple(found)}{place(name)}, config.json says {tuple(wanted)}"
@@ -202,7 +202,7 @@ def _shapes(mismatched: Any, place: Callable[[str], str]) -> list[str]:
     )
 
 
-_NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def stored_dtype(path: str) -> torch.dtype | None:
@@ -211,7 +211,7 @@ def stored_dtype(path: str) -> torch.dtype | None:
     for tensor in stored_tensors(model_folder(path)).values():
         sizes[tensor.dtype] += tensor.size_bytes
     (name, _), *_ = sizes.most_common(1)
-    return _NAMES.get(name)
+    return _STORED_DTYPES.get(name)
 
 
 _SHOWN = 5
@@ -265,7 +265,7 @@ def planned_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
                 hint="leave it out",
             )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plan.added_tokens])
-    largest, rows = max(_ids(tokenizer, plan.added_tokens)), plan.model.vocab_size
+    largest, rows = max(_token_ids(tokenizer, plan.added_tokens)), plan.model.vocab_size
     if largest >= rows:
         raise ModelError(
             f"{plan.model_path}: the tokenizer gives an added token the id {largest}, and the plan has {rows} rows",
@@ -289,15 +289,15 @@ def add_rows(model: PreTrainedModel, plan: Plan) -> None:
     """Give ``model`` the plan's rows; those of new tokens and beyond the old table begin as the mean of the others."""
     if not plan.added_tokens:
         return
-    ids = _ids(planned_tokenizer(plan), plan.added_tokens)
+    ids = _token_ids(planned_tokenizer(plan), plan.added_tokens)
     old, rows = resized(model, plan.model.vocab_size), plan.model.vocab_size
     fresh = torch.tensor(sorted({*ids, *range(old, rows)}))
     learned = min(old, *ids)
     generator = torch.Generator().manual_seed(plan.run.seed)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    _begin(embedding.weight, fresh, learned, generator)
+    _start_rows(embedding.weight, fresh, learned, generator)
     if head.weight is not embedding.weight:
-        _begin(head.weight, fresh, learned, generator)
+        _start_rows(head.weight, fresh, learned, generator)
     if getattr(head, "bias", None) is not None:
         head.bias[fresh] = head.bias[:learned].mean()
 
@@ -310,7 +310,7 @@ def resized(model: PreTrainedModel, rows: int) -> int:
     return old
 
 
-def _begin(table_VD: Tensor, fresh: Tensor, learned: int, generator: torch.Generator) -> None:
+def _start_rows(table_VD: Tensor, fresh: Tensor, learned: int, generator: torch.Generator) -> None:
     rows_VD = table_VD[:learned]
     mean_D = rows_VD.mean(dim=0, dtype=torch.float32)
     square_D = torch.linalg.vector_norm(rows_VD, dim=0, dtype=torch.float32).square() / learned
@@ -319,6 +319,6 @@ def _begin(table_VD: Tensor, fresh: Tensor, learned: int, generator: torch.Gener
     table_VD[fresh.to(table_VD.device)] = (mean_D + NOISE * spread_D * noise_ND).to(table_VD.dtype)
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[int]:
+def _token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[int]:
     found: Any = tokenizer.convert_tokens_to_ids([*tokens])
     return list(found)

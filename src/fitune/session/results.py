@@ -144,7 +144,7 @@ def _explain_rehearsal(rehearsed: Rehearsed) -> str:
             wrapped(describe_plan(plan)),
             wrapped(f"on fake tensors, {how}"),
             "",
-            *_table(estimate, rehearsal),
+            *_rehearsal_table(estimate, rehearsal),
             "",
             wrapped(_kinds_line(rehearsal)),
             wrapped(
@@ -155,17 +155,21 @@ def _explain_rehearsal(rehearsed: Rehearsed) -> str:
     )
 
 
-def _table(estimate: Estimate, rehearsal: Rehearsal) -> list[str]:
+def _rehearsal_table(estimate: Estimate, rehearsal: Rehearsal) -> list[str]:
     rows = [("", "estimated", "rehearsed", "error")]
     for phase, kinds in rehearsal.phases.items():
-        rows.append(_row(phase.value, sum(estimate.memory.phases[phase].values()), sum(kinds.values())))
-    rows.append(_row("peak of tensors", estimate.memory.tensor_peak_bytes, rehearsal.tensor_peak_bytes))
+        rows.append(
+            _rehearsal_row(phase.value, sum(estimate.memory.phases[phase].values()), sum(kinds.values()))
+        )
+    rows.append(
+        _rehearsal_row("peak of tensors", estimate.memory.tensor_peak_bytes, rehearsal.tensor_peak_bytes)
+    )
     if rehearsal.outside:
-        rows.append(_row("with overheads", estimate.peak_bytes, rehearsal.peak_bytes))
+        rows.append(_rehearsal_row("with overheads", estimate.peak_bytes, rehearsal.peak_bytes))
     return [f"  {name:<16}{one:>14}{other:>14}{error:>11}" for name, one, other, error in rows]
 
 
-def _row(name: str, estimated: int, rehearsed: int) -> tuple[str, str, str, str]:
+def _rehearsal_row(name: str, estimated: int, rehearsed: int) -> tuple[str, str, str, str]:
     error = format_percent(estimated / rehearsed - 1, signed=True)
     return name, format_bytes(estimated), format_bytes(rehearsed), error
 
