@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 
 KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
@@ -100,3 +101,14 @@ def format_number(value: float, *, digits: int = 4) -> str:
 def format_learning_rate(value: float) -> str:
     """``1.9e-04``."""
     return "0" if value == 0 else f"{value:.1e}"
+
+
+def as_ranges(numbers: Iterable[int]) -> str:
+    """``0–3, 7``, in ascending order."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{s[0]}–{s[-1]}" if len(s) > 1 else str(s[0]) for s in runs)

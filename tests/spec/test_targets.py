@@ -5,7 +5,8 @@ import pytest
 from fitune.errors import RecipeError
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.recipe import canonical_keys, parse_recipe
-from fitune.spec.targets import Adapted, as_ranges, resolve_adapted, resolve_layers
+from fitune.spec.targets import Adapted, resolve_adapted, resolve_layers
+from fitune.units import as_ranges
 from plans import known, small_llama
 
 LLAMA = small_llama(num_hidden_layers=12)

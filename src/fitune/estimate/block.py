@@ -181,38 +181,18 @@ def _norm(site: Site, name: str, *, passes: bool, read_by: Sequence[Linear]) -> 
     output = activations.linear_input_kept(
         tokens=t, size=h, element_bytes=e, needed=site.reads_input(read_by) and bool(read_by)
     )
-    freed = int(output > 0) + int(site.full)
-    weights = h if site.full else 0
-    if model.norm_type == "layer":
-        kept = activations.layer_norm_kept(
-            tokens=t, size=h, groups=1, element_bytes=e, gradient_passes=passes, trained=site.full
-        )
-        backward = transient.layer_norm_backward(
-            tokens=t, hidden=h, element_bytes=e, freed_sizes=int(output > 0)
-        )
-        weights *= 2
-    elif site.fused:
-        kept = activations.fused_rms_norm_kept(
-            tokens=t, size=h, groups=1, element_bytes=e, gradient_passes=passes, trained=site.full
-        )
-        backward = transient.layer_norm_backward(
-            tokens=t, hidden=h, element_bytes=e, freed_sizes=int(output > 0)
-        )
-    else:
-        kept = activations.rms_norm_kept(
-            tokens=t,
-            size=h,
-            groups=1,
-            element_bytes=e,
-            gradient_passes=passes,
-            trained=site.full,
-            scaled_in_fp32=model.scales_norms_in_fp32,
-        )
+    written_out = model.norm_type == "rms" and not site.fused
+    if written_out:
+        freed = int(output > 0) + int(site.full)
         backward = transient.rms_norm_backward(tokens=t, hidden=h, element_bytes=e, freed_sizes=freed)
+    else:
+        freed = int(output > 0)
+        backward = transient.layer_norm_backward(tokens=t, hidden=h, element_bytes=e, freed_sizes=freed)
+    weights = (h if model.norm_type == "rms" else 2 * h) if site.full else 0
     making = transient.fused_rms_norm_forward if site.fused else transient.rms_norm_forward
     return Stage(
         name=name,
-        kept=kept + output,
+        kept=site.norm_kept(size=h, groups=1, passes=passes) + output,
         forward=making(tokens=t, hidden=h, element_bytes=e),
         backward=backward if passes or site.full else 0,
         gradients=weights * e,

@@ -340,7 +340,7 @@ def unpacking_bytes(plan: Plan) -> int:
 
 
 def gradients_bytes(plan: Plan) -> int:
-    """P_trained · e: a gradient has the type of its weight. Whole; gradients.py says what rests where."""
+    """P_trained · e: a gradient has the type of its weight. Whole; states.py says what rests where."""
     return trained_parameters(plan) * plan.precision.compute_bytes
 
 

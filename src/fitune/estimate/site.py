@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fitune.estimate import activations, transient
 from fitune.estimate.parameters import dequantisation_workspace_bytes, is_quantised
@@ -118,6 +119,17 @@ class Site:
         return activations.dropout_kept(
             tokens=self.shape.tokens, size=self.model.hidden_size, mask_bytes=self.dropout_mask_bytes
         )
+
+    def norm_kept(self, *, size: int, groups: int, passes: bool) -> int:
+        """Kept by a norm: LayerNorm, Liger's RMSNorm, or transformers' own."""
+        t, e, full = self.shape.tokens, self.element_bytes, self.full
+        if self.model.norm_type == "layer":
+            kept = activations.layer_norm_kept
+        elif self.fused:
+            kept = activations.fused_rms_norm_kept
+        else:
+            kept = partial(activations.rms_norm_kept, scaled_in_fp32=self.model.scales_norms_in_fp32)
+        return kept(tokens=t, size=size, groups=groups, element_bytes=e, gradient_passes=passes, trained=full)
 
     def dropout_backward(self, rate: float) -> int:
         """More at the worst moment of the linear before such a dropout."""

@@ -62,15 +62,7 @@ def _queries_keys_values(site: Site, projections: Sequence[Linear]) -> int:
     if model.qk_norm == "none":
         return kept
     size, groups = _normed(site, projections)
-    sizes = {"tokens": t, "size": size, "groups": groups, "element_bytes": e}
-    if model.norm_type == "layer":
-        return kept + activations.layer_norm_kept(**sizes, gradient_passes=True, trained=site.full)
-    if site.fused:
-        return kept + activations.fused_rms_norm_kept(**sizes, gradient_passes=True, trained=site.full)
-    norm = activations.rms_norm_kept(
-        **sizes, gradient_passes=True, trained=site.full, scaled_in_fp32=model.scales_norms_in_fp32,
-    )  # fmt: skip
-    return kept + norm
+    return kept + site.norm_kept(size=size, groups=groups, passes=True)
 
 
 def _normed(site: Site, projections: Sequence[Linear]) -> tuple[int, int]:

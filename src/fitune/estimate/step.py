@@ -88,7 +88,7 @@ class StepStages:
     hidden: int
     """The last hidden state, t · e · h; also the size of a block's input and of their gradients."""
     logit_bytes: int = 0
-    """Alive for each logit where another trainer makes all of them; 0: fitune's loss (loss.py)."""
+    """Alive for each logit where another trainer makes all of them; 0: fitune's loss."""
     gradient_bytes: int = 0
     """Bytes of one element of a fresh gradient; 0: those of the compute type."""
     fp32_stream: bool = False

@@ -9,10 +9,9 @@ from fitune.spec.counts import blocks_gone_back_through
 from fitune.spec.model import NO_DROPOUT, ModelSpec
 from fitune.spec.plan import Dense, Lora, Plan
 from fitune.spec.recipe import Recipe
-from fitune.spec.targets import as_ranges
 from fitune.spec.traits import falls_back_to_scores
 from fitune.spec.words import describe_dropout
-from fitune.units import format_bytes, format_count
+from fitune.units import as_ranges, format_bytes, format_count
 
 
 def adapter_decisions(recipe: Recipe, plan: Plan) -> Iterator[str]:

@@ -38,9 +38,8 @@ from fitune.spec.plan import (
     Zero,
     updates_in_backward,
 )
-from fitune.spec.targets import as_ranges
 from fitune.spec.words import describe_devices, describe_placement, method_parts
-from fitune.units import format_bytes, format_learning_rate
+from fitune.units import as_ranges, format_bytes, format_learning_rate
 
 _PRECISIONS = {
     Precision.FP32: "32-bit floats",

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.model import Linear, ModelSpec
+from fitune.units import as_ranges
 
 _parser: Any = import_module("re._parser")  # the tree that re itself compiles from
 
@@ -286,14 +287,3 @@ def _unmatched(model: ModelSpec, pattern: str) -> RecipeError:
 def _listed(numbers: Sequence[int]) -> str:
     """``blocks 0–3, 7``."""
     return f"block{'s' if len(numbers) > 1 else ''} {as_ranges(numbers)}" if numbers else "all blocks"
-
-
-def as_ranges(numbers: Sequence[int]) -> str:
-    """``0–3, 7`` for ascending numbers."""
-    stretches: list[list[int]] = []
-    for number in numbers:
-        if stretches and number == stretches[-1][-1] + 1:
-            stretches[-1].append(number)
-        else:
-            stretches.append([number])
-    return ", ".join(f"{s[0]}–{s[-1]}" if len(s) > 1 else str(s[0]) for s in stretches)

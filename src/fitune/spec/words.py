@@ -25,8 +25,7 @@ from fitune.spec.plan import (
     Tuning,
     Zero,
 )
-from fitune.spec.targets import as_ranges
-from fitune.units import format_bytes
+from fitune.units import as_ranges, format_bytes
 
 
 def describe_plan(plan: Plan) -> str:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +12,7 @@ from fitune.errors import RunDirectoryError
 from fitune.files import open_for_append, open_regular, write_atomically
 from fitune.spec.reports import StepReport
 from fitune.spec.serial import from_data, parse_json, to_data
+from fitune.units import as_ranges
 
 
 class MetricsLog:
@@ -138,17 +139,6 @@ def _reports(path: Path) -> Iterator[tuple[StepReport, bytes]]:
         yield _report(data, where=f"{path}:{number}"), raw
 
 
-def step_ranges(steps: Iterable[int]) -> str:
-    """``steps`` in order, runs of them as one: "3–5, 9"."""
-    ranges: list[list[int]] = []
-    for step in sorted(steps):
-        if ranges and step == ranges[-1][1] + 1:
-            ranges[-1][1] = step
-        else:
-            ranges.append([step, step])
-    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in ranges)
-
-
 def _difference(found: bytes, saved: bytes, step: int) -> str:
     """How the lines of ``found`` up to ``step`` differ from those that were saved, in words."""
     steps, unreadable = _steps_in(found)
@@ -158,9 +148,9 @@ def _difference(found: bytes, saved: bytes, step: int) -> str:
     doubled = [number for number, count in earlier.items() if count > 1]
     causes = []
     if lost:
-        causes.append(f"steps missing: {step_ranges(lost)}")
+        causes.append(f"steps missing: {as_ranges(lost)}")
     if doubled:
-        causes.append(f"steps there more than once: {step_ranges(doubled)}")
+        causes.append(f"steps there more than once: {as_ranges(doubled)}")
     if unreadable:
         causes.append(f"lines that cannot be read: {unreadable}")
     if not causes and not found.startswith(saved):

@@ -63,33 +63,26 @@ class GuardedSink:
         self._sink: Sink | None = sink
 
     def start(self, plan: Plan, run_name: str) -> None:
-        if self._sink is not None:
-            try:
-                self._sink.start(plan, run_name)
-            except self.failures as error:
-                self._drop(error)
+        self._tell(lambda sink: sink.start(plan, run_name))
 
     def step(self, report: StepReport) -> None:
-        if self._sink is not None:
-            try:
-                self._sink.step(report)
-            except self.failures as error:
-                self._drop(error)
+        self._tell(lambda sink: sink.step(report))
 
     def finish(self, report: RunReport | None) -> None:
-        if self._sink is not None:
-            try:
-                self._sink.finish(report)
-            except self.failures as error:
-                self._drop(error)
+        self._tell(lambda sink: sink.finish(report))
 
-    def _drop(self, error: Exception) -> None:
-        self._sink = None
-        warnings.warn(
-            f"tracker {self.name} failed and is left out from here on: {type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    def _tell(self, what: Callable[[Sink], None]) -> None:
+        if self._sink is None:
+            return
+        try:
+            what(self._sink)
+        except self.failures as error:
+            self._sink = None
+            warnings.warn(
+                f"tracker {self.name} failed and is left out from here on: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 class TensorBoardSink:

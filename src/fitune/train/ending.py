@@ -27,11 +27,12 @@ from fitune.spec.reports import (
 )
 from fitune.spec.run_directory import traceback_of
 from fitune.spec.serial import to_json
-from fitune.track.jsonl import read_metrics, step_ranges
+from fitune.track.jsonl import read_metrics
 from fitune.train.current import Run
 from fitune.train.evaluate import compare_samples
 from fitune.train.export import Handover, trained_kind
 from fitune.train.failure import traceback_text
+from fitune.units import as_ranges
 
 
 def complete(current: Run, model: LanguageModel | None = None) -> RunReport:
@@ -187,7 +188,7 @@ def _gap(steps: Sequence[StepReport]) -> str:
     """Which steps the log lacks; empty when it has all up to its last."""
     last = steps[-1].step if steps else 0
     lost = set(range(1, last + 1)) - {step.step for step in steps}
-    return f"metrics.jsonl lacks steps {step_ranges(lost)}: every figure is without them" if lost else ""
+    return f"metrics.jsonl lacks steps {as_ranges(lost)}: every figure is without them" if lost else ""
 
 
 def _measured_memory(
