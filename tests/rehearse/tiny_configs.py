@@ -22,7 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
     "qwen3_moe": {"num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 64, "num_experts": 8},
 }
-_OTHERS: dict[str, dict[str, Any]] = {
+OTHERS: dict[str, dict[str, Any]] = {
     "phi": {"intermediate_size": 256, "num_key_value_heads": None},
     "gpt2": {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "num_key_value_heads": None},
     "falcon": {"alibi": False, "parallel_attn": True, "multi_query": True, "new_decoder_architecture": False},
@@ -32,7 +32,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
 
 def tiny(family: str, **different: Any) -> tuple[PretrainedConfig, ModelSpec]:
     config = AutoConfig.for_model(
-        family, **{**_GATED, **FAMILIES.get(family, {}), **_OTHERS.get(family, {}), **different}
+        family, **{**_GATED, **FAMILIES.get(family, {}), **OTHERS.get(family, {}), **different}
     )
     values = {**config.to_dict(), "dtype": None, "torch_dtype": None}
     return config, spec_from_config(values, name=f"tiny/{family}")

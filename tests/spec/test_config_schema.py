@@ -27,6 +27,13 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4, "vocab_size": 160, "max_position_embeddings": 64, "hidden_act": "silu",
 }  # fmt: skip
 
+UNUSED_DROPOUTS = {
+    ("gpt2", "summary_first_dropout"),
+    ("phi3", "embd_pdrop"),
+    ("falcon", "attention_dropout"),  # of parallel blocks; used in sequential ones
+}
+"""In transformers' configs, and not in its language models."""
+
 NONSENSE = {
     "hidden_act": [5, "sil", ["silu"]],
     "rms_norm_eps": ["abc", float("nan"), float("inf"), -1e-5, 10**400, True, [1e-5]],
@@ -110,6 +117,16 @@ def test_every_field_of_transformers_is_in_the_table(family: str) -> None:
         and not field.name.endswith("_pdrop")
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_dropout_of_the_config_is_part_of_the_spec(family: str) -> None:
+    """Masks take memory: a dropout that nobody reads would make the estimate too small."""
+    config = json.loads(CONFIG_MAPPING[family]().to_json_string())
+    for name, value in config.items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, int | float):
+            less, more = (spec_from_config({**config, name: p}, name=family) for p in (0.0, 0.25))
+            assert (less != more) == ((family, name) not in UNUSED_DROPOUTS), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
