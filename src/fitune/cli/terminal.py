@@ -253,9 +253,14 @@ def reading_bar(
 
     The terminal is given back when reading fails half-way, too.
     """
-    stream = sys.stderr if stream is None else stream
+    stream, pace = sys.stderr if stream is None else stream, ReadingPace(clock)
+
+    def print_line(reading: Reading) -> None:
+        what = "tokenised" if reading.doing == "done" else reading.doing
+        print(f"{what}: {pace.words(reading)}", file=stream, flush=True)
+
     if not stream.isatty():
-        yield _at_most_every(_LINE_EVERY_S, _LogLines(stream, clock).show, clock)
+        yield _at_most_every(_LINE_EVERY_S, print_line, clock)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
@@ -265,7 +270,6 @@ def reading_bar(
         console=Console(file=stream), transient=True,
     )  # fmt: skip
     task = bar.add_task("", total=None, note="")
-    pace = ReadingPace(clock)
 
     def show(reading: Reading) -> None:
         if reading.doing == "done":
@@ -281,17 +285,6 @@ def reading_bar(
         yield _at_most_every(_BAR_EVERY_S, show, clock)
     finally:
         bar.stop()
-
-
-class _LogLines:
-    """A line at a time, for a log."""
-
-    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._stream, self._pace = stream, ReadingPace(clock)
-
-    def show(self, reading: Reading) -> None:
-        what = "tokenised" if reading.doing == "done" else reading.doing
-        print(f"{what}: {self._pace.words(reading)}", file=self._stream, flush=True)
 
 
 class ReadingPace:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import DataError
-from fitune.files import open_regular, read_bytes, sync_tree, write_synced
+from fitune.files import cache_folder, open_regular, read_bytes, sync_tree, write_synced
 from fitune.units import GIB, MIB
 
 _CODE_VERSION = 3
@@ -32,9 +32,8 @@ def ignore_bytes(_count: int) -> None:
 
 
 def folder_of(cache_dir: str) -> Path:
-    """``cache_dir``, else $FITUNE_CACHE, else ~/.cache/fitune; tokenised data is in ``tokens`` inside."""
-    root = cache_dir or os.environ.get("FITUNE_CACHE") or "~/.cache/fitune"
-    return Path(root).expanduser() / "tokens"
+    """``tokens`` in ``cache_dir``, or else where fitune keeps what it can make again."""
+    return (Path(cache_dir).expanduser() if cache_dir else cache_folder()) / "tokens"
 
 
 def key_of(settings: dict[str, Any], *, tokenizer: Any, template: str) -> str:

@@ -76,19 +76,9 @@ class AdapterConfig(BaseModel):
 
     def for_peft(self, **settled: Any) -> LoraConfig:
         """PEFT's own config of this one: nothing else of the file, and ``settled`` in place of what it says."""
-        words: dict[str, Any] = {
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.base_model_name_or_path,
-            "r": self.r,
-            "lora_alpha": self.lora_alpha,
-            "lora_dropout": self.lora_dropout,
-            "fan_in_fan_out": self.fan_in_fan_out,
-            "use_rslora": self.use_rslora,
-            "use_dora": self.use_dora,
-            "lora_bias": self.lora_bias,
-            "modules_to_save": self.modules_to_save,
-            "init_lora_weights": True if self.init_lora_weights == "eva" else self.init_lora_weights,
-        }
+        words = self.model_dump(include=_FOR_PEFT) | {"task_type": "CAUSAL_LM"}
+        if self.init_lora_weights == "eva":
+            words["init_lora_weights"] = True
         return LoraConfig(**{**words, **settled})
 
     @property
@@ -99,6 +89,10 @@ class AdapterConfig(BaseModel):
         )
 
 
+_FOR_PEFT = {
+    "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora", "use_dora",
+    "lora_bias", "modules_to_save", "init_lora_weights",
+}  # fmt: skip
 _UNSUPPORTED = (
     "trainable_token_indices", "target_parameters", "layer_replication", "alora_invocation_tokens", "megatron_config",
     "use_qalora", "use_bdlora", "arrow_config", "velora_config", "monteclora_config", "kasa_config",
