@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from fitune.cli import main as fitune
 from fitune.errors import MissingExtra
 from fitune.report import html
-from fitune.track.jsonl import read_metrics
+from fitune.track.metrics import read_metrics
 
 CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "symlink", "unlink", "rmdir", "fstat")
 STEPS = 8

@@ -13,11 +13,11 @@ from fitune.checkpoint.layout import staged
 from fitune.checkpoint.state import TrainState
 from fitune.errors import FituneError, RunDirectoryError
 from fitune.files import open_for_append, remove_stale_siblings, temporary_sibling, write_atomically
-from fitune.report.run_files import read_run
+from fitune.report.compare import read_run
 from fitune.score.answers import append_lines, read_answers
 from fitune.spec.plan import Plan
 from fitune.spec.run_directory import FILES, FOLDERS, lock_directory, require_real_files
-from fitune.track.jsonl import MetricsLog
+from fitune.track.metrics import MetricsLog
 from fitune.train.directory import remove_run, require_own_directory
 
 Call = Callable[..., tuple[int, str, str]]

@@ -18,7 +18,7 @@ from fitune.engine.protocol import EngineState
 from fitune.models.language_model import LanguageModel
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
-from fitune.track.jsonl import read_metrics
+from fitune.track.metrics import read_metrics
 from fitune.train import loop
 
 Call = Callable[..., tuple[int, str, str]]

@@ -13,7 +13,7 @@ from fitune.data.loader import GlobalBatch, Loader, LoaderState
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.serial import from_json
-from fitune.track.jsonl import read_metrics
+from fitune.track.metrics import read_metrics
 
 Call = Callable[..., tuple[int, str, str]]
 

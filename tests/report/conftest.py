@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fitune.report.run_files import Prediction, RunnerUp
+from fitune.report.compare import Prediction, RunnerUp
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.plan import (
@@ -282,7 +282,7 @@ output_dir: runs/demo/lora
 
 def write_run(directory: Path) -> Path:
     """All the files of a run that went well."""
-    from fitune.track.jsonl import MetricsLog
+    from fitune.track.metrics import MetricsLog
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "plan.json").write_text(to_json(make_plan()))

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from fitune.report.compare import Row, compare, comparison_table
-from fitune.report.run_files import Prediction
+from fitune.report.compare import Prediction, Row, compare, comparison_table
 from fitune.spec.reports import MeasuredMemory, MemoryBreakdown, Phase, RunReport, StepReport
 
 MIB = 1024**2

@@ -10,7 +10,7 @@ import pytest
 
 from fitune.errors import RunDirectoryError
 from fitune.spec.reports import StepReport
-from fitune.track.jsonl import MetricsLog, read_metrics, to_line
+from fitune.track.metrics import MetricsLog, read_metrics, to_line
 
 MakeStep = Callable[..., StepReport]
 

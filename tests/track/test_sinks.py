@@ -8,7 +8,7 @@ import pytest
 
 from fitune.errors import MissingExtra, RecipeError
 from fitune.spec.reports import StepReport
-from fitune.track.sinks import TRACKERS, GuardedSink, TensorBoardSink, open_sinks, scalars
+from fitune.track.metrics import TRACKERS, GuardedSink, TensorBoardSink, open_sinks, scalars
 
 MakeStep = Callable[..., StepReport]
 

@@ -15,7 +15,7 @@ from fitune.models.language_model import LanguageModel
 from fitune.spec.plan import Epochs, Plan, Steps
 from fitune.spec.reports import Phase, RunReport, StepReport
 from fitune.spec.serial import from_json
-from fitune.track.jsonl import read_metrics
+from fitune.track.metrics import read_metrics
 from fitune.train.current import Callbacks
 from fitune.train.run import run
 
@@ -95,7 +95,7 @@ def test_steps_after_the_checkpoint_are_done_again_once(make_plan: MakePlan) -> 
     run(plan, callbacks=callbacks(stop_after=4))
     log = Path(plan.run.output_dir) / "metrics.jsonl"
     extra = replace(steps_of(plan)[-1], step=5, loss=99.0)
-    from fitune.track.jsonl import to_line
+    from fitune.track.metrics import to_line
 
     log.write_bytes(log.read_bytes() + to_line(extra))
     run(plan, callbacks=callbacks(), resume=True)

@@ -16,7 +16,7 @@ from fitune.estimate.predict import predict_memory
 from fitune.spec.plan import Plan, Single, Zero
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
-from fitune.track.jsonl import read_metrics
+from fitune.track.metrics import read_metrics
 from fitune.train.run import run
 from several import Job, train_on
 from train.test_run import callbacks

@@ -11,8 +11,17 @@ from typing import Any
 from fitune.errors import MissingExtra, RunDirectoryError
 from fitune.files import write_atomically
 from fitune.report import plan_words, plots
-from fitune.report.compare import PEAK, PHASE_NAMES, Measured, compare, describe_retry, measure, row_texts
-from fitune.report.run_files import RunFiles, read_run
+from fitune.report.compare import (
+    PEAK,
+    PHASE_NAMES,
+    Measured,
+    RunFiles,
+    compare,
+    describe_retry,
+    measure,
+    read_run,
+    row_texts,
+)
 from fitune.spec.reports import Ledger, RunReport
 from fitune.units import (
     format_bytes,

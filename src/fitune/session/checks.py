@@ -22,7 +22,7 @@ from fitune.spec.plan import Plan, trains_embeddings
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import FOLDERS
 from fitune.spec.serial import from_data, parse_json
-from fitune.track.jsonl import read_metrics
+from fitune.track.metrics import read_metrics
 from fitune.train.again import find_source
 from fitune.units import MIB
 

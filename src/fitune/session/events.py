@@ -8,8 +8,7 @@ from pathlib import Path
 from fitune.data.ledger import Reading as Reading  # an event like the others
 from fitune.data.ledger import describe_ledger
 from fitune.planner.explain import explain_plan
-from fitune.report.compare import comparison_table, describe_retry
-from fitune.report.run_files import Prediction
+from fitune.report.compare import Prediction, comparison_table, describe_retry
 from fitune.session.results import Reported
 from fitune.spec.plan import Plan
 from fitune.spec.reports import Ledger, MergedLoss, PlanReport, Retry, RunReport, StepReport

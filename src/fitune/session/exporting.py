@@ -9,8 +9,8 @@ from fitune.data.preparing import PreparedData, prepare_data
 from fitune.errors import RecipeError
 from fitune.files import write_atomically
 from fitune.models.weights import planned_tokenizer
+from fitune.report.compare import RunFiles, read_run
 from fitune.report.html import write_report
-from fitune.report.run_files import RunFiles, read_run
 from fitune.session.events import Exported, Note, Tell, WeightsRead, tell_nobody
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport

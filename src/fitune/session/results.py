@@ -87,9 +87,8 @@ def _explain_score(report: ScoreReport) -> str:
 
 def report_run(directory: Path) -> Reported:
     """Compare predicted and measured, and write report.html. Raises RunDirectoryError."""
-    from fitune.report.compare import compare
+    from fitune.report.compare import compare, read_run
     from fitune.report.html import write_report
-    from fitune.report.run_files import read_run
 
     page, files = write_report(directory), read_run(directory)
     rows = tuple(compare(files.estimate, files.run, files.steps))

@@ -20,9 +20,8 @@ from fitune.models.language_model import LanguageModel
 from fitune.models.weights import planned_tokenizer
 from fitune.planner.fit import describe_size, smaller_plan, why_no_smaller
 from fitune.planner.less_memory import next_to_try
-from fitune.report.compare import shortage_words
+from fitune.report.compare import Prediction, RunnerUp, shortage_words
 from fitune.report.html import write_report
-from fitune.report.run_files import Prediction, RunnerUp
 from fitune.score.generate_hf import Sampling, answer_all
 from fitune.score.tasks import to_task
 from fitune.session.checks import complete_run, require_room_on_disk
@@ -46,7 +45,7 @@ from fitune.spec.recipe import Recipe, dump_recipe
 from fitune.spec.reports import Phase, PlanReport, Priced, Retry, RunReport
 from fitune.spec.serial import to_json
 from fitune.spec.words import describe_plan
-from fitune.track.sinks import Sink, open_sinks
+from fitune.track.metrics import Sink, open_sinks
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
 from fitune.train.export import FOLDERS, TITLES

@@ -18,8 +18,7 @@ from fitune.models.language_model import LanguageModel
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RankReport, Retry, StepReport
-from fitune.track.jsonl import MetricsLog
-from fitune.track.sinks import Sink
+from fitune.track.metrics import MetricsLog, Sink
 from fitune.train.evaluate import Answer
 from fitune.train.failure import Whereabouts
 from fitune.train.prepare import Prepared

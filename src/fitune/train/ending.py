@@ -27,7 +27,7 @@ from fitune.spec.reports import (
 )
 from fitune.spec.run_directory import traceback_of
 from fitune.spec.serial import to_json
-from fitune.track.jsonl import read_metrics
+from fitune.track.metrics import read_metrics
 from fitune.train.current import Run
 from fitune.train.evaluate import compare_samples
 from fitune.train.export import Handover, trained_kind

@@ -29,8 +29,7 @@ from fitune.spec.plan import Plan
 from fitune.spec.reports import Retry, RunReport, StepReport
 from fitune.spec.run_directory import lock_directory
 from fitune.spec.serial import to_json
-from fitune.track.jsonl import MetricsLog, read_metrics
-from fitune.track.sinks import Sink
+from fitune.track.metrics import MetricsLog, Sink, read_metrics
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
 from fitune.train.ending import complete, failed, interrupted, keep_log, tell_what_is_saved

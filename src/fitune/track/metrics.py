@@ -1,0 +1,364 @@
+"""metrics.jsonl, one line per optimizer step, and the trackers that are told the same.
+
+The file is the truth about a run: every curve and table comes from it.
+"""
+
+import json
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from fitune.errors import MissingExtra, RecipeError, RunDirectoryError, did_you_mean
+from fitune.files import open_for_append, open_regular, write_atomically
+from fitune.spec.plan import Plan
+from fitune.spec.reports import RunReport, StepReport
+from fitune.spec.serial import from_data, parse_json, to_data, to_json
+from fitune.units import as_ranges
+
+
+class MetricsLog:
+    """Appends step reports to a file. Opening repairs the line that a killed process left unfinished.
+
+    Every line is handed to the operating system at once, so it survives the death of the process;
+    ``sync`` and ``close`` make it survive the death of the machine. The lines are kept in memory as well (some 450
+    bytes a step): each checkpoint has a copy. Raises RunDirectoryError naming the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _finish_last_line(path)
+            self._lines = bytearray(_content(path))
+            self._file = open_for_append(path)
+        except OSError as error:
+            raise _unusable(path, error) from None
+
+    @property
+    def content(self) -> bytes:
+        return bytes(self._lines)
+
+    def synced(self) -> bytes:
+        """All lines, once they would survive the death of the machine."""
+        self.sync()
+        return self.content
+
+    def append(self, report: StepReport) -> None:
+        line = to_line(report)
+        self._lines += line
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise _unusable(self.path, error) from None
+
+    def restart(self, saved: bytes, *, step: int) -> str:
+        """Let the file be ``saved``, its lines when ``step`` was saved: a run resumed there writes later ones again.
+
+        Returns how the lines up to ``step`` differed, empty when they did not. The file is replaced whole: a reader,
+        or a kill at any moment, sees the old lines or the new ones.
+        """
+        found = self.content
+        self._lines = bytearray(saved)
+        self._replace()
+        return _difference(found, saved, step)
+
+    def put_back(self) -> str:
+        """Write the file again if it was removed, replaced or cut while it was open; returns a line that says so."""
+        try:
+            self._file.flush()
+            ours, there = os.fstat(self._file.fileno()), os.stat(self.path, follow_symlinks=False)
+            if os.path.samestat(ours, there) and there.st_size == len(self._lines):
+                return ""
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise _unusable(self.path, error) from None
+        self._replace()
+        return f"{self.path} was removed or changed while the run wrote it: all its lines are put back"
+
+    def _replace(self) -> None:
+        self.close()
+        try:
+            write_atomically(self.path, self.content)
+            self._file = open_for_append(self.path)
+        except OSError as error:
+            raise _unusable(self.path, error) from None
+
+    def sync(self) -> None:
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unusable(self.path, error) from None
+
+    def close(self) -> None:
+        if not self._file.closed:
+            try:
+                self.sync()
+            finally:
+                self._file.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[StepReport]:
+    """All reports of a file; none when there is no file.
+
+    An unreadable last line is what a kill leaves behind and is passed over. Any other raises
+    RunDirectoryError with ``file:line: cause``.
+    """
+    try:
+        lines = _content(path).splitlines()
+    except OSError as error:
+        raise _unusable(path, error) from None
+    reports = []
+    for number, raw in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        try:
+            data = parse_json(raw)
+        except ValueError as error:  # bad JSON and bad UTF-8 alike
+            if number == len(lines):
+                break
+            raise _unreadable(where, error) from None
+        try:
+            reports.append(from_data(StepReport, data))
+        except ValueError as error:
+            raise _unreadable(where, error) from None
+    return reports
+
+
+def to_line(report: StepReport) -> bytes:
+    """One JSON object and a newline. JSON has no NaN: such numbers are written as "nan", "inf" and "-inf"."""
+    data = to_data(report)
+    del data["kind"]
+    return json.dumps(data, allow_nan=False).encode() + b"\n"
+
+
+def _difference(found: bytes, saved: bytes, step: int) -> str:
+    """How the lines of ``found`` up to ``step`` differ from those that were saved, in words."""
+    steps, unreadable = _steps_in(found)
+    expected, _ = _steps_in(saved)
+    earlier = Counter(number for number in steps if number <= step)
+    lost = set(expected) - set(earlier)
+    doubled = [number for number, count in earlier.items() if count > 1]
+    causes = []
+    if lost:
+        causes.append(f"steps missing: {as_ranges(lost)}")
+    if doubled:
+        causes.append(f"steps there more than once: {as_ranges(doubled)}")
+    if unreadable:
+        causes.append(f"lines that cannot be read: {unreadable}")
+    if not causes and not found.startswith(saved):
+        causes.append("lines were changed")
+    return "; ".join(causes)
+
+
+def _steps_in(content: bytes) -> tuple[list[int], int]:
+    """The steps of all lines that can be read, and the number of those that cannot."""
+    steps, unreadable = [], 0
+    for raw in content.splitlines():
+        try:
+            steps.append(from_data(StepReport, parse_json(raw)).step)
+        except ValueError:
+            unreadable += 1
+    return steps, unreadable
+
+
+def _finish_last_line(path: Path) -> None:
+    """Cut off a torn last line, so that the next report does not continue it."""
+    content = _content(path)
+    if not content:
+        return
+    *whole, last = content.splitlines(keepends=True) or [b""]
+    if _is_json(last) and last.endswith(b"\n"):
+        return
+    write_atomically(path, b"".join(whole) + (last + b"\n" if _is_json(last) else b""))
+
+
+def _content(path: Path) -> bytes:
+    """All of the file; nothing when there is none."""
+    try:
+        with open_regular(path, follow_links=False) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+
+
+def _is_json(raw: bytes) -> bool:
+    try:
+        parse_json(raw)
+    except ValueError:
+        return False
+    return True
+
+
+def _unreadable(where: str, error: ValueError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{where}: not a line of metrics: {error}",
+        hint="--resume puts the lines back from a checkpoint; without the file, reports are made without its steps",
+    )
+
+
+def _unusable(path: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{path}: cannot be used: {error.strerror or error}", hint="check the free space and the permissions"
+    )
+
+
+_NOT_YET = ("wandb", "mlflow", "comet")
+
+
+class Sink(Protocol):
+    """Something that is told how a run goes. ``finish`` gets None when the run ended without a report."""
+
+    def start(self, plan: Plan, run_name: str) -> None: ...
+
+    def step(self, report: StepReport) -> None: ...
+
+    def finish(self, report: RunReport | None) -> None: ...
+
+
+def open_sinks(names: Sequence[str], directory: Path) -> list[Sink]:
+    """The trackers named by ``report_to``; their files go below ``directory``.
+
+    Raises RecipeError for a name that is unknown or not in this version, MissingExtra for a missing library.
+    """
+    wanted = list(dict.fromkeys(name.lower() for name in names))
+    for name in wanted:
+        _require_known(name)
+    return [GuardedSink(TRACKERS[name](directory / name), name=name) for name in wanted if name != "none"]
+
+
+def _require_known(name: str) -> None:
+    if name in _NOT_YET:
+        raise RecipeError(
+            f"report_to: {name!r} is not in this version of fitune",
+            hint="report_to: tensorboard; metrics.jsonl in the run directory is written in any case",
+        )
+    known = (*TRACKERS, "none")
+    if name not in known:
+        raise RecipeError(
+            f"report_to: unknown tracker {name!r}; known are {', '.join(known)}",
+            hint=did_you_mean(name, known),
+        )
+
+
+class GuardedSink:
+    """A tracker that cannot stop the training: the first failure is a warning, then it is left out.
+
+    Failures are what writing and sending raise (OSError covers files and sockets) and what a client
+    library says about its own state; a bug of fitune's (TypeError, KeyError) still ends the run.
+    """
+
+    failures = (OSError, RuntimeError, ValueError)
+
+    def __init__(self, sink: Sink, *, name: str) -> None:
+        self.name = name
+        self._sink: Sink | None = sink
+
+    def start(self, plan: Plan, run_name: str) -> None:
+        self._tell(lambda sink: sink.start(plan, run_name))
+
+    def step(self, report: StepReport) -> None:
+        self._tell(lambda sink: sink.step(report))
+
+    def finish(self, report: RunReport | None) -> None:
+        self._tell(lambda sink: sink.finish(report))
+
+    def _tell(self, what: Callable[[Sink], None]) -> None:
+        if self._sink is None:
+            return
+        try:
+            what(self._sink)
+        except self.failures as error:
+            self._sink = None
+            warnings.warn(
+                f"tracker {self.name} failed and is left out from here on: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+class TensorBoardSink:
+    """Scalars in TensorBoard's event files, by TensorBoard's own writer: no torch, no TensorFlow.
+
+    Not-a-number values are written as they are; TensorBoard marks them in the curve.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError:
+            raise MissingExtra("report_to: tensorboard", extra="track") from None
+        self._directory = directory
+        self._event: Any = event_pb2.Event
+        self._session_log: Any = event_pb2.SessionLog
+        self._open: Any = EventFileWriter
+        self._writer: Any = None
+        self._started = False
+
+    def start(self, plan: Plan, run_name: str) -> None:
+        self._writer = self._open(
+            str(self._directory), flush_secs=10
+        )  # its default shows a step after two minutes
+        event = self._event(wall_time=time.time(), step=0)
+        for tag, text in (("run", run_name), ("plan", f"```json\n{to_json(plan)}```")):
+            value = event.summary.value.add(tag=tag)
+            value.metadata.plugin_data.plugin_name = "text"
+            value.tensor.dtype = 7  # DT_STRING
+            value.tensor.tensor_shape.dim.add(size=1)
+            value.tensor.string_val.append(text.encode())
+        self._writer.add_event(event)
+
+    def step(self, report: StepReport) -> None:
+        if not self._started:
+            self._forget_steps_from(report.step)
+        event = self._event(wall_time=time.time(), step=report.step)
+        for tag, number in scalars(report):
+            event.summary.value.add(tag=tag, simple_value=number)
+        self._writer.add_event(event)
+
+    def finish(self, report: RunReport | None) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _forget_steps_from(self, step: int) -> None:
+        """A resumed run writes some steps again: tell TensorBoard to purge the older ones."""
+        self._started = True
+        start = self._session_log(status=self._session_log.START)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, session_log=start))
+
+
+TRACKERS: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoardSink}
+"""Name in ``report_to`` -> what makes it from the folder its files go to."""
+
+
+def scalars(report: StepReport) -> Iterator[tuple[str, float]]:
+    """The curves of one step, named for a tracker's ``group/name`` pages."""
+    yield "train/loss", report.loss
+    yield "train/learning_rate", report.learning_rate
+    yield "train/grad_norm", report.grad_norm
+    yield "train/loss_scale", report.loss_scale
+    yield "train/skipped", float(report.skipped)
+    yield "train/epoch", report.epoch
+    if report.eval_loss is not None:
+        yield "eval/loss", report.eval_loss
+    yield "speed/tokens_per_second", report.tokens_per_second
+    yield "speed/step_seconds", report.step_seconds
+    yield "speed/data_seconds", report.data_seconds
+    yield "speed/mfu", report.mfu
+    for phase, peak in report.memory_bytes.items():
+        yield f"memory_bytes/{phase.value}", float(peak)
