@@ -123,7 +123,7 @@ def test_a_link_under_an_old_temporary_name_is_not_written_through(
 def test_a_guessed_temporary_name_is_not_opened(
     run_directory: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("secrets.token_hex", lambda size: "0" * 16)
+    monkeypatch.setattr("os.urandom", bytes)
     temporary_sibling(run_directory / "report.html").symlink_to(outside / "file")
     with pytest.raises(FileExistsError):
         write_atomically(run_directory / "report.html", "page")
