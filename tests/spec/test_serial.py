@@ -142,6 +142,12 @@ def test_phases_are_keys() -> None:
     assert from_json(MemoryBreakdown, to_json(memory)) == memory
 
 
+def test_the_phase_between_steps_is_read_by_its_earlier_name_too() -> None:
+    assert from_json(MemoryBreakdown, '{"phases": {"ready": {"weights": 5}}}').phases == {
+        Phase.IDLE: {"weights": 5}
+    }
+
+
 def test_a_step_report_without_its_optional_parts() -> None:
     report = StepReport(
         step=1, total_steps=2, epoch=0.5, loss=2.0, learning_rate=1e-4, grad_norm=1.0, tokens=8,

@@ -272,7 +272,9 @@ def report(run: Annotated[Path, typer.Argument(help="Directory of a run.")], jso
 def doctor(
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="Measure this device in under a minute; plans use it from then on."),
+        typer.Option(
+            "--calibrate", help="Measure this device in one to two minutes; plans use it from then on."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:

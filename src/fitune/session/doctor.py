@@ -68,7 +68,10 @@ def calibrate_device(*, tell: Callable[[str], None]) -> bool:
 
     start = time.perf_counter()
     with joined_ranks() as ranks:
-        found = calibrate(detect_hardware())
+        hardware = detect_hardware()
+        if ranks.is_first:
+            tell(f"measuring {hardware.gpu.name}: this takes one to two minutes")
+        found = calibrate(hardware)
     if not ranks.is_first:
         return False
     path = store_calibration(found)

@@ -23,6 +23,10 @@ class Phase(StrEnum):
     UPDATE = "update"
     """Clipping and the optimizer."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Phase | None":
+        return cls.IDLE if value == "ready" else None  # as reports of earlier versions call it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBreakdown:
