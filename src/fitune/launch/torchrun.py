@@ -87,10 +87,14 @@ def _one_file_a_rank(directory: Path) -> Any:
     return OneFile()
 
 
+_CONSEQUENCES = (RankFailed.exit_code, 128 + signal.SIGTERM, -signal.SIGTERM)
+"""Exit codes of ranks that ended because another was gone: the agent sends them SIGTERM."""
+
+
 def _ended(codes: dict[int, int], directory: Path) -> Ended:
     """The first cause: a rank that failed by itself, and not because another was gone."""
-    own = {rank: code for rank, code in codes.items() if code != RankFailed.exit_code} or codes
-    rank = min(own, key=lambda rank: (own[rank] == -signal.SIGTERM, rank))
+    own = {rank: code for rank, code in codes.items() if code not in _CONSEQUENCES} or codes
+    rank = min(own)
     code = own[rank]
     if code < 0:
         cause = f"rank {rank} was killed by {signal.Signals(-code).name}"

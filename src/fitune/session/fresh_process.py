@@ -12,14 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fitune.checkpoint.resume import last_saved
 from fitune.engine.ranks import ALONE, Ranks, joined_ranks
 from fitune.errors import RunDirectoryError, TrainingFailed
 from fitune.files import write_atomically
 from fitune.launch.command import command_of
 from fitune.launch.torchrun import Ended, run_ranks
-from fitune.session.events import Event, Note, Tell
-from fitune.session.signals import INTERRUPTED, stop_requests
-from fitune.session.training import Attempt, first_attempt, run_attempt
+from fitune.session.events import Event, Note, RanOutOfMemory, Tell
+from fitune.session.signals import EXIT_CODES, INTERRUPTED, stop_requests
+from fitune.session.training import Attempt, first_attempt, next_attempt, run_attempt, shortage_of_ranks
 from fitune.spec.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe
 from fitune.spec.recipe_words import parse_value
 from fitune.spec.reports import PlanReport, Retry
@@ -57,7 +58,7 @@ def train_program(
         if not isinstance(attempt, Attempt):
             return 0
         if ranks.is_alone and attempt.plan.hardware.num_gpus > 1:
-            return _started_ranks(attempt, recipe)
+            return _started_ranks(attempt, recipe, tell=tell)
         return attempt_program(attempt, recipe, tell=tell, start_again=start_again, ranks=ranks)
 
 
@@ -71,10 +72,18 @@ def go_on(directory: Path, *, tell: Tell) -> int:
         return attempt_program(attempt, recipe, tell=tell if ranks.is_first else _nobody, ranks=ranks)
 
 
-def _started_ranks(attempt: Attempt, recipe: Recipe) -> int:
+def _started_ranks(attempt: Attempt, recipe: Recipe, *, tell: Tell) -> int:
+    """Start the ranks of the attempt's plan, and those of the next one when the memory of any of them ran out in a
+    step; returns the exit code."""
+    had = last_saved(Path(attempt.plan.run.output_dir))
     directory = hand_over(attempt, recipe)
     sys.stdout.flush()
     ended = run_ranks(command_of(attempt.plan, _command(directory)), directory=directory)
+    shortage = shortage_of_ranks(directory)
+    if shortage is not None and ended.exit_code not in EXIT_CODES.values():
+        following = next_attempt(attempt, recipe, shortage, had=had)
+        tell(RanOutOfMemory(retry=following.retries[-1]))
+        return _started_ranks(following, recipe, tell=tell)
     if ended.cause:
         raise _as_error(ended)
     return ended.exit_code

@@ -43,7 +43,8 @@ from fitune.session.results import report_run
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe, dump_recipe
 from fitune.spec.reports import Phase, PlanReport, Priced, Retry, RunReport
-from fitune.spec.serial import to_json
+from fitune.spec.run_directory import SHORTAGE
+from fitune.spec.serial import from_data, read_json, to_json
 from fitune.spec.words import describe_plan
 from fitune.track.metrics import Sink, open_sinks
 from fitune.train.current import Callbacks
@@ -167,6 +168,8 @@ def _run_or_report(
             return run_once(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
         except OutOfMemory as error:
             release(error)
+            if not ranks.is_alone:
+                leave_shortage(attempt.plan, error, ranks)
             if stop_asked() or not ranks.is_alone:
                 raise
             following = next_attempt(attempt, recipe, error, had=had)
@@ -279,6 +282,29 @@ def next_attempt(failed: Attempt, recipe: Recipe, error: OutOfMemory, *, had: Co
         raise _nothing_smaller(error, shortage, failed.plan, recipe)
     saved = last_saved(Path(plan.run.output_dir))
     return _next(failed, plan, error, shortage, has_saved=saved is not None and saved != had)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankShortage:
+    """Why one rank of several stopped: the others wait for it in vain, so the job ends and its launcher decides."""
+
+    message: str
+    shortage: Shortage | None
+
+
+def leave_shortage(plan: Plan, error: OutOfMemory, ranks: Ranks) -> None:
+    """Write down for the launcher that memory ran out on this rank, and what was known then."""
+    left = _RankShortage(message=f"rank {ranks.rank}: {error.message}", shortage=error.shortage)
+    write_atomically(Path(plan.run.output_dir) / SHORTAGE, to_json(left))
+
+
+def shortage_of_ranks(directory: Path) -> OutOfMemory | None:
+    """The error of the rank whose memory ran out; None when none did."""
+    file = directory / SHORTAGE
+    if not file.is_file():
+        return None
+    left = from_data(_RankShortage, read_json(file, follow_links=False))
+    return OutOfMemory(left.message, shortage=left.shortage)
 
 
 def newest_step(plan: Plan) -> int:

@@ -155,6 +155,10 @@ LOGS = "rank-logs"
 """Folder of what the ranks after the first say, a file each. They write before the run begins, so it stays."""
 
 
+SHORTAGE = f"{LOGS}/out-of-memory.json"
+"""What a rank knew when its memory ran out, for the launcher to choose the next attempt."""
+
+
 def log_of(rank: int) -> str:
     return f"{LOGS}/rank{rank}.log"
 
