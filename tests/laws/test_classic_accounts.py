@@ -117,7 +117,7 @@ def test_llama_2_70b_with_zero_3_and_lora_on_8_devices():
 
 def test_nf4_with_double_quantisation_takes_4_127_bits():
     weights = 4096 * 4096 * 4
-    double = stored_bytes(weights, Nf4(), element_bytes=2) - Nf4.table_bytes
+    double = stored_bytes(weights, Nf4(), element_bytes=2) - Nf4().table_bytes()
     assert double * 8 / weights == 4 + 8 / 64 + 32 / (64 * 256)
     assert round(double * 8 / weights, 3) == 4.127
     assert stored_bytes(weights, Nf4(double_quant=False), element_bytes=2) * 8 / weights == 4.5

@@ -65,7 +65,7 @@ def test_repeated_blocks_are_the_traced_ones(stage):
     + [pytest.param(b, marks=pytest.mark.slow) for b in (Nf4(double_quant=False), Hqq(bits=3))],
     ids=str,
 )
-def test_packed_words_are_divided_and_scales_are_whole_on_every_rank(base):
+def test_packed_words_and_their_scales_are_divided(base):
     pytest.importorskip("bitsandbytes" if isinstance(base, Nf4) else "hqq")
     config, spec = tiny("llama", num_hidden_layers=4)
     lora = Lora(rank=8, alpha=8, dropout=0.0, targets=resolve_targets(spec, ("all-linear",)), base=base)

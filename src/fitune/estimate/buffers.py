@@ -74,7 +74,7 @@ def buffers_of(plan: Plan) -> Buffers:
 
 
 def block_weight_bytes(plan: Plan) -> int:
-    """One decoder block as it is gathered: packed where quantised, without its scales; adapters included."""
+    """One decoder block as it is gathered: packed where quantised; adapters included."""
     e, layers = plan.precision.compute_bytes, plan.model.num_layers
     base = gathered_bytes([t for t in base_tensors(plan.model) if t.in_block], plan)
     adapters = e * sum(t.elements * t.count for t in adapter_tensors(plan))

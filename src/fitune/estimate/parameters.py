@@ -138,7 +138,7 @@ def stored_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int) -
 
 
 def packed_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int) -> int:
-    """One matrix's words without what scales them: the parameter, of which sharding makes shares."""
+    """One matrix's words without what scales them."""
     return weights * element_bytes if isinstance(base, Dense) else base.packed_bytes(weights)
 
 
@@ -232,27 +232,34 @@ def base_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
 
 
 def gathered_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
-    """What of them is sent around when they are divided: all but the scales of packed ones, which no rank gave away."""
-    base, e = base_of(plan), plan.precision.compute_bytes
-    return sum(t.count * packed_bytes(t.elements, _stored_as(t, base), element_bytes=e) for t in tensors)
+    """Bytes of them that are sent around when they are divided: all but the tables of packed ones."""
+    tensors = list(tensors)
+    return base_bytes(tensors, plan) - _table_bytes(tensors, base_of(plan))
 
 
 def base_share_bytes(plan: Plan) -> int:
-    """The base's weights on the rank that holds most: packed words are divided like one long row, scales are not."""
+    """The base's weights on the rank that holds most: words and scales are divided like long rows, tables are whole."""
     base, e, parts = base_of(plan), plan.precision.compute_bytes, num_shares(plan)
     tensors = base_tensors(plan.model)
     packed = [t for t in tensors if _stored_as(t, base) is not _DENSE]
     dense = [t for t in tensors if t not in packed]
-    words = sum(t.count * -(-packed_bytes(t.elements, base, element_bytes=e) // parts) for t in packed)
-    return words + scale_bytes(plan) + share_elements(dense, plan) * e
+    divided = 0
+    for t in packed:
+        words = packed_bytes(t.elements, base, element_bytes=e)
+        scales = stored_bytes(t.elements, base, element_bytes=e) - words - _table_bytes([t], base) // t.count
+        divided += t.count * (-(-words // parts) + -(-scales // parts))
+    return divided + table_bytes(plan) + share_elements(dense, plan) * e
 
 
-def scale_bytes(plan: Plan) -> int:
-    """All that packed matrices hold beside their words."""
-    if isinstance(base_of(plan), Dense):
+def table_bytes(plan: Plan) -> int:
+    """Tables beside packed matrices, which every rank holds whole."""
+    return _table_bytes(base_tensors(plan.model), base_of(plan))
+
+
+def _table_bytes(tensors: Iterable[ParameterTensor], base: Dense | Quantiser) -> int:
+    if isinstance(base, Dense):
         return 0
-    tensors = base_tensors(plan.model)
-    return base_bytes(tensors, plan) - gathered_bytes(tensors, plan)
+    return base.table_bytes() * sum(t.count for t in tensors if _stored_as(t, base) is not _DENSE)
 
 
 _DENSE = Dense()
@@ -298,12 +305,12 @@ def weights_share_bytes(plan: Plan) -> int:
 
 
 def weights_on_device_bytes(plan: Plan) -> int:
-    """Between two steps. Of offloaded ones embedding, final norm and head stay on one device, scales on several."""
+    """Between two steps. Of offloaded ones embedding, final norm and head stay on one device, tables on several."""
     if plan.offload.parameters == "device":
         return weights_share_bytes(plan)
     if isinstance(plan.sharding, Single):
         return base_bytes([t for t in base_tensors(plan.model) if not t.in_block], plan)
-    return scale_bytes(plan)
+    return table_bytes(plan)
 
 
 def weights_away_bytes(plan: Plan) -> int:

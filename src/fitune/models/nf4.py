@@ -27,7 +27,8 @@ class Nf4Linear(QuantisedLinear):
         codes, nested_scales = torch.ops.bitsandbytes.quantize_blockwise.default(
             scales - mean, code, Nf4.scale_block
         )
-        self.hold(packed, scales=codes, nested_scales=nested_scales, mean=mean)
+        self.hold(packed, scales=codes, nested_scales=nested_scales)
+        self.register_buffer("mean", mean)
         self.register_buffer("code", code, persistent=False)
 
     def dequantised(self) -> Tensor:

@@ -28,10 +28,10 @@ from fitune.spec.plan import Dense, Quantiser
 
 
 class QuantisedLinear(nn.Linear, ABC):
-    """``weight`` is packed, its scales lie beside it as buffers; both are made whole for one product at a time.
+    """``weight`` is packed and its scales lie beside it, all frozen parameters; one product at a time makes them dense.
 
     A quantiser's linear is a subclass with two methods, ``pack`` and ``dequantised``, named by its row in
-    spec/quantisers.py.
+    spec/quantisers.py. What is a parameter is divided over ranks; a small table that all scales share is a buffer.
     """
 
     def __init__(
@@ -62,16 +62,17 @@ class QuantisedLinear(nn.Linear, ABC):
         return output
 
     def hold(self, packed: Tensor, **beside: Tensor) -> None:
-        """Keep the packed weight, in the compute type where its bytes come out even.
+        """Keep the packed weight, in the compute type where its bytes come out even, and its scales as they are.
 
-        FSDP2 shards floating parameters of one type, and PEFT makes adapters in the type of ``weight``.
+        PEFT makes adapters in the type of ``weight``. FSDP2 divides the rows of each; where the types of frozen
+        parameters differ it gathers bytes.
         """
         as_bytes = packed.contiguous().view(torch.uint8)
         divides = as_bytes.shape[-1] * as_bytes.shape[0] % self.dtype.itemsize == 0
         stored = as_bytes.view(-1).view(self.dtype if divides else torch.uint8)
         self.weight = nn.Parameter(stored, requires_grad=False)
         for name, tensor in beside.items():
-            self.register_buffer(name, tensor)
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantisedLinear":
         """Packed bytes and scales move between devices, and no ``to(dtype)`` casts them."""
@@ -79,11 +80,10 @@ class QuantisedLinear(nn.Linear, ABC):
         def moved(tensor: Tensor) -> Tensor:
             return fn(tensor.view(torch.uint8)).view(tensor.dtype)
 
-        self.weight.data = moved(self.weight.data)
+        for name, parameter in self.named_parameters(recurse=False):
+            parameter.data = fn(parameter.data) if name == "bias" else moved(parameter.data)
         for name, buffer in self.named_buffers(recurse=False):
             self._buffers[name] = moved(buffer)
-        if self.bias is not None:
-            self.bias.data = fn(self.bias.data)
         return self
 
     @property
@@ -163,9 +163,10 @@ def quantised_base(model: nn.Module) -> Dense | Quantiser:
 
 def count_weights(model: nn.Module) -> int:
     """Parameters of ``model``, a packed matrix by the weights it stands for."""
-    packed = (m for m in model.modules() if isinstance(m, QuantisedLinear))
-    stored = sum(parameter.numel() for parameter in model.parameters())
-    return stored + sum(m.in_features * m.out_features - m.weight.numel() for m in packed)
+    packed = [m for m in model.modules() if isinstance(m, QuantisedLinear)]
+    in_their_place = {id(p) for m in packed for p in m.parameters(recurse=False) if p is not m.bias}
+    others = sum(p.numel() for p in model.parameters() if id(p) not in in_their_place)
+    return others + sum(m.in_features * m.out_features for m in packed)
 
 
 _METHOD = "fitune"

@@ -219,7 +219,6 @@ _SHOWN = 5
 
 def require_finite(model: nn.Module, path: str) -> None:
     """Raises ModelError naming weights that are NaN or infinite: such a model answers, and every answer is noise."""
-    # scales are buffers
     bad = not_finite(dict(chain(model.named_parameters(), model.named_buffers())))
     if bad:
         raise ModelError(

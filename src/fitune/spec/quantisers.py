@@ -48,7 +48,11 @@ class Quantiser(ABC):
 
     @abstractmethod
     def scale_bytes(self, weights: int, *, element_bytes: int) -> int:
-        """Bytes that a matrix holds beside its words: buffers, which every rank holds whole."""
+        """Bytes that a matrix holds beside its words: its scales, and tables that they share."""
+
+    def table_bytes(self) -> int:
+        """Of ``scale_bytes`` those of the tables: buffers, which every rank holds whole; the rest is divided."""
+        return 0
 
     def misfit(self, rows: int, columns: int) -> str | None:
         """What is left over of a matrix of this shape, where it cannot be packed; None where it can."""
@@ -71,9 +75,6 @@ class Nf4(Quantiser):
     """Weights per scale (bitsandbytes' default; section 3 of the paper)."""
     scale_block: ClassVar = 256
     """Scales per second-level scale with double quantisation (same section)."""
-    table_bytes: ClassVar = 256 * 4 + 4
-    """The values that an 8-bit scale can have and the scales' mean, beside every matrix."""
-
     double_quant: bool = True
 
     @classmethod
@@ -90,10 +91,14 @@ class Nf4(Quantiser):
         """4 per 64 weights; with double quantisation 1 per 64 + 4 per 64·256, 4.127 bit per weight, and a table."""
         scales = -(-weights // self.block)
         return (
-            scales + 4 * -(-scales // self.scale_block) + self.table_bytes
+            scales + 4 * -(-scales // self.scale_block) + self.table_bytes()
             if self.double_quant
             else 4 * scales
         )
+
+    def table_bytes(self) -> int:
+        """The 256 values that an 8-bit scale can have and the scales' mean."""
+        return (256 * 4 + 4) if self.double_quant else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
