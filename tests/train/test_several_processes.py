@@ -31,6 +31,27 @@ CASES = {
     "full, stage 1": ({**FULL, "optimizer": "momentum", "momentum": 0.9}, 1),
     "qlora, stage 3": ({"tuning": "qlora", "packing": True, "micro_batch_size": 1}, 3),
 }
+AT_ONCE = {"micro_batch_size": 8, "gradient_accumulation_steps": 1}
+IN_BACKWARD = {**FULL, **AT_ONCE, "optimizer_in_backward": True}
+CASES |= {
+    "lomo by value, stage 3": (
+        {**AT_ONCE, "tuning": "lomo", "max_grad_value": 0.05, "learning_rate": 0.3},
+        3,
+    ),
+    "lomo by norm, stage 3": (
+        {
+            **AT_ONCE,
+            "tuning": "lomo",
+            "max_grad_norm": 0.5,
+            "learning_rate": 0.3,
+            "gradient_checkpointing": 1,
+        },
+        3,
+    ),
+    "adalomo, stage 3": ({**AT_ONCE, "tuning": "adalomo", "max_grad_norm": 0.5, "learning_rate": 0.1}, 3),
+    "adamw in backward, stage 3": ({**IN_BACKWARD, "optimizer": "adamw"}, 3),
+    "momentum in backward, stage 2": ({**IN_BACKWARD, "optimizer": "momentum", "max_grad_norm": 1.0}, 2),
+}
 STOPPED, MISCOUNTED = "stopped", "miscounted"
 
 

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.nn import Parameter
 
 from fitune.engine.gradient_scale import global_norm
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
+from fitune.engine.shares import Shares, local_shard
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Optimizer, Precision, Zero
 
@@ -78,17 +79,10 @@ def _groups(trunk: nn.Module) -> Iterator[FSDPModule]:
             yield module
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's share, as an ordinary tensor on the same storage."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def own_share(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's share of ``whole``, divided as ``like`` is; ``whole`` itself where it is no tensor of that shape."""
-    if not isinstance(like, DTensor) or whole.shape != like.shape:
-        return whole
-    divided = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return local_shard(divided)
+def let_go(trunk: nn.Module) -> None:
+    """Forget every weight that was gathered: each rank has its shares again."""
+    for module in _groups(trunk):
+        module.reshard()
 
 
 class ShardedEngine(PlainEngine):
@@ -110,12 +104,12 @@ class ShardedEngine(PlainEngine):
         max_grad_norm: float,
     ) -> None:
         self.trunk = trunk
-        self.sharded = dict(sharded)
+        self.shares = Shares(sharded)
         self.stage = sharding.stage
         self.group = mesh.get_group(mesh.ndim - 1)
         super().__init__(
             model,
-            {name: Parameter(local_shard(p)) for name, p in self.sharded.items()},
+            self.shares.local,
             optimizer=optimizer,
             precision=precision,
             max_grad_norm=max_grad_norm,
@@ -131,45 +125,25 @@ class ShardedEngine(PlainEngine):
         return super().forward_backward(batch, supervised_tokens=supervised_tokens, enter_phase=enter_phase)
 
     def rest(self) -> None:
-        for module in _groups(self.trunk):
-            module.reshard()
+        let_go(self.trunk)
 
     def trained(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.sharded.items()}
+        return self.shares.trained()
 
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.sharded.items():
-            local_shard(parameter).copy_(own_share(weights[name], parameter))
+        self.shares.put_back(weights)
 
     def state(self) -> EngineState:
         """States that are divided as their weight is are DTensors; the others are the same on every rank."""
         state = super().state()
-        return replace(state, tensors={key: self._as_divided(key, t) for key, t in state.tensors.items()})
+        return replace(state, tensors=self.shares.as_divided(state.tensors))
 
     def restore(self, state: EngineState) -> None:
-        shares = {key: self._own_share(key, whole) for key, whole in state.tensors.items()}
-        super().restore(replace(state, tensors=shares))
-
-    def _as_divided(self, key: str, local: Tensor) -> Tensor:
-        weight = self.sharded[key.partition("/")[2]]
-        if not isinstance(weight, DTensor) or local.shape != local_shard(weight).shape:
-            return local
-        return DTensor.from_local(
-            local,
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
-
-    def _own_share(self, key: str, whole: Tensor) -> Tensor:
-        return own_share(whole, self.sharded[key.partition("/")[2]])
+        super().restore(replace(state, tensors=self.shares.own(state.tensors)))
 
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
-        for name, parameter in self.sharded.items():
-            local = self.parameters[name]
-            local.data = local_shard(parameter)
+        for name, parameter in self.shares.sharded.items():
+            local = self.shares.follow(name)
             if parameter.grad is not None:
                 local.grad, parameter.grad = local_shard(parameter.grad), None
         return super().update(learning_rate=learning_rate, enter_phase=enter_phase)

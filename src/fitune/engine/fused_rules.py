@@ -4,9 +4,11 @@ Symbols as in the papers: θ weight, g gradient, α learning rate, λ weight dec
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -19,6 +21,46 @@ _EPS_WEIGHT = 1e-3
 """The least scale of a weight, so that zeros can leave zero (Adafactor's ε₂)."""
 _DECAY = 0.8
 """β_t = 1 − t^−0.8 (Shazeer & Stern 2018, arXiv 1804.04235, section 7.2)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How one weight lies: all of it here, or divided along ``dim`` over the ranks of ``group``."""
+
+    shape: torch.Size
+    """Of the whole weight."""
+    dim: int | None = None
+    group: dist.ProcessGroup | None = None
+
+    def divides(self, dim: int) -> bool:
+        """True if sums over ``dim`` need the other ranks; a negative dim counts from the end."""
+        return dim % len(self.shape) == self.dim
+
+    def summed(self, part: Tensor) -> Tensor:
+        """``part``, added up over the ranks in place."""
+        if self.dim is not None:
+            dist.all_reduce(part, group=self.group)
+        return part
+
+    def rms(self, share: Tensor) -> Tensor:
+        """Root mean square of the whole tensor that ``share`` is this rank's part of, fp32 scalar."""
+        norm: Tensor = torch.linalg.vector_norm(share, dtype=torch.float32)
+        if self.dim is not None:
+            norm = self.summed(norm.square_()).sqrt_()
+        return norm / self.shape.numel() ** 0.5
+
+    def mean_square(self, share: Tensor, dim: int) -> Tensor:
+        """Mean of the squares along ``dim``, plus ε₁. It comes from a norm: no square is ever held."""
+        squared: Tensor = torch.linalg.vector_norm(share, dim=dim).square_()
+        if self.divides(dim):
+            self.summed(squared)
+        return squared.div_(self.shape[dim]).add_(_EPS_SQUARE)
+
+    def mean_of_rows(self, row: Tensor) -> Tensor:
+        """Mean of the rows' factor over all rows of each matrix, its dimension kept."""
+        if not self.divides(-2):
+            return row.mean(dim=-1, keepdim=True)
+        return self.summed(row.sum(dim=-1, keepdim=True)).div_(self.shape[-2])
 
 
 class Rule(Protocol):
@@ -38,12 +80,22 @@ class Rule(Protocol):
 
 
 def rule_for(
-    parameters: Mapping[str, Parameter], *, tuning: Tuning, optimizer: Optimizer, precision: Precision
+    parameters: Mapping[str, Parameter],
+    *,
+    tuning: Tuning,
+    optimizer: Optimizer,
+    precision: Precision,
+    divisions: Mapping[str, Division] | None = None,
 ) -> Rule:
-    """LOMO's, AdaLomo's, or the optimizer's, on fp32 masters where the precision has them."""
-    if isinstance(tuning, Lomo):
-        rule = AdaLomoRule if tuning.adaptive else SgdRule
-        return rule(parameters, weight_decay=optimizer.weight_decay)
+    """LOMO's, AdaLomo's, or the optimizer's, on fp32 masters where the precision has them.
+
+    ``divisions``: of the weights that ``parameters`` are only this rank's shares of.
+    """
+    match tuning:
+        case Lomo(adaptive=True):
+            return AdaLomoRule(parameters, weight_decay=optimizer.weight_decay, divisions=divisions or {})
+        case Lomo():
+            return SgdRule(parameters, weight_decay=optimizer.weight_decay)
     return OptimizerRule(parameters, optimizer, masters=precision.has_master)
 
 
@@ -123,12 +175,21 @@ class AdaLomoRule:
 
     A matrix keeps the means r of its squared gradients over rows, and c over columns; v = r cᵀ / mean(r), a vector
     keeps v itself. u = g / √v; û = u / max(1, rms(u)) · max(ε, rms(θ)); θ ← θ − α û, λ relative to the same scale.
-    Stacked matrices (experts) are matrices each. States and arithmetic are in fp32.
+    Stacked matrices (experts) are matrices each. States and arithmetic are in fp32. Means are over the whole weight,
+    also where this rank has only a share of it: then the ranks exchange sums, never a gradient.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], *, weight_decay: float) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        *,
+        weight_decay: float,
+        divisions: Mapping[str, Division],
+    ) -> None:
         self.parameters = dict(parameters)
         self.weight_decay = weight_decay
+        here = {name: Division(shape=p.shape) for name, p in self.parameters.items()}
+        self.divisions = {**here, **divisions}
         self.steps = 0
         self.rows, self.columns, self.squares = _first_moments(self.parameters)
 
@@ -137,13 +198,13 @@ class AdaLomoRule:
 
     @torch.no_grad()
     def use(self, name: str, gradient: Tensor, *, learning_rate: float, factor: float) -> None:
-        weight = self.parameters[name]
+        weight, division = self.parameters[name], self.divisions[name]
         step = gradient.float()
         if factor != 1.0:
             step.mul_(factor)
         self._divide_by_root(name, step)
-        rms_weight = _rms(weight).clamp_(min=_EPS_WEIGHT)
-        step.div_(_rms(step).clamp_(min=1.0))
+        rms_weight = division.rms(weight).clamp_(min=_EPS_WEIGHT)
+        step.div_(division.rms(step).clamp_(min=1.0))
         if self.weight_decay and weight.ndim >= 2:
             weight.mul_(1 - learning_rate * self.weight_decay * rms_weight)
         step.mul_(rms_weight)
@@ -162,16 +223,16 @@ class AdaLomoRule:
             state.copy_(tensors[key])
 
     def _divide_by_root(self, name: str, step: Tensor) -> None:
-        """g / √v in place, after v has learned of g. Means of squares come from norms: no square is ever held."""
+        """g / √v in place, after v has learned of g."""
         share = self.steps**-_DECAY
         if name in self.squares:
             self.squares[name].lerp_(step.square().add_(_EPS_SQUARE), share)
             step.mul_(self.squares[name].rsqrt())
             return
-        row, column = self.rows[name], self.columns[name]
-        row.lerp_(_mean_square(step, -1), share)
-        column.lerp_(_mean_square(step, -2), share)
-        step.mul_((row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1))
+        row, column, division = self.rows[name], self.columns[name], self.divisions[name]
+        row.lerp_(division.mean_square(step, -1), share)
+        column.lerp_(division.mean_square(step, -2), share)
+        step.mul_((row / division.mean_of_rows(row)).rsqrt_().unsqueeze(-1))
         step.mul_(column.rsqrt().unsqueeze(-2))
 
 
@@ -186,13 +247,3 @@ def _first_moments(
             rows[name] = torch.zeros(p.shape[:-1], dtype=torch.float32, device=p.device)
             columns[name] = torch.zeros((*p.shape[:-2], p.shape[-1]), dtype=torch.float32, device=p.device)
     return rows, columns, squares
-
-
-def _mean_square(step: Tensor, dim: int) -> Tensor:
-    squared: Tensor = torch.linalg.vector_norm(step, dim=dim).square_()
-    return squared.div_(step.shape[dim]).add_(_EPS_SQUARE)
-
-
-def _rms(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
-    return norm / tensor.numel() ** 0.5

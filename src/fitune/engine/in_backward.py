@@ -39,7 +39,10 @@ class _Waiting:
 
 
 class InBackwardEngine:
-    """A rule for one gradient, fused into backward. No accumulation: gradients never add up."""
+    """A rule for one gradient, fused into backward. No accumulation: gradients never add up.
+
+    ``parameters`` are where autograd, or what sums the gradients of several ranks, leaves a gradient.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class InBackwardEngine:
             scale=scale,
             hidden_TD=hidden_TD,
             gradient_TD=gradient_TD,
-            head_trains=any(parameter.grad is not None for parameter in self.parameters.values()),
+            head_trains=self._loss_left_gradients(),
         )
         return loss
 
@@ -98,10 +101,10 @@ class InBackwardEngine:
             )
             self._loss_again(enter_phase)
         self.rule.begin()
-        measured = _Norm()
+        measured = Norm()
         self._backward(partial(self._use, measured, learning_rate, factor / scale), enter_phase, keep=False)
         enter_phase(Phase.UPDATE)
-        norm = measured.total() / scale if norm is None else norm
+        norm = self._total(measured) / scale if norm is None else norm
         if not math.isfinite(norm):
             raise TrainingFailed(
                 f"the gradients are not finite (norm {norm}), and the weights have used them already",
@@ -137,9 +140,9 @@ class InBackwardEngine:
 
     def _measure(self, enter_phase: EnterPhase) -> float:
         """Norm of all gradients, none of which is kept; the graph is, for the second pass."""
-        measured = _Norm()
+        measured = Norm()
         self._backward(measured.add, enter_phase, keep=True)
-        return measured.total()
+        return self._total(measured)
 
     def _loss_again(self, enter_phase: EnterPhase) -> None:
         """The head's gradients were let go of with the others."""
@@ -171,10 +174,22 @@ class InBackwardEngine:
         gradient = parameter.grad
         if self._visit is not None and gradient is not None:
             parameter.grad = None
-            self._visit(name, gradient)
+            self._visit(name, self._taken(name, gradient))
+
+    def _taken(self, name: str, gradient: Tensor) -> Tensor:
+        """The gradient of ``name`` as the rule uses it."""
+        return gradient
+
+    def _loss_left_gradients(self) -> bool:
+        """True if the loss has begun a gradient, of the head."""
+        return any(parameter.grad is not None for parameter in self.parameters.values())
+
+    def _total(self, measured: "Norm") -> float:
+        """The norm of all gradients that were measured."""
+        return measured.total()
 
     def _use(
-        self, measured: "_Norm", learning_rate: float, factor: float, name: str, gradient: Tensor
+        self, measured: "Norm", learning_rate: float, factor: float, name: str, gradient: Tensor
     ) -> None:
         measured.add(name, gradient)
         if isinstance(self.clip, ClipByValue):
@@ -197,7 +212,7 @@ class InBackwardEngine:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
 
-class _Norm:
+class Norm:
     """The norm of all gradients together, added up as they come: one number is kept, not one for each."""
 
     def __init__(self) -> None:

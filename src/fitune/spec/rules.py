@@ -387,11 +387,14 @@ SHARDING = (
         settings=("tuning", *_DEVICES),
     ),
     Rule(
-        broken=lambda plan: _steps_in_backward(plan) and not isinstance(plan.sharding, Single),
-        why=lambda plan: (
-            f"optimizer_in_backward uses a gradient before it could be summed over {plan.hardware.num_gpus} devices"
+        broken=lambda plan: (
+            _steps_in_backward(plan) and not isinstance(plan.sharding, Single) and not _on(plan, "fsdp", 2, 3)
         ),
-        instead="gpus: 1; or leave it out, and zero: 2 or 3 divides the gradients",
+        why=lambda plan: (
+            "optimizer_in_backward steps each rank's share once its gradient is summed, which FSDP2 does in backward "
+            "at stages 2 and 3"
+        ),
+        instead="zero: 2 or 3 with backend: fsdp, gpus: 1, or leave optimizer_in_backward out",
         settings=("optimizer_in_backward", *_DEVICES),
     ),
 )
@@ -524,11 +527,14 @@ NOT_BUILT = (
         binds=("rehearse",),
     ),
     Rule(
-        broken=lambda plan: _in_backward(plan) and _on(plan, "fsdp"),
-        why=lambda plan: f"{_who(plan)} on several devices is not built yet",
-        instead="`fitune plan` estimates it; gpus: 1 can be trained and rehearsed",
-        settings=(*_IN_BACKWARD, *_DEVICES),
-        binds=("train", "rehearse"),
+        broken=lambda plan: (
+            _steps_in_backward(plan)
+            and not isinstance(plan.sharding, Single)
+            and isinstance(plan.optimizer, AdamW8bit)
+        ),
+        why=lambda plan: "8-bit AdamW with optimizer_in_backward on several devices is not built yet",
+        instead="optimizer: adamw, or gpus: 1",
+        settings=("optimizer", "optimizer_in_backward", *_DEVICES),
     ),
     Rule(
         broken=lambda plan: not isinstance(plan.sharding, Single) and plan.offload != Offload(),

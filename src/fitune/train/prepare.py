@@ -46,6 +46,8 @@ from fitune.spec.rules import require_rules
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fitune.engine.fsdp import Trunk
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
@@ -126,13 +128,34 @@ def _offload(plan: Plan, parts: LanguageModel, engine: Engine, host: HostMemory)
 
 
 def _sharded(plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh") -> Prepared:
-    from fitune.engine.fsdp import ShardedEngine, shard
+    from fitune.engine.fsdp import shard
 
     trunk = shard(
         parts.whole, parts.body, parts.blocks, sharding=sharding, mesh=mesh, precision=plan.precision
     )
     parts = replace(parts, body=trunk)
-    engine = ShardedEngine(
+    return Prepared(model=parts, engine=_sharded_engine(plan, sharding, parts, trunk, mesh))
+
+
+def _sharded_engine(
+    plan: Plan, sharding: Zero, parts: LanguageModel, trunk: "Trunk", mesh: "DeviceMesh"
+) -> Engine:
+    from fitune.engine.fsdp import ShardedEngine
+    from fitune.engine.fsdp_in_backward import ShardedInBackwardEngine
+
+    clip = clip_in_backward(plan.tuning)
+    if clip is not None:
+        return ShardedInBackwardEngine(
+            parts,
+            parts.trained,
+            trunk=trunk,
+            mesh=mesh,
+            tuning=plan.tuning,
+            clip=clip,
+            optimizer=plan.optimizer,
+            precision=plan.precision,
+        )
+    return ShardedEngine(
         parts,
         parts.trained,
         trunk=trunk,
@@ -142,7 +165,6 @@ def _sharded(plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh
         precision=plan.precision,
         max_grad_norm=plan.schedule.max_grad_norm,
     )
-    return Prepared(model=parts, engine=engine)
 
 
 def engine_for(

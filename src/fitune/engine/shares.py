@@ -1,0 +1,122 @@
+"""The trained weights as FSDP2 divides them: this rank's shares as plain tensors, and whole ones for checkpoints."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+from fitune.engine.fused_rules import Division
+
+_MEAN_OVER = {"row": -1, "column": -2}
+"""The dimension of its weight that a factor of AdaLomo is a mean over, and lacks (engine/fused_rules.py)."""
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's share, as an ordinary tensor on the same storage."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Shares:
+    """This rank's share of every trained weight, and its optimizer states by the names that checkpoints give them."""
+
+    def __init__(self, sharded: Mapping[str, Parameter]) -> None:
+        self.sharded = dict(sharded)
+        self.local = {name: Parameter(local_shard(p)) for name, p in self.sharded.items()}
+
+    def follow(self, name: str) -> Parameter:
+        """The share of ``name``, on the storage that FSDP2 keeps it in now: its first forward may pad it."""
+        local = self.local[name]
+        local.data = local_shard(self.sharded[name])
+        return local
+
+    def trained(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.sharded.items()}
+
+    def put_back(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.sharded.items():
+            local_shard(parameter).copy_(self._own(name, weights[name]))
+
+    def as_divided(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``states`` of the shares: those that are divided as their weight is are DTensors."""
+        return {key: self._as_divided(key, state) for key, state in states.items()}
+
+    def own(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's shares of ``states``, whole tensors; those that are no tensors of a weight's shape are whole."""
+        return {key: self._own(key, state) for key, state in states.items()}
+
+    def divisions(self) -> dict[str, Division]:
+        """How each weight is divided; weights that every rank has whole are left out."""
+        found = {}
+        for name, weight in self.sharded.items():
+            if isinstance(weight, DTensor):
+                mesh = weight.device_mesh
+                [dim] = [p.dim for p in weight.placements if isinstance(p, Shard)]
+                found[name] = Division(shape=weight.shape, dim=dim, group=mesh.get_group(mesh.ndim - 1))
+        return found
+
+    def _as_divided(self, key: str, local: Tensor) -> Tensor:
+        weight = self._weight(key)
+        if not isinstance(weight, DTensor):
+            return local
+        layout = _layout(key, weight)
+        if not layout.is_divided or not (_is_factor(key) or local.shape == local_shard(weight).shape):
+            return local
+        return DTensor.from_local(
+            local,
+            weight.device_mesh,
+            layout.placements,
+            run_check=False,
+            shape=layout.shape,
+            stride=torch.empty(layout.shape, device="meta").stride(),
+        )
+
+    def _own(self, key: str, whole: Tensor) -> Tensor:
+        weight = self._weight(key)
+        if not isinstance(weight, DTensor):
+            return whole
+        layout = _layout(key, weight)
+        if not layout.is_divided or whole.shape != layout.shape:
+            return whole
+        return local_shard(
+            distribute_tensor(whole, weight.device_mesh, layout.placements, src_data_rank=None)
+        )
+
+    def _weight(self, key: str) -> Parameter:
+        """``exp_avg/<weight>`` or the name itself."""
+        return self.sharded[key.partition("/")[2] or key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Whole shape of a tensor, and how it lies on the mesh of its weight."""
+
+    shape: torch.Size
+    placements: tuple[Placement, ...]
+
+    @property
+    def is_divided(self) -> bool:
+        return any(isinstance(placement, Shard) for placement in self.placements)
+
+
+def _layout(key: str, weight: DTensor) -> _Layout:
+    """That of the weight itself, without the dimension that a factor is a mean over."""
+    if not _is_factor(key):
+        return _Layout(weight.shape, tuple(weight.placements))
+    gone = _MEAN_OVER[key.partition("/")[0]] % weight.ndim
+    shape = torch.Size(size for dim, size in enumerate(weight.shape) if dim != gone)
+    return _Layout(shape, tuple(_without(placement, gone) for placement in weight.placements))
+
+
+def _without(placement: Placement, gone: int) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    if placement.dim == gone:
+        return Replicate()
+    return Shard(placement.dim - (placement.dim > gone))
+
+
+def _is_factor(key: str) -> bool:
+    return key.partition("/")[0] in _MEAN_OVER and "/" in key
