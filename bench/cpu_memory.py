@@ -12,6 +12,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,6 +43,9 @@ from fitune.spec.plan import (
 from fitune.spec.reports import Phase
 from fitune.train.prepare import prepare_loaded
 from fitune.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 ROW_LENGTHS = (96, 64, 128, 80)
 LAYERS = 6
@@ -115,21 +119,23 @@ def plans(model: ModelSpec) -> Iterator[Plan]:
         yield plan_of(model, tuning=tuning, precision=precision, recompute=recompute, chunked=chunked)
 
 
-def measured_peaks(plan: Plan, rows: Rows) -> dict[Phase, int]:
-    """Live tensor bytes by phase of the second step of a freshly made model."""
+def measured_peaks(plan: Plan, rows: Rows, *, mesh: "DeviceMesh | None" = None) -> dict[Phase, int]:
+    """Live tensor bytes by phase of the third step of a freshly made model, on this rank of ``mesh``."""
     torch.manual_seed(0)
     config = LlamaConfig(**{key: value for key, value in CONFIG.items() if key != "model_type"})
     model = LlamaForCausalLM(config).to(compute_dtype(plan.precision))
-    prepared = prepare_loaded(model, plan)
+    prepared = prepare_loaded(model, plan, mesh=mesh)
 
     def step(enter: EnterPhase) -> None:
-        for _ in range(plan.batch.accumulation):
+        for number in range(plan.batch.accumulation):
+            last = number == plan.batch.accumulation - 1
             prepared.engine.forward_backward(
-                rows, supervised_tokens=rows.supervised_tokens, enter_phase=enter
+                rows, supervised_tokens=rows.supervised_tokens, enter_phase=enter, last=last
             )
         prepared.engine.update(learning_rate=1e-4, enter_phase=enter)
 
-    step(lambda phase: None)  # optimizer states appear
+    for _ in range(2):  # optimizer states appear, then DDP's buckets find their order
+        step(lambda phase: None)
     tracker = LiveTensors(prepared.resident_tensors(), prepared.host)
     with tracker:
         step(tracker.enter)

@@ -20,13 +20,10 @@ from fitune.estimate.parameters import (
 )
 from fitune.estimate.states import gradients_go_to_the_host
 from fitune.estimate.step import StepStages
+from fitune.spec.choices import DDP_BUCKET_BYTES
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Ddp, Lomo, Offload, Plan, Single, Zero
 from fitune.spec.reports import Phase
-from fitune.units import MIB
-
-DDP_BUCKET_BYTES = 25 * MIB
-"""torch's bucket_cap_mb."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,6 +143,8 @@ EIGHT_BIT_LEAST = 4096
 """Tensors of fewer elements keep fp32 states (bitsandbytes' min_8bit_size)."""
 MASTER_BUCKET_BYTES = 64 * MIB
 """fp32 gradients exist for at most this many bytes of fp32 masters at a time."""
+DDP_BUCKET_BYTES = 25 * MIB
+"""DDP sums gradients in buckets of this size; torch's own choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

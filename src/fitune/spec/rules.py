@@ -495,9 +495,9 @@ OFFLOAD = (
 
 NOT_BUILT = (
     Rule(
-        broken=lambda plan: not isinstance(plan.sharding, Single) and not _on(plan, "fsdp"),
-        why=lambda plan: "this version trains several processes by FSDP2 only",
-        instead="backend: fsdp with zero: 1, 2 or 3; `fitune plan` shows what the others would do",
+        broken=lambda plan: _on(plan, "deepspeed"),
+        why=lambda plan: "this version trains several processes by DDP and FSDP2 only",
+        instead="zero: 0, or backend: fsdp with zero: 1, 2 or 3; `fitune plan` shows what the others would do",
         settings=_DEVICES,
         binds=("train",),
     ),

@@ -31,6 +31,7 @@ from fitune.models.quantised import quantise_linears
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import add_rows, compute_dtype, load_model
 from fitune.spec.plan import (
+    Ddp,
     Full,
     Lomo,
     Lora,
@@ -60,7 +61,10 @@ class Prepared:
 
     def resident_tensors(self) -> Iterator[Tensor]:
         """Everything that stays in memory between two steps."""
-        yield from map(local_part, self.model.whole.parameters())
+        for parameter in self.model.whole.parameters():
+            yield local_part(parameter)
+            if parameter.grad is not None:  # DDP's buckets
+                yield local_part(parameter.grad)
         yield from self.model.whole.buffers()
         yield from map(local_part, self.engine.state().tensors.values())
 
@@ -114,6 +118,8 @@ def prepare_loaded(
     whole.train()
     if isinstance(plan.sharding, Zero) and mesh is not None:
         return _sharded(plan, plan.sharding, parts, mesh)
+    if isinstance(plan.sharding, Ddp):
+        return _replicated(plan, parts)
     engine = engine_for(plan, parts, parts.trained, host=host)
     if host is not None:
         _offload(plan, parts, engine, host)  # after recompute: what leaves is what is kept
@@ -165,6 +171,22 @@ def _sharded_engine(
         precision=plan.precision,
         max_grad_norm=plan.schedule.max_grad_norm,
     )
+
+
+def _replicated(plan: Plan, parts: LanguageModel) -> Prepared:
+    from fitune.engine.ddp import ReplicatedEngine, replicate
+
+    body = replicate(parts.body, parts.head)
+    parts = replace(parts, body=body)
+    engine = ReplicatedEngine(
+        parts,
+        parts.trained,
+        body=body,
+        optimizer=plan.optimizer,
+        precision=plan.precision,
+        max_grad_norm=plan.schedule.max_grad_norm,
+    )
+    return Prepared(model=parts, engine=engine)
 
 
 def engine_for(
