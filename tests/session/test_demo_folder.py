@@ -17,7 +17,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PRETRAINING_TEXTS", "TRAINING_ROWS"):
         monkeypatch.setattr(demo_files, name, 60)
     monkeypatch.setattr(demo_files, "HELD_OUT_ROWS", 2)
-    for name in ("PRETRAIN", "LORA", "FULL"):
+    for name in ("PRETRAIN", "LORA", "FULL", "DIVIDED"):
         monkeypatch.setattr(demo_files, name, replace(getattr(demo_files, name), max_steps=2))
     monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 2)
 

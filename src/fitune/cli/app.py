@@ -293,13 +293,16 @@ def doctor(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where to write the demo's files.")] = Path("demo"),
+    gpus: Annotated[
+        int, typer.Option(min=1, max=2, help="2: train once more by two processes, on a CPU too.")
+    ] = 1,
 ) -> None:
     """See everything work in three minutes, without network or GPU: a small model learns a task."""
     from fitune.cli.terminal import Terminal
     from fitune.session.demo import run_demo
 
     with Terminal() as terminal:
-        run_demo(out, tell=terminal)
+        run_demo(out, gpus=gpus, tell=terminal)
 
 
 @records.command()

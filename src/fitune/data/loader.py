@@ -209,8 +209,14 @@ class Loader:
             else LoaderState(state.epoch, position)
         )
 
-    def heaviest(self, steps: range) -> tuple[int, BatchShape]:
-        """The one of ``steps`` (0-based, from the start of the run) with the most tokens in one micro-batch.
+    def heaviest_of_all(self, steps: range) -> tuple[int, BatchShape]:
+        """``heaviest`` of every process's micro-batches."""
+        found = [self.heaviest(steps, rank=rank) for rank in range(self._world_size)]
+        return max(found, key=lambda step_and_shape: step_and_shape[1].tokens)
+
+    def heaviest(self, steps: range, *, rank: int | None = None) -> tuple[int, BatchShape]:
+        """The one of ``steps`` (0-based, from the start of the run) with the most tokens in one micro-batch of this
+        process, or of ``rank``.
 
         Known before the first step, because the order follows from the seed: memory can be predicted for it.
         Of a run of very many epochs the first ones are looked at, so that it begins within seconds.
@@ -219,7 +225,7 @@ class Loader:
         first, last = steps.start // self.steps_per_epoch, (steps.stop - 1) // self.steps_per_epoch
         looked_at = max(1, min(_EPOCHS_LOOKED_AT, _UNITS_LOOKED_AT // len(self._tokens_per_unit)))
         for epoch in range(first, min(last + 1, first + looked_at)):
-            mine_U = self._order(epoch)[self._is_mine()]
+            mine_U = self._order(epoch)[self._is_of(self._rank if rank is None else rank)]
             starts_M = np.arange(0, len(mine_U), self._batch.micro_batch_size)
             step_M = epoch * self.steps_per_epoch + np.arange(len(starts_M)) // self._batch.accumulation
             tokens_M = np.add.reduceat(self._tokens_per_unit[mine_U], starts_M)
@@ -249,9 +255,9 @@ class Loader:
             return lengths_N
         return self._packs.tokens(lengths_N)
 
-    def _is_mine(self) -> np.ndarray:
-        """Which units of an epoch's order this process trains."""
-        return np.arange(self.num_units) % self.units_per_step % self._world_size == self._rank
+    def _is_of(self, rank: int) -> np.ndarray:
+        """Which units of an epoch's order a process trains."""
+        return np.arange(self.num_units) % self.units_per_step % self._world_size == rank
 
     def _shape(self, units: Sequence[int]) -> BatchShape:
         rows = [row for unit in units for row in self._rows_of(unit)]

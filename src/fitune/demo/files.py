@@ -19,7 +19,7 @@ whole under three minutes, a base that can read but not do the task, and a task 
 import dataclasses
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +51,8 @@ class Training:
     learning_rate: float
     max_steps: int
     micro_batch_size: int = 2
+    processes: int = 1
+    """They share the micro-batch, so that a step has the same rows."""
     seq_len: int = 256
 
 
@@ -68,6 +70,8 @@ class DemoFiles:
     pretrain_recipe: Path
     lora_recipe: Path
     full_recipe: Path
+    divided_recipe: Path
+    """The full one once more, by several processes."""
 
 
 SHAPE = Shape(
@@ -88,6 +92,7 @@ MAX_NEW_TOKENS = 32
 PRETRAIN = Training(tuning="full", learning_rate=1.5e-3, max_steps=350)
 LORA = Training(tuning="lora", learning_rate=2e-3, max_steps=100)
 FULL = Training(tuning="full", learning_rate=5e-4, max_steps=80)
+DIVIDED = replace(FULL, processes=2)
 LORA_RANK = 16
 
 
@@ -101,6 +106,7 @@ def demo_files(directory: Path) -> DemoFiles:
         pretrain_recipe=directory / "pretrain.yaml",
         lora_recipe=directory / "lora.yaml",
         full_recipe=directory / "full.yaml",
+        divided_recipe=directory / "divided.yaml",
     )
 
 
@@ -131,6 +137,7 @@ def _write_recipes(files: DemoFiles) -> None:
     for path, training, purpose in (
         (files.lora_recipe, LORA, "The task, by low-rank adapters on the frozen base"),
         (files.full_recipe, FULL, "The task, by training every parameter of the base"),
+        (files.divided_recipe, DIVIDED, "The same by two processes, each with a share of every tensor"),
     ):
         text = recipe_text(
             training, purpose=purpose, path=str(path), model=str(files.base), data=str(files.train),
@@ -149,7 +156,7 @@ tuning: {tuning}
 
 seq_len: {seq_len}
 packing: true
-micro_batch_size: {micro_batch_size}
+{processes}micro_batch_size: {micro_batch_size}
 gradient_accumulation_steps: 1
 max_steps: {max_steps}
 
@@ -182,7 +189,8 @@ def recipe_text(
         held_out=f"eval_data: {_quoted(eval_data)}\n" if eval_data else "",
         output_dir=_quoted(output_dir),
         seq_len=training.seq_len,
-        micro_batch_size=training.micro_batch_size,
+        processes=f"gpus: {training.processes}\nzero: 3\nbackend: fsdp\n" if training.processes > 1 else "",
+        micro_batch_size=training.micro_batch_size // training.processes,
         max_steps=training.max_steps,
         learning_rate=training.learning_rate,
     )

@@ -6,20 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fitune.demo.files import HELD_OUT_ROWS, MAX_NEW_TOKENS, DemoFiles, write_demo
-from fitune.errors import RunDirectoryError
+from fitune.errors import RunDirectoryError, TrainingFailed
 from fitune.report.compare import text_table
 from fitune.score.answers import remove_scores
 from fitune.session.events import Note, Planned, Tell, tell_nobody
+from fitune.session.fresh_process import train_program
 from fitune.session.planning import plan_for
-from fitune.session.results import report_run
+from fitune.session.results import Reported, report_run
 from fitune.session.scoring import model_and_adapter, score_dataset
 from fitune.session.training import Attempt, run_once
 from fitune.spec.recipe import read_recipe
 from fitune.spec.reports import RunReport
+from fitune.spec.run_directory import LOGS
+from fitune.track.metrics import read_metrics
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 
 _SEED = 0
 _GRADER = "exact_match"
+_SETTINGS = ("log_steps=25",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +37,11 @@ class Outcome:
     report: Path | None
 
 
-def run_demo(directory: Path, *, tell: Tell) -> tuple[Outcome, ...]:
-    """Write, pretrain, plan, train twice, score three times, compare."""
+def run_demo(directory: Path, *, gpus: int = 1, tell: Tell) -> tuple[Outcome, ...]:
+    """Write, pretrain, plan, train twice, score three times, compare.
+
+    ``gpus`` 2: train the second once more by two processes, GPUs where there are two.
+    """
     started = time.perf_counter()
     _make_room(directory)
 
@@ -54,14 +61,18 @@ def run_demo(directory: Path, *, tell: Tell) -> tuple[Outcome, ...]:
     say("\n3. The task by LoRA: the plan first\n")
     lora = _tuned(files, files.lora_recipe, "LoRA", tell)
     say("\n4. The same by training every parameter\n")
-    outcomes = (base, lora, _tuned(files, files.full_recipe, "full", tell))
+    outcomes = [base, lora, _tuned(files, files.full_recipe, "full", tell)]
+    if gpus > 1:
+        say(f"\n   And once more by {gpus} processes that each hold a share of every tensor (ZeRO-3)\n")
+        outcomes.append(_divided(files, tell))
+        say(_same_losses(files))
     say(f"\n5. {HELD_OUT_ROWS} held-out orders, about goods and cities that no training row names\n")
     say(
         outcome_table(outcomes),
         f"\nThe whole demo took {format_seconds(time.perf_counter() - started)}. Open in a browser:",
         *(f"  {outcome.report}" for outcome in outcomes if outcome.report is not None),
     )
-    return outcomes
+    return tuple(outcomes)
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> str:
@@ -87,28 +98,53 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
+def _divided(files: DemoFiles, tell: Tell) -> Outcome:
+    """Train by several processes, which this one starts, and score what they export."""
+    directory = files.divided_recipe.with_suffix("")
+    code = train_program(read_recipe(files.divided_recipe, settings=_SETTINGS), overwrite=True, tell=tell)
+    if code:
+        raise TrainingFailed(
+            f"the processes ended with exit code {code}", hint=f"what they said is in {directory / LOGS}"
+        )
+    return _outcome(files, "full, ZeRO-3 on 2", report_run(directory))
+
+
+def _same_losses(files: DemoFiles) -> str:
+    """How far the losses of one process and of two are apart, over all steps."""
+    one, two = (
+        [step.loss for step in read_metrics(recipe.with_suffix("") / "metrics.jsonl")]
+        for recipe in (files.full_recipe, files.divided_recipe)
+    )
+    largest = max(abs(ours - theirs) for ours, theirs in zip(one, two, strict=True))
+    return f"\n   losses of one process and of two differ by at most {largest:.1g} over {len(one)} steps"
+
+
 def _tuned(files: DemoFiles, recipe: Path, name: str, tell: Tell) -> Outcome:
     """Train by ``recipe``, score the result, write its report."""
-    run = _train(recipe, tell, explain=True)
-    reported = report_run(recipe.with_suffix(""))
+    _train(recipe, tell, explain=True)
+    return _outcome(files, name, report_run(recipe.with_suffix("")))
+
+
+def _outcome(files: DemoFiles, name: str, reported: Reported) -> Outcome:
+    assert reported.run is not None, "a run that did not end well has raised"
     peak = next(row for row in reported.rows if row.what == "Peak of tensors")
     return Outcome(
         name=name,
-        accuracy=_accuracy(files, Path(run.exported)),
-        run=run,
+        accuracy=_accuracy(files, Path(reported.run.exported)),
+        run=reported.run,
         predicted_bytes=peak.predicted,
         report=reported.page,
     )
 
 
-def _train(path: Path, tell: Tell, *, explain: bool) -> RunReport:
-    recipe = read_recipe(path, settings=["log_steps=25"])
+def _train(path: Path, tell: Tell, *, explain: bool) -> None:
+    recipe = read_recipe(path, settings=_SETTINGS)
     report = plan_for(recipe)
     if explain:
         tell(Planned(report=report))
         tell(Note(""))
     attempt = Attempt(report=report, resume=False, overwrite=True)
-    return run_once(attempt, recipe, tell=tell, stop_asked=lambda: False)
+    run_once(attempt, recipe, tell=tell, stop_asked=lambda: False)
 
 
 def _accuracy(files: DemoFiles, exported: Path) -> float:

@@ -235,7 +235,7 @@ def predict_run(report: PlanReport, loader: Loader, *, after: int = 0) -> Predic
     """
     plan = report.chosen.plan
     total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
-    step, heaviest = loader.heaviest(range(min(after + 1, total - 1), total))
+    step, heaviest = loader.heaviest_of_all(range(min(after + 1, total - 1), total))
     return Prediction(
         estimate=predict(plan, largest=heaviest, usual=loader.usual()),
         heaviest_step=step + 1,

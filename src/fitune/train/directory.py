@@ -6,7 +6,7 @@ from pathlib import Path
 from fitune.errors import RunDirectoryError
 from fitune.files import path_fault, remove
 from fitune.spec.plan import Plan
-from fitune.spec.run_directory import FILES, FOLDERS, LOCK, require_real_files
+from fitune.spec.run_directory import FILES, FOLDERS, LOCK, LOGS, RETRY, require_real_files
 
 
 def require_own_directory(plan: Plan) -> None:
@@ -38,7 +38,7 @@ def require_removable(directory: Path) -> None:
     """Raises RunDirectoryError when ``directory`` holds files and no run: --overwrite removes runs only."""
     if not directory.is_dir() or (directory / "plan.json").is_file():
         return
-    if any(entry.name != LOCK for entry in directory.iterdir()):
+    if any(entry.name not in (LOCK, RETRY, LOGS) for entry in directory.iterdir()):
         raise RunDirectoryError(
             f"output_dir {directory} has files and no plan.json, so it is no run and is not removed",
             hint="choose another output_dir",
