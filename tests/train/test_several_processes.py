@@ -192,3 +192,35 @@ def test_a_run_of_two_goes_on_with_another_number_of_processes(
     straight = results / "full, stage 3 alone"
     assert losses(broken) == pytest.approx(losses(straight), abs=LOSS)
     assert largest_difference(broken, straight) < WEIGHT
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_share_within_each_and_train_the_model_of_one(
+    make: Callable[..., Plan], tmp_path: Path
+) -> None:
+    """Every node holds all shares; a checkpoint of them goes on alone."""
+    cases = {"lora": {"tuning": "lora", "micro_batch_size": 1}, "full": {**FULL, "micro_batch_size": 1}}
+    jobs = []
+    for name, settings in cases.items():
+        alone = make(gradient_accumulation_steps=8, **settings)
+        run(divided(alone, 1, 0, tmp_path / f"{name} alone"), callbacks=callbacks())
+        for stage in (2, 3):
+            plan = divided(alone, 4, stage, tmp_path / f"{name}, stage {stage}")
+            hardware = replace(plan.hardware, nodes=2, gpus_per_node=2)
+            hybrid = Zero(stage=stage, backend="fsdp", hybrid=True)
+            jobs.append(Job(plan=replace(plan, hardware=hardware, sharding=hybrid)))
+    stopped = replace(jobs[-1].plan, run=replace(jobs[-1].plan.run, output_dir=str(tmp_path / STOPPED)))
+    ended = train_on(4, [*jobs, Job(plan=stopped, stop_after=3)], tmp_path / "jobs")
+    assert [each["status"] for each in ended[3]] == ["complete"] * len(jobs) + ["interrupted"]
+    for name in cases:
+        alone_at = tmp_path / f"{name} alone"
+        for stage in (2, 3):
+            folder = tmp_path / f"{name}, stage {stage}"
+            assert losses(folder) == pytest.approx(losses(alone_at), abs=LOSS)
+            assert gradient_norms(folder) == pytest.approx(gradient_norms(alone_at), rel=1e-4)
+            assert largest_difference(folder, alone_at) < WEIGHT
+    alone = make(gradient_accumulation_steps=8, **cases["full"])
+    assert (
+        run(divided(alone, 1, 0, tmp_path / STOPPED), callbacks=callbacks(), resume=True).status == "complete"
+    )
+    assert losses(tmp_path / STOPPED) == pytest.approx(losses(tmp_path / "full alone"), abs=LOSS)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fitune.errors import HardwareError
 from fitune.spec.plan import Plan
 
 
@@ -13,6 +14,17 @@ class RankCommand:
     words: tuple[str, ...]
     processes: int
     environment: Mapping[str, str]
+
+
+def require_one_machine(plan: Plan) -> None:
+    """Raises HardwareError for a plan of several machines: processes are started here on this one."""
+    hardware = plan.hardware
+    if hardware.nodes > 1:
+        raise HardwareError(
+            f"the plan is for {hardware.nodes} machines, and processes are started on this one only",
+            hint=f"on each of them: torchrun --nnodes {hardware.nodes} --nproc-per-node {hardware.gpus_per_node} "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m fitune train …, with output_dir on a disk that all share",
+        )
 
 
 def command_of(plan: Plan, words: Sequence[str]) -> RankCommand:

@@ -16,7 +16,7 @@ from fitune.checkpoint.resume import last_saved
 from fitune.engine.ranks import ALONE, Ranks, joined_ranks
 from fitune.errors import RunDirectoryError, TrainingFailed
 from fitune.files import write_atomically
-from fitune.launch.command import command_of
+from fitune.launch.command import command_of, require_one_machine
 from fitune.launch.torchrun import Ended, run_ranks
 from fitune.session.events import Event, Note, RanOutOfMemory, Tell
 from fitune.session.signals import EXIT_CODES, INTERRUPTED, stop_requests
@@ -75,6 +75,7 @@ def go_on(directory: Path, *, tell: Tell) -> int:
 def _started_ranks(attempt: Attempt, recipe: Recipe, *, tell: Tell) -> int:
     """Start the ranks of the attempt's plan, and those of the next one when the memory of any of them ran out in a
     step; returns the exit code."""
+    require_one_machine(attempt.plan)
     had = last_saved(Path(attempt.plan.run.output_dir))
     directory = hand_over(attempt, recipe)
     sys.stdout.flush()

@@ -502,15 +502,6 @@ NOT_BUILT = (
         binds=("train",),
     ),
     Rule(
-        broken=lambda plan: not isinstance(plan.sharding, Single) and plan.hardware.nodes > 1,
-        why=lambda plan: (
-            f"this version starts processes on one machine, and the plan is for {plan.hardware.nodes}"
-        ),
-        instead="nodes: 1; `fitune plan` shows what several would do",
-        settings=_DEVICES,
-        binds=("train",),
-    ),
-    Rule(
         broken=lambda plan: isinstance(plan.sharding, Ddp),
         why=lambda plan: (
             "DDP fills its buckets in C++, which fake tensors do not reach, so it cannot be rehearsed"
