@@ -5,7 +5,8 @@ own; embedding, final norm and head are the root's group, whole from the start o
 the head can run in chunks, outside of any module's forward.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn import Parameter
 
 from fitune.engine.gradient_scale import global_norm
+from fitune.engine.kept_rows import KeptRows, divided_dimension
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
 from fitune.engine.shares import Shares, local_shard
@@ -47,12 +48,13 @@ def mesh_of(sharding: Zero, hardware: Hardware, *, device: str) -> DeviceMesh:
 
 def shard(
     whole: nn.Module, body: nn.Module, blocks: Iterable[nn.Module], *, sharding: Zero, mesh: DeviceMesh,
-    precision: Precision,
+    precision: Precision, rows: KeptRows | None = None,
 ) -> Trunk:  # fmt: skip
     """Divide every parameter of ``whole`` over ``mesh``; what is returned takes the place of ``body``.
 
     Parameters are in the compute type already. Gradients are summed in fp32 where the optimizer has fp32 masters.
     At stage 3 a block lets its weights go after its forward; the root never does before backward is through.
+    ``rows``: this rank's of what has only stand-ins in ``whole``.
     """
     trunk = Trunk(whole, body)
     policy = MixedPrecisionPolicy(
@@ -61,11 +63,11 @@ def shard(
     common: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
-        "shard_placement_fn": _placement(mesh.size(mesh.ndim - 1)),
+        "shard_placement_fn": divided_dimension(mesh.size(mesh.ndim - 1)),
     }
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=sharding.stage == 3, **common)
-    fully_shard(trunk, reshard_after_forward=False, **common)
+    for group in (*blocks, trunk):
+        with nullcontext() if rows is None else rows.put_into(group):
+            fully_shard(group, reshard_after_forward=sharding.stage == 3 and group is not trunk, **common)
     for module in _groups(trunk):
         # the loss is divided by the tokens of all ranks, so gradients are added up and not averaged
         module.set_gradient_divide_factor(1.0)
@@ -152,13 +154,3 @@ class ShardedEngine(PlainEngine):
         squared = global_norm(self.gradients()).square()
         dist.all_reduce(squared, group=self.group)
         return squared.sqrt()
-
-
-def _placement(shares: int) -> Callable[[Parameter], Shard | None]:
-    """Divide rows, unless they are fewer than the shares: then some ranks would hold nothing, so columns if even."""
-
-    def placement(parameter: Parameter) -> Shard | None:
-        few_rows = parameter.ndim > 1 and parameter.shape[0] < shares
-        return Shard(1) if few_rows and parameter.shape[1] % shares == 0 else Shard(0)
-
-    return placement

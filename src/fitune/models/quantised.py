@@ -169,6 +169,9 @@ def count_weights(model: nn.Module) -> int:
     return others + sum(m.in_features * m.out_features for m in packed)
 
 
+Keep = Callable[[Tensor], Tensor]
+"""Takes a whole weight as soon as it is there; returns what the model has in its place."""
+
 _METHOD = "fitune"
 
 
@@ -176,9 +179,10 @@ _METHOD = "fitune"
 class PackOnArrival(QuantizationConfigMixin):
     """The quantization_config that ``from_pretrained`` is given."""
 
-    def __init__(self, base: Quantiser) -> None:
+    def __init__(self, base: Dense | Quantiser, *, keep: Keep | None = None) -> None:
         self.quant_method: Any = _METHOD  # transformers looks it up by this word
         self.base = base
+        self.keep = keep
         self.failure: Exception | None = None
         """First error of packing: transformers keeps only its text."""
         self.misshapen: dict[str, tuple[torch.Size, torch.Size]] = {}
@@ -187,39 +191,59 @@ class PackOnArrival(QuantizationConfigMixin):
 
 @register_quantizer(_METHOD)
 class _Packer(HfQuantizer):
-    """Collects packed linears by the name of their weight while the model's own stay empty."""
+    """Collects packed linears by the name of their weight while the model's own stay empty; hands all to ``keep``."""
 
     def __init__(self, quantization_config: PackOnArrival, **_: Any) -> None:
         self.quantization_config: Any = quantization_config
         self.pre_quantized = False
         self.linears: dict[str, nn.Module] = {}
         self.packed: dict[str, QuantisedLinear] = {}
+        self.kept: dict[str, torch.Size] = {}
+        """Name -> shape of the others that ``keep`` is given."""
 
     def preprocess_model(self, model: PreTrainedModel, *_: Any, **__: Any) -> None:
         inside = set(blocks_of(model).modules())
-        self.linears = {
-            f"{name}.weight": module
-            for name, module in model.named_modules()
-            if module in inside and is_dense_linear(module)
-        }
+        if not isinstance(self.quantization_config.base, Dense):
+            self.linears = {
+                f"{name}.weight": module
+                for name, module in model.named_modules()
+                if module in inside and is_dense_linear(module)
+            }
+        if self.quantization_config.keep is not None:
+            tables = (model.get_input_embeddings(), model.get_output_embeddings())
+            tied = {id(p) for m in tables for p in m.parameters() if model.config.tie_word_embeddings}
+            self.kept = {
+                name: p.shape
+                for name, p in model.named_parameters()
+                if name not in self.linears and id(p) not in tied and p.dtype == model.dtype
+            }
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
-        return param_name in self.linears
+        return param_name in self.linears or param_name in self.kept
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """transformers takes the bytes of a whole model from a GPU in advance; of a packed weight it must take none."""
-        return 0.0 if param_name in self.linears else float(param.element_size())
+        return 0.0 if self.param_needs_quantization(model, param_name) else float(param.element_size())
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Pack(self)
 
     def pack(self, name: str, weight: Tensor) -> Tensor:
         """Pack ``weight``; returns an empty tensor for the dense linear, or ``weight`` where its shape is wrong."""
-        linear = self.linears[name]
-        if weight.shape != linear.weight.shape:
-            self.quantization_config.misshapen[name] = (weight.shape, self.linears.pop(name).weight.shape)
+        config = self.quantization_config
+        expected = self.linears[name].weight.shape if name in self.linears else self.kept[name]
+        if weight.shape != expected:
+            config.misshapen[name] = (weight.shape, expected)
+            self.linears.pop(name, None)
+            self.kept.pop(name, None)
             return weight
-        self.packed[name] = packed_linear(linear, weight, self.quantization_config.base)
+        if name in self.kept:
+            return config.keep(weight)
+        packed = self.packed[name] = packed_linear(self.linears[name], weight, config.base)
+        packed.bias = None  # it comes by itself
+        for inner, held in list(packed.named_parameters()):
+            if config.keep is not None:
+                packed.register_parameter(inner, nn.Parameter(config.keep(held), requires_grad=False))
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     def postprocess_model(self, model: PreTrainedModel, **__: Any) -> None:

@@ -26,7 +26,7 @@ from fitune.models.door import (
     read_tokenizer,
     reading,
 )
-from fitune.models.quantised import PackOnArrival, require_quantiser
+from fitune.models.quantised import Keep, PackOnArrival, require_quantiser
 from fitune.models.weight_files import OnBytes, StoredTensor, Unread, nobody, stored_tensors, unread_tensors
 from fitune.spec.plan import Dense, Plan, Precision, Quantiser
 
@@ -51,11 +51,13 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     base: Dense | Quantiser = _DENSE,
+    keep: Keep | None = None,
     on_bytes: OnBytes = nobody,
 ) -> PreTrainedModel:
     """The causal language model at ``path`` with its weights in ``dtype`` on ``device``, in training order.
 
-    Read tensor by tensor to where they belong; the linears of a quantised ``base`` are packed as they arrive.
+    Read tensor by tensor to where they belong; the linears of a quantised ``base`` are packed as they arrive. With
+    ``keep`` the model has in their places what it returns; a tied table, which is compared with its twin, stays.
     Raises ModelError when there are no weights, only pickled ones, or weights that do not match the config.
     """
     require_quantiser(base)
@@ -65,7 +67,8 @@ def load_model(
         stored = stored_tensors(folder)
         _refuse_integers(stored)
         with unread_tensors(stored, on_bytes) as unread:
-            model, report = _filled(folder, stored, unread, dtype=dtype, device=device, base=base)
+            packing = None if keep is None and isinstance(base, Dense) else PackOnArrival(base, keep=keep)
+            model, report = _filled(folder, stored, unread, dtype=dtype, device=device, packing=packing)
         model.config.name_or_path = model.name_or_path = path
         model.generation_config = read_generation_config(folder) or model.generation_config
     _check_complete(path, report, stored)
@@ -80,7 +83,7 @@ def _filled(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    base: Dense | Quantiser,
+    packing: PackOnArrival | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model with every tensor read and put in place, and what did not match."""
     config = read_config(str(folder))
@@ -88,7 +91,6 @@ def _filled(
     with torch.device("meta"):
         empty = empty_model(config)  # of a model that also sees, the language model's class and config
     _refuse_another_size(folder, empty, stored)
-    packing = None if isinstance(base, Dense) else PackOnArrival(base)
     try:
         model, report = filled_model(
             type(empty),

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fitune.engine.fsdp import Trunk
+    from fitune.engine.kept_rows import KeptRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +77,26 @@ def prepare(plan: Plan, *, ranks: Ranks = ALONE, on_bytes: OnBytes = nobody) -> 
     device = training_device(plan, ranks)
     streamed = plan.offload.parameters != "device"  # then the device has no room for all of it
     to = torch.device("cpu") if streamed else device
-    model = load_model(plan.model_path, dtype=dtype, device=to, base=base_of(plan), on_bytes=on_bytes)
+    mesh = _mesh(plan, device)
+    rows = _kept_rows(plan, mesh)
+    keep = None if rows is None else rows.keep
+    base = base_of(plan)
+    model = load_model(plan.model_path, dtype=dtype, device=to, base=base, keep=keep, on_bytes=on_bytes)
     add_rows(model, plan)
-    return prepare_loaded(model, plan, device=device, mesh=_mesh(plan, device))
+    return prepare_loaded(model, plan, device=device, mesh=mesh, rows=rows)
+
+
+def _kept_rows(plan: Plan, mesh: "DeviceMesh | None") -> "KeptRows | None":
+    """Where a rank keeps its rows while it reads; None where all of a weight is needed before it is divided.
+
+    New tokens begin as the mean of the table's rows, DoRA as the norms of the weights.
+    """
+    needs_whole = plan.added_tokens or (isinstance(plan.tuning, Lora) and plan.tuning.dora)
+    if mesh is None or needs_whole:
+        return None
+    from fitune.engine.kept_rows import KeptRows
+
+    return KeptRows(mesh)
 
 
 def _mesh(plan: Plan, device: torch.device) -> "DeviceMesh | None":
@@ -96,11 +114,13 @@ def prepare_loaded(
     *,
     device: torch.device | None = None,
     mesh: "DeviceMesh | None" = None,
+    rows: "KeptRows | None" = None,
 ) -> Prepared:
     """The same for a model that is already in memory, in the plan's compute dtype, packed or not.
 
     ``device``: where it is trained, when that is not where it is.
-    ``mesh``: the ranks that a sharded plan is divided over.
+    ``mesh``: the ranks that a sharded plan is divided over; ``rows``: this rank's of the weights that ``model`` has
+    only stand-ins for.
     """
     quantise_linears(blocks_of(model), base_of(plan))  # before adapters: they wrap the packed linear
     use_attention(model, plan.attention)
@@ -117,7 +137,7 @@ def prepare_loaded(
     host = None if plan.offload == Offload() else HostMemory(parts.device)
     whole.train()
     if isinstance(plan.sharding, Zero) and mesh is not None:
-        return _sharded(plan, plan.sharding, parts, mesh)
+        return _sharded(plan, plan.sharding, parts, mesh, rows)
     if isinstance(plan.sharding, Ddp):
         return _replicated(plan, parts)
     engine = engine_for(plan, parts, parts.trained, host=host)
@@ -133,11 +153,19 @@ def _offload(plan: Plan, parts: LanguageModel, engine: Engine, host: HostMemory)
     offload_blocks(parts.blocks, plan.offload, host, trains_weights=trains_every_weight(plan.tuning))
 
 
-def _sharded(plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh") -> Prepared:
+def _sharded(
+    plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh", rows: "KeptRows | None"
+) -> Prepared:
     from fitune.engine.fsdp import shard
 
     trunk = shard(
-        parts.whole, parts.body, parts.blocks, sharding=sharding, mesh=mesh, precision=plan.precision
+        parts.whole,
+        parts.body,
+        parts.blocks,
+        sharding=sharding,
+        mesh=mesh,
+        precision=plan.precision,
+        rows=rows,
     )
     parts = replace(parts, body=trunk)
     return Prepared(model=parts, engine=_sharded_engine(plan, sharding, parts, trunk, mesh))

@@ -1,0 +1,80 @@
+"""Weights that are divided while they are read: a tensor is whole on a rank for a moment, and then only its rows."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
+
+
+def divided_dimension(shares: int) -> Callable[[Tensor], Shard]:
+    """Divide rows, unless they are fewer than the shares: then some ranks would hold nothing, so columns if even."""
+
+    def dimension(tensor: Tensor) -> Shard:
+        few_rows = tensor.ndim > 1 and tensor.shape[0] < shares
+        return Shard(1) if few_rows and tensor.shape[1] % shares == 0 else Shard(0)
+
+    return dimension
+
+
+class KeptRows:
+    """This rank's rows of tensors that a model has stand-ins for, until fully_shard has made room for them.
+
+    A stand-in has device, type and shape of the whole tensor and takes the memory of one element, so adapters can be
+    put beside it. Its content means nothing.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._rank = mesh.get_local_rank(mesh.ndim - 1)
+        self._shares = mesh.size(mesh.ndim - 1)
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(self, whole: Tensor) -> Tensor:
+        """Keep this rank's rows of ``whole``; returns the stand-in."""
+        dimension = divided_dimension(self._shares)(whole).dim
+        parts = whole.detach().chunk(self._shares, dimension)
+        empty = whole.detach().narrow(dimension, 0, 0)
+        own = (parts[self._rank] if self._rank < len(parts) else empty).clone(
+            memory_format=torch.contiguous_format
+        )
+        stand_in = whole.new_zeros(1).expand(whole.shape)
+        self._kept[_storage(stand_in)] = (stand_in, own)
+        return stand_in
+
+    @contextmanager
+    def put_into(self, group: nn.Module) -> Iterator[None]:
+        """Inside, ``group`` is divided by fully_shard; after it its parameters hold the rows that were kept."""
+        places = [
+            (module, name, parameter)
+            for module in group.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if not isinstance(parameter, DTensor) and _storage(parameter) in self._kept
+        ]
+        empty = {
+            id(parameter): Parameter(torch.empty_like(parameter, device="meta").contiguous(), parameter.requires_grad)
+            for _, _, parameter in places
+        }  # fmt: skip
+        for module, name, parameter in places:
+            module.register_parameter(name, empty[id(parameter)])
+        yield
+        filled: dict[int, Parameter] = {}
+        for module, name, parameter in places:
+            if id(parameter) not in filled:
+                divided = module.get_parameter(name)
+                assert isinstance(divided, DTensor)
+                _, own = self._kept.pop(_storage(parameter))
+                filled[id(parameter)] = Parameter(_divided_as(divided, own), parameter.requires_grad)
+            module.register_parameter(name, filled[id(parameter)])
+
+
+def _divided_as(like: DTensor, own: Tensor) -> DTensor:
+    return DTensor.from_local(
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

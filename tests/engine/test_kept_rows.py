@@ -1,0 +1,126 @@
+"""A rank of a divided model keeps its rows as it reads: bit for bit those of a model that was whole, in their room."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from faults.budgets import Budget
+from fitune.engine.ranks import local_part
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.plan import Dense, Hqq, Lora, Nf4, Plan, Quantiser, Zero
+from fitune.spec.targets import resolve_targets
+from fitune.train import prepare as preparing
+from fitune.train.prepare import Prepared, prepare
+from models.tiny_models import tiny_model
+from plans import CPU, plan_for
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("hqq.core.quantize")
+
+DENSE = Dense()
+
+
+@contextmanager
+def one_of(world: int, rank: int) -> Iterator[None]:
+    """A group in which this process is ``rank`` and the others are silent."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def plan_on(folder: Path, *, world: int, tuning: str = "lora", base: Dense | Quantiser = DENSE) -> Plan:
+    spec = load_model_spec(str(folder))
+    sharding = Zero(stage=3, backend="fsdp")
+    hardware = replace(CPU, gpus_per_node=world)
+    plan = plan_for(spec, hardware=hardware, sharding=sharding, tuning=tuning, precision="bf16", rows=1)
+    plan = replace(plan, model_path=str(folder))
+    if tuning == "full":
+        return plan
+    lora = Lora(rank=8, alpha=8, dropout=0.0, targets=resolve_targets(spec, ("all-linear",)), base=base)
+    return replace(plan, tuning=lora)
+
+
+def tensors_of(prepared: Prepared) -> dict[str, torch.Tensor]:
+    whole = prepared.model.whole
+    return {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+
+
+def divided_later(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    with monkeypatch.context() as patched:
+        patched.setattr(preparing, "_kept_rows", lambda plan, mesh: None)
+        return prepare(plan)
+
+
+@pytest.mark.parametrize(
+    ("family", "tuning", "base", "world", "rank"),
+    [
+        ("llama", "lora", Nf4(), 2, 1),
+        ("llama", "full", Dense(), 3, 2),
+        ("qwen2", "lora", Hqq(bits=4, group_size=16), 2, 0),
+        ("qwen3", "full", Dense(), 2, 1),
+        ("gpt2", "lora", Nf4(), 3, 1),
+        ("qwen3_moe", "lora", Nf4(double_quant=False), 8, 7),
+    ],
+    ids=["llama-nf4", "llama-full", "qwen2-hqq", "tied-full", "gpt2-nf4", "experts-nf4"],
+)
+def test_shares_kept_while_reading_are_those_divided_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tuning: str, base: Dense | Quantiser, world: int,
+    rank: int,
+) -> None:  # fmt: skip
+    tiny_model(family).save_pretrained(tmp_path)
+    plan = plan_on(tmp_path, world=world, tuning=tuning, base=base)
+    with one_of(world, rank):
+        ours, theirs = tensors_of(prepare(plan)), tensors_of(divided_later(plan, monkeypatch))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        other = theirs[name]
+        assert (tensor.shape, tensor.dtype, tensor.requires_grad) == (
+            other.shape,
+            other.dtype,
+            other.requires_grad,
+        )
+        assert local_part(tensor).reshape(-1).view(torch.uint8).equal(
+            local_part(other).reshape(-1).view(torch.uint8)
+        ), name  # fmt: skip
+
+
+class OfThisRank(Budget):
+    """A divided tensor says that it has all its bytes; only the part that is here counts."""
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, DTensor):
+            super()._add(tensor)
+
+
+def peak_of(make: Callable[[], Prepared]) -> tuple[int, int]:
+    """Bytes at the worst moment of loading, and of what is there in the end."""
+    tracker = OfThisRank()
+    with tracker:
+        prepared = make()
+    storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in prepared.resident_tensors())}
+    return max(tracker.peaks.values()), sum(storages.values())
+
+
+@pytest.mark.parametrize(("tuning", "base"), [("full", Dense()), ("lora", Nf4())], ids=["full", "nf4"])
+def test_loading_takes_the_share_and_one_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: str, base: Dense | Quantiser
+) -> None:
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # other threads are not counted
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 500}
+    tiny_model(**sizes).save_pretrained(tmp_path, max_shard_size="1MB")
+    plan = plan_on(tmp_path, world=4, tuning=tuning, base=base)
+    one = 4 * 512 * 256  # the largest matrix as it is stored
+    with one_of(4, 0):
+        peak, share = peak_of(lambda: prepare(plan))
+        before, _ = peak_of(lambda: divided_later(plan, monkeypatch))
+    assert peak < 1.05 * share + 3 * one
+    assert before > 2 * peak
