@@ -10,16 +10,19 @@ from fitune.estimate.states import stepping_bytes
 from fitune.spec.block_profile import BatchShape, Stage
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, base_of, trains_every_weight
-from fitune.spec.traits import falls_back_to_scores, has_scores, writes_scores
+from fitune.spec.traits import (
+    falls_back_to_scores,
+    flash_refused_by_device,
+    flash_refused_by_model,
+    has_scores,
+)
 
 
 def attends_in_one_call(plan: Plan) -> bool:
     """True if FlashAttention takes the whole stream with its rows and windows (models/attention.py, ``one_call``)."""
-    model, gpu = plan.model, plan.hardware.gpu
-    takes_shape = model.head_dim % 8 == 0 and model.head_dim <= 256
-    kernel = gpu.has_flash_attention and plan.precision is not Precision.FP32 and takes_shape
-    own = model.masks_whole_stream or writes_scores(plan)
-    return plan.attention == "flash" and kernel and not own
+    gpu = plan.hardware.gpu
+    refused = flash_refused_by_device(gpu) or flash_refused_by_model(plan.model, gpu)
+    return plan.attention == "flash" and plan.precision is not Precision.FP32 and refused is None
 
 
 def masking_window(plan: Plan) -> int:

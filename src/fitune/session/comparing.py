@@ -17,6 +17,7 @@ from fitune.session.scoring import model_and_adapter, score_dataset
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import Full, Sgd, Tuning
 from fitune.spec.recipe import Recipe, parse_recipe
+from fitune.spec.rules import adds_gradients_up
 from fitune.spec.words import describe_plan
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -25,8 +26,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "qlora": {"tuning": "qlora"},
     "hqq": {"tuning": "qlora", "quantization": "hqq"},
     "dora": {"tuning": "lora", "dora": True},
-    "lomo": {"tuning": "lomo", "gradient_accumulation_steps": 1},
-    "adalomo": {"tuning": "adalomo", "gradient_accumulation_steps": 1},
+    "lomo": {"tuning": "lomo"},
+    "adalomo": {"tuning": "adalomo"},
 }
 """What each name sets in the recipe."""
 
@@ -79,8 +80,10 @@ def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
     is far too much for all weights.
     """
     settings: dict[str, Any] = {**METHODS[name], "output_dir": str(directory / name), "export": None}
-    if METHODS[name].get("gradient_accumulation_steps") == 1 and recipe.micro_batch_size is not None:
-        settings["micro_batch_size"] = recipe.micro_batch_size * (recipe.gradient_accumulation_steps or 1)
+    if not adds_gradients_up(_tuning(recipe, name)):
+        settings["gradient_accumulation_steps"] = 1
+        if recipe.micro_batch_size is not None:
+            settings["micro_batch_size"] = recipe.micro_batch_size * (recipe.gradient_accumulation_steps or 1)
     if name in ("full", "lomo", "adalomo"):
         settings |= {"rslora": None, "lora_modules_to_save": None}  # what is said of adapters
     if name in ("lomo", "adalomo"):
