@@ -137,3 +137,29 @@ def test_evaluation_goes_through_the_rows_in_order(packing):
     assert [row for stream in streams for row in stream.row_ids] == list(range(23))
     assert all(len(stream.input_ids_T) <= batch.micro_batch_tokens for stream in streams)
     assert len(streams) == 8 if not packing else len(streams) < 8
+
+
+def waited_tokens(steps_of_ranks, world):
+    """Tokens that ranks could have done while they waited for the slowest in a micro-batch."""
+    streams = [
+        [len(micro.input_ids_T) for step in steps for micro in step.micro_batches] for steps in steps_of_ranks
+    ]
+    return sum(max(each) * world - sum(each) for each in zip(*streams, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "world", "micro", "accumulation"), [(64, 2, 1, 4), (96, 4, 2, 3), (50, 3, 1, 2)]
+)
+def test_ranks_wait_little_for_one_another_and_train_the_rows_of_one_process(
+    rows, world, micro, accumulation
+):
+    dataset, batch = make_dataset(rows), make_batch(micro, accumulation)
+    alone = epoch_of(Loader(dataset, make_batch(micro, accumulation * world), seed=7))
+    loaders = [Loader(dataset, batch, seed=7, rank=rank, world_size=world) for rank in range(world)]
+    dealt = [epoch_of(loader) for loader in loaders]
+    for step, *parts in zip(alone, *dealt, strict=True):
+        assert sorted(rows_of(step)) == sorted(row for part in parts for row in rows_of(part))
+        assert len({len(part.micro_batches) for part in parts}) == 1
+    for loader in loaders:  # in the shuffled order
+        loader._cached_order = (0, np.random.default_rng([7, 0]).permutation(rows))
+    assert waited_tokens(dealt, world) < 0.5 * waited_tokens([epoch_of(loader) for loader in loaders], world)

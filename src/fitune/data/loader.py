@@ -273,8 +273,23 @@ class Loader:
     def _order(self, epoch: int) -> np.ndarray:
         if self._cached_order is None or self._cached_order[0] != epoch:
             order_U = np.random.default_rng([self._seed, epoch]).permutation(self.num_units)
-            self._cached_order = (epoch, order_U)
+            self._cached_order = (epoch, order_U if self._world_size == 1 else self._dealt(order_U))
         return self._cached_order[1]
+
+    def _dealt(self, order_U: np.ndarray) -> np.ndarray:
+        """``order_U`` with the units of each step so arranged that processes work equally long.
+
+        They are dealt one to each process in turn, and processes wait for one another in every micro-batch. So the
+        longest go first, into the same micro-batches, and every second round is dealt backwards. Which units a
+        step holds stays as it is.
+        """
+        place_U, world = np.arange(len(order_U)), self._world_size
+        sorted_U = order_U[np.lexsort((-self._tokens_per_unit[order_U], place_U // self.units_per_step))]
+        inside_U = place_U % self.units_per_step
+        start_U = place_U - inside_U % world
+        steps_end_U = np.minimum(place_U - inside_U + self.units_per_step, len(order_U))
+        backwards_U = (inside_U // world % 2 == 1) & (start_U + world <= steps_end_U)
+        return sorted_U[np.where(backwards_U, 2 * start_U + world - 1 - place_U, place_U)]
 
     def _rows_of(self, unit: int) -> tuple[int, ...]:
         return (unit,) if self._packs is None else self._packs[unit]
