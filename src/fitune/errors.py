@@ -69,6 +69,13 @@ class RankFailed(FituneError):
     exit_code = 4
 
 
+class PeerGone(RankFailed):
+    """Another process of the same job ended while this one waited for it."""
+
+    is_named = False
+    """True once the message names that process and its cause."""
+
+
 class MissingExtra(FituneError):
     """An optional library is not installed; the hint is the pip command."""
 

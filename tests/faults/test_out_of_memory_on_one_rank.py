@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fitune.track.jsonl import read_metrics
 
 from faults import one_rank_out_of_memory
+from fitune.track.metrics import read_metrics
 
 
 def trained(directory: Path, settings: dict[str, object], failed: Path) -> subprocess.CompletedProcess[str]:

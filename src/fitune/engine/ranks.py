@@ -5,7 +5,7 @@ Tensors of the model travel through their engine. What goes through here is smal
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fitune.errors import FituneError, RankFailed
+from fitune.errors import FituneError, PeerGone, RankFailed
 
 T = TypeVar("T")
 
@@ -44,7 +44,8 @@ class Ranks:
         if self.is_alone:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(sums)
+        with peers_needed():
+            dist.all_reduce(sums)
         added: list[float] = sums.tolist()
         return added
 
@@ -53,7 +54,8 @@ class Ranks:
         if self.is_alone:
             return [value]
         everyone: list[T | None] = [None] * self.world
-        dist.all_gather_object(everyone, value)
+        with peers_needed():
+            dist.all_gather_object(everyone, value)
         return [each for each in everyone if each is not None]
 
     def from_first(self, make: Callable[[], T]) -> T:
@@ -65,14 +67,17 @@ class Ranks:
             return make()
         if not self.is_first:
             told: list[_Told[T]] = [_Told()]
-            dist.broadcast_object_list(told, src=0)
+            with peers_needed():
+                dist.broadcast_object_list(told, src=0)
             return told[0].value_or_raise()
         try:
             value = make()
         except FituneError as error:
-            dist.broadcast_object_list([_Told(error=error.message)], src=0)
+            with suppress(RuntimeError):  # a rank that is gone need not know
+                dist.broadcast_object_list([_Told(error=error.message)], src=0)
             raise
-        dist.broadcast_object_list([_Told(values=(value,))], src=0)
+        with peers_needed():
+            dist.broadcast_object_list([_Told(values=(value,))], src=0)
         return value
 
     def in_turn(self, make: Callable[[], T]) -> T:
@@ -102,6 +107,35 @@ class _Told(Generic[T]):
         if self.values:
             return self.values[0]
         raise RankFailed(f"rank 0 stopped: {self.error}")
+
+
+_GONE = (
+    "connection closed by peer",  # gloo
+    "connection reset by peer",
+    "broken pipe",
+    "remote process exited",  # NCCL
+    "socket timeout",
+    "communicator was aborted",
+    "timed out waiting",  # gloo, after _WAIT
+    "application timeout caused pair closure",
+)
+
+
+def is_peer_gone(error: BaseException) -> bool:
+    """True if a collective failed because another rank is no longer there; torch tells by words only."""
+    words = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in words for sign in _GONE)
+
+
+@contextmanager
+def peers_needed() -> Iterator[None]:
+    """Inside, a collective that another rank has left raises PeerGone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_peer_gone(error):
+            raise PeerGone("another rank is gone") from error
+        raise
 
 
 def launched_ranks() -> Ranks:

@@ -3,23 +3,34 @@
 Rank 0 has the terminal; the others write into ``rank-logs/`` of the run directory, a file each.
 """
 
+import dataclasses
 import logging
 import os
 import signal
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
 
-from fitune.errors import RankFailed
+from fitune.errors import PeerGone, RankFailed, TrainingFailed
 from fitune.files import remove
-from fitune.launch.command import RankCommand
+from fitune.launch.command import LAUNCHER, RankCommand
+from fitune.spec.rank_status import RankStatus, read_statuses
 from fitune.spec.run_directory import LOGS, log_of
 
-_SAVING_SECONDS = "600"
-"""A rank that was asked to stop may finish its step and save for so long before it is killed."""
+_STOPPING_SECONDS = "10"
+"""After a second signal, ranks have so long to end by themselves before they are killed."""
+
+_SENT = {signal.SIGINT: signal.SIGTERM, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGHUP}
+"""What the ranks are sent: a SIGINT while a rank still starts would end it with a traceback."""
+
+_STOPPED = {-signal.SIGTERM, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
+"""Exit codes of a rank that ended because it was asked to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +40,30 @@ class Ended:
     exit_code: int
     cause: str = ""
     """Empty when all is well, and where rank 0 has said it itself."""
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """The end of one rank's process: its exit code, negative for a signal, and the second at which it was seen."""
+
+    code: int
+    at: int = 0
 
 
 def run_ranks(command: RankCommand, *, directory: Path) -> Ended:
-    """Run every rank to its end. A signal to this process goes to all of them."""
-    from torch.distributed.elastic.multiprocessing import SignalException
+    """Run every rank to its end. The first signal to this process asks them to finish their step and save; the next
+    stops them at once."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     remove(directory / LOGS)
     (directory / LOGS).mkdir(parents=True)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it prints what is said below
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVING_SECONDS)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _STOPPING_SECONDS)
     os.environ.update(command.environment)
+    fields = {field.name for field in dataclasses.fields(LaunchConfig)}
+    own_signals = {"signals_to_handle": ""} if "signals_to_handle" in fields else {}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -51,17 +73,64 @@ def run_ranks(command: RankCommand, *, directory: Path) -> Ended:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         logs_specs=_one_file_a_rank(directory),
+        **own_signals,
     )
     program, *words = command.words
+    exits: dict[int, Exit] = {}
+    with _passed_on() as received:
+        try:
+            elastic_launch(config, program)(*words)
+        except ChildFailedError as failed:
+            exits = {
+                rank: Exit(code=failure.exitcode, at=failure.timestamp)
+                for rank, failure in failed.failures.items()
+            }
+        finally:
+            _stop_all(read_statuses(directory / LOGS))
+    return ended(exits, directory, received=received)
+
+
+@contextmanager
+def _passed_on() -> Iterator[list[int]]:
+    """Inside, the first signal is passed on to the ranks, and a second one ends this program; gives those received.
+
+    The agent's own handler would stop waiting at the first: the time a step takes is not known to it.
+    """
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        ranks = _ranks()
+        if len(received) > 1 or not ranks:
+            raise SystemExit(128 + number)
+        _say("stopping after this step; once more stops at once")
+        for process in ranks:
+            _signal(process, _SENT[signal.Signals(number)])
+
+    wanted = [number for number in _SENT if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in wanted}
     try:
-        elastic_launch(config, program)(*words)
-    except SignalException as stopped:
-        return Ended(exit_code=128 + stopped.sigval)
-    except ChildFailedError as failed:
-        return _ended({rank: failure.exitcode for rank, failure in failed.failures.items()}, directory)
+        yield received
     finally:
-        _stop_all()
-    return Ended(exit_code=0)
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # of a terminal that was closed
+        os.write(2, f"\n{text}\n".encode())
+
+
+def _ranks() -> list[psutil.Process]:
+    """Children that lead a session: the agent starts each rank in one of its own."""
+    return [child for child in psutil.Process().children() if _leads_session(child.pid)]
+
+
+def _leads_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False
 
 
 def _one_file_a_rank(directory: Path) -> Any:
@@ -78,6 +147,7 @@ def _one_file_a_rank(directory: Path) -> Any:
             files = {rank: str(directory / log_of(rank)) if rank else "" for rank in envs}
             for environment in envs.values():
                 environment["TORCHELASTIC_ERROR_FILE"] = ""
+                environment[LAUNCHER] = str(os.getpid())
             return LogsDest(
                 stdouts={rank: os.devnull if rank else "" for rank in envs},
                 stderrs=files,
@@ -87,30 +157,72 @@ def _one_file_a_rank(directory: Path) -> Any:
     return OneFile()
 
 
-_CONSEQUENCES = (RankFailed.exit_code, 128 + signal.SIGTERM, -signal.SIGTERM)
-"""Exit codes of ranks that ended because another was gone: the agent sends them SIGTERM."""
+def ended(exits: dict[int, Exit], directory: Path, *, received: list[int]) -> Ended:
+    """How a job whose ranks ended so did end, after the signals that this program received.
 
-
-def _ended(codes: dict[int, int], directory: Path) -> Ended:
-    """The first cause: a rank that failed by itself, and not because another was gone."""
-    own = {rank: code for rank, code in codes.items() if code not in _CONSEQUENCES} or codes
-    rank = min(own)
-    code = own[rank]
+    The cause is the rank that failed first by itself: not one whose peer was gone, or that was asked to stop. The
+    agent kills ranks that do not stop, but half a minute later.
+    """
+    statuses = read_statuses(directory / LOGS)
+    own = {
+        rank: end
+        for rank, end in exits.items()
+        if end.code and end.code not in _STOPPED and not _waited_for_another(end.code, statuses.get(rank))
+    }
+    if not own and received:
+        return Ended(exit_code=128 + received[0])
+    if not own:
+        return Ended(exit_code=TrainingFailed.exit_code if exits else 0)
+    rank = min(
+        own, key=lambda rank: (own[rank].at, own[rank].code >= 0, _failed_at(statuses.get(rank)), rank)
+    )
+    log, code = directory / log_of(rank), own[rank].code
     if code < 0:
-        cause = f"rank {rank} was killed by {signal.Signals(-code).name}"
-        return Ended(exit_code=128 - code, cause=cause)
-    cause = "" if rank == 0 else f"rank {rank} failed; what it said is in {directory / log_of(rank)}"
-    return Ended(exit_code=code, cause=cause)
+        name = signal.Signals(-code).name
+        hint = "; the system kills so where memory runs out: see `dmesg`" if code == -signal.SIGKILL else ""
+        going_on = "fitune train … --resume goes on from the last checkpoint"
+        return Ended(
+            exit_code=TrainingFailed.exit_code, cause=f"rank {rank} was killed by {name}{hint}", hint=going_on
+        )
+    if rank == 0:
+        return Ended(exit_code=code)
+    status = statuses.get(rank)
+    said = status.error.message if status is not None and status.error is not None else _last_line(log)
+    hint = status.error.hint if status is not None and status.error is not None else ""
+    more = f"what it said is in {log}"
+    return Ended(
+        exit_code=code, cause=f"rank {rank} failed: {said}", hint=f"{hint}; {more}" if hint else more
+    )
 
 
-def _stop_all() -> None:
-    """Whatever ended this: no rank stays behind."""
+def _waited_for_another(code: int, status: RankStatus | None) -> bool:
+    if code != RankFailed.exit_code:
+        return False
+    return status is None or status.error is None or status.error.kind == PeerGone.__name__
+
+
+def _failed_at(status: RankStatus | None) -> float:
+    return status.error.at if status is not None and status.error is not None else 0.0
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
+    return lines[-1] if lines else "it said nothing"
+
+
+def _stop_all(statuses: dict[int, RankStatus]) -> None:
+    """Whatever ended this: no rank stays behind, and nothing that a rank started."""
     ranks = psutil.Process().children(recursive=True)
     for process in ranks:
         _signal(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=int(_STOPPING_SECONDS))
     for process in alive:
         _signal(process, signal.SIGKILL)
+    for status in statuses.values():  # a rank that was killed leaves its own children in its process group
+        try:
+            os.killpg(status.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -13,24 +13,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fitune.checkpoint.resume import last_saved
-from fitune.engine.ranks import ALONE, Ranks, joined_ranks
-from fitune.errors import RunDirectoryError, TrainingFailed
+from fitune.engine.ranks import ALONE, Ranks, joined_ranks, launched_ranks
+from fitune.errors import PeerGone, RunDirectoryError, TrainingFailed
 from fitune.files import write_atomically
 from fitune.launch.command import command_of, require_one_machine
 from fitune.launch.torchrun import Ended, run_ranks
 from fitune.session.events import Event, Note, RanOutOfMemory, Tell
-from fitune.session.signals import EXIT_CODES, INTERRUPTED, stop_requests
+from fitune.session.signals import (
+    EXIT_CODES,
+    INTERRUPTED,
+    end_with_launcher,
+    ended_by_signals,
+    stop_requests,
+)
 from fitune.session.training import Attempt, first_attempt, next_attempt, run_attempt, shortage_of_ranks
 from fitune.spec.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe
 from fitune.spec.recipe_words import parse_value
 from fitune.spec.reports import PlanReport, Retry
-from fitune.spec.run_directory import RETRY, require_real_files
+from fitune.spec.run_directory import LAUNCH_LOCK, RETRY, lock_directory, require_real_files
 from fitune.spec.serial import from_data, read_json, to_json
 
 StartAgain = Callable[[Path], int]
 """Goes on with the attempt that was handed over into a run directory; returns the exit code, if at all."""
 
 COMMAND = "go-on"
+
+_ONE_REQUEST_SECONDS = 1.0
+"""A rank may get a signal twice, from its launcher and from whoever sent it to all processes of the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,33 +74,54 @@ def train_program(
 def go_on(directory: Path, *, tell: Tell) -> int:
     """Take over the attempt that waits in ``directory`` and run it, by every rank of its plan; returns the exit
     code."""
-    with joined_ranks() as ranks:
+    if not launched_ranks().is_alone:
+        end_with_launcher()
+    with ended_by_signals() as joined, joined_ranks() as ranks:
+        joined.close()
         if not ranks.is_first:
             os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # one log a rank
         attempt, recipe = ranks.from_first(lambda: take_over(directory))
-        return attempt_program(attempt, recipe, tell=tell if ranks.is_first else _nobody, ranks=ranks)
+        tell = tell if ranks.is_first else _nobody
+        if ranks.is_alone:
+            return attempt_program(attempt, recipe, tell=tell)
+        try:
+            code = attempt_program(attempt, recipe, tell=tell, ranks=ranks)
+        except PeerGone as error:  # the launcher says which rank it was, and why
+            return error.exit_code
+        # The agent takes any other code for a failure of this rank.
+        return 0 if code in EXIT_CODES.values() else code
 
 
 def _started_ranks(attempt: Attempt, recipe: Recipe, *, tell: Tell) -> int:
-    """Start the ranks of the attempt's plan, and those of the next one when the memory of any of them ran out in a
-    step; returns the exit code."""
+    """Own the run directory and train by the ranks of the attempt's plan; returns the exit code."""
     require_one_machine(attempt.plan)
-    had = last_saved(Path(attempt.plan.run.output_dir))
-    directory = hand_over(attempt, recipe)
-    sys.stdout.flush()
-    ended = run_ranks(command_of(attempt.plan, _command(directory)), directory=directory)
-    shortage = shortage_of_ranks(directory)
-    if shortage is not None and ended.exit_code not in EXIT_CODES.values():
-        following = next_attempt(attempt, recipe, shortage, had=had)
-        tell(RanOutOfMemory(retry=following.retries[-1]))
-        return _started_ranks(following, recipe, tell=tell)
+    directory = Path(attempt.plan.run.output_dir)
+    with lock_directory(directory, lock=LAUNCH_LOCK):
+        with lock_directory(directory):
+            pass  # a rank of a launcher that was killed may still save
+        ended = _run_ranks(attempt, recipe, tell=tell)
     if ended.cause:
         raise _as_error(ended)
     return ended.exit_code
 
 
+def _run_ranks(attempt: Attempt, recipe: Recipe, *, tell: Tell) -> Ended:
+    """Run the ranks of the attempt's plan, and those of the next one when the memory of any of them ran out in a
+    step."""
+    had = last_saved(Path(attempt.plan.run.output_dir))
+    directory = hand_over(attempt, recipe)
+    sys.stdout.flush()
+    ended = run_ranks(command_of(attempt.plan, _command(directory)), directory=directory)
+    shortage = shortage_of_ranks(directory)
+    if shortage is None or ended.exit_code in EXIT_CODES.values():
+        return ended
+    following = next_attempt(attempt, recipe, shortage, had=had)
+    tell(RanOutOfMemory(retry=following.retries[-1]))
+    return _run_ranks(following, recipe, tell=tell)
+
+
 def _as_error(ended: Ended) -> TrainingFailed:
-    error = TrainingFailed(ended.cause, hint="fitune train … --resume goes on from the last checkpoint")
+    error = TrainingFailed(ended.cause, hint=ended.hint)
     error.exit_code = ended.exit_code
     return error
 
@@ -109,7 +139,8 @@ def attempt_program(
     ranks: Ranks = ALONE,
 ) -> int:
     """Run the attempt, and begin anew when memory runs out in a step; returns the exit code."""
-    with stop_requests() as request:
+    together_seconds = 0.0 if ranks.is_alone else _ONE_REQUEST_SECONDS
+    with stop_requests(together_seconds=together_seconds) as request:
         ended = run_attempt(
             attempt, recipe, tell=tell, stop_asked=request.asked, sinks=[request], ranks=ranks
         )
@@ -117,6 +148,7 @@ def attempt_program(
         return (start_again or replace_process)(hand_over(ended, recipe))
     if ended.status == "interrupted":
         tell(Note("interrupted: the step was finished and saved; add --resume to go on"))
+        ranks.summed([0.0])  # an outer launcher stops all when the first of them ends
         return request.exit_code if request.received else INTERRUPTED
     return 0
 

@@ -1,16 +1,22 @@
-"""SIGINT and SIGTERM: the first lets a step be finished, the next stops at once; the exit code is the signal's own."""
+"""SIGINT, SIGTERM and SIGHUP: the first lets a step be finished, the next stops at once; the exit code is the signal's
+own."""
 
+import ctypes
 import os
 import signal
+import stat
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
+from fitune.launch.command import LAUNCHER
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 """128 + the number of the signal, as shells have it."""
 
 INTERRUPTED = EXIT_CODES[signal.SIGTERM]
@@ -22,9 +28,10 @@ Handler = Callable[[int, FrameType | None], None]
 class StopRequest:
     """Stop requests from signals. It is one of the run's sinks: before the first step there is nothing to finish."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, together_seconds: float = 0.0) -> None:
         self.received: list[int] = []
         self._is_under_way = False
+        self._together_seconds, self._first_at = together_seconds, 0.0
 
     def asked(self) -> bool:
         return bool(self.received)
@@ -35,9 +42,14 @@ class StopRequest:
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """The handler. Raises SystemExit when the run has to stop at once."""
+        if self.received and time.monotonic() - self._first_at < self._together_seconds:
+            return
         if self.received or not self._is_under_way:
             stop_at_once(number, frame)
         self.received.append(number)
+        self._first_at = time.monotonic()
+        if number == signal.SIGHUP:
+            leave_terminal()
         _say("stopping after this step; once more stops at once")
 
     def start(self, plan: Plan, run_name: str) -> None:
@@ -52,14 +64,16 @@ class StopRequest:
 
 def stop_at_once(number: int, frame: FrameType | None) -> None:
     """A handler: everything ends as it does for any exit, with the signal's exit code."""
+    if number == signal.SIGHUP:
+        leave_terminal()
     _say("stopped")
     raise SystemExit(EXIT_CODES[signal.Signals(number)])
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Inside, signals are noted for a run that can finish its step."""
-    request = StopRequest()
+def stop_requests(*, together_seconds: float = 0.0) -> Iterator[StopRequest]:
+    """Inside, signals are noted for a run that can finish its step. Those within ``together_seconds`` are one."""
+    request = StopRequest(together_seconds=together_seconds)
     with _handled_by(request.note, EXIT_CODES):
         yield request
 
@@ -72,7 +86,7 @@ def exits_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _handled_by(handler: Handler, numbers: dict[signal.Signals, int]) -> Iterator[None]:
+def _handled_by(handler: Handler | signal.Handlers, numbers: dict[signal.Signals, int]) -> Iterator[None]:
     """A signal that is ignored (nohup) stays so; outside the main thread Python handles none."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -86,6 +100,43 @@ def _handled_by(handler: Handler, numbers: dict[signal.Signals, int]) -> Iterato
             signal.signal(number, former)
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[ExitStack]:
+    """Until what it gives is closed, SIGTERM ends the process as the system does.
+
+    A rank that waits in torch for others to join has nothing to save, and Python's handlers do not run there.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_handled_by(signal.SIG_DFL, {signal.SIGTERM: EXIT_CODES[signal.SIGTERM]}))
+        yield stack
+
+
+def leave_terminal() -> None:
+    """Let what is printed to a terminal go nowhere: after a hang-up it would be an error, and the run still saves."""
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
+
+
 def _say(text: str) -> None:
-    """To standard error without Python's buffers: the signal may have come in the middle of a print."""
-    os.write(2, f"\n{text}\n".encode())
+    """To standard error without Python's buffers: the signal may have come in the middle of a print.
+
+    A rank is silent: its launcher says it, and stops it with a signal when another rank failed.
+    """
+    if LAUNCHER in os.environ:
+        return
+    with suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
+
+
+def end_with_launcher() -> None:
+    """Ask the system for a SIGTERM to this rank when the program that started it dies, even by kill -9.
+
+    Linux only (man 2 prctl, PR_SET_PDEATHSIG); elsewhere the ranks of a launcher that was killed train to their end.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, int(signal.SIGTERM), 0, 0, 0)
+        if str(os.getppid()) != os.environ.get(LAUNCHER, str(os.getppid())):  # it died before
+            raise SystemExit(EXIT_CODES[signal.SIGTERM])

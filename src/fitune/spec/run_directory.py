@@ -20,6 +20,8 @@ from fitune.files import TEMPORARY, path_fault, process_lives
 from fitune.spec.serial import parse_json
 
 LOCK = "run.lock"
+LAUNCH_LOCK = "launch.lock"
+"""Held by the program that starts the ranks of a run; the first of them holds the other one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +37,16 @@ _held: set[Path] = set()
 
 
 @contextmanager
-def lock_directory(path: Path, *, attempt: str | None = None) -> Iterator[Ownership]:
+def lock_directory(path: Path, *, attempt: str | None = None, lock: str = LOCK) -> Iterator[Ownership]:
     """Make ``path``, own it for the duration of the block.
 
-    The lock is a POSIX record lock on ``run.lock``: the kernel gives it up when its owner dies, even by
+    The lock is a POSIX record lock on a file in it: the kernel gives it up when its owner dies, even by
     kill -9, children do not inherit it, and NFS carries it to other machines. The file says who owns it.
     Raises RunDirectoryError when the directory cannot be written or another live run owns it.
     """
     directory = _make_directory(Path(path))
     attempt = attempt or uuid.uuid4().hex
-    file = directory / LOCK
+    file = directory / lock
     if file in _held:
         raise _in_use(directory, "another run of this process")
     handle = _open(file)
@@ -145,7 +147,7 @@ RETRY = "retry.json"
 
 FILES = (
     "plan.json", "recipe.yaml", "estimate.json", "metrics.jsonl", "samples_before.json", "report.json", "report.html",
-    "traceback.txt", RETRY, LOCK,
+    "traceback.txt", RETRY, LOCK, LAUNCH_LOCK,
 )  # fmt: skip
 FOLDERS = (
     "checkpoints", "adapter", "adapter-unverified", "merged", "model", "model-unverified", "tensorboard",
@@ -165,6 +167,10 @@ def log_of(rank: int) -> str:
 
 def traceback_of(rank: int) -> str:
     return f"{LOGS}/rank{rank}-traceback.txt" if rank else "traceback.txt"
+
+
+def stacks_of(rank: int) -> str:
+    return f"{LOGS}/rank{rank}-stacks.txt"
 
 
 _POINTERS = ("latest", "best")

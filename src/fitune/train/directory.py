@@ -6,7 +6,7 @@ from pathlib import Path
 from fitune.errors import RunDirectoryError
 from fitune.files import path_fault, remove
 from fitune.spec.plan import Plan
-from fitune.spec.run_directory import FILES, FOLDERS, LOCK, LOGS, RETRY, require_real_files
+from fitune.spec.run_directory import FILES, FOLDERS, LAUNCH_LOCK, LOCK, LOGS, RETRY, require_real_files
 
 
 def require_own_directory(plan: Plan) -> None:
@@ -38,7 +38,7 @@ def require_removable(directory: Path) -> None:
     """Raises RunDirectoryError when ``directory`` holds files and no run: --overwrite removes runs only."""
     if not directory.is_dir() or (directory / "plan.json").is_file():
         return
-    if any(entry.name not in (LOCK, RETRY, LOGS) for entry in directory.iterdir()):
+    if any(entry.name not in (*_LOCKS, RETRY, LOGS) for entry in directory.iterdir()):
         raise RunDirectoryError(
             f"output_dir {directory} has files and no plan.json, so it is no run and is not removed",
             hint="choose another output_dir",
@@ -48,8 +48,11 @@ def require_removable(directory: Path) -> None:
 def remove_run(directory: Path) -> None:
     """Remove what an earlier run wrote, and nothing else that lies there. The caller holds the lock."""
     for name in (*FOLDERS, *FILES):
-        if name != LOCK:
+        if name not in _LOCKS:
             remove(directory / name)
+
+
+_LOCKS = (LOCK, LAUNCH_LOCK)
 
 
 def _inputs(plan: Plan) -> Iterator[tuple[str, Path]]:

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from fitune.checkpoint.resume import last_saved
 from fitune.credentials import without_credentials
-from fitune.engine.ranks import Ranks, local_part
-from fitune.errors import FituneError, OutOfMemory, Shortage, TrainingFailed, is_out_of_memory
+from fitune.engine.ranks import Ranks, is_peer_gone, local_part
+from fitune.errors import FituneError, OutOfMemory, PeerGone, Shortage, TrainingFailed, is_out_of_memory
 from fitune.measure.memory import MemoryMeter, process_bytes
 from fitune.models.weights import first_of, not_finite
 from fitune.spec.plan import ChunkedLoss, Dense, Lora, PlainLoss, Plan, trains_every_weight
 from fitune.spec.reports import Failure
+from fitune.spec.run_directory import traceback_of
 from fitune.units import GIB, KIB, MIB
 
 TRACEBACK = "traceback.txt"
@@ -34,6 +35,8 @@ class Whereabouts:
     doing: str = "starting"
     step: int = 0
     """Counted from 1; 0 before the first."""
+    signs: int = 0
+    """Signs of life: phases and batches begun so far."""
 
     def __str__(self) -> str:
         return f"{self.doing}, step {self.step}" if self.step else self.doing
@@ -43,7 +46,7 @@ class Whereabouts:
         return Failure(error=error.kind, doing=self.doing, step=self.step, shortage=shortage)
 
 
-def explain(error: Exception, plan: Plan, where: Whereabouts) -> FituneError:
+def explain(error: Exception, plan: Plan, where: Whereabouts, *, rank: int = 0) -> FituneError:
     """``error`` itself when it is one for people, else one that says where it happened and what to try.
 
     What fails once steps are under way exits with 1: it is no refusal any more.
@@ -52,6 +55,8 @@ def explain(error: Exception, plan: Plan, where: Whereabouts) -> FituneError:
         if where.step and error.exit_code == FituneError.exit_code:
             error.exit_code = TrainingFailed.exit_code
         return error
+    if is_peer_gone(error):
+        return PeerGone(f"another rank is gone ({where})")
     if is_out_of_memory(error):
         return OutOfMemory(
             f"out of memory ({where}): {_first_line(error)}\n  {memory_settings(plan)}", hint=_smaller(plan)
@@ -64,7 +69,7 @@ def explain(error: Exception, plan: Plan, where: Whereabouts) -> FituneError:
         )
     return TrainingFailed(
         f"{type(error).__name__} ({where}): {_first_line(error)}\n  {memory_settings(plan)}",
-        hint=f"the cause is in {Path(plan.run.output_dir) / TRACEBACK}{_going_on(plan)}",
+        hint=f"the cause is in {Path(plan.run.output_dir) / traceback_of(rank)}{_going_on(plan)}",
     )
 
 

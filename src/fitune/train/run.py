@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,21 +22,23 @@ from fitune.checkpoint.state import gather
 from fitune.data.loader import Loader
 from fitune.data.preparing import PreparedData, prepare_data
 from fitune.engine.ranks import ALONE, Ranks
-from fitune.errors import OutOfMemory
+from fitune.errors import OutOfMemory, PeerGone, TrainingFailed
 from fitune.files import remove_stale_siblings, write_atomically
 from fitune.measure.memory import memory_meter
 from fitune.models.weights import planned_tokenizer, require_rows
 from fitune.spec.plan import Plan
+from fitune.spec.rank_status import forget_statuses
 from fitune.spec.reports import Retry, RunReport, StepReport
-from fitune.spec.run_directory import lock_directory
+from fitune.spec.run_directory import LOGS, Ownership, lock_directory
 from fitune.spec.serial import to_json
 from fitune.track.metrics import MetricsLog, Sink, read_metrics
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
 from fitune.train.ending import complete, failed, interrupted, keep_log, tell_what_is_saved
 from fitune.train.evaluate import answer_before, evaluate
-from fitune.train.failure import TRACEBACK, explain, require_finite_step, shortage_of
+from fitune.train.failure import TRACEBACK, Whereabouts, explain, require_finite_step, shortage_of
 from fitune.train.loop import train
+from fitune.train.peers import known_to_peers, name_the_cause
 from fitune.train.prepare import prepare
 from fitune.train.resume import (
     Facts,
@@ -77,9 +80,11 @@ def run(
     if overwrite:
         require_removable(directory)
     with ExitStack() as owned:
-        owner = ranks.from_first(lambda: owned.enter_context(lock_directory(directory)))
-        if ranks.is_first:
-            remove_stale_siblings(directory)
+        owner = ranks.from_first(lambda: _own(directory, owned))
+        where = Whereabouts()
+        runs: list[Run] = []
+        on_stall = partial(_report_stall, runs)
+        owned.enter_context(known_to_peers(ranks, directory, where, on_stall=on_stall))
         start = Start(state=None)
         if not overwrite:
             start = where_all_start(directory, plan, ranks=ranks, resume=resume)
@@ -106,13 +111,23 @@ def run(
         current = Run(
             plan=plan, callbacks=callbacks, ranks=ranks, tokenizer=tokenizer, data=data, loader=loader, log=None,
             sinks=sinks, base=base, descent=descent, began=began, steps_of_other_plan=start.steps_of_other_plan,
+            where=where,
         )  # fmt: skip
+        runs.append(current)
         if ranks.is_first:
             current.log = log = owned.enter_context(MetricsLog(directory / "metrics.jsonl"))
             _restart(log, start, callbacks.on_note)
             told = {retry for step in read_metrics(log.path) for retry in step.retries}
             current.retries = tuple(retry for retry in retries if retry not in told)
         return _train_and_report(current, start)
+
+
+def _own(directory: Path, owned: ExitStack) -> Ownership:
+    """Lock the directory and remove what killed runs left: half-written files, and what their ranks said last."""
+    owner = owned.enter_context(lock_directory(directory))
+    remove_stale_siblings(directory)
+    forget_statuses(directory / LOGS)
+    return owner
 
 
 def _read_data(
@@ -170,6 +185,7 @@ def _train_and_report(current: Run, start: Start) -> RunReport:
     report: RunReport | None = None
     try:
         stopped = _train(current, start)
+        current.where.doing = "finishing"  # the first rank exports for as long as it takes
         current.rows = rows_of_ranks(current)
         whole = None if stopped else whole_on_first(current)
         report = current.ranks.from_first(
@@ -180,7 +196,9 @@ def _train_and_report(current: Run, start: Start) -> RunReport:
         report = interrupted(current, f"stopped at once ({current.where})")
         raise
     except Exception as error:  # the one place that catches all: it is written down and raised again
-        explained = explain(error, current.plan, current.where)
+        explained = explain(error, current.plan, current.where, rank=current.ranks.rank)
+        if isinstance(explained, PeerGone):
+            name_the_cause(explained, current.directory / LOGS)
         if isinstance(explained, OutOfMemory):
             explained.shortage = shortage_of(error, current.where, meter=current.meter)
         tell_what_is_saved(current, explained)
@@ -191,6 +209,13 @@ def _train_and_report(current: Run, start: Start) -> RunReport:
     finally:
         for sink in current.sinks:
             sink.finish(report)
+
+
+def _report_stall(runs: Sequence[Run], error: TrainingFailed) -> None:
+    """report.json of a run that hangs, from another thread than its own."""
+    for current in runs:
+        if current.ranks.is_first:
+            failed(current, error, error)
 
 
 def _train(current: Run, start: Start) -> bool:

@@ -1,0 +1,83 @@
+"""The status of each rank of a job, a small file each in ``rank-logs/``: read by the other ranks, by the launcher that
+started them, and by people."""
+
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fitune.errors import FituneError
+from fitune.files import process_lives, remove_stale_siblings, temporary_sibling
+from fitune.spec.serial import from_data, read_json, to_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankError:
+    """Why a rank ended."""
+
+    kind: str
+    message: str
+    hint: str = ""
+    exit_code: int
+    at: float
+    """``time.time`` when it happened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """What a rank did when it last looked at itself."""
+
+    rank: int
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
+    step: int = 0
+    doing: str = "starting"
+    signs: int = 0
+    """Phases begun so far, in all steps."""
+    is_waiting: bool = False
+    """It waits for the other ranks."""
+    stalled: bool = False
+    """It has seen no progress of its own for longer than the limit."""
+    error: RankError | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """True if its process ran on this machine and no longer does."""
+        return self.host == socket.gethostname() and not process_lives(self.pid)
+
+
+def status_of(rank: int) -> str:
+    return f"rank{rank}.json"
+
+
+def write_status(logs: Path, status: RankStatus) -> None:
+    """Replace the file of this rank, unsynced: it is of use while the machine runs."""
+    temporary = temporary_sibling(logs / status_of(status.rank))
+    temporary.write_text(to_json(status))
+    os.replace(temporary, logs / status_of(status.rank))
+
+
+def read_statuses(logs: Path) -> dict[int, RankStatus]:
+    """Every readable status in ``logs``, by rank."""
+    found: dict[int, RankStatus] = {}
+    for file in sorted(logs.glob("rank*.json")):
+        try:
+            status = from_data(RankStatus, read_json(file, follow_links=False))
+        except (OSError, ValueError):
+            continue
+        found[status.rank] = status
+    return found
+
+
+def forget_statuses(logs: Path) -> None:
+    """Remove the statuses of an earlier job."""
+    for file in logs.glob("rank*.json"):
+        file.unlink(missing_ok=True)
+    remove_stale_siblings(logs)
+
+
+def error_of(error: FituneError, *, exit_code: int) -> RankError:
+    return RankError(
+        kind=error.kind, message=error.message, hint=error.hint or "", exit_code=exit_code, at=time.time()
+    )

@@ -1,0 +1,207 @@
+"""What a rank tells the others outside their collectives: that it lives, why it ended, and who keeps them waiting.
+
+Each rank has a file of its status in ``rank-logs/``. A thread keeps it up to date and watches over the steps: where
+nothing moves for FITUNE_STALL_SECONDS, every rank writes down its stacks, and the job ends with the name of the rank
+that is behind. Loading, saving and exporting have no such limit but that of the collectives (engine/ranks.py): how
+long they take depends on the disk.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from fitune.engine.ranks import Ranks
+from fitune.errors import FituneError, PeerGone, RecipeError, TrainingFailed, exit_code_of
+from fitune.spec.rank_status import RankStatus, error_of, read_statuses, write_status
+from fitune.spec.reports import Phase
+from fitune.spec.run_directory import LOGS, log_of, stacks_of
+from fitune.train.failure import Whereabouts
+
+STALL = "FITUNE_STALL_SECONDS"
+_STALL_SECONDS = 1800.0
+"""The default of ``ddp_timeout`` in transformers: no step of any plan that is sensible takes so long in one phase."""
+
+WATCHED = (*(phase.value for phase in Phase), "reading a batch", "evaluating")
+_WORD_SECONDS = 3.0
+"""A rank that failed has written why before its connections close; one that was killed is known by its process."""
+
+GiveUp = Callable[[TrainingFailed], object]
+
+
+def stall_seconds() -> float:
+    """The longest time without progress in a step, from the environment; 0 is no limit."""
+    text = os.environ.get(STALL, "")
+    try:
+        seconds = float(text) if text else _STALL_SECONDS
+        if not 0 <= seconds < float("inf"):
+            raise ValueError
+    except ValueError:
+        raise RecipeError(
+            f"{STALL} is {text!r}", hint=f"seconds, e.g. {STALL}=3600; 0 for no limit"
+        ) from None
+    return seconds
+
+
+@contextmanager
+def known_to_peers(ranks: Ranks, directory: Path, where: Whereabouts, *, on_stall: GiveUp) -> Iterator[None]:
+    """Inside, this rank's status is kept for the others, with its error when it fails.
+
+    ``on_stall`` is called in another thread with the error that this process then ends with.
+    """
+    if ranks.is_alone:
+        yield
+        return
+    logs = directory / LOGS
+    watch = _Watch(RankStatus(rank=ranks.rank), logs, where, world=ranks.world, on_stall=on_stall)
+    try:
+        yield
+    except PeerGone as error:
+        name_the_cause(error, logs)
+        watch.end(error)
+        raise
+    except FituneError as error:
+        watch.end(error)
+        raise
+    except Exception as error:  # written down for the others, and raised again
+        watch.end(TrainingFailed(f"{type(error).__name__}: {error}"))
+        raise
+    else:
+        watch.end(None)
+
+
+def name_the_cause(error: PeerGone, logs: Path) -> None:
+    """Say in ``error`` which rank ended first and why, as far as its status or the end of its process tells."""
+    if error.is_named:
+        return
+    error.is_named = True
+    until = time.monotonic() + _WORD_SECONDS
+    while True:
+        statuses = [status for status in read_statuses(logs).values() if status.pid != os.getpid()]
+        failed = [s for s in statuses if s.error is not None and s.error.kind != PeerGone.__name__]
+        gone = [s for s in statuses if s.error is None and s.is_gone]
+        if failed or gone or time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    if failed:
+        first = min(failed, key=lambda status: status.error.at if status.error else 0.0)
+        assert first.error is not None
+        error.message = f"rank {first.rank} failed: {first.error.message}"
+        error.hint = first.error.hint or f"what it said is in {logs.parent / log_of(first.rank)}"
+    elif gone:
+        last = gone[0]
+        error.message = (
+            f"rank {last.rank} (process {last.pid}) ended without a word ({last.doing}, step {last.step})"
+        )
+        error.hint = "it was killed, or it crashed: `dmesg` tells of processes killed for want of memory"
+
+
+class _Watch:
+    """A thread beside the training that looks at it a few times per limit."""
+
+    def __init__(
+        self, status: RankStatus, logs: Path, where: Whereabouts, *, world: int, on_stall: GiveUp
+    ) -> None:
+        self.limit = stall_seconds()
+        self.every = min(max(self.limit / 20, 0.05), 10.0)
+        self.status, self.logs, self.where, self.world, self.on_stall = status, logs, where, world, on_stall
+        self.main_thread = threading.get_ident()
+        self.ended = threading.Event()
+        logs.mkdir(parents=True, exist_ok=True)
+        self.stacks = (logs.parent / stacks_of(status.rank)).open("w")
+        write_status(logs, status)
+        self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self.thread.start()
+
+    def end(self, error: FituneError | None) -> None:
+        self.ended.set()
+        self.thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        self.stacks.close()
+        if not Path(self.stacks.name).stat().st_size:
+            Path(self.stacks.name).unlink()
+        told = None if error is None else error_of(error, exit_code=exit_code_of(error))
+        write_status(self.logs, replace(self._now(), doing=self.where.doing, error=told))
+
+    def _watch(self) -> None:
+        """Time is counted in looks, so a job that was stopped as a whole (SIGSTOP) is not late afterwards."""
+        last, still = self._now(), 0.0
+        while not self.ended.wait(self.every):
+            now = self._now()
+            if self._moved(last, now):
+                last, still = now, 0.0
+                self._tell(now)
+                self._guard(now)
+            elif self.limit and now.doing in WATCHED:
+                still += self.every
+                if still >= self.limit:
+                    self._give_up()
+
+    def _now(self) -> RankStatus:
+        where = self.where
+        return replace(self.status, step=where.step, doing=where.doing, signs=where.signs)
+
+    @staticmethod
+    def _moved(last: RankStatus, now: RankStatus) -> bool:
+        return (last.step, last.doing, last.signs) != (now.step, now.doing, now.signs)
+
+    def _tell(self, status: RankStatus) -> None:
+        try:
+            write_status(self.logs, status)
+        except OSError:
+            return  # a full disk stops the run where it matters
+
+    def _guard(self, now: RankStatus) -> None:
+        """For a hang that keeps Python's lock, and with it this thread: the dump of C ends the process, too."""
+        faulthandler.cancel_dump_traceback_later()
+        if self.limit and now.doing in WATCHED:
+            faulthandler.dump_traceback_later(2 * self.limit + 60, exit=True, file=self.stacks)
+
+    def _give_up(self) -> None:
+        faulthandler.dump_traceback(self.stacks, all_threads=True)
+        now = replace(
+            self._now(), stalled=True, is_waiting=is_in_collective(except_thread=threading.get_ident())
+        )
+        self._tell(now)
+        if self.ended.wait(4 * self.every + 1.0) or self._moved(now, self._now()):
+            return  # it went on after all; else the others have given up in this time, too
+        error = stalled_error(read_statuses(self.logs), now, world=self.world, limit=self.limit)
+        self._tell(replace(now, error=error_of(error, exit_code=error.exit_code)))
+        self.on_stall(error)
+        if self.status.rank == 0:
+            os.write(2, f"error: {error}\n".encode())
+        os._exit(error.exit_code)  # the thread that trains cannot be reached
+
+
+def is_in_collective(*, except_thread: int) -> bool:
+    """True if a thread of this process is inside torch.distributed: it waits for another rank."""
+    inside = os.path.join("torch", "distributed", "")
+    frames = sys._current_frames()
+    return any(
+        inside in frame.f_code.co_filename for thread, frame in frames.items() if thread != except_thread
+    )
+
+
+def stalled_error(
+    statuses: dict[int, RankStatus], mine: RankStatus, *, world: int, limit: float
+) -> TrainingFailed:
+    """Names the ranks that are behind: those that do not answer, else the ones with the least done, and of these
+    the ones that wait for nobody."""
+    silent = [rank for rank in range(world) if rank not in statuses or not statuses[rank].stalled]
+    least = min(((s.step, s.signs) for s in statuses.values()), default=(0, 0))
+    last = [s for s in statuses.values() if (s.step, s.signs) == least]
+    busy = [s.rank for s in last if not s.is_waiting]
+    behind = silent or busy or [s.rank for s in last]
+    names = f"rank {behind[0]} is" if len(behind) == 1 else f"ranks {', '.join(map(str, behind))} are"
+    at = statuses.get(behind[0], mine)
+    seen = "gives no sign of life, last seen in " if silent else ""
+    return TrainingFailed(
+        f"no progress for {limit:g} s: {names} behind ({seen}{at.doing}, step {at.step})",
+        hint=f"the stacks of the ranks are in {LOGS}/; --resume goes on from the last checkpoint; "
+        f"a longer limit: {STALL}={2 * limit:g}",
+    )

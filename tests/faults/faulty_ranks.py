@@ -1,0 +1,92 @@
+"""The program with one rank that fails: ``faulty_ranks.py RANK CALL FAULT train …``.
+
+In the CALL-th backward pass of that rank FAULT happens, or at its start where CALL is 0. The launcher, which has no
+RANK of its own, starts its ranks by the same words.
+"""
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fitune.cli import main
+from fitune.errors import DataError
+from fitune.models.language_model import LanguageModel
+
+
+def raise_value_error() -> None:
+    raise ValueError("a fault of the test")
+
+
+def raise_data_error() -> None:
+    raise DataError("row 7 of the test cannot be read", hint="another row")
+
+
+def fill_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/shard")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hang() -> None:
+    time.sleep(3600)
+
+
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def lack_a_module() -> None:
+    import no_such_module_for_this_test  # type: ignore[import-not-found]  # noqa: F401
+
+
+def wait() -> None:
+    """Say READY to whoever started the program and wait for a signal or a file beside the run."""
+    os.write(1, b"READY\n")
+    for _ in range(12_000):
+        time.sleep(0.01)
+        if os.path.exists(os.environ["GO"]):
+            break
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    fault.__name__: fault
+    for fault in (
+        raise_value_error, raise_data_error, fill_disk, kill, crash, hang, freeze, lack_a_module, wait,
+    )
+}  # fmt: skip
+
+
+def fail_in(call: int, fault: Callable[[], None]) -> None:
+    real, calls = LanguageModel.loss_and_gradient, [0]
+
+    def failing(*words: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            fault()
+        return real(*words, **named)
+
+    LanguageModel.loss_and_gradient = failing  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background programs ignore it
+    torch.set_num_threads(1)
+    rank, call, name, *words = sys.argv[1:]
+    sys.argv = [sys.argv[0], *words]
+    if os.environ.get("RANK") == rank:
+        if call == "0":
+            FAULTS[name]()
+        fail_in(int(call), FAULTS[name])
+    main()

@@ -1,0 +1,197 @@
+"""Rows 3, 36 and 37 of the fault table for a run of two processes: a rank that fails is named with its own error, one
+that hangs is found, signals stop all of them, and no process is left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from faults import faulty_ranks
+from fitune.spec.reports import RunReport
+from fitune.spec.serial import from_json
+
+Program = Callable[..., "subprocess.Popen[str]"]
+slow = pytest.mark.slow
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
+@pytest.fixture
+def program(tmp_path: Path, model_folder: Path, data_file: Path) -> Program:
+    """``fitune train`` on two processes, in which ``rank`` has a ``fault`` in its ``call``-th backward pass."""
+
+    def begin(
+        fault: str, *words: str, rank: int = 1, call: int = 4, stall: float = 0.0
+    ) -> "subprocess.Popen[str]":
+        settings = {
+            "model": model_folder, "data": data_file, "tuning": "full", "precision": "fp32", "gpus": 2, "zero": 3,
+            "backend": "fsdp", "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1,
+            "max_steps": 8, "samples": 0, "save_steps": 1, "output_dir": tmp_path / "run",
+        }  # fmt: skip
+        given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        own = {"GO": str(tmp_path / "go"), "FITUNE_STALL_SECONDS": str(stall)}
+        return subprocess.Popen(
+            [sys.executable, faulty_ranks.__file__, str(rank), str(call), fault, "train", *given, *words],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **own}, start_new_session=True,
+        )  # fmt: skip
+
+    return begin
+
+
+def end(started: "subprocess.Popen[str]") -> tuple[int, str]:
+    """Exit code and standard error, once it is certain that nothing it started still runs."""
+    _, err = started.communicate(timeout=300)
+    return started.returncode, err
+
+
+def pids(run: Path) -> list[int]:
+    return [json.loads(file.read_text())["pid"] for file in (run / "rank-logs").glob("rank*.json")]
+
+
+def require_all_gone(run: Path, *, within_s: float = 0.0) -> None:
+    until = time.monotonic() + within_s
+    found = pids(run)
+    assert found
+    while alive := [pid for pid in found if psutil.pid_exists(pid)]:
+        assert time.monotonic() < until, alive
+        time.sleep(0.1)
+
+
+def report_of(run: Path) -> RunReport:
+    return from_json(RunReport, (run / "report.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("raise_value_error", 1, r"error: rank 1 failed: ValueError \(loss, step 4\): a fault of the test"),
+        pytest.param(
+            "raise_data_error", 1, r"error: rank 1 failed: row 7 of the test cannot be read", marks=slow
+        ),
+        pytest.param("fill_disk", 1, r"error: rank 1 failed: /full/shard: No space left", marks=slow),
+        pytest.param("kill", 1, r"error: rank 1 was killed by SIGKILL.*dmesg", marks=slow),
+        pytest.param("crash", 1, r"error: rank 1 was killed by SIGSEGV", marks=slow),
+    ],
+)
+def test_the_rank_that_failed_is_named_with_its_error(
+    program: Program, tmp_path: Path, fault: str, code: int, words: str
+) -> None:
+    ended, err = end(program(fault))
+    assert ended == code, err
+    assert re.search(words, err), err
+    assert err.startswith("error: ")
+    assert err.count("error:") == 1
+    assert "Traceback" not in err
+    report = report_of(tmp_path / "run")
+    assert (report.status, report.steps) == ("failed", 3)
+    assert report.failure is not None
+    assert report.failure.error == "PeerGone"
+    cause = {"kill": "ended without a word", "crash": "ended without a word"}.get(fault, "rank 1 failed: ")
+    assert cause in report.reason
+    require_all_gone(tmp_path / "run")
+    if fault == "raise_value_error":
+        text = (tmp_path / "run/rank-logs/rank1-traceback.txt").read_text()
+        assert "raise_value_error" in text
+
+
+@slow
+def test_an_error_of_rank_0_is_said_once(program: Program, tmp_path: Path) -> None:
+    ended, err = end(program("raise_value_error", rank=0))
+    assert ended == 1
+    assert err.count("error:") == 1
+    assert "a fault of the test" in report_of(tmp_path / "run").reason
+    require_all_gone(tmp_path / "run")
+
+
+@slow
+def test_a_rank_that_cannot_start_is_named(program: Program) -> None:
+    ended, err = end(program("lack_a_module", call=0))
+    assert ended == 1
+    assert "rank 1 failed: ModuleNotFoundError: No module named 'no_such_module_for_this_test'" in err
+
+
+def until_ready(started: "subprocess.Popen[str]") -> None:
+    assert started.stdout is not None
+    while (line := started.stdout.readline()) != "READY\n":
+        assert line, started.communicate()
+
+
+@slow
+@pytest.mark.parametrize(("number", "code"), [(TERM, 143), (INT, 130), (HUP, 129)])
+def test_one_signal_lets_all_ranks_finish_the_step(
+    program: Program, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    started = program("wait", rank=0)
+    until_ready(started)
+    os.killpg(started.pid, number)
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    ended, err = end(started)
+    assert ended == code, err
+    assert "error:" not in err
+    run = tmp_path / "run"
+    assert report_of(run).status == "interrupted"
+    assert report_of(run).steps == 4
+    assert (run / "checkpoints/step-4/COMMIT").is_file()
+    require_all_gone(run)
+
+
+@slow
+def test_a_signal_to_every_process_of_the_job_is_one_request(program: Program, tmp_path: Path) -> None:
+    started = program("wait", rank=0)
+    until_ready(started)
+    for pid in (*pids(tmp_path / "run"), started.pid):
+        os.kill(pid, TERM)
+    time.sleep(0.3)
+    (tmp_path / "go").touch()
+    assert end(started)[0] == 143
+    assert (tmp_path / "run/checkpoints/step-4/COMMIT").is_file()
+
+
+@slow
+def test_a_second_signal_stops_all_ranks_at_once(program: Program, tmp_path: Path) -> None:
+    started = program("wait", rank=0)
+    until_ready(started)
+    started.send_signal(TERM)
+    time.sleep(1.5)
+    began = time.monotonic()
+    started.send_signal(INT)
+    ended, _ = end(started)
+    assert ended == 130
+    assert time.monotonic() - began < 25
+    require_all_gone(tmp_path / "run")
+
+
+@slow
+def test_ranks_of_a_launcher_that_is_killed_save_and_end(program: Program, tmp_path: Path) -> None:
+    started = program("wait", rank=0)
+    until_ready(started)
+    started.kill()
+    started.wait()
+    (tmp_path / "go").touch()
+    require_all_gone(tmp_path / "run", within_s=30)
+    assert (tmp_path / "run/checkpoints/step-4/COMMIT").is_file()
+
+
+@slow
+@pytest.mark.parametrize("fault", ["hang", "freeze"])
+def test_a_rank_that_hangs_is_found(program: Program, tmp_path: Path, fault: str) -> None:
+    ended, err = end(program(fault, stall=5.0))
+    assert ended == 1, err
+    where = "loss, step 4" if fault == "hang" else "gives no sign of life, last seen in "
+    assert f"error: no progress for 5 s: rank 1 is behind ({where}" in err
+    assert err.count("error:") == 1
+    run = tmp_path / "run"
+    assert "no progress for 5 s: rank 1 is behind" in report_of(run).reason
+    assert "torch/distributed" in (run / "rank-logs/rank0-stacks.txt").read_text()
+    if fault == "hang":
+        assert "faulty_ranks.py" in (run / "rank-logs/rank1-stacks.txt").read_text()
+    require_all_gone(run)
