@@ -14,10 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn import Parameter
 
 from fitune.engine.gradient_scale import global_norm
+from fitune.engine.host_optimizer import Host
 from fitune.engine.kept_rows import KeptRows, divided_dimension
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
@@ -48,13 +55,14 @@ def mesh_of(sharding: Zero, hardware: Hardware, *, device: str) -> DeviceMesh:
 
 def shard(
     whole: nn.Module, body: nn.Module, blocks: Iterable[nn.Module], *, sharding: Zero, mesh: DeviceMesh,
-    precision: Precision, rows: KeptRows | None = None,
+    precision: Precision, rows: KeptRows | None = None, on_host: bool = False,
 ) -> Trunk:  # fmt: skip
     """Divide every parameter of ``whole`` over ``mesh``; what is returned takes the place of ``body``.
 
     Parameters are in the compute type already. Gradients are summed in fp32 where the optimizer has fp32 masters.
     At stage 3 a block lets its weights go after its forward; the root never does before backward is through.
-    ``rows``: this rank's of what has only stand-ins in ``whole``.
+    ``rows``: this rank's of what has only stand-ins in ``whole``. ``on_host``: shares wait there, pinned beside a GPU;
+    a group passes through the device to be gathered, and its summed gradients go to the host at once.
     """
     trunk = Trunk(whole, body)
     policy = MixedPrecisionPolicy(
@@ -63,6 +71,9 @@ def shard(
     common: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if on_host
+        else OffloadPolicy(),
         "shard_placement_fn": divided_dimension(mesh.size(mesh.ndim - 1)),
     }
     for group in (*blocks, trunk):
@@ -104,7 +115,9 @@ class ShardedEngine(PlainEngine):
         optimizer: Optimizer,
         precision: Precision,
         max_grad_norm: float,
+        host: Host | None = None,
     ) -> None:
+        """With ``host`` the shares are there already, and the optimizer too."""
         self.trunk = trunk
         self.shares = Shares(sharded)
         self.stage = sharding.stage
@@ -115,6 +128,7 @@ class ShardedEngine(PlainEngine):
             optimizer=optimizer,
             precision=precision,
             max_grad_norm=max_grad_norm,
+            host=host,
         )
 
     def forward_backward(

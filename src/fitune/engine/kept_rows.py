@@ -27,7 +27,9 @@ class KeptRows:
     put beside it. Its content means nothing.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, *, on_host: bool = False) -> None:
+        """``on_host``: the rows are kept there, whatever device the whole tensors come to."""
+        self._on_host = on_host
         self._rank = mesh.get_local_rank(mesh.ndim - 1)
         self._shares = mesh.size(mesh.ndim - 1)
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -40,6 +42,8 @@ class KeptRows:
         own = (parts[self._rank] if self._rank < len(parts) else empty).clone(
             memory_format=torch.contiguous_format
         )
+        if self._on_host:
+            own = own.to("cpu")
         stand_in = whole.new_zeros(1).expand(whole.shape)
         self._kept[_storage(stand_in)] = (stand_in, own)
         return stand_in

@@ -317,14 +317,21 @@ def weights_away_bytes(plan: Plan) -> int:
     """What of a rank's share waits on the host or on NVMe."""
     if plan.offload.parameters == "device":
         return 0
-    return weights_share_bytes(plan) - weights_on_device_bytes(plan)
+    adapters = _adapter_share_bytes(plan) if uses_fsdp(plan) else 0
+    return weights_share_bytes(plan) - weights_on_device_bytes(plan) + adapters
 
 
 def adapters_bytes(plan: Plan) -> int:
     """Adapters in the compute type, P_lora · e (models/adapters.py keeps PEFT from casting them to fp32).
 
-    Divided like the base's weights; they stay on the device when those are offloaded.
+    Divided like the base's weights; they stay on the device when those are offloaded, but FSDP2 sends whole blocks.
     """
+    if uses_fsdp(plan) and plan.offload.parameters != "device":
+        return 0
+    return _adapter_share_bytes(plan)
+
+
+def _adapter_share_bytes(plan: Plan) -> int:
     if not isinstance(plan.tuning, Lora):
         return 0
     divided = weights_are_divided(plan)

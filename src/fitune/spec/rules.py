@@ -528,11 +528,22 @@ NOT_BUILT = (
         settings=("optimizer", "optimizer_in_backward", *_DEVICES),
     ),
     Rule(
+        broken=lambda plan: (
+            not isinstance(plan.sharding, Single)
+            and plan.offload != Offload()
+            and (not _on(plan, "fsdp") or _in_backward(plan))
+        ),
+        why=lambda plan: "offload on several devices is built for FSDP2, and not for updates in backward",
+        instead="zero: 3 with backend: fsdp and tuning: full, lora or qlora; `fitune plan` estimates the others",
+        settings=(*_PLACES, *_IN_BACKWARD, *_DEVICES),
+        binds=("train",),
+    ),
+    Rule(
         broken=lambda plan: not isinstance(plan.sharding, Single) and plan.offload != Offload(),
-        why=lambda plan: "offload together with sharding is not built yet",
-        instead="`fitune plan` estimates it; one device with offload, or several without, can be trained and rehearsed",
+        why=lambda plan: "offload on several devices cannot be rehearsed yet",
+        instead="`fitune plan` estimates it; one device with offload, or several without, can be rehearsed",
         settings=(*_PLACES, *_DEVICES),
-        binds=("train", "rehearse"),
+        binds=("rehearse",),
     ),
 )
 

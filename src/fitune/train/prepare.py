@@ -75,10 +75,10 @@ def prepare(plan: Plan, *, ranks: Ranks = ALONE, on_bytes: OnBytes = nobody) -> 
     require_rules(plan, "train")
     dtype = compute_dtype(plan.precision)
     device = training_device(plan, ranks)
-    streamed = plan.offload.parameters != "device"  # then the device has no room for all of it
-    to = torch.device("cpu") if streamed else device
     mesh = _mesh(plan, device)
     rows = _kept_rows(plan, mesh)
+    streamed = plan.offload.parameters != "device"  # then the device has no room for all of it
+    to = torch.device("cpu") if streamed and rows is None else device
     keep = None if rows is None else rows.keep
     base = base_of(plan)
     model = load_model(plan.model_path, dtype=dtype, device=to, base=base, keep=keep, on_bytes=on_bytes)
@@ -96,7 +96,7 @@ def _kept_rows(plan: Plan, mesh: "DeviceMesh | None") -> "KeptRows | None":
         return None
     from fitune.engine.kept_rows import KeptRows
 
-    return KeptRows(mesh)
+    return KeptRows(mesh, on_host=plan.offload.parameters != "device")
 
 
 def _mesh(plan: Plan, device: torch.device) -> "DeviceMesh | None":
@@ -127,17 +127,19 @@ def prepare_loaded(
     turn_by_rows(model)
     use_kernels(model, plan.kernels, device=device)
     whole = tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
-    if plan.offload.parameters == "cpu":
+    if plan.offload.parameters == "cpu" and mesh is None:  # FSDP2 has its own way
         trained = trains_every_weight(plan.tuning)
         stay_on(device or model.device, whole, blocks_of(model), trained=trained)
     parts = language_model(whole, plan.loss)
+    if device is not None:  # what waits on the host is still trained there
+        parts = replace(parts, device=device)
     if plan.compile_blocks:
         compile_blocks(parts.blocks)  # before recompute: the compiled block runs twice
     recompute_blocks(parts.blocks, plan.recompute, has_dropout=_has_dropout(parts))
     host = None if plan.offload == Offload() else HostMemory(parts.device)
     whole.train()
     if isinstance(plan.sharding, Zero) and mesh is not None:
-        return _sharded(plan, plan.sharding, parts, mesh, rows)
+        return _sharded(plan, plan.sharding, parts, mesh, rows, host)
     if isinstance(plan.sharding, Ddp):
         return _replicated(plan, parts)
     engine = engine_for(plan, parts, parts.trained, host=host)
@@ -154,8 +156,9 @@ def _offload(plan: Plan, parts: LanguageModel, engine: Engine, host: HostMemory)
 
 
 def _sharded(
-    plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh", rows: "KeptRows | None"
-) -> Prepared:
+    plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh", rows: "KeptRows | None",
+    host: HostMemory | None,
+) -> Prepared:  # fmt: skip
     from fitune.engine.fsdp import shard
 
     trunk = shard(
@@ -166,14 +169,23 @@ def _sharded(
         mesh=mesh,
         precision=plan.precision,
         rows=rows,
+        on_host=plan.offload.parameters == "cpu",
     )
+    if host is not None:  # weights are FSDP2's to move
+        if plan.offload.parameters == "cpu":
+            for parameter in parts.whole.parameters():
+                host.adopt(local_part(parameter))
+        offload_blocks(
+            parts.blocks, Offload(activations=plan.offload.activations), host, trains_weights=False
+        )
     parts = replace(parts, body=trunk)
-    return Prepared(model=parts, engine=_sharded_engine(plan, sharding, parts, trunk, mesh))
+    return Prepared(model=parts, engine=_sharded_engine(plan, sharding, parts, trunk, mesh, host), host=host)
 
 
 def _sharded_engine(
-    plan: Plan, sharding: Zero, parts: LanguageModel, trunk: "Trunk", mesh: "DeviceMesh"
-) -> Engine:
+    plan: Plan, sharding: Zero, parts: LanguageModel, trunk: "Trunk", mesh: "DeviceMesh",
+    host: HostMemory | None,
+) -> Engine:  # fmt: skip
     from fitune.engine.fsdp import ShardedEngine
     from fitune.engine.fsdp_in_backward import ShardedInBackwardEngine
 
@@ -198,6 +210,7 @@ def _sharded_engine(
         optimizer=plan.optimizer,
         precision=plan.precision,
         max_grad_norm=plan.schedule.max_grad_norm,
+        host=host if plan.offload.optimizer == "cpu" else None,
     )
 
 
