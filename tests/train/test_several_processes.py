@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import plan_of
-from fitune.estimate.predict import predict_memory
+from fitune.estimate.predict import predict, predict_memory
 from fitune.spec.plan import Ddp, Offload, Plan, Sharding, Single, Zero
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
@@ -237,3 +237,11 @@ def test_two_nodes_of_two_share_within_each_and_train_the_model_of_one(
         run(divided(alone, 1, 0, tmp_path / STOPPED), callbacks=callbacks(), resume=True).status == "complete"
     )
     assert losses(tmp_path / STOPPED) == pytest.approx(losses(tmp_path / "full alone"), abs=LOSS)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "stage" in name or "ddp" in name.lower()])
+def test_a_rank_sends_the_bytes_that_were_predicted(results: Path, name: str) -> None:
+    plan = from_json(Plan, (results / name / "plan.json").read_text())
+    report = from_json(RunReport, (results / name / "report.json").read_text())
+    for rank in report.ranks:
+        assert rank.sent_bytes == pytest.approx(predict(plan).communication_bytes, rel=0.01)
