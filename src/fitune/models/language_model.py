@@ -116,7 +116,8 @@ def loss_and_gradient(
     ``labels_T`` are already shifted: labels_T[i] is the token that follows position i, or IGNORED.
     ``scale`` multiplies the gradients alone (1 / supervised tokens, and the loss scale under fp16);
     gradients of the head's trained parameters are accumulated as by ``backward()``.
-    Only supervised rows go through the head. ``chunk_tokens`` None: all of them at once.
+    Only supervised rows go through the head. ``chunk_tokens`` None: all of them at once. A stream without any still
+    leaves gradients of zeros: ranks that sum their gradients must have the same ones.
     """
     chosen = torch.nonzero(labels_T != IGNORED).squeeze(1)
     everything = len(chosen) == len(labels_T)
@@ -125,7 +126,7 @@ def loss_and_gradient(
     gradient_SD = torch.empty_like(inputs_SD)
     total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
     size = max(1, chunk_tokens or len(chosen))
-    for start in range(0, len(chosen), size):
+    for start in range(0, max(1, len(chosen)), size):
         part = slice(start, start + size)
         total += _chunk(inputs_SD[part], targets_S[part], gradient_SD[part], head, scale, softcap)
     if everything:
