@@ -5,7 +5,14 @@ are those of a step after the first, when optimizer states exist, and of its las
 """
 
 from fitune.estimate import activations, overhead, transient
-from fitune.estimate.parameters import embedding_parameters, head_parameters, uses_fsdp
+from fitune.estimate.parameters import (
+    embedding_parameters,
+    head_parameters,
+    num_shares,
+    reduce_width,
+    trained_tensors,
+    uses_fsdp,
+)
 from fitune.estimate.states import (
     gradients_always_exist,
     leaves_after_the_loss,
@@ -175,6 +182,8 @@ def _backward_terms(step: StepStages) -> Terms:
         *(_block_moment(step, index) for index in sorted(ends) if step.untouched <= index < layers),
         _embedding_moment(step),
         _root_sum_moment(step),
+        _root_divided_moment(step),
+        _root_stepped_moment(step),
     ]
     around: Terms = {
         **step.around(),
@@ -251,31 +260,76 @@ def _embedding_moment(step: StepStages) -> Terms:
     divided = step.gradients != step.whole_gradients
     adds = step.gradients_exist or step.plan.model.tied_embeddings or divided
     table = elements * step.element_bytes if adds else 0
-    kept = (
-        {
-            "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
-            "recompute inputs": step.inputs_before(step.num_layers),
-        }
-        if step.plan.goes_back_twice
-        else {}
-    )
+    stepped = 0 if step.buffers.root_end else stepping_bytes(step.plan, elements)
     return {
-        **kept,
+        **_kept_for_a_second_pass(step),
         "gradients": _blocks_and_waiting(step),
-        "temporaries": step.hidden + table + stepping_bytes(step.plan, elements),
+        "temporaries": step.hidden + table + stepped,
         "gathered weights": step.buffers.root,
         "reduce buffers": step.buffers.buckets + step.buffers.reduce,
     }
 
 
 def _root_sum_moment(step: StepStages) -> Terms:
-    """FSDP2 at the end: the root's whole gradients beside the buffer they are summed from."""
+    """FSDP2 at the end: the root's whole gradients beside the buffer they are summed from.
+
+    Its weights are let go by then, unless the loss runs on them again before a second backward.
+    """
     if not step.buffers.root_end:
         return {}
     table = embedding_parameters(step.plan.model) * step.element_bytes
     return {
+        **_kept_for_a_second_pass(step),
         "gradients": _blocks_and_waiting(step) + (0 if step.plan.model.tied_embeddings else table),
+        "gathered weights": step.buffers.root if step.plan.goes_back_twice else 0,
         "reduce buffers": step.buffers.root_end,
+    }
+
+
+def _root_divided_moment(step: StepStages) -> Terms:
+    """The root's shares, summed in the reduce type and copied to their own, beside the buffer they came from."""
+    if not step.buffers.root_end:
+        return {}
+    width = reduce_width(step.plan)
+    shares = sum(_root_shares(step))
+    return {
+        **_kept_for_a_second_pass(step),
+        "gradients": _blocks_at_rest(step) + shares * step.element_bytes + _last_of_root(step),
+        "gathered weights": step.buffers.root if step.plan.goes_back_twice else 0,
+        "reduce buffers": step.buffers.root_end + (shares * width if width > step.element_bytes else 0),
+    }
+
+
+def _root_stepped_moment(step: StepStages) -> Terms:
+    """The root's shares being stepped in backward, beside the buffer that they were summed from."""
+    if not step.buffers.root_end or not updates_in_backward(step.plan.tuning):
+        return {}
+    shares = _root_shares(step)
+    return {
+        "gradients": sum(shares) * step.element_bytes + _last_of_root(step),
+        "temporaries": stepping_bytes(step.plan, max(shares)),
+        "reduce buffers": step.buffers.root_end,
+    }
+
+
+def _last_of_root(step: StepStages) -> int:
+    """The head's whole gradient: FSDP2 names the last of a group until its shares are there (foreach_reduce)."""
+    return 0 if step.plan.model.tied_embeddings else step.head_gradient
+
+
+def _root_shares(step: StepStages) -> list[int]:
+    """Elements of this rank's shares of what is trained outside the blocks."""
+    parts = num_shares(step.plan)
+    return [t.count * t.share(parts) for t in trained_tensors(step.plan) if not t.in_block]
+
+
+def _kept_for_a_second_pass(step: StepStages) -> Terms:
+    """All that the blocks keep, where backward runs twice and this moment is in the first one too."""
+    if not step.plan.goes_back_twice:
+        return {}
+    return {
+        "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
+        "recompute inputs": step.inputs_before(step.num_layers),
     }
 
 
@@ -283,9 +337,12 @@ def _blocks_and_waiting(step: StepStages) -> int:
     """The blocks' gradients as they rest, and the whole ones of head and final norm where they wait."""
     if not step.root_waits:
         return step.gradients
-    blocks = step.gradients_of_blocks[-1]
-    resting = step.gradients_before or step.settled(blocks)
-    return resting + step.head_gradient + step.final_norm.gradients
+    return _blocks_at_rest(step) + step.head_gradient + step.final_norm.gradients
+
+
+def _blocks_at_rest(step: StepStages) -> int:
+    """The gradients that rest on the device when all blocks have gone back."""
+    return step.gradients_before or step.settled(step.gradients_of_blocks[-1])
 
 
 def _before_the_blocks(step: StepStages, head: int) -> int:

@@ -87,11 +87,11 @@ def _fsdp(plan: Plan, zero: Zero) -> Communication:
     there, back = (1, 1) if zero.stage == 1 else (forward_passes(plan), backward_passes(plan))
     blocks = plan.model.num_layers * block_weight_bytes(plan)
     summed = trained_parameters(plan) * reduce_width(plan)
-    again = blocks * (back if zero.stage == 3 else back - there)  # a backward lets go of what it was given
+    again = blocks if zero.stage == 3 else 0
     calls = groups * (2 if zero.stage == 3 else 1)
     return Communication(
         forward=_ring(plan, there * (blocks + root_weight_bytes(plan)), calls=there * groups),
-        backward=_ring(plan, again + back * summed, calls=back * calls),
+        backward=_ring(plan, back * (again + summed), calls=back * calls),
         between_nodes=_between_nodes(plan, zero, back * summed),
     )
 

@@ -182,7 +182,6 @@ def compare(
         *_phase_rows(estimate, measured),
         _peak_row(estimate, measured),
         *_rank_rows(estimate, () if run_report is None else run_report.ranks),
-        *_sent_rows(estimate, () if run_report is None else run_report.ranks),
         *_process_rows(estimate, measured),
         *_speed_rows(estimate, measured),
     ]
@@ -249,13 +248,6 @@ def _rank_rows(estimate: Estimate | None, ranks: Sequence[RankReport]) -> list[R
         for rank in ranks
         if rank.memory
     ]
-
-
-def _sent_rows(estimate: Estimate | None, ranks: Sequence[RankReport]) -> list[Row]:
-    """What a rank sends in a step, as a ring would; the largest of the ranks."""
-    sent = max((rank.sent_bytes for rank in ranks), default=0)
-    predicted = None if estimate is None else estimate.communication_bytes
-    return [Row(what="Sent by a rank", predicted=predicted, measured=sent, unit="bytes")] if sent else []
 
 
 def _process_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:

@@ -182,16 +182,6 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """What one rank sent in one step by collectives of one kind."""
-
-    kind: str
-    """``gather``, ``reduce-scatter`` or ``all-reduce``."""
-    calls: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One optimizer step. The log line, metrics.jsonl and every tracker are made of this."""
 
@@ -217,8 +207,6 @@ class StepReport:
     """True when fp16 gradients overflowed and no update was made."""
     memory_bytes: dict[Phase, int] = field(default_factory=dict)
     """Measured peaks of this step; empty when the step was not measured."""
-    sent: tuple[Sent, ...] = ()
-    """By this rank to the others, of a measured step."""
     eval_loss: float | None = None
     """Set on the steps after which the held-out rows were evaluated."""
     retries: tuple[Retry, ...] = ()
@@ -261,12 +249,6 @@ class RankReport:
     """Peaks."""
     step_seconds: float
     """Mean, without the first."""
-    sent: tuple[Sent, ...] = ()
-    """In the measured step that sent most."""
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(sent.bytes for sent in self.sent)
 
     @property
     def peak_bytes(self) -> int:

@@ -12,7 +12,6 @@ from fitune.engine.protocol import EnterPhase, Update
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.engine.schedule import learning_rate, total_steps
 from fitune.errors import TrainingFailed
-from fitune.measure.communication import SentBytes
 from fitune.measure.memory import MemoryMeter
 from fitune.models.weights import require_finite
 from fitune.spec.counts import achieved_mfu
@@ -55,8 +54,7 @@ def train(
             if step in measured_steps
             else nullcontext()
         )
-        counted = SentBytes() if step in measured_steps and not ranks.is_alone else nullcontext()
-        with measured, counted:
+        with measured:
             loss, update = _one_step(
                 prepared, batch, rate, enter_phase, ranks, loaded_from=plan.model_path if step == 0 else None
             )
@@ -78,7 +76,6 @@ def train(
             loss_scale=update.loss_scale,
             skipped=update.skipped,
             memory_bytes=meter.take_peaks(),
-            sent=counted.sent if isinstance(counted, SentBytes) else (),
         )
 
 

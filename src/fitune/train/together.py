@@ -53,10 +53,7 @@ def rows_of_ranks(run: Run) -> tuple[RankReport, ...]:
             peaks[phase] = max(peaks.get(phase, 0), size)
     seconds = [step.step_seconds for step in run.done[1:] or run.done]
     mean = sum(seconds) / len(seconds) if seconds else 0.0
-    sent = max((step.sent for step in run.done), key=lambda kinds: sum(k.bytes for k in kinds), default=())
-    return tuple(
-        run.ranks.gathered(RankReport(rank=run.ranks.rank, memory=peaks, step_seconds=mean, sent=sent))
-    )
+    return tuple(run.ranks.gathered(RankReport(rank=run.ranks.rank, memory=peaks, step_seconds=mean)))
 
 
 def whole_on_first(run: Run) -> LanguageModel | None:
