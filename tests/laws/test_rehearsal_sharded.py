@@ -10,7 +10,20 @@ from fitune.estimate.parameters import weights_share_bytes
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import Allocated, peaks_by_kind, reserved_peak
-from fitune.spec.plan import Ddp, Hqq, Lora, Nf4, Zero
+from fitune.spec.plan import (
+    AdamW,
+    ClipByNorm,
+    ClipByValue,
+    Ddp,
+    Full,
+    Hqq,
+    InBackward,
+    Lomo,
+    Lora,
+    Nf4,
+    Sgd,
+    Zero,
+)
 from fitune.spec.reports import Phase
 from fitune.spec.targets import resolve_targets
 from plans import CPU, plan_for
@@ -48,6 +61,42 @@ def cases():
 @pytest.mark.parametrize(("family", "stage", "choice"), list(cases()))
 def test_estimate_and_rehearsal_agree(family, stage, choice):
     plan, trace = rehearsed(family, stage, **choice)
+    expected = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(expected, rel=TOLERANCE)
+
+
+BY_VALUE, BY_NORM = ClipByValue(value=1.0), ClipByNorm(max_norm=1.0)
+LOMO, ADALOMO = Lomo(adaptive=False, clip=BY_VALUE), Lomo(adaptive=True, clip=BY_NORM)
+IN_BACKWARD = Full(update=InBackward(clip=BY_NORM))
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "ranks", "tuning", "optimizer", "choice"),
+    [
+        ("llama", 3, 8, LOMO, Sgd(), {"precision": "bf16", "recompute": 2, "seq_len": 128}),
+        ("llama", 3, 8, ADALOMO, Sgd(), {"precision": "bf16", "recompute": 4}),
+        ("llama", 2, 2, IN_BACKWARD, AdamW(), {"precision": "bf16-master", "recompute": 4}),
+        pytest.param(
+            "qwen3", 3, 2, ADALOMO, Sgd(), {"precision": "fp32", "recompute": 2, "seq_len": 128},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "llama", 3, 2, Full(), AdamW(), {"precision": "bf16-master", "recompute": 4}, marks=pytest.mark.slow
+        ),
+    ],
+)  # fmt: skip
+def test_estimate_and_rehearsal_agree_where_shares_are_stepped_in_backward(
+    family, stage, ranks, tuning, optimizer, choice
+):
+    """With few tokens the end of backward is the peak: head and embedding are summed and stepped."""
+    config, spec = tiny(family, num_hidden_layers=4, vocab_size=1000)
+    sharding = Zero(stage=stage, backend="fsdp")
+    hardware = replace(CPU, gpus_per_node=ranks)
+    plan = plan_for(
+        spec, hardware=hardware, sharding=sharding, **{"tuning": "full", "rows": 1, "seq_len": 32, **choice}
+    )
+    plan = replace(plan, tuning=tuning, optimizer=optimizer)
+    trace, _ = trace_plan(plan, config, exact=True)
     expected = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(expected, rel=TOLERANCE)
 
