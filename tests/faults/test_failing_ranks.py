@@ -195,3 +195,20 @@ def test_a_rank_that_hangs_is_found(program: Program, tmp_path: Path, fault: str
     if fault == "hang":
         assert "faulty_ranks.py" in (run / "rank-logs/rank1-stacks.txt").read_text()
     require_all_gone(run)
+
+
+@slow
+@pytest.mark.parametrize("words", [(), ("--overwrite",), ("--set", "gpus=1")])
+def test_a_second_program_in_the_same_directory_is_refused(
+    program: Program, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    first = program("wait", rank=0)
+    until_ready(first)
+    log = (tmp_path / "run/rank-logs/rank1.log").stat().st_ino
+    code, err = end(program("raise_value_error", *words))
+    assert code == 2, err
+    assert "is in use by process" in err
+    assert (tmp_path / "run/rank-logs/rank1.log").stat().st_ino == log
+    (tmp_path / "go").touch()
+    assert end(first)[0] == 0
+    assert report_of(tmp_path / "run").status == "complete"

@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
-from fitune.engine.ranks import joined_ranks
+from fitune.engine.joining import joined_ranks
 from fitune.measure.calibrate import collective_rates
 
 MEASURE = """
 import torch
-from fitune.engine.ranks import joined_ranks
+from fitune.engine.joining import joined_ranks
 from fitune.measure import calibrate as measured
 measured._SUMMED_BYTES["gloo"] = 2**20
 with joined_ranks() as ranks:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fitune.errors import ScoringFailed
+from fitune.errors import RecipeError, ScoringFailed
 
 if TYPE_CHECKING:
     from fitune.session.results import Result
@@ -158,6 +158,27 @@ def train(
     with Terminal() as terminal:
         code = train_program(recipe, overwrite=overwrite, tell=terminal)
     raise typer.Exit(code)
+
+
+@app.command(context_settings=_RECIPE_WORDS)
+def launch(
+    words: Words = None,
+    settings: Settings = None,
+    show: Annotated[
+        bool, typer.Option("--print", help="Print the commands; `fitune train` runs them.")
+    ] = False,
+    rendezvous: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="The first of several machines, and a free port there.")
+    ] = "HOST:PORT",
+) -> None:
+    """Print the command and environment that start the ranks of a plan on each machine."""
+    from fitune.session.planning import launch_commands
+
+    if not show:
+        raise RecipeError("launch prints commands and starts nothing", hint="launch --print, or fitune train")
+    typed = [*(words or []), *(part for setting in settings or [] for part in ("--set", setting))]
+    for command in launch_commands(_recipe(words, settings), typed, rendezvous=rendezvous):
+        print(f"# machine {command.machine}\n{command}")
 
 
 @app.command(context_settings=_RECIPE_WORDS)

@@ -3,7 +3,6 @@
 Tensors of the model travel through their engine. What goes through here is small: a loss, a path, a request to stop.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,8 +17,10 @@ from fitune.errors import FituneError, PeerGone, RankFailed
 
 T = TypeVar("T")
 
-_WAIT = timedelta(hours=2)
-"""How long a rank waits for the others: the first one may tokenise or write a checkpoint meanwhile."""
+WAIT = timedelta(hours=2)
+"""How long a rank waits for the others in a collective: the first one may tokenise, write a checkpoint or merge
+meanwhile. A rank that dies is seen at once, by its closed connections, and one that hangs in a step by the watch
+(train/peers.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,7 @@ _GONE = (
     "remote process exited",  # NCCL
     "socket timeout",
     "communicator was aborted",
-    "timed out waiting",  # gloo, after _WAIT
+    "timed out waiting",  # gloo, after WAIT
     "application timeout caused pair closure",
 )
 
@@ -136,31 +137,6 @@ def peers_needed() -> Iterator[None]:
         if is_peer_gone(error):
             raise PeerGone("another rank is gone") from error
         raise
-
-
-def launched_ranks() -> Ranks:
-    """What torchrun, or another launcher with its variables, says of this process; ALONE without one."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world < 2:
-        return ALONE
-    return Ranks(rank=int(os.environ["RANK"]), world=world, local=int(os.environ.get("LOCAL_RANK", "0")))
-
-
-@contextmanager
-def joined_ranks() -> Iterator[Ranks]:
-    """Inside, the processes of one launcher are a group: NCCL between GPUs, gloo between processors."""
-    ranks = launched_ranks()
-    if ranks.is_alone or dist.is_initialized():
-        yield ranks
-        return
-    has_gpus = torch.cuda.is_available()
-    if has_gpus:
-        torch.cuda.set_device(ranks.local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=_WAIT)
-    try:
-        yield ranks
-    finally:
-        dist.destroy_process_group()
 
 
 def local_part(tensor: Tensor) -> Tensor:

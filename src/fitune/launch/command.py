@@ -1,5 +1,6 @@
 """What one rank of a plan is started with: its words and its environment. Nothing is started here."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,40 @@ class RankCommand:
     words: tuple[str, ...]
     processes: int
     environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineCommand:
+    """What is typed on one machine: ``words``, with ``environment`` before them."""
+
+    machine: int
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def __str__(self) -> str:
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*settings, shlex.join(self.words)])
+
+
+def machine_commands(
+    plan: Plan, words: Sequence[str], *, rendezvous: str = "HOST:PORT"
+) -> list[MachineCommand]:
+    """The command for each machine of a plan, by torchrun; ``words`` follow ``fitune train``.
+
+    ``rendezvous``: address of the first machine and a free port there. ``fitune train`` alone does the same on one.
+    """
+    hardware = plan.hardware
+    meeting = ["--standalone"]
+    if hardware.nodes > 1:
+        meeting = ["--nnodes", str(hardware.nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous]
+    start = ["torchrun", *meeting, "--nproc-per-node", str(hardware.gpus_per_node)]
+    environment = command_of(plan, ()).environment
+    return [
+        MachineCommand(
+            machine=machine, words=(*start, "-m", "fitune", "train", *words), environment=environment
+        )
+        for machine in range(hardware.nodes)
+    ]
 
 
 def require_one_machine(plan: Plan) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fitune.checkpoint.resume import last_saved
-from fitune.engine.ranks import ALONE, Ranks, joined_ranks, launched_ranks
+from fitune.engine.joining import joined_ranks, launched_ranks
+from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import PeerGone, RunDirectoryError, TrainingFailed
 from fitune.files import write_atomically
 from fitune.launch.command import command_of, require_one_machine

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fitune.errors import RecipeError
+from fitune.launch.command import MachineCommand, machine_commands
 from fitune.measure.hardware import resolve_hardware
 from fitune.planner.alternatives import Alternative, Largest, changed_recipe, compare, largest
 from fitune.planner.defaults import with_host_memory
@@ -109,3 +110,9 @@ def draw_picture(found: Matrix, path: Path) -> None:
         columns=[f"{length:,} tokens" for length in found.seq_lens],
         legend=f"{', '.join(found.shardings)}: {LEGEND}",
     )
+
+
+def launch_commands(recipe: Recipe, words: Sequence[str], *, rendezvous: str) -> list[MachineCommand]:
+    """The command for each machine of the recipe's plan; ``words`` are those that name the recipe."""
+    report = plan_for(recipe, purposes=("plan", "train"))
+    return machine_commands(report.chosen.plan, words, rendezvous=rendezvous)

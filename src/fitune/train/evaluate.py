@@ -29,6 +29,7 @@ def evaluate(
     *,
     rows: int | None = None,
     ranks: Ranks = ALONE,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> float:
     """Mean negative log-likelihood per supervised token, in nats, over every row once, or the first ``rows``.
 
@@ -38,6 +39,7 @@ def evaluate(
     total, tokens = 0.0, 0
     for together in _groups_of(ranks.world, eval_batches(dataset, batch, rows=rows)):
         mine = together[ranks.rank] if ranks.rank < len(together) else without_labels(together[0])
+        on_batch()
         total += model.loss(mine).item()
         tokens += int((mine.labels_T >= 0).sum())
     model.whole.train()

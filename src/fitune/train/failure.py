@@ -38,6 +38,9 @@ class Whereabouts:
     signs: int = 0
     """Signs of life: phases and batches begun so far."""
 
+    def sign(self) -> None:
+        self.signs += 1
+
     def __str__(self) -> str:
         return f"{self.doing}, step {self.step}" if self.step else self.doing
 

@@ -84,7 +84,7 @@ def _telling(where: Whereabouts, enter: EnterPhase) -> EnterPhase:
 
     def enter_phase(phase: Phase) -> None:
         where.doing = phase.value
-        where.signs += 1
+        where.sign()
         enter(phase)
 
     return enter_phase

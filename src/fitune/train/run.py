@@ -277,7 +277,9 @@ def _evaluated(current: Run, report: StepReport) -> tuple[StepReport, bool]:
     if current.data.eval is None or not (last or _is_due(report, current.plan.run.eval_every)):
         return report, False
     current.where.doing = "evaluating"
-    loss = evaluate(current.model, current.data.eval, current.plan.batch, ranks=current.ranks)
+    loss = evaluate(
+        current.model, current.data.eval, current.plan.batch, ranks=current.ranks, on_batch=current.where.sign
+    )
     current.loaded.engine.rest()
     is_best = loss < current.best_eval_loss
     current.best_eval_loss = min(current.best_eval_loss, loss)

@@ -1,0 +1,170 @@
+"""Commands of ranks from a plan, who a process is by its launcher's environment, and how a job of many ended."""
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conftest import plan_of
+from fitune.engine.joining import first_host, launched_ranks, meeting_point
+from fitune.engine.ranks import ALONE, Ranks
+from fitune.errors import HardwareError, PeerGone, RecipeError
+from fitune.launch.command import machine_commands
+from fitune.launch.torchrun import Ended, Exit, ended
+from fitune.spec.plan import Plan
+from fitune.spec.rank_status import RankError, RankStatus, read_statuses, write_status
+from fitune.spec.run_directory import LOGS, log_of
+from fitune.train.peers import name_the_cause, stall_seconds, stalled_error
+
+SLURM = {
+    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "40123",
+    "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[07-08,11],login",
+}  # fmt: skip
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, ALONE),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ALONE),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Ranks(rank=3, world=4, local=1)),
+        (SLURM, Ranks(rank=5, world=8, local=1)),
+        ({**SLURM, "RANK": "0", "WORLD_SIZE": "2"}, Ranks(rank=0, world=2)),
+        # A batch script that is no task of srun:
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ALONE),
+        (MPI, Ranks(rank=1, world=2, local=1)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, Ranks(rank=1, world=3)),
+    ],
+)
+def test_a_process_knows_who_it_is(environment: dict[str, str], expected: Ranks) -> None:
+    assert launched_ranks(environment) == expected
+
+
+@pytest.mark.parametrize("rank", ["", "two", "-1", "2"])
+def test_a_rank_that_cannot_be_is_refused(rank: str) -> None:
+    with pytest.raises(HardwareError, match="RANK"):
+        launched_ranks({"RANK": rank, "WORLD_SIZE": "2"})
+
+
+def test_ranks_meet_on_the_first_machine() -> None:
+    assert meeting_point(SLURM) == {"MASTER_ADDR": "gpu07", "MASTER_PORT": str(20_000 + 40_125 % 20_000)}
+    assert meeting_point(MPI)["MASTER_ADDR"] == "127.0.0.1"
+    assert meeting_point({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == {}
+    with pytest.raises(HardwareError, match="MASTER_ADDR"):
+        meeting_point({**MPI, "OMPI_COMM_WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("gpu3", "gpu3"), ("a,b", "a"), ("n[1,5]", "n1"), ("gpu[007-010],x", "gpu007"), ("a-b[2]", "a-b2")],
+)
+def test_the_first_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_one_command_for_each_machine(model_folder: Path, data_file: Path, tmp_path: Path) -> None:
+    plan: Plan = plan_of(model_folder, data_file, tmp_path)
+    two = replace(plan, hardware=replace(plan.hardware, nodes=2, gpus_per_node=4, cpu_cores=16))
+    first, second = machine_commands(two, ["my recipe.yaml"], rendezvous="a:29400")
+    assert (first.machine, second.machine) == (0, 1)
+    assert str(first) == str(second) == (
+        "OMP_NUM_THREADS=4 torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:29400 --nproc-per-node 4 "
+        "-m fitune train 'my recipe.yaml'"
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tell(tmp_path: Path) -> Callable[..., None]:
+    """Write the status of a rank, with an error where it has a ``kind``."""
+    (tmp_path / LOGS).mkdir()
+
+    def write(rank: int, kind: str = "", at: float = 0.0, pid: int = 1, **what: object) -> None:
+        error = RankError(kind=kind, message=f"{kind} of {rank}", exit_code=1, at=at) if kind else None
+        write_status(tmp_path / LOGS, RankStatus(rank=rank, pid=pid, error=error, **what))  # type: ignore[arg-type]
+
+    return write
+
+
+def test_the_first_rank_that_failed_by_itself_is_the_cause(tmp_path: Path, tell: Callable[..., None]) -> None:
+    tell(0, "PeerGone", at=3)
+    tell(1, "DataError", at=2)
+    tell(2, "DataError", at=1)
+    exits = {0: Exit(code=4), 1: Exit(code=1), 2: Exit(code=1)}
+    found = ended(exits, tmp_path, received=[])
+    assert (found.exit_code, found.cause) == (1, "rank 2 failed: DataError of 2")
+    assert str(tmp_path / log_of(2)) in found.hint
+
+
+def test_a_rank_that_the_agent_kills_afterwards_is_no_cause(tmp_path: Path) -> None:
+    (tmp_path / LOGS).mkdir()
+    (tmp_path / log_of(1)).write_text("Traceback\nImportError: no such thing\n")
+    exits = {1: Exit(code=1, at=100), 0: Exit(code=-signal.SIGKILL, at=130)}
+    assert ended(exits, tmp_path, received=[]).cause == "rank 1 failed: ImportError: no such thing"
+
+
+@pytest.mark.parametrize(
+    ("codes", "received", "expected"),
+    [
+        ({}, [], Ended(exit_code=0)),
+        ({}, [signal.SIGINT], Ended(exit_code=130)),
+        ({0: 143, 1: -signal.SIGTERM}, [signal.SIGTERM], Ended(exit_code=143)),
+        ({0: 1, 1: 4}, [], Ended(exit_code=1)),
+        ({0: 1, 1: 4}, [signal.SIGTERM], Ended(exit_code=1)),
+        ({0: 4, 1: 4}, [], Ended(exit_code=1)),
+    ],
+)
+def test_the_exit_code_of_a_job(
+    tmp_path: Path, codes: dict[int, int], received: list[int], expected: Ended
+) -> None:
+    exits = {rank: Exit(code=code) for rank, code in codes.items()}
+    assert ended(exits, tmp_path, received=received) == expected
+
+
+def test_a_peer_that_is_gone_is_named_with_its_cause(tmp_path: Path, tell: Callable[..., None]) -> None:
+    tell(1, "DataError", step=3)
+    error = PeerGone("another rank is gone")
+    name_the_cause(error, tmp_path / LOGS)
+    assert error.message == "rank 1 failed: DataError of 1"
+
+
+def test_a_peer_that_was_killed_is_known_by_its_process(tmp_path: Path, tell: Callable[..., None]) -> None:
+    tell(1, pid=2**22 + 1, step=3, doing="backward")  # above the largest number of a process
+    error = PeerGone("another rank is gone")
+    name_the_cause(error, tmp_path / LOGS)
+    assert "rank 1 (process 4194305) ended without a word (backward, step 3)" in error.message
+
+
+@pytest.mark.parametrize(
+    ("others", "behind"),
+    [
+        ({1: {"step": 2, "signs": 9, "stalled": True}}, r"rank 1 is behind \(forward, step 2\)"),
+        ({1: {"step": 3, "signs": 5, "stalled": True, "is_waiting": False}}, "rank 1 is behind"),
+        ({1: {"step": 3, "signs": 5, "stalled": False}}, "rank 1 is behind .gives no sign of life"),
+        ({}, "rank 1 is behind .gives no sign of life"),
+        ({1: {"step": 3, "signs": 5, "stalled": True, "is_waiting": True}}, "ranks 0, 1 are behind"),
+    ],
+)
+def test_the_rank_that_is_behind_is_named(
+    tmp_path: Path, tell: Callable[..., None], others: dict[int, dict[str, object]], behind: str
+) -> None:
+    tell(0, step=3, signs=5, doing="forward", is_waiting=True, stalled=True)
+    for rank, what in others.items():
+        tell(rank, doing="forward", **what)
+    statuses = read_statuses(tmp_path / LOGS)
+    error = stalled_error(statuses, statuses[0], world=2, limit=60)
+    assert error.exit_code == 1
+    with pytest.raises(type(error), match=behind):
+        raise error
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
+def test_a_limit_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("FITUNE_STALL_SECONDS", text)
+    with pytest.raises(RecipeError, match="FITUNE_STALL_SECONDS"):
+        stall_seconds()

@@ -1,0 +1,71 @@
+"""``fitune train`` on two processes that torchrun, mpirun or srun started."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fitune.spec.reports import RunReport
+from fitune.spec.serial import from_json
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def words(tmp_path: Path, model_folder: Path, data_file: Path) -> list[str]:
+    settings = {
+        "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "gpus": 2, "zero": 3,
+        "backend": "fsdp", "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2,
+        "samples": 0, "output_dir": tmp_path / "run",
+    }  # fmt: skip
+    return ["-m", "fitune", "train", *(part for k, v in settings.items() for part in ("--set", f"{k}={v}"))]
+
+
+def report_of(folder: Path) -> RunReport:
+    return from_json(RunReport, (folder / "run/report.json").read_text())
+
+
+def test_torchrun_starts_a_run(words: list[str], tmp_path: Path) -> None:
+    outer = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run([*outer, *words], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    report = report_of(tmp_path)
+    assert (report.status, [row.rank for row in report.ranks]) == ("complete", [0, 1])
+    assert ended.stdout.count("report: ") == 1
+
+
+def started(environments: list[dict[str, str]], words: list[str]) -> list[tuple[int, str]]:
+    """Exit code and standard error of a process for each environment."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *words], env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )
+        for environment in environments
+    ]  # fmt: skip
+    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    return [(rank.returncode, error) for rank, error in zip(ranks, errors, strict=True)]
+
+
+def mpi(rank: int, **more: str) -> dict[str, str]:
+    names = {"RANK": str(rank), "SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_SIZE": "2"}
+    return {**{f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}, **more}
+
+
+def test_the_variables_of_mpirun_start_a_run(words: list[str], tmp_path: Path) -> None:
+    assert [code for code, _ in started([mpi(0), mpi(1)], words)] == [0, 0]
+    assert report_of(tmp_path).status == "complete"
+
+
+def test_a_port_that_is_taken_is_named(words: list[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        [(code, said)] = started([mpi(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)], words)
+    assert code == 2
+    assert f"error: the port of 127.0.0.1:{port} is taken" in said
+    assert "Traceback" not in said
