@@ -198,7 +198,7 @@ def test_a_rank_that_hangs_is_found(program: Program, tmp_path: Path, fault: str
 
 
 @slow
-@pytest.mark.parametrize("words", [(), ("--overwrite",), ("--set", "gpus=1")])
+@pytest.mark.parametrize("words", [(), ("--overwrite",)])
 def test_a_second_program_in_the_same_directory_is_refused(
     program: Program, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
