@@ -1,0 +1,99 @@
+"""The small twin of Llama-2-70B, QLoRA by two processes: killed, resumed, merged as docs/engines.md says."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from fitune.track.metrics import read_metrics
+
+pytest.importorskip("bitsandbytes")
+
+RECIPE = """
+model: {twin}
+data: {data}
+tuning: qlora
+quantization: nf4
+target_modules: [q_proj, v_proj]
+precision: bf16
+gpus: 2
+zero: 3
+backend: fsdp
+gradient_checkpointing: true
+seq_len: 64
+micro_batch_size: 1
+gradient_accumulation_steps: 4
+learning_rate: 2.0e-3
+max_steps: 8
+save_steps: 2
+samples: 0
+output_dir: {output}
+"""
+
+
+@pytest.fixture
+def twin(model_folder: Path, tmp_path: Path) -> Path:
+    """Eight heads to one key head, as 70B has 64 to 8, and its proportions."""
+    folder = tmp_path / "twin"
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=384, hidden_size=256, intermediate_size=896, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=1, initializer_range=0.05, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def fitune(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "fitune", *words], stdout=subprocess.PIPE, text=True)
+
+
+def kill_a_rank(job: subprocess.Popen[str], metrics: Path, *, after: int) -> None:
+    """Once so many steps are logged."""
+    while job.poll() is None:
+        if metrics.is_file() and metrics.read_bytes().count(b"\n") > after:
+            os.kill(psutil.Process(job.pid).children()[-1].pid, signal.SIGKILL)
+            return
+        time.sleep(0.05)
+    raise AssertionError("it ended before it could be killed")
+
+
+@pytest.mark.slow
+def test_the_twin_is_killed_resumed_merged_and_reloaded(twin: Path, data_file: Path, tmp_path: Path) -> None:
+    for name in ("straight", "killed"):
+        text = RECIPE.format(twin=twin, data=data_file, output=tmp_path / name)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    assert fitune("train", str(tmp_path / "straight.yaml")).wait() == 0
+    job = fitune("train", str(tmp_path / "killed.yaml"))
+    kill_a_rank(job, tmp_path / "killed" / "metrics.jsonl", after=4)
+    assert job.wait() != 0
+    assert fitune("train", str(tmp_path / "killed.yaml"), "--resume").wait() == 0
+    for name in ("straight", "killed"):
+        assert fitune("export", str(tmp_path / name)).wait() == 0
+    logged = [[s.loss for s in read_metrics(tmp_path / n / "metrics.jsonl")] for n in ("straight", "killed")]
+    assert len(logged[0]) == 8
+    assert logged[0] == logged[1]
+    for file in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
+        ours, theirs = (load_file(tmp_path / name / file) for name in ("straight", "killed"))
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert largest_logit_difference(twin, tmp_path / "killed") < 1e-4
+
+
+@torch.no_grad()
+def largest_logit_difference(base: Path, run: Path) -> float:
+    """Of the merged model and its base under the adapter; a run in bf16 merges into the base in bf16."""
+    ids = torch.arange(3, 30)[None]
+    merged = AutoModelForCausalLM.from_pretrained(run / "merged", dtype=torch.float32)
+    rounded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).float()
+    adapted = PeftModel.from_pretrained(rounded, str(run / "adapter"))
+    return float((merged(ids).logits - adapted(ids).logits).abs().max())
