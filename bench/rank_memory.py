@@ -1,7 +1,8 @@
 """Predicted, rehearsed and measured peak of live tensors of one rank, for every way of dividing a step over processes.
 
-    python bench/rank_memory.py --json results/rank_memory.json     96 plans on 2 and 4 gloo processes
-    python bench/rank_memory.py --worlds 2 --methods LoRA           those whose name has one of these words
+    python bench/rank_memory.py --json results/rank_memory.json     108 plans on 2 and 4 gloo processes
+    python bench/rank_memory.py --worlds 2 --methods LoRA           those whose name has one of these words; with --json
+                                                                    the others stay as they were seen the same day
 
 The same small Llama, rows and meter as in cpu_memory.py, all rows on every rank. Measured is a real step, the largest
 of the ranks; rehearsed the first rank's step on fake tensors and a fake group; predicted is arithmetic on the shapes.
@@ -37,6 +38,7 @@ STRATEGIES: dict[str, Sharding] = {
     "ZeRO-1": Zero(stage=1, backend="fsdp"),
     "ZeRO-2": Zero(stage=2, backend="fsdp"),
     "ZeRO-3": Zero(stage=3, backend="fsdp"),
+    "hybrid ZeRO-3": Zero(stage=3, backend="fsdp", hybrid=True),
 }
 METHODS: dict[str, dict[str, Any]] = {
     "full, fp32": {"tuning": "full", "precision": "fp32"},
@@ -62,8 +64,14 @@ class Case:
         plan = plan_of(small_model(), recompute=self.recomputed, chunked=True, **settings)
         if base is not None and isinstance(plan.tuning, Lora):
             plan = replace(plan, tuning=replace(plan.tuning, base=base))
-        hardware = replace(plan.hardware, gpus_per_node=self.world)
-        return replace(plan, hardware=hardware, sharding=STRATEGIES[self.strategy])
+        sharding = STRATEGIES[self.strategy]
+        nodes = 2 if _is_hybrid(sharding) else 1
+        hardware = replace(plan.hardware, nodes=nodes, gpus_per_node=self.world // nodes)
+        return replace(plan, hardware=hardware, sharding=sharding)
+
+
+def _is_hybrid(sharding: Sharding) -> bool:
+    return isinstance(sharding, Zero) and sharding.hybrid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +95,9 @@ class Found:
 def cases(worlds: Sequence[int], words: Sequence[str]) -> Iterator[Case]:
     for world in worlds:
         for method in METHODS:
-            for strategy in STRATEGIES:
+            for strategy, sharding in STRATEGIES.items():
+                if _is_hybrid(sharding) and world < 4:
+                    continue
                 for recomputed in (0, LAYERS // 2, LAYERS):
                     case = Case(method=method, strategy=strategy, world=world, recomputed=recomputed)
                     if any(word in f"{method} {strategy}" for word in words):
@@ -147,7 +157,7 @@ def main() -> int:
         for case, measured in zip(chosen, measured_on_ranks(chosen, world), strict=True):
             found.append(look_at(case, measured))
             print(line_of(found[-1]), flush=True)
-    figures = record(found)
+    figures = record(found, earlier=options.json)
     print({name: value for name, value in figures.items() if name != "rows"})
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -162,14 +172,17 @@ def line_of(found: Found) -> str:
     return f"{name:70} {sizes} {found.predicted_error:>+8.2%} {found.rehearsed_error:>+7.2%}"
 
 
-def record(found: Sequence[Found]) -> dict[str, Any]:
-    """All figures, as results/ keeps them."""
+def record(found: Sequence[Found], *, earlier: Path | None) -> dict[str, Any]:
+    """All figures, as results/ keeps them; plans that were not run now as they were seen ``earlier``."""
+    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    found = [*found, *_others(earlier, versions, but={one.case for one in found})]
+    found.sort(key=lambda one: _ORDER.index(one.case))
     predicted = [abs(one.predicted_error) for one in found]
     rehearsed = [abs(one.rehearsed_error) for one in found if one.rehearsed is not None] or [0.0]
     return {
         "benchmark": "bench/rank_memory.py",
         "date": date.today().isoformat(),
-        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "versions": versions,
         "plans": len(found),
         "rehearsed": sum(one.rehearsed is not None for one in found),
         "worst_abs_error_predicted": max(predicted),
@@ -186,6 +199,24 @@ def record(found: Sequence[Found]) -> dict[str, Any]:
             for one in found
         ],
     }
+
+
+_ORDER = list(cases([2, 4], [""]))
+
+
+def _others(earlier: Path | None, versions: dict[str, str], *, but: set[Case]) -> list[Found]:
+    """Rows of a file of the same day and libraries: figures of others do not go into one table."""
+    if earlier is None or not earlier.is_file():
+        return []
+    content = json.loads(earlier.read_text(encoding="utf-8"))
+    if content["versions"] != versions or content["date"] != date.today().isoformat():
+        return []
+    figures = ("predicted", "rehearsed", "measured")
+    rows = [
+        Found(case=Case(**{k: v for k, v in row.items() if k not in figures}), **{k: row[k] for k in figures})
+        for row in content["rows"]
+    ]
+    return [row for row in rows if row.case not in but]
 
 
 if __name__ == "__main__":

@@ -146,6 +146,13 @@ def test_hybrid_shares_within_a_node():
     assert sum(idle.values()) == pytest.approx(sum(estimated.values()), rel=0.002)
 
 
+def test_hybrid_holds_what_the_nodes_summed_to_the_end_of_backward():
+    choice = {"tuning": "full", "precision": "bf16-master", "recompute": 4, "accumulation": 2}
+    plan, trace = rehearsed("llama", 3, hybrid=True, **choice)
+    expected = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(expected, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("sharding", "named"), [(Ddp(), "DDP"), (Zero(stage=2, backend="deepspeed"), "DeepSpeed does not run")]
 )

@@ -19,7 +19,7 @@ from fitune.estimate.parameters import (
     zero_stage,
 )
 from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_bytes
-from fitune.spec.plan import Plan, updates_in_backward
+from fitune.spec.plan import Plan, Zero, updates_in_backward
 
 REDUCE_BUCKET = 500_000_000
 GATHER_BUCKET = 500_000_000
@@ -58,6 +58,8 @@ class Buffers:
     """Stand ready for sums from the loss to the end of backward."""
     reduce: int = 0
     """Gradients of the block behind, being summed or carried off."""
+    summed_per_block: int = 0
+    """More for each block that has gone back: the share that nodes summed, held to the end of backward."""
     root_end: int = 0
     """The copy that the root's gradients are summed from, made once its weights are let go."""
     update: int = 0
@@ -131,8 +133,19 @@ def _fsdp(plan: Plan) -> Buffers:
         backward_per_block=block if stage == 2 else 0,
         root=root,
         reduce=summed,
+        summed_per_block=_held_sums(plan, summed),
         root_end=group_gradient_bytes(plan, root=True, width=width),
     )
+
+
+def _held_sums(plan: Plan, summed: int) -> int:
+    """A block's share as the nodes sum it: held beside the gradient where that is another tensor.
+
+    So where the sum is cast, and where it is added to an earlier one. _fsdp_param_group.py, AllReduceState.
+    """
+    hybrid = isinstance(plan.sharding, Zero) and plan.sharding.hybrid
+    is_gradient = reduce_width(plan) == plan.precision.compute_bytes and plan.batch.accumulation == 1
+    return summed // num_shares(plan) if hybrid and not is_gradient else 0
 
 
 def _deepspeed(plan: Plan) -> Buffers:

@@ -234,7 +234,9 @@ def _block_moment(step: StepStages, index: int) -> Terms:
         "recompute inputs": _inputs_around(step, index),
         "temporaries": peak.temporaries,
         "gathered weights": step.gathered_in_backward(index),
-        "reduce buffers": step.buffers.buckets + (step.buffers.reduce if later else 0),
+        "reduce buffers": step.buffers.buckets
+        + (step.buffers.reduce if later else 0)
+        + later * step.buffers.summed_per_block,
     }
 
 
@@ -266,7 +268,7 @@ def _embedding_moment(step: StepStages) -> Terms:
         "gradients": _blocks_and_waiting(step),
         "temporaries": step.hidden + table + stepped,
         "gathered weights": step.buffers.root,
-        "reduce buffers": step.buffers.buckets + step.buffers.reduce,
+        "reduce buffers": step.buffers.buckets + step.buffers.reduce + _summed_by_nodes(step),
     }
 
 
@@ -282,8 +284,13 @@ def _root_sum_moment(step: StepStages) -> Terms:
         **_kept_for_a_second_pass(step),
         "gradients": _blocks_and_waiting(step) + (0 if step.plan.model.tied_embeddings else table),
         "gathered weights": step.buffers.root if step.plan.goes_back_twice else 0,
-        "reduce buffers": step.buffers.root_end,
+        "reduce buffers": step.buffers.root_end + _summed_by_nodes(step),
     }
+
+
+def _summed_by_nodes(step: StepStages) -> int:
+    """Shares of all blocks that FSDP2 still holds when only the root is left."""
+    return step.num_layers * step.buffers.summed_per_block
 
 
 def _root_divided_moment(step: StepStages) -> Terms:
@@ -296,7 +303,9 @@ def _root_divided_moment(step: StepStages) -> Terms:
         **_kept_for_a_second_pass(step),
         "gradients": _blocks_at_rest(step) + shares * step.element_bytes + _last_of_root(step),
         "gathered weights": step.buffers.root if step.plan.goes_back_twice else 0,
-        "reduce buffers": step.buffers.root_end + (shares * width if width > step.element_bytes else 0),
+        "reduce buffers": step.buffers.root_end
+        + _summed_by_nodes(step)
+        + (shares * width if width > step.element_bytes else 0),
     }
 
 
