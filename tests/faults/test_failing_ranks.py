@@ -72,7 +72,12 @@ def report_of(run: Path) -> RunReport:
 @pytest.mark.parametrize(
     ("fault", "code", "words"),
     [
-        ("raise_value_error", 1, r"error: rank 1 failed: ValueError \(loss, step 4\): a fault of the test"),
+        pytest.param(
+            "raise_value_error",
+            1,
+            r"error: rank 1 failed: ValueError \(loss, step 4\): a fault of the test",
+            marks=slow,
+        ),
         pytest.param(
             "raise_data_error", 1, r"error: rank 1 failed: row 7 of the test cannot be read", marks=slow
         ),
