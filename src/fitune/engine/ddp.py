@@ -25,15 +25,16 @@ from fitune.units import MIB
 def replicate(body: nn.Module, head: nn.Module) -> DistributedDataParallel:
     """``body``, summing the gradients of its parameters over all ranks; not of those that ``head`` uses too.
 
-    Weights are equal on all ranks: read from the same files, drawn from the same seed. So nothing is sent at first.
+    Weights are equal on all ranks: read from the same files, drawn from the same seed. So nothing is sent at first, and
+    buffers never change.
     """
     of_head = {id(parameter) for parameter in head.parameters()}
     ignored = [name for name, parameter in body.named_parameters() if id(parameter) in of_head]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(body, ignored)
+    buffers = [name for name, _ in body.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(body, ignored + buffers)
     replicated = DistributedDataParallel(
         body,
         init_sync=False,
-        broadcast_buffers=False,
         bucket_cap_mb=DDP_BUCKET_BYTES // MIB,
         gradient_as_bucket_view=True,  # or the buckets would be a second copy of all gradients
     )
