@@ -495,6 +495,15 @@ OFFLOAD = (
 
 NOT_BUILT = (
     Rule(
+        broken=lambda plan: isinstance(plan.optimizer, AdamW8bit) and _on(plan, "fsdp"),
+        why=lambda plan: (
+            "states in 8 bit are scaled in blocks of each rank's share, and checkpoints hold whole tensors"
+        ),
+        instead="optimizer: adamw, or zero: 0, where every rank has all of them",
+        settings=("optimizer", *_DEVICES),
+        binds=("train",),
+    ),
+    Rule(
         broken=lambda plan: _on(plan, "deepspeed"),
         why=lambda plan: "this version trains several processes by DDP and FSDP2 only",
         instead="zero: 0, or backend: fsdp with zero: 1, 2 or 3; `fitune plan` shows what the others would do",
