@@ -101,6 +101,14 @@ def test_the_first_rank_that_failed_by_itself_is_the_cause(tmp_path: Path, tell:
     assert str(tmp_path / log_of(2)) in found.hint
 
 
+def test_an_error_of_all_ranks_is_said_by_the_first(tmp_path: Path) -> None:
+    (tmp_path / LOGS).mkdir()
+    for rank, at in ((0, 2.0), (1, 1.0)):
+        error = RankError(kind="TrainingFailed", message="no progress", exit_code=1, at=at)
+        write_status(tmp_path / LOGS, RankStatus(rank=rank, error=error))
+    assert ended({0: Exit(code=1), 1: Exit(code=1)}, tmp_path, received=[]) == Ended(exit_code=1)
+
+
 def test_a_rank_that_the_agent_kills_afterwards_is_no_cause(tmp_path: Path) -> None:
     (tmp_path / LOGS).mkdir()
     (tmp_path / log_of(1)).write_text("Traceback\nImportError: no such thing\n")

@@ -184,9 +184,11 @@ def ended(exits: dict[int, Exit], directory: Path, *, received: list[int]) -> En
         return Ended(
             exit_code=TrainingFailed.exit_code, cause=f"rank {rank} was killed by {name}{hint}", hint=going_on
         )
-    if rank == 0:
-        return Ended(exit_code=code)
     status = statuses.get(rank)
+    if rank == 0 or (0 in own and _message(statuses.get(0)) == _message(status) != ""):
+        return Ended(
+            exit_code=code
+        )  # rank 0 has said it: its own error, or one that all ranks came to together
     said = status.error.message if status is not None and status.error is not None else _last_line(log)
     hint = status.error.hint if status is not None and status.error is not None else ""
     more = f"what it said is in {log}"
@@ -203,6 +205,10 @@ def _waited_for_another(code: int, status: RankStatus | None) -> bool:
 
 def _failed_at(status: RankStatus | None) -> float:
     return status.error.at if status is not None and status.error is not None else 0.0
+
+
+def _message(status: RankStatus | None) -> str:
+    return status.error.message if status is not None and status.error is not None else ""
 
 
 def _last_line(log: Path) -> str:
