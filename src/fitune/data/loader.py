@@ -295,8 +295,11 @@ class Loader:
         return (unit,) if self._packs is None else self._packs[unit]
 
     def _idle_micro_batch(self, units: Sequence[int]) -> MicroBatch:
-        """Of the last step, where this rank has fewer rows than the first: ranks gather weights together, so all do
-        equally many micro-batches. One row that teaches nothing, the shortest of the step."""
+        """Returns the shortest row of the step with nothing to learn from.
+
+        In an epoch's last step this rank may have fewer rows than the first. Ranks gather weights together, so all do
+        equally many micro-batches.
+        """
         rows = [row for unit in units for row in self._rows_of(unit)]
         return without_labels(
             micro_batch_of(self._dataset, [min(rows, key=lambda r: self._dataset.lengths[r])])
@@ -326,7 +329,7 @@ def micro_batch_of(dataset: TokenDataset, rows: Sequence[int]) -> MicroBatch:
 
 
 def without_labels(micro: MicroBatch) -> MicroBatch:
-    """The same stream with nothing to learn from: loss and gradients are zero."""
+    """Returns the stream with nothing to learn from: loss and gradients are zero."""
     return replace(micro, labels_T=torch.full_like(micro.labels_T, IGNORED), row_ids=())
 
 

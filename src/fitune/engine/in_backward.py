@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from fitune.engine.fused_rules import Rule
 from fitune.engine.gradient_scale import LossScale, clip_factor
-from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
+from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update, WholeWeights
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import ClipByNorm, ClipByValue, Precision
 from fitune.spec.reports import Phase
@@ -38,7 +38,7 @@ class _Waiting:
     head_trains: bool
 
 
-class InBackwardEngine:
+class InBackwardEngine(WholeWeights):
     """A rule for one gradient, fused into backward. No accumulation: gradients never add up.
 
     ``parameters`` are where autograd, or what sums the gradients of several ranks, leaves a gradient.
@@ -113,17 +113,6 @@ class InBackwardEngine:
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed=False)
         return Update(grad_norm=norm, loss_scale=scale, skipped=False)
-
-    def rest(self) -> None:
-        """Nothing was gathered."""
-
-    def trained(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.parameters.items()}
-
-    def put_back(self, weights: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(weights[name])
 
     def state(self) -> EngineState:
         scale = self.loss_scale.facts() if self.loss_scale is not None else {}

@@ -4,20 +4,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from fitune.engine.gradient_scale import LossScale, clip_factor, global_norm
 from fitune.engine.host_optimizer import Host, HostOptimizer
 from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, WeightOptimizer
-from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
+from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update, WholeWeights
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import Optimizer, Precision
 from fitune.spec.reports import Phase
 
 
-class PlainEngine:
+class PlainEngine(WholeWeights):
     """Backward through autograd, clipping by global norm, AdamW or SGD."""
 
     def __init__(
@@ -81,17 +80,6 @@ class PlainEngine:
         """Told when backward reaches a decoder block: gradients on their way to the host go by blocks."""
         if isinstance(self.optimizer, HostOptimizer):
             self.optimizer.goes_back(block)
-
-    def rest(self) -> None:
-        """Nothing was gathered."""
-
-    def trained(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.parameters.items()}
-
-    def put_back(self, weights: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(weights[name])
 
     def state(self) -> EngineState:
         facts = self.loss_scale.facts() if self.loss_scale is not None else {}

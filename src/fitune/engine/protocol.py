@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fitune.spec.reports import Phase
 
@@ -74,3 +76,22 @@ class Engine(Protocol):
     def restore(self, state: EngineState) -> None:
         """Continue exactly where ``state``, of whole tensors, was taken; trained weights must be put back before."""
         ...
+
+
+class WholeWeights:
+    """Trained weights of which a rank has all: an engine's part in saving and resuming them."""
+
+    parameters: dict[str, Parameter]
+
+    def rest(self) -> None:
+        """Does nothing: no weight was gathered."""
+
+    def trained(self) -> dict[str, Tensor]:
+        """Returns the weights by name, on their own storage."""
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def put_back(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies ``weights`` into the parameters of the same names."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(weights[name])

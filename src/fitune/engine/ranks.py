@@ -60,7 +60,7 @@ class Ranks:
         return [each for each in everyone if each is not None]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on the first rank, the only one that calls it.
+        """Returns what ``make`` returns on the first rank, the only one that calls it.
 
         An error there is raised on every rank: nobody waits for what will not come.
         """

@@ -102,7 +102,7 @@ class _Layout:
 
 
 def _layout(key: str, weight: DTensor) -> _Layout:
-    """That of the weight itself, without the dimension that a factor is a mean over."""
+    """Returns the weight's own layout, without the dimension that a factor is a mean over."""
     if not _is_factor(key):
         return _Layout(weight.shape, tuple(weight.placements))
     gone = _MEAN_OVER[key.partition("/")[0]] % weight.ndim
