@@ -17,7 +17,7 @@ MakePlan = Callable[..., Plan]
 def evaluating(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
     said = iter(losses)
     monkeypatch.setattr(
-        import_module("fitune.train.run"), "evaluate", lambda model, dataset, batch, ranks: next(said)
+        import_module("fitune.train.run"), "evaluate", lambda model, dataset, batch, **others: next(said)
     )
 
 
