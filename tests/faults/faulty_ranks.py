@@ -82,6 +82,7 @@ def fail_in(call: int, fault: Callable[[], None]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background programs ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup's ignore this one
     torch.set_num_threads(1)
     rank, call, name, *words = sys.argv[1:]
     sys.argv = [sys.argv[0], *words]

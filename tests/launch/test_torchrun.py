@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 LAUNCH = """
-import sys
+import signal, sys
 from pathlib import Path
 from fitune.launch.command import RankCommand
 from fitune.launch.torchrun import run_ranks
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background programs ignore it
 command = RankCommand(words=(sys.executable, "-c", sys.argv[2]), processes=2, environment={"OMP_NUM_THREADS": "1"})
 ended = run_ranks(command, directory=Path(sys.argv[1]))
 print(ended.cause)
