@@ -86,7 +86,7 @@ def tell(tmp_path: Path) -> Callable[..., None]:
 
     def write(rank: int, kind: str = "", at: float = 0.0, pid: int = 1, **what: object) -> None:
         error = RankError(kind=kind, message=f"{kind} of {rank}", exit_code=1, at=at) if kind else None
-        write_status(tmp_path / LOGS, RankStatus(rank=rank, pid=pid, error=error, **what))  # type: ignore[arg-type]
+        write_status(tmp_path / LOGS, RankStatus(rank=rank, pid=pid, error=error, **what))
 
     return write
 

@@ -45,7 +45,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What one of the demo's recipes sets."""
+    """Settings of one of the demo's recipes."""
 
     tuning: Literal["full", "lora"]
     learning_rate: float

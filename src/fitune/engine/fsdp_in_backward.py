@@ -23,7 +23,7 @@ from fitune.spec.plan import ClipByNorm, ClipByValue, Optimizer, Precision, Tuni
 
 
 class ShardedInBackwardEngine(InBackwardEngine):
-    """The same rules on plain tensors, this rank's shares; norms are those of all ranks."""
+    """Updates in backward on this rank's shares, plain tensors; norms are those of all ranks."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class Division:
     """How one weight lies: all of it here, or divided along ``dim`` over the ranks of ``group``."""
 
     shape: torch.Size
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     dim: int | None = None
     group: dist.ProcessGroup | None = None
 

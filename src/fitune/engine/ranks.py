@@ -99,7 +99,7 @@ ALONE = Ranks()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told(Generic[T]):
-    """What the first rank tells the others: one value, or why there is none."""
+    """One value that the first rank sends to the others, or why there is none."""
 
     values: tuple[T, ...] = ()
     error: str = ""

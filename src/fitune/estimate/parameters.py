@@ -23,7 +23,7 @@ class ParameterTensor:
 
     @property
     def elements(self) -> int:
-        """Of one of them."""
+        """Elements of one of these weights."""
         return self.rows * self.row_elements
 
     @property

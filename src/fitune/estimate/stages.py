@@ -219,7 +219,7 @@ def _output_again(site: Site, inputs: Sequence[Linear], down: Sequence[Linear]) 
 
 
 def _gate(site: Site, inputs: Sequence[Linear]) -> tuple[int, int]:
-    """What the gated product keeps, and the worst moment of its way back."""
+    """Returns the bytes that the gated product keeps, and those of the worst moment of its backward."""
     sizes = {
         "tokens": site.shape.tokens,
         "width": site.model.intermediate_size,

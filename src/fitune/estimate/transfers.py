@@ -57,7 +57,7 @@ def forward_passes(plan: Plan) -> int:
 
 
 def backward_passes(plan: Plan) -> int:
-    """The same, twice where they measure the gradients first; recomputed blocks run again in each."""
+    """Backward passes of a step: one a micro-batch, two where the first only measures gradients."""
     return plan.batch.accumulation * (2 if plan.goes_back_twice else 1)
 
 

@@ -1,4 +1,4 @@
-"""What one rank of a plan is started with: its words and its environment. Nothing is started here."""
+"""Words and environment that the ranks of a plan are started with. Nothing is started here."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class RankCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCommand:
-    """What is typed on one machine: ``words``, with ``environment`` before them."""
+    """Command line for one machine: ``words``, with ``environment`` before them."""
 
     machine: int
     words: tuple[str, ...]

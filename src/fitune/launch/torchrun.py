@@ -27,7 +27,7 @@ _STOPPING_SECONDS = "10"
 """After a second signal, ranks have so long to end by themselves before they are killed."""
 
 _SENT = {signal.SIGINT: signal.SIGTERM, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGHUP}
-"""What the ranks are sent: a SIGINT while a rank still starts would end it with a traceback."""
+"""Signal received -> signal sent to the ranks: a SIGINT while a rank still starts would end it with a traceback."""
 
 _STOPPED = {-signal.SIGTERM, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
 """Exit codes of a rank that ended because it was asked to."""
@@ -217,7 +217,7 @@ def _last_line(log: Path) -> str:
 
 
 def _stop_all(statuses: dict[int, RankStatus]) -> None:
-    """Whatever ended this: no rank stays behind, and nothing that a rank started."""
+    """End every rank that still runs, and all that a rank started."""
     ranks = psutil.Process().children(recursive=True)
     for process in ranks:
         _signal(process, signal.SIGTERM)

@@ -249,8 +249,8 @@ def first_of(names: list[str]) -> str:
 
 
 NOISE = 0.01
-"""Of the rows' own spread, on top of their mean: new tokens begin alike, not equal (Hewitt 2021, "Initializing New
-Word Embeddings for Pretrained Language Models")."""
+"""Spread of new rows around the mean of all, as a share of the rows' own: new tokens begin alike, not equal
+(Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models")."""
 
 
 def planned_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:

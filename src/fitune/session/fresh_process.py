@@ -93,13 +93,18 @@ def go_on(directory: Path, *, tell: Tell) -> int:
         return 0 if code in EXIT_CODES.values() else code
 
 
+def _require_unused(directory: Path) -> None:
+    """Raises RunDirectoryError while a rank still saves into it, one whose launcher was killed."""
+    with lock_directory(directory):
+        return
+
+
 def _started_ranks(attempt: Attempt, recipe: Recipe, *, tell: Tell) -> int:
     """Own the run directory and train by the ranks of the attempt's plan; returns the exit code."""
     require_one_machine(attempt.plan)
     directory = Path(attempt.plan.run.output_dir)
     with lock_directory(directory, lock=LAUNCH_LOCK):
-        with lock_directory(directory):
-            pass  # a rank of a launcher that was killed may still save
+        _require_unused(directory)
         ended = _run_ranks(attempt, recipe, tell=tell)
     if ended.cause:
         raise _as_error(ended)
