@@ -40,7 +40,7 @@ from fitune.spec.plan import (
     Single,
     Steps,
 )
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from fitune.train.prepare import prepare_loaded
 from fitune.units import GIB, format_bytes
 

@@ -43,7 +43,7 @@ from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import BLOCK, peaks_by_kind
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Plan
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from fitune.train.prepare import Prepared, prepare_loaded, training_device
 from fitune.units import format_bytes
 

@@ -16,8 +16,8 @@ from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import Allocated, Entered, Freed, Trace, kinds_of, rounded
 from fitune.report.plots import fold_small_terms
 from fitune.session.planning import plan_for
+from fitune.spec.predictions import Estimate, Phase
 from fitune.spec.recipe import parse_recipe
-from fitune.spec.reports import Estimate, Phase
 from fitune.units import GIB
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from fitune.session.keywords import PathLike, RecipeKeys, RecipeLike
     from fitune.session.planning import Rehearsed
     from fitune.session.results import Reported, Result
-    from fitune.spec.reports import PlanReport, RunReport, ScoreReport
+    from fitune.spec.predictions import PlanReport
+    from fitune.spec.reports import RunReport, ScoreReport
     from fitune.train.export import Kind
 
 __version__ = "0.1.0"

@@ -21,7 +21,7 @@ from fitune.spec.plan import (
     Precision,
     Sgd,
 )
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from models.streams import make_rows, stream_of
 from optional_libraries import NEEDS_BITSANDBYTES
 

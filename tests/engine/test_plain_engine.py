@@ -10,7 +10,7 @@ from fitune.engine.optimizers import DirectOptimizer
 from fitune.engine.plain import PlainEngine
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import AdamW, Optimizer, Precision, Sgd
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 
 
 class Regression(nn.Module):

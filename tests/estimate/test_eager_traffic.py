@@ -15,7 +15,7 @@ from fitune.models.weights import compute_dtype
 from fitune.rehearse.step import full_stream
 from fitune.spec.model_config import spec_from_config
 from fitune.spec.plan import Plan
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from fitune.train.prepare import prepare_loaded
 from plans import known, plan_for
 

@@ -18,7 +18,7 @@ from fitune.estimate.states import update_temporaries_bytes
 from fitune.spec.block_profile import BatchShape
 from fitune.spec.counts import count_parameters
 from fitune.spec.plan import AdamW, Sgd
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from fitune.spec.traits import ACTIVATIONS
 from fitune.units import MIB
 from plans import gpu, known, plan_for, small_llama

@@ -19,7 +19,7 @@ from fitune.spec.hardware import (
     Traffic,
 )
 from fitune.spec.plan import Offload, Plan, Precision, Zero
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from plans import CPU, gpu, known, plan_for, small_llama
 
 

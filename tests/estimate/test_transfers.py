@@ -31,7 +31,7 @@ from fitune.spec.plan import (
     Single,
     Zero,
 )
-from fitune.spec.reports import Estimate, Phase
+from fitune.spec.predictions import Estimate, Phase
 from fitune.spec.serial import from_data, to_data
 from plans import gpu, known, plan_for
 

@@ -8,7 +8,7 @@ from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import ClipByNorm, ClipByValue, Lomo, Sgd
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
 from plans import CPU, gpu, plan_for

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fitune.spec.plan import Sgd
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 
 _FILE = Path(__file__).parents[2] / "bench" / "cpu_memory.py"
 _SPEC = spec_from_file_location("cpu_memory", _FILE)

@@ -8,7 +8,7 @@ from fitune.estimate.parameters import weights_bytes
 from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import LiveTensors
 from fitune.spec.plan import Dense, Nf4, Offload
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import ROWS, bench
 from laws.test_rehearsal_estimate import TOLERANCE, rehearsed_peak

@@ -24,7 +24,7 @@ from fitune.spec.plan import (
     Sgd,
     Zero,
 )
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from fitune.spec.targets import resolve_targets
 from plans import CPU, plan_for
 from rehearse.tiny_configs import tiny

@@ -23,7 +23,7 @@ from fitune.spec.plan import (
     Single,
     Zero,
 )
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from plans import gpu, known, plan_for
 
 MODELS = ("llama-3.1-8b", "qwen3-4b", "llama-3.2-1b", "mixtral-8x7b", "gpt2")

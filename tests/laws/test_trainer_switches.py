@@ -16,7 +16,7 @@ from fitune.models import liger
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Nf4, PlainLoss, Zero
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from plans import gpu, plan_for, small_llama
 from rehearse.tiny_configs import tiny
 

@@ -12,8 +12,8 @@ from fitune.spec.counts import lora_parameters, model_flops
 from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import Lora
+from fitune.spec.predictions import Phase
 from fitune.spec.recipe import canonical_keys, parse_recipe
-from fitune.spec.reports import Phase
 
 
 def found(**settings):

@@ -8,8 +8,8 @@ from fitune.planner.search import find_plan
 from fitune.spec.gpus import cpu_gpu, hardware_for
 from fitune.spec.hardware import AttentionRate, Calibration, Hardware, Rate, Traffic
 from fitune.spec.plan import Lomo, Precision
+from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe import parse_recipe
-from fitune.spec.reports import PlanReport
 from fitune.units import GIB
 from plans import CPU, known, small_llama
 

@@ -12,8 +12,8 @@ from fitune.planner.search import find_plan
 from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import ChunkedLoss, Plan, Recompute
+from fitune.spec.predictions import Phase
 from fitune.spec.recipe import Recipe, parse_recipe
-from fitune.spec.reports import Phase
 from fitune.units import GIB
 
 

@@ -11,7 +11,7 @@ from fitune.models.door import model_config
 from fitune.rehearse.step import record_step, rehearse
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.plan import Sgd
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from plans import gpu, known, plan_for
 from rehearse.tiny_configs import tiny
 

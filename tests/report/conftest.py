@@ -20,18 +20,8 @@ from fitune.spec.plan import (
     RunPlan,
     Schedule,
 )
-from fitune.spec.reports import (
-    Estimate,
-    Ledger,
-    MeasuredMemory,
-    MemoryBreakdown,
-    Phase,
-    Rejection,
-    RunReport,
-    Sample,
-    StepReport,
-    StepTime,
-)
+from fitune.spec.predictions import Estimate, MemoryBreakdown, Phase, Rejection, StepTime
+from fitune.spec.reports import Ledger, MeasuredMemory, RunReport, Sample, StepReport
 from fitune.spec.serial import to_data, to_json
 from plans import plan_for
 

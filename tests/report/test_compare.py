@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from fitune.report.compare import Prediction, Row, compare, comparison_table
-from fitune.spec.reports import MeasuredMemory, MemoryBreakdown, Phase, RunReport, StepReport
+from fitune.spec.predictions import MemoryBreakdown, Phase
+from fitune.spec.reports import MeasuredMemory, RunReport, StepReport
 
 MIB = 1024**2
 

@@ -13,7 +13,8 @@ from fitune.errors import MissingExtra
 from fitune.report import plots
 from fitune.report.compare import Prediction
 from fitune.report.plots import SERIES
-from fitune.spec.reports import Phase, StepReport
+from fitune.spec.predictions import Phase
+from fitune.spec.reports import StepReport
 from fitune.units import format_bytes
 
 MIB = 1024**2

@@ -15,8 +15,9 @@ from fitune.errors import FituneError, NothingFits, RecipeError, SystemFailed
 from fitune.models.language_model import LanguageModel
 from fitune.session.events import Compared, DataRead, Event, Exported, Planned, Predicted, RanOutOfMemory
 from fitune.session.keywords import RecipeKeys, recipe_of
+from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe import Recipe, SourceRecipe
-from fitune.spec.reports import PlanReport, StepReport
+from fitune.spec.reports import StepReport
 
 FUNCTIONS = ("plan", "rehearse", "train", "score", "export", "report")
 

@@ -39,7 +39,8 @@ from fitune.spec.plan import (
     Steps,
     Zero,
 )
-from fitune.spec.reports import MemoryBreakdown, Phase, StepReport
+from fitune.spec.predictions import MemoryBreakdown, Phase
+from fitune.spec.reports import StepReport
 from fitune.spec.serial import from_data, from_json, to_data, to_json
 
 

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.activations import ACT2FN
 
 from fitune.measure.memory import LiveTensors
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from fitune.spec.traits import ACTIVATIONS
 
 SIZE = 4096

@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 
 from fitune.spec.plan import Plan
-from fitune.spec.reports import Phase, StepReport
+from fitune.spec.predictions import Phase
+from fitune.spec.reports import StepReport
 from plans import plan_for, small_llama
 
 

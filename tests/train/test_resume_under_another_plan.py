@@ -10,7 +10,7 @@ import pytest
 from fitune.errors import CheckpointError
 from fitune.report.compare import measure
 from fitune.spec.plan import Plan, Steps
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from fitune.train.run import run
 from train.test_run import callbacks, steps_of
 

@@ -13,7 +13,8 @@ from fitune.data.formats import Conversation
 from fitune.errors import RunDirectoryError, TrainingFailed
 from fitune.models.language_model import LanguageModel
 from fitune.spec.plan import Epochs, Plan, Steps
-from fitune.spec.reports import Phase, RunReport, StepReport
+from fitune.spec.predictions import Phase
+from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 from fitune.train.current import Callbacks

@@ -22,7 +22,7 @@ from fitune.engine.gradient_scale import LossScale, clip_factor
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update, WholeWeights
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import ClipByNorm, ClipByValue, Precision
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 
 _Visit = Callable[[str, Tensor], None]
 

@@ -13,7 +13,7 @@ from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, WeightOpt
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update, WholeWeights
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import Optimizer, Precision
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 
 
 class PlainEngine(WholeWeights):

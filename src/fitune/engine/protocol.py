@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 
 EnterPhase = Callable[[Phase], None]
 """Told whenever the step passes into another phase, so that memory can be measured by phase."""

@@ -20,7 +20,7 @@ from fitune.estimate.states import (
 )
 from fitune.estimate.step import StepStages, Terms
 from fitune.spec.plan import PlainLoss, trains_embeddings, updates_in_backward
-from fitune.spec.reports import MemoryBreakdown, Phase
+from fitune.spec.predictions import MemoryBreakdown, Phase
 
 
 def memory_of(step: StepStages) -> MemoryBreakdown:

@@ -16,7 +16,7 @@ from fitune.estimate.states import (
 from fitune.estimate.step import StepStages
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.plan import AdamW8bit, Lomo, Plan
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from fitune.units import GIB, MIB
 
 COLLECTIVES_BYTES = 300 * MIB

@@ -10,7 +10,7 @@ from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
 from fitune.estimate.transfers import communication_of
 from fitune.spec.block_profile import BatchShape
 from fitune.spec.plan import Offload, Plan
-from fitune.spec.reports import Estimate, MemoryBreakdown, StepTime
+from fitune.spec.predictions import Estimate, MemoryBreakdown, StepTime
 from fitune.spec.traits import has_scores
 
 

@@ -17,7 +17,7 @@ from fitune.estimate.step import StepStages
 from fitune.estimate.transfers import Transfers, backward_passes, forward_passes, transfers_of
 from fitune.spec.counts import head_flops_per_token
 from fitune.spec.plan import AdamW8bit, Lomo, Plan, trains_head, updates_in_backward
-from fitune.spec.reports import Phase, StepTime
+from fitune.spec.predictions import Phase, StepTime
 
 MODULE_HOOK_SECONDS = 4e-4
 """DeepSpeed's ZeRO-3 fetches, awaits and releases the weights of every module in Python, once a pass: Qwen's profile of

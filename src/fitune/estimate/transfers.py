@@ -23,7 +23,7 @@ from fitune.estimate.step import StepStages
 from fitune.spec.choices import DDP_BUCKET_BYTES
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Ddp, Lomo, Offload, Plan, Single, Zero
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fitune.spec.reports import MeterKind, Phase
+from fitune.spec.predictions import Phase
+from fitune.spec.reports import MeterKind
 
 
 class OtherMemory(Protocol):

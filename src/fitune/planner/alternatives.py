@@ -17,9 +17,9 @@ from fitune.planner.search import refuse_contradictions, search
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Plan
+from fitune.spec.predictions import Priced
 from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.recipe_words import parse_value
-from fitune.spec.reports import Priced
 from fitune.spec.words import describe_base_of, describe_plan, method_name
 from fitune.units import format_bytes, format_rate, format_seconds
 

@@ -23,8 +23,8 @@ from fitune.spec.plan import (
     base_of,
     updates_in_backward,
 )
+from fitune.spec.predictions import Phase, Priced
 from fitune.spec.recipe import Recipe
-from fitune.spec.reports import Phase, Priced
 from fitune.spec.traits import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.words import (
     describe_base_of,

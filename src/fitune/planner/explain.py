@@ -9,7 +9,7 @@ from fitune.estimate.predict import predict
 from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import find_gpu
 from fitune.spec.plan import Plan
-from fitune.spec.reports import Estimate, MemoryBreakdown, Phase, PlanReport, Priced
+from fitune.spec.predictions import Estimate, MemoryBreakdown, Phase, PlanReport, Priced
 from fitune.spec.rules import broken_rules
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_plan, devices_with_memory

@@ -12,8 +12,8 @@ from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.time import step_time_of
 from fitune.planner.candidates import Placement, block_counts, losses
 from fitune.spec.plan import Batch, ChunkedLoss, Loss, Offload, Plan, Recompute
+from fitune.spec.predictions import MemoryBreakdown, Phase
 from fitune.spec.recipe import Recipe
-from fitune.spec.reports import MemoryBreakdown, Phase
 from fitune.spec.rules import adds_gradients_up
 from fitune.spec.words import describe_loss
 
@@ -21,12 +21,30 @@ BytesOf = Callable[[int], int]
 """Peak bytes with so many blocks recomputed."""
 
 
-def last_true(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The last number for which ``holds``, by bisection; it is taken to hold at ``low`` and not at ``high``."""
+def last_true(holds: Callable[[int], bool], low: int, high: int, *, guess: int = 0) -> int:
+    """The last number for which ``holds``, by bisection; it is taken to hold at ``low`` and not at ``high``.
+
+    A ``guess`` between them is looked at first, then the numbers next to it in growing steps.
+    """
+    low, high = _bracket(holds, low, high, guess) if low < guess < high else (low, high)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+def _bracket(holds: Callable[[int], bool], low: int, high: int, guess: int) -> tuple[int, int]:
+    """Bounds that are near ``guess`` if it is near the last number that holds."""
+    upwards = holds(guess)
+    low, high = (guess, high) if upwards else (low, guess)
+    step = 1
+    while high - low > step:
+        number = low + step if upwards else high - step
+        if holds(number) != upwards:
+            return (low, number) if upwards else (number, high)
+        low, high = (number, high) if upwards else (low, number)
+        step *= 2
+    return low, high
 
 
 def peak_of(step: StepStages, *, blocks: int, loss: Loss) -> int:
@@ -49,7 +67,9 @@ def fewest_blocks(bytes_of: BytesOf, counts: range, *, usable: int) -> int | Non
     )
     if bytes_of(enough) > usable:
         return None
-    return last_true(lambda blocks: bytes_of(blocks) > usable, counts[0], enough) + 1
+    most, least = bytes_of(counts[0]), bytes_of(enough)
+    on_a_line = counts[0] + (enough - counts[0]) * (most - usable) // (most - least)
+    return last_true(lambda blocks: bytes_of(blocks) > usable, counts[0], enough, guess=on_a_line) + 1
 
 
 def cheapest_blocks(bytes_of: BytesOf, counts: range) -> int:

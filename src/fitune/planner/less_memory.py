@@ -33,8 +33,8 @@ from fitune.spec.plan import (
     Single,
     trains_every_weight,
 )
+from fitune.spec.predictions import Rejection
 from fitune.spec.recipe import Recipe
-from fitune.spec.reports import Rejection
 from fitune.spec.rules import adds_gradients_up, keeps_rules
 from fitune.spec.words import describe_offload, describe_plan
 from fitune.units import format_bytes

@@ -19,8 +19,8 @@ from fitune.spec.counts import count_parameters
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Ddp, Sharding, Single, Zero
+from fitune.spec.predictions import Priced
 from fitune.spec.recipe import Recipe
-from fitune.spec.reports import Priced
 from fitune.spec.words import (
     describe_offload,
     describe_sharding,

@@ -17,9 +17,9 @@ from fitune.planner.methods import methods, methods_for
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Lora, Plan
+from fitune.spec.predictions import PlanReport, Priced, Rejection
 from fitune.spec.recipe import Recipe
 from fitune.spec.recipe_rules import require_consistent
-from fitune.spec.reports import PlanReport, Priced, Rejection
 from fitune.spec.rules import Purpose, Rule, broken_rules
 from fitune.spec.words import describe_method, describe_placement
 

@@ -16,7 +16,7 @@ from fitune.records.plans import Unrepresented, device_bytes, device_is_named, p
 from fitune.records.row import Row
 from fitune.spec.block_profile import BatchShape
 from fitune.spec.plan import Single
-from fitune.spec.reports import MemoryBreakdown
+from fitune.spec.predictions import MemoryBreakdown
 from fitune.units import GIB
 
 GROUPS = ("fitune", "others", "defaults")

@@ -31,7 +31,7 @@ from fitune.rehearse.trace import (
     Trace,
 )
 from fitune.spec.plan import Plan, updates_in_backward
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from fitune.train.prepare import engine_for
 
 ROW = 5

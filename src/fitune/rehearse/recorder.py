@@ -19,7 +19,7 @@ from fitune.measure.memory import LiveTensors, OtherMemory, is_of_all_ranks
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.trace import Allocated, Entered, Freed, ParameterKey, Reached, Trace
 from fitune.spec.plan import Plan, Zero
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from fitune.spec.rules import require_rules
 
 

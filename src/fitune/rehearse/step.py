@@ -36,7 +36,7 @@ from fitune.rehearse.trace import Trace, peaks_by_kind, reserved_peak
 from fitune.spec.hardware import Gpu
 from fitune.spec.model import NO_DROPOUT
 from fitune.spec.plan import Batch, Lora, Offload, Plan, Recompute, Zero, updates_in_backward
-from fitune.spec.reports import Rehearsal
+from fitune.spec.predictions import Rehearsal
 from fitune.spec.traits import has_scores
 from fitune.train.prepare import Prepared, prepare_loaded
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fitune.spec.reports import Phase
+from fitune.spec.predictions import Phase
 from fitune.units import MIB
 
 

@@ -13,16 +13,8 @@ from typing import Literal, TypeVar
 from fitune.errors import RunDirectoryError, Shortage
 from fitune.files import path_fault, read_text
 from fitune.spec.plan import Plan
-from fitune.spec.reports import (
-    Estimate,
-    Phase,
-    RankReport,
-    Rejection,
-    Retry,
-    RunReport,
-    StepReport,
-    settled_steps,
-)
+from fitune.spec.predictions import Estimate, Phase, Rejection
+from fitune.spec.reports import RankReport, Retry, RunReport, StepReport, settled_steps
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics

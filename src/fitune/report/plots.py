@@ -14,7 +14,8 @@ from typing import Any
 
 from fitune.errors import MissingExtra
 from fitune.report.compare import PHASE_NAMES
-from fitune.spec.reports import Estimate, Phase, StepReport
+from fitune.spec.predictions import Estimate, Phase
+from fitune.spec.reports import StepReport
 from fitune.units import GIB, KIB, MIB, format_bytes
 
 SERIES = 8

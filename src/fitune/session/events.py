@@ -11,7 +11,8 @@ from fitune.planner.explain import explain_plan
 from fitune.report.compare import Prediction, comparison_table, describe_retry
 from fitune.session.results import Reported
 from fitune.spec.plan import Plan
-from fitune.spec.reports import Ledger, MergedLoss, PlanReport, Retry, RunReport, StepReport
+from fitune.spec.predictions import PlanReport
+from fitune.spec.reports import Ledger, MergedLoss, Retry, RunReport, StepReport
 from fitune.units import format_bytes
 
 

@@ -28,9 +28,10 @@ from fitune.session.signals import (
     stop_requests,
 )
 from fitune.session.training import Attempt, first_attempt, next_attempt, run_attempt, shortage_of_ranks
+from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe
 from fitune.spec.recipe_words import parse_value
-from fitune.spec.reports import PlanReport, Retry
+from fitune.spec.reports import Retry
 from fitune.spec.run_directory import LAUNCH_LOCK, RETRY, lock_directory, require_real_files
 from fitune.spec.serial import from_data, read_json, to_json
 

@@ -16,8 +16,8 @@ from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
 from fitune.planner.search import find_plan
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
+from fitune.spec.predictions import PlanReport, Rehearsal
 from fitune.spec.recipe import Recipe
-from fitune.spec.reports import PlanReport, Rehearsal
 from fitune.spec.rules import Purpose
 from fitune.spec.words import devices_with_memory
 

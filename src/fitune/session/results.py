@@ -9,7 +9,8 @@ from fitune.planner.alternatives import alternative_data, explain_alternative, e
 from fitune.planner.explain import explain_plan, plan_data, unit_for, wrapped
 from fitune.planner.matrix import Matrix, explain_matrix, matrix_data
 from fitune.session.planning import LargestThatFit, Rehearsed, WithChange
-from fitune.spec.reports import Estimate, PlanReport, Rehearsal, RunReport, ScoreReport
+from fitune.spec.predictions import Estimate, PlanReport, Rehearsal
+from fitune.spec.reports import RunReport, ScoreReport
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_plan
 from fitune.units import format_bytes, format_percent, format_seconds

@@ -11,10 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from fitune.launch.command import LAUNCHER
-from fitune.spec.plan import Plan
-from fitune.spec.reports import RunReport, StepReport
+
+if TYPE_CHECKING:  # every command has this file, and most have no use for those
+    from fitune.spec.plan import Plan
+    from fitune.spec.reports import RunReport, StepReport
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 """128 + the number of the signal, as shells have it."""
@@ -52,13 +55,13 @@ class StopRequest:
             leave_terminal()
         _say("stopping after this step; once more stops at once")
 
-    def start(self, plan: Plan, run_name: str) -> None:
+    def start(self, plan: "Plan", run_name: str) -> None:
         self._is_under_way = True
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: "StepReport") -> None:
         return
 
-    def finish(self, report: RunReport | None) -> None:
+    def finish(self, report: "RunReport | None") -> None:
         self._is_under_way = False
 
 

@@ -41,8 +41,9 @@ from fitune.session.exporting import export_run
 from fitune.session.planning import plan_for
 from fitune.session.results import report_run
 from fitune.spec.plan import Plan
+from fitune.spec.predictions import Phase, PlanReport, Priced
 from fitune.spec.recipe import Recipe, dump_recipe
-from fitune.spec.reports import Phase, PlanReport, Priced, Retry, RunReport
+from fitune.spec.reports import Retry, RunReport
 from fitune.spec.run_directory import SHORTAGE
 from fitune.spec.serial import from_data, read_json, to_json
 from fitune.spec.words import describe_plan

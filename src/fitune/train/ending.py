@@ -13,10 +13,10 @@ from fitune.files import write_atomically
 from fitune.measure.memory import process_bytes
 from fitune.models.language_model import LanguageModel
 from fitune.models.quantised import count_weights
+from fitune.spec.predictions import Phase
 from fitune.spec.reports import (
     MeasuredMemory,
     MeterKind,
-    Phase,
     RankReport,
     Retry,
     RunReport,

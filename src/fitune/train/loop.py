@@ -16,7 +16,8 @@ from fitune.measure.memory import MemoryMeter
 from fitune.models.weights import require_finite
 from fitune.spec.counts import achieved_mfu
 from fitune.spec.plan import Plan
-from fitune.spec.reports import Phase, StepReport
+from fitune.spec.predictions import Phase
+from fitune.spec.reports import StepReport
 from fitune.train.failure import Whereabouts
 from fitune.train.prepare import Prepared
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from fitune.engine.ranks import Ranks
 from fitune.errors import FituneError, PeerGone, RecipeError, TrainingFailed, exit_code_of
+from fitune.spec.predictions import Phase
 from fitune.spec.rank_status import RankStatus, error_of, read_statuses, write_status
-from fitune.spec.reports import Phase
 from fitune.spec.run_directory import LOGS, log_of, stacks_of
 from fitune.train.failure import Whereabouts
 

@@ -11,7 +11,8 @@ from fitune.errors import RankFailed
 from fitune.models.language_model import LanguageModel
 from fitune.models.weights import compute_dtype
 from fitune.spec.plan import Plan
-from fitune.spec.reports import Phase, RankReport
+from fitune.spec.predictions import Phase
+from fitune.spec.reports import RankReport
 from fitune.spec.serial import to_json
 from fitune.train.again import with_weights
 from fitune.train.current import Run

@@ -1,0 +1,159 @@
+"""Predictions: bytes by phase, seconds of a step, the planner's answer; reports.py holds what is measured."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from fitune.spec.plan import Plan
+
+
+class Phase(StrEnum):
+    """The moments of one optimizer step at which memory is compared. Values are peaks within the moment."""
+
+    IDLE = "idle"
+    """Between steps: weights and optimizer states."""
+    FORWARD = "forward"
+    """Embedding and blocks, until the last hidden state."""
+    LOSS = "loss"
+    """Head and cross-entropy, forward and backward, down to the gradient of the last hidden state."""
+    BACKWARD = "backward"
+    """Through the blocks."""
+    UPDATE = "update"
+    """Clipping and the optimizer."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Phase | None":
+        return cls.IDLE if value == "ready" else None  # as reports of earlier versions call it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBreakdown:
+    """Bytes per phase and term, on one device. ``outside`` is what no tensor explains (contexts, workspaces)."""
+
+    phases: dict[Phase, dict[str, int]]
+    outside: dict[str, int] = field(default_factory=dict)
+    reclaimable: int = 0
+    """What torch's cache holds beyond the peak for streams that share nothing, until memory would run out."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The peak, and the cache that is given back only where a device is full."""
+        return self.peak_bytes + self.reclaimable
+
+    @property
+    def tensor_peak_bytes(self) -> int:
+        return max(sum(terms.values()) for terms in self.phases.values())
+
+    @property
+    def peak_phase(self) -> Phase:
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.tensor_peak_bytes + sum(self.outside.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Predicted seconds of one optimizer step by phase (FORWARD, LOSS, BACKWARD, UPDATE), and what limits each."""
+
+    phases: dict[Phase, float]
+    limits: dict[Phase, str]
+    """``compute``, ``memory bandwidth``, ``launch``, ``communication``, ``host link``, ``NVMe``, ``CPU optimizer``."""
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.phases.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Predicted bytes and seconds of one Plan."""
+
+    memory: MemoryBreakdown
+    usable_bytes: int
+    """Device memory that may be filled: total less what the driver and the reserve keep."""
+    time: StepTime
+    tokens_per_second: float
+    """Of all devices together."""
+    host: dict[str, int] = field(default_factory=dict)
+    """Bytes of a node's own memory by term; empty on a CPU."""
+    usable_host_bytes: int = 0
+    """Of a node's memory; 0 when its size is not known or nothing leaves the device."""
+    nvme_bytes: int = 0
+    """On each node."""
+    usable_nvme_bytes: int = 0
+    """Of a node's NVMe; 0 when its size is not known or nothing goes there."""
+    checkpoint_bytes: int = 0
+    """One checkpoint on disk, over all devices; 0 in estimates made before it was counted."""
+    communication_bytes: int = 0
+    """What one device sends in one optimizer step."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def step_seconds(self) -> float:
+        return self.time.step_seconds
+
+    @property
+    def fits(self) -> bool:
+        on_host = not self.usable_host_bytes or self.host_bytes <= self.usable_host_bytes
+        on_disk = not self.usable_nvme_bytes or self.nvme_bytes <= self.usable_nvme_bytes
+        return self.peak_bytes <= self.usable_bytes and on_host and on_disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """Bytes that the Plan's own step took on fake tensors, on one device."""
+
+    phases: dict[Phase, dict[str, int]]
+    """At the worst moment of each phase, bytes by kind: weights, optimizer, batch, gradients, activations, loss,
+    temporaries."""
+    outside: dict[str, int] = field(default_factory=dict)
+    """What no tensor explains, as the estimate has it: a trace cannot see it."""
+    reserved_bytes: int
+    """What torch's caching allocator would reserve for the tensors."""
+    layers_traced: int
+    """Blocks that were traced; what the others do was repeated."""
+
+    @property
+    def tensor_peak_bytes(self) -> int:
+        return max(sum(kinds.values()) for kinds in self.phases.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.tensor_peak_bytes + sum(self.outside.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """A method that was not taken, and the arithmetic why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A plan with its estimate."""
+
+    plan: Plan
+    estimate: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The planner's answer: the plan to run, the next best, what was rejected, what was decided for the user."""
+
+    chosen: Priced
+    runners_up: tuple[Priced, ...]
+    rejected: tuple[Rejection, ...]
+    decisions: tuple[str, ...]
+    """One line for each thing the user left open."""
+    price_per_gpu_hour: float = 0.0
+    """US dollars; 0 when it is not known."""
