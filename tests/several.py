@@ -38,7 +38,12 @@ def train_on(world: int, jobs: Sequence[Job], folder: Path) -> list[list[dict[st
     ended = start(world, [sys.executable, __file__, str(folder), str(len(jobs))])
     for process in ended:
         assert process.returncode == 0, process.stderr[-3000:]
-    return [[json.loads(line) for line in process.stdout.splitlines()] for process in ended]
+    return [
+        [
+            json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")
+        ]  # a library may print, too
+        for process in ended
+    ]
 
 
 def start(world: int, command: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:

@@ -1,8 +1,9 @@
 """Kill -9 a save at every system call it makes, and report what a resume would find.
 
-Run as a program with a folder: ``killed_saves.py FOLDER``. Each attempt is a forked child that saves step 3
-beside steps 1 and 2 and dies just before its n-th call; the parent then looks with fresh eyes. Prints one
-JSON list of {call, found, warnings, intact, tidy}; the last attempt has nothing left to die of.
+Run as a program with a folder: ``killed_saves.py FOLDER``. Each attempt is a forked child that saves step 3 beside
+steps 1 and 2, alone or as two ranks one after the other, and dies just before its n-th call; the parent then looks with
+fresh eyes. Prints one JSON list of {call, found, warnings, intact, tidy} for each number of ranks; the last attempt has
+nothing left to die of.
 """
 
 import json
@@ -10,14 +11,17 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from fitune.checkpoint.commit import Attempt, Descent
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
-from fitune.checkpoint.save import save_checkpoint
-from fitune.checkpoint.state import TrainState
+from fitune.checkpoint.save import begin_save, commit_save, save_checkpoint, write_share
+from fitune.checkpoint.slices import Divided, Groups, Share, share_of
+from fitune.checkpoint.state import NAMES, TrainState
+from fitune.spec.counts import rows_of_share
 
 _CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "symlink", "unlink", "rmdir")
 
@@ -26,6 +30,41 @@ def save(run: Path, state: TrainState, *, keep: int, eval_loss: float | None) ->
     """As one attempt that began at the beginning."""
     descent = Descent(line=(Attempt(id="only", after=0),))
     return save_checkpoint(run, state, descent=descent, keep=keep, eval_loss=eval_loss)
+
+
+def save_as_ranks(run: Path, shares: list[Share], *, keep: int, eval_loss: float | None) -> Path:
+    """As the ranks of one job, each of which writes one of ``shares``."""
+    descent = Descent(line=(Attempt(id="only", after=0),))
+    folder = begin_save(run, shares[0], descent=descent, needed_bytes=0)
+    written = [write_share(folder, share, rank=rank) for rank, share in enumerate(shares)]
+    return commit_save(
+        run, folder, shares[0], written, descent=descent, keep=keep, eval_loss=eval_loss, on_note=print
+    )
+
+
+def shares_of(state: TrainState, world: int) -> list[Share]:
+    """What ``world`` ranks write of ``state`` when FSDP2 has divided its matrices and vectors by rows."""
+    shares = []
+    for rank in range(world):
+        own = share_of(state, rank=rank)
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        slices: Groups = {}
+        for group, tensors in state.tensors.items():
+            for name, tensor in tensors.items():
+                if group == "rng" or not tensor.ndim:
+                    continue
+                own.whole.get(group, {}).pop(name, None)
+                start, stop = rows_of_share(len(tensor), world, rank)
+                if stop > start:
+                    parts.setdefault(group, {})[name] = tensor[start:stop]
+                    slices.setdefault(group, {})[name] = Divided(
+                        shape=tuple(tensor.shape),
+                        dtype=NAMES[tensor.dtype],
+                        dim=0,
+                        parts=((rank, start, stop),),
+                    )
+        shares.append(replace(own, parts=parts, slices=slices))
+    return shares
 
 
 def state_of(step: int) -> TrainState:
@@ -57,21 +96,25 @@ def main(folder: Path) -> None:
     start = folder / "start"
     for step in (1, 2):
         save(start, state_of(step), keep=2, eval_loss=float(step))
-    attempts: list[dict[str, object]] = []
-    while not attempts or attempts[-1]["call"] != "none":
-        run = folder / f"killed-{len(attempts)}"
-        shutil.copytree(start, run, symlinks=True)
-        attempts.append(_attempt(run, calls=len(attempts)))
-        shutil.rmtree(run)
-    print(json.dumps(attempts))
+    for world in (1, 2):
+        attempts: list[dict[str, object]] = []
+        while not attempts or attempts[-1]["call"] != "none":
+            run = folder / f"killed-{len(attempts)}"
+            shutil.copytree(start, run, symlinks=True)
+            attempts.append(_attempt(run, calls=len(attempts), world=world))
+            shutil.rmtree(run)
+        print(json.dumps(attempts))
 
 
-def _attempt(run: Path, *, calls: int) -> dict[str, object]:
+def _attempt(run: Path, *, calls: int, world: int) -> dict[str, object]:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         _die_before(calls, write)
-        save(run, state_of(3), keep=1, eval_loss=0.5)
+        if world > 1:
+            save_as_ranks(run, shares_of(state_of(3), world), keep=1, eval_loss=0.5)
+        else:
+            save(run, state_of(3), keep=1, eval_loss=0.5)
         os._exit(0)
     os.close(write)
     _, status = os.waitpid(child, 0)
@@ -79,12 +122,13 @@ def _attempt(run: Path, *, calls: int) -> dict[str, object]:
     os.close(read)
     found = newest_checkpoint(run)
     state = load_checkpoint(found.path)
+    intact = same(state, state_of(state.step))  # read before it is pruned
     save(run, state_of(4), keep=1, eval_loss=0.1)
     return {
         "call": call,
         "found": state.step,
         "warnings": found.warnings,
-        "intact": same(state, state_of(state.step)),
+        "intact": intact,
         "tidy": sorted(path.name for path in (run / "checkpoints").iterdir())
         == ["LINE", "best", "latest", "step-4"],
     }

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fitune.checkpoint import save
 from fitune.cli import main
 from fitune.errors import DataError
 from fitune.models.language_model import LanguageModel
@@ -30,6 +31,22 @@ def raise_data_error() -> None:
 
 def fill_disk() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/shard")
+
+
+def fill_disk_of_save() -> None:
+    """From now on no file of a checkpoint can be written."""
+    in_next_save(fill_disk)
+
+
+def kill_in_save() -> None:
+    in_next_save(kill)
+
+
+def in_next_save(fault: Callable[[], None]) -> None:
+    def failing(path: Any, chunks: Any) -> Any:
+        fault()
+
+    save.write_hashed = failing
 
 
 def kill() -> None:
@@ -64,7 +81,8 @@ def wait() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
-        raise_value_error, raise_data_error, fill_disk, kill, crash, hang, freeze, lack_a_module, wait,
+        raise_value_error, raise_data_error, fill_disk, fill_disk_of_save, kill_in_save, kill, crash, hang,
+        freeze, lack_a_module, wait,
     )
 }  # fmt: skip
 

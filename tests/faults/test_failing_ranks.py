@@ -108,6 +108,32 @@ def test_the_rank_that_failed_is_named_with_its_error(
 
 
 @slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("fill_disk_of_save", r"error: checkpoint step-4 could not be saved: rank {} cannot write its share: No space "
+         r"left on device; it needs .* The last saved one is step-3"),
+        ("kill_in_save", r"error: rank {} was killed by SIGKILL"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_fails_in_a_save_leaves_the_checkpoint_before(
+    program: Program, tmp_path: Path, fault: str, words: str, rank: int
+) -> None:
+    ended, err = end(program(fault, rank=rank))
+    assert ended == 1, err
+    assert re.search(words.format(rank), err), err
+    assert err.count("error:") == 1
+    require_all_gone(tmp_path / "run")
+    ended, err = end(program("kill", "--resume", call=99))
+    assert ended == 0, err
+    folder = tmp_path / "run/checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["LINE", "latest", "step-7", "step-8"]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 9))
+
+
+@slow
 def test_an_error_of_rank_0_is_said_once(program: Program, tmp_path: Path) -> None:
     ended, err = end(program("raise_value_error", rank=0))
     assert ended == 1

@@ -66,6 +66,13 @@ OFFLOADED = {
 """A CPU has no other memory, so no recipe says this there; the plans are made by hand."""
 GOES_ON = {"full": (FULL, "full, stage 3"), "adalomo": (ADALOMO, "adalomo, stage 3")}
 """Runs that are stopped after three steps, and the case that goes straight to the end."""
+MOVED = {
+    "stage 3 to stage 3": (2, 3),
+    "stage 3 to DDP": (2, 0),
+    "one process to stage 3": (1, 3),
+    "DDP to stage 2": (2, 2),
+}
+"""A full run of so many processes that goes on by two: with DDP (0), or at this stage."""
 OVERFLOWS = {**LOMO, "model": "steep", "max_grad_value": 1.0, "learning_rate": 1e-3}
 STOPPED, MISCOUNTED, OVERFLOWING = "stopped", "miscounted", "overflowing"
 
@@ -161,6 +168,13 @@ def results(make: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory)
     jobs.append(Job(plan=divided(overflowing(make), 2, 3, folder / OVERFLOWING)))
     for name, (settings, _) in GOES_ON.items():
         jobs.append(Job(plan=divided(make(**settings), 2, 3, folder / STOPPED / name), stop_after=3))
+    full = make(**FULL)
+    run(divided(full, 1, 3, folder / STOPPED / "full alone"), callbacks=callbacks(stop_after=3))
+    jobs.append(Job(plan=divided(full, 2, 0, folder / STOPPED / "full by DDP"), stop_after=3))
+    sources = {"one process to stage 3": "full alone", "DDP to stage 2": "full by DDP"}
+    for name, (_, stage) in MOVED.items():
+        saved = folder / STOPPED / sources.get(name, "full") / "checkpoints/step-3"
+        jobs.append(Job(plan=divided(full, 2, stage, folder / name), resume=str(saved)))
     four = make(micro_batch_size=1, gradient_accumulation_steps=4)
     jobs.append(Job(plan=divided(four, 4, 3, folder / MISCOUNTED)))
     (folder / "said.json").write_text(json.dumps(train_on(2, jobs, folder / "jobs")))
@@ -186,7 +200,8 @@ def test_all_ranks_say_the_same(results: Path) -> None:
     assert first[:-1] == second[:-1]
     assert [each["status"] for each in first[:-1]] == [
         *["complete"] * (len(CASES) + 1),
-        *["interrupted"] * len(GOES_ON),
+        *["interrupted"] * (len(GOES_ON) + 1),
+        *["complete"] * len(MOVED),
     ]
 
 
@@ -240,6 +255,25 @@ def test_a_run_of_two_goes_on_with_another_number_of_processes(
     straight = results / f"{case} alone"
     assert losses(broken) == pytest.approx(losses(straight), abs=LOSS)
     assert largest_difference(broken, straight) < WEIGHT
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_run_goes_on_under_another_strategy(results: Path, name: str) -> None:
+    straight = results / "full, stage 3"
+    if name == "stage 3 to stage 3":
+        assert losses(results / name) == losses(straight)
+        assert largest_difference(results / name, straight) == 0
+    assert losses(results / name) == pytest.approx(losses(straight), abs=LOSS)
+    assert largest_difference(results / name, straight) < WEIGHT
+
+
+def test_every_rank_writes_its_share_of_what_is_divided(results: Path) -> None:
+    saved = results / STOPPED / "full/checkpoints/step-3"
+    sizes = {group: [(saved / f"{group}-rank{rank}.safetensors").stat().st_size for rank in (0, 1)]
+             for group in ("model", "optimizer")}  # fmt: skip
+    assert all(0.8 < first / second < 1.25 for first, second in sizes.values())
+    assert load_file(saved / "model.safetensors") == {}
+    assert not (results / STOPPED / "full by DDP/checkpoints/step-3/slices.json").exists()
 
 
 @pytest.mark.slow

@@ -3,10 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-
 from fitune.checkpoint.commit import (
     ABANDONED,
     DAMAGED,
@@ -28,6 +24,8 @@ from fitune.checkpoint.commit import (
     verify,
     write_line,
 )
+from fitune.checkpoint.saved import SavedTensors
+from fitune.checkpoint.slices import INDEX, Groups, groups_in, read_index
 from fitune.checkpoint.state import Json, TrainState
 from fitune.errors import CheckpointError
 from fitune.files import read_bytes
@@ -118,8 +116,9 @@ def _descent(attempt: str, base: Path | None) -> Descent:
 
 
 def load_checkpoint(path: Path, *, verified: bool = False) -> TrainState:
-    """Read ``path``, tensors on the host. ``verified`` saves the hashing that ``newest_checkpoint`` just did.
+    """Read ``path``; its tensors are read, to the host, when they are asked for.
 
+    ``verified`` saves the hashing that ``newest_checkpoint`` just did.
     Raises CheckpointError naming the file that is missing, truncated or changed.
     """
     if not path.is_dir():
@@ -133,10 +132,13 @@ def load_checkpoint(path: Path, *, verified: bool = False) -> TrainState:
             hint=f"resume: {found}" if found else "it holds no checkpoint; start a new run",
         )
     commit = read_commit(path) if verified else verify(path)
-    groups = [name for name in commit.files if name.endswith(".safetensors")]
+    divided = _read_index(path / INDEX) if INDEX in commit.files else {}
     return TrainState(
         step=commit.step,
-        tensors={name.removesuffix(".safetensors"): _read_tensors(path / name) for name in groups},
+        tensors={
+            group: SavedTensors(path, group, divided.get(group, {}))
+            for group in groups_in(commit.files, divided)
+        },
         facts=_read_facts(path / STATE, step=commit.step),
         log=_read_log(path / LOG, commit),
     )
@@ -169,11 +171,11 @@ def _word(path: Path, line: Line) -> str:
     return "" if is_on(line, saved_on=commit.line, step=commit.step) else ABANDONED
 
 
-def _read_tensors(file: Path) -> dict[str, Tensor]:
+def _read_index(file: Path) -> Groups:
     try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: cannot be read as safetensors: {error}") from error
+        return read_index(read_bytes(file, limit=TABLE_BYTES, follow_links=False))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
 
 
 def _read_facts(file: Path, *, step: int) -> dict[str, Json]:

@@ -1,8 +1,8 @@
 """TrainState, all that a run needs to go on as if it had never stopped, and its tensors as safetensors.
 
 The library writes a file from tensors that are all in host memory and hashes nothing. This writer yields the same
-format piece by piece, so a save holds one tensor outside its device and the hash costs no second read. Reading is the
-library's. Format: https://huggingface.co/docs/safetensors/index#format
+format piece by piece, so a save holds one tensor outside its device and the hash costs no second read. Reading
+(saved.py) is the library's. Format: https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
@@ -21,19 +21,20 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 class TrainState:
     """The state after ``step`` optimizer steps.
 
-    ``tensors`` are groups of named tensors, one file each: "model" (the trained parameters), "optimizer"
-    ("exp_avg/<parameter>"), "rng" (generator states as bytes). ``facts`` is everything that is no tensor:
-    the plan, the position in the data, the loss scale, the best evaluation loss.
+    ``tensors`` are groups of named tensors: "model" (the trained parameters), "optimizer" ("exp_avg/<parameter>"),
+    "rng" (generator states as bytes). Those that are divided over ranks are DTensors; those of a checkpoint are read
+    when they are asked for (saved.py). ``facts`` is everything that is no tensor: the plan, the position in the data,
+    the loss scale, the best evaluation loss.
     """
 
     step: int
-    tensors: dict[str, dict[str, Tensor]]
+    tensors: Mapping[str, Mapping[str, Tensor]]
     facts: dict[str, Json]
     log: bytes = b""
     """metrics.jsonl up to this step: a log that is lost or changed is put back from here."""
 
 
-_NAMES = {
+NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
@@ -68,15 +69,12 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():
-        if tensor.numel() == 0:
-            raise CheckpointError(
-                f"tensor {name!r} is empty, shape {tuple(tensor.shape)}: nothing would be saved of it"
-            )
-        if tensor.dtype not in _NAMES:
+        require_not_empty(name, tensor)
+        if tensor.dtype not in NAMES:
             raise CheckpointError(f"tensor {name!r} is {tensor.dtype}, which fitune does not save")
         stop = start + tensor.nbytes
         entries[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, stop],
         }
@@ -85,11 +83,12 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def gather(state: TrainState) -> None:
-    """Take part in the saving of ``state`` by another rank: in its order, tensor after tensor is gathered."""
-    for tensors in state.tensors.values():
-        for name in _aligned_order(tensors):
-            whole_tensor(tensors[name])
+def require_not_empty(name: str, tensor: Tensor) -> None:
+    """Raises CheckpointError naming a tensor without elements."""
+    if tensor.numel() == 0:
+        raise CheckpointError(
+            f"tensor {name!r} is empty, shape {tuple(tensor.shape)}: nothing would be saved of it"
+        )
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -99,5 +98,5 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = whole_tensor(tensor).to("cpu").contiguous().reshape(-1)
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,8 +36,22 @@ class Update:
 class EngineState:
     """All that an engine must remember between steps, in what safetensors and JSON can hold."""
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     facts: dict[str, float]
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """Whole tensors by name, as of a checkpoint, of which a rank can read only its rows (checkpoint/saved.py)."""
+
+    def shape(self, name: str) -> torch.Size: ...
+
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor: ...
+
+
+def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
+    """Shape of one of ``tensors``; it is not read for that."""
+    return tensors.shape(name) if isinstance(tensors, InParts) else tensors[name].shape
 
 
 class Engine(Protocol):
@@ -62,11 +76,15 @@ class Engine(Protocol):
         ...
 
     def trained(self) -> dict[str, Tensor]:
-        """The trained weights by name; what is divided over ranks is a DTensor, to be gathered where it is used."""
+        """The trained weights by name; what is divided over ranks is a DTensor: each rank saves its part."""
         ...
 
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
-        """Give the trained weights the values of ``weights``, whole tensors under the same names."""
+        """Give the trained weights the values of ``weights``, whole tensors under the same names.
+
+        Each is read when it is asked for, so take one after the other; where they are InParts, a rank may take its
+        rows alone.
+        """
         ...
 
     def state(self) -> EngineState:
@@ -74,7 +92,7 @@ class Engine(Protocol):
         ...
 
     def restore(self, state: EngineState) -> None:
-        """Continue exactly where ``state``, of whole tensors, was taken; trained weights must be put back before."""
+        """Go on where ``state``, of whole tensors like those of ``put_back``, was taken; ``put_back`` comes first."""
         ...
 
 

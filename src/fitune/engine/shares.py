@@ -1,14 +1,16 @@
 """The trained weights as FSDP2 divides them: this rank's shares as plain tensors, and whole ones for checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import Parameter
 
 from fitune.engine.fused_rules import Division
+from fitune.engine.protocol import InParts, shape_of
+from fitune.spec.counts import rows_of_share
 
 _MEAN_OVER = {"row": -1, "column": -2}
 """The dimension of its weight that a factor of AdaLomo is a mean over, and lacks (engine/fused_rules.py)."""
@@ -37,15 +39,16 @@ class Shares:
 
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in self.sharded.items():
-            local_shard(parameter).copy_(self._own(name, weights[name]))
+            local_shard(parameter).copy_(self._own(name, weights))
 
     def as_divided(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``states`` of the shares: those that are divided as their weight is are DTensors."""
         return {key: self._as_divided(key, state) for key, state in states.items()}
 
-    def own(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's shares of ``states``, whole tensors; those that are no tensors of a weight's shape are whole."""
-        return {key: self._own(key, state) for key, state in states.items()}
+    def own(self, states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """This rank's shares of ``states``, whole tensors, one read at a time; those that are no tensors of a weight's
+        shape are whole."""
+        return _Own(states, self._own)
 
     def divisions(self) -> dict[str, Division]:
         """How each weight is divided; weights that every rank has whole are left out."""
@@ -73,20 +76,41 @@ class Shares:
             stride=torch.empty(layout.shape, device="meta").stride(),
         )
 
-    def _own(self, key: str, whole: Tensor) -> Tensor:
+    def _own(self, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
         weight = self._weight(key)
         if not isinstance(weight, DTensor):
-            return whole
+            return tensors[key]
         layout = _layout(key, weight)
-        if not layout.is_divided or whole.shape != layout.shape:
-            return whole
-        return local_shard(
-            distribute_tensor(whole, weight.device_mesh, layout.placements, src_data_rank=None)
-        )
+        if not layout.is_divided or shape_of(tensors, key) != layout.shape:
+            return tensors[key]
+        [(axis, dim)] = [(axis, p.dim) for axis, p in enumerate(layout.placements) if isinstance(p, Shard)]
+        mesh = weight.device_mesh
+        start, stop = rows_of_share(layout.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+        if isinstance(tensors, InParts):
+            return tensors.part(key, dim, start, stop)
+        return tensors[key].narrow(dim, start, stop - start)
 
     def _weight(self, key: str) -> Parameter:
         """``exp_avg/<weight>`` or the name itself."""
         return self.sharded[key.partition("/")[2] or key]
+
+
+class _Own(Mapping[str, Tensor]):
+    """The shares of one rank, each cut when it is asked for."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], cut: Callable[[str, Mapping[str, Tensor]], Tensor]
+    ) -> None:
+        self._tensors, self._cut = tensors, cut
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._cut(key, self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 @dataclass(frozen=True, slots=True)

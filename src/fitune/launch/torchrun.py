@@ -185,7 +185,7 @@ def ended(exits: dict[int, Exit], directory: Path, *, received: list[int]) -> En
             exit_code=TrainingFailed.exit_code, cause=f"rank {rank} was killed by {name}{hint}", hint=going_on
         )
     status = statuses.get(rank)
-    if rank == 0 or (0 in own and _message(statuses.get(0)) == _message(status) != ""):
+    if rank == 0 or _message(statuses.get(0)) == _message(status) != "":
         return Ended(
             exit_code=code
         )  # rank 0 has said it: its own error, or one that all ranks came to together

@@ -12,6 +12,13 @@ from fitune.spec.model import Linear, ModelSpec, ParameterCounts
 from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, Tuning, trains_head
 
 
+def rows_of_share(rows: int, shares: int, rank: int) -> tuple[int, int]:
+    """The first row of ``rank``'s share and the row behind its last: shares of ⌈rows / shares⌉, the last ones smaller
+    or empty, as torch divides (``Tensor.chunk``, FSDP2)."""
+    size = -(-rows // shares)
+    return min(rank * size, rows), min((rank + 1) * size, rows)
+
+
 def count_parameters(model: ModelSpec) -> ParameterCounts:
     """Parameters by component: blocks × (linears + norms) + embeddings + final norm + head.
 

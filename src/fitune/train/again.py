@@ -1,6 +1,6 @@
 """The trained model of a run whose last step is done, loaded from what the run left on disk."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -87,7 +87,7 @@ def load_trained(plan: Plan, source: Source, *, on_bytes: OnBytes) -> LanguageMo
 
 def with_weights(
     plan: Plan,
-    trained: dict[str, torch.Tensor],
+    trained: Mapping[str, torch.Tensor],
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -103,7 +103,7 @@ def with_weights(
 
 
 @torch.no_grad()
-def _copy(saved: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
+def _copy(saved: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if trained.keys() != saved.keys():
         odd = sorted(trained.keys() ^ saved.keys())

@@ -1,19 +1,18 @@
 """Where a run begins, and how it goes on as if it had never stopped."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from fitune.checkpoint.commit import FOLDER, step_folders
 from fitune.checkpoint.differences import Difference, difference_table, require_resumable, with_unsaid_fields
 from fitune.checkpoint.resume import Found, load_checkpoint, newest_checkpoint
+from fitune.checkpoint.saved import SavedTensors
 from fitune.checkpoint.state import TrainState
 from fitune.data.loader import LoaderState
-from fitune.engine.protocol import EngineState
+from fitune.engine.protocol import EngineState, shape_of
 from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.models.weight_files import weights_identity
@@ -178,7 +177,7 @@ def where_all_start(directory: Path, plan: Plan, *, ranks: Ranks, resume: bool |
 def capture(prepared: Prepared, facts: Facts, *, ranks: Ranks, step: int, log: bytes) -> TrainState:
     """Everything the next step depends on; ``facts`` but for those of the engine, and metrics.jsonl so far.
 
-    What is divided over ranks stays so: it is gathered tensor by tensor while it is written.
+    What is divided over ranks stays so: each of them writes its part.
     """
     engine = prepared.engine.state()
     device = prepared.model.device
@@ -214,11 +213,13 @@ def restore(
 
     A rank that the checkpoint does not know draws numbers of its own.
     """
-    saved, trained = _shapes(state.tensors.get("model", {})), _shapes(prepared.engine.trained())
+    model = state.tensors.get("model", {})
+    saved = {name: shape_of(model, name) for name in model}
+    trained = {name: tensor.shape for name, tensor in prepared.engine.trained().items()}
     if saved != trained:
         odd = sorted({name for name, _ in saved.items() ^ trained.items()})
         raise CheckpointError(f"the checkpoint trains other parameters than the plan, e.g. {odd[:3]}")
-    prepared.engine.put_back(state.tensors["model"])
+    prepared.engine.put_back(model)
     generators = state.tensors["rng"]
     try:
         prepared.engine.restore(EngineState(tensors=state.tensors["optimizer"], facts=facts.engine))
@@ -228,9 +229,8 @@ def restore(
             torch.cuda.set_rng_state(generators[_of_rank("cuda", ranks.rank)], prepared.model.device)
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"the checkpoint of step {state.step} lacks {error}") from error
+    for tensors in state.tensors.values():
+        if isinstance(tensors, SavedTensors):
+            tensors.close()
     best = facts.best_eval_loss
     return LoaderState(epoch=facts.epoch, position=facts.position), math.inf if best is None else best
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}

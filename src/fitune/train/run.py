@@ -4,7 +4,6 @@ Everything a run leaves behind is written here, inside its directory: plan.json,
 the export and report.json.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,8 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from fitune.checkpoint.commit import Descent
 from fitune.checkpoint.resume import begin_line
-from fitune.checkpoint.save import save_checkpoint
-from fitune.checkpoint.state import gather
 from fitune.data.loader import Loader
 from fitune.data.preparing import PreparedData, prepare_data
 from fitune.engine.ranks import ALONE, Ranks
@@ -34,23 +31,22 @@ from fitune.spec.serial import to_json
 from fitune.track.metrics import MetricsLog, Sink, read_metrics
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
-from fitune.train.ending import complete, failed, interrupted, keep_log, tell_what_is_saved
+from fitune.train.ending import complete, failed, interrupted, tell_what_is_saved
 from fitune.train.evaluate import answer_before, evaluate
 from fitune.train.failure import TRACEBACK, Whereabouts, explain, require_finite_step, shortage_of
 from fitune.train.loop import train
 from fitune.train.peers import known_to_peers, name_the_cause
 from fitune.train.prepare import prepare
 from fitune.train.resume import (
-    Facts,
     Start,
     base_identity,
-    capture,
     require_same_base,
     require_same_rows,
     restore,
     where_all_start,
     where_to_start,
 )
+from fitune.train.saving import save
 from fitune.train.together import require_same_on_all, rows_of_ranks, whole_on_first
 
 
@@ -244,7 +240,7 @@ def _train(current: Run, start: Start) -> bool:
         [asked] = current.ranks.summed([current.callbacks.stop_asked()])
         stopping = asked > 0 and report.step < report.total_steps
         if stopping or _is_save_due(current, report, is_best=is_best):
-            _save(current, report)
+            save(current, report)
         if stopping:
             return True
     require_finite_step(current.where.step, current.loaded.engine.trained(), ranks=current.ranks)
@@ -290,37 +286,6 @@ def _is_save_due(current: Run, report: StepReport, *, is_best: bool) -> bool:
     """Every ``save_every`` steps, at the end so that the run may be made longer, and whenever it was never better."""
     every = current.plan.run.save_every
     return every > 0 and (_is_due(report, every) or report.step == report.total_steps or is_best)
-
-
-def _save(current: Run, report: StepReport) -> None:
-    current.where.doing = "saving"
-    keep_log(current)
-    facts = Facts(
-        plan=current.plan,
-        rows=current.data.train.fingerprint,
-        base=current.base,
-        engine={},
-        epoch=current.position.epoch,
-        position=current.position.position,
-        steps_of_other_plan=current.steps_of_other_plan,
-        best_eval_loss=None if math.isinf(current.best_eval_loss) else current.best_eval_loss,
-    )
-    log = b"" if current.log is None else current.log.synced()
-    state = capture(current.loaded, facts, ranks=current.ranks, step=report.step, log=log)
-    require_finite_step(
-        report.step, {**state.tensors["model"], **state.tensors["optimizer"]}, ranks=current.ranks
-    )
-    if not current.ranks.is_first:
-        gather(state)
-        return
-    save_checkpoint(
-        current.directory,
-        state,
-        descent=current.descent,
-        keep=current.plan.run.keep_checkpoints,
-        eval_loss=report.eval_loss,
-        on_note=current.callbacks.on_note,
-    )
 
 
 def _is_due(report: StepReport, every: int) -> bool:

@@ -1,0 +1,118 @@
+"""The save of a run by all its ranks: every one writes its share at the same time, and the first one commits."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fitune.checkpoint.commit import Descent, OnNote
+from fitune.checkpoint.save import (
+    Written,
+    abandon_save,
+    begin_save,
+    commit_save,
+    save_failed,
+    share_bytes,
+    write_share,
+)
+from fitune.checkpoint.slices import Share, share_of
+from fitune.engine.ranks import Ranks
+from fitune.errors import FituneError
+from fitune.spec.reports import StepReport
+from fitune.train.current import Run
+from fitune.train.ending import keep_log
+from fitune.train.failure import require_finite_step
+from fitune.train.resume import Facts, capture
+
+
+def save(current: Run, report: StepReport) -> None:
+    """Save the state after the step of ``report``. Called by every rank.
+
+    Raises CheckpointError on every rank when the disk of one of them is full or fails; the last checkpoint is then
+    still there.
+    """
+    current.where.doing = "saving"
+    keep_log(current)
+    save_together(
+        current.ranks,
+        current.directory,
+        _captured(current, report),
+        descent=current.descent,
+        keep=current.plan.run.keep_checkpoints,
+        eval_loss=report.eval_loss,
+        on_note=current.callbacks.on_note,
+    )
+
+
+def _captured(current: Run, report: StepReport) -> Share:
+    """What this rank writes. Raises TrainingFailed, on every rank, where a number is not finite."""
+    facts = Facts(
+        plan=current.plan,
+        rows=current.data.train.fingerprint,
+        base=current.base,
+        engine={},
+        epoch=current.position.epoch,
+        position=current.position.position,
+        steps_of_other_plan=current.steps_of_other_plan,
+        best_eval_loss=None if math.isinf(current.best_eval_loss) else current.best_eval_loss,
+    )
+    log = b"" if current.log is None else current.log.synced()
+    state = capture(current.loaded, facts, ranks=current.ranks, step=report.step, log=log)
+    require_finite_step(
+        report.step, {**state.tensors["model"], **state.tensors["optimizer"]}, ranks=current.ranks
+    )
+    return share_of(state, rank=current.ranks.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """How the writing of one rank went."""
+
+    bytes: int
+    written: Written | None = None
+    cause: str = ""
+
+
+def save_together(
+    ranks: Ranks,
+    root: Path,
+    share: Share,
+    *,
+    descent: Descent,
+    keep: int,
+    eval_loss: float | None,
+    on_note: OnNote,
+) -> None:
+    """Save what all ranks hold, each its ``share``, as ``save_checkpoint`` does for one. Called by every rank.
+
+    Raises CheckpointError on every rank, naming the one whose disk is full or fails.
+    """
+    needed = sum(ranks.gathered(share_bytes(share)))
+    try:
+        folder = ranks.from_first(lambda: begin_save(root, share, descent=descent, needed_bytes=needed))
+        written = _written_by_all(ranks, root, folder, share)
+
+        def commit() -> None:
+            commit_save(
+                root, folder, share, written, descent=descent, keep=keep, eval_loss=eval_loss, on_note=on_note
+            )
+
+        ranks.from_first(commit)
+    except FituneError:
+        if ranks.is_first:
+            abandon_save(root)
+        raise
+
+
+def _written_by_all(ranks: Ranks, root: Path, folder: Path, share: Share) -> list[Written]:
+    own, problem = _Told(bytes=share_bytes(share)), None
+    try:
+        own = replace(own, written=write_share(folder, share, rank=ranks.rank))
+    except OSError as error:
+        own, problem = replace(own, cause=error.strerror or str(error)), error
+    everyone = ranks.gathered(own)
+    for rank, theirs in enumerate(everyone):
+        if theirs.written is None:
+            whose = "" if ranks.is_alone else f"rank {rank} cannot write its share: "
+            cause = f"checkpoint step-{share.step} could not be saved: {whose}{theirs.cause}"
+            raise save_failed(root, cause, needed_bytes=theirs.bytes) from problem
+    return [theirs.written for theirs in everyone if theirs.written is not None]
