@@ -49,9 +49,9 @@ def plan(recipe: "RecipeLike | None" = None, /, **settings: "Unpack[RecipeKeys]"
     Raises NothingFits with the arithmetic, RecipeError, ModelError or HardwareError.
     """
     from fitune.session.keywords import recipe_of
-    from fitune.session.planning import plan_for
+    from fitune.session.planning import plan_on_data
 
-    return plan_for(recipe_of(recipe, settings))
+    return plan_on_data(recipe_of(recipe, settings))
 
 
 @system_failures()

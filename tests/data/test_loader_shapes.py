@@ -44,11 +44,11 @@ def test_the_heaviest_is_found_among_all(packing: bool, steps: range, rank: int,
 
 def test_the_usual_one_is_the_average() -> None:
     loader = Loader(dataset([10] * 8), batch(), seed=0)
-    usual = loader.usual()
+    usual = loader.epoch().usual
     assert (usual.tokens, usual.rows, usual.longest_row) == (20, 2, 10)
 
 
 def test_a_dataset_smaller_than_a_micro_batch(tmp_path: Path) -> None:
     loader = Loader(dataset([7]), batch(micro_batch_size=4), seed=0)
     assert loader.heaviest(range(0, 3))[1].tokens == 7
-    assert loader.usual().tokens == 7
+    assert loader.epoch().usual.tokens == 7

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fitune.data.loader import pack_rows
+from fitune.data.packing import pack_rows
 from fitune.errors import DataError
 
 

@@ -75,7 +75,7 @@ def plan(
     json: Json = False,
 ) -> None:
     """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
-    from fitune.session.planning import largest_for, plan_for, plan_with
+    from fitune.session.planning import largest_for, plan_on_data, plan_with
 
     recipe = _recipe(words, settings)
     if why:
@@ -83,7 +83,7 @@ def plan(
     elif largest:
         _show(largest_for(recipe, largest), json=json)
     else:
-        _show(plan_for(recipe), json=json)
+        _show(plan_on_data(recipe), json=json)
 
 
 @app.command(context_settings=_RECIPE_WORDS)

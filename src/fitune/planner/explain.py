@@ -6,10 +6,11 @@ from typing import Any
 
 from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.predict import predict
+from fitune.planner.whole_run import run_lines
 from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import find_gpu
 from fitune.spec.plan import Plan
-from fitune.spec.predictions import Estimate, MemoryBreakdown, Phase, PlanReport, Priced
+from fitune.spec.predictions import Estimate, MemoryBreakdown, Phase, PlanReport, Priced, WholeRun
 from fitune.spec.rules import broken_rules
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_plan, devices_with_memory
@@ -19,6 +20,9 @@ from fitune.units import GIB, MIB, format_bytes, format_count, format_rate, form
 def explain_plan(report: PlanReport) -> str:
     """The winner with its memory and time, the runners-up, what was rejected, what was decided."""
     sections = [explain_priced(report.chosen, price=report.price_per_gpu_hour)]
+    if report.run is not None:
+        lines = [wrapped(line, hanging=2) for line in run_lines(report.run, report.chosen.plan)]
+        sections.append("\n".join(["On your data", *lines]))
     if report.runners_up:
         lines = [line for priced in report.runners_up for line in _runner_up(priced, report.chosen)]
         sections.append("\n".join(["Also fits", *lines]))
@@ -238,6 +242,25 @@ def plan_data(report: PlanReport) -> dict[str, Any]:
         "rejected": [{"what": item.what, "why": item.why} for item in report.rejected],
         "decisions": list(report.decisions),
         "price_per_gpu_hour": report.price_per_gpu_hour,
+        "run": None if report.run is None else run_data(report.run),
+    }
+
+
+def run_data(run: WholeRun) -> dict[str, Any]:
+    """Counts, seconds and US dollars of the whole run."""
+    return {
+        "steps": run.steps,
+        "steps_per_epoch": run.steps_per_epoch,
+        "epochs": run.epochs,
+        "warmup_steps": run.warmup_steps,
+        "rows": run.epoch.rows,
+        "tokens_per_epoch": run.epoch.tokens,
+        "longest_row": run.epoch.longest_row,
+        "packs": run.epoch.units if run.epoch.units != run.epoch.rows else 0,
+        "seconds": run.seconds,
+        "step_seconds": run.step_seconds,
+        "cost": run.cost,
+        "guess": run.epoch.guess,
     }
 
 

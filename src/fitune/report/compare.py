@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 from fitune.errors import RunDirectoryError, Shortage
 from fitune.files import path_fault, read_text
 from fitune.spec.plan import Plan
-from fitune.spec.predictions import Estimate, Phase, Rejection
+from fitune.spec.predictions import Estimate, Phase, Rejection, WholeRun
 from fitune.spec.reports import RankReport, Retry, RunReport, StepReport, settled_steps
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.serial import from_json
@@ -46,6 +46,8 @@ class Prediction:
     heaviest_tokens: int = 0
     allowed_bytes: int = 0
     """Peak of tensors of the largest micro-batch the plan allows: what the plan was fitted by."""
+    run: WholeRun | None = None
+    """None in files of earlier versions."""
     runners_up: tuple[RunnerUp, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     decisions: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ from pathlib import Path
 from fitune.data.ledger import Reading as Reading  # an event like the others
 from fitune.data.ledger import describe_ledger
 from fitune.planner.explain import explain_plan
+from fitune.planner.whole_run import run_lines
 from fitune.report.compare import Prediction, comparison_table, describe_retry
 from fitune.session.results import Reported
 from fitune.spec.plan import Plan
@@ -61,12 +62,14 @@ class Predicted:
     """What is predicted for the batches of this data, before the first step."""
 
     prediction: Prediction
+    plan: Plan
 
     def __str__(self) -> str:
         said = self.prediction
         peak, allowed = said.estimate.memory.tensor_peak_bytes, said.allowed_bytes
+        run = "" if said.run is None else "".join(f"{line}\n" for line in run_lines(said.run, self.plan))
         return (
-            f"predicted for this data: {format_bytes(peak)} at the peak, in step {said.heaviest_step:,} with "
+            f"{run}predicted for this data: {format_bytes(peak)} at the peak, in step {said.heaviest_step:,} with "
             f"{said.heaviest_tokens:,} tokens in a micro-batch (the plan allows {format_bytes(allowed)})"
         )
 

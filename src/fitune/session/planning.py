@@ -14,6 +14,7 @@ from fitune.planner.alternatives import Alternative, Largest, changed_recipe, co
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
 from fitune.planner.search import find_plan
+from fitune.planner.whole_run import whole_run
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.predictions import PlanReport, Rehearsal
@@ -43,6 +44,20 @@ def plan_for(recipe: Recipe, *, purposes: tuple[Purpose, ...] = ("plan",)) -> Pl
     """The fastest plan that fits on the hardware of the recipe, or of this machine when it names none."""
     model = load_model_spec(recipe.model)
     return find_plan(recipe, model=model, hardware=wanted_hardware(recipe), purposes=purposes)
+
+
+def plan_on_data(recipe: Recipe) -> PlanReport:
+    """The plan, and the whole run on the data that the recipe names. Raises DataError for a file that is missing."""
+    report = plan_for(recipe)
+    plan = report.chosen.plan
+    if not plan.data.sources:
+        return report
+    from fitune.data.sampling import guess_epoch  # not for those who name no data
+
+    epoch = guess_epoch(plan.data, plan.batch, tokenizer_folder=Path(plan.model_path))
+    if epoch is None:
+        return report
+    return replace(report, run=whole_run(plan, epoch, price_per_gpu_hour=report.price_per_gpu_hour))
 
 
 def wanted_hardware(recipe: Recipe) -> Hardware:

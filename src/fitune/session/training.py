@@ -12,7 +12,6 @@ from fitune.data.loader import Loader
 from fitune.data.preparing import PreparedData
 from fitune.data.templates import load_template
 from fitune.engine.ranks import ALONE, Ranks
-from fitune.engine.schedule import total_steps
 from fitune.errors import CheckpointError, FituneError, OutOfMemory, RecipeError, Shortage, work_under_way
 from fitune.estimate.predict import predict
 from fitune.files import write_atomically
@@ -20,6 +19,7 @@ from fitune.models.language_model import LanguageModel
 from fitune.models.weights import planned_tokenizer
 from fitune.planner.fit import describe_size, smaller_plan, why_no_smaller
 from fitune.planner.less_memory import next_to_try
+from fitune.planner.whole_run import whole_run
 from fitune.report.compare import Prediction, RunnerUp, shortage_words
 from fitune.report.html import write_report
 from fitune.score.generate_hf import Sampling, answer_all
@@ -45,6 +45,7 @@ from fitune.spec.predictions import Phase, PlanReport, Priced
 from fitune.spec.recipe import Recipe, dump_recipe
 from fitune.spec.reports import Retry, RunReport
 from fitune.spec.run_directory import SHORTAGE
+from fitune.spec.schedule import total_steps
 from fitune.spec.serial import from_data, read_json, to_json
 from fitune.spec.words import describe_plan
 from fitune.track.metrics import Sink, open_sinks
@@ -205,7 +206,7 @@ def run_once(
         if not ranks.is_first:
             return
         prediction = predict_run(report, loader, after=steps_of_other_plan)
-        tell(Predicted(prediction=prediction))
+        tell(Predicted(prediction=prediction, plan=plan))
         write_atomically(directory / "estimate.json", to_json(prediction))
 
     told = (StepTeller(tell), *open_sinks(plan.run.report_to, directory)) if ranks.is_first else ()
@@ -237,8 +238,10 @@ def predict_run(report: PlanReport, loader: Loader, *, after: int = 0) -> Predic
     plan = report.chosen.plan
     total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
     step, heaviest = loader.heaviest_of_all(range(min(after + 1, total - 1), total))
+    epoch = loader.epoch()
     return Prediction(
-        estimate=predict(plan, largest=heaviest, usual=loader.usual()),
+        estimate=predict(plan, largest=heaviest, usual=epoch.usual),
+        run=whole_run(plan, epoch, price_per_gpu_hour=report.price_per_gpu_hour),
         heaviest_step=step + 1,
         heaviest_tokens=heaviest.tokens,
         allowed_bytes=report.chosen.estimate.memory.tensor_peak_bytes,

@@ -37,6 +37,18 @@ class BatchShape:
             row_lengths=tuple(lengths),
         )
 
+    @classmethod
+    def of_average(
+        cls, *, rows: float, tokens: int, squares: float, supervised_tokens: int, share: float
+    ) -> "BatchShape":
+        """The ``share`` of a dataset that a micro-batch of average size holds; ``squares``: Σ n² over its rows."""
+        return cls(
+            tokens=max(1, round(tokens * share)),
+            supervised_tokens=round(supervised_tokens * share),
+            rows=max(1, round(rows * share)),
+            longest_row=round(squares / tokens),
+        )
+
     @property
     def row_tokens(self) -> int:
         """Tokens of the longest row."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from fitune.spec.block_profile import BatchShape
 from fitune.spec.plan import Plan
 
 
@@ -147,6 +148,43 @@ class Priced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """One pass over the training data."""
+
+    rows: int
+    tokens: int
+    longest_row: int
+    """Tokens."""
+    units: int
+    """Rows, or packs where rows are packed: what a batch counts."""
+    usual: BatchShape
+    """A micro-batch of average size: what a step's time is made of."""
+    guess: str = ""
+    """How lengths and counts were estimated; empty when every row was counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeRun:
+    """The whole training on its data: without reading data and weights, evaluating, saving and exporting."""
+
+    epoch: Epoch
+    steps_per_epoch: int
+    steps: int
+    warmup_steps: int
+    step_seconds: float
+    cost: float
+    """US dollars; 0 when no price is known."""
+
+    @property
+    def seconds(self) -> float:
+        return self.steps * self.step_seconds
+
+    @property
+    def epochs(self) -> float:
+        return self.steps / self.steps_per_epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
     """The planner's answer: the plan to run, the next best, what was rejected, what was decided for the user."""
 
@@ -157,3 +195,5 @@ class PlanReport:
     """One line for each thing the user left open."""
     price_per_gpu_hour: float = 0.0
     """US dollars; 0 when it is not known."""
+    run: WholeRun | None = None
+    """None where the rows of the data are not known yet."""

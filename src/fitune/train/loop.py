@@ -10,7 +10,6 @@ from torch import Tensor
 from fitune.data.loader import GlobalBatch, Loader, LoaderState
 from fitune.engine.protocol import EnterPhase, Update
 from fitune.engine.ranks import ALONE, Ranks
-from fitune.engine.schedule import learning_rate, total_steps
 from fitune.errors import TrainingFailed
 from fitune.measure.memory import MemoryMeter
 from fitune.models.weights import require_finite
@@ -18,6 +17,7 @@ from fitune.spec.counts import achieved_mfu
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
 from fitune.spec.reports import StepReport
+from fitune.spec.schedule import learning_rate, total_steps
 from fitune.train.failure import Whereabouts
 from fitune.train.prepare import Prepared
 

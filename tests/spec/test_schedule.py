@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from fitune.engine.schedule import learning_rate, total_steps, warmup_steps
 from fitune.spec.plan import Epochs, Fraction, Schedule, Steps
+from fitune.spec.schedule import learning_rate, total_steps, warmup_steps
 
 
 def schedule(kind: str = "cosine", **changes: object) -> Schedule:

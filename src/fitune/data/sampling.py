@@ -1,0 +1,212 @@
+"""The first rows of the data, to guess an epoch from before anything is tokenised. Neither torch nor transformers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from fitune.data.formats import Example, Message, Text, to_example
+from fitune.data.locations import HubDataset, locate, sample_size
+from fitune.data.rows import BadRow
+from fitune.data.sources import read_rows
+from fitune.errors import DataError
+from fitune.spec.block_profile import BatchShape
+from fitune.spec.plan import Batch, DataPlan, DataSource
+from fitune.spec.predictions import Epoch
+
+MOST_ROWS = 4_000
+"""Rows of a source that are read."""
+MOST_TEXT = 2**22
+"""Bytes of text of a source that are read."""
+_SHOWN_TO_TOKENIZER = 2**19
+"""Bytes of text that the tokenizer counts; it does some MB a second."""
+BYTES_PER_TOKEN = 4.0
+"""Of English text in UTF-8, where the model's tokenizer is not at hand: between 3.5 and 4.5 for those in use."""
+TOKENS_PER_MESSAGE = 5
+"""Marks of a chat template around a message, as Llama 3 and ChatML have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Length:
+    """Bytes of text of one example, the share of them that is learned, and tokens of the template around them."""
+
+    text: int
+    learned: int
+    marks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The first rows of one source. ``places``: how many rows of an epoch all of its rows make."""
+
+    lengths: list[_Length]
+    texts: list[str]
+    places: float
+    is_whole: bool
+
+
+def guess_epoch(data: DataPlan, batch: Batch, *, tokenizer_folder: Path) -> Epoch | None:
+    """An epoch as the first rows of each source let it look; None where a source is not on this machine.
+
+    The tokens of a row are bytes of text by the bytes of a token, which the model's tokenizer says where
+    ``tokenizer_folder`` has one. Raises DataError when a file is missing, or has no row that can be read.
+    """
+    samples = []
+    for source in data.sources:
+        sample = _read(source, train_on_prompt=data.train_on_prompt)
+        if sample is None:
+            return None
+        samples.append(sample)
+    for source in data.eval_sources:
+        _files_of(source)
+    per_token, counted = _bytes_per_token(samples, tokenizer_folder)
+    weighted = [
+        (sample.places * (1 - data.val_fraction) / len(sample.lengths), lengths)
+        for sample in samples
+        for lengths in (_cut(sample.lengths, per_token, data, seq_len=batch.seq_len),)
+    ]
+    how = (
+        ""
+        if all(sample.is_whole for sample in samples)
+        else f"from the first {_read_rows(samples):,} rows and "
+    )
+    return _epoch(weighted, batch, guess=f"{how}{counted}")
+
+
+def _epoch(weighted: Sequence[tuple[float, list[tuple[int, int]]]], batch: Batch, *, guess: str) -> Epoch:
+    """``weighted``: for each source, rows of an epoch that one of its sampled rows stands for, (tokens, learned)."""
+    rows = sum(times * len(lengths) for times, lengths in weighted)
+    tokens = sum(times * sum(n for n, _ in lengths) for times, lengths in weighted)
+    squares = sum(times * sum(n * n for n, _ in lengths) for times, lengths in weighted)
+    learned = sum(times * sum(s for _, s in lengths) for times, lengths in weighted)
+    if rows < 0.5 or not tokens:
+        raise DataError("no row is left to train on", hint="check val_fraction, on_long_row and the weights")
+    units = max(1.0, rows * _packed_share(weighted, batch.seq_len) if batch.packing else rows)
+    usual = BatchShape.of_average(
+        rows=rows,
+        tokens=round(tokens),
+        squares=squares,
+        supervised_tokens=round(learned),
+        share=min(1.0, batch.micro_batch_size / units),
+    )
+    longest = max(n for _, lengths in weighted for n, _ in lengths)
+    return Epoch(
+        rows=round(rows),
+        tokens=round(tokens),
+        longest_row=longest,
+        units=round(units),
+        usual=usual,
+        guess=guess,
+    )
+
+
+def _packed_share(weighted: Sequence[tuple[float, list[tuple[int, int]]]], capacity: int) -> float:
+    """Packs per row."""
+    from fitune.data.packing import pack_rows  # numpy, which plans without packing do not wait for
+
+    lengths = [n for _, lengths in weighted for n, _ in lengths]
+    return len(pack_rows(lengths, capacity)) / len(lengths)
+
+
+def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
+    path, wanted = sample_size(source)
+    files = _files_of(source)
+    if files is None:
+        return None
+    lengths: list[_Length] = []
+    texts: list[str] = []
+    told = rows_when_told = size = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal told, rows_when_told
+        told, rows_when_told = told + count, len(lengths)
+
+    examples = _examples(replace(source, path=path, sample=0), on_bytes)
+    is_whole = True
+    for example in examples:
+        lengths.append(_length(example, train_on_prompt=train_on_prompt))
+        texts.append(
+            example.text if isinstance(example, Text) else "\n".join(m.content for m in example.messages)
+        )
+        size += lengths[-1].text
+        if len(lengths) == MOST_ROWS or size > MOST_TEXT:
+            is_whole = next(examples, None) is None
+            break
+    if not lengths:
+        raise DataError(f"{path}: no row that can be trained on", hint="fitune says why when it trains")
+    rows = float(len(lengths))
+    if not is_whole and rows_when_told:
+        rows = max(rows, rows_when_told * sum(Path(name).stat().st_size for name in files) / told)
+    return _Sample(lengths, texts, (min(wanted, rows) if wanted else rows) * source.weight, is_whole)
+
+
+def _files_of(source: DataSource) -> tuple[str, ...] | None:
+    """Files on this machine; None for what lies elsewhere. Raises DataError when nothing is there."""
+    path, _ = sample_size(source)
+    if "://" in path:
+        return None
+    place = locate(path, split=source.split)
+    return None if isinstance(place, HubDataset) else place
+
+
+def _examples(source: DataSource, on_bytes: Callable[[int], None]) -> Iterator[Example]:
+    for row in read_rows(source, on_bad_row="skip", on_bytes=on_bytes):
+        try:
+            yield to_example(row, format=source.format, columns=source.columns)
+        except BadRow:
+            continue
+
+
+def _length(example: Example, *, train_on_prompt: bool) -> _Length:
+    if isinstance(example, Text):
+        size = len(example.text.encode())
+        return _Length(size, size, 1)
+    sizes = [(_learns(m, train_on_prompt), len(m.content.encode())) for m in example.messages]
+    text = sum(size for _, size in sizes)
+    learned = sum(size for is_learned, size in sizes if is_learned)
+    return _Length(text, learned, 1 + TOKENS_PER_MESSAGE * len(sizes))
+
+
+def _learns(message: Message, train_on_prompt: bool) -> bool:
+    return train_on_prompt or message.role == "assistant"
+
+
+def _cut(
+    lengths: Sequence[_Length], per_token: float, data: DataPlan, *, seq_len: int
+) -> list[tuple[int, int]]:
+    """(tokens, learned tokens) of each row after ``on_long_row``."""
+    rows = []
+    for one in lengths:
+        tokens = max(2, round(one.text / per_token) + one.marks)
+        share = one.learned / one.text if one.text else 0.0
+        pieces = [tokens]
+        if tokens > seq_len and data.on_long_row == "drop":
+            pieces = []
+        elif tokens > seq_len and data.on_long_row == "split":
+            pieces = [seq_len] * (tokens // seq_len) + ([tokens % seq_len] if tokens % seq_len else [])
+        rows += [(min(n, seq_len), round(min(n, seq_len) * share)) for n in pieces]
+    return rows
+
+
+def _bytes_per_token(samples: Sequence[_Sample], folder: Path) -> tuple[float, str]:
+    """Bytes of a token, and in words where that is from."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return BYTES_PER_TOKEN, f"{BYTES_PER_TOKEN:g} bytes a token (the tokenizer is not on this machine)"
+    from tokenizers import Tokenizer
+
+    share = max(1, sum(len(one.texts) for one in samples) // 500)
+    texts = [text for one in samples for text in islice(one.texts, 0, None, share)]
+    shown, size = [], 0
+    for text in texts:
+        shown.append(text[:_SHOWN_TO_TOKENIZER])
+        size += len(shown[-1])
+        if size > _SHOWN_TO_TOKENIZER:
+            break
+    encoded = Tokenizer.from_file(str(file)).encode_batch(shown, add_special_tokens=False)
+    tokens, size = sum(len(each) for each in encoded), sum(len(text.encode()) for text in shown)
+    return size / max(1, tokens), f"{size / max(1, tokens):.1f} bytes a token"
+
+
+def _read_rows(samples: Sequence[_Sample]) -> int:
+    return sum(len(sample.lengths) for sample in samples)

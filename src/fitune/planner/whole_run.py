@@ -1,0 +1,113 @@
+"""The whole run of a plan on its data: steps, epochs, time and cost, and the schedule that they give."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fitune.estimate.parameters import num_ranks
+from fitune.estimate.predict import largest_batch, predict_step_time
+from fitune.spec.plan import Plan
+from fitune.spec.predictions import Epoch, WholeRun
+from fitune.spec.schedule import total_steps, warmup_steps
+from fitune.units import format_count, format_learning_rate, format_seconds
+
+
+def whole_run(plan: Plan, epoch: Epoch, *, price_per_gpu_hour: float) -> WholeRun:
+    """The run of ``plan`` over ``epoch`` as often as its schedule says. A data set smaller than a batch is one step."""
+    batch, ranks = plan.batch, num_ranks(plan)
+    per_epoch = -(-epoch.units // (batch.global_batch_size * ranks))
+    steps = total_steps(plan.schedule, steps_per_epoch=per_epoch)
+    micro_batches = min(batch.accumulation, -(-epoch.units // (batch.micro_batch_size * ranks)))
+    of_a_step = replace(plan, batch=replace(batch, accumulation=micro_batches))
+    seconds = predict_step_time(of_a_step, epoch.usual).step_seconds
+    return WholeRun(
+        epoch=epoch,
+        steps_per_epoch=per_epoch,
+        steps=steps,
+        warmup_steps=warmup_steps(plan.schedule, total=steps),
+        step_seconds=seconds,
+        cost=steps * seconds / 3600 * price_per_gpu_hour * plan.hardware.num_gpus,
+    )
+
+
+def run_lines(run: WholeRun, plan: Plan) -> Iterator[str]:
+    """Sentences for people: how long, over which rows, with which schedule, what is saved and evaluated."""
+    yield _duration(run, plan)
+    yield _rows(run.epoch, packed=plan.batch.packing)
+    yield _schedule(run, plan)
+    yield _saved(run, plan)
+    yield from _half_empty(run, plan)
+
+
+WORTH_PACKING = 1.25
+"""Times as long without packing from which it is said."""
+
+
+def _half_empty(run: WholeRun, plan: Plan) -> Iterator[str]:
+    """Short rows one by one keep a device waiting for launches and weights: the same tokens in full packs do not."""
+    batch, epoch = plan.batch, run.epoch
+    if batch.packing:
+        return
+    full = largest_batch(plan)
+    per_token = predict_step_time(plan).step_seconds / (full.tokens * batch.accumulation * num_ranks(plan))
+    packed = epoch.tokens * per_token * run.epochs
+    if run.steps >= run.steps_per_epoch and run.seconds > WORTH_PACKING * packed:
+        share = epoch.tokens / epoch.rows / batch.seq_len
+        yield (
+            f"rows fill {share:.0%} of seq_len {batch.seq_len}; packing: true would train the same tokens in about "
+            f"{format_seconds(packed)}, in fewer and larger steps"
+        )
+
+
+def _duration(run: WholeRun, plan: Plan) -> str:
+    rows = plan.batch.global_batch_size * num_ranks(plan)
+    unit = "packs" if plan.batch.packing else "rows"
+    line = f"{_steps(run.steps)} of {rows:,} {unit}, {_epochs(run)}, in {format_seconds(run.seconds)}"
+    if run.cost:
+        line += f" for ${run.cost:,.2f}"
+    if run.steps > run.steps_per_epoch:
+        line += f"; an epoch takes {format_seconds(run.seconds / run.epochs)}"
+        line += f", ${run.cost / run.epochs:,.2f}" if run.cost else ""
+    return f"{line} (training alone: no reading, evaluating or saving)"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count:,} steps"
+
+
+def _epochs(run: WholeRun) -> str:
+    if run.steps == run.steps_per_epoch:
+        return "1 epoch"
+    number = f"{run.epochs:.2f}".rstrip("0").rstrip(".")
+    return f"{number} epochs of {run.steps_per_epoch:,}"
+
+
+def _rows(epoch: Epoch, *, packed: bool) -> str:
+    mean = round(epoch.tokens / epoch.rows)
+    line = f"{epoch.rows:,} rows of {mean:,} tokens on average, the longest {epoch.longest_row:,}"
+    if packed:
+        line += f", in {epoch.units:,} packs"
+    line += f": {format_count(epoch.tokens)} tokens an epoch"
+    return f"{line}; guessed {epoch.guess}" if epoch.guess else line
+
+
+def _schedule(run: WholeRun, plan: Plan) -> str:
+    schedule = plan.schedule
+    rate = format_learning_rate(schedule.learning_rate)
+    warm = f"rises to {rate} over {_steps(run.warmup_steps)}" if run.warmup_steps else f"starts at {rate}"
+    then = {"constant": "stays there", "linear": "falls to 0 in a line", "cosine": "falls to 0 by a cosine"}
+    return f"the learning rate {warm} and {then[schedule.kind]}"
+
+
+def _saved(run: WholeRun, plan: Plan) -> str:
+    def often(every: int) -> str:
+        return (
+            f"every {_steps(every).removeprefix('1 ')} and at the end" if every < run.steps else "at the end"
+        )
+
+    run_plan, data = plan.run, plan.data
+    saves = "no checkpoint on the way, only the result at the end (save_steps)"
+    if run_plan.save_every:
+        saves = f"a checkpoint {often(run_plan.save_every)}"
+    if not (data.eval_sources or data.val_fraction):
+        return f"{saves}; no rows are held out to evaluate (val_fraction, eval_data)"
+    return f"{saves}; held-out rows are evaluated {often(run_plan.eval_every or run.steps)}"

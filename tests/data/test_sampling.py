@@ -1,0 +1,118 @@
+"""An epoch is guessed from the first rows of the data, without torch and without tokenising."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fitune.data.sampling as sampling
+from fitune.data.sampling import BYTES_PER_TOKEN, TOKENS_PER_MESSAGE, guess_epoch
+from fitune.errors import DataError
+from fitune.spec.plan import Batch, DataPlan, DataSource
+from fitune.spec.predictions import Epoch
+
+NOWHERE = Path("no-model")
+
+
+def rows_file(folder: Path, sizes: list[int]) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "p" * n, "completion": "c" * n}) + "\n" for n in sizes))
+    return file
+
+
+def guessed(file: Path | str, *, packing: bool = False, seq_len: int = 4096, **data: object) -> Epoch:
+    weight = data.pop("weight", 1.0)
+    plan = DataPlan(sources=(DataSource(path=str(file), weight=weight),), **data)
+    batch = Batch(micro_batch_size=2, accumulation=1, seq_len=seq_len, packing=packing)
+    epoch = guess_epoch(plan, batch, tokenizer_folder=NOWHERE)
+    assert epoch is not None
+    return epoch
+
+
+def tokens_of(size: int) -> int:
+    """Both texts, two messages, one token at the start."""
+    return round(2 * size / BYTES_PER_TOKEN) + 2 * TOKENS_PER_MESSAGE + 1
+
+
+def test_a_short_file_is_counted_whole(tmp_path: Path) -> None:
+    sizes = [40, 80, 120, 400]
+    epoch = guessed(rows_file(tmp_path, sizes))
+    tokens = [tokens_of(size) for size in sizes]
+    assert (epoch.rows, epoch.units, epoch.longest_row) == (4, 4, max(tokens))
+    assert epoch.tokens == sum(tokens)
+    assert epoch.usual.rows == 2
+    assert epoch.usual.tokens == round(sum(tokens) / 2)
+    assert epoch.usual.longest_row == round(sum(n * n for n in tokens) / sum(tokens))
+    assert epoch.usual.supervised_tokens == pytest.approx(epoch.usual.tokens / 2, abs=2)
+    assert "first" not in epoch.guess
+
+
+def test_rows_behind_the_first_are_told_by_the_size_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "MOST_ROWS", 2_000)
+    epoch = guessed(rows_file(tmp_path, [50 + n % 100 for n in range(9_000)]))
+    assert epoch.rows == pytest.approx(9_000, rel=0.02)
+    assert "from the first 2,000 rows" in epoch.guess
+
+
+@pytest.mark.parametrize(
+    ("policy", "rows", "longest"), [("truncate", 4, 100), ("drop", 3, 71), ("split", 6, 100)]
+)
+def test_long_rows_are_treated_as_training_treats_them(
+    tmp_path: Path, policy: str, rows: int, longest: int
+) -> None:
+    file = rows_file(tmp_path, [40, 80, 120, 400])
+    assert tokens_of(400) == 211
+    epoch = guessed(file, seq_len=100, on_long_row=policy)
+    assert (epoch.rows, epoch.longest_row) == (rows, longest)
+
+
+def test_weights_and_held_out_rows_change_the_count(tmp_path: Path) -> None:
+    file = rows_file(tmp_path, [40] * 100)
+    assert guessed(file, weight=2.0).rows == 200
+    assert guessed(file, val_fraction=0.1).rows == 90
+    assert guessed(f"{file}#30").rows == 30
+
+
+def test_packs_are_counted(tmp_path: Path) -> None:
+    file = rows_file(tmp_path, [40] * 100)
+    each = 100 // tokens_of(40)
+    assert guessed(file, packing=True, seq_len=100).units == -(-100 // each)
+
+
+def test_the_models_own_tokenizer_counts(model_folder: Path, data_file: Path) -> None:
+    plan = DataPlan(sources=(DataSource(path=str(data_file)),))
+    batch = Batch(micro_batch_size=2, accumulation=1, seq_len=256, packing=False)
+    epoch = guess_epoch(plan, batch, tokenizer_folder=model_folder)
+    assert epoch is not None
+    assert epoch.rows == 56
+    assert epoch.guess.endswith("bytes a token")
+
+
+def test_what_lies_elsewhere_is_not_guessed() -> None:
+    batch = Batch(micro_batch_size=2, accumulation=1, seq_len=256, packing=False)
+    for path in ("owner/name", "s3://bucket/rows.jsonl"):
+        data = DataPlan(sources=(DataSource(path=path),))
+        assert guess_epoch(data, batch, tokenizer_folder=NOWHERE) is None
+
+
+def test_a_missing_file_and_one_without_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        guessed(tmp_path / "missing.jsonl")
+    with pytest.raises(DataError, match="no row"):
+        guessed(rows_file(tmp_path, []))
+
+
+def test_guessing_imports_no_torch(tmp_path: Path) -> None:
+    file = rows_file(tmp_path, [40] * 10)
+    words = ["fitune", "plan", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--data", str(file)]
+    program = (
+        f"import sys; sys.argv = {words!r}\nfrom fitune.cli import main\nmain()\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "On your data" in done.stdout

@@ -1,0 +1,78 @@
+"""Steps, time and cost of a whole run, counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from fitune.estimate.predict import predict_step_time
+from fitune.planner.whole_run import run_lines, whole_run
+from fitune.spec.block_profile import BatchShape
+from fitune.spec.plan import Batch, Ddp, Epochs, Fraction, Plan, Schedule, Single
+from fitune.spec.predictions import Epoch
+from plans import gpu, known, plan_for
+
+USUAL = BatchShape(tokens=400, supervised_tokens=200, rows=4, longest_row=110)
+
+
+def plan_of(*, rows: int = 4, accumulation: int = 2, gpus: int = 1) -> Plan:
+    return replace(
+        plan_for(known("llama-3.1-8b"), hardware=gpu("rtx-4090", gpus=gpus), tuning="lora", precision="bf16"),
+        batch=Batch(micro_batch_size=rows, accumulation=accumulation, seq_len=512, packing=False),
+        schedule=Schedule(
+            learning_rate=1e-4,
+            kind="cosine",
+            warmup=Fraction(of=0.1),
+            duration=Epochs(count=3),
+            max_grad_norm=1.0,
+        ),
+        sharding=Ddp() if gpus > 1 else Single(),
+    )
+
+
+def epoch_of(rows: int) -> Epoch:
+    return Epoch(rows=rows, tokens=100 * rows, longest_row=200, units=rows, usual=USUAL)
+
+
+def test_steps_seconds_and_cost() -> None:
+    plan = plan_of()
+    run = whole_run(plan, epoch_of(81), price_per_gpu_hour=2.0)
+    assert (run.steps_per_epoch, run.steps, run.warmup_steps) == (11, 33, 4)
+    assert run.step_seconds == predict_step_time(plan, USUAL).step_seconds
+    assert run.cost == pytest.approx(33 * run.step_seconds / 3600 * 2.0)
+    assert run.epochs == 3
+
+
+def test_devices_share_the_rows_and_each_costs() -> None:
+    plan = plan_of(gpus=2)
+    run = whole_run(plan, epoch_of(160), price_per_gpu_hour=2.0)
+    ranks = plan.hardware.num_gpus
+    assert run.steps_per_epoch == 160 // (8 * ranks)
+    assert run.cost == pytest.approx(run.seconds / 3600 * 2.0 * ranks)
+
+
+def test_data_smaller_than_a_batch_is_one_step_of_fewer_micro_batches() -> None:
+    plan = plan_of(accumulation=8)
+    run = whole_run(plan, epoch_of(8), price_per_gpu_hour=0.0)
+    assert (run.steps_per_epoch, run.steps) == (1, 3)
+    assert run.step_seconds == predict_step_time(plan_of(accumulation=2), USUAL).step_seconds
+
+
+def test_the_lines_say_how_long_and_what_shapes_the_result() -> None:
+    plan = plan_of()
+    lines = list(run_lines(whole_run(plan, epoch_of(81), price_per_gpu_hour=2.0), plan))
+    assert "33 steps of 8 rows, 3 epochs of 11" in lines[0]
+    assert "$" in lines[0]
+    assert "81 rows of 100 tokens on average" in lines[1]
+    assert "1.0e-04 over 4 steps" in lines[2]
+    assert "no checkpoint on the way" in lines[3]
+
+
+def test_short_rows_are_said_to_be_slow_and_full_ones_are_not() -> None:
+    plan = plan_of(rows=1, accumulation=8)
+    short = replace(USUAL, tokens=40, supervised_tokens=20, rows=1, longest_row=44)
+    epoch = replace(epoch_of(800), tokens=40 * 800, usual=short)
+    lines = list(run_lines(whole_run(plan, epoch, price_per_gpu_hour=0.0), plan))
+    assert "rows fill 8% of seq_len 512" in lines[-1]
+    full = replace(USUAL, tokens=512, supervised_tokens=500, rows=1, longest_row=512)
+    epoch = replace(epoch_of(800), tokens=512 * 800, usual=full)
+    assert "fill" not in list(run_lines(whole_run(plan, epoch, price_per_gpu_hour=0.0), plan))[-1]
