@@ -16,6 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": {"spec", "estimate"},
     "launch": {"spec"},
     "track": {"spec"},
+    "foreign": {"spec"},
     "report": {"spec", "track"},
     # below this line torch is allowed
     "data": {"spec"},
@@ -30,12 +31,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     # one use of the program, for the command line and for Python
     "session": {
         "spec", "estimate", "planner", "records", "launch", "track", "report", "data", "models", "measure", "engine",
-        "checkpoint", "train", "rehearse", "score", "demo",
+        "checkpoint", "train", "rehearse", "score", "demo", "foreign",
     },
     "cli": {"session", "spec", "report"},
 }  # fmt: skip
 MOST_CLI_LINES = 1_000
-WITHOUT_TORCH = {"spec", "estimate", "planner", "records", "launch", "track", "report"}
+WITHOUT_TORCH = {"spec", "foreign", "estimate", "planner", "records", "launch", "track", "report"}
 OPEN_TO_ALL = {"units", "errors", "files", "credentials"}
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "safetensors"}
 FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "base"}

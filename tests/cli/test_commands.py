@@ -206,3 +206,24 @@ def test_score_takes_sampling_template_and_ids(
     assert sampling == {"max_new_tokens": 2, "seed": 7, "temperature": 0.5, "top_p": 0.5}
     line = json.loads((tmp_path / "out" / "answers.jsonl").read_text())
     assert line["custom_id"] == "first"
+
+
+def test_another_trainers_recipe_is_planned_and_converted(call, tmp_path: Path) -> None:
+    """How it was read stands on standard error, so that standard output is the answer alone."""
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(
+        "base_model: gpt2\nsequence_len: 512\nmicro_batch_size: 2\nlearning_rate: 0.0002\nwandb_project:\n"
+        "datasets: [{path: org/rows, type: alpaca}]\nadapter: lora\nlora_r: 8\nlora_alpha: 16\n"
+        "lora_target_linear: true\nbf16: auto\n"
+    )
+    code, out, err = call("plan", str(theirs), "--gpu", "4090", "--json")
+    assert code == 0
+    assert json.loads(out)["plan"]["batch"]["seq_len"] == 512
+    assert "a recipe of axolotl" in err
+    assert "passed over, being empty, off or bookkeeping: wandb_project" in err
+    code, out, err = call("convert", str(theirs))
+    assert code == 0
+    assert "lora_r: 8  # as in axolotl\n" in out
+    assert "data:  # from datasets: rendered by the chat template" in out
+    code, out, err = call("plan", str(theirs), "--gpu", "4090", "--set", "seq_len=256", "--json")
+    assert json.loads(out)["plan"]["batch"]["seq_len"] == 256

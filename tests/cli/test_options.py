@@ -25,12 +25,12 @@ def test_names_are_kept_as_typed() -> None:
 def test_options_win_over_settings_and_settings_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("model: a\nlora_r: 4\nseq_len: 128\nseed: 1\n")
-    recipe = recipe_from([str(file), "--seq-len", "512"], ["seq_len=256", "lora_r=8"])
+    recipe = recipe_from([str(file), "--seq-len", "512"], ["seq_len=256", "lora_r=8"]).recipe
     assert (recipe.model, recipe.lora_r, recipe.seq_len, recipe.seed) == ("a", 8, 512, 1)
 
 
 def test_names_of_other_frameworks_are_options_too() -> None:
-    recipe = recipe_from(["--base-model", "a", "--cutoff_len", "77", "--finetuning-type", "lora"], [])
+    recipe = recipe_from(["--base-model", "a", "--cutoff_len", "77", "--finetuning-type", "lora"], []).recipe
     assert (recipe.model, recipe.seq_len, recipe.tuning) == ("a", 77, "lora")
 
 

@@ -152,9 +152,9 @@ def train(
 ) -> None:
     """Plan, train exactly that, and show what was measured next to what was predicted."""
     from fitune.cli.terminal import Terminal
-    from fitune.session.fresh_process import train_program
+    from fitune.session.fresh_process import speaks_to_people, train_program
 
-    recipe = _recipe(words, settings)
+    recipe = _recipe(words, settings, quiet=not speaks_to_people())
     with Terminal() as terminal:
         code = train_program(recipe, overwrite=overwrite, tell=terminal)
     raise typer.Exit(code)
@@ -282,6 +282,18 @@ def export(
 
 
 @app.command()
+def convert(
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe of axolotl, LLaMA-Factory, TRL, torchtune or Unsloth.")
+    ],
+) -> None:
+    """Print another trainer's recipe as one of fitune's, with a comment on each line."""
+    from fitune.session.foreign_recipes import convert_recipe
+
+    print(convert_recipe(recipe), end="")
+
+
+@app.command()
 def report(run: Annotated[Path, typer.Argument(help="Directory of a run.")], json: Json = False) -> None:
     """Lay predicted and measured side by side, and write the run's report.html."""
     from fitune.session.results import report_run
@@ -351,10 +363,14 @@ def check(
         print(check_text(found, rows=rows))
 
 
-def _recipe(words: list[str] | None, settings: list[str] | None) -> "Recipe":
+def _recipe(words: list[str] | None, settings: list[str] | None, *, quiet: bool = False) -> "Recipe":
+    """What was read of another trainer's recipe goes to standard error: the answer alone is on standard output."""
     from fitune.cli.options import recipe_from
 
-    return recipe_from(words or [], settings or [])
+    read = recipe_from(words or [], settings or [])
+    if read.notes and not quiet:
+        print("\n".join(read.notes), end="\n\n", file=sys.stderr)
+    return read.recipe
 
 
 def _show(result: "Result", *, json: bool) -> None:

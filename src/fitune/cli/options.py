@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fitune.errors import RecipeError
-from fitune.spec.recipe import Recipe, canonical_keys, read_recipe
+from fitune.session.foreign_recipes import ReadRecipe, read_any_recipe
+from fitune.spec.recipe import Recipe, canonical_keys
 from fitune.spec.recipe_words import ALIASES, SWITCHES, parse_value
 
 _TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "chat_template"}
@@ -16,10 +17,10 @@ _SIZE = re.compile(r"(?:\d+x)?\d+(?:\.\d+)?[bm]", re.IGNORECASE)
 _YES_AND_NO = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
-def recipe_from(words: Sequence[str], settings: Sequence[str]) -> Recipe:
-    """A recipe file and ``--key value`` pairs, in any order."""
+def recipe_from(words: Sequence[str], settings: Sequence[str]) -> ReadRecipe:
+    """A recipe file, of fitune or another trainer, and ``--key value`` pairs, in any order."""
     path, options = split_words(words)
-    return read_recipe(path, settings=settings, options=options)
+    return read_any_recipe(path, settings=settings, options=options)
 
 
 def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
@@ -78,7 +79,7 @@ def matrix_recipe(words: list[str], settings: list[str], *, model: str) -> Recip
                 f"{name} differs from cell to cell of a matrix, so it cannot be set for all",
                 hint=f"{instead} alone",
             )
-    return read_recipe(path, settings=settings, options={**options, "model": model})
+    return read_any_recipe(path, settings=settings, options={**options, "model": model}).recipe
 
 
 def full_names(models: str) -> Iterator[str]:

@@ -56,6 +56,11 @@ class _Handover:
     retries: tuple[Retry, ...]
 
 
+def speaks_to_people() -> bool:
+    """True unless a launcher started this process as one of several and it is not the first."""
+    return launched_ranks().is_first
+
+
 def train_program(
     recipe: Recipe, *, overwrite: bool, tell: Tell, start_again: StartAgain | None = None
 ) -> int:

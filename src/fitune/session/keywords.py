@@ -1,13 +1,17 @@
 """A recipe as keyword arguments of Python: the settings of ``spec.recipe.Recipe`` for editors and type checkers."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from fitune.errors import RecipeError
+from fitune.session.foreign_recipes import recipe_of_keys
 from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.recipe_words import load_yaml
+
+logger = logging.getLogger(__name__)
 
 Names: TypeAlias = str | Sequence[str]
 """A list, or a text with commas."""
@@ -112,25 +116,28 @@ class RecipeKeys(TypedDict, total=False):
 def recipe_of(recipe: RecipeLike | None, settings: Mapping[str, Any]) -> Recipe:
     """The recipe of a YAML file, of a mapping like one, or one that was read already, with ``settings`` on top.
 
-    Names of other frameworks are understood as they are in a file. Raises RecipeError.
+    A recipe of another trainer is understood as in a file; what became of its keys is logged. Raises RecipeError.
     """
+    asked = canonical_keys({key: _plain(value) for key, value in settings.items()}, where="the keywords")
     if isinstance(recipe, Recipe):
-        given, where = recipe.model_dump(include=recipe.model_fields_set), "the recipe"
-    elif recipe is None:
-        given, where = {}, "the keywords"
-    elif isinstance(recipe, Mapping):
-        given = canonical_keys({key: _plain(value) for key, value in recipe.items()}, where="the recipe")
-        where = "the recipe"
-    elif not isinstance(recipe, str | os.PathLike):
+        given = recipe.model_dump(include=recipe.model_fields_set)
+        return parse_recipe({**given, **asked}, where="the recipe")
+    if recipe is None:
+        if not asked.get("model"):
+            raise RecipeError("the keywords: no model is named", hint='model="meta-llama/Llama-3.1-8B"')
+        return parse_recipe(asked, where="the keywords")
+    if isinstance(recipe, Mapping):
+        raw, where, folder = {key: _plain(value) for key, value in recipe.items()}, "the recipe", Path(".")
+    elif isinstance(recipe, str | os.PathLike):
+        raw, where, folder = load_yaml(Path(recipe)), str(recipe), Path(recipe).parent
+    else:
         raise RecipeError(
             f"a recipe cannot be read from {recipe!r}", hint="a path, a mapping, keywords, or a Recipe"
         )
-    else:
-        given, where = canonical_keys(load_yaml(Path(recipe)), where=str(recipe)), str(recipe)
-    asked = canonical_keys({key: _plain(value) for key, value in settings.items()}, where="the keywords")
-    if not (given.get("model") or asked.get("model")):
-        raise RecipeError(f"{where}: no model is named", hint='model="meta-llama/Llama-3.1-8B"')
-    return parse_recipe({**given, **asked}, where=where)
+    read = recipe_of_keys(raw, where=where, folder=folder, options=asked)
+    for line in read.notes:
+        logger.info(line)
+    return read.recipe
 
 
 def _plain(value: Any) -> Any:

@@ -193,12 +193,28 @@ def read_recipe(
     """
     raw = load_yaml(path) if path is not None else {}
     where = str(path) if path is not None else "the command line"
-    wanted = canonical_keys(raw, where=where)
+    return layered_recipe(
+        canonical_keys(raw, where=where), where=where, settings=settings, options=given_options(options)
+    )
+
+
+def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options that have a value: ``--zero null`` leaves what the file says."""
+    return {name: value for name, value in (options or {}).items() if value is not None}
+
+
+def layered_recipe(
+    keys: Mapping[str, Any],
+    *,
+    where: str,
+    settings: Iterable[str] = (),
+    options: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """Canonical keys of a file, then ``a.b=c`` settings, then options; the later wins. Raises RecipeError."""
+    wanted = dict(keys)
     for setting in settings:
         _apply_setting(wanted, setting)
-    wanted.update(
-        canonical_keys({k: v for k, v in (options or {}).items() if v is not None}, where="the options")
-    )
+    wanted.update(canonical_keys(options or {}, where="the options"))
     return parse_recipe(wanted, where=where)
 
 
@@ -218,7 +234,7 @@ def parse_recipe(wanted: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
 
 def canonical_keys(raw: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Replace other frameworks' names and values by ours; refuse unknown keys and two names for one setting."""
-    known = [*Recipe.model_fields, *ALIASES, *SWITCHES]
+    _refuse_unknown(raw, where=where)
     result: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for key, value in raw.items():
@@ -228,9 +244,6 @@ def canonical_keys(raw: Mapping[str, Any], *, where: str) -> dict[str, Any]:
             if switched is None:
                 continue
             name, value = switched
-        if name not in Recipe.model_fields:
-            hint = FOREIGN_FILES.get(key) or did_you_mean(str(key), known)
-            raise RecipeError(f"{where}: unknown key {key!r}", hint=hint)
         refuse_foreign_value(name, value, where=where)
         value = None if _is_left_open(name, value) else canonical_value(name, value)
         if name in spelled and result[name] != value:
@@ -241,6 +254,20 @@ def canonical_keys(raw: Mapping[str, Any], *, where: str) -> dict[str, Any]:
         spelled[name] = key
         result[name] = value
     return result
+
+
+def _refuse_unknown(raw: Mapping[str, Any], *, where: str) -> None:
+    """Raises RecipeError for all unknown keys at once, each with what it may have been meant for."""
+    known = [*Recipe.model_fields, *ALIASES, *SWITCHES]
+    unknown = [key for key in raw if key not in SWITCHES and ALIASES.get(key, key) not in Recipe.model_fields]
+    hints = [FOREIGN_FILES.get(key) or did_you_mean(str(key), known) for key in unknown]
+    if len(unknown) == 1:
+        raise RecipeError(f"{where}: unknown key {unknown[0]!r}", hint=hints[0])
+    if unknown:
+        lines = [
+            f"  {key!r}" + (f": {hint}" if hint else "") for key, hint in zip(unknown, hints, strict=True)
+        ]
+        raise RecipeError("\n".join([f"{where}: {len(unknown)} unknown keys", *lines]))
 
 
 def _is_left_open(name: str, value: Any) -> bool:

@@ -1,0 +1,269 @@
+"""Recipes of axolotl. Its defaults and the meaning of its keys are those of its configuration schema (0.12–0.16)."""
+
+import re
+from typing import Any
+
+from fitune.foreign.axolotl_data import read_datasets
+from fitune.foreign.reading import Reading
+from fitune.foreign.sharding_files import read_deepspeed, read_fsdp
+from fitune.foreign.trainer_keys import SPEED_SAID, is_on, read_precision, read_trainer_keys
+
+_SAME = {
+    "base_model": "model",
+    "sequence_len": "seq_len",
+    "micro_batch_size": "micro_batch_size",
+    "train_on_inputs": "train_on_prompt",
+    "sample_packing": "packing",
+    "adam_eps": "adam_epsilon",
+}
+_LORA = {
+    "lora_r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_modules_to_save": "lora_modules_to_save",
+    "peft_use_dora": "dora",
+    "peft_use_rslora": "rslora",
+    "peft_layers_to_transform": "lora_layers",
+}
+
+_BOOKKEEPING = (
+    "base_model_config base_model_ignore_patterns tokenizer_type tokenizer_use_fast tokenizer_legacy "
+    "tokenizer_save_jinja_files tokenizer_use_mistral_common type_of_model is_falcon_derived_model "
+    "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model hf_use_auth_token strict "
+    "dataset_prepared_path dataset_processes dataset_keep_in_memory dataset_shard_num dataset_shard_idx "
+    "num_dataset_shards_to_save shuffle_merged_datasets shuffle_before_merging_datasets "
+    "eval_table_size eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval do_bench_eval "
+    "eval_sample_packing eval_sequence_len save_first_step auto_resume_from_checkpoints early_stopping_patience "
+    "loss_watchdog_threshold loss_watchdog_patience gc_steps gc_collect_steps device device_map world_size "
+    "gpu_memory_limit max_memory lora_on_cpu profiler_steps profiler_steps_start use_ray ray_num_workers "
+    "ray_run_name resources_per_worker use_tensorboard use_mlflow use_comet use_swanlab swanlab_project "
+    "swanlab_experiment_name swanlab_description swanlab_mode swanlab_log_completions swanlab_workspace "
+    "use_otel_metrics otel_metrics_host otel_metrics_port use_trackio comet_api_key comet_workspace "
+    "comet_project_name total_num_tokens total_supervised_tokens sample_packing_eff_est "
+    "sample_packing_seq_len_multiplier test_value torchdistx_path gptq_disable_exllama eval_batch_size "
+    "low_cpu_mem_usage bnb_config_kwargs lora_fan_in_fan_out resize_token_embeddings_to_32x "
+    "experimental_skip_move_to_device pretrain_multipack_attn trust_remote_code"
+)
+
+_SPEED = (
+    "flash_attention sdp_attention xformers_attention flex_attention eager_attention s2_attention sage_attention "
+    "flash_optimum flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv "
+    "flex_attn_compile_kwargs fused_attn_kernel gemma4_hybrid_attn_impl liger_rms_norm liger_rope "
+    "liger_glu_activation liger_swiglu liger_layer_norm liger_rms_norm_gated liger_cross_entropy "
+    "liger_fused_linear_cross_entropy cut_cross_entropy chunked_cross_entropy lora_mlp_kernel lora_qkv_kernel "
+    "lora_o_kernel lora_embedding_kernel use_kernels use_scattermoe use_sonicmoe experts_implementation "
+    "dsv4_fp4_grouped_mode use_dsv4_kernels use_glm_dsa_kernels tiled_mlp tiled_mlp_num_shards layer_offloading "
+    "activation_offloading sample_packing_sequentially sample_packing_group_size sample_packing_bin_size "
+    "multipack_real_batches batch_flattening pad_to_sequence_len fsdp_version expert_parallel_size "
+    "expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_token_capacity "
+    "tensor_parallel_size context_parallel_size dp_shard_size dp_replicate_size heads_k_stride ring_attn_func "
+    "sequence_parallel_degree streaming streaming_multipack_buffer_size llama4_linearized_experts "
+    "accelerator_config torch_compile_options ddp qlora_sharded_model_loading"
+)
+
+_REFUSED = {
+    "rl": "preference or reinforcement learning; fitune does supervised fine-tuning",
+    "reward_model": "a reward model; fitune trains language models",
+    "process_reward_model": "a reward model; fitune trains language models",
+    "pretraining_dataset": "pretraining on a stream of text; name the texts as datasets with type: completion",
+    "processor_type": "images or audio; fitune trains on text",
+    "qat": "quantisation-aware training",
+    "quantization": "quantisation of the result",
+    "diffusion": "a diffusion language model",
+    "llmcompressor": "training of pruned weights",
+    "use_onebitllms": "weights of one bit",
+    "relora": "ReLoRA, which merges and restarts adapters",
+    "lisa_n_layers": "LISA, which trains a few random blocks at a time",
+    "max_packed_sequence_len": "it is no key of axolotl any more; sample_packing: true",
+    "use_eaft": "another loss (EAFT)",
+    "peft": "adapters that start from LoftQ",
+    "gptq": "a base quantised by GPTQ; the model without GPTQ and load_in_4bit: true is QLoRA",
+    "lora_model_dir": "an adapter to go on from",
+    "loraplus_lr_ratio": "LoRA+, with a learning rate of its own for B",
+    "peft_init_lora_weights": "adapters that start in another way",
+    "peft_layer_replication": "blocks used more than once",
+    "peft_trainable_token_indices": "training of some rows of the embeddings",
+    "lr_groups": "learning rates by group",
+    "embedding_lr": "a learning rate of its own for embeddings",
+    "embedding_lr_scale": "a learning rate of its own for embeddings",
+    "cosine_min_lr_ratio": "a learning rate that stays above 0",
+    "cosine_constant_lr_ratio": "a learning rate that stays constant at the end",
+    "lr_quadratic_warmup": "a quadratic warm-up; here it is linear",
+    "jagged_restart_steps": "restarts of the learning rate",
+    "eta_min": "a learning rate that stays above 0",
+    "overrides_of_model_config": "a changed model",
+    "rope_scaling": "changed rotary positions",
+    "tokenizer_config": "the tokenizer of another model",
+    "revision_of_model": "a revision of the model; download that revision and name its folder as base_model",
+    "chat_template_jinja": "a chat template inside the recipe; write it into a file and name it as chat_template",
+    "curriculum_sampling": "rows in the order of the file; fitune shuffles them",
+    "min_sample_len": "rows left out because they are short",
+    "dataset_exact_deduplication": "rows left out because they are there twice",
+    "default_system_message": "a system message added to every row",
+    "noisy_embedding_alpha": "noise on the embeddings while training",
+    "use_pose": "positions skipped while training (PoSE)",
+}
+
+_COMPANIONS = (
+    "eaft_alpha eaft_k lisa_step_interval lisa_layers_attribute relora_prune_ratio relora_prune_method "
+    "relora_cpu_offload jagged_restart_warmup_steps jagged_restart_anneal_steps gptq_groupsize gptq_model_v1"
+)
+"""Settings of what ``_REFUSED`` refuses; alone they do nothing."""
+
+_PLUGINS = {
+    "cut_cross_entropy": SPEED_SAID,
+    "liger": SPEED_SAID,
+    "kernels": SPEED_SAID,
+    "expert_parallel": SPEED_SAID,
+    "swanlab": "a tracker",
+}
+"""Part of a plugin's path below axolotl.integrations -> what it is for; others change what is trained."""
+
+
+def read_axolotl(r: Reading) -> None:
+    r.same(_SAME)
+    _method(r)
+    _model(r)
+    _trained_weights(r)
+    read_datasets(r)
+    _tokens(r)
+    _plugins(r)
+    _sharding(r)
+    read_trainer_keys(r, optimizer="optimizer", scheduler="lr_scheduler", refused=_REFUSED)
+    divided = bool(r.settings.get("zero"))
+    read_precision(r, whole="bf16-master" if divided else "bf16", default="bf16-master")
+    _defaults(r)
+    r.pass_over(_BOOKKEEPING)
+    r.pass_over(_COMPANIONS, "a setting of something that is off or refused")
+    r.pass_over(_SPEED, SPEED_SAID)
+    often = [key for key in ("saves_per_epoch", "evals_per_epoch") if r.take(key)]
+    r.pass_over(
+        often, "counted in steps here: save_steps: N, eval_steps: N; the end is saved and evaluated anyhow"
+    )
+
+
+def _method(r: Reading) -> None:
+    adapter, four, eight = r.take("adapter"), is_on(r.take("load_in_4bit")), is_on(r.take("load_in_8bit"))
+    if adapter is None:
+        if "adapter" in r.raw:
+            r.put("tuning", "full", key="adapter", said="without adapters every weight is trained")
+        else:
+            r.assume("tuning", "full", "axolotl trains every weight where no adapter is named")
+        for key in (*_LORA, "lora_target_linear", "lora_target_modules", "load_in_4bit", "load_in_8bit"):
+            r.passed(key, "no adapter is named")
+        return
+    if adapter not in ("lora", "qlora"):
+        r.refuse("adapter", "fitune trains adapters by lora and qlora")
+        return
+    r.put("tuning", "qlora" if four or eight or adapter == "qlora" else "lora", key="adapter")
+    if four:
+        r.put("quantization", "nf4", key="load_in_4bit")
+    elif eight:
+        said = "8-bit weights by HQQ; LLM.int8, which also rounds what the layers take in, is not in this version"
+        r.put("quantization", "hqq", key="load_in_8bit", said=said)
+        r.put("quantization_bits", 8, key="load_in_8bit")
+    r.same(_LORA)
+    _targets(r)
+
+
+def _targets(r: Reading) -> None:
+    if is_on(r.take("lora_target_linear")):
+        r.put("lora_target_modules", ["all-linear"], key="lora_target_linear")
+        r.passed("lora_target_modules", "lora_target_linear names all of them")
+    elif (names := r.take("lora_target_modules")) is not None:
+        r.put("lora_target_modules", names, key="lora_target_modules")
+    else:
+        r.assume("lora_target_modules", ["q_proj", "v_proj"], "PEFT's own choice for models like Llama")
+
+
+def _model(r: Reading) -> None:
+    kind = str(r.take("model_type") or "")
+    if "SequenceClassification" in kind or "TokenClassification" in kind:
+        r.refuse("model_type", "a classifier; fitune trains language models")
+    r.passed("model_type", "transformers knows the class from config.json")
+    attention = r.take("attn_implementation")
+    if attention == "eager":
+        r.put("attn_implementation", "eager", key="attn_implementation")
+    r.passed("attn_implementation", SPEED_SAID.split(":")[0] + ": the plan takes the fastest the device has")
+    for key in (
+        "model_config",
+        "model_quantization_config",
+        "model_quantization_config_kwargs",
+        "cls_model_config",
+    ):
+        r.passed(key, "read from config.json; weights stored in 4 bit become the precision of the recipe")
+    if is_on(r.take("quantize_moe_experts")):
+        r.passed("quantize_moe_experts", "experts are quantised with the base wherever fitune can pack them")
+
+
+_WHOLE_TEXT_MODEL = re.compile(r"\^?(model\.language_model\W*|lm_head\W*|embed_tokens\W*)")
+
+
+def _trained_weights(r: Reading) -> None:
+    """``unfrozen_parameters`` that name the whole text model are full fine-tuning of it."""
+    patterns = r.take("unfrozen_parameters")
+    if patterns is None:
+        return
+    whole = all(_WHOLE_TEXT_MODEL.fullmatch(str(pattern)) for pattern in patterns)
+    if whole and any("language_model" in str(pattern) for pattern in patterns):
+        r.passed("unfrozen_parameters", "the whole text model, which is what fitune trains")
+    else:
+        why = "training of some weights only; tuning: lora with lora_layers is the nearest"
+        r.refuse("unfrozen_parameters", why)
+
+
+def _tokens(r: Reading) -> None:
+    said = "the tokenizer's own; padding is never learnt"
+    r.passed("special_tokens", said)
+    added = [token for key in ("tokens", "added_tokens") for token in _listed(r.take(key))]
+    if added:
+        r.put("added_tokens", added, key="tokens" if r.take("tokens") else "added_tokens")
+    r.passed("tokens", said)
+
+
+def _listed(value: Any) -> list[str]:
+    """``tokens`` was a mapping of special tokens once; those are in the tokenizer."""
+    return [str(token) for token in value] if isinstance(value, list) else []
+
+
+def _plugins(r: Reading) -> None:
+    named = r.take("plugins") or []
+    for path in named if isinstance(named, list) else [named]:
+        parts = str(path).split(".")
+        if not any(part in _PLUGINS for part in parts):
+            r.refuse("plugins", f"{parts[-1]} changes what is trained")
+            return
+    if "plugins" in r.raw:
+        r.passed("plugins", SPEED_SAID)
+
+
+def _sharding(r: Reading) -> None:
+    read_deepspeed(r)
+    if "zero" not in r.settings:
+        read_fsdp(r)
+    r.pass_over(("fsdp", "fsdp_config"))
+    if is_on(r.take("fp8")):
+        r.passed("fp8", "products in bf16 instead of fp8: more exact and slower")
+    r.pass_over(("fp8_enable_fsdp_float8_all_gather", "nvfp4_merge_aware"))
+    whole, steps = r.take("batch_size"), r.take("gradient_accumulation_steps")
+    if whole is not None and steps is None:
+        said = "batch_size / micro_batch_size, on each device"
+        r.put("gradient_accumulation_steps", max(1, int(whole) // int(r.settings.get("micro_batch_size", 1))),
+              key="batch_size", said=said)  # fmt: skip
+    else:
+        r.passed("batch_size", "micro_batch_size and gradient_accumulation_steps say it")
+    if is_on(r.take("resume_from_checkpoint")):
+        r.refuse("resume_from_checkpoint", "a checkpoint of another trainer")
+
+
+def _defaults(r: Reading) -> None:
+    r.assume("seq_len", 512)
+    r.assume("micro_batch_size", 1)
+    r.assume("gradient_accumulation_steps", 1)
+    if "warmup_steps" not in r.settings:
+        r.assume("warmup_ratio", 0.03)
+    r.assume("num_epochs", 1.0)
+    if r.settings.get("tuning") in ("lora", "qlora") and r.settings.get("quantization") == "nf4":
+        r.assume("double_quantization", True)
+    r.settings.setdefault("optimizer", "adamw")
+    r.settings.setdefault("lr_scheduler", "cosine")

@@ -1,0 +1,64 @@
+"""Which trainer a recipe was written for, and what its keys are here."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fitune.foreign.axolotl import read_axolotl
+from fitune.foreign.llama_factory import read_llama_factory
+from fitune.foreign.llama_factory_1 import read_llama_factory_1
+from fitune.foreign.reading import Reading, words
+
+OWN = words(
+    "tuning data eval_data precision quantization quantization_bits zero backend seq_len on_long_row "
+    "on_bad_row train_on_prompt lr_scheduler val_fraction log_steps keep_checkpoints loss_chunk_tokens"
+)
+"""Settings that only fitune has under these names: a recipe with one of them is its own."""
+ABOUT_DEVICES = (
+    "gpu", "gpus", "nodes", "host_memory", "nvme_path", "nvme_size", "price_per_gpu_hour", "objective",
+)  # fmt: skip
+"""Settings of fitune that may stand in another trainer's recipe: none of them names the devices."""
+
+_AXOLOTL = words(
+    "sequence_len datasets adapter micro_batch_size val_set_size sample_packing dataset_prepared_path special_tokens "
+    "evals_per_epoch saves_per_epoch lora_target_linear load_in_8bit strict"
+)
+_LLAMA_FACTORY = words(
+    "stage do_train finetuning_type template cutoff_len dataset lora_target quantization_bit model_class "
+    "train_dataset dist_config peft_config sample_backend"
+)
+
+
+def trainer_of(raw: Mapping[str, Any]) -> str | None:
+    """The trainer whose recipe ``raw`` is; None for a recipe of fitune's own."""
+    keys = set(raw)
+    if "model" in keys and len(keys & OWN) > (1 if "lr_scheduler" in keys else 0):
+        return None
+    if "base_model" in keys and len(keys & _AXOLOTL) >= 2:
+        return "axolotl"
+    if len(keys & _LLAMA_FACTORY) >= 3 and keys & {"model_name_or_path", "model"}:
+        return "LLaMA-Factory"
+    return None
+
+
+def _read_either_version(r: Reading) -> None:
+    first = "stage" in r.raw or "finetuning_type" in r.raw
+    (read_llama_factory if first else read_llama_factory_1)(r)
+
+
+_READERS: dict[str, Callable[[Reading], None]] = {
+    "axolotl": read_axolotl,
+    "LLaMA-Factory": _read_either_version,
+}
+
+
+def read_foreign(raw: Mapping[str, Any], *, where: str, folder: Path) -> Reading | None:
+    """Another trainer's recipe, key by key; None for a recipe of fitune's own."""
+    trainer = trainer_of(raw)
+    if trainer is None:
+        return None
+    reading = Reading(trainer=trainer, where=where, raw=raw, folder=folder)
+    reading.same({name: name for name in ABOUT_DEVICES})
+    _READERS[trainer](reading)
+    reading.finish()
+    return reading

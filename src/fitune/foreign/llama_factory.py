@@ -1,0 +1,269 @@
+"""Recipes of LLaMA-Factory 0.9, known by ``stage``, ``finetuning_type`` and ``template``."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fitune.errors import RecipeError
+from fitune.files import read_text
+from fitune.foreign.reading import Reading
+from fitune.foreign.sharding_files import find_file, read_deepspeed, read_fsdp
+from fitune.foreign.trainer_keys import (
+    SPEED_SAID,
+    is_on,
+    read_precision,
+    read_trainer_keys,
+)
+from fitune.spec.recipe_words import MAX_RECIPE_BYTES
+
+_SAME = {
+    "model_name_or_path": "model",
+    "cutoff_len": "seq_len",
+    "per_device_train_batch_size": "micro_batch_size",
+    "train_on_prompt": "train_on_prompt",
+    "cache_dir": "cache_dir",
+}
+_LORA = {
+    "lora_rank": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target": "lora_target_modules",
+    "additional_target": "lora_modules_to_save",
+    "use_dora": "dora",
+    "use_rslora": "rslora",
+}
+
+_BOOKKEEPING = (
+    "plot_loss dataset_dir tokenized_path media_dir use_fast_tokenizer split_special_tokens trust_remote_code "
+    "hf_hub_token ms_hub_token om_hub_token download_mode data_shared_file_system preprocessing_batch_size "
+    "ray_num_workers ray_run_name ray_storage_path ray_storage_filesystem resources_per_worker placement_strategy "
+    "placement_group_strategy use_swanlab swanlab_project swanlab_run_name swanlab_mode model_revision export_dir "
+    "export_size export_device export_legacy_format create_new_adapter compute_accuracy predict_with_generate "
+    "infer_backend max_new_tokens temperature top_p do_sample generation_max_length eval_num_beams print_param_status "
+    "disable_shuffling infer_dtype enable_thinking default_system_prompt tool_format"
+)
+_SPEED = (
+    "flash_attn use_unsloth use_unsloth_gc use_v1_kernels upcast_layernorm upcast_lmhead_output "
+    "use_reentrant_gc dispatch_batches fp8_backend "
+    "fp8_enable_fsdp_float8_all_gather fsdp_transformer_layer_cls_to_wrap"
+)
+_REFUSED = {
+    "use_galore": "GaLore's projected gradients",
+    "use_apollo": "APOLLO's projected gradients",
+    "use_badam": "BAdam, which trains one block at a time",
+    "use_adam_mini": "Adam-mini, with one second moment a block; tuning: adalomo is as small",
+    "use_muon": "the optimizer Muon",
+    "use_llama_pro": "blocks added to the model (LLaMA Pro)",
+    "use_asft_loss": "another loss (ASFT)",
+    "use_dft_loss": "another loss (DFT)",
+    "use_eaft_loss": "another loss (EAFT)",
+    "loraplus_lr_ratio": "LoRA+, with a learning rate of its own for B",
+    "pissa_init": "adapters that start from the base's singular vectors (PiSSA)",
+    "mixture_of_depths": "a changed model (mixture of depths)",
+    "freeze_trainable_layers": "training of some blocks only; tuning: lora with lora_layers is the nearest",
+    "freeze_trainable_modules": "training of some modules only",
+    "adapter_name_or_path": "an adapter to go on from",
+    "ref_model": "a reference model",
+    "reward_model": "a reward model",
+    "pref_loss": "a preference loss",
+    "rope_scaling": "changed rotary positions",
+    "shift_attn": "shifted sparse attention (LongLoRA)",
+    "mask_history": "learning the last turn only",
+    "efficient_eos": "templates whose answers do not end",
+    "interleave_probs": "datasets mixed by probabilities; weight: says them for each source of data",
+    "resize_vocab": "a vocabulary made larger; name the tokens as added_tokens",
+    "new_special_tokens": "new tokens; name them as added_tokens",
+    "use_hyper_parallel": "another engine; leave it out",
+    "oft_rank": "orthogonal adapters (OFT)",
+    "oft_block_size": "orthogonal adapters (OFT)",
+}
+_OTHER_SUPPORT = (
+    "apollo_layerwise apollo_target apollo_rank apollo_scale apollo_scale_type apollo_update_interval "
+    "badam_mode badam_switch_mode badam_switch_interval badam_verbose badam_start_block badam_update_ratio "
+    "galore_layerwise galore_target galore_rank galore_scale galore_update_interval asft_alpha eaft_alpha oft_target "
+    "module_dropout pissa_iter pissa_convert freeze_extra_modules kt_cpu_activation kt_config kt_weight_path "
+    "kt_non_expert_weight_path kt_optimize_rule kt_mode cpu_infer chunk_size kt_use_cuda_graph kt_maxlen"
+)
+"""Settings of what ``_REFUSED`` refuses; alone they do nothing."""
+
+_MEGATRON = (
+    "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
+    "sequence_parallel bias_activation_fusion apply_rope_fusion use_distributed_optimizer overlap_param_gather "
+    "overlap_grad_reduce moe_grouped_gemm moe_token_dispatcher_type recompute_granularity recompute_method "
+    "recompute_num_layers export_hf_on_finish virtual_pipeline_model_parallel_size"
+)
+
+
+def read_llama_factory(r: Reading) -> None:
+    stage = str(r.take("stage") or "sft")
+    if stage != "sft":
+        r.refuse("stage", "fitune does supervised fine-tuning: stage: sft")
+    r.passed("stage")
+    r.same(_SAME)
+    _method(r)
+    _data(r)
+    read_deepspeed(r)
+    if "zero" not in r.settings:
+        read_fsdp(r)
+    r.pass_over(("fsdp", "fsdp_config"))
+    read_trainer_keys(r, optimizer="optim", scheduler="lr_scheduler_type", refused=_REFUSED)
+    _precision(r)
+    if is_on(r.take("disable_gradient_checkpointing")):
+        r.put("gradient_checkpointing", False, key="disable_gradient_checkpointing")
+    _experts_on_host(r)
+    if (mixed := r.take("mixed_precision")) is not None and "bf16" in str(mixed):
+        r.passed("mixed_precision", "bf16 products over fp32 masters")
+        r.settings["precision"] = "bf16-master"
+    if is_on(r.take("fp8")):
+        r.passed("fp8", "products in bf16 instead of fp8: more exact and slower")
+    _defaults(r)
+    r.pass_over(_BOOKKEEPING)
+    r.pass_over(_OTHER_SUPPORT, "a setting of something that is off or refused")
+    r.pass_over(_MEGATRON, "how Megatron divides the work: the plan divides it here")
+    r.pass_over(_SPEED, SPEED_SAID)
+
+
+def _method(r: Reading) -> None:
+    kind = str(r.take("finetuning_type") or "lora")
+    bits = r.take("quantization_bit")
+    if kind == "full":
+        r.put("tuning", "full", key="finetuning_type")
+        r.pass_over((*_LORA, "quantization_bit", "quantization_method"), "every weight is trained")
+        return
+    if kind != "lora":
+        r.refuse("finetuning_type", "fitune trains by full or lora, on a quantised base or not")
+        r.pass_over(("quantization_bit", "quantization_method", "double_quantization"))
+        return
+    r.put("tuning", "qlora" if bits else "lora", key="finetuning_type" if "finetuning_type" in r.raw else "")
+    if bits:
+        _quantised(r, int(bits), str(r.take("quantization_method") or "bnb"))
+    r.same(_LORA)
+
+
+def _quantised(r: Reading, bits: int, method: str) -> None:
+    if method not in ("bnb", "bitsandbytes", "hqq"):
+        r.refuse("quantization_method", "fitune quantises by NF4 and HQQ")
+        return
+    if method != "hqq" and bits == 4:
+        r.put("quantization", str(r.take("quantization_type") or "nf4"), key="quantization_bit")
+        r.put("double_quantization", is_on(r.raw.get("double_quantization", True)), key="double_quantization")
+    else:
+        said = "" if method == "hqq" else "8-bit weights by HQQ instead of LLM.int8"
+        r.put("quantization", "hqq", key="quantization_bit", said=said)
+        r.put("quantization_bits", bits, key="quantization_bit")
+    r.pass_over(("quantization_method", "quantization_type"))
+
+
+def _experts_on_host(r: Reading) -> None:
+    """KTransformers keeps and computes experts on the host, which changes nothing as long as they stay in 16 bit."""
+    if not is_on(r.take("use_kt")):
+        return
+    stored = str((r.take("kt_config") or {}).get("kt_expert_weight_format", "bf16"))
+    if stored == "bf16":
+        r.passed("use_kt", "the plan decides what lies on the host")
+    else:
+        r.refuse(
+            "use_kt", f"experts stored in {stored} by KTransformers; quantization_bit: 4 packs them by NF4"
+        )
+
+
+def _precision(r: Reading) -> None:
+    if is_on(r.take("pure_bf16")):
+        r.put("precision", "bf16", key="pure_bf16")
+        r.passed("bf16", "pure_bf16 says more")
+    else:
+        read_precision(r, whole="bf16-master", default="fp32")
+
+
+def _data(r: Reading) -> None:
+    registry = _registry(r)
+    for key, name in (("dataset", "data"), ("eval_dataset", "eval_data")):
+        named = r.take(key)
+        names = named if isinstance(named, list) else [part.strip() for part in str(named or "").split(",")]
+        sources = [_source(r, each, registry, key) for each in names if each]
+        found = [source for source in sources if source is not None]
+        if not found:
+            continue
+        missing = [each for each in names if each and each not in registry]
+        said = f"dataset_info.json is not here: train needs files for {', '.join(missing)}" if missing else ""
+        rows = r.take("max_samples")
+        if rows is not None:
+            found = [{**source, "sample": rows} for source in found]
+        r.put(name, found, key=key, said=said)
+        if rows is not None:
+            r.passed("max_samples", "rows drawn from all of a source; LLaMA-Factory takes its first rows")
+    share = r.take("val_size")
+    if share is not None and float(share) >= 1:
+        r.refuse("val_size", "a number of rows to evaluate on; here it is a share: 0.05")
+    elif share:
+        r.put("val_fraction", share, key="val_size")
+    r.passed("template", "the tokenizer's own chat template; a template in a file is named as chat_template")
+    if is_on(r.take("neat_packing")):
+        r.put("packing", True, key="neat_packing")
+        r.passed("packing", "neat_packing says more")
+    elif r.take("packing") is not None:
+        apart = "rows in a pack do not see each other; there they do without neat_packing"
+        packed = is_on(r.raw["packing"])
+        r.put("packing", packed, key="packing", said=apart if packed else "")
+    r.pass_over(
+        ("streaming", "buffer_size", "mix_strategy", "eval_on_each_dataset", "ignore_pad_token_for_loss")
+    )
+    if (tokens := r.take("add_tokens")) is not None:
+        r.put("added_tokens", tokens, key="add_tokens")
+
+
+def _registry(r: Reading) -> dict[str, Any]:
+    """LLaMA-Factory's dataset_info.json, where it is beside the recipe or above it; its files are beside it."""
+    folder = str(r.take("dataset_dir") or "data")
+    file = None if ":" in folder else find_file(r, f"{folder}/dataset_info.json")
+    if file is None:
+        return {}
+    try:
+        value = json.loads(read_text(file, limit=16 * MAX_RECIPE_BYTES, encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{file}: cannot be read as JSON: {error}") from None
+    entries = value if isinstance(value, dict) else {}
+    return {name: {**each, "folder": file.parent} for name, each in entries.items() if isinstance(each, dict)}
+
+
+_COLUMNS = {"prompt": "prompt", "response": "completion", "system": "system"}
+
+
+def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    entry = registry.get(name)
+    if entry is None:
+        return {"path": name}
+    if entry.get("ranking") or (entry.get("columns") or {}).get("kto_tag"):
+        r.refuse(f"{key}[{name}]", "rows of good and bad answers; fitune learns from answers alone")
+        return None
+    hub = entry.get("hf_hub_url") or entry.get("ms_hub_url")
+    path = str(hub) if hub else str(entry["folder"] / str(entry.get("file_name", name)))
+    source: dict[str, Any] = {"path": f"{path}:{entry['subset']}" if hub and entry.get("subset") else path}
+    if entry.get("split"):
+        source["split"] = entry["split"]
+    columns = entry.get("columns") or {}
+    if entry.get("formatting", "alpaca") == "alpaca":
+        mapped = {ours: columns[theirs] for theirs, ours in _COLUMNS.items() if columns.get(theirs)}
+        usual = columns.get("query") in (None, "input") and mapped.get("prompt") in (None, "instruction")
+        if usual and mapped.get("completion") in (None, "output"):
+            source["format"] = "alpaca"
+        elif not columns.get("query") and {"prompt", "completion"} <= set(mapped):
+            source |= {"format": "columns", "columns": mapped}
+    return source
+
+
+def _defaults(r: Reading) -> None:
+    lora = r.settings.get("tuning") in ("lora", "qlora")
+    r.assume("seq_len", 2048)
+    r.assume("micro_batch_size", 8)
+    r.assume("gradient_accumulation_steps", 1)
+    r.assume("learning_rate", 5e-5)
+    r.assume("lr_scheduler", "linear")
+    if "warmup_steps" not in r.settings:
+        r.assume("warmup_ratio", 0.0)
+    r.assume("num_epochs", 3.0)
+    r.settings.setdefault("on_long_row", "truncate")
+    if lora:
+        r.assume("lora_r", 8)
+        r.assume("lora_alpha", 2 * int(r.settings["lora_r"]), "LLaMA-Factory's default, twice the rank")
+        r.settings.setdefault("lora_target_modules", ["all-linear"])

@@ -1,0 +1,154 @@
+"""One recipe of another trainer while it is read: every key ends in exactly one line that says what became of it.
+
+translated | its key and value are a setting here, perhaps with a difference that is said
+assumed    | the recipe leaves it open, and the trainer's default is not the one here
+passed     | it does not touch the result: bookkeeping, or speed that the plan decides
+refused    | it would change the result, and nothing here does the same
+unknown    | no table knows it
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fitune.errors import RecipeError, did_you_mean
+from fitune.spec.recipe_words import canonical_value
+
+Fate = Literal["translated", "assumed", "passed", "refused", "unknown"]
+
+SHARDING = ("zero", "hybrid_sharding", "offload_parameters", "offload_optimizer")
+"""Settings that divide states over devices or move them away: on one device the plan decides them."""
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One key of theirs, the settings here that it became, and what a reader should know about it."""
+
+    key: str
+    value: Any
+    fate: Fate
+    settings: tuple[str, ...] = ()
+    said: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Reading:
+    """Their keys, the settings here that they became, and a line for each key."""
+
+    trainer: str
+    where: str
+    raw: Mapping[str, Any]
+    folder: Path
+    """Relative file names are looked up here."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
+    """Keys that were asked for, for a did-you-mean."""
+
+    def take(self, key: str) -> Any:
+        """The value of their ``key``; None where it is absent, null or empty."""
+        self.known.add(key)
+        value = self.raw.get(key)
+        return None if _is_empty(value) else value
+
+    def put(self, name: str, value: Any, *, key: str = "", said: str = "") -> None:
+        """Set ``name`` here to ``value``, because of their ``key`` or, without one, their default."""
+        value = canonical_value(name, value)
+        if key and name in self.settings and self.settings[name] != value:
+            self.refuse(key, f"another key sets {name} to {self.settings[name]!r} already")
+            return
+        self.settings[name] = value
+        self.known.add(key)
+        if key.split("[")[0] in self.raw:
+            self.lines.append(self._line(key, "translated", name, said=said))
+        else:
+            self.lines.append(
+                Line(key="", value=None, fate="assumed", settings=(name,), said=said or self._default)
+            )
+
+    def assume(self, name: str, value: Any, said: str = "") -> None:
+        """Their default, where their recipe leaves ``name`` open."""
+        if name not in self.settings:
+            self.put(name, value, said=said)
+
+    @property
+    def _default(self) -> str:
+        return f"{self.trainer}'s default"
+
+    def same(self, names: Mapping[str, str]) -> None:
+        """Keys that mean the same here: their name -> ours."""
+        for key, name in names.items():
+            if (value := self.take(key)) is not None:
+                self.put(name, value, key=key)
+
+    def passed(self, key: str, said: str = "") -> None:
+        self.known.add(key)
+        if key in self.raw:
+            is_off = _is_empty(self.raw[key]) or self.raw[key] is False
+            self.lines.append(self._line(key, "passed", said="" if is_off else said))
+
+    def pass_over(self, names: str | Iterable[str], said: str = "") -> None:
+        """``names``: keys, or a text with blanks between them."""
+        for key in names.split() if isinstance(names, str) else names:
+            self.passed(key, said)
+
+    def refuse(self, key: str, why: str) -> None:
+        self.known.add(key)
+        self.lines.append(self._line(key, "refused", said=why))
+
+    def refuse_if_on(self, reasons: Mapping[str, str]) -> None:
+        """Refuse each key that is there and not null, false, 0 or empty."""
+        for key, why in reasons.items():
+            if self.take(key) and str(self.raw[key]).lower() not in ("none", "no"):
+                self.refuse(key, why)
+            else:
+                self.passed(key)
+
+    def finish(self) -> None:
+        """Give each key that nothing took a line: off and empty ones are passed over, others are unknown."""
+        done = {line.key.split("[")[0].split(".")[0] for line in self.lines}
+        for key, value in self.raw.items():
+            if key in done:
+                continue
+            if _is_empty(value) or value is False:
+                self.lines.append(self._line(key, "passed"))
+            elif key in self.known:
+                self.lines.append(self._line(key, "passed", said="read together with other keys"))
+            else:
+                close = did_you_mean(str(key), sorted(self.known - {""})) or ""
+                self.lines.append(self._line(key, "unknown", said=close))
+
+    def of(self, *fates: Fate) -> list[Line]:
+        return [line for line in self.lines if line.fate in fates]
+
+    def _line(self, key: str, fate: Fate, *names: str, said: str = "") -> Line:
+        return Line(key=key, value=self.raw.get(key), fate=fate, settings=names, said=said)
+
+
+def require_readable(reading: Reading) -> None:
+    """Raises RecipeError that lists every key that is refused or unknown, each with its reason."""
+    refused, unknown = reading.of("refused"), reading.of("unknown")
+    if not refused and not unknown:
+        return
+    lines = [f"{reading.where}: read as a recipe of {reading.trainer}"]
+    lines += [f"  {line.key}: {_short(line.value)} would change the result: {line.said}" for line in refused]
+    lines += [f"  unknown key {line.key!r}" + (f" ({line.said})" if line.said else "") for line in unknown]
+    several = len(refused) + len(unknown) > 1
+    raise RecipeError(
+        "\n".join(lines),
+        hint=f"leave {'them' if several else 'it'} out to train without",
+    )
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

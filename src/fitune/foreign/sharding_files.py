@@ -1,0 +1,152 @@
+"""How other trainers divide a model over devices: DeepSpeed's JSON, FSDP's keys, accelerate's YAML.
+
+All of them divide without changing the result, so what is read here is the stage and what lies on the host; buckets,
+prefetching and wrapping are for the engine. The backend is left to the plan.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fitune.errors import RecipeError
+from fitune.files import read_text
+from fitune.foreign.reading import Reading
+from fitune.spec.recipe_words import MAX_RECIPE_BYTES, load_yaml
+
+_STAGE_IN_NAME = re.compile(r"(?:zero|z)_?([0-3])", re.IGNORECASE)
+_DIVIDED = "divided the same way; FSDP2 or DeepSpeed, whichever the plan takes"
+_FSDP_STAGES = {
+    "FULL_SHARD": 3,
+    "SHARD_GRAD_OP": 2,
+    "NO_SHARD": 0,
+    "HYBRID_SHARD": 3,
+    "HYBRID_SHARD_ZERO2": 2,
+}
+_PLACES = {"cpu": "cpu", "nvme": "nvme"}
+
+
+def find_file(r: Reading, name: str) -> Path | None:
+    """``name`` beside the recipe, in a folder above it, or in the current one: recipes name files from a root."""
+    path = Path(name).expanduser()
+    roots = [r.folder, *list(r.folder.resolve().parents)[:6], Path(".")]
+    return next((root / path for root in roots if (root / path).is_file()), None)
+
+
+def read_deepspeed(r: Reading, key: str = "deepspeed") -> None:
+    """A file or the object itself. A file that is not here is known by the stage in its name."""
+    value = r.take(key)
+    if value is None:
+        return
+    if isinstance(value, Mapping):
+        put_deepspeed(r, value, key=key)
+        return
+    file = find_file(r, str(value))
+    if file is not None:
+        put_deepspeed(r, _json_object(file), key=key)
+        return
+    name = Path(str(value)).name
+    stage = _STAGE_IN_NAME.search(name)
+    if stage is None:
+        r.refuse(key, f"there is no file {value} to read the stage from; zero: 3 names one")
+        return
+    r.put("zero", int(stage.group(1)), key=key, said=f"by its name, {name} is not here; {_DIVIDED}")
+    offloaded = "offload" in name.lower()
+    if offloaded and stage.group(1) == "3":
+        r.put("offload_parameters", "cpu", key=key, said="by its name")
+    if offloaded and "params" not in name.lower():
+        r.put("offload_optimizer", "cpu", key=key, said="by its name")
+
+
+def put_deepspeed(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
+    zero = config.get("zero_optimization") or {}
+    r.put("zero", int(zero.get("stage", 0)), key=key, said=_DIVIDED)
+    for part, name in (("offload_param", "offload_parameters"), ("offload_optimizer", "offload_optimizer")):
+        place = _PLACES.get(str((zero.get(part) or {}).get("device", "none")))
+        if place is not None:
+            r.put(name, place, key=key)
+    optimizer = (config.get("optimizer") or {}).get("type")
+    if optimizer is not None and str(optimizer).lower() not in ("adam", "adamw"):
+        r.refuse(key, f"its optimizer {optimizer}; name one in the recipe: optimizer: adamw")
+
+
+def read_fsdp(r: Reading) -> None:
+    """``fsdp`` (a list or words), ``fsdp_config`` with or without the prefix ``fsdp_``."""
+    words: Any = r.take("fsdp")
+    config: Any = r.take("fsdp_config")
+    if isinstance(words, Mapping):  # transformers 5: settings under ``fsdp``
+        words, config = "full_shard", words
+    if words is None and config is None:
+        return
+    names = words.split() if isinstance(words, str) else [str(word) for word in words or []]
+    put_fsdp(r, config or {}, words=names, key="fsdp" if words is not None else "fsdp_config")
+
+
+def put_fsdp(r: Reading, config: Mapping[str, Any], *, words: list[str], key: str) -> None:
+    values = {str(name).removeprefix("fsdp_"): value for name, value in config.items()}
+    strategy = next((word.upper() for word in words if word.upper() in _FSDP_STAGES), None)
+    if strategy is None:
+        strategy = str(values.get("sharding_strategy", "FULL_SHARD")).upper()
+    stage = 2 if values.get("reshard_after_forward") is False else _FSDP_STAGES.get(strategy, 3)
+    r.put("zero", stage, key=key, said=_DIVIDED)
+    if strategy.startswith("HYBRID"):
+        r.put("hybrid_sharding", True, key=key)
+    if values.get("offload_params") is True or values.get("cpu_offload") is True or "offload" in words:
+        r.put("offload_parameters", "cpu", key=key)
+        r.put("offload_optimizer", "cpu", key=key, said="FSDP steps on the host what it keeps there")
+    if values.get("activation_checkpointing"):
+        r.put("gradient_checkpointing", True, key=key)
+
+
+def read_accelerate(r: Reading, key: str = "accelerate_config") -> None:
+    """A file for ``accelerate launch``, or the name of one that TRL brings (fsdp2, zero3, multi_gpu)."""
+    value = r.take(key)
+    if value is None:
+        return
+    file = find_file(r, str(value))
+    if file is not None:
+        put_accelerate(r, load_yaml(file), key=key)
+        return
+    stage = _STAGE_IN_NAME.search(str(value))
+    if stage is not None or "fsdp" in str(value):
+        r.put("zero", int(stage.group(1)) if stage else 3, key=key, said=f"by its name; {_DIVIDED}")
+    else:
+        r.passed(key, "gpus: N says how many devices there are")
+
+
+def put_accelerate(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
+    kind = str(config.get("distributed_type", "NO")).upper()
+    if kind == "DEEPSPEED":
+        inside = config.get("deepspeed_config") or {}
+        file = (
+            find_file(r, str(inside["deepspeed_config_file"])) if "deepspeed_config_file" in inside else None
+        )
+        if file is not None:
+            put_deepspeed(r, _json_object(file), key=key)
+        else:
+            r.put("zero", int(inside.get("zero_stage", 2)), key=key, said=_DIVIDED)
+            for theirs, name in (("offload_param_device", "offload_parameters"),
+                                 ("offload_optimizer_device", "offload_optimizer")):  # fmt: skip
+                if (place := _PLACES.get(str(inside.get(theirs, "none")))) is not None:
+                    r.put(name, place, key=key)
+    elif kind == "FSDP":
+        put_fsdp(r, config.get("fsdp_config") or {}, words=[], key=key)
+    machines = int(config.get("num_machines") or 1)
+    processes = int(config.get("num_processes") or 1)
+    if processes > 1:
+        r.put("gpus", max(1, processes // machines), key=key)
+    if machines > 1:
+        r.put("nodes", machines, key=key)
+    if kind not in ("DEEPSPEED", "FSDP") and processes <= 1:
+        r.passed(key, "one device")
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(read_text(file, limit=MAX_RECIPE_BYTES, encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{file}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RecipeError(f"{file}: expected an object, found {type(value).__name__}")
+    return value

@@ -1,0 +1,198 @@
+"""Keys of transformers' Trainer, which axolotl, LLaMA-Factory and TRL all pass on: optimizers, rates, bookkeeping."""
+
+from typing import Any
+
+from fitune.foreign.reading import Reading
+
+SAME = {
+    "output_dir": "output_dir",
+    "learning_rate": "learning_rate",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "weight_decay": "weight_decay",
+    "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2",
+    "adam_epsilon": "adam_epsilon",
+    "max_grad_norm": "max_grad_norm",
+    "seed": "seed",
+    "logging_steps": "log_steps",
+    "save_total_limit": "keep_checkpoints",
+}
+
+BOOKKEEPING = (
+    "run_name logging_dir logging_first_step logging_strategy log_level log_on_each_node disable_tqdm "
+    "overwrite_output_dir save_only_model save_safetensors save_on_each_node load_best_model_at_end "
+    "metric_for_best_model greater_is_better hub_model_id hub_strategy hub_token push_to_hub push_dataset_to_hub "
+    "hub_private_repo local_rank ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
+    "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers "
+    "preprocessing_num_workers dataset_num_proc overwrite_cache remove_unused_columns group_by_length "
+    "length_column_name eval_batch_size per_device_eval_batch_size do_train do_eval do_predict "
+    "include_num_input_tokens_seen include_tokens_per_second prediction_loss_only eval_on_start skip_memory_metrics "
+    "report_to_all_ranks torch_empty_cache_steps use_cpu debug project trackio_space_id trackio_project_name "
+    "trackio_run_name wandb_project wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id wandb_mode "
+    "use_wandb mlflow_tracking_uri mlflow_experiment_name mlflow_run_name"
+)
+
+SPEED = (
+    "tf32 use_liger_kernel enable_liger_kernel torch_compile torch_compile_backend torch_compile_mode use_cache "
+    "low_cpu_mem_usage gradient_checkpointing_kwargs padding_free pad_to_multiple_of include_for_metrics "
+    "auto_find_batch_size"
+)
+SPEED_SAID = "speed, not the result: the plan decides it (kernels: liger or torch_compile ask for it here)"
+
+REFUSED = {
+    "neftune_noise_alpha": "noise on the embeddings while training (NEFTune)",
+    "label_smoothing_factor": "a smoothed loss",
+    "optim_target_modules": "an optimizer for some modules only",
+    "lora_target_parameters": "adapters on fused expert weights",
+    "use_adafactor": "Adafactor; optimizer: adamw-8bit or tuning: adalomo are small here",
+}
+
+_LESS_EXACT = "bitsandbytes' 8-bit states instead of torchao's, of the same size"
+_PAGED = "the same update; paged states are not in this version, so they stay on the device unless a plan moves them"
+OPTIMIZERS: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw"), ("adamw", "")),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), ("adamw-8bit", "")),
+    "adamw_torch_8bit": ("adamw-8bit", _LESS_EXACT),
+    "adamw_torch_4bit": ("adamw-8bit", "8-bit states instead of torchao's 4-bit ones: more exact, twice their size"),
+    "paged_adamw_8bit": ("adamw-8bit", _PAGED),
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), ("adamw", _PAGED)),
+    "sgd": ("sgd", ""),
+}  # fmt: skip
+"""Trainer's name -> (ours, the difference)."""
+
+SCHEDULERS: dict[str, tuple[str, str]] = {
+    "linear": ("linear", ""),
+    "cosine": ("cosine", ""),
+    "cosine_with_restarts": ("cosine", "one cycle, as it does without lr_scheduler_kwargs"),
+    "polynomial": ("linear", "to 0; power 1 to 1e-7 without lr_scheduler_kwargs"),
+    "constant_with_warmup": ("constant", ""),
+    "constant": ("constant", ""),
+}
+
+
+def read_trainer_keys(r: Reading, *, optimizer: str, scheduler: str, refused: dict[str, str]) -> None:
+    """All that the three share; ``optimizer`` and ``scheduler`` are the keys that name them."""
+    r.same(SAME)
+    _optimizer(r, optimizer)
+    _scheduler(r, scheduler)
+    _warmup(r)
+    _length(r)
+    read_checkpointing(r)
+    _how_often(r)
+    _trackers(r)
+    r.refuse_if_on({**REFUSED, **refused})
+    r.pass_over(BOOKKEEPING)
+    r.pass_over(SPEED, SPEED_SAID)
+
+
+def is_on(value: Any) -> bool:
+    return value is not None and str(value).lower() not in ("false", "no", "none", "0", "0.0")
+
+
+def _optimizer(r: Reading, key: str) -> None:
+    name = str(r.take(key) or "adamw_torch").lower()
+    if name not in OPTIMIZERS:
+        r.refuse(key, "fitune steps by adamw, adamw-8bit, sgd or momentum, or by tuning: lomo, adalomo")
+        return
+    ours, said = OPTIMIZERS[name]
+    if r.take(key) is not None:
+        r.put("optimizer", ours, key=key, said=said)
+    if r.take("optim_args") is not None:
+        r.refuse("optim_args", "arguments for an optimizer: name them as weight_decay, adam_beta1, …")
+
+
+def _scheduler(r: Reading, key: str) -> None:
+    name = r.take(key)
+    if name is None:
+        return
+    if str(name) not in SCHEDULERS or r.take("lr_scheduler_kwargs") is not None:
+        r.refuse(key, "a learning rate that follows another curve; here: constant, linear, cosine")
+        return
+    ours, said = SCHEDULERS[str(name)]
+    r.put("lr_scheduler", ours, key=key, said=said)
+    if name == "constant" and (r.take("warmup_ratio") or r.take("warmup_steps")):
+        for warmup in ("warmup_ratio", "warmup_steps"):
+            r.passed(warmup, "the scheduler constant does not warm up there")
+        r.put("warmup_ratio", 0.0, said=f"{r.trainer}'s constant rate does not warm up")
+
+
+def _warmup(r: Reading) -> None:
+    """Steps go before a ratio; steps below 1 are a ratio (transformers 5)."""
+    if "warmup_ratio" in r.settings:
+        return
+    steps, ratio = r.take("warmup_steps"), r.take("warmup_ratio")
+    if steps is not None and float(steps) >= 1:
+        r.put("warmup_steps", int(float(steps)), key="warmup_steps")
+    elif steps is not None and float(steps) > 0:
+        r.put("warmup_ratio", float(steps), key="warmup_steps", said="below 1 it is a share of all steps")
+    elif ratio is not None:
+        r.put("warmup_ratio", ratio, key="warmup_ratio")
+    elif steps is not None:
+        r.put("warmup_steps", 0, key="warmup_steps")
+
+
+def _length(r: Reading) -> None:
+    for key in ("num_train_epochs", "num_epochs"):
+        if (epochs := r.take(key)) is not None:
+            r.put("num_epochs", epochs, key=key)
+    steps = r.take("max_steps")
+    if steps is not None and float(steps) > 0:
+        r.put("max_steps", steps, key="max_steps")
+    else:
+        r.passed("max_steps")
+
+
+def read_checkpointing(r: Reading, key: str = "gradient_checkpointing") -> None:
+    """``unsloth`` and ``offload`` also move what the blocks keep to the host."""
+    value = r.take(key)
+    if "gradient_checkpointing" in r.settings:
+        r.passed(key, "fsdp_config says it")
+    elif value in ("offload", "offload_disk", "unsloth"):
+        said = "recomputed blocks; a plan moves what they keep to the host where that helps"
+        r.put("gradient_checkpointing", True, key=key, said=said)
+    elif value is not None:
+        r.put("gradient_checkpointing", is_on(value), key=key)
+
+
+def _how_often(r: Reading) -> None:
+    """Checkpoints and evaluations every N steps; once an epoch is no number of steps before the data is read."""
+    saves, evals = r.take("save_strategy"), r.take("eval_strategy") or r.take("evaluation_strategy")
+    if is_on(saves) and saves != "steps":
+        r.passed("save_strategy", "save_steps: N keeps checkpoints here; the result is written in any case")
+    elif (steps := r.take("save_steps")) is not None and is_on(saves or "steps") and float(steps) >= 1:
+        r.put("save_steps", steps, key="save_steps")
+    elif r.take("save_steps") is not None:
+        r.passed("save_steps", "save_steps: N keeps checkpoints here; the result is written in any case")
+    steps = r.take("eval_steps")
+    if steps is not None and float(steps) >= 1 and is_on(evals or "steps"):
+        r.put("eval_steps", steps, key="eval_steps")
+    for key in ("eval_steps", "eval_strategy", "evaluation_strategy"):
+        if key in r.raw and "eval_steps" not in r.settings:
+            r.passed(key, "evaluated at the end, and every N steps with eval_steps: N")
+    r.pass_over(
+        ("save_strategy", "eval_strategy", "evaluation_strategy") if "eval_steps" in r.settings else ()
+    )
+
+
+def _trackers(r: Reading) -> None:
+    named = r.take("report_to")
+    names = named if isinstance(named, list) else [name.strip() for name in str(named or "").split(",")]
+    if "tensorboard" in names:
+        r.put("report_to", ["tensorboard"], key="report_to")
+    else:
+        r.passed("report_to", "metrics.jsonl in output_dir has every step; tensorboard is the tracker here")
+
+
+def read_precision(r: Reading, *, whole: str, default: str) -> None:
+    """``whole`` is what bf16 means where every weight is trained; adapters have fp32 masters over a bf16 base."""
+    full = r.settings.get("tuning") == "full"
+    for key in ("bf16", "bfloat16"):
+        if is_on(r.take(key)):
+            said = "weights and updates in bf16, as there" if full and whole == "bf16" else ""
+            r.put("precision", whole if full else "bf16-master", key=key, said=said)
+    for key in ("fp16", "float16"):
+        if is_on(r.take(key)) and "precision" not in r.settings:
+            r.put("precision", "fp16", key=key)
+    if "precision" not in r.settings:
+        off = any(key in r.raw and not is_on(r.raw[key]) for key in ("bf16", "bfloat16"))
+        r.put("precision", "fp32" if off else default, said=f"{r.trainer} without bf16 and fp16")

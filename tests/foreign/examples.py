@@ -1,0 +1,29 @@
+"""Keys and values of the supervised examples that other trainers publish: facts about their recipes, not the files.
+
+``examples.json`` holds each pair of key and value once; an example is a list of their numbers. Paths of outputs and
+long texts are shortened. ``other_methods``: what is neither full fine-tuning nor LoRA, and the key that asks for it.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One recipe that a trainer publishes; ``other_method`` is empty for full fine-tuning, LoRA and QLoRA."""
+
+    trainer: str
+    name: str
+    keys: dict[str, Any]
+    other_method: str
+
+
+def published_examples() -> Iterator[Example]:
+    data = json.loads((Path(__file__).parent / "examples.json").read_text(encoding="utf-8"))
+    for trainer, content in data.items():
+        for name, numbers in content["examples"].items():
+            keys = dict(content["pairs"][number] for number in numbers)
+            yield Example(trainer, name, keys, content["other_methods"].get(name, ""))

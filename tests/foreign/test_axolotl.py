@@ -1,0 +1,136 @@
+"""Laws of axolotl's recipes: what a key means there is what the setting says here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.errors import RecipeError
+from fitune.foreign.door import read_foreign
+from fitune.foreign.reading import Reading
+from fitune.session.foreign_recipes import recipe_of_keys
+from fitune.spec.recipe import Recipe
+
+PLAIN: dict[str, Any] = {
+    "base_model": "org/llama", "datasets": [{"path": "org/chat", "type": "chat_template"}], "sequence_len": 1024,
+    "micro_batch_size": 2, "learning_rate": "2e-4", "adapter": "qlora", "load_in_4bit": True, "lora_r": 8,
+    "lora_alpha": 16, "bf16": "auto", "optimizer": "adamw_bnb_8bit",
+}  # fmt: skip
+
+
+def recipe(**changes: Any) -> Recipe:
+    keys = {key: value for key, value in {**PLAIN, **changes}.items() if value != "absent"}
+    return recipe_of_keys(keys, where="theirs.yaml", folder=Path("nowhere")).recipe
+
+
+def reading(**changes: Any) -> Reading:
+    found = read_foreign({**PLAIN, **changes}, where="theirs.yaml", folder=Path("nowhere"))
+    assert found is not None
+    return found
+
+
+def test_a_qlora_recipe_says_the_same_here() -> None:
+    read = recipe()
+    assert (read.model, read.tuning, read.quantization) == ("org/llama", "qlora", "nf4")
+    assert (read.seq_len, read.micro_batch_size, read.gradient_accumulation_steps) == (1024, 2, 1)
+    assert (read.learning_rate, read.optimizer, read.lr_scheduler) == (2e-4, "adamw-8bit", "cosine")
+    assert (read.precision, read.on_long_row) == ("bf16-master", "drop")
+    assert [(source.path, source.format) for source in read.data] == [("org/chat", "messages")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "value"),
+    [
+        ({"adapter": None, "load_in_4bit": False}, "tuning", "full"),
+        ({"adapter": None, "load_in_4bit": False}, "precision", "bf16"),
+        ({"adapter": None, "load_in_4bit": False, "bf16": False}, "precision", "fp32"),
+        ({"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True}, "quantization_bits", 8),
+        ({"lora_target_linear": True}, "lora_target_modules", ["all-linear"]),
+        ({}, "lora_target_modules", ["q_proj", "v_proj"]),
+        ({"warmup_steps": 0.1}, "warmup_ratio", 0.1),
+        ({"warmup_steps": 10, "warmup_ratio": 0.5}, "warmup_steps", 10),
+        ({"lr_scheduler": "constant", "warmup_ratio": 0.1}, "warmup_ratio", 0.0),
+        ({"batch_size": 8}, "gradient_accumulation_steps", 4),
+        ({"optimizer": "paged_adamw_32bit"}, "optimizer", "adamw"),
+        ({"gradient_checkpointing": "offload"}, "gradient_checkpointing", True),
+        ({"excess_length_strategy": "truncate"}, "on_long_row", "truncate"),
+        ({"tokens": ["<think>"]}, "added_tokens", ["<think>"]),
+        ({"tokens": {"pad_token": "<pad>"}}, "added_tokens", []),
+        ({"gpu": "4090"}, "gpu", "4090"),
+    ],
+)
+def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], setting: str, value: Any) -> None:
+    assert getattr(recipe(**changes), setting) == value
+
+
+@pytest.mark.parametrize(
+    ("source", "format", "columns"),
+    [
+        ({"type": "alpaca"}, "alpaca", {}),
+        ({"type": "chat_template", "field_messages": "conversations"}, "sharegpt", {}),
+        ({"type": "completion"}, "text", {}),
+        ({"type": "completion", "field": "body"}, "columns", {"text": "body"}),
+        (
+            {"type": {"field_instruction": "q", "field_output": "a"}},
+            "columns",
+            {"prompt": "q", "completion": "a"},
+        ),
+    ],
+)
+def test_the_type_of_a_dataset_is_its_format(source: dict[str, Any], format: str, columns: Any) -> None:
+    read = recipe(datasets=[{"path": "d", "split": "train[:5%]", **source}]).data[0]
+    assert (read.format, read.columns, read.split) == (format, columns, "train[:5%]")
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"rl": "dpo"}, "rl"),
+        ({"reward_model": True}, "reward_model"),
+        ({"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins"),
+        ({"optimizer": "muon"}, "optimizer"),
+        ({"lr_scheduler": "rex"}, "lr_scheduler"),
+        ({"datasets": [{"path": "d", "type": "chat_template", "roles_to_train": ["user"]}]}, "datasets[0]"),
+        ({"val_set_size": 100}, "val_set_size"),
+        ({"unfrozen_parameters": ["model.layers.4[4-9]+"]}, "unfrozen_parameters"),
+        ({"attn_implementation": "eager", "flash_attention": True, "relora": True}, "relora"),
+    ],
+)
+def test_what_would_change_the_result_is_refused_by_its_key(changes: dict[str, Any], key: str) -> None:
+    assert [line.key for line in reading(**changes).of("refused")] == [key]
+    with pytest.raises(RecipeError, match="would change the result"):
+        recipe(**changes)
+
+
+def test_all_unknown_keys_are_listed_with_what_they_may_mean() -> None:
+    with pytest.raises(RecipeError) as refused:
+        recipe(lora_aplha=3, sample_pakcing=True, wandb_project="x")
+    text = str(refused.value)
+    assert "'lora_aplha' (did you mean 'lora_alpha'?)" in text
+    assert "'sample_pakcing' (did you mean 'sample_packing'?)" in text
+    assert "wandb" not in text
+
+
+def test_off_empty_and_bookkeeping_keys_take_one_line() -> None:
+    found = recipe_of_keys(
+        {**PLAIN, "strict": False, "hub_model_id": "me/x", "never_seen": None, "special_tokens": {}},
+        where="theirs.yaml", folder=Path("nowhere"),
+    )  # fmt: skip
+    last = found.notes[-1]
+    assert "passed over" in last
+    assert all(key in last for key in ("strict", "hub_model_id", "never_seen", "special_tokens"))
+
+
+def test_sharding_is_left_to_the_plan_on_one_device() -> None:
+    keys = {**PLAIN, "fsdp_config": {"fsdp_offload_params": True, "reshard_after_forward": True}}
+    one = recipe_of_keys(keys, where="t", folder=Path("nowhere"))
+    two = recipe_of_keys(keys, where="t", folder=Path("nowhere"), options={"gpus": 2})
+    assert (one.recipe.zero, one.recipe.offload_parameters) == (None, None)
+    assert (two.recipe.zero, two.recipe.offload_parameters) == (3, "cpu")
+    assert "on one device" in one.notes[-1]
+
+
+def test_every_weight_over_sharded_devices_keeps_fp32_masters() -> None:
+    full = {**PLAIN, "adapter": None, "load_in_4bit": False, "deepspeed": "configs/zero3_bf16.json"}
+    read = recipe_of_keys(full, where="t", folder=Path("nowhere"), options={"gpus": 8}).recipe
+    assert (read.precision, read.zero) == ("bf16-master", 3)

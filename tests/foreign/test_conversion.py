@@ -1,0 +1,66 @@
+"""Laws: what convert writes is read back as the same recipe; the commands take another trainer's recipe as it is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import fitune
+from fitune.errors import RecipeError
+from fitune.foreign.door import trainer_of
+from fitune.foreign.reading import Reading
+from fitune.session.foreign_recipes import convert_recipe, read_any_recipe
+from foreign.examples import published_examples
+
+
+def test_a_converted_recipe_is_the_same_recipe(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    converted = 0
+    for number, example in enumerate(published_examples()):
+        if number % 7:
+            continue
+        theirs.write_text(yaml.safe_dump(example.keys, sort_keys=False))
+        try:
+            text = convert_recipe(theirs)
+        except RecipeError:
+            continue
+        ours.write_text(text)
+        options = {"gpus": 8}
+        assert trainer_of(yaml.safe_load(text)) is None, example.name
+        same = (
+            read_any_recipe(ours, options=options).recipe == read_any_recipe(theirs, options=options).recipe
+        )
+        assert same, example.name
+        converted += 1
+    assert converted > 20
+
+
+def test_fitunes_own_recipes_are_not_taken_for_others(tmp_path: Path) -> None:
+    own = Path(__file__).parents[2] / "recipes"
+    assert len(list(own.glob("*.yaml"))) > 5
+    for path in own.glob("*.yaml"):
+        assert trainer_of(yaml.safe_load(path.read_text(encoding="utf-8"))) is None, path
+    path = tmp_path / "own.yaml"
+    path.write_text("model: gpt2\ntuning: lora\n")
+    with pytest.raises(RecipeError, match="not recognised"):
+        convert_recipe(path)
+
+
+def test_python_and_files_read_the_same(tmp_path: Path) -> None:
+    theirs: dict[str, Any] = {
+        "base_model": "gpt2", "datasets": [{"path": "d", "type": "alpaca"}], "sequence_len": 512, "adapter": "lora",
+        "lora_r": 8, "lora_alpha": 16, "micro_batch_size": 1, "lora_target_linear": True, "learning_rate": 1e-4,
+        "bf16": "auto",
+    }  # fmt: skip
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(theirs))
+    plan = fitune.plan(theirs, gpu="4090").chosen.plan
+    assert plan == fitune.plan(path, gpu="4090").chosen.plan
+    assert plan.batch.seq_len == 512
+
+
+def test_one_key_may_not_be_set_twice() -> None:
+    reading = Reading(trainer="t", where="t", raw={"a": 1, "b": 2}, folder=Path("."))
+    reading.same({"a": "seq_len", "b": "seq_len"})
+    assert [line.key for line in reading.of("refused")] == ["b"]

@@ -1,0 +1,107 @@
+"""Laws of LLaMA-Factory's recipes, of both versions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fitune.errors import RecipeError
+from fitune.session.foreign_recipes import recipe_of_keys
+from fitune.spec.recipe import Recipe
+
+PLAIN: dict[str, Any] = {
+    "model_name_or_path": "org/llama", "stage": "sft", "do_train": True, "finetuning_type": "lora",
+    "lora_target": "all", "dataset": "identity, alpaca_en", "template": "llama3",
+}  # fmt: skip
+SECOND: dict[str, Any] = {
+    "model": "org/llama", "model_class": "llm", "train_dataset": "data.jsonl", "cutoff_len": 512,
+    "peft_config": {"name": "lora", "r": 16, "lora_alpha": 32, "target_modules": "all"},
+    "dist_config": {"name": "fsdp2"},
+}  # fmt: skip
+
+
+def recipe(keys: dict[str, Any], *, folder: Path = Path("nowhere"), gpus: int = 1, **changes: Any) -> Recipe:
+    return recipe_of_keys({**keys, **changes}, where="t", folder=folder, options={"gpus": gpus}).recipe
+
+
+def test_its_defaults_hold_where_they_differ() -> None:
+    read = recipe(PLAIN)
+    assert (read.lora_r, read.lora_alpha, read.lora_target_modules) == (8, 16, ["all-linear"])
+    assert (read.learning_rate, read.num_epochs, read.lr_scheduler) == (5e-5, 3.0, "linear")
+    assert (read.warmup_ratio, read.micro_batch_size, read.precision) == (0.0, 8, "fp32")
+    assert [source.path for source in read.data] == ["identity", "alpaca_en"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "value"),
+    [
+        ({"bf16": True}, "precision", "bf16-master"),
+        ({"bf16": True, "finetuning_type": "full"}, "precision", "bf16-master"),
+        ({"pure_bf16": True, "finetuning_type": "full"}, "precision", "bf16"),
+        ({"quantization_bit": 4}, "quantization", "nf4"),
+        ({"quantization_bit": 8}, "quantization_bits", 8),
+        ({"quantization_bit": 4, "double_quantization": False}, "double_quantization", False),
+        ({"neat_packing": True}, "packing", True),
+        ({"max_steps": 10, "val_size": 0.1, "eval_strategy": "steps", "eval_steps": 5}, "eval_steps", 5),
+        ({"eval_strategy": "no"}, "eval_steps", 0),
+        ({"disable_gradient_checkpointing": True}, "gradient_checkpointing", False),
+        ({"use_kt": True, "kt_config": {"kt_expert_weight_format": "bf16"}}, "tuning", "lora"),
+    ],
+)
+def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], setting: str, value: Any) -> None:
+    assert getattr(recipe(PLAIN, **changes), setting) == value
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stage": "dpo"},
+        {"stage": "rm"},
+        {"finetuning_type": "freeze"},
+        {"use_galore": True},
+        {"val_size": 50},
+    ],
+)
+def test_what_would_change_the_result_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match=f"{next(iter(changes))}: .* would change the result"):
+        recipe(PLAIN, **changes)
+
+
+def test_dataset_info_says_where_rows_are_and_how_they_are_called(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    info = {
+        "identity": {"file_name": "identity.json"},
+        "alpaca_en": {"hf_hub_url": "org/alpaca", "columns": {"prompt": "q", "response": "a"}},
+        "pairs": {"file_name": "p.json", "ranking": True},
+    }
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    first, second = recipe(PLAIN, folder=tmp_path / "examples", max_samples=20).data
+    assert (first.path, first.format, first.sample) == (
+        str(tmp_path / "data" / "identity.json"), "alpaca", 20,
+    )  # fmt: skip
+    assert (second.path, second.columns) == ("org/alpaca", {"prompt": "q", "completion": "a"})
+    with pytest.raises(RecipeError, match="good and bad answers"):
+        recipe(PLAIN, folder=tmp_path, dataset="pairs")
+
+
+def test_deepspeed_is_read_from_its_file_or_else_from_its_name(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    (tmp_path / "mine.json").write_text(json.dumps(config))
+    read = recipe(PLAIN, folder=tmp_path, gpus=2, deepspeed="mine.json")
+    assert (read.zero, read.offload_optimizer, read.backend) == (2, "cpu", None)
+    assert recipe(PLAIN, gpus=2, deepspeed="ds/ds_z3_offload_config.json").offload_parameters == "cpu"
+    with pytest.raises(RecipeError, match="no file ds/other.json"):
+        recipe(PLAIN, gpus=2, deepspeed="ds/other.json")
+
+
+def test_version_1_says_the_same_in_groups(tmp_path: Path) -> None:
+    read = recipe(SECOND, gpus=2)
+    assert (read.tuning, read.lora_r, read.lora_alpha, read.zero, read.seq_len) == ("lora", 16, 32, 3, 512)
+    assert (read.learning_rate, read.precision) == (1e-4, "bf16-master")
+    quantised = recipe(SECOND, quant_config={"name": "bnb", "quantization_bit": 4})
+    assert (quantised.tuning, quantised.quantization) == ("qlora", "nf4")
+    (tmp_path / "sets.yaml").write_text(yaml.safe_dump({"a": {"path": "org/a", "size": 50}}))
+    source = recipe(SECOND, folder=tmp_path, train_dataset="sets.yaml").data[0]
+    assert (source.path, source.sample) == ("org/a", 50)
