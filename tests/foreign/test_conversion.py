@@ -49,7 +49,7 @@ def test_fitunes_own_recipes_are_not_taken_for_others(tmp_path: Path) -> None:
 
 def test_python_and_files_read_the_same(tmp_path: Path) -> None:
     theirs: dict[str, Any] = {
-        "base_model": "gpt2", "datasets": [{"path": "d", "type": "alpaca"}], "sequence_len": 512, "adapter": "lora",
+        "base_model": "gpt2", "datasets": [{"path": "org/d", "type": "alpaca"}], "sequence_len": 512, "adapter": "lora",
         "lora_r": 8, "lora_alpha": 16, "micro_batch_size": 1, "lora_target_linear": True, "learning_rate": 1e-4,
         "bf16": "auto",
     }  # fmt: skip

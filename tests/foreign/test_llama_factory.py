@@ -16,7 +16,7 @@ PLAIN: dict[str, Any] = {
     "lora_target": "all", "dataset": "identity, alpaca_en", "template": "llama3",
 }  # fmt: skip
 SECOND: dict[str, Any] = {
-    "model": "org/llama", "model_class": "llm", "train_dataset": "data.jsonl", "cutoff_len": 512,
+    "model": "org/llama", "model_class": "llm", "train_dataset": "org/rows", "cutoff_len": 512,
     "peft_config": {"name": "lora", "r": 16, "lora_alpha": 32, "target_modules": "all"},
     "dist_config": {"name": "fsdp2"},
 }  # fmt: skip
@@ -31,7 +31,14 @@ def test_its_defaults_hold_where_they_differ() -> None:
     assert (read.lora_r, read.lora_alpha, read.lora_target_modules) == (8, 16, ["all-linear"])
     assert (read.learning_rate, read.num_epochs, read.lr_scheduler) == (5e-5, 3.0, "linear")
     assert (read.warmup_ratio, read.micro_batch_size, read.precision) == (0.0, 8, "fp32")
-    assert [source.path for source in read.data] == ["identity", "alpaca_en"]
+
+
+def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on() -> None:
+    found = recipe_of_keys(PLAIN, where="t", folder=Path("nowhere"))
+    assert found.recipe.data == []
+    said = " ".join(line.strip() for line in found.notes)
+    assert "identity, alpaca_en: names in a dataset_info.json that is not here; name files as data" in said
+    assert recipe(PLAIN, dataset="org/rows").data[0].path == "org/rows"
 
 
 @pytest.mark.parametrize(

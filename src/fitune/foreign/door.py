@@ -8,6 +8,8 @@ from fitune.foreign.axolotl import read_axolotl
 from fitune.foreign.llama_factory import read_llama_factory
 from fitune.foreign.llama_factory_1 import read_llama_factory_1
 from fitune.foreign.reading import Reading, words
+from fitune.foreign.torchtune import read_torchtune
+from fitune.foreign.trl import read_trl
 
 OWN = words(
     "tuning data eval_data precision quantization quantization_bits zero backend seq_len on_long_row "
@@ -27,17 +29,30 @@ _LLAMA_FACTORY = words(
     "stage do_train finetuning_type template cutoff_len dataset lora_target quantization_bit model_class "
     "train_dataset dist_config peft_config sample_backend"
 )
+_UNSLOTH = words(
+    "max_seq_length r random_state use_gradient_checkpointing full_finetuning loftq_config fast_inference"
+)
+_TRL = words(
+    "dataset_name datasets dataset_config use_peft dataset_train_split dataset_text_field completion_only_loss "
+    "assistant_only_loss accelerate_config per_device_train_batch_size lr_scheduler_type report_to"
+)
 
 
 def trainer_of(raw: Mapping[str, Any]) -> str | None:
     """The trainer whose recipe ``raw`` is; None for a recipe of fitune's own."""
     keys = set(raw)
+    if any(isinstance(value, Mapping) and "_component_" in value for value in raw.values()):
+        return "torchtune"
     if "model" in keys and len(keys & OWN) > (1 if "lr_scheduler" in keys else 0):
         return None
     if "base_model" in keys and len(keys & _AXOLOTL) >= 2:
         return "axolotl"
     if len(keys & _LLAMA_FACTORY) >= 3 and keys & {"model_name_or_path", "model"}:
         return "LLaMA-Factory"
+    if keys & {"model_name_or_path", "model_name"} and len(keys & _UNSLOTH) >= 2:
+        return "Unsloth"
+    if "model_name_or_path" in keys and keys & _TRL:
+        return "TRL"
     return None
 
 
@@ -48,6 +63,9 @@ def _read_either_version(r: Reading) -> None:
 
 _READERS: dict[str, Callable[[Reading], None]] = {
     "axolotl": read_axolotl,
+    "TRL": read_trl,
+    "Unsloth": read_trl,
+    "torchtune": read_torchtune,
     "LLaMA-Factory": _read_either_version,
 }
 

@@ -177,21 +177,26 @@ def _precision(r: Reading) -> None:
 
 def _data(r: Reading) -> None:
     registry = _registry(r)
+    r.passed("max_samples", "rows drawn from all of a source; LLaMA-Factory takes its first rows")
     for key, name in (("dataset", "data"), ("eval_dataset", "eval_data")):
         named = r.take(key)
-        names = named if isinstance(named, list) else [part.strip() for part in str(named or "").split(",")]
-        sources = [_source(r, each, registry, key) for each in names if each]
+        listed = named if isinstance(named, list) else str(named or "").split(",")
+        names = [str(part).strip() for part in listed if str(part).strip()]
+        sources = [_source(r, each, registry, key) for each in names]
         found = [source for source in sources if source is not None]
         if not found:
             continue
-        missing = [each for each in names if each and each not in registry]
-        said = f"dataset_info.json is not here: train needs files for {', '.join(missing)}" if missing else ""
+        missing = [each for each in names if each not in registry and not _names_a_file(r, each)]
+        if missing:
+            r.passed(
+                key,
+                f"{', '.join(missing)}: names in a dataset_info.json that is not here; name files as {name}",
+            )
+            continue
         rows = r.take("max_samples")
         if rows is not None:
             found = [{**source, "sample": rows} for source in found]
-        r.put(name, found, key=key, said=said)
-        if rows is not None:
-            r.passed("max_samples", "rows drawn from all of a source; LLaMA-Factory takes its first rows")
+        r.put(name, found, key=key)
     share = r.take("val_size")
     if share is not None and float(share) >= 1:
         r.refuse("val_size", "a number of rows to evaluate on; here it is a share: 0.05")
@@ -210,6 +215,11 @@ def _data(r: Reading) -> None:
     )
     if (tokens := r.take("add_tokens")) is not None:
         r.put("added_tokens", tokens, key="add_tokens")
+
+
+def _names_a_file(r: Reading, name: str) -> bool:
+    """``owner/name`` is on the Hub; a file lies beside the recipe or above it."""
+    return "/" in name or find_file(r, name) is not None
 
 
 def _registry(r: Reading) -> dict[str, Any]:
@@ -232,7 +242,7 @@ _COLUMNS = {"prompt": "prompt", "response": "completion", "system": "system"}
 def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dict[str, Any] | None:
     entry = registry.get(name)
     if entry is None:
-        return {"path": name}
+        return {"path": str(find_file(r, name) or name)}
     if entry.get("ranking") or (entry.get("columns") or {}).get("kto_tag"):
         r.refuse(f"{key}[{name}]", "rows of good and bad answers; fitune learns from answers alone")
         return None

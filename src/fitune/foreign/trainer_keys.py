@@ -107,6 +107,7 @@ def _scheduler(r: Reading, key: str) -> None:
         return
     if str(name) not in SCHEDULERS or r.take("lr_scheduler_kwargs") is not None:
         r.refuse(key, "a learning rate that follows another curve; here: constant, linear, cosine")
+        r.passed("lr_scheduler_kwargs")
         return
     ours, said = SCHEDULERS[str(name)]
     r.put("lr_scheduler", ours, key=key, said=said)

@@ -1,0 +1,273 @@
+"""Recipes of torchtune, known by ``_component_``: models, datasets, optimizers and rates are named by Python paths."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fitune.foreign.reading import Reading
+from fitune.foreign.trainer_keys import SPEED_SAID, is_on
+
+_SAME = {
+    "output_dir": "output_dir",
+    "seed": "seed",
+    "epochs": "num_epochs",
+    "batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "log_every_n_steps": "log_steps",
+    "enable_activation_checkpointing": "gradient_checkpointing",
+    "optimizer_in_bwd": "optimizer_in_backward",
+}
+_BOOKKEEPING = (
+    "tokenizer checkpointer shuffle device metric_logger log_level log_peak_memory_stats profiler batch_size_val "
+    "run_val_every_n_steps save_adapter_weights_only resume_from_checkpoint enable_async_checkpointing "
+    "cudnn_deterministic_mode save_every_n_steps loss"
+)
+_SPEED = (
+    "compile low_cpu_ram custom_sharded_layers memory_efficient_fsdp_wrap ac_mode ac_option tensor_parallel_dim "
+    "tensor_parallel_plan data_parallel_shard_dim data_parallel_replicate_dim context_parallel_dim dataloader "
+    "enable_activation_offloading activation_offloading_use_streams fsdp_sharding_strategy enable_fp8_training "
+    "fp8_recipe_name use_loss_parallel_ctx_manager"
+)
+_REFUSED = {
+    "quantizer": "quantisation-aware training",
+    "teacher_model": "distillation from a teacher",
+    "kd_ratio": "distillation from a teacher",
+    "reward_and_value_model": "PPO",
+    "policy_model": "reinforcement learning",
+    "early_exit_loss": "another loss (early exit)",
+    "layer_dropout": "blocks left out at random",
+}
+
+_PROMPTS = "rendered by the chat template, without Alpaca's headings around question and answer"
+_DATASETS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "alpaca_dataset": ("tatsu-lab/alpaca", {"format": "alpaca"}, True),
+    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", {"format": "alpaca"}, True),
+    "samsum_dataset": ("Samsung/samsum", {"format": "dialogue_summary"}, False),
+    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", {"format": "sharegpt"}, False),
+    "chat_dataset": ("", {}, False),
+    "instruct_dataset": ("", {}, False),
+    "text_completion_dataset": ("", {"format": "text"}, False),
+}
+"""Builder -> (source by default, how its rows are read, prompts are learnt by default)."""
+
+_OPTIMIZERS = {
+    "torch.optim.AdamW": ("adamw", ""),
+    "bitsandbytes.optim.AdamW": ("adamw", ""),
+    "bitsandbytes.optim.AdamW8bit": ("adamw-8bit", ""),
+    "bitsandbytes.optim.PagedAdamW": ("adamw", "the same update; paged states are not in this version"),
+    "bitsandbytes.optim.PagedAdamW8bit": ("adamw-8bit", "the same update; paged states are not in this version"),
+    "torchao.optim.AdamW8bit": ("adamw-8bit", "bitsandbytes' 8-bit states, of the same size"),
+    "torch.optim.SGD": ("sgd", ""),
+}  # fmt: skip
+_ADAMW_DECAY = 0.01
+"""torch's and bitsandbytes' AdamW decay weights by this much where nobody says."""
+
+
+def read_torchtune(r: Reading) -> None:
+    r.same(_SAME)
+    _model(r)
+    _data(r, "dataset", "data")
+    _data(r, "dataset_val", "eval_data")
+    _optimizer(r)
+    _rate(r)
+    _precision(r)
+    _length(r)
+    _sharding(r)
+    r.refuse_if_on(_REFUSED)
+    if is_on(r.take("enable_activation_offloading")):
+        r.passed("enable_activation_offloading", "the plan moves them to the host where that helps")
+    r.pass_over(_BOOKKEEPING)
+    r.pass_over(_SPEED, SPEED_SAID)
+
+
+def _component(value: Any) -> str:
+    return str(value.get("_component_", "")) if isinstance(value, Mapping) else ""
+
+
+def _model(r: Reading) -> None:
+    """The checkpoint's folder where it exists, else its name, which is the model's on the Hub."""
+    model = r.take("model")
+    component = _component(model)
+    name = component.rsplit(".", 1)[-1]
+    if not isinstance(model, Mapping) or any(word in component for word in ("vision", "clip", "classifier")):
+        r.refuse("model", f"{name or model}: fitune trains language models on text")
+        return
+    loss = _component(r.take("loss"))
+    if any(word in loss.lower() for word in ("dpo", "ppo", "grpo", "kl", "rlhf")):
+        r.refuse("loss", "preferences, rewards or distillation; fitune does supervised fine-tuning")
+    folder = (r.take("checkpointer") or {}).get("checkpoint_dir")
+    if folder is None:
+        r.refuse("checkpointer", "no checkpoint_dir to start from")
+        return
+    path = Path(str(folder)).expanduser()
+    called = path.parent.name if path.name == "original" else path.name
+    here = (path / "config.json").is_file()
+    said = "" if here else "the folder is not here: its name, as a model's"
+    r.put("model", str(path) if here else called, key="checkpointer", said=said)
+    _method(r, model, name)
+
+
+def _method(r: Reading, model: Mapping[str, Any], name: str) -> None:
+    adapters = name.startswith(("lora_", "qlora_")) or "lora_rank" in model
+    if not adapters:
+        r.put("tuning", "full", key="model", said=f"{name} trains every weight")
+        return
+    packed = name.startswith("qlora_") or is_on(model.get("quantize_base"))
+    r.put("tuning", "qlora" if packed else "lora", key="model", said=name)
+    if packed:
+        r.put("quantization", "nf4", key="model")
+    for theirs, ours, usual in (("lora_rank", "lora_r", 8), ("lora_alpha", "lora_alpha", 16),
+                                ("lora_dropout", "lora_dropout", 0.0), ("use_dora", "dora", False)):  # fmt: skip
+        r.put(ours, model.get(theirs, usual), key="model")
+    targets = [
+        {"output_proj": "o_proj"}.get(str(each), str(each)) for each in model.get("lora_attn_modules", ())
+    ]
+    targets += ["gate_proj", "up_proj", "down_proj"] if is_on(model.get("apply_lora_to_mlp")) else []
+    r.put("lora_target_modules", targets, key="model")
+    if is_on(model.get("apply_lora_to_output")):
+        r.refuse(
+            "model", "apply_lora_to_output: adapters on the output head; lora_modules_to_save trains it whole"
+        )
+
+
+def _data(r: Reading, key: str, name: str) -> None:
+    value = r.take(key)
+    if value is None:
+        return
+    read = [_source(r, each, key) for each in (value if isinstance(value, list) else [value])]
+    sources = [source for source in read if source is not None]
+    said = _PROMPTS if any(source.get("format") == "alpaca" for source in sources) else ""
+    r.put(name, sources, key=key, said=said)
+    first = value[0] if isinstance(value, list) else value
+    if name != "data" or not isinstance(first, Mapping):
+        return
+    builder = _component(first).rsplit(".", 1)[-1]
+    learnt = first.get("train_on_input", _DATASETS.get(builder, ("", {}, False))[2])
+    r.put(
+        "train_on_prompt", is_on(learnt), key=key, said="prompts are learnt too, as there" if learnt else ""
+    )
+    r.put("packing", is_on(first.get("packed")), key=key)
+    longest = (r.take("tokenizer") or {}).get("max_seq_len")
+    if longest is not None:
+        r.put("seq_len", longest, key="tokenizer")
+        r.settings.setdefault("on_long_row", "truncate")
+    else:
+        r.put(
+            "on_long_row",
+            "error",
+            said="torchtune takes rows of any length without max_seq_len; seq_len bounds them",
+        )
+
+
+def _source(r: Reading, value: Any, key: str) -> dict[str, Any] | None:
+    builder = _component(value).rsplit(".", 1)[-1]
+    if builder not in _DATASETS or not isinstance(value, Mapping):
+        r.refuse(key, f"{builder or value}: name its rows as a source of data with its columns")
+        return None
+    usual, how, _ = _DATASETS[builder]
+    path = str(value.get("source") or usual)
+    files = value.get("data_files")
+    source = {"path": str(files) if files and path in ("json", "csv", "parquet", "text") else path, **how}
+    if value.get("subset") or value.get("name"):
+        source["path"] = f"{path}:{value.get('subset') or value.get('name')}"
+    if value.get("split"):
+        source["split"] = str(value["split"])
+    columns = value.get("column_map")
+    if builder == "instruct_dataset" and isinstance(columns, Mapping) and {"input", "output"} <= set(columns):
+        source |= {
+            "format": "columns",
+            "columns": {"prompt": columns["input"], "completion": columns["output"]},
+        }
+    elif builder == "text_completion_dataset" and value.get("column", "text") != "text":
+        source |= {"format": "columns", "columns": {"text": value["column"]}}
+    elif builder == "chat_dataset":
+        style = {"sharegpt": "sharegpt", "openai": "messages"}.get(str(value.get("conversation_style")))
+        usual_column = {"sharegpt": "conversations", "messages": "messages"}.get(style or "")
+        if style is None or value.get("conversation_column", usual_column) != usual_column:
+            r.refuse(
+                key,
+                "conversations in a column or style of their own; fitune reads messages and conversations",
+            )
+            return None
+        source["format"] = style
+    elif columns:
+        r.refuse(key, "a column_map; name them as columns of a source of data")
+        return None
+    return source
+
+
+def _optimizer(r: Reading) -> None:
+    value = r.take("optimizer")
+    if value is None:
+        return
+    name = _component(value)
+    if name not in _OPTIMIZERS:
+        r.refuse("optimizer", f"{name}; fitune steps by adamw, adamw-8bit, sgd or momentum")
+        return
+    ours, said = _OPTIMIZERS[name]
+    if ours == "sgd" and value.get("momentum"):
+        r.put("momentum", value["momentum"], key="optimizer")
+        ours = "momentum"
+    r.put("optimizer", ours, key="optimizer", said=said)
+    r.put("learning_rate", value.get("lr", 1e-3), key="optimizer")
+    decay = value.get("weight_decay")
+    if decay is not None or ours not in ("adamw", "adamw-8bit"):
+        r.put("weight_decay", decay or 0.0, key="optimizer")
+    else:
+        r.put("weight_decay", _ADAMW_DECAY, key="optimizer", said="the default of AdamW there")
+    for number, beta in enumerate(value.get("betas") or (), start=1):
+        r.put(f"adam_beta{number}", beta, key="optimizer")
+    if value.get("eps") is not None:
+        r.put("adam_epsilon", value["eps"], key="optimizer")
+
+
+def _rate(r: Reading) -> None:
+    value = r.take("lr_scheduler")
+    if value is None:
+        r.put("lr_scheduler", "constant", said="torchtune without lr_scheduler")
+        r.put("warmup_steps", 0, said="torchtune without lr_scheduler")
+        return
+    name = _component(value).rsplit(".", 1)[-1]
+    if name != "get_cosine_schedule_with_warmup" or value.get("num_cycles", 0.5) != 0.5:
+        r.refuse("lr_scheduler", f"{name}; here: constant, linear, cosine")
+        return
+    r.put("lr_scheduler", "cosine", key="lr_scheduler")
+    r.put("warmup_steps", value.get("num_warmup_steps", 0), key="lr_scheduler")
+
+
+def _precision(r: Reading) -> None:
+    name = str(r.take("dtype") or "bf16")
+    if name not in ("bf16", "fp32", "fp16"):
+        r.refuse("dtype", "bf16, fp16 or fp32")
+        return
+    said = "all weights and their updates in bf16, as there" if name == "bf16" else ""
+    r.put("precision", name, key="dtype", said=said)
+    norm = r.take("clip_grad_norm")
+    if is_on(norm):
+        r.put("max_grad_norm", norm, key="clip_grad_norm")
+    else:
+        r.passed("clip_grad_norm")
+        r.put("max_grad_norm", 0.0, said="torchtune clips only where clip_grad_norm says so")
+
+
+def _length(r: Reading) -> None:
+    """Steps of one epoch; of several, the same in each."""
+    steps = r.take("max_steps_per_epoch")
+    if steps is None:
+        return
+    epochs = float(r.settings.get("num_epochs", 1))
+    said = f"in each of {epochs:g} epochs" if epochs > 1 else ""
+    r.put("max_steps", round(int(steps) * epochs), key="max_steps_per_epoch", said=said)
+
+
+def _sharding(r: Reading) -> None:
+    fsdp = r.take("fsdp")
+    to_host = is_on(r.take("fsdp_cpu_offload")) or (
+        isinstance(fsdp, Mapping) and is_on(fsdp.get("cpu_offload"))
+    )
+    if to_host:
+        key = "fsdp_cpu_offload" if "fsdp_cpu_offload" in r.raw else "fsdp"
+        r.put("zero", 3, key=key)
+        r.put("offload_parameters", "cpu", key=key)
+        r.put("offload_optimizer", "cpu", key=key)
+    r.pass_over(("fsdp", "fsdp_cpu_offload"))

@@ -1,0 +1,190 @@
+"""Recipes of TRL: the YAML of ``trl sft``, SFTConfig and ModelConfig; and the arguments of Unsloth's notebooks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fitune.foreign.reading import Reading
+from fitune.foreign.sharding_files import read_accelerate, read_deepspeed, read_fsdp
+from fitune.foreign.trainer_keys import SPEED_SAID, is_on, read_precision, read_trainer_keys
+
+_SAME = {
+    "model_name_or_path": "model",
+    "model_name": "model",
+    "max_length": "seq_len",
+    "max_seq_length": "seq_len",
+    "per_device_train_batch_size": "micro_batch_size",
+    "packing": "packing",
+    "num_processes": "gpus",
+    "num_machines": "nodes",
+}
+_LORA = {
+    "lora_r": "lora_r",
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target_modules": "lora_target_modules",
+    "target_modules": "lora_target_modules",
+    "lora_modules_to_save": "lora_modules_to_save",
+    "modules_to_save": "lora_modules_to_save",
+    "use_dora": "dora",
+    "use_rslora": "rslora",
+}
+_BOOKKEEPING = (
+    "trust_remote_code dataset_streaming streaming gradio env lora_task_type task_type bnb_4bit_quant_storage "
+    "dataset_text_field dataset_kwargs truncation_mode ignore_bias_buffers eval_packing pad_token eos_token "
+    "bnb_4bit_compute_dtype max_memory device_map token fast_inference gpu_memory_utilization max_lora_rank "
+    "unsloth_force_compile bias loftq_config finetune_vision_layers finetune_language_layers "
+    "finetune_attention_modules finetune_mlp_modules mixed_precision main_process_port machine_rank main_process_ip "
+    "use_exact_model_name num_proc return_tensors tokenizer processing_class main_training_function chunk_size "
+    "warmup_num_steps"
+)
+_SPEED = "attn_implementation packing_strategy shuffle_dataset use_kernels dispatch_batches"
+_REFUSED = {
+    "lora_target_parameters": "adapters on fused expert weights",
+    "dataset_mixture": "a mixture with columns of its own; name the sources as data",
+    "beta": "a preference loss; fitune does supervised fine-tuning",
+    "ref_model": "a reference model; fitune does supervised fine-tuning",
+    "reward_model_name_or_path": "a reward model; fitune does supervised fine-tuning",
+    "reward_funcs": "reinforcement learning; fitune does supervised fine-tuning",
+    "num_generations": "reinforcement learning; fitune does supervised fine-tuning",
+    "teacher_model_name_or_path": "distillation from a teacher",
+    "rank_pattern": "a rank for each module",
+    "alpha_pattern": "a scale for each module",
+    "embedding_learning_rate": "a learning rate of its own for embeddings",
+}
+_LOSSES = ("nll", "chunked_nll")
+_DEFAULTS = {"TRL": (1024, 8, 2e-5, 3.0), "Unsloth": (2048, 8, 5e-5, 3.0)}
+"""seq_len, micro_batch_size, learning_rate and num_epochs where nobody says."""
+
+
+def read_trl(r: Reading) -> None:
+    r.same(_SAME)
+    if is_on(revision := r.take("model_revision")) and revision != "main":
+        r.refuse("model_revision", "a revision of the model; name the folder it was downloaded to")
+    r.passed("model_revision")
+    _method(r)
+    _data(r)
+    _loss(r)
+    read_accelerate(r)
+    if "zero" not in r.settings:
+        read_deepspeed(r)
+    if "zero" not in r.settings:
+        read_fsdp(r)
+    r.pass_over(("fsdp", "fsdp_config", "deepspeed"))
+    read_trainer_keys(r, optimizer="optim", scheduler="lr_scheduler_type", refused=_REFUSED)
+    _precision(r)
+    _checkpointing(r)
+    _defaults(r)
+    r.pass_over(_BOOKKEEPING)
+    r.pass_over(_SPEED, SPEED_SAID)
+
+
+def _method(r: Reading) -> None:
+    unsloth = r.trainer == "Unsloth"
+    full = is_on(r.take("full_finetuning")) if unsloth else not is_on(r.take("use_peft"))
+    four = is_on(r.raw.get("load_in_4bit", unsloth and not full and not is_on(r.take("load_in_8bit"))))
+    eight = is_on(r.take("load_in_8bit"))
+    r.take("load_in_4bit")
+    key = "full_finetuning" if unsloth else "use_peft"
+    if full:
+        r.put("tuning", "full", key=key, said="" if key in r.raw else f"{r.trainer} without {key}")
+        r.pass_over((*_LORA, "load_in_4bit", "load_in_8bit"), "every weight is trained")
+        return
+    r.put("tuning", "qlora" if four or eight else "lora", key=key)
+    if four:
+        r.put("quantization", str(r.take("bnb_4bit_quant_type") or "nf4"), key="load_in_4bit")
+        nested = r.take("use_bnb_nested_quant")
+        if nested is not None:
+            r.put("double_quantization", is_on(nested), key="use_bnb_nested_quant")
+        else:
+            r.assume("double_quantization", unsloth)
+    elif eight:
+        r.put("quantization", "hqq", key="load_in_8bit", said="8-bit weights by HQQ instead of LLM.int8")
+        r.put("quantization_bits", 8, key="load_in_8bit")
+    r.same(_LORA)
+    r.assume("lora_r", 16)
+    r.assume("lora_alpha", 16 if unsloth else 32)
+    r.assume("lora_dropout", 0.0 if unsloth else 0.05)
+    if unsloth:
+        r.assume("lora_target_modules", ["all-linear"])
+    else:
+        r.assume("lora_target_modules", ["q_proj", "v_proj"], "PEFT's own choice for models like Llama")
+
+
+def _data(r: Reading) -> None:
+    sources = r.take("datasets")
+    named = r.take("dataset_name")
+    config = r.take("dataset_config")
+    if isinstance(sources, list):
+        r.put("data", [_source(each) for each in sources], key="datasets")
+    elif named is not None:
+        source: dict[str, Any] = {"path": f"{named}:{config}" if config else str(named)}
+        if (split := r.take("dataset_train_split")) is not None:
+            source["split"] = str(split)
+        r.put("data", [source], key="dataset_name")
+        if is_on(strategy := r.take("eval_strategy")) and strategy != "no":
+            held_out = {**source, "split": str(r.take("dataset_test_split") or "test")}
+            r.put("eval_data", [held_out], key="eval_strategy")
+    if (share := r.take("test_split_size")) is not None:
+        r.put("val_fraction", share, key="test_split_size")
+    r.pass_over(("dataset_config", "dataset_train_split", "dataset_test_split"), "read with dataset_name")
+    template = r.take("chat_template_path")
+    if template is not None:
+        r.put("chat_template", template, key="chat_template_path")
+
+
+def _source(entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, Mapping):
+        return {"path": str(entry)}
+    path = f"{entry.get('path')}:{entry['name']}" if entry.get("name") else str(entry.get("path"))
+    return {"path": path, **({"split": str(entry["split"])} if entry.get("split") else {})}
+
+
+def _loss(r: Reading) -> None:
+    """TRL learns every token of a conversation and of a text, and of prompt and completion the completion."""
+    kind = r.take("loss_type")
+    if kind is not None and str(kind) not in _LOSSES:
+        r.refuse("loss_type", "another loss; fitune learns by cross entropy")
+    r.passed("loss_type")
+    for key in ("assistant_only_loss", "completion_only_loss", "train_on_responses_only"):
+        if (value := r.take(key)) is not None:
+            r.put("train_on_prompt", not is_on(value), key=key)
+            return
+    said = f"{r.trainer} learns prompts of conversations too; for rows of prompt and completion say false"
+    r.put("train_on_prompt", True, said=said)
+
+
+def _precision(r: Reading) -> None:
+    dtype = str(r.take("dtype") or r.take("torch_dtype") or "auto")
+    if r.settings.get("tuning") == "full" and dtype in ("bfloat16", "bf16", "torch.bfloat16"):
+        key = "dtype" if "dtype" in r.raw else "torch_dtype"
+        r.put("precision", "bf16", key=key, said="weights are loaded and updated in bf16")
+        r.pass_over(("bf16", "fp16"))
+    else:
+        read_precision(r, whole="bf16-master", default="bf16-master")
+        r.pass_over(("dtype", "torch_dtype"), "the base of adapters; masters are fp32")
+
+
+def _checkpointing(r: Reading) -> None:
+    """Unsloth's own key beside the Trainer's."""
+    value = r.take("use_gradient_checkpointing")
+    if value is not None and "gradient_checkpointing" not in r.settings:
+        r.put("gradient_checkpointing", is_on(value), key="use_gradient_checkpointing")
+    r.passed("use_gradient_checkpointing", "gradient_checkpointing says it")
+    r.passed("activation_offloading", "the plan moves them to the host where that helps")
+    if (seed := r.take("random_state")) is not None and "seed" not in r.settings:
+        r.put("seed", seed, key="random_state")
+    r.passed("random_state", "of the adapters' start; seed is one here")
+
+
+def _defaults(r: Reading) -> None:
+    seq_len, batch, rate, epochs = _DEFAULTS[r.trainer]
+    r.assume("seq_len", seq_len)
+    r.assume("micro_batch_size", batch)
+    r.assume("gradient_accumulation_steps", 1)
+    r.assume("learning_rate", rate)
+    r.assume("num_epochs", epochs)
+    r.assume("lr_scheduler", "linear")
+    if "warmup_steps" not in r.settings:
+        r.assume("warmup_ratio", 0.0)
+    r.settings.setdefault("on_long_row", "truncate")

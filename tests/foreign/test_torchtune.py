@@ -1,0 +1,82 @@
+"""Laws of torchtune's recipes: components become settings, and its defaults hold."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.errors import RecipeError
+from fitune.session.foreign_recipes import recipe_of_keys
+from fitune.spec.recipe import Recipe
+
+PLAIN: dict[str, Any] = {
+    "output_dir": "out",
+    "model": {
+        "_component_": "torchtune.models.llama3.lora_llama3_8b", "lora_attn_modules": ["q_proj", "output_proj"],
+        "apply_lora_to_mlp": True, "lora_rank": 64, "lora_alpha": 128,
+    },
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": None},
+    "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "/x/Llama-3-8B/"},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "packed": False},
+    "batch_size": 2, "gradient_accumulation_steps": 8, "epochs": 1, "max_steps_per_epoch": None, "dtype": "bf16",
+    "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "lr": "3e-4"},
+    "lr_scheduler": {
+        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 100,
+    },
+    "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}, "clip_grad_norm": None,
+}  # fmt: skip
+
+
+def recipe(**changes: Any) -> Recipe:
+    keys = {key: value for key, value in {**PLAIN, **changes}.items() if value != "absent"}
+    return recipe_of_keys(keys, where="t", folder=Path("nowhere"), options={"gpus": 2}).recipe
+
+
+def test_components_become_settings() -> None:
+    read = recipe()
+    assert (read.model, read.tuning, read.lora_r, read.lora_alpha) == ("Llama-3-8B", "lora", 64, 128)
+    assert read.lora_target_modules == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert (read.micro_batch_size, read.gradient_accumulation_steps, read.precision) == (2, 8, "bf16")
+    assert (read.learning_rate, read.lr_scheduler, read.warmup_steps) == (3e-4, "cosine", 100)
+    assert (read.data[0].path, read.data[0].format) == ("yahma/alpaca-cleaned", "alpaca")
+
+
+def test_its_defaults_are_not_fitunes() -> None:
+    read = recipe(lr_scheduler="absent")
+    assert (read.lr_scheduler, read.warmup_steps) == ("constant", 0)
+    assert (read.weight_decay, read.max_grad_norm) == (0.01, 0.0)
+    assert (read.train_on_prompt, read.on_long_row) == (True, "error")
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "value"),
+    [
+        ({"model": {"_component_": "torchtune.models.llama3.llama3_8b"}}, "tuning", "full"),
+        ({"model": {**PLAIN["model"], "_component_": "a.qlora_llama3_8b"}}, "quantization", "nf4"),
+        ({"model": {**PLAIN["model"], "use_dora": True}}, "dora", True),
+        ({"clip_grad_norm": 1.0}, "max_grad_norm", 1.0),
+        ({"max_steps_per_epoch": 50, "epochs": 2}, "max_steps", 100),
+        ({"fsdp_cpu_offload": True}, "offload_parameters", "cpu"),
+        ({"optimizer_in_bwd": True}, "optimizer_in_backward", True),
+        ({"tokenizer": {"_component_": "t", "max_seq_len": 512}}, "seq_len", 512),
+        ({"dataset": {**PLAIN["dataset"], "train_on_input": False}}, "train_on_prompt", False),
+        ({"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-5}}, "optimizer", "adamw-8bit"),
+    ],
+)  # fmt: skip
+def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], setting: str, value: Any) -> None:
+    assert getattr(recipe(**changes), setting) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"quantizer": {"_component_": "training.quantization.Int8DynActInt4WeightQATQuantizer"}}, "quantizer"),
+        ({"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "loss"),
+        ({"dataset": {"_component_": "torchtune.datasets.stack_exchange_paired_dataset"}}, "dataset"),
+        ({"model": {"_component_": "torchtune.models.llama3_2_vision.llama3_2_vision_11b"}}, "model"),
+        ({"optimizer": {"_component_": "torch.optim.Adagrad"}}, "optimizer"),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_result_is_refused(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(RecipeError, match=f"{key}: .* would change the result"):
+        recipe(**changes)

@@ -1,0 +1,91 @@
+"""Laws of TRL's recipes, accelerate's files and the arguments of Unsloth's notebooks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fitune.errors import RecipeError
+from fitune.foreign.door import trainer_of
+from fitune.session.foreign_recipes import recipe_of_keys
+from fitune.spec.recipe import Recipe
+
+PLAIN: dict[str, Any] = {"model_name_or_path": "org/m", "dataset_name": "org/rows"}
+UNSLOTH: dict[str, Any] = {
+    "model_name": "unsloth/m", "max_seq_length": 2048, "load_in_4bit": True, "r": 16, "lora_alpha": 16,
+    "lora_dropout": 0, "bias": "none", "use_gradient_checkpointing": "unsloth", "random_state": 3407,
+    "use_rslora": False, "loftq_config": None, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4,
+    "warmup_steps": 5, "max_steps": 60, "learning_rate": 2e-4, "optim": "adamw_8bit", "weight_decay": 0.01,
+    "lr_scheduler_type": "linear", "output_dir": "outputs", "report_to": "none",
+    "target_modules": ["q_proj", "k_proj"],
+}  # fmt: skip
+
+
+def recipe(keys: dict[str, Any], *, folder: Path = Path("nowhere"), gpus: int = 2, **changes: Any) -> Recipe:
+    return recipe_of_keys({**keys, **changes}, where="t", folder=folder, options={"gpus": gpus}).recipe
+
+
+def test_trls_defaults_hold() -> None:
+    read = recipe(PLAIN)
+    assert (read.tuning, read.precision, read.seq_len, read.micro_batch_size) == (
+        "full",
+        "bf16-master",
+        1024,
+        8,
+    )
+    assert (read.learning_rate, read.num_epochs, read.lr_scheduler, read.warmup_ratio) == (
+        2e-5,
+        3.0,
+        "linear",
+        0,
+    )
+    assert read.train_on_prompt
+    adapters = recipe(PLAIN, use_peft=True, load_in_4bit=True)
+    assert (adapters.lora_r, adapters.lora_alpha, adapters.lora_dropout) == (16, 32, 0.05)
+    assert (adapters.quantization, adapters.double_quantization) == ("nf4", False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "value"),
+    [
+        ({"assistant_only_loss": True}, "train_on_prompt", False),
+        ({"dtype": "bfloat16"}, "precision", "bf16"),
+        ({"accelerate_config": "zero2"}, "zero", 2),
+        ({"accelerate_config": "fsdp2"}, "zero", 3),
+        ({"fsdp": "full_shard offload"}, "offload_parameters", "cpu"),
+        ({"gradient_checkpointing": False}, "gradient_checkpointing", False),
+        ({"use_peft": True, "use_dora": True}, "dora", True),
+    ],
+)
+def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], setting: str, value: Any) -> None:
+    assert getattr(recipe(PLAIN, **changes), setting) == value
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"loss_type": "dft"}, {"reward_funcs": ["a"]}, {"beta": 0.1}, {"neftune_noise_alpha": 5}, {"optim": "lion_32bit"}],
+)  # fmt: skip
+def test_what_would_change_the_result_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match=f"{next(iter(changes))}: .* would change the result"):
+        recipe(PLAIN, **changes)
+
+
+def test_accelerates_file_says_stage_devices_and_what_lies_on_the_host(tmp_path: Path) -> None:
+    fsdp = {
+        "distributed_type": "FSDP", "num_machines": 2, "num_processes": 16, "mixed_precision": "bf16",
+        "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_offload_params": True},
+    }  # fmt: skip
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(fsdp))
+    keys = {**PLAIN, "accelerate_config": "mine.yaml"}
+    read = recipe_of_keys(keys, where="t", folder=tmp_path).recipe
+    assert (read.zero, read.hybrid_sharding, read.gpus, read.nodes) == (3, True, 8, 2)
+    assert read.offload_parameters == "cpu"
+
+
+def test_the_arguments_of_an_unsloth_notebook() -> None:
+    assert trainer_of(UNSLOTH) == "Unsloth"
+    read = recipe(UNSLOTH)
+    assert (read.model, read.tuning, read.lora_r, read.quantization) == ("unsloth/m", "qlora", 16, "nf4")
+    assert (read.seed, read.optimizer, read.max_steps, read.warmup_steps) == (3407, "adamw-8bit", 60, 5)
+    assert (read.gradient_checkpointing, read.lora_target_modules) == (True, ["q_proj", "k_proj"])
