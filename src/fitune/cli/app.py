@@ -161,6 +161,31 @@ def train(
 
 
 @app.command(context_settings=_RECIPE_WORDS)
+def data(
+    words: Words = None,
+    settings: Settings = None,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page, too.")] = None,
+    json: Json = False,
+) -> None:
+    """Show the data as the model sees it: rows in the template, what is learned, cut or dropped, and lengths."""
+    from fitune.cli.terminal import Terminal
+    from fitune.session.data_view import explain_data, view_data, write_data_page
+    from fitune.spec.serial import to_data
+
+    with Terminal(lines=sys.stderr, quiet=json) as terminal:
+        shown = view_data(_recipe(words, settings), rows=rows, tell=terminal)
+    if html is not None:
+        write_data_page(shown, html)
+    if json:
+        _print_json(to_data(shown))
+    else:
+        print(explain_data(shown))
+        if html is not None:
+            print(f"page: {html}")
+
+
+@app.command(context_settings=_RECIPE_WORDS)
 def launch(
     words: Words = None,
     settings: Settings = None,

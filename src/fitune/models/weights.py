@@ -255,21 +255,27 @@ NOISE = 0.01
 
 def planned_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
     """The base's with the plan's tokens. Raises ModelError for one that it has, or that no row is there for."""
-    tokenizer = load_tokenizer(plan.model_path)
-    if not plan.added_tokens:
+    return tokenizer_with(plan.model_path, plan.added_tokens, rows=plan.model.vocab_size)
+
+
+def tokenizer_with(path: str, added_tokens: Sequence[str], *, rows: int) -> PreTrainedTokenizerBase:
+    """The tokenizer at ``path`` with more tokens, for an embedding of ``rows``. Raises ModelError like
+    ``planned_tokenizer``."""
+    tokenizer = load_tokenizer(path)
+    if not added_tokens:
         return tokenizer
     known = tokenizer.get_vocab()
-    for token in plan.added_tokens:
+    for token in added_tokens:
         if token in known:
             raise ModelError(
                 f"added_tokens: {token!r} is token {known[token]} of the tokenizer already",
                 hint="leave it out",
             )
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plan.added_tokens])
-    largest, rows = max(_token_ids(tokenizer, plan.added_tokens)), plan.model.vocab_size
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added_tokens])
+    largest = max(_token_ids(tokenizer, added_tokens))
     if largest >= rows:
         raise ModelError(
-            f"{plan.model_path}: the tokenizer gives an added token the id {largest}, and the plan has {rows} rows",
+            f"{path}: the tokenizer gives an added token the id {largest}, and the plan has {rows} rows",
             hint="plan again where the tokenizer can be read",
         )
     return tokenizer

@@ -261,10 +261,11 @@ def _ledgers(run: RunFiles) -> Iterator[dict[str, Any]]:
         [("Training", run.run.train_data), ("Held out", run.run.eval_data)] if run.run else []
     ):
         if ledger is not None:
-            yield _ledger(title, ledger, run.plan.batch.seq_len)
+            yield ledger_table(title, ledger, run.plan.batch.seq_len)
 
 
-def _ledger(title: str, ledger: Ledger, seq_len: int) -> dict[str, Any]:
+def ledger_table(title: str, ledger: Ledger, seq_len: int) -> dict[str, Any]:
+    """Title, rows, numbers of the rows that are sums, and remarks, as the template takes them."""
     entries = account(ledger)
     return {
         "title": title,

@@ -1,0 +1,279 @@
+"""The data of a recipe as the model will see it: rows in the template, what of them is learned, what is left out."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fitune.data.dataset import TokenDataset
+from fitune.data.formats import Example, Text, detect_format, to_example
+from fitune.data.ledger import describe_ledger
+from fitune.data.packing import pack_rows
+from fitune.data.preparing import PreparedData, prepare_data
+from fitune.data.rows import BadRow
+from fitune.data.sources import read_rows
+from fitune.data.templates import load_template
+from fitune.data.tokenising import RowTokeniser
+from fitune.errors import DataError, RecipeError
+from fitune.models.weights import tokenizer_with
+from fitune.planner.defaults import data_of, with_added_rows, with_usual_row
+from fitune.session.events import Note, Tell
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.plan import DataPlan
+from fitune.spec.recipe import Recipe
+from fitune.spec.reports import Ledger
+
+LOOKED_AT = 2_000
+"""Rows among which those that are cut or dropped are looked for."""
+_AT_ONCE = 64
+_BARS = 12
+"""Bars of the histogram."""
+_SHOWN_TEXT = 300
+"""Characters of a row that is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A stretch of a row as text, decoded from its tokens."""
+
+    text: str
+    is_learned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRow:
+    """One row of the file."""
+
+    where: str
+    parts: tuple[Part, ...]
+    """What is kept of it; the beginning of its text when nothing is."""
+    tokens: int
+    kept: int
+    learned: int
+    why_not: str = ""
+    """Why nothing is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """Rows with ``shortest`` to ``longest`` tokens."""
+
+    shortest: int
+    longest: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownData:
+    """The first rows, some that are cut or dropped, the account of all, and how long they are."""
+
+    sources: tuple[str, ...]
+    template: str
+    seq_len: int
+    rows: tuple[ShownRow, ...]
+    cut_or_dropped: tuple[ShownRow, ...]
+    looked_at: int
+    train: Ledger
+    held_out: Ledger | None
+    lengths: tuple[Bar, ...]
+    packs: int
+    """0 without packing."""
+
+
+def view_data(recipe: Recipe, *, rows: int = 3, tell: Tell) -> ShownData:
+    """Tokenise the data of ``recipe`` as training would, into the same cache, and show ``rows`` rows of it.
+
+    No plan is made: it does not matter whether the model fits anything here. Raises DataError, ModelError, RecipeError.
+    """
+    if not recipe.data:
+        raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
+    model = load_model_spec(recipe.model)
+    recipe, spec = with_usual_row(recipe, model), with_added_rows(recipe, model)
+    data = data_of(recipe)
+    tokenizer = tokenizer_with(recipe.model, tuple(recipe.added_tokens), rows=spec.vocab_size)
+    template = load_template(tokenizer, data.chat_template)
+
+    def prepared_by(data: DataPlan) -> PreparedData:
+        return prepare_data(
+            data,
+            tokenizer=tokenizer,
+            tokenizer_path=recipe.model,
+            seq_len=recipe.seq_len,
+            seed=recipe.seed,
+            watch=tell,
+            on_note=lambda line: tell(Note(line)),
+        )
+
+    lenient = _lenient(data)
+    try:
+        prepared = prepared_by(data)
+    except DataError as error:  # the view goes on, to show all such rows
+        if lenient == data:
+            raise
+        prepared = prepared_by(lenient)
+        tell(Note(f"training would stop: {error}\n"))
+    tokenise = RowTokeniser(lenient, template, seq_len=recipe.seq_len)
+    looked_at = list(islice(_looked_at(data, tokenise, tokenizer), LOOKED_AT))
+    odd = [row for row in looked_at if row.why_not or row.kept < row.tokens]
+    return ShownData(
+        sources=tuple(source.path for source in data.sources),
+        template=template.name,
+        seq_len=recipe.seq_len,
+        rows=tuple([row for row in looked_at if not row.why_not][:rows]),
+        cut_or_dropped=tuple(odd[:rows]),
+        looked_at=len(looked_at),
+        train=prepared.train_ledger,
+        held_out=prepared.eval_ledger,
+        lengths=_histogram(prepared.train),
+        packs=len(pack_rows(prepared.train.lengths, recipe.seq_len)) if recipe.packing else 0,
+    )
+
+
+def _lenient(data: DataPlan) -> DataPlan:
+    """``data`` without the policies that stop at a row."""
+    long_row = "truncate" if data.on_long_row == "error" else data.on_long_row
+    return replace(data, on_bad_row="skip", on_long_row=long_row)
+
+
+def _looked_at(data: DataPlan, tokenise: RowTokeniser, tokenizer: Any) -> Iterator[ShownRow]:
+    """The rows of all sources in turn; those that a reader cannot take apart are only counted, in the account."""
+    for source in data.sources:
+        format = source.format
+        waiting: list[Example] = []
+        for row in read_rows(source, on_bad_row="skip"):
+            if format == "auto":
+                format = detect_format(row, source.columns)
+            try:
+                waiting.append(to_example(row, format=format, columns=source.columns))
+            except BadRow as bad:
+                yield from _shown(waiting, tokenise, tokenizer)
+                waiting = []
+                yield _left_out(row.where, str(row.fields), bad.message.removeprefix(f"{row.where}: "))
+            if len(waiting) == _AT_ONCE:
+                yield from _shown(waiting, tokenise, tokenizer)
+                waiting = []
+        yield from _shown(waiting, tokenise, tokenizer)
+
+
+def _shown(examples: Sequence[Example], tokenise: RowTokeniser, tokenizer: Any) -> Iterator[ShownRow]:
+    if not examples:
+        return
+    made = tokenise(examples)
+    if made.error is not None:
+        raise made.error
+    ends = np.cumsum(made.lengths)
+    place = 0
+    for example, fate in zip(examples, made.fates, strict=True):
+        if not fate.rows:
+            text = (
+                example.text if isinstance(example, Text) else "\n".join(m.content for m in example.messages)
+            )
+            yield replace(_left_out(example.where, text, fate.reason), tokens=fate.tokens)
+            continue
+        begin = int(ends[place] - made.lengths[place])
+        end = int(ends[place + fate.rows - 1])
+        place += fate.rows
+        yield ShownRow(
+            where=example.where,
+            parts=_parts(tokenizer, made.ids[begin:end], made.supervised[begin:end]),
+            tokens=fate.tokens,
+            kept=fate.kept,
+            learned=fate.supervised,
+        )
+
+
+def _parts(tokenizer: Any, ids: np.ndarray, supervised: np.ndarray) -> tuple[Part, ...]:
+    """Runs of tokens that are all learned or all not."""
+    runs = groupby(zip(ids.tolist(), supervised.tolist(), strict=True), key=lambda pair: pair[1])
+    return tuple(
+        Part(text=tokenizer.decode([token for token, _ in run]), is_learned=learned) for learned, run in runs
+    )
+
+
+def _left_out(where: str, text: str, why: str) -> ShownRow:
+    short = text if len(text) <= _SHOWN_TEXT else f"{text[:_SHOWN_TEXT]}…"
+    part = Part(text=short, is_learned=False)
+    return ShownRow(where=where, parts=(part,), tokens=0, kept=0, learned=0, why_not=why)
+
+
+def _histogram(dataset: TokenDataset) -> tuple[Bar, ...]:
+    """At most _BARS bars of equal width, from the shortest row to the longest."""
+    lengths = dataset.lengths
+    low, high = int(lengths.min()), int(lengths.max())
+    width = -(-(high - low + 1) // _BARS)
+    edges = np.arange(low, high + 1, width)
+    counts = np.bincount((lengths - low) // width, minlength=len(edges))
+    return tuple(
+        Bar(shortest=int(edge), longest=min(int(edge) + width - 1, high), rows=int(count))
+        for edge, count in zip(edges, counts, strict=True)
+    )
+
+
+def explain_data(shown: ShownData, *, colours: bool | None = None) -> str:
+    """Text for a terminal: learned text is green, or stands between » and « where there are no ``colours``."""
+    colours = sys.stdout.isatty() if colours is None else colours
+    learned = "green" if colours else "between » and «"
+    lines = [f"{', '.join(shown.sources)} in {shown.template}; what is learned is {learned}", ""]
+    for row in shown.rows:
+        lines += [_headline(row), *_body(row, colours), ""]
+    if shown.cut_or_dropped:
+        lines += [f"Cut or dropped, of the first {shown.looked_at:,} rows", ""]
+        for row in shown.cut_or_dropped:
+            lines += [_headline(row), *(_body(row, colours) if row.why_not else []), ""]
+    lines += ["Tokens of a row", *_bars(shown), ""]
+    lines += [describe_ledger(shown.train)]
+    if shown.packs:
+        lines.append(f"{shown.packs:,} packs of at most {shown.seq_len:,} tokens")
+    if shown.held_out is not None:
+        lines += ["", "held out", describe_ledger(shown.held_out)]
+    return "\n".join(lines)
+
+
+def _headline(row: ShownRow) -> str:
+    if row.why_not:
+        tokens = f"{row.tokens:,} tokens, " if row.tokens else ""
+        return f"{row.where}: {tokens}dropped: {row.why_not}"
+    cut = f", {row.kept:,} of {row.tokens:,} kept" if row.kept < row.tokens else ""
+    return f"{row.where}: {row.tokens:,} tokens{cut}, {row.learned:,} learned"
+
+
+def _body(row: ShownRow, colours: bool) -> list[str]:
+    on, off = ("\033[32m", "\033[0m") if colours else ("»", "«")
+    text = "".join(f"{on}{_harmless(p.text)}{off}" if p.is_learned else _harmless(p.text) for p in row.parts)
+    return [f"  {line}" for line in text.splitlines()]
+
+
+def _harmless(text: str) -> str:
+    """``text`` without the characters that steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def _bars(shown: ShownData) -> list[str]:
+    most = max(bar.rows for bar in shown.lengths)
+    wide = max(len(f"{bar.shortest:,}–{bar.longest:,}") for bar in shown.lengths)
+    return [
+        f"  {f'{bar.shortest:,}–{bar.longest:,}':>{wide}}  {'█' * -(-40 * bar.rows // most)} {bar.rows:,}"
+        for bar in shown.lengths
+    ]
+
+
+def write_data_page(shown: ShownData, path: Path) -> Path:
+    """Write the same as a page. Raises RunDirectoryError when the file cannot be written."""
+    from fitune.report.html import ledger_table, render, write_page
+
+    most = max(bar.rows for bar in shown.lengths)
+    ledgers = [("Training", shown.train), ("Held out", shown.held_out)]
+    page = render(
+        "data.html",
+        title=f"{', '.join(shown.sources)}: fitune data",
+        shown=shown,
+        rows=[(_headline(row), row.parts) for row in shown.rows],
+        odd=[(_headline(row), row.parts if row.why_not else ()) for row in shown.cut_or_dropped],
+        bars=[(f"{b.shortest:,}–{b.longest:,}", b.rows, 100 * b.rows / most) for b in shown.lengths],
+        ledgers=[ledger_table(name, one, shown.seq_len) for name, one in ledgers if one is not None],
+    )
+    return write_page(path, page)

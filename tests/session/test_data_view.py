@@ -1,0 +1,71 @@
+"""`fitune data` shows rows as training reads them: the same tokens, the same account."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fitune.session.data_view import ShownData, explain_data, view_data, write_data_page
+from fitune.session.events import Event, Note
+from fitune.spec.recipe import parse_recipe
+
+
+def view(
+    model: Path, data: Path, *, told: list[Event] | None = None, rows: int = 2, **settings: object
+) -> ShownData:
+    recipe = parse_recipe({"model": str(model), "data": [str(data)], "seq_len": 64, **settings})
+    return view_data(recipe, rows=rows, tell=(told if told is not None else []).append)
+
+
+def test_what_is_learned_is_marked(model_folder: Path, data_file: Path) -> None:
+    shown = view(model_folder, data_file)
+    first = shown.rows[0]
+    assert [part.is_learned for part in first.parts] == [False, True]
+    assert "2 plus 3 is 5, and that is all." in first.parts[1].text
+    assert "What is 2 plus 3?" in first.parts[0].text
+    assert shown.train.rows_kept == 56
+    assert sum(bar.rows for bar in shown.lengths) == 56
+    text = explain_data(shown, colours=False)
+    assert "»2 plus 3 is 5" in text
+    assert f"{first.tokens:,} tokens, {first.learned:,} learned" in text
+    assert "\033[32m2 plus 3" in explain_data(shown, colours=True)
+
+
+def test_cut_and_dropped_rows_are_shown_with_the_reason(model_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        {"question": "What is 2 plus 3?", "answer": "2 plus 3 is 5, and that is all. " * 9},
+        {"question": "What is 2 plus 3? " * 30, "answer": "5"},
+        {"question": "What is 2 plus 3?", "answer": ""},
+        {"question": "What is 2 plus 3?", "answer": "5"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told: list[Event] = []
+    shown = view(model_folder, file, told=told, rows=5)
+    stopped = [event.text for event in told if isinstance(event, Note)]
+    assert any("rows.jsonl:3" in line for line in stopped), "training would stop at the empty answer"
+    assert len(shown.rows) == 2
+    cut, no_answer, empty = shown.cut_or_dropped
+    assert cut.kept == 64 < cut.tokens
+    assert no_answer.why_not == "no answer left after truncation"
+    assert empty.where.endswith("rows.jsonl:3")
+    assert "dropped" in explain_data(shown, colours=False)
+
+
+def test_the_page_escapes_what_rows_say(model_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"question": "<script>alert(1)</script>", "answer": "\x1b[2J<b>5</b>"}) + "\n")
+    shown = view(model_folder, file, seq_len=256)
+    page = write_data_page(shown, tmp_path / "data.html").read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "\x1b" not in explain_data(shown, colours=False)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_packs_are_counted_as_training_counts_them(
+    model_folder: Path, data_file: Path, packing: bool
+) -> None:
+    shown = view(model_folder, data_file, packing=packing, seq_len=128)
+    each = 128 // shown.train.longest_row
+    assert shown.packs == (-(-56 // each) if packing else 0)
