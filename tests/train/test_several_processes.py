@@ -4,8 +4,9 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from fitune.track.metrics import read_metrics
 from fitune.train.run import run
 from several import Job, train_on
 from train.test_run import callbacks
+
+Backend = Literal["fsdp", "deepspeed"]
 
 LOSS, WEIGHT = 1e-5, 1e-6
 COMMON = {"max_steps": 6, "save_steps": 2, "val_fraction": 0.1, "eval_steps": 3}
@@ -73,11 +76,23 @@ MOVED = {
     "DDP to stage 2": (2, 2),
 }
 """A full run of so many processes that goes on by two: with DDP (0), or at this stage."""
+DEEPSPEED = {
+    "full, stage 3 of DeepSpeed": ({**FULL, "gradient_checkpointing": 1}, 3),
+    "lora, stage 2 of DeepSpeed": ({"tuning": "lora", "max_steps": 3}, 2),
+    "tied, stage 1 of DeepSpeed": (
+        {**FULL, "model": "tied", "optimizer": "momentum", "momentum": 0.9, "max_steps": 3},
+        1,
+    ),
+}
+if find_spec("deepspeed"):
+    CASES |= DEEPSPEED
+    GOES_ON |= {"full of DeepSpeed": (FULL, "full, stage 3 of DeepSpeed")}
+    MOVED |= {"stage 3 to stage 2 of DeepSpeed": (2, 2), "stage 3 from DeepSpeed": (2, 3)}
 OVERFLOWS = {**LOMO, "model": "steep", "max_grad_value": 1.0, "learning_rate": 1e-3}
 STOPPED, MISCOUNTED, OVERFLOWING = "stopped", "miscounted", "overflowing"
 
 
-def divided(plan: Plan, world: int, stage: int, output_dir: Path) -> Plan:
+def divided(plan: Plan, world: int, stage: int, output_dir: Path, *, by: Backend = "fsdp") -> Plan:
     """``plan`` for ``world`` processes, at the same global batch: fewer micro-batches on each."""
     steps = plan.batch.global_batch_size // world
     micro = min(plan.batch.micro_batch_size, steps)
@@ -86,10 +101,14 @@ def divided(plan: Plan, world: int, stage: int, output_dir: Path) -> Plan:
     if world == 1:
         sharding: Sharding = Single()
     else:
-        sharding = Ddp() if stage == 0 else Zero(stage=stage, backend="fsdp")
+        sharding = Ddp() if stage == 0 else Zero(stage=stage, backend=by)
     return replace(
         plan, batch=batch, hardware=hardware, sharding=sharding, run=replace(plan.run, output_dir=str(output_dir))
     )  # fmt: skip
+
+
+def backend_of(name: str) -> Backend:
+    return "deepspeed" if "DeepSpeed" in name else "fsdp"
 
 
 def losses(folder: Path) -> list[float]:
@@ -162,19 +181,25 @@ def results(make: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory)
     for name, (settings, stage) in CASES.items():
         plan = make(**settings)
         run(divided(plan, 1, stage, folder / f"{name} alone"), callbacks=callbacks())
-        planned = divided(plan, 2, stage, folder / name)
+        planned = divided(plan, 2, stage, folder / name, by=backend_of(name))
         jobs.append(Job(plan=replace(planned, offload=OFFLOADED.get(name, Offload()))))
     run(divided(overflowing(make), 1, 3, folder / f"{OVERFLOWING} alone"), callbacks=callbacks())
     jobs.append(Job(plan=divided(overflowing(make), 2, 3, folder / OVERFLOWING)))
     for name, (settings, _) in GOES_ON.items():
-        jobs.append(Job(plan=divided(make(**settings), 2, 3, folder / STOPPED / name), stop_after=3))
+        plan = divided(make(**settings), 2, 3, folder / STOPPED / name, by=backend_of(name))
+        jobs.append(Job(plan=plan, stop_after=3))
     full = make(**FULL)
     run(divided(full, 1, 3, folder / STOPPED / "full alone"), callbacks=callbacks(stop_after=3))
     jobs.append(Job(plan=divided(full, 2, 0, folder / STOPPED / "full by DDP"), stop_after=3))
-    sources = {"one process to stage 3": "full alone", "DDP to stage 2": "full by DDP"}
+    sources = {
+        "one process to stage 3": "full alone",
+        "DDP to stage 2": "full by DDP",
+        "stage 3 from DeepSpeed": "full of DeepSpeed",
+    }
     for name, (_, stage) in MOVED.items():
         saved = folder / STOPPED / sources.get(name, "full") / "checkpoints/step-3"
-        jobs.append(Job(plan=divided(full, 2, stage, folder / name), resume=str(saved)))
+        planned = divided(full, 2, stage, folder / name, by=backend_of(name.partition(" from ")[0]))
+        jobs.append(Job(plan=planned, resume=str(saved)))
     four = make(micro_batch_size=1, gradient_accumulation_steps=4)
     jobs.append(Job(plan=divided(four, 4, 3, folder / MISCOUNTED)))
     (folder / "said.json").write_text(json.dumps(train_on(2, jobs, folder / "jobs")))
@@ -225,7 +250,7 @@ def test_the_report_has_a_row_for_every_rank(results: Path) -> None:
 
 
 def test_measured_memory_of_a_rank_is_what_was_predicted(results: Path) -> None:
-    for name in CASES.keys() - OFFLOADED.keys():
+    for name in CASES.keys() - OFFLOADED.keys() - DEEPSPEED.keys():
         plan = from_json(Plan, (results / name / "plan.json").read_text())
         report = from_json(RunReport, (results / name / "report.json").read_text())
         predicted = predict_memory(plan).tensor_peak_bytes  # of full rows: the data's are shorter

@@ -23,6 +23,7 @@ from fitune.errors import CheckpointError, FituneError, RunDirectoryError
 from fitune.files import path_fault, remove, remove_stale_siblings, sync_tree, temporary_sibling
 from fitune.models.adapter_config import WEIGHTS
 from fitune.models.adapters import trained_tables
+from fitune.spec.deepspeed import tell_deepspeed_where
 from fitune.units import MIB
 
 _MARGIN_BYTES = 32 * MIB
@@ -117,6 +118,7 @@ SHARD_BYTES = 5_000_000_000
 
 def write_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor]) -> None:
     """config.json, generation_config.json, safetensors under the names of the Hub, an index when there are shards."""
+    tell_deepspeed_where(has_gpu=torch.cuda.is_available())
     model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=SHARD_BYTES)
     # save_pretrained describes the model in memory: its type, and its adapters among the parameters.
     _change(folder / "config.json", {"dtype": _dtype_name(weights)})

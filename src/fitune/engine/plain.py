@@ -66,7 +66,7 @@ class PlainEngine(WholeWeights):
         finite = math.isfinite(norm)
         if not finite and self.loss_scale is None:
             raise TrainingFailed(
-                f"the gradients are not finite (norm {norm}); nothing was updated", hint=_HINT
+                f"the gradients are not finite (norm {norm}); nothing was updated", hint=NOT_FINITE_HINT
             )
         if finite:
             factor = clip_factor(norm, max_norm=self.max_grad_norm) / scale
@@ -101,4 +101,4 @@ class PlainEngine(WholeWeights):
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
 
-_HINT = "lower learning_rate, set max_grad_norm, or look at those rows"
+NOT_FINITE_HINT = "lower learning_rate, set max_grad_norm, or look at those rows"

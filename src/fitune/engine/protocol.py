@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fitune.engine.ranks import local_part
 from fitune.spec.predictions import Phase
 
 EnterPhase = Callable[[Phase], None]
@@ -91,6 +92,10 @@ class Engine(Protocol):
         """Divided over ranks as the weights are."""
         ...
 
+    def resident(self) -> list[Tensor]:
+        """This rank's tensors that stay between two steps, beside the model's own."""
+        ...
+
     def restore(self, state: EngineState) -> None:
         """Go on where ``state``, of whole tensors like those of ``put_back``, was taken; ``put_back`` comes first."""
         ...
@@ -100,6 +105,13 @@ class WholeWeights:
     """Trained weights of which a rank has all: an engine's part in saving and resuming them."""
 
     parameters: dict[str, Parameter]
+
+    def state(self) -> EngineState:
+        raise NotImplementedError
+
+    def resident(self) -> list[Tensor]:
+        """Returns this rank's part of all states."""
+        return [local_part(tensor) for tensor in self.state().tensors.values()]
 
     def rest(self) -> None:
         """Does nothing: no weight was gathered."""

@@ -142,4 +142,4 @@ def peers_needed() -> Iterator[None]:
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that is divided; any other tensor itself."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    return getattr(local, "ds_tensor", local)  # of a weight that DeepSpeed divides

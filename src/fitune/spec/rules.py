@@ -504,10 +504,16 @@ NOT_BUILT = (
         binds=("train",),
     ),
     Rule(
-        broken=lambda plan: _on(plan, "deepspeed"),
-        why=lambda plan: "this version trains several processes by DDP and FSDP2 only",
-        instead="zero: 0, or backend: fsdp with zero: 1, 2 or 3; `fitune plan` shows what the others would do",
-        settings=_DEVICES,
+        broken=lambda plan: (
+            _on(plan, "deepspeed") and (_is_lomo(plan) or isinstance(base_of(plan), Quantiser))
+        ),
+        why=lambda plan: (
+            f"{_who(plan)} updates shares in backward, which is built for FSDP2"
+            if _is_lomo(plan)
+            else "packed weights are divided by FSDP2 only"
+        ),
+        instead="backend: fsdp, zero: 3; `fitune plan` estimates it by DeepSpeed, too",
+        settings=("tuning", "quantization", *_DEVICES),
         binds=("train",),
     ),
     Rule(

@@ -30,6 +30,7 @@ from fitune.models.offload import before_backward, offload_blocks
 from fitune.models.quantised import quantise_linears
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import add_rows, compute_dtype, load_model
+from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.plan import (
     Ddp,
     Full,
@@ -37,6 +38,7 @@ from fitune.spec.plan import (
     Lora,
     Offload,
     Plan,
+    Single,
     Zero,
     base_of,
     clip_in_backward,
@@ -67,7 +69,7 @@ class Prepared:
             if parameter.grad is not None:  # DDP's buckets
                 yield local_part(parameter.grad)
         yield from self.model.whole.buffers()
-        yield from map(local_part, self.engine.state().tensors.values())
+        yield from self.engine.resident()
 
 
 def prepare(plan: Plan, *, ranks: Ranks = ALONE, on_bytes: OnBytes = nobody) -> Prepared:
@@ -77,7 +79,8 @@ def prepare(plan: Plan, *, ranks: Ranks = ALONE, on_bytes: OnBytes = nobody) -> 
     device = training_device(plan, ranks)
     mesh = _mesh(plan, device)
     rows = _kept_rows(plan, mesh)
-    streamed = plan.offload.parameters != "device"  # then the device has no room for all of it
+    # then the device has no room for all of it
+    streamed = plan.offload.parameters != "device" or _divided_by_deepspeed(plan)
     to = torch.device("cpu") if streamed and rows is None else device
     keep = None if rows is None else rows.keep
     base = base_of(plan)
@@ -101,7 +104,7 @@ def _kept_rows(plan: Plan, mesh: "DeviceMesh | None") -> "KeptRows | None":
 
 def _mesh(plan: Plan, device: torch.device) -> "DeviceMesh | None":
     """The ranks that ``plan`` divides its states over."""
-    if not isinstance(plan.sharding, Zero):
+    if not isinstance(plan.sharding, Zero) or plan.sharding.backend == "deepspeed":
         return None
     from fitune.engine.fsdp import mesh_of
 
@@ -127,7 +130,9 @@ def prepare_loaded(
     turn_by_rows(model)
     use_kernels(model, plan.kernels, device=device)
     whole = tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
-    if plan.offload.parameters == "cpu" and mesh is None:  # FSDP2 has its own way
+    if plan.offload.parameters == "cpu" and isinstance(
+        plan.sharding, Single
+    ):  # FSDP2 and DeepSpeed have their own way
         trained = trains_every_weight(plan.tuning)
         stay_on(device or model.device, whole, blocks_of(model), trained=trained)
     parts = language_model(whole, plan.loss)
@@ -140,6 +145,8 @@ def prepare_loaded(
     whole.train()
     if isinstance(plan.sharding, Zero) and mesh is not None:
         return _sharded(plan, plan.sharding, parts, mesh, rows, host)
+    if isinstance(plan.sharding, Zero):
+        return _by_deepspeed(plan, parts)
     if isinstance(plan.sharding, Ddp):
         return _replicated(plan, parts)
     engine = engine_for(plan, parts, parts.trained, host=host)
@@ -226,6 +233,30 @@ def _replicated(plan: Plan, parts: LanguageModel) -> Prepared:
         optimizer=plan.optimizer,
         precision=plan.precision,
         max_grad_norm=plan.schedule.max_grad_norm,
+    )
+    return Prepared(model=parts, engine=engine)
+
+
+def _divided_by_deepspeed(plan: Plan) -> bool:
+    """True if DeepSpeed divides the weights themselves."""
+    sharding = plan.sharding
+    return isinstance(sharding, Zero) and sharding.backend == "deepspeed" and sharding.stage == 3
+
+
+def _by_deepspeed(plan: Plan, parts: LanguageModel) -> Prepared:
+    from fitune.engine.deepspeed import DeepSpeedEngine, Head
+
+    head = Head(parts.head)
+    trained = parts.trained
+    parts = replace(parts, head=head)
+    engine = DeepSpeedEngine(
+        parts,
+        trained,
+        whole=parts.whole,
+        head=head,
+        optimizer=plan.optimizer,
+        precision=plan.precision,
+        config=deepspeed_config(plan),
     )
     return Prepared(model=parts, engine=engine)
 

@@ -1,0 +1,189 @@
+"""Where DeepSpeed keeps this rank's part of every trained weight, of its fp32 master and of its optimizer states.
+
+Stages 1 and 2 lay all weights of a group end to end and give each rank one stretch of that, which cuts weights where it
+ends. Stage 3 gives each rank the same stretch of every weight. Both keep fp32 masters and states in flat tensors.
+
+Checkpoints know rows and no stretches. So what is saved is gathered, a tensor at a time, and each rank keeps its rows
+of it on the host.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """``elements`` of a weight from ``start`` on, which are those of flat tensor ``group`` from ``offset`` on."""
+
+    group: int
+    offset: int
+    start: int
+    elements: int
+
+
+class DeepSpeedShares:
+    """Weights, masters and states by the names that checkpoints give them."""
+
+    def __init__(self, trained: Mapping[str, Parameter], optimizer: Any) -> None:
+        self.parameters = dict(trained)
+        self.optimizer = optimizer
+        """DeepSpeed's, around torch's."""
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.pieces = {name: self._piece(parameter) for name, parameter in self.parameters.items()}
+
+    def trained(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def put_back(self, weights: Mapping[str, Tensor]) -> None:
+        """Give weights and their masters the values of ``weights``."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                self._put_weight(parameter, weights[name])
+                self._master(name).copy_(self._own(name, weights[name]))
+
+    def states(self) -> dict[str, Tensor]:
+        """``master/<weight>``, and ``<state>/<weight>`` once there are states; called by every rank."""
+        found: dict[str, Tensor] = {}
+        for name, piece in self.pieces.items():
+            found[f"master/{name}"] = self._by_rows(name, self._master(name))
+            for key, value in self._state(piece.group).items():
+                if not isinstance(value, Tensor):
+                    continue
+                flat = value.dim() > 0
+                found[f"{key}/{name}"] = self._by_rows(name, _cut(value, piece)) if flat else value
+        return found
+
+    def restore(self, states: Mapping[str, Tensor]) -> None:
+        """A state without masters is of an optimizer that stepped the weights themselves."""
+        with torch.no_grad():
+            for key, whole in states.items():
+                kind, _, name = key.partition("/")
+                if kind == "master":
+                    self._master(name).copy_(self._own(name, whole))
+                    continue
+                state, flat = self._state(self.pieces[name].group), self._flats[self.pieces[name].group]
+                if whole.dim() == 0:
+                    state[kind] = whole.to(flat.device).clone()
+                    continue
+                if kind not in state:
+                    state[kind] = torch.zeros_like(flat, dtype=whole.dtype, requires_grad=False)
+                _cut(state[kind], self.pieces[name]).copy_(self._own(name, whole))
+
+    def resident(self) -> list[Tensor]:
+        """Flat tensors that stay between two steps."""
+        states = [value for i in range(len(self._flats)) for value in self._state(i).values()]
+        return [*self._flats, *(value for value in states if isinstance(value, Tensor))]
+
+    @property
+    def _flats(self) -> list[Tensor]:
+        """fp32 masters, one flat tensor for each group."""
+        raise NotImplementedError
+
+    def _piece(self, parameter: Parameter) -> Piece:
+        raise NotImplementedError
+
+    def _put_weight(self, parameter: Parameter, whole: Tensor) -> None:
+        raise NotImplementedError
+
+    def _state(self, group: int) -> dict[str, Any]:
+        return cast(dict[str, Any], self.optimizer.state[self._flats[group]])
+
+    def _master(self, name: str) -> Tensor:
+        return _cut(self._flats[self.pieces[name].group].detach(), self.pieces[name])
+
+    def _own(self, name: str, whole: Tensor) -> Tensor:
+        piece = self.pieces[name]
+        return whole.flatten().narrow(0, piece.start, piece.elements)
+
+    def _by_rows(self, name: str, stretch: Tensor) -> DTensor:
+        """The tensor like weight ``name`` of which this rank has ``stretch``, divided by rows, on the host."""
+        shape, piece = _shape(self.parameters[name]), self.pieces[name]
+        whole = torch.zeros(math.prod(shape), dtype=stretch.dtype, device=stretch.device)
+        whole.narrow(0, piece.start, piece.elements).copy_(stretch)
+        dist.all_reduce(whole)  # every element is on one rank, and zero on the others
+        rows = whole.view(shape).chunk(self.mesh.size())
+        rank = self.mesh.get_local_rank()
+        own = rows[rank] if rank < len(rows) else whole.view(shape)[:0]
+        stride = torch.empty(shape, device="meta").stride()
+        host = own.to("cpu", copy=True)
+        return DTensor.from_local(host, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+class FlatShares(DeepSpeedShares):
+    """Stages 1 and 2: every rank has all weights, views of one flat tensor a group."""
+
+    def trained(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    @property
+    def _flats(self) -> list[Tensor]:
+        return cast(list[Tensor], self.optimizer.single_partition_of_fp32_groups)
+
+    def _piece(self, parameter: Parameter) -> Piece:
+        mapping = cast(Any, parameter)._hp_mapping
+        if mapping is None:  # all of it is in other ranks' stretches
+            return Piece(group=self._group(parameter), offset=0, start=0, elements=0)
+        own, of_weight = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return Piece(
+            group=mapping.param_group_index, offset=own.start, start=of_weight.start, elements=own.numel
+        )
+
+    def _group(self, parameter: Parameter) -> int:
+        groups = self.optimizer.bit16_groups
+        return next(i for i, group in enumerate(groups) if any(p is parameter for p in group))
+
+    def _put_weight(self, parameter: Parameter, whole: Tensor) -> None:
+        parameter.data.copy_(whole)
+
+
+class TensorShares(DeepSpeedShares):
+    """Stage 3: every rank has the same stretch of each weight, padded where the weight ends."""
+
+    def trained(self) -> dict[str, Tensor]:
+        return {
+            name: self._by_rows(name, cast(Any, parameter).ds_tensor.narrow(0, 0, self.pieces[name].elements))
+            for name, parameter in self.parameters.items()
+        }
+
+    def resident(self) -> list[Tensor]:
+        """Also the buffers that DeepSpeed makes at the start: gradients of the shares, and what sums pass through."""
+        buffers = [
+            bucket.buffer for bucket in self.optimizer.ipg_buckets.values() if bucket.buffer is not None
+        ]
+        return [*super().resident(), self.optimizer.grad_partitions_flat_buffer, *buffers]
+
+    @property
+    def _flats(self) -> list[Tensor]:
+        return cast(list[Tensor], self.optimizer.fp32_partitioned_groups_flat)
+
+    def _piece(self, parameter: Parameter) -> Piece:
+        group, offset, elements = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+        weight = cast(Any, parameter)
+        start = min(elements * dist.get_rank(weight.ds_process_group), weight.ds_numel)
+        return Piece(group=group, offset=offset, start=start, elements=min(elements, weight.ds_numel - start))
+
+    def _put_weight(self, parameter: Parameter, whole: Tensor) -> None:
+        weight = cast(Any, parameter)
+        piece = self._piece(parameter)
+        weight.ds_tensor.narrow(0, 0, piece.elements).copy_(
+            whole.flatten().narrow(0, piece.start, piece.elements)
+        )
+        if parameter.shape == whole.shape:  # a small one, which stays whole
+            parameter.data.copy_(whole)
+
+
+def _cut(flat: Tensor, piece: Piece) -> Tensor:
+    return flat.narrow(0, piece.offset, piece.elements)
+
+
+def _shape(parameter: Parameter) -> torch.Size:
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))

@@ -1,0 +1,118 @@
+"""DeepSpeed's configuration as a pure function of the Plan, in the keys of its ds_config.json.
+
+Buffers are chosen here and not left at DeepSpeed's defaults, which are made for large models: a reduce bucket of 5e8
+elements stands ready however little is trained. The estimate counts what is chosen here (estimate/buffers.py).
+"""
+
+import os
+from typing import Any
+
+from fitune.spec.choices import Offload, Place, Zero
+from fitune.spec.counts import count_parameters, lora_parameters
+from fitune.spec.plan import Lora, Plan, Precision, trains_embeddings, trains_head
+
+Config = dict[str, Any]
+
+BUCKET_ELEMENTS = 1 << 25
+"""Gradients that are summed at once, and weights that are gathered at once: 64 MiB in 16 bit, which keeps a link busy.
+Stage 3 also fetches at most so many ahead."""
+
+
+def deepspeed_config(plan: Plan) -> Config:
+    """The ds_config.json that ``plan`` is trained with.
+
+    The learning rate, the optimizer and accumulation over micro-batches are fitune's own: DeepSpeed is given an
+    optimizer object, told of the last micro-batch of a step, and divides by nothing.
+    """
+    zero = plan.sharding
+    assert isinstance(zero, Zero)
+    micro = plan.batch.micro_batch_size
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": 1,  # the loss is divided by the tokens of all micro-batches already
+        "train_batch_size": micro * plan.hardware.num_gpus,
+        "gradient_clipping": float(plan.schedule.max_grad_norm),
+        **_precision(plan.precision),
+        "zero_allow_untested_optimizer": True,  # SGD
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused CPU AdamW steps what waits on the host
+        "zero_optimization": {
+            "stage": zero.stage,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "overlap_comm": False,
+            "round_robin_gradients": False,
+            "reduce_bucket_size": reduce_bucket_elements(plan),
+            **(
+                _stage_3(plan) if zero.stage == 3 else {"allgather_bucket_size": reduce_bucket_elements(plan)}
+            ),
+            **_offload(plan.offload),
+        },
+    }
+
+
+def tell_deepspeed_where(*, has_gpu: bool) -> None:
+    """Without a GPU DeepSpeed is told so before anything imports it, as transformers does where it saves a model.
+
+    Untold, it warns on standard output that it finds none.
+    """
+    if not has_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def reduce_bucket_elements(plan: Plan) -> int:
+    """Elements of the buffer that gradients are summed in; even, as DeepSpeed wants it."""
+    return min(BUCKET_ELEMENTS, trained_elements(plan) + trained_elements(plan) % 2)
+
+
+def trained_elements(plan: Plan) -> int:
+    """Parameters that get a gradient."""
+    model = plan.model
+    counts = count_parameters(model)
+    if not isinstance(plan.tuning, Lora):
+        return counts.total
+    tables = 0
+    if trains_embeddings(plan.tuning):
+        tables += model.vocab_size * model.hidden_size
+    if trains_head(plan.tuning) and not model.tied_embeddings:
+        tables += counts.head
+    return lora_parameters(model, plan.tuning) + tables
+
+
+def persistent_elements(plan: Plan) -> int:
+    """Tensors of at most so many elements stay whole on every rank at stage 3: norms and biases."""
+    return plan.model.hidden_size
+
+
+def _precision(precision: Precision) -> Config:
+    match precision:
+        case Precision.FP32:
+            return {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
+        case Precision.FP16:  # fitune scales the loss: one scale for all engines
+            return {"fp16": {"enabled": True, "loss_scale": 1.0}}
+    return {"bf16": {"enabled": True, "check_grad_overflow": True}}
+
+
+def _stage_3(plan: Plan) -> Config:
+    return {
+        "sub_group_size": 1_000_000_000,
+        "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
+        "stage3_param_persistence_threshold": persistent_elements(plan),
+        "stage3_max_live_parameters": 1_000_000_000,
+        "stage3_max_reuse_distance": 0,  # weights are let go as soon as their module is done
+    }
+
+
+def _offload(offload: Offload) -> Config:
+    places: dict[str, Place] = {
+        "offload_param": offload.parameters,
+        "offload_optimizer": offload.optimizer,
+    }
+    return {
+        key: {
+            "device": place,
+            "pin_memory": True,
+            **({"nvme_path": offload.nvme_path} if place == "nvme" else {}),
+        }
+        for key, place in places.items()
+        if place != "device"
+    }
