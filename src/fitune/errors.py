@@ -76,6 +76,14 @@ class PeerGone(RankFailed):
     """True once the message names that process and its cause."""
 
 
+class NodeFailed(FituneError):
+    """The launcher of another node of the same job failed, and this one cannot go on without it."""
+
+    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = 1 if exit_code is None else exit_code
+
+
 class MissingExtra(FituneError):
     """An optional library is not installed; the hint is the pip command."""
 

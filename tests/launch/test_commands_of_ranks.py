@@ -70,13 +70,15 @@ def test_the_first_of_a_node_list(nodes: str, host: str) -> None:
 
 def test_one_command_for_each_machine(model_folder: Path, data_file: Path, tmp_path: Path) -> None:
     plan: Plan = plan_of(model_folder, data_file, tmp_path)
-    two = replace(plan, hardware=replace(plan.hardware, nodes=2, gpus_per_node=4, cpu_cores=16))
-    first, second = machine_commands(two, ["my recipe.yaml"], rendezvous="a:29400")
-    assert (first.machine, second.machine) == (0, 1)
-    assert str(first) == str(second) == (
-        "OMP_NUM_THREADS=4 torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:29400 --nproc-per-node 4 "
-        "-m fitune train 'my recipe.yaml'"
-    )  # fmt: skip
+    one = replace(plan, hardware=replace(plan.hardware, gpus_per_node=4, cpu_cores=16))
+    two = replace(one, hardware=replace(one.hardware, nodes=2))
+    [alone] = machine_commands(one, ["my recipe.yaml"])
+    assert str(alone) == (
+        "OMP_NUM_THREADS=4 torchrun --standalone --nproc-per-node 4 -m fitune train 'my recipe.yaml'"
+    )
+    assert [str(each) for each in machine_commands(two, ["my recipe.yaml"], rendezvous="a:29400")] == [
+        f"fitune train 'my recipe.yaml' --node-rank {node} --rendezvous a:29400" for node in (0, 1)
+    ]
 
 
 @pytest.fixture
@@ -107,8 +109,8 @@ def test_an_error_of_all_ranks_is_said_by_the_first(tmp_path: Path) -> None:
         error = RankError(kind="TrainingFailed", message="no progress", exit_code=1, at=at)
         write_status(tmp_path / LOGS, RankStatus(rank=rank, error=error))
     for of_first in (1, 143):  # the agent stops rank 0 when it sees that rank 1 ended
-        exits = {0: Exit(code=of_first), 1: Exit(code=1)}
-        assert ended(exits, tmp_path, received=[]) == Ended(exit_code=1)
+        found = ended({0: Exit(code=of_first), 1: Exit(code=1)}, tmp_path, received=[])
+        assert (found.exit_code, found.is_said) == (1, True)
 
 
 def test_a_rank_that_the_agent_kills_afterwards_is_no_cause(tmp_path: Path) -> None:
@@ -118,14 +120,17 @@ def test_a_rank_that_the_agent_kills_afterwards_is_no_cause(tmp_path: Path) -> N
     assert ended(exits, tmp_path, received=[]).cause == "rank 1 failed: ImportError: no such thing"
 
 
+SAID = Ended(exit_code=1, cause="rank 0 failed: it said nothing", is_said=True)
+
+
 @pytest.mark.parametrize(
     ("codes", "received", "expected"),
     [
         ({}, [], Ended(exit_code=0)),
         ({}, [signal.SIGINT], Ended(exit_code=130)),
         ({0: 143, 1: -signal.SIGTERM}, [signal.SIGTERM], Ended(exit_code=143)),
-        ({0: 1, 1: 4}, [], Ended(exit_code=1)),
-        ({0: 1, 1: 4}, [signal.SIGTERM], Ended(exit_code=1)),
+        ({0: 1, 1: 4}, [], SAID),
+        ({0: 1, 1: 4}, [signal.SIGTERM], SAID),
         ({0: 4, 1: 4}, [], Ended(exit_code=1)),
     ],
 )

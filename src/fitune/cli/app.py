@@ -149,14 +149,29 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove an earlier run in output_dir first.")
     ] = False,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="With --nodes N: which of them this machine is, 0 to N - 1."),
+    ] = None,
+    rendezvous: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="With --nodes N: an address of node 0, and a free port there."
+        ),
+    ] = "",
+    rendezvous_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long this node waits for the others.")
+    ] = 600.0,
 ) -> None:
     """Plan, train exactly that, and show what was measured next to what was predicted."""
     from fitune.cli.terminal import Terminal
     from fitune.session.fresh_process import speaks_to_people, train_program
+    from fitune.session.ranks_of_nodes import place_in
 
     recipe = _recipe(words, settings, quiet=not speaks_to_people())
+    place = place_in(recipe, node=node_rank, rendezvous=rendezvous, timeout_s=rendezvous_timeout)
     with Terminal() as terminal:
-        code = train_program(recipe, overwrite=overwrite, tell=terminal)
+        code = train_program(recipe, overwrite=overwrite, tell=terminal, place=place)
     raise typer.Exit(code)
 
 

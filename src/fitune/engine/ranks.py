@@ -82,7 +82,10 @@ class Ranks:
         return value
 
     def in_turn(self, make: Callable[[], T]) -> T:
-        """``make`` on every rank, the first one before the others: they find what it left on the disk."""
+        """``make`` on every rank, the first one before the others: they find what it left on the disk.
+
+        Another machine may not have that disk, so its first rank goes before its others, too.
+        """
         if self.is_alone:
             return make()
         made: list[T] = []
@@ -91,7 +94,10 @@ class Ranks:
             made.append(make())
 
         self.from_first(first)
-        return made[0] if self.is_first else make()
+        if not made and self.local == 0:
+            first()
+        self.gathered(None)
+        return made[0] if made else make()
 
 
 ALONE = Ranks()

@@ -36,32 +36,42 @@ class MachineCommand:
 def machine_commands(
     plan: Plan, words: Sequence[str], *, rendezvous: str = "HOST:PORT"
 ) -> list[MachineCommand]:
-    """The command for each machine of a plan, by torchrun; ``words`` follow ``fitune train``.
+    """The command for each machine of a plan; ``words`` follow ``fitune train``.
 
-    ``rendezvous``: address of the first machine and a free port there. ``fitune train`` alone does the same on one.
+    Several start their ranks themselves and meet at ``rendezvous``: an address of the first and a free port there. One
+    is started by torchrun, as ``fitune train`` alone does.
     """
-    hardware = plan.hardware
-    meeting = ["--standalone"]
-    if hardware.nodes > 1:
-        meeting = ["--nnodes", str(hardware.nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous]
-    start = ["torchrun", *meeting, "--nproc-per-node", str(hardware.gpus_per_node)]
-    environment = command_of(plan, ()).environment
+    hardware, environment = plan.hardware, command_of(plan, ()).environment
+    if hardware.nodes == 1:
+        start = (
+            "torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            str(hardware.gpus_per_node),
+            "-m",
+            "fitune",
+            "train",
+        )
+        return [MachineCommand(machine=0, words=(*start, *words), environment=environment)]
     return [
         MachineCommand(
-            machine=machine, words=(*start, "-m", "fitune", "train", *words), environment=environment
+            machine=machine,
+            words=("fitune", "train", *words, "--node-rank", str(machine), "--rendezvous", rendezvous),
+            environment={},
         )
         for machine in range(hardware.nodes)
     ]
 
 
 def require_one_machine(plan: Plan) -> None:
-    """Raises HardwareError for a plan of several machines: processes are started here on this one."""
+    """Raises HardwareError for a plan of several machines that says neither which this one is nor where they meet."""
     hardware = plan.hardware
     if hardware.nodes > 1:
         raise HardwareError(
-            f"the plan is for {hardware.nodes} machines, and processes are started on this one only",
-            hint=f"on each of them: torchrun --nnodes {hardware.nodes} --nproc-per-node {hardware.gpus_per_node} "
-            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m fitune train …, with output_dir on a disk that all share",
+            f"the plan is for {hardware.nodes} machines, and this one was not told which of them it is",
+            hint="on each of them: fitune train … --node-rank 0 (then 1, …) --rendezvous HOST:PORT, where HOST is the "
+            f"first, with output_dir on a disk that all share; or torchrun --nnodes {hardware.nodes} --nproc-per-node "
+            f"{hardware.gpus_per_node} --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m fitune train …",
         )
 
 

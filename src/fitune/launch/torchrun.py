@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine with torch's elastic agent, and says which of them failed first and why.
+"""Starts the ranks of one node with torch's elastic agent, and says which of them failed first and why.
 
 Rank 0 has the terminal; the others write into ``rank-logs/`` of the run directory, a file each.
 """
@@ -7,10 +7,11 @@ import dataclasses
 import logging
 import os
 import signal
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,12 +20,19 @@ import psutil
 
 from fitune.errors import PeerGone, RankFailed, TrainingFailed
 from fitune.files import remove
+from fitune.launch.board import interface_towards
 from fitune.launch.command import LAUNCHER, RankCommand
+from fitune.launch.nodes import ONE_NODE, TIMEOUT_SECONDS, Nodes, Place
 from fitune.spec.rank_status import RankStatus, read_statuses
 from fitune.spec.run_directory import LOGS, log_of
 
 _STOPPING_SECONDS = "10"
 """After a second signal, ranks have so long to end by themselves before they are killed."""
+
+_SEEING_SECONDS = 10.0
+"""Ranks have so long to see that those of another node are gone, before they are stopped."""
+
+_LOOK_SECONDS = 0.5
 
 _SENT = {signal.SIGINT: signal.SIGTERM, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGHUP}
 """Signal received -> signal sent to the ranks: a SIGINT while a rank still starts would end it with a traceback."""
@@ -35,12 +43,14 @@ _STOPPED = {-signal.SIGTERM, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a job ended: an exit code, and what is to be said of the rank that caused it."""
+    """How the ranks of a node ended: an exit code, and what is to be said of the rank that caused it."""
 
     exit_code: int
     cause: str = ""
-    """Empty when all is well, and where rank 0 has said it itself."""
+    """Empty when all is well, and where another node has the cause."""
     hint: str = ""
+    is_said: bool = False
+    """Rank 0 has said it on its terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,33 +61,38 @@ class Exit:
     at: int = 0
 
 
-def run_ranks(command: RankCommand, *, directory: Path) -> Ended:
-    """Run every rank to its end. The first signal to this process asks them to finish their step and save; the next
-    stops them at once."""
+def fresh_logs(directory: Path) -> None:
+    """Remove what the ranks of an earlier job said."""
+    remove(directory / LOGS)
+    (directory / LOGS).mkdir(parents=True)
+
+
+def run_ranks(command: RankCommand, *, directory: Path, nodes: Nodes = ONE_NODE, run_id: str = "") -> Ended:
+    """Run every rank of this node to its end. The first signal to this process asks them to finish their step and
+    save; the next stops them at once. Where another of the ``nodes`` cannot go on, they are stopped.
+
+    ``run_id``: the same on every node, and new for every call.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    remove(directory / LOGS)
-    (directory / LOGS).mkdir(parents=True)
+    (directory / LOGS).mkdir(parents=True, exist_ok=True)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it prints what is said below
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _STOPPING_SECONDS)
     os.environ.update(command.environment)
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}
     own_signals = {"signals_to_handle": ""} if "signals_to_handle" in fields else {}
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
         nproc_per_node=command.processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        run_id=run_id or uuid.uuid4().hex,
         max_restarts=0,
         logs_specs=_one_file_a_rank(directory),
+        **_meeting_place(nodes.place),
         **own_signals,
     )
     program, *words = command.words
     exits: dict[int, Exit] = {}
-    with _passed_on() as received:
+    with _passed_on() as received, _stopped_by(nodes) as stopped:
         try:
             elastic_launch(config, program)(*words)
         except ChildFailedError as failed:
@@ -86,8 +101,58 @@ def run_ranks(command: RankCommand, *, directory: Path) -> Ended:
                 for rank, failure in failed.failures.items()
             }
         finally:
-            _stop_all(read_statuses(directory / LOGS))
+            first = command.processes * (0 if nodes.place is None else nodes.place.node)
+            _stop_all(read_statuses(directory / LOGS), range(first, first + command.processes))
+    if stopped:
+        return Ended(exit_code=TrainingFailed.exit_code)
     return ended(exits, directory, received=received)
+
+
+def _meeting_place(place: Place | None) -> dict[str, Any]:
+    """Where torch's agents of all nodes meet: on one machine at a port of its own; else in the store of node 0, as
+    its static rendezvous does, which numbers the nodes as they were told."""
+    if place is None:
+        return {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    host = "localhost" if place.node == 0 else place.host
+    interface = interface_towards(place.host, place.port)
+    if interface:  # gloo would take the one that this machine's name leads to, which often is lo
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return {
+        "min_nodes": place.nodes,
+        "max_nodes": place.nodes,
+        "rdzv_backend": "static",
+        "rdzv_endpoint": replace(place, host=host).address,
+        "rdzv_configs": {"rank": place.node, "timeout": int(TIMEOUT_SECONDS)},
+    }
+
+
+@contextmanager
+def _stopped_by(nodes: Nodes) -> Iterator[list[str]]:
+    """Inside, the ranks of this node are stopped when another one has ended badly or is silent; gives why.
+
+    They have time to see it themselves, by closed connections, and to say so in the report.
+    """
+    stopped: list[str] = []
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_LOOK_SECONDS):
+            if not nodes.trouble:
+                continue
+            if not is_over.wait(_SEEING_SECONDS):
+                stopped.append(nodes.trouble)
+                _stop(_ranks())
+            return
+
+    thread = threading.Thread(target=watch, name="other nodes", daemon=True)
+    if nodes.place is not None:
+        thread.start()
+    try:
+        yield stopped
+    finally:
+        is_over.set()
+        if nodes.place is not None:
+            thread.join()
 
 
 @contextmanager
@@ -144,13 +209,15 @@ def _one_file_a_rank(directory: Path) -> Any:
             return str(directory / LOGS)
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            files = {rank: str(directory / log_of(rank)) if rank else "" for rank in envs}
+            ranks = {local: int(environment["RANK"]) for local, environment in envs.items()}
             for environment in envs.values():
                 environment["TORCHELASTIC_ERROR_FILE"] = ""
                 environment[LAUNCHER] = str(os.getpid())
             return LogsDest(
-                stdouts={rank: os.devnull if rank else "" for rank in envs},
-                stderrs=files,
+                stdouts={local: os.devnull if rank else "" for local, rank in ranks.items()},
+                stderrs={
+                    local: str(directory / log_of(rank)) if rank else "" for local, rank in ranks.items()
+                },
                 error_files=dict.fromkeys(envs, os.devnull),
             )
 
@@ -185,15 +252,16 @@ def ended(exits: dict[int, Exit], directory: Path, *, received: list[int]) -> En
             exit_code=TrainingFailed.exit_code, cause=f"rank {rank} was killed by {name}{hint}", hint=going_on
         )
     status = statuses.get(rank)
-    if rank == 0 or _message(statuses.get(0)) == _message(status) != "":
-        return Ended(
-            exit_code=code
-        )  # rank 0 has said it: its own error, or one that all ranks came to together
+    # Rank 0 has said its own error, and one that all ranks came to together.
+    is_said = rank == 0 or _message(statuses.get(0)) == _message(status) != ""
     said = status.error.message if status is not None and status.error is not None else _last_line(log)
     hint = status.error.hint if status is not None and status.error is not None else ""
-    more = f"what it said is in {log}"
+    more = f"what it said is in {log}" if rank else ""
     return Ended(
-        exit_code=code, cause=f"rank {rank} failed: {said}", hint=f"{hint}; {more}" if hint else more
+        exit_code=code,
+        cause=f"rank {rank} failed: {said}",
+        hint="; ".join(part for part in (hint, more) if part),
+        is_said=is_said,
     )
 
 
@@ -216,19 +284,24 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def _stop_all(statuses: dict[int, RankStatus]) -> None:
-    """End every rank that still runs, and all that a rank started."""
-    ranks = psutil.Process().children(recursive=True)
-    for process in ranks:
-        _signal(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(ranks, timeout=int(_STOPPING_SECONDS))
-    for process in alive:
-        _signal(process, signal.SIGKILL)
-    for status in statuses.values():  # a rank that was killed leaves its own children in its process group
+def _stop_all(statuses: dict[int, RankStatus], ranks: range) -> None:
+    """End every one of ``ranks`` that still runs, and all that it started."""
+    _stop(psutil.Process().children(recursive=True))
+    for status in (
+        statuses[rank] for rank in ranks if rank in statuses
+    ):  # a rank that was killed leaves its own children in its process group
         try:
             os.killpg(status.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             continue
+
+
+def _stop(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        _signal(process, signal.SIGTERM)
+    _, alive = psutil.wait_procs(processes, timeout=int(_STOPPING_SECONDS))
+    for process in alive:
+        _signal(process, signal.SIGKILL)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -63,6 +63,18 @@ def lock_directory(path: Path, *, attempt: str | None = None, lock: str = LOCK) 
         _held.discard(file)
 
 
+def attempt_in(directory: Path) -> str:
+    """The attempt that owns ``directory`` as this machine sees it; empty when none does."""
+    try:
+        handle = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        return _owner(handle).get("attempt", "")
+    finally:
+        os.close(handle)
+
+
 def _make_directory(path: Path) -> Path:
     if fault := path_fault(str(path)):
         raise RunDirectoryError(f"output_dir: {fault}", hint="choose another output_dir")

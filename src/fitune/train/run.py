@@ -47,7 +47,7 @@ from fitune.train.resume import (
     where_to_start,
 )
 from fitune.train.saving import save
-from fitune.train.together import require_same_on_all, rows_of_ranks, whole_on_first
+from fitune.train.together import require_same_on_all, require_shared_directory, rows_of_ranks, whole_on_first
 
 
 def run(
@@ -81,6 +81,7 @@ def run(
         runs: list[Run] = []
         on_stall = partial(_report_stall, runs)
         owned.enter_context(known_to_peers(ranks, directory, where, on_stall=on_stall))
+        require_shared_directory(ranks, directory, attempt=owner.attempt)
         start = Start(state=None)
         if not overwrite:
             start = where_all_start(directory, plan, ranks=ranks, resume=resume)

@@ -1,21 +1,49 @@
 """What several processes do together before the first step and after the last: compare, and bring the model home."""
 
 import platform
+import socket
+import time
+from pathlib import Path
 
 import torch
 import transformers
 
 from fitune.checkpoint.state import whole_tensor
 from fitune.engine.ranks import Ranks
-from fitune.errors import RankFailed
+from fitune.errors import RankFailed, RunDirectoryError
 from fitune.models.language_model import LanguageModel
+from fitune.models.weight_files import weights_identity
 from fitune.models.weights import compute_dtype
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
 from fitune.spec.reports import RankReport
+from fitune.spec.run_directory import attempt_in
 from fitune.spec.serial import to_json
 from fitune.train.again import with_weights
 from fitune.train.current import Run
+
+_SEEN_SECONDS = 5.0
+"""A network disk shows a new file to other machines within seconds."""
+
+
+def require_shared_directory(ranks: Ranks, directory: Path, *, attempt: str) -> None:
+    """Raises RunDirectoryError, on every rank, when one of them sees another ``directory`` than the first rank's.
+
+    ``attempt`` owns that one. Else checkpoints would be in pieces, and the ranks could not say why they ended.
+    """
+    until = time.monotonic() + _SEEN_SECONDS
+    seen = ranks.is_first  # whose lock would be given up by closing the file once more
+    while not seen and time.monotonic() < until:
+        seen = attempt_in(directory) == attempt
+        time.sleep(0.0 if seen else 0.2)
+    found = ranks.gathered((socket.gethostname(), seen))
+    for rank, (host, has_seen) in enumerate(found):
+        if not has_seen:
+            raise RunDirectoryError(
+                f"rank {rank} on {host} does not see output_dir {directory.absolute()} of rank 0 on {found[0][0]}: "
+                "under that name it has another folder",
+                hint="an output_dir on a disk that all machines share (NFS, Lustre, …), under the same path",
+            )
 
 
 def require_same_on_all(ranks: Ranks, plan: Plan, *, rows: str, base: str) -> None:
@@ -25,6 +53,8 @@ def require_same_on_all(ranks: Ranks, plan: Plan, *, rows: str, base: str) -> No
             f"the plan is for {plan.hardware.num_gpus} processes, and {ranks.world} were started",
             hint=f"gpus: {ranks.world}, or start {plan.hardware.num_gpus}",
         )
+    if plan.hardware.nodes > 1 and ranks.local == 0 and not base:  # each reads its own copy of them
+        base = weights_identity(plan.model_path)
     facts = {
         "the plan": to_json(plan),
         "the training rows": rows,
@@ -36,7 +66,7 @@ def require_same_on_all(ranks: Ranks, plan: Plan, *, rows: str, base: str) -> No
     found = ranks.gathered(facts)
     for name, value in found[0].items():
         for rank, theirs in enumerate(found):
-            if theirs[name] != value:
+            if theirs[name] != value and theirs[name]:
                 short = "" if name == "the plan" else f": {value[:16]} and {theirs[name][:16]}"
                 raise RankFailed(
                     f"{name} differs between rank 0 and rank {rank}{short}",

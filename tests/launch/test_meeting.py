@@ -1,0 +1,176 @@
+"""Launchers meet at one address: threads stand for the nodes, each with its own connection to the store."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fitune.errors import FituneError, HardwareError, NodeFailed, RecipeError
+from fitune.launch.board import interface_towards
+from fitune.launch.nodes import Meeting, OneNode, Place, meeting, place_of
+from fitune.launch.torchrun import Ended
+from fitune.session.ranks_of_nodes import job_end
+
+Part = Callable[[Meeting], object]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def together(port: int) -> Callable[..., list[object]]:
+    """What each part returns or raises, one for each node."""
+
+    def run(*parts: Part, nodes: tuple[int, ...] = (), numbers: tuple[int, ...] = ()) -> list[object]:
+        ends: list[object] = [None] * len(parts)
+
+        def node(thread: int) -> None:
+            number = numbers[thread] if numbers else thread
+            count = nodes[thread] if nodes else len(parts)
+            place = Place(node=number, nodes=count, host="127.0.0.1", port=port, timeout_s=20)
+            try:
+                with meeting(place) as met:
+                    ends[thread] = parts[thread](met)
+            except FituneError as error:
+                ends[thread] = error
+
+        threads = [threading.Thread(target=node, args=(each,)) for each in range(len(parts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        return ends
+
+    return run
+
+
+def test_all_hear_all_and_the_first_decides(together: Callable[..., list[object]]) -> None:
+    def part(nodes: Meeting) -> object:
+        assert nodes.place is not None
+        return (
+            nodes.gathered(f"of {nodes.place.node}"),
+            nodes.from_first(lambda: "decided"),
+            nodes.gathered(""),
+        )
+
+    heard = (["of 0", "of 1", "of 2"], "decided", ["", "", ""])
+    assert together(part, part, part) == [heard, heard, heard]
+
+
+def test_an_error_on_one_node_is_raised_on_all(together: Callable[..., list[object]]) -> None:
+    def fails(nodes: Meeting) -> None:
+        raise RecipeError("a fault of the test")
+
+    own, other = together(fails, lambda nodes: nodes.gathered("ready"))
+    assert isinstance(own, RecipeError)
+    assert isinstance(other, NodeFailed)
+    assert (other.message, other.exit_code) == (f"node 0 ({socket.gethostname()}): a fault of the test", 2)
+
+
+def test_ranks_are_called_off_until_the_next_word(together: Callable[..., list[object]]) -> None:
+    def ends_badly(nodes: Meeting) -> object:
+        nodes.call_off("rank 1 failed")
+        return nodes.gathered("bad")
+
+    def watches(nodes: Meeting) -> object:
+        while not (seen := nodes.trouble):
+            time.sleep(0.02)
+        return seen, nodes.gathered("good"), nodes.trouble
+
+    _, watched = together(ends_badly, watches)
+    assert watched == (f"node 0 ({socket.gethostname()}): rank 1 failed", ["bad", "good"], "")
+
+
+def test_nodes_that_were_told_different_numbers_are_refused(together: Callable[..., list[object]]) -> None:
+    ends = together(lambda nodes: None, lambda nodes: None, nodes=(2, 3))
+    assert all(isinstance(end, FituneError) for end in ends)
+    assert any("for 3 nodes" in str(end) and "for 2" in str(end) for end in ends)
+
+
+def test_a_node_that_never_comes_ends_the_waiting(port: int) -> None:
+    place = Place(node=0, nodes=2, host="127.0.0.1", port=port, timeout_s=0.3)
+    with (
+        pytest.raises(HardwareError, match=rf"waited 0.3 s at 127.0.0.1:{port} for 2 nodes: node 1 did not"),
+        meeting(place),
+    ):
+        pass
+
+
+def test_node_0_that_never_comes_ends_the_waiting(port: int) -> None:
+    place = Place(node=1, nodes=2, host="127.0.0.1", port=port, timeout_s=0.3)
+    with (
+        pytest.raises(
+            HardwareError, match=rf"waited 0.3 s for node 0 at 127.0.0.1:{port}: Connection refused"
+        ),
+        meeting(place),
+    ):
+        pass
+
+
+@pytest.fixture
+def taken(port: int) -> Iterator[int]:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        yield port
+
+
+def test_a_port_that_is_taken_is_named_with_another(taken: int) -> None:
+    with (
+        pytest.raises(HardwareError, match=f"port {taken} of --rendezvous .* is taken") as caught,
+        meeting(Place(node=0, nodes=2, host="127.0.0.1", port=taken)),
+    ):
+        pass
+    assert f"--rendezvous 127.0.0.1:{taken + 1}" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"nodes": 1}, "nodes: 1"),
+        ({"node": None}, "no --node-rank"),
+        ({"node": 2}, "--node-rank is 2"),
+        ({"rendezvous": ""}, "no --rendezvous"),
+        ({"rendezvous": "a"}, "HOST:PORT"),
+        ({"rendezvous": "a:0"}, "HOST:PORT"),
+        ({"timeout_s": 0.0}, "timeout 0"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(words: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        place_of(**{"node": 0, "nodes": 2, "rendezvous": "a:29400", **words})
+
+
+def test_an_address_of_the_sixth_version_is_read() -> None:
+    place = place_of(node=1, nodes=2, rendezvous="[fe80::1]:29400")
+    assert (place.host, place.port, place.address) == ("fe80::1", 29400, "[fe80::1]:29400")
+
+
+def test_gloo_takes_the_interface_on_the_way() -> None:
+    assert interface_towards("127.0.0.1", 1) == "lo"
+
+
+class _Second(OneNode):
+    place = Place(node=1, nodes=2, host="a", port=1)
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "cause"),
+    [
+        ([Ended(exit_code=0), Ended(exit_code=0)], 0, ""),
+        ([Ended(exit_code=1), Ended(exit_code=1, cause="rank 1 was killed")], 1, "rank 1 was killed"),
+        ([Ended(exit_code=1, cause="rank 0 failed", is_said=True), Ended(exit_code=1)], 1, "node 0: rank 0 failed"),
+        ([Ended(exit_code=143), Ended(exit_code=0)], 143, ""),
+        ([Ended(exit_code=0), Ended(exit_code=1)], 1, ""),
+    ],
+)  # fmt: skip
+def test_the_job_ends_as_the_node_with_the_cause(ends: list[Ended], code: int, cause: str) -> None:
+    end = job_end(ends, _Second())
+    assert (end.exit_code, end.cause, end.is_said) == (code, cause, False)

@@ -1,0 +1,169 @@
+"""A run on two nodes, each with its own network: the model of one process; what is wrong is said on both."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from faults import faulty_ranks
+from fitune.spec.rank_status import read_statuses
+from fitune.spec.reports import RunReport
+from fitune.spec.serial import from_json
+from fitune.track.metrics import read_metrics
+from launch.namespaces import Cable, two_machines
+
+pytestmark = pytest.mark.slow
+
+Start = Callable[..., "subprocess.Popen[str]"]
+PORT = 29_417
+
+
+@pytest.fixture(scope="module")
+def cable() -> Iterator[Cable]:
+    with two_machines() as cable:
+        yield cable
+
+
+@pytest.fixture
+def settings(tmp_path: Path, model_folder: Path, data_file: Path) -> dict[str, object]:
+    return {
+        "model": model_folder, "data": data_file, "tuning": "full", "precision": "fp32", "seq_len": 64,
+        "max_steps": 4, "samples": 0, "save_steps": 2, "learning_rate": 1e-3,
+        "output_dir": tmp_path / "run",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def start(cable: Cable, settings: dict[str, object], tmp_path: Path) -> Start:
+    """``fitune train`` on one of the nodes; ``fault`` happens in the third backward pass of ``rank``."""
+    divided = {
+        **settings, "nodes": 2, "zero": 3, "backend": "fsdp", "micro_batch_size": 2, "gradient_accumulation_steps": 1,
+    }  # fmt: skip
+
+    def begin(
+        node: int,
+        *words: str,
+        fault: str = "wait",
+        rank: int = 9,
+        before: tuple[str, ...] = (),
+        **changed: object,
+    ) -> "subprocess.Popen[str]":
+        given = [part for k, v in {**divided, **changed}.items() for part in ("--set", f"{k}={v}")]
+        meet = ["--node-rank", str(node), "--rendezvous", f"{cable.addresses[0]}:{PORT}"]
+        program = [
+            sys.executable,
+            faulty_ranks.__file__,
+            str(rank),
+            "3",
+            fault,
+            "train",
+            *given,
+            *meet,
+            *words,
+        ]
+        own = {"FITUNE_CACHE": str(tmp_path / f"cache of {node}"), "GO": str(tmp_path / "go")}
+        return subprocess.Popen(
+            [*cable.on(node), *before, *program], env={**os.environ, **own}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    return begin
+
+
+def ends(*started: "subprocess.Popen[str]") -> list[tuple[int, str]]:
+    """Exit code and standard error of each."""
+    said = [each.communicate(timeout=200) for each in started]
+    return [(each.returncode, err) for each, (_, err) in zip(started, said, strict=True)]
+
+
+def test_two_nodes_train_the_model_of_one_process(
+    start: Start, settings: dict[str, object], tmp_path: Path
+) -> None:
+    second, first = start(1), start(0)
+    assert [code for code, _ in ends(first, second)] == [0, 0]
+    alone = {
+        **settings,
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "output_dir": tmp_path / "alone",
+    }
+    words = [part for k, v in alone.items() for part in ("--set", f"{k}={v}")]
+    subprocess.run([sys.executable, "-m", "fitune", "train", *words], check=True, capture_output=True)
+    ours, theirs = (
+        [step.loss for step in read_metrics(tmp_path / f / "metrics.jsonl")] for f in ("run", "alone")
+    )
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    report = from_json(RunReport, (tmp_path / "run/report.json").read_text())
+    assert (report.status, [row.rank for row in report.ranks]) == ("complete", [0, 1])
+    assert (tmp_path / "run/rank-logs/rank1.log").is_file()
+
+
+def test_a_rank_that_is_killed_is_named_on_both_nodes(start: Start) -> None:
+    first, second = ends(start(0, fault="kill", rank=1), start(1, fault="kill", rank=1))
+    assert (first[0], second[0]) == (1, 1)
+    assert "rank 1 was killed by SIGKILL" in second[1]
+    assert "error: node 1 (" in first[1]
+    assert "): rank 1 was killed by SIGKILL" in first[1]
+
+
+def test_an_error_of_rank_0_is_named_on_both_nodes(start: Start) -> None:
+    words = {"fault": "raise_value_error", "rank": 0}
+    first, second = ends(start(0, **words), start(1, **words))
+    assert (first[0], second[0]) == (1, 1)
+    assert first[1].count("error:") == 1
+    assert "a fault of the test" in first[1]
+    assert "error: node 0 (" in second[1]
+    assert "rank 0 failed: ValueError (loss, step 3): a fault of the test" in second[1]
+
+
+def test_a_folder_that_is_not_shared_is_refused_on_both(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    own_disk = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs none "{tmp_path}/run" && exec "$@"', "sh")
+    first, second = ends(start(0), start(1, before=own_disk))
+    assert (first[0], second[0]) == (2, 2)
+    for _, err in (first, second):
+        assert f"does not see output_dir {tmp_path}/run of rank 0" in err
+        assert "a disk that all machines share" in err
+
+
+def test_other_settings_are_named_before_anything_runs(start: Start) -> None:
+    first, second = ends(start(0), start(1, learning_rate=2e-3))
+    assert (first[0], second[0]) == (2, 2)
+    for _, err in (first, second):
+        assert "learning_rate in the recipe differs: 0.001 on node 0" in err
+
+
+def test_a_signal_to_one_node_lets_both_save(start: Start, tmp_path: Path) -> None:
+    first, second = start(0, fault="wait", rank=0), start(1, fault="wait", rank=0)
+    assert first.stdout is not None
+    while "READY" not in (line := first.stdout.readline()):
+        assert line, first.communicate()
+    second.send_signal(signal.SIGTERM)
+    time.sleep(1.0)
+    (tmp_path / "go").touch()
+    assert [code for code, _ in ends(first, second)] == [143, 143]
+    assert (tmp_path / "run/checkpoints/step-3/COMMIT").is_file()
+
+
+def test_a_cable_that_is_pulled_ends_both(start: Start, cable: Cable, tmp_path: Path) -> None:
+    """Nothing closes the connections, so it is found by silence, after a minute."""
+    first, second = start(0, fault="wait", rank=0), start(1, fault="wait", rank=0)
+    assert first.stdout is not None
+    while "READY" not in (line := first.stdout.readline()):
+        assert line, first.communicate()
+    cable.pull()
+    (tmp_path / "go").touch()
+    (code, err), (code2, err2) = ends(first, second)
+    assert (code, code2) == (1, 1)
+    assert "has given no sign of life for 60 s" in err
+    assert "no longer answers at" in err2
+    pids = [status.pid for status in read_statuses(tmp_path / "run/rank-logs").values()]
+    assert pids
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
