@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from cpu_methods import rehearsed_peak
 from fitune.engine.fsdp import mesh_of
 from fitune.engine.ranks import Ranks
 from fitune.spec.plan import Ddp, Lora, Nf4, Plan, Sharding, Zero
+from fitune.spec.rules import keeps_rules
 from fitune.units import format_bytes
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
@@ -39,6 +40,9 @@ STRATEGIES: dict[str, Sharding] = {
     "ZeRO-2": Zero(stage=2, backend="fsdp"),
     "ZeRO-3": Zero(stage=3, backend="fsdp"),
     "hybrid ZeRO-3": Zero(stage=3, backend="fsdp", hybrid=True),
+    "ZeRO-1 by DeepSpeed": Zero(stage=1, backend="deepspeed"),
+    "ZeRO-2 by DeepSpeed": Zero(stage=2, backend="deepspeed"),
+    "ZeRO-3 by DeepSpeed": Zero(stage=3, backend="deepspeed"),
 }
 METHODS: dict[str, dict[str, Any]] = {
     "full, fp32": {"tuning": "full", "precision": "fp32"},
@@ -68,6 +72,10 @@ class Case:
         nodes = 2 if _is_hybrid(sharding) else 1
         hardware = replace(plan.hardware, nodes=nodes, gpus_per_node=self.world // nodes)
         return replace(plan, hardware=hardware, sharding=sharding)
+
+
+def is_fsdp(sharding: Sharding) -> TypeGuard[Zero]:
+    return isinstance(sharding, Zero) and sharding.backend == "fsdp"
 
 
 def _is_hybrid(sharding: Sharding) -> bool:
@@ -100,7 +108,9 @@ def cases(worlds: Sequence[int], words: Sequence[str]) -> Iterator[Case]:
                     continue
                 for recomputed in (0, LAYERS // 2, LAYERS):
                     case = Case(method=method, strategy=strategy, world=world, recomputed=recomputed)
-                    if any(word in f"{method} {strategy}" for word in words):
+                    if keeps_rules(case.plan, "train") and any(
+                        word in f"{method} {strategy}" for word in words
+                    ):
                         yield case
 
 
@@ -120,9 +130,7 @@ def _as_rank(rank: int, world: int, chosen: Sequence[Case], folder: str) -> None
     measured = []
     for case in chosen:
         plan = case.plan
-        mesh = (
-            mesh_of(plan.sharding, plan.hardware, device="cpu") if isinstance(plan.sharding, Zero) else None
-        )
+        mesh = mesh_of(plan.sharding, plan.hardware, device="cpu") if is_fsdp(plan.sharding) else None
         rows = random_rows(ROW_LENGTHS, vocab_size=plan.model.vocab_size)
         peaks = ranks.gathered(max(measured_peaks(plan, rows, mesh=mesh).values()))
         measured.append(max(peaks))
@@ -137,7 +145,7 @@ def look_at(case: Case, measured: int) -> Found:
     return Found(
         case=case,
         predicted=max(predicted_peaks(plan, rows).values()),
-        rehearsed=None if isinstance(plan.sharding, Ddp) else rehearsed_peak(plan, rows),
+        rehearsed=rehearsed_peak(plan, rows) if is_fsdp(plan.sharding) else None,
         measured=measured,
     )
 

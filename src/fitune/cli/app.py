@@ -210,10 +210,17 @@ def launch(
     rendezvous: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="The first of several machines, and a free port there.")
     ] = "HOST:PORT",
+    configuration: Annotated[
+        bool,
+        typer.Option("--print-deepspeed-config", help="Print the ds_config.json of a plan for DeepSpeed."),
+    ] = False,
 ) -> None:
     """Print the command and environment that start the ranks of a plan on each machine."""
-    from fitune.session.planning import launch_commands
+    from fitune.session.planning import deepspeed_configuration, launch_commands
 
+    if configuration:
+        print(deepspeed_configuration(_recipe(words, settings)))
+        return
     if not show:
         raise RecipeError("launch prints commands and starts nothing", hint="launch --print, or fitune train")
     typed = [*(words or []), *(part for setting in settings or [] for part in ("--set", setting))]

@@ -247,7 +247,8 @@ def _shardings(recipe: Recipe, hardware: Hardware) -> Iterator[Sharding]:
 def _zeros(recipe: Recipe, hardware: Hardware) -> Iterator[Zero]:
     for stage in (1, 2, 3):
         for backend in ("fsdp", "deepspeed"):
-            yield Zero(stage=stage, backend=backend)
+            settings = tuple(sorted(recipe.deepspeed.items())) if backend == "deepspeed" else ()
+            yield Zero(stage=stage, backend=backend, settings=settings)
             if recipe.hybrid_sharding or (hardware.nodes > 1 and hardware.gpus_per_node > 1):
                 yield Zero(stage=stage, backend=backend, hybrid=True)
 

@@ -90,6 +90,7 @@ class RecipeKeys(TypedDict, total=False):
     zero: Literal[0, 1, 2, 3] | None
     backend: Literal["fsdp", "deepspeed"] | None
     hybrid_sharding: bool | None
+    deepspeed: PathLike | Mapping[str, int | bool | Mapping[str, Any]]
     offload_parameters: Place | None
     offload_optimizer: Place | None
     offload_activations: Place | None

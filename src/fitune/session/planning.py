@@ -3,6 +3,7 @@
 Beside it: what a change would cost, the largest that fits, the plans of many models and lengths, and a rehearsal.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +16,14 @@ from fitune.planner.defaults import with_host_memory
 from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
 from fitune.planner.search import find_plan
 from fitune.planner.whole_run import whole_run
+from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
+from fitune.spec.plan import Zero
 from fitune.spec.predictions import PlanReport, Rehearsal
 from fitune.spec.recipe import Recipe
 from fitune.spec.rules import Purpose
-from fitune.spec.words import devices_with_memory
+from fitune.spec.words import describe_sharding, devices_with_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,3 +134,12 @@ def launch_commands(recipe: Recipe, words: Sequence[str], *, rendezvous: str) ->
     """The command for each machine of the recipe's plan; ``words`` are those that name the recipe."""
     report = plan_for(recipe, purposes=("plan", "train"))
     return machine_commands(report.chosen.plan, words, rendezvous=rendezvous)
+
+
+def deepspeed_configuration(recipe: Recipe) -> str:
+    """The ds_config.json, as text, that the recipe's plan is trained with. Raises RecipeError when it is another's."""
+    plan = plan_for(recipe, purposes=("plan", "train")).chosen.plan
+    if not isinstance(plan.sharding, Zero) or plan.sharding.backend != "deepspeed":
+        by = describe_sharding(plan.sharding) or "one process"
+        raise RecipeError(f"the plan is {by}, not DeepSpeed", hint="backend: deepspeed, gpus: 2 or more")
+    return json.dumps(deepspeed_config(plan), indent=2)

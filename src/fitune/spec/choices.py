@@ -175,12 +175,14 @@ class Zero:
     Stage 1 shares masters and optimizer states, 2 also gradients, 3 also weights. ``fsdp`` is torch's fully_shard:
     weights are shares between two steps at every stage; at stage 3 a block's weights exist whole only while it
     works, at 2 from forward to backward, at 1 whole gradients add up too until they are reduced once a step.
-    ``hybrid`` shares within a node and repeats that on every node.
+    ``hybrid`` shares within a node and repeats that on every node. ``settings`` are DeepSpeed's own, as the user's file
+    names them; what is not among them is chosen (spec/deepspeed.py).
     """
 
     stage: Literal[1, 2, 3]
     backend: Literal["fsdp", "deepspeed"]
     hybrid: bool = False
+    settings: tuple[tuple[str, int | bool], ...] = ()
 
 
 Sharding = Single | Ddp | Zero

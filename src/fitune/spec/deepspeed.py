@@ -45,6 +45,7 @@ def deepspeed_config(plan: Plan) -> Config:
             **(
                 _stage_3(plan) if zero.stage == 3 else {"allgather_bucket_size": reduce_bucket_elements(plan)}
             ),
+            **dict(zero.settings),
             **_offload(plan.offload),
         },
     }

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from fitune.errors import RecipeError, did_you_mean
+from fitune.spec.deepspeed_file import with_deepspeed_file
 from fitune.spec.plan import DataFormat
 from fitune.spec.recipe_values import (
     CountFloat,
@@ -154,6 +155,7 @@ class Recipe(_Strict):
     zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole_number)] | None = None
     backend: Literal["fsdp", "deepspeed"] | None = None
     hybrid_sharding: bool | None = None
+    deepspeed: dict[str, int | bool] = {}
     offload_parameters: Literal["device", "cpu", "nvme"] | None = None
     offload_optimizer: Literal["device", "cpu", "nvme"] | None = None
     offload_activations: Literal["device", "cpu", "nvme"] | None = None
@@ -221,6 +223,7 @@ def layered_recipe(
 def parse_recipe(wanted: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
     """Validate keys that are already canonical; ``null`` leaves a setting as it is by itself."""
     wanted = {name: value for name, value in wanted.items() if value is not None}
+    wanted = with_deepspeed_file(wanted, where=where)
     if "model" not in wanted:
         raise RecipeError(
             f"{where}: no model is named",

@@ -179,7 +179,6 @@ SWITCHES: dict[str, tuple[str, str]] = {
 """Switches of other frameworks: the setting and the value they stand for when they are on."""
 
 FOREIGN_FILES = {
-    "deepspeed": "zero: 3, backend: deepspeed, offload_optimizer: cpu; what is left open is planned, no file is read",
     "fsdp": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",
     "load_in_8bit": "tuning: qlora, quantization: hqq, quantization_bits: 8",
     "fsdp_config": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",

@@ -1,0 +1,115 @@
+"""The ds_config.json of a plan, and a user's one as settings of a recipe."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.errors import RecipeError
+from fitune.spec.deepspeed import BUCKET_ELEMENTS, deepspeed_config, trained_elements
+from fitune.spec.plan import Offload, Plan, Precision, Zero
+from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from plans import gpu, known, plan_for
+
+
+def plan(**choices: Any) -> Plan:
+    chosen = {"sharding": Zero(stage=3, backend="deepspeed"), "hardware": gpu("h100", gpus=8), **choices}
+    return plan_for(known("llama-3.1-8b"), **chosen)
+
+
+def recipe(content: Any, **settings: Any) -> Recipe:
+    keys = canonical_keys({"model": "gpt2", "deepspeed": content, **settings}, where="r.yaml")
+    return parse_recipe(keys, where="r.yaml")
+
+
+def test_buckets_are_chosen_and_never_larger_than_what_is_trained() -> None:
+    lora = {"tuning": "lora", "rank": 1, "targets": ("q_proj",)}
+    full, small = (deepspeed_config(plan(**choice))["zero_optimization"] for choice in ({}, lora))
+    assert full["reduce_bucket_size"] == BUCKET_ELEMENTS
+    assert small["reduce_bucket_size"] == trained_elements(plan(**lora)) == 32 * (4096 + 4096)
+
+
+def test_fitune_divides_the_loss_and_deepspeed_divides_by_nothing() -> None:
+    config = deepspeed_config(plan())
+    assert config["gradient_accumulation_steps"] == 1
+    assert config["gradient_clipping"] == plan().schedule.max_grad_norm
+
+
+def test_precision_and_places_of_the_plan_are_deepspeeds() -> None:
+    assert deepspeed_config(plan(precision=Precision.BF16_MASTER))["bf16"]["enabled"]
+    assert deepspeed_config(plan(precision=Precision.FP16))["fp16"] == {"enabled": True, "loss_scale": 1.0}
+    away = Offload(parameters="nvme", optimizer="nvme", nvme_path="/mnt/nvme")
+    zero = deepspeed_config(plan(offload=away))["zero_optimization"]
+    assert zero["offload_param"] == {"device": "nvme", "pin_memory": True, "nvme_path": "/mnt/nvme"}
+    assert zero["offload_optimizer"]["device"] == "nvme"
+
+
+def test_a_users_file_becomes_settings_of_the_recipe(tmp_path: Path) -> None:
+    zero = {
+        "stage": 2,
+        "reduce_bucket_size": 2e8,
+        "overlap_comm": True,
+        "offload_optimizer": {"device": "cpu"},
+    }
+    file = tmp_path / "ds.json"
+    content = {
+        "zero_optimization": zero,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.5,
+        "steps_per_print": 10,
+    }
+    file.write_text(json.dumps(content))
+    read = recipe(str(file))
+    assert (read.zero, read.backend, read.offload_optimizer) == (2, "deepspeed", "cpu")
+    assert (read.precision, read.max_grad_norm) == ("bf16-master", 0.5)
+    assert read.deepspeed == {"reduce_bucket_size": 200_000_000, "overlap_comm": True}
+    assert recipe(read.deepspeed).deepspeed == read.deepspeed  # a recipe that was read once is read again
+
+
+def test_its_sizes_win_over_chosen_ones() -> None:
+    sharding = Zero(stage=2, backend="deepspeed", settings=(("reduce_bucket_size", 7),))
+    assert deepspeed_config(plan(sharding=sharding))["zero_optimization"]["reduce_bucket_size"] == 7
+
+
+def test_auto_leaves_a_setting_to_fitune() -> None:
+    content = {
+        "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"},
+        "train_batch_size": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "fp16": {"enabled": "auto", "hysteresis": 2},
+    }
+    read = recipe(content)
+    assert (read.zero, read.learning_rate, read.precision, read.deepspeed) == (None, None, None, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "named"),
+    [
+        ({"zero_optimization": {"stage": 3}}, {"zero": 2}, "zero = 2, and .* zero_optimization.stage = 3"),
+        (
+            {"gradient_clipping": 0.5},
+            {"max_grad_norm": 1.0},
+            "max_grad_norm = 1.0, and .* gradient_clipping = 0.5",
+        ),
+        ({}, {"backend": "fsdp"}, "backend = 'fsdp', and"),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 4}},
+            {},
+            "mics_shard_size = 4 cannot be followed",
+        ),
+        ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type = 'Lamb' cannot be followed"),
+        ({"scheduler": {"params": {"warmup_num_steps": 9}}}, {}, "scheduler = .* cannot be followed"),
+        ({"fp16": {"enabled": True, "hysteresis": 2}}, {}, "fp16.hysteresis = 2 cannot be followed"),
+        ("/nowhere/ds.json", {}, "/nowhere/ds.json: cannot be read: No such file"),
+        (7, {}, "deepspeed = 7"),
+        ({"reduce_bucket_size": 10**30}, {}, "reduce_bucket_size = 1000000000000000000000000000000 is not"),
+        ({"zero_optimization": {"overlap_comm": "yes"}}, {}, "overlap_comm = 'yes' is not"),
+    ],
+)
+def test_contradictions_and_what_would_have_no_effect_are_refused(
+    content: Any, settings: Any, named: str
+) -> None:
+    with pytest.raises(RecipeError, match=named):
+        recipe(content, **settings)
