@@ -19,8 +19,8 @@ from models.streams import stream_of
 from plans import CPU, plan_for
 
 ROOM = Path(fitune.__file__).parent
-READERS = {"spec/families.py", "spec/model_config.py", "spec/config_schema.py"}
-"""Of config.json; they alone decide by a model's type."""
+READERS = {"spec/families.py", "spec/model_config.py", "spec/config_schema.py", "spec/architectures.py"}
+"""Of config.json, and what was compared with transformers; they alone decide by a model's type."""
 
 
 @pytest.fixture

@@ -228,7 +228,7 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
         ("[" * 100_000, "nested more than 64 deep"),
         ("[1]", "expected an object, found list"),
         ("{}", "model_type is missing"),
-        ('{"model_type": "bert"}', "model_type = 'bert' is not supported"),
+        ('{"model_type": "nobodys"}', "model_type = 'nobodys': "),
         ('{"model_type": 7}', "model_type = 7 is not supported"),
         ('{"model_type": "gemma3"}', "text_config = None must be the config of the language model"),
     ],
@@ -239,12 +239,6 @@ def test_a_config_that_is_none(tmp_path: Path, text: str, words: str) -> None:
         load_model_spec(str(folder))
     assert words in str(caught.value)
     assert str(folder / "config.json") in str(caught.value)
-
-
-def test_an_unsupported_architecture_names_the_supported() -> None:
-    with pytest.raises(ModelError) as caught:
-        spec_from_config({"model_type": "mamba"}, name="m")
-    assert all(family in str(caught.value) for family in (*FAMILIES, "gemma3"))
 
 
 @pytest.mark.parametrize(

@@ -8,24 +8,18 @@ from fitune.estimate import activations, transient
 from fitune.estimate.eager import block_passes
 from fitune.estimate.site import Site
 from fitune.estimate.stages import attention_stages, expert_stages, mlp_stages
-from fitune.spec.block_profile import Attention, BatchShape, BlockProfile, Stage
+from fitune.spec.block_profile import (
+    Attention,
+    BackwardPeak,
+    BatchShape,
+    BlockProfile,
+    Stage,
+    TracedMemory,
+)
 from fitune.spec.counts import attention_flops_per_pair
 from fitune.spec.model import Linear
 from fitune.spec.plan import Plan
 from fitune.spec.traits import has_scores
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardPeak:
-    """The worst moment of going back through some stages."""
-
-    kept: int
-    gradients: int
-    temporaries: int
-
-    @property
-    def total(self) -> int:
-        return self.kept + self.gradients + self.temporaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +47,17 @@ def untouched_block(stages: Sequence[Stage]) -> Block:
         building=0,
         peak=nothing,
         recomputed_peak=nothing,
+    )
+
+
+def traced_block(memory: TracedMemory, *, gradients_exist: bool) -> Block:
+    return Block(
+        kept=memory.kept,
+        gradients=memory.gradients,
+        forward=memory.forward,
+        building=memory.building,
+        peak=memory.adding if gradients_exist else memory.backward,
+        recomputed_peak=memory.recomputed_adding if gradients_exist else memory.recomputed,
     )
 
 

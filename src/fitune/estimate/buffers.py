@@ -1,14 +1,18 @@
 """What dividing the states costs in return: weights gathered for a moment, and buffers that sums pass through."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fitune.estimate.parameters import (
+    ParameterTensor,
     accumulates_whole,
     adapter_tensors,
+    adapters_of,
     base_bytes,
     base_tensors,
     blocks_trained,
     gathered_bytes,
+    kind_tensors,
     num_shares,
     reduce_width,
     trained_parameters,
@@ -19,7 +23,8 @@ from fitune.estimate.parameters import (
     zero_stage,
 )
 from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_bytes
-from fitune.spec.plan import Plan, Zero, updates_in_backward
+from fitune.spec.counts import lora_parameters
+from fitune.spec.plan import Lora, Plan, Zero, updates_in_backward
 
 REDUCE_BUCKET = 500_000_000
 GATHER_BUCKET = 500_000_000
@@ -76,11 +81,24 @@ def buffers_of(plan: Plan) -> Buffers:
 
 
 def block_weight_bytes(plan: Plan) -> int:
-    """One decoder block as it is gathered: packed where quantised; adapters included."""
+    """The largest decoder block as it is gathered: packed where quantised; adapters included."""
+    if plan.model.is_traced:
+        return max(_kind_weight_bytes(plan, kind) for kind in range(len(plan.model.kinds)))
     e, layers = plan.precision.compute_bytes, plan.model.num_layers
     base = gathered_bytes([t for t in base_tensors(plan.model) if t.in_block], plan)
     adapters = e * sum(t.elements * t.count for t in adapter_tensors(plan))
     return base // layers + adapters // blocks_trained(plan)
+
+
+def _kind_weight_bytes(plan: Plan, kind: int) -> int:
+    """One block of that kind."""
+    example = (plan.model.kinds[kind].example,)
+    adapters = (
+        plan.precision.compute_bytes * lora_parameters(plan.model, replace(plan.tuning, layers=example))
+        if isinstance(plan.tuning, Lora)
+        else 0
+    )
+    return gathered_bytes(kind_tensors(plan.model, kind), plan) + adapters
 
 
 def root_weight_bytes(plan: Plan) -> int:
@@ -90,10 +108,23 @@ def root_weight_bytes(plan: Plan) -> int:
 
 def group_gradient_bytes(plan: Plan, *, root: bool = False, width: int = 0) -> int:
     """Gradients of one block (or of the root), rows padded to the shares, ``width`` bytes each (0: their own type)."""
-    tensors = [t for t in trained_tensors(plan) if t.in_block is not root]
     parts = num_shares(plan)
+    if plan.model.is_traced and not root:
+        return max(
+            sum(t.share(parts) * parts * t.count for t in tensors) for tensors in _trained_by_kind(plan)
+        ) * (width or plan.precision.compute_bytes)
+    tensors = [t for t in trained_tensors(plan) if t.in_block is not root]
     elements = sum(t.share(parts) * parts * t.count for t in tensors)
     return elements * (width or plan.precision.compute_bytes) // (1 if root else blocks_trained(plan))
+
+
+def _trained_by_kind(plan: Plan) -> Iterator[tuple[ParameterTensor, ...]]:
+    """Trained tensors of one block of each kind."""
+    for number, kind in enumerate(plan.model.kinds):
+        if isinstance(plan.tuning, Lora):
+            yield adapters_of(plan.model, replace(plan.tuning, layers=(kind.example,)))
+        else:
+            yield kind_tensors(plan.model, number)
 
 
 def _fsdp(plan: Plan) -> Buffers:
@@ -190,7 +221,11 @@ def _streamed(plan: Plan) -> Buffers:
     Embedding, final norm, head and adapters stay (models/host.py).
     """
     layers = plan.model.num_layers
-    block = base_bytes([t for t in base_tensors(plan.model) if t.in_block], plan) // layers
+    block = (
+        max(base_bytes(kind_tensors(plan.model, kind), plan) for kind in range(len(plan.model.kinds)))
+        if plan.model.is_traced
+        else base_bytes([t for t in base_tensors(plan.model) if t.in_block], plan) // layers
+    )
     ahead = block if layers > 1 else 0
     return Buffers(
         forward=block,

@@ -54,6 +54,8 @@ def _forward_terms(step: StepStages) -> Terms:
         "hidden states": step.hidden,
         "temporaries": 0  # one kernel, from the input that is kept to the hidden states
         if step.plan.kernels == "liger"
+        else step.final_norm.forward
+        if step.plan.model.is_traced
         else transient.final_norm_forward(
             tokens=step.shape.tokens,
             hidden=step.plan.model.hidden_size,
@@ -104,6 +106,8 @@ def _forward_terms(step: StepStages) -> Terms:
 
 def _embedded_tokens(step: StepStages) -> int:
     """What went into the first block, which the body holds to the end of forward; elsewhere that block keeps it."""
+    if step.plan.model.is_traced:
+        return 0  # among what is around
     kept_by_block = trains_embeddings(step.plan.tuning) or (step.recomputed > 0 and not step.untouched)
     return 0 if kept_by_block else step.hidden
 
@@ -363,6 +367,8 @@ def _before_the_blocks(step: StepStages, head: int) -> int:
 
 def _input_is_kept_by_norm(step: StepStages) -> bool:
     """An fp32 RMSNorm or a LayerNorm keeps the residual stream itself, so a block's input is not held twice."""
+    if step.plan.model.is_traced:
+        return False  # a recomputed block was traced without its input
     return step.element_bytes == activations.FP32 or step.fp32_stream or step.plan.model.norm_type == "layer"
 
 

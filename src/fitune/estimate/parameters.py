@@ -1,5 +1,7 @@
 """Every parameter tensor: its bytes whole, packed and as one rank's share; weights, adapters and gradients in sum."""
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -77,8 +79,7 @@ def adapters_of(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
 
 
 def _adapters(model: ModelSpec, lora: Lora) -> Iterator[ParameterTensor]:
-    layers = adapted_blocks(model, lora)
-    for m in model.linears:
+    for m, layers in model.counted_linears(lora.layers):
         if not m.is_target(lora.targets):
             continue
         yield ParameterTensor(rows=lora.rank, row_elements=m.in_features, count=layers, in_block=True)
@@ -87,13 +88,25 @@ def _adapters(model: ModelSpec, lora: Lora) -> Iterator[ParameterTensor]:
             yield ParameterTensor(rows=m.out_features, count=layers, in_block=True)
 
 
-def _block_tensors(model: ModelSpec) -> Iterator[ParameterTensor]:
+@lru_cache(maxsize=256)
+def kind_tensors(model: ModelSpec, kind: int) -> tuple[ParameterTensor, ...]:
+    """All parameters of one block of that kind, of a traced model."""
+    return tuple(_block_tensors(model, (model.kinds[kind].example,)))
+
+
+def _block_tensors(model: ModelSpec, blocks: tuple[int, ...] = ()) -> Iterator[ParameterTensor]:
+    """Those of all blocks, or of ``blocks``."""
     layers = model.num_layers
-    for m in model.linears:
+    for m, count in model.counted_linears(blocks):
         rows, row = (m.copies, m.weights // m.copies) if m.copies > 1 else (m.out_features, m.in_features)
-        yield ParameterTensor(rows=rows, row_elements=row, count=layers, in_block=True, linear=m)
+        yield ParameterTensor(rows=rows, row_elements=row, count=count, in_block=True, linear=m)
         if m.bias:
-            yield ParameterTensor(rows=m.out_features * m.copies, count=layers, in_block=True)
+            yield ParameterTensor(rows=m.out_features * m.copies, count=count, in_block=True)
+    if model.is_traced:
+        numbers = [model.kind_of[block] for block in blocks] or model.kind_of
+        for kind, count in Counter(numbers).items():
+            yield from (_of_shape(shape, count, in_block=True) for shape in model.kinds[kind].others)
+        return
     norms = model.norms_per_block * _vectors(model)
     yield ParameterTensor(rows=model.hidden_size, count=layers * norms, in_block=True)
     for width in _qk_norm_widths(model):
@@ -105,11 +118,19 @@ def _root_tensors(model: ModelSpec) -> Iterator[ParameterTensor]:
     yield ParameterTensor(rows=vocabulary, row_elements=h, in_block=False)
     if model.learned_positions:
         yield ParameterTensor(rows=model.learned_positions, row_elements=h, in_block=False)
-    yield ParameterTensor(rows=h, count=_vectors(model), in_block=False)
+    if model.is_traced:
+        yield from (_of_shape(shape, 1, in_block=False) for shape in model.roots)
+    else:
+        yield ParameterTensor(rows=h, count=_vectors(model), in_block=False)
     if not model.tied_embeddings:
         yield ParameterTensor(rows=vocabulary, row_elements=h, in_block=False)
     if model.head_bias:
         yield ParameterTensor(rows=vocabulary, in_block=False)
+
+
+def _of_shape(shape: tuple[int, ...], count: int, *, in_block: bool) -> ParameterTensor:
+    rows = shape[0] if shape else 1
+    return ParameterTensor(rows=rows, row_elements=math.prod(shape[1:]), count=count, in_block=in_block)
 
 
 def _vectors(model: ModelSpec) -> int:

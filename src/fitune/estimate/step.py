@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fitune.estimate import activations
-from fitune.estimate.block import Block, block_of, block_profile, final_norm_stage, untouched_block
+from fitune.estimate.block import (
+    Block,
+    block_of,
+    block_profile,
+    final_norm_stage,
+    traced_block,
+    untouched_block,
+)
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.parameters import (
     adapters_bytes,
@@ -26,6 +33,7 @@ from fitune.estimate.states import (
     update_gradient_bytes,
     update_temporaries_bytes,
 )
+from fitune.estimate.traced import traced_blocks, traced_final_norm
 from fitune.spec.block_profile import Attention, BatchShape, BlockProfile, Pass, Stage, in_all
 from fitune.spec.counts import blocks_gone_back_through
 from fitune.spec.plan import (
@@ -38,6 +46,7 @@ from fitune.spec.plan import (
     trains_head,
     updates_in_backward,
 )
+from fitune.spec.tracing import profile_for
 
 Terms = dict[str, int]
 
@@ -97,6 +106,8 @@ class StepStages:
     """Input and its gradient that each block leaves behind until backward is through."""
     weight_copies: int = 0
     """16-bit copies of fp32 weights, from forward until the block that used them has gone back."""
+    around_traced: tuple[int, int] | None = None
+    """Of a traced model: what is alive around blocks in backward, and in forward."""
     casts: tuple[float, float] = (0.0, 0.0)
     """Bytes per token that casts move beside the model's own operations, forward and backward, in all blocks."""
 
@@ -170,6 +181,8 @@ class StepStages:
         That mask lives through forward; then until backward if a block keeps it: to run again, or in fused attention.
         """
         model, tokens = self.plan.model, self.shape.tokens
+        if self.around_traced is not None:
+            return {"batch": 3 * activations.INDEX * tokens + self.around_traced[in_forward]}
         table = activations.rotary_table_bytes(
             tokens=tokens, head_dim=model.head_dim, element_bytes=self.element_bytes
         )
@@ -202,11 +215,14 @@ class ModelProfile:
     """Of each block; those of one kind are the same object."""
     untouched: int
     final_norm: Stage
+    around_traced: tuple[int, int] | None = None
 
 
 def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
     """Up to eight kinds of blocks: with adapters, with a gradient that goes further back, with a window, or without."""
     layers = plan.model.num_layers
+    if plan.model.is_traced:
+        return _traced_profile(plan, shape)
     untouched = layers - blocks_gone_back_through(plan.model, plan.tuning)
     kinds: dict[tuple[bool, bool, bool], BlockProfile] = {}
     blocks = []
@@ -219,6 +235,17 @@ def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
             )
         blocks.append(kinds[kind])
     return ModelProfile(blocks=tuple(blocks), untouched=untouched, final_norm=final_norm_stage(plan, shape))
+
+
+def _traced_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
+    step = profile_for(plan, shape)
+    tokens, square = shape.tokens, step.square(shape)
+    return ModelProfile(
+        blocks=traced_blocks(plan, step, shape),
+        untouched=0,
+        final_norm=traced_final_norm(plan, step, shape),
+        around_traced=(step.around.at(tokens, square), step.around_forward.at(tokens, square)),
+    )
 
 
 def _trains_in(plan: Plan, index: int) -> bool:
@@ -248,6 +275,7 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         untouched=profile.untouched,
         run_ends=_run_ends(blocks),
         final_norm=profile.final_norm,
+        around_traced=profile.around_traced,
         resident=resident_terms(plan),
         gradients=resting_gradient_bytes(plan),
         gradients_exist=not updates_in_backward(plan.tuning)
@@ -280,7 +308,9 @@ def _summed_up(profile: ModelProfile, *, gradients_exist: bool) -> tuple[Block, 
         if id(block) not in kinds:
             reached = index >= profile.untouched
             kinds[id(block)] = (
-                block_of(block.stages, gradients_exist=gradients_exist)
+                traced_block(block.traced, gradients_exist=gradients_exist)
+                if block.traced is not None
+                else block_of(block.stages, gradients_exist=gradients_exist)
                 if reached
                 else untouched_block(block.stages)
             )

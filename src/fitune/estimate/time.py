@@ -198,7 +198,7 @@ def update_work(step: StepStages) -> Work:
     width = 4 if masters else e
     states = states_per_parameter(plan.optimizer)
     moved = 2 * width + 2 * states * (1 if isinstance(plan.optimizer, AdamW8bit) else width)
-    matrices = len(plan.model.linears) * plan.model.num_layers
+    matrices = sum(count for _, count in plan.model.counted_linears())
     tensors = sum(each.count for each in trained_tensors(plan))
     one_by_one = updates_in_backward(plan.tuning) and not isinstance(plan.tuning, Lomo)
     per_parameter = 2 * e + moved + (3 * 4 if masters else 2 * e)

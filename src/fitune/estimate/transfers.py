@@ -111,7 +111,7 @@ def _deepspeed(plan: Plan, zero: Zero) -> Communication:
             between_nodes=between,
             update=_ring(plan, trained * e, calls=buckets),
         )
-    linears = plan.model.num_layers * len(plan.model.linears) + 2
+    linears = sum(count for _, count in plan.model.counted_linears()) + 2
     whole = plan.model.num_layers * block_weight_bytes(plan) + root_weight_bytes(plan)
     return Communication(
         forward=_ring(plan, there * whole, calls=there * linears),

@@ -226,6 +226,23 @@ def config_from(values: Mapping[str, Any]) -> PretrainedConfig:
     return AutoConfig.for_model(words.pop("model_type"), **words)
 
 
+def text_config(values: Mapping[str, Any]) -> PretrainedConfig:
+    """transformers' config of a language model, or of the language model's part of one that also sees.
+
+    Raises ModelError for a type that transformers does not have.
+    """
+    from transformers import CONFIG_MAPPING
+
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f"model_type = {model_type!r}: transformers has no such architecture",
+            hint="a newer transformers may have it",
+        )
+    with _named(f"model_type = {model_type!r}: its config cannot be used"):
+        return CONFIG_MAPPING[model_type].from_dict(dict(values)).get_text_config()
+
+
 def _fields(file: Path) -> ConfigFields:
     try:
         return ConfigFields(values=read_object(file), where=str(file))

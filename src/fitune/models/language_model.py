@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.errors import ModelError
 from fitune.models.attention import Rows, attends_by_rows, row_mask, rows_of_lengths
@@ -39,6 +39,8 @@ class LanguageModel:
     blocks: nn.ModuleList
     head: nn.Module
     softcap: float | None
+    logit_scale: float
+    """What the head's logits are multiplied by."""
     chunk_tokens: int | None
     by_rows: bool
     """True if attention keeps the rows apart by itself; otherwise it needs a mask."""
@@ -72,15 +74,19 @@ class LanguageModel:
         """Summed loss and its scaled gradient for the hidden states (models/language_model.py)."""
         labels_T = batch.labels_T.to(self.device)
         return loss_and_gradient(
-            hidden_TD, labels_T, self.head, scale=scale, chunk_tokens=self.chunk_tokens, softcap=self.softcap
-        )
+            hidden_TD, labels_T, self.head, scale=scale, chunk_tokens=self.chunk_tokens, softcap=self.softcap,
+            logit_scale=self.logit_scale,
+        )  # fmt: skip
 
     @torch.no_grad()
     def loss(self, batch: Stream) -> Tensor:
         """Summed loss of one stream, for evaluation."""
         hidden_TD = self.hidden_states(batch)
         labels_T = batch.labels_T.to(self.device)
-        return loss_sum(hidden_TD, labels_T, self.head, chunk_tokens=self.chunk_tokens, softcap=self.softcap)
+        return loss_sum(
+            hidden_TD, labels_T, self.head, chunk_tokens=self.chunk_tokens, softcap=self.softcap,
+            logit_scale=self.logit_scale,
+        )  # fmt: skip
 
 
 def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageModel:
@@ -95,11 +101,18 @@ def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageMo
         blocks=blocks_of(base),
         head=head,
         softcap=getattr(base.config.get_text_config(), "final_logit_softcapping", None),
+        logit_scale=_logit_scale(base.config.get_text_config()),
         chunk_tokens=loss.chunk_tokens if isinstance(loss, ChunkedLoss) else None,
         by_rows=attends_by_rows(base),
         device=base.device,
         dtype=base.dtype,
     )
+
+
+def _logit_scale(config: PretrainedConfig) -> float:
+    """What transformers multiplies the head's logits by: Cohere's scale, one over Granite's scaling."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    return scale / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def loss_and_gradient(
@@ -110,6 +123,7 @@ def loss_and_gradient(
     scale: float,
     chunk_tokens: int | None,
     softcap: float | None = None,
+    logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Summed negative log-likelihood (fp32 scalar, nats) and its gradient [T, D] for the hidden states.
 
@@ -128,7 +142,9 @@ def loss_and_gradient(
     size = max(1, chunk_tokens or len(chosen))
     for start in range(0, max(1, len(chosen)), size):
         part = slice(start, start + size)
-        total += _chunk(inputs_SD[part], targets_S[part], gradient_SD[part], head, scale, softcap)
+        total += _chunk(
+            inputs_SD[part], targets_S[part], gradient_SD[part], head, scale, softcap, logit_scale
+        )
     if everything:
         return total, gradient_SD
     return total, torch.zeros_like(hidden_TD).index_copy_(0, chosen, gradient_SD)
@@ -141,13 +157,14 @@ def loss_sum(
     *,
     chunk_tokens: int | None,
     softcap: float | None = None,
+    logit_scale: float = 1.0,
 ) -> Tensor:
     """Summed negative log-likelihood without gradients, for evaluation."""
     chosen = torch.nonzero(labels_T != IGNORED).squeeze(1)
     total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
     with torch.no_grad():
         for part in chosen.split(max(1, chunk_tokens or len(chosen) or 1)):
-            logits = _logits(hidden_TD[part], head, softcap).float()
+            logits = _logits(hidden_TD[part], head, softcap, logit_scale).float()
             total += torch.nn.functional.cross_entropy(logits, labels_T[part], reduction="sum")
     return total
 
@@ -159,11 +176,12 @@ def _chunk(
     head: nn.Module,
     scale: float,
     softcap: float | None,
+    logit_scale: float,
 ) -> Tensor:
     """One chunk: writes its input gradient into ``gradient_SD`` and returns its summed loss."""
     leaf_SD = input_SD.detach().requires_grad_()
     with torch.enable_grad():
-        logits_SV = _logits(leaf_SD, head, softcap)
+        logits_SV = _logits(leaf_SD, head, softcap, logit_scale)
     loss, logit_gradient_SV = _softmax_loss(logits_SV.detach(), target_S, scale)
     logits_SV.backward(logit_gradient_SV)
     assert leaf_SD.grad is not None
@@ -171,8 +189,9 @@ def _chunk(
     return loss
 
 
-def _logits(hidden_SD: Tensor, head: nn.Module, softcap: float | None) -> Tensor:
-    logits_SV: Tensor = head(hidden_SD)
+def _logits(hidden_SD: Tensor, head: nn.Module, softcap: float | None, scale: float) -> Tensor:
+    """Scaled where they are still small: the head is linear."""
+    logits_SV: Tensor = head(hidden_SD if scale == 1 else hidden_SD * scale)
     return logits_SV if softcap is None else softcap * torch.tanh(logits_SV / softcap)
 
 

@@ -84,7 +84,7 @@ def _tables(lora: Lora, plan: Plan) -> Iterator[str]:
 
 def _left_in_16_bit(lora: Lora, plan: Plan) -> Iterator[str]:
     """Experts that transformers holds as bare parameters are neither quantised nor adapted."""
-    bare = plan.model.num_layers * sum(m.weights for m in plan.model.linears if not m.adaptable)
+    bare = sum(count * m.weights for m, count in plan.model.counted_linears() if not m.adaptable)
     size = bare * plan.precision.compute_bytes
     if bare:
         packed = "neither quantised nor adapted" if not isinstance(lora.base, Dense) else "not adapted"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.engine.ranks import local_part
 from fitune.models.attention import attending_as
@@ -78,7 +78,8 @@ def trace_plan(plan: Plan, config: PretrainedConfig, *, exact: bool) -> tuple[Tr
 def _blocks_are_alike(config: PretrainedConfig, plan: Plan) -> bool:
     """Not where windowed and global attention take turns, or where some have adapters and others have none."""
     some_adapted = isinstance(plan.tuning, Lora) and bool(plan.tuning.layers)
-    return len(set(getattr(config, "layer_types", None) or ())) <= 1 and not some_adapted
+    one_kind = len(set(getattr(config, "layer_types", None) or ())) <= 1 and len(plan.model.kinds) <= 1
+    return one_kind and not some_adapted
 
 
 RowLengths = tuple[int, ...]
@@ -115,8 +116,16 @@ def record_few_blocks(plan: Plan, config: PretrainedConfig, depth: Depth) -> tup
 
 
 @contextmanager
-def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
-    """Model and engine of ``plan`` on fake tensors, its blocks not compiled."""
+def rehearsed(
+    plan: Plan,
+    config: PretrainedConfig,
+    *,
+    change: Callable[[PreTrainedModel], object] = lambda model: None,
+) -> Iterator[Prepared]:
+    """Model and engine of ``plan`` on fake tensors, its blocks not compiled.
+
+    ``change`` is done to the model first of all.
+    """
     collecting = gc.isenabled()
     gc.disable()  # what only the cycle collector frees is freed at no moment that could be predicted
     try:
@@ -127,6 +136,7 @@ def rehearsed(plan: Plan, config: PretrainedConfig) -> Iterator[Prepared]:
         ):
             with modules_may_move(mode):
                 model = empty_model(config, compute_dtype(plan.precision))
+                change(model)
                 prepared = prepare_loaded(model, replace(plan, compile_blocks=False), mesh=mesh)
             yield prepared
     finally:

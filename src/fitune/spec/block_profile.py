@@ -121,14 +121,42 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardPeak:
+    """The worst moment of going back through some stages."""
+
+    kept: int
+    gradients: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.gradients + self.temporaries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedMemory:
+    """Bytes of a block that was traced, for one BatchShape; fields as in TracedBlock."""
+
+    kept: int
+    gradients: int
+    forward: int
+    building: int
+    backward: BackwardPeak
+    adding: BackwardPeak
+    recomputed: BackwardPeak
+    recomputed_adding: BackwardPeak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProfile:
     """Of one micro-batch. Every architecture, and every way of training a block, is one of these values."""
 
     stages: tuple[Stage, ...]
-    """In the order they run; backward visits them in reverse."""
+    """In the order they run; backward visits them in reverse. Empty for a traced block."""
     forward: Pass
     backward: Pass
     attention: Attention
+    traced: TracedMemory | None = None
 
 
 def in_all(passes: Iterable[tuple[Pass, int]]) -> Pass:

@@ -4,6 +4,7 @@ The estimate divides FLOPs by a rate to predict time; the measurement divides th
 definition for both. A multiply-add counts as two.
 """
 
+import math
 from collections.abc import Sequence
 
 from fitune.spec.choices import trains_embeddings
@@ -25,11 +26,11 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
     A tied head counts once, as embeddings. ``active`` leaves out the experts a token does not visit.
     """
     parts = {part: _block_parameters(model, part) for part in ("attention", "mlp", "experts", "router")}
-    norms = model.num_layers * _block_norm_parameters(model) + _norm_parameters(model, model.hidden_size)
+    norms = _norm_parameters_of_all(model)
     embeddings = (model.vocab_size + model.learned_positions) * model.hidden_size
     head = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
     head += model.vocab_size if model.head_bias else 0
-    idle = model.num_layers * sum(_idle_parameters(linear) for linear in model.linears)
+    idle = sum(count * _idle_parameters(linear) for linear, count in model.counted_linears())
     total = sum(parts.values()) + norms + embeddings + head
     return ParameterCounts(**parts, norms=norms, embeddings=embeddings, head=head, active=total - idle)
 
@@ -40,11 +41,11 @@ def lora_parameters(model: ModelSpec, lora: Lora) -> int:
     A is rank × in, B is out × rank (Hu et al. 2021, arXiv 2106.09685, section 4.1; of DoRA's norms Liu et al. 2024,
     arXiv 2402.09353, section 4.1); no bias is trained.
     """
-    adapted = [linear for linear in model.linears if linear.is_target(lora.targets)]
-    of_a_block = sum(
-        lora.rank * (m.in_features + m.out_features) + m.out_features * lora.dora for m in adapted
+    return sum(
+        count * (lora.rank * (m.in_features + m.out_features) + m.out_features * lora.dora)
+        for m, count in model.counted_linears(lora.layers)
+        if m.is_target(lora.targets)
     )
-    return adapted_blocks(model, lora) * of_a_block
 
 
 def adapted_blocks(model: ModelSpec, lora: Lora) -> int:
@@ -63,7 +64,15 @@ def blocks_gone_back_through(model: ModelSpec, tuning: Tuning) -> int:
 
 
 def _block_parameters(model: ModelSpec, part: str) -> int:
-    return model.num_layers * sum(linear.parameters for linear in model.linears if linear.part == part)
+    return sum(count * m.parameters for m, count in model.counted_linears() if m.part == part)
+
+
+def _norm_parameters_of_all(model: ModelSpec) -> int:
+    """Norms of blocks and the last one; of a traced model everything that is in no linear and no table."""
+    if model.is_traced:
+        blocks = sum(model.kinds[kind].other_parameters for kind in model.kind_of)
+        return blocks + sum(math.prod(shape) for shape in model.roots)
+    return model.num_layers * _block_norm_parameters(model) + _norm_parameters(model, model.hidden_size)
 
 
 def _idle_parameters(linear: Linear) -> int:
@@ -100,10 +109,20 @@ def model_flops(
     tokens = sum(row_lengths)
     pairs = sum(n * (n + 1) / 2 for n in row_lengths)
     forward_only = model.num_layers - blocks_gone_back_through(model, tuning)
-    adapted = adapted_blocks(model, tuning) if isinstance(tuning, Lora) else model.num_layers
-    base = sum(linear_flops_per_token(linear, tuning, adapted=False) for linear in model.linears)
-    whole = sum(linear_flops_per_token(linear, tuning) for linear in model.linears)
-    back = model.num_layers * base + adapted * (whole - base) - forward_only * base / 2
+    adapted = tuning.layers if isinstance(tuning, Lora) else ()
+    back = sum(
+        count * linear_flops_per_token(linear, tuning, adapted=False)
+        for linear, count in model.counted_linears()
+    )
+    back += sum(
+        count * (linear_flops_per_token(m, tuning) - linear_flops_per_token(m, tuning, adapted=False))
+        for m, count in model.counted_linears(adapted)
+    )
+    if forward_only:
+        back -= sum(
+            count * linear_flops_per_token(m, tuning, adapted=False) / 2
+            for m, count in model.counted_linears(range(forward_only))
+        )
     attended = (model.num_layers - forward_only * 2 / 3) * attention_flops_per_pair(model)
     return tokens * back + pairs * attended + supervised_tokens * head_flops_per_token(model, tuning)
 

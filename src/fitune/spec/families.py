@@ -223,7 +223,7 @@ def _spec(
         num_kv_heads=widths.kv_heads,
         head_dim=widths.head_dim,
         vocab_size=fields.count("vocab_size"),
-        dtype=_dtype(fields),
+        dtype=stored_type(fields),
         linears=linears,
         **{**common, **read, **different},
     )
@@ -363,8 +363,8 @@ def _tied(fields: ConfigFields, *, default: bool) -> bool:
     return fields.flag("tie_word_embeddings", default=default)
 
 
-def _dtype(fields: ConfigFields) -> str:
-    """What the weights are stored as; float32 when nothing is said, as in torch."""
+def stored_type(fields: ConfigFields) -> str:
+    """Type that the weights are stored in; float32 when nothing is said, as in torch."""
     name = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
     value = fields.values.get(name)
     if value is None:

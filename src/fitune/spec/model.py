@@ -4,7 +4,9 @@ Counts are exact, and they are sums over one list: the linears of a block. Whate
 shapes (parameter counts, adapters, activations, FLOPs) goes through that list.
 """
 
-from collections.abc import Collection
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,6 +59,21 @@ class Dropout:
 
 
 NO_DROPOUT = Dropout()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockKind:
+    """One kind of decoder block of an architecture that was read from its modules, not by a formula."""
+
+    linears: tuple[Linear, ...]
+    others: tuple[tuple[int, ...], ...]
+    """Shapes of all parameters that are in no linear: norms, convolutions, scales."""
+    example: int
+    """Number of a block of this kind."""
+
+    @property
+    def other_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +148,38 @@ class ModelSpec:
     """Activation function of the MLP, by a name of spec/traits.py."""
     dtype: str = "bfloat16"
     linears: tuple[Linear, ...]
-    """The matrices of one decoder block, in the order they are applied."""
+    """The matrices of one decoder block, in the order they are applied; of all kinds of blocks where these differ."""
+    kinds: tuple[BlockKind, ...] = ()
+    """Set for an architecture without formulas: its blocks are read from its modules and traced."""
+    kind_of: tuple[int, ...] = ()
+    """Index into ``kinds`` for each block."""
+    roots: tuple[tuple[int, ...], ...] = ()
+    """Of such an architecture: shapes of the parameters outside of blocks, embedding and head."""
+    config_digest: str = ""
+    """Of such an architecture: names its config together with the libraries that built it."""
+    uneven_heads: bool = False
+    """Heads of values differ in size from those of queries and keys (MLA)."""
+    separates_rows: bool = True
+    """False where a block carries something from token to token by itself: rows of one stream would see each other."""
+
+    @property
+    def is_traced(self) -> bool:
+        """True if blocks come from tracing: no formula knows them."""
+        return bool(self.kinds)
+
+    def linears_of(self, block: int) -> tuple[Linear, ...]:
+        """The matrices of one block."""
+        return self.kinds[self.kind_of[block]].linears if self.kinds else self.linears
+
+    def counted_linears(self, blocks: Collection[int] = ()) -> Iterator[tuple[Linear, int]]:
+        """Each matrix and the number of blocks that have it; of the given ``blocks`` alone when there are any."""
+        if not self.kinds:
+            count = len(blocks) or self.num_layers
+            yield from ((linear, count) for linear in self.linears)
+            return
+        times = Counter(self.kind_of[block] for block in blocks or range(self.num_layers))
+        for kind, count in sorted(times.items()):
+            yield from ((linear, count) for linear in self.kinds[kind].linears)
 
     @property
     def q_dim(self) -> int:

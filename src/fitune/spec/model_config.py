@@ -14,10 +14,11 @@ from typing import Any
 
 from fitune.errors import ModelError, did_you_mean
 from fitune.spec.config_schema import ConfigFields, check_config
-from fitune.spec.families import FAMILIES
+from fitune.spec.families import FAMILIES, stored_type
 from fitune.spec.hub import HUB_TIMEOUT_S, answers, is_offline
 from fitune.spec.model import ModelSpec
 from fitune.spec.serial import TABLE_BYTES, read_object
+from fitune.spec.tracing import shapes_for
 
 _ADOPTED_FROM_REMOTE_CODE = {
     "falcon": "modeling_falcon.FalconForCausalLM",
@@ -31,13 +32,15 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_model_spec(name: str, *, offline: bool | None = None) -> ModelSpec:
-    """The shapes of ``name``: a folder with a config.json, a Hub name or a short name (``llama-3.1-8b``).
+    """The shapes of ``name``: a folder with a config.json, that file, a Hub name or a short name (``llama-3.1-8b``).
 
     Looked up in this order: folder, built-in table, Hugging Face cache, Hub (not when ``offline``; None
     follows HF_HUB_OFFLINE). The spec's ``name`` is one that transformers can load.
     Raises ModelError when nothing is found or what is found cannot be described exactly.
     """
     path = Path(name).expanduser()
+    if path.is_file() and path.name == "config.json":
+        name, path = str(Path(name).parent), path.parent
     if (path / "config.json").is_file():
         return _spec_from_file(path / "config.json", name=name)
     known = find_known_model(name)
@@ -65,11 +68,13 @@ def spec_from_config(config: Mapping[str, Any], *, name: str, where: str | None 
     model_type = fields.values.get("model_type")
     if model_type is None:
         raise ModelError(f"{fields.where}: model_type is missing: this is no model's config.json")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        fields.refuse("model_type", "is not supported", hint=f"fitune knows {', '.join(FAMILIES)}, gemma3")
+    if not isinstance(model_type, str):
+        fields.refuse("model_type", "is not supported")
     _refuse_other_code(fields, model_type)
     check_config(fields)
     _refuse_other_tasks(fields)
+    if model_type not in FAMILIES:
+        return shapes_for(fields.values, name=name, where=fields.where, dtype=stored_type(fields))
     spec = FAMILIES[model_type](fields, name)
     check_positions(fields, spec)
     return spec

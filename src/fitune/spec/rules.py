@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fitune.errors import FituneError, HardwareError, RecipeError
+from fitune.spec.architectures import trains_like_transformers
 from fitune.spec.plan import (
     AdamW8bit,
     ClipByNorm,
@@ -494,6 +495,36 @@ OFFLOAD = (
 )
 
 NOT_BUILT = (
+    Rule(
+        broken=lambda plan: (
+            not plan.model.separates_rows and (plan.batch.packing or plan.batch.micro_batch_size > 1)
+        ),
+        why=lambda plan: (
+            f"blocks of {plan.model.model_type} carry a state from token to token, so rows of one stream would see "
+            "those before them"
+        ),
+        instead="packing: false with micro_batch_size: 1",
+        settings=("model", "packing", "micro_batch_size"),
+    ),
+    Rule(
+        broken=lambda plan: (
+            plan.model.is_traced and isinstance(plan.tuning, Lora) and bool(plan.tuning.layers)
+        ),
+        why=lambda plan: (
+            f"{plan.model.model_type} is traced, and adapters in some of its blocks are not built"
+        ),
+        instead="leave lora_layers out",
+        settings=("tuning", "lora_layers"),
+    ),
+    Rule(
+        broken=lambda plan: not trains_like_transformers(plan.model),
+        why=lambda plan: (
+            f"no small {plan.model.model_type} has been trained here with the losses of transformers' own loop"
+        ),
+        instead="`fitune plan` and `fitune rehearse` work; one of the architectures in docs/architectures.md trains",
+        settings=("model",),
+        binds=("train",),
+    ),
     Rule(
         broken=lambda plan: isinstance(plan.optimizer, AdamW8bit) and _on(plan, "fsdp"),
         why=lambda plan: (

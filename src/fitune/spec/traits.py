@@ -112,6 +112,8 @@ def flash_refused_by_model(model: ModelSpec, gpu: Gpu) -> str | None:
         return f"the attention of {model.name} takes a mask over the whole stream, which the kernel does not"
     if model.caps_scores:
         return f"{model.name} caps its attention scores, which no fused kernel does"
+    if model.uneven_heads:
+        return f"heads of values and of keys of {model.name} differ in size, which the kernel does not take"
     if model.head_dim > 256:
         return f"heads of {model.head_dim} are larger than the 256 the kernel takes"
     if model.head_dim % 8:
@@ -135,6 +137,10 @@ def liger_refused_by_device(gpu: Gpu) -> str | None:
 
 def liger_refused_by_model(model: ModelSpec) -> str | None:
     """Why Liger's kernels do not fit this model, or None."""
+    if model.is_traced:
+        return (
+            f"Liger's kernels are fitted to modules that fitune knows, and it only traces {model.model_type}"
+        )
     if not model.has_liger_kernels:
         return (
             f"Liger's kernels take RMSNorms and gated MLPs, and {model.name} ({model.model_type}) has others"

@@ -1,0 +1,115 @@
+"""A traced profile at one BatchShape: blocks, final norm and work in the terms that memory and time are made of."""
+
+from collections.abc import Sequence
+
+from fitune.spec.block_profile import (
+    Attention,
+    BackwardPeak,
+    BatchShape,
+    BlockProfile,
+    Pass,
+    Stage,
+    TracedMemory,
+)
+from fitune.spec.model import BlockKind
+from fitune.spec.plan import Lora, Plan
+from fitune.spec.traced_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
+
+
+def traced_blocks(plan: Plan, step: TracedStep, shape: BatchShape) -> tuple[BlockProfile, ...]:
+    """The profile of every block; those of one kind are one object."""
+    attention = _attention(plan, step)
+    kinds = [
+        _profile(plan, kind, traced, step, shape, attention)
+        for kind, traced in zip(plan.model.kinds, step.blocks, strict=True)
+    ]
+    blocks = [kinds[number] for number in plan.model.kind_of]
+    if step.first is not None:
+        kind = plan.model.kinds[plan.model.kind_of[0]]
+        blocks[0] = _profile(plan, kind, step.first, step, shape, attention)
+    return tuple(blocks)
+
+
+def traced_final_norm(plan: Plan, step: TracedStep, shape: BatchShape) -> Stage:
+    """The norm after the last block; its gradients are all those outside of blocks and tables."""
+    tokens, square = shape.tokens, step.square(shape)
+    trained = 0 if isinstance(plan.tuning, Lora) else plan.model.hidden_size * plan.precision.compute_bytes
+    return Stage(
+        name="final norm",
+        kept=step.final_norm_kept.at(tokens, square),
+        forward=step.final_norm_forward.at(tokens, square),
+        backward=step.final_norm_backward.at(tokens, square),
+        gradients=trained,
+        largest_gradient=trained,
+    )
+
+
+def _profile(
+    plan: Plan, kind: BlockKind, block: TracedBlock, step: TracedStep, shape: BatchShape, attention: Attention
+) -> BlockProfile:
+    tokens, square = shape.tokens, step.square(shape)
+
+    def most(sizes: Sequence[Size]) -> int:
+        return max(size.at(tokens, square) for size in sizes)
+
+    def worst(moments: Sequence[Moment]) -> BackwardPeak:
+        peaks = [
+            BackwardPeak(
+                kept=moment.kept.at(tokens, square),
+                gradients=round(moment.gradients),
+                temporaries=moment.temporaries.at(tokens, square),
+            )
+            for moment in moments
+        ]
+        return max(peaks, key=lambda peak: peak.total)
+
+    return BlockProfile(
+        stages=(),
+        forward=_pass(block.there, tokens, square),
+        backward=_pass(block.back, tokens, square),
+        attention=attention,
+        traced=TracedMemory(
+            kept=block.kept.at(tokens, square),
+            gradients=_gradient_elements(plan, kind) * plan.precision.compute_bytes,
+            forward=most(block.forward),
+            building=most(block.building),
+            backward=worst(block.backward),
+            adding=worst(block.adding),
+            recomputed=worst(block.recomputed),
+            recomputed_adding=worst(block.recomputed_adding),
+        ),
+    )
+
+
+def _gradient_elements(plan: Plan, kind: BlockKind) -> int:
+    """Trained elements of one block."""
+    if not isinstance(plan.tuning, Lora):
+        return sum(m.parameters for m in kind.linears) + kind.other_parameters
+    lora = plan.tuning
+    return sum(
+        lora.rank * (m.in_features + m.out_features) + m.out_features * lora.dora
+        for m in kind.linears
+        if m.is_target(lora.targets)
+    )
+
+
+def _pass(traced: TracedPass, tokens: int, square: int) -> Pass:
+    return Pass(
+        flops=traced.flops.at(tokens, square) / tokens,
+        bytes=traced.bytes.at(tokens, square) / tokens,
+        products=round(traced.products),
+        operations=round(traced.operations),
+    )
+
+
+def _attention(plan: Plan, step: TracedStep) -> Attention:
+    """The heads of all blocks, shared out evenly: some kinds of blocks have others, or none."""
+    layers = plan.model.num_layers
+    per_pair = sum(step.blocks[kind].flops_per_pair for kind in plan.model.kind_of) / layers
+    size = max((block.head_size for block in step.blocks), default=0) or plan.model.head_dim
+    return Attention(
+        heads=max(1, round(per_pair / 12 / size)),
+        head_size=size,
+        flops_per_pair=per_pair,
+        over="written stream" if step.squares_stream else "rows",
+    )

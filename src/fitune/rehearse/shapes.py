@@ -1,0 +1,229 @@
+"""Shapes of an architecture that fitune has no formula for: its model is built without memory, and its modules read."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from fitune.errors import ModelError
+from fitune.models.attention import attends_by_rows
+from fitune.models.door import empty_model
+from fitune.models.language_model import blocks_of
+from fitune.spec.model import BlockKind, Dropout, Linear, ModelSpec
+
+MOST_KINDS = 8
+"""Of blocks in one model: more than any in transformers has."""
+
+_NUMBERS = {"layer_idx", "layer_id", "layer_number", "idx", "index", "block_idx", "layer_index"}
+"""What modules call the number of their block, by which equal blocks differ."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+_RECURRENT = (
+    "mamba",
+    "delta",
+    "rwkv",
+    "lstm",
+    "recurrent",
+    "shortconv",
+    "linearattention",
+    "ssm",
+    "lightning",
+)
+"""Parts of names of modules that carry a state, or a convolution, along the whole stream."""
+
+
+def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str) -> ModelSpec:
+    """The spec of ``config``'s model. Raises ModelError for one that is not built of decoder blocks."""
+    with torch.device("meta"):
+        model = empty_model(config)
+    text = model.config.get_text_config()
+    blocks = blocks_of(model)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or not isinstance(head, nn.Linear):
+        raise ModelError(f"{type(model).__name__} has no language-modelling head that is one linear")
+    kinds, kind_of = _kinds(blocks, text)
+    first = kinds[kind_of[0]]
+    heads = _number(text, "num_attention_heads", "n_head", "num_heads", default=1)
+    hidden = int(head.in_features)
+    return ModelSpec(
+        name=name,
+        model_type=text.model_type,
+        num_layers=len(blocks),
+        hidden_size=hidden,
+        intermediate_size=max((m.out_features for m in first.linears if m.part == "mlp"), default=hidden),
+        num_heads=heads,
+        num_kv_heads=_number(text, "num_key_value_heads", "num_kv_heads", default=heads),
+        head_dim=_number(text, "head_dim", "qk_head_dim", default=max(1, hidden // heads)),
+        vocab_size=int(embedding.weight.shape[0]),
+        max_seq_len=_number(
+            text,
+            "max_position_embeddings",
+            "n_positions",
+            "max_seq_len",
+            "max_sequence_length",
+            default=2**20,
+        ),
+        tied_embeddings=head.weight is embedding.weight,
+        mlp_type="gated",
+        norm_type="rms",
+        norms_per_block=0,
+        head_bias=head.bias is not None,
+        sliding_window=_window(text),
+        caps_logits=getattr(text, "final_logit_softcapping", None) is not None,
+        blocks_name=next(n for n, module in model.named_modules() if module is blocks),
+        dropout=_dropout(text),
+        dtype=dtype,
+        linears=tuple(dict.fromkeys(linear for kind in kinds for linear in kind.linears)),
+        kinds=kinds,
+        kind_of=kind_of,
+        roots=tuple(_root_shapes(model, blocks, (head, embedding))),
+        config_digest=digest,
+        uneven_heads=_has_uneven_heads(text),
+        masks_whole_stream=not attends_by_rows(model),
+        separates_rows=not _carries_along(blocks),
+    )
+
+
+def _number(config: PretrainedConfig, *names: str, default: int) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if type(value) is int and value > 0:
+            return value
+    return default
+
+
+def _window(config: PretrainedConfig) -> int:
+    """Tokens of the sliding window of some blocks, 0 where all see whole rows."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    used = getattr(config, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
+    return _number(config, "sliding_window", "attention_chunk_size", default=0) if used else 0
+
+
+def _has_uneven_heads(config: PretrainedConfig) -> bool:
+    values = getattr(config, "v_head_dim", None)
+    nope, turned = (getattr(config, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope"))
+    return bool(values and nope + turned and values != nope + turned)
+
+
+def _dropout(config: PretrainedConfig) -> Dropout:
+    def rate(*names: str) -> float:
+        return max((float(getattr(config, name, None) or 0.0) for name in names), default=0.0)
+
+    return Dropout(
+        attention=rate("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
+        attention_output=rate("resid_pdrop", "hidden_dropout", "residual_dropout", "resid_dropout"),
+        mlp_output=rate("resid_pdrop", "hidden_dropout", "residual_dropout", "activation_dropout"),
+        embedding=rate("embd_pdrop", "embedding_dropout"),
+    )
+
+
+def _carries_along(blocks: nn.ModuleList) -> bool:
+    names = {type(module).__name__.lower() for module in blocks.modules()}
+    return any(part in name for name in names for part in _RECURRENT) or any(
+        isinstance(module, nn.Conv1d) for module in blocks.modules()
+    )
+
+
+def _kinds(blocks: nn.ModuleList, config: PretrainedConfig) -> tuple[tuple[BlockKind, ...], tuple[int, ...]]:
+    """The kinds of blocks in the order they first come, and the kind of each block."""
+    numbers: dict[object, int] = {}
+    kind_of, kinds = [], []
+    for index, block in enumerate(blocks):
+        mark = _mark(block)
+        if mark not in numbers:
+            numbers[mark] = len(numbers)
+            kinds.append(_kind(block, config, example=index))
+        kind_of.append(numbers[mark])
+    if len(kinds) > MOST_KINDS:
+        raise ModelError(f"the blocks are of {len(kinds)} kinds, more than the {MOST_KINDS} that are traced")
+    return tuple(kinds), tuple(kind_of)
+
+
+def _mark(block: nn.Module) -> object:
+    """Equal for blocks that compute the same: modules, plain settings of each, and shapes of parameters."""
+    modules = tuple(
+        (name, type(module).__name__, _settings(module)) for name, module in block.named_modules()
+    )
+    return modules, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    return tuple(
+        sorted(
+            (key, value)
+            for key, value in vars(module).items()
+            if key not in _NUMBERS and isinstance(value, bool | int | float | str)
+        )
+    )
+
+
+def _kind(block: nn.Module, config: PretrainedConfig, *, example: int) -> BlockKind:
+    experts = _number(config, *_EXPERTS, default=0)
+    chosen = min(_number(config, *_CHOSEN, default=experts), experts)
+    linears: list[Linear] = []
+    inside: set[int] = set()
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            inside.update(id(p) for p in module.parameters(recurse=False))
+            linears.append(_linear(name, module))
+    others: list[tuple[int, ...]] = []
+    for name, parameter in block.named_parameters():
+        if id(parameter) in inside:
+            continue
+        if parameter.dim() == 3 and experts and parameter.shape[0] == experts:
+            linears.append(_fused_experts(name, parameter, chosen=chosen))
+        elif parameter.dim() == 2 and name.endswith(("gate.weight", "router.weight")):
+            rows, row = parameter.shape
+            linears.append(
+                Linear(
+                    name=name.removesuffix(".weight"), in_features=row, out_features=rows,
+                    part="router", adaptable=False,
+                )
+            )  # fmt: skip
+        else:
+            others.append(tuple(parameter.shape))
+    return BlockKind(linears=tuple(linears), others=tuple(others), example=example)
+
+
+def _linear(name: str, module: nn.Module) -> Linear:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    out, into = weight.T.shape if isinstance(module, Conv1D) else weight.shape
+    lowered = name.lower()
+    mixes = any(word in lowered for word in ("attn", "attention", "mixer", "mamba", "conv"))
+    return Linear(
+        name=name, in_features=int(into), out_features=int(out), bias=module.bias is not None,
+        part="attention" if mixes else "mlp",
+    )  # fmt: skip
+
+
+def _fused_experts(name: str, parameter: torch.Tensor, *, chosen: int) -> Linear:
+    """Which of the two inner sizes is read does not change a count."""
+    copies, one, other = map(int, parameter.shape)
+    return Linear(
+        name=name, in_features=one, out_features=other, copies=copies, active_copies=chosen, part="experts",
+        adaptable=False,
+    )  # fmt: skip
+
+
+def _root_shapes(
+    model: PreTrainedModel, blocks: nn.ModuleList, tables: tuple[nn.Module, ...]
+) -> Iterator[tuple[int, ...]]:
+    known = {id(p) for module in (blocks, *tables) for p in module.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in known:
+            yield tuple(parameter.shape)
+
+
+def parameters_in(spec: ModelSpec) -> int:
+    """All parameters that ``spec`` describes, each counted once: what must equal the model's own count."""
+    tables = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
+    blocks = sum(
+        sum(m.parameters for m in spec.kinds[k].linears) + spec.kinds[k].other_parameters
+        for k in spec.kind_of
+    )
+    return tables + spec.head_bias * spec.vocab_size + blocks + sum(map(math.prod, spec.roots))
