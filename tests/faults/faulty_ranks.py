@@ -8,6 +8,7 @@ import errno
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -65,6 +66,12 @@ def freeze() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def pause() -> None:
+    """Be stopped for four seconds, as by a full disk or a machine that swaps."""
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def lack_a_module() -> None:
     importlib.import_module("no_such_module_for_this_test")
 
@@ -82,7 +89,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
         raise_value_error, raise_data_error, fill_disk, fill_disk_of_save, kill_in_save, kill, crash, hang,
-        freeze, lack_a_module, wait,
+        freeze, pause, lack_a_module, wait,
     )
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ import pytest
 from faults import faulty_ranks
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
+from fitune.track.metrics import read_metrics
 
 Program = Callable[..., "subprocess.Popen[str]"]
 slow = pytest.mark.slow
@@ -226,6 +227,25 @@ def test_a_rank_that_hangs_is_found(program: Program, tmp_path: Path, fault: str
     if fault == "hang":
         assert "faulty_ranks.py" in (run / "rank-logs/rank1-stacks.txt").read_text()
     require_all_gone(run)
+
+
+@slow
+def test_a_rank_that_was_stopped_for_a_while_is_seen_and_changes_nothing(
+    program: Program, tmp_path: Path
+) -> None:
+    assert end(program("pause", call=5))[0] == 0
+    report, steps = report_of(tmp_path / "run"), read_metrics(tmp_path / "run/metrics.jsonl")
+    waited, paused = report.ranks
+    assert steps[4].step_seconds > 3.5
+    assert steps[4].waiting_seconds == pytest.approx(steps[4].step_seconds, rel=0.2)
+    assert (paused.busiest_step, paused.busiest_seconds > 3.5, waited.busiest_seconds < 2) == (5, True, True)
+    page = (tmp_path / "run/report.html").read_text()
+    assert re.search(r"step 5 took [45]\.\d+ s, .*: rank 1 was slow, and the others waited for it", page)
+    assert "throughput holds it; without, it is" in page
+    assert end(program("raise_value_error", "--overwrite", call=99))[0] == 0
+    assert [step.loss for step in read_metrics(tmp_path / "run/metrics.jsonl")] == [
+        step.loss for step in steps
+    ]
 
 
 @slow

@@ -243,6 +243,9 @@ def test_ranks_skip_together_the_steps_that_overflow_in_one_process(results: Pat
 def test_the_report_has_a_row_for_every_rank(results: Path) -> None:
     report = from_json(RunReport, (results / "full, stage 3" / "report.json").read_text())
     assert [row.rank for row in report.ranks] == [0, 1]
+    for row in report.ranks:
+        assert row.waiting_seconds is not None
+        assert 0 < row.waiting_seconds < row.step_seconds
     assert report.memory is not None
     assert report.memory.phases == {
         phase: max(row.memory[phase] for row in report.ranks) for phase in report.memory.phases

@@ -22,6 +22,7 @@ from fitune.report.compare import (
     read_run,
     row_texts,
 )
+from fitune.report.ranks import RANK_HEADINGS, long_steps, rank_rows
 from fitune.spec.reports import Ledger, RunReport
 from fitune.units import (
     format_bytes,
@@ -221,6 +222,9 @@ def _prediction(run: RunFiles) -> dict[str, Any]:
     return {
         "how_measured": " ".join(parts),
         "comparison": [row_texts(row) for row in rows],
+        "rank_headings": RANK_HEADINGS,
+        "rank_rows": rank_rows(() if run.run is None else run.run.ranks),
+        "remarks": long_steps(run.steps, run.run),
         "peak_rows": [place for place, row in enumerate(rows) if row.what == PEAK],
         "phase_times": [
             (PHASE_NAMES[phase], times.limits.get(phase, ""), format_seconds(seconds))

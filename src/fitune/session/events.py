@@ -9,8 +9,8 @@ from fitune.data.ledger import Reading as Reading  # an event like the others
 from fitune.data.ledger import describe_ledger
 from fitune.planner.explain import explain_plan
 from fitune.planner.whole_run import run_lines
-from fitune.report.compare import Prediction, comparison_table, describe_retry
-from fitune.session.results import Reported
+from fitune.report.compare import Prediction, describe_retry
+from fitune.session.results import Reported, comparison_text
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport
 from fitune.spec.reports import Ledger, MergedLoss, Retry, RunReport, StepReport
@@ -122,7 +122,7 @@ class Compared:
     reported: Reported
 
     def __str__(self) -> str:
-        return f"{comparison_table(self.reported.rows)}\nreport: {self.reported.page}"
+        return f"{comparison_text(self.reported)}\nreport: {self.reported.page}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

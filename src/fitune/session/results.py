@@ -28,6 +28,8 @@ class Reported:
     run: RunReport | None
     """None while the run is going, and when it was killed."""
     page: Path
+    remarks: tuple[str, ...] = ()
+    """Steps that took much longer than the others."""
 
 
 Result = PlanReport | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport
@@ -90,17 +92,28 @@ def report_run(directory: Path) -> Reported:
     """Compare predicted and measured, and write report.html. Raises RunDirectoryError."""
     from fitune.report.compare import compare, read_run
     from fitune.report.html import write_report
+    from fitune.report.ranks import long_steps
 
     page, files = write_report(directory), read_run(directory)
     rows = tuple(compare(files.estimate, files.run, files.steps))
-    return Reported(directory=directory, rows=rows, run=files.run, page=page)
+    remarks = tuple(long_steps(files.steps, files.run))
+    return Reported(directory=directory, rows=rows, run=files.run, page=page, remarks=remarks)
+
+
+def comparison_text(reported: Reported) -> str:
+    """Predicted beside measured, the time of each rank, and what was unusual."""
+    from fitune.report.compare import comparison_table, text_table
+    from fitune.report.ranks import RANK_HEADINGS, rank_rows
+
+    parts = [comparison_table(reported.rows)]
+    if ranks := rank_rows(() if reported.run is None else reported.run.ranks):
+        parts.append(text_table([RANK_HEADINGS, *ranks]))
+    return "\n".join([*parts, *reported.remarks])
 
 
 def _explain_reported(reported: Reported) -> str:
     """The table, how the run ended if it did not end well, and where its page is."""
-    from fitune.report.compare import comparison_table
-
-    lines = [comparison_table(reported.rows)]
+    lines = [comparison_text(reported)]
     run = reported.run
     if run is None:
         lines.append("the run has not ended: it is still going, or was killed (fitune train … --resume)")
@@ -115,7 +128,14 @@ def _reported_data(reported: Reported) -> dict[str, Any]:
         {"what": row.what, "predicted": row.predicted, "measured": row.measured, "error": row.error}
         for row in reported.rows
     ]
-    return {"run": str(reported.directory), "report": str(reported.page), "comparison": rows}
+    ranks = [] if reported.run is None else to_data(reported.run.ranks)
+    return {
+        "run": str(reported.directory),
+        "report": str(reported.page),
+        "comparison": rows,
+        "ranks": ranks,
+        "remarks": list(reported.remarks),
+    }
 
 
 def _rehearsed_data(rehearsed: Rehearsed) -> dict[str, Any]:

@@ -51,6 +51,9 @@ class StepReport:
     loss_scale: float = 1.0
     skipped: bool = False
     """True when fp16 gradients overflowed and no update was made."""
+    waiting_seconds: float | None = None
+    """Of step_seconds, those in which this rank waited in collectives; None for one process, and on GPUs, where the
+    device waits."""
     memory_bytes: dict[Phase, int] = field(default_factory=dict)
     """Measured peaks of this step; empty when the step was not measured."""
     eval_loss: float | None = None
@@ -95,6 +98,16 @@ class RankReport:
     """Peaks."""
     step_seconds: float
     """Mean, without the first."""
+    waiting_seconds: float | None = None
+    """Of step_seconds, those in collectives: for the bytes and for the ranks that come later. None on GPUs."""
+    busiest_step: int = 0
+    """The step, of the same ones, in which this rank was busy longest."""
+    busiest_seconds: float = 0.0
+
+    @property
+    def busy_seconds(self) -> float | None:
+        """Mean of a step outside of collectives."""
+        return None if self.waiting_seconds is None else self.step_seconds - self.waiting_seconds
 
     @property
     def peak_bytes(self) -> int:

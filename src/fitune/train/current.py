@@ -13,6 +13,7 @@ from fitune.data.ledger import Watch, ignore_reading
 from fitune.data.loader import Loader, LoaderState
 from fitune.data.preparing import PreparedData
 from fitune.engine.ranks import Ranks
+from fitune.measure.communication import Waits
 from fitune.measure.memory import CpuMeter, MemoryMeter
 from fitune.models.language_model import LanguageModel
 from fitune.models.weight_files import OnBytes, nobody
@@ -71,6 +72,7 @@ class Run:
     prepared: Prepared | None = None
     """None until the model is loaded."""
     meter: MemoryMeter = field(default_factory=CpuMeter)
+    waits: Waits | None = None
     position: LoaderState = field(default_factory=lambda: LoaderState(epoch=0, position=0))
     is_trained: bool = False
     """The last step is done."""

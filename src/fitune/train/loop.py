@@ -11,6 +11,7 @@ from fitune.data.loader import GlobalBatch, Loader, LoaderState
 from fitune.engine.protocol import EnterPhase, Update
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import TrainingFailed
+from fitune.measure.communication import Waits
 from fitune.measure.memory import MemoryMeter
 from fitune.models.weights import require_finite
 from fitune.spec.counts import achieved_mfu
@@ -32,11 +33,13 @@ def train(
     start_step: int = 0,
     start_at: LoaderState | None = None,
     where: Whereabouts | None = None,
+    waits: Waits | None = None,
 ) -> Iterator[StepReport]:
     """One StepReport per optimizer step, from ``start_step`` to the end of the schedule.
 
     When a report is yielded its step is wholly done: the weights are new and the gradients forgotten.
-    ``where`` is kept up to date, for the caller to name the moment in which something fails.
+    ``waits`` are those of this rank in collectives. ``where`` is kept up to date, for the caller to name the moment
+    in which something fails.
     Raises TrainingFailed before the update when the loss or a gradient is not finite.
     """
     total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
@@ -48,6 +51,8 @@ def train(
         where.step, where.doing = step + 1, "reading a batch"
         waiting_since = time.perf_counter()
         batch = loader.batch_at(state)
+        if waits is not None:
+            waits.take()  # what was waited for between two steps
         started = time.perf_counter()
         rate = learning_rate(plan.schedule, step=step, total=total)
         measured = (
@@ -71,6 +76,7 @@ def train(
             tokens=batch.tokens,
             supervised_tokens=batch.supervised_tokens,
             step_seconds=seconds,
+            waiting_seconds=None if waits is None else min(waits.take(), seconds),
             data_seconds=started - waiting_since,
             tokens_per_second=batch.tokens / seconds,
             mfu=achieved_mfu(plan, batch.row_lengths, batch.supervised_tokens, seconds=seconds),

@@ -21,6 +21,7 @@ from fitune.data.preparing import PreparedData, prepare_data
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import OutOfMemory, PeerGone, TrainingFailed
 from fitune.files import remove_stale_siblings, write_atomically
+from fitune.measure.communication import waits_measured
 from fitune.measure.memory import memory_meter
 from fitune.models.weights import planned_tokenizer, require_rows
 from fitune.spec.plan import Plan
@@ -110,6 +111,8 @@ def run(
             sinks=sinks, base=base, descent=descent, began=began, steps_of_other_plan=start.steps_of_other_plan,
             where=where,
         )  # fmt: skip
+        if not ranks.is_alone:
+            current.waits = owned.enter_context(waits_measured())
         runs.append(current)
         if ranks.is_first:
             current.log = log = owned.enter_context(MetricsLog(directory / "metrics.jsonl"))
@@ -259,6 +262,7 @@ def _steps(current: Run, start_step: int) -> Iterator[StepReport]:
         start_step=start_step,
         start_at=current.position,
         where=current.where,
+        waits=current.waits,
     )
     for report in reports:
         current.position = current.loader.after(current.position)

@@ -4,6 +4,7 @@ import platform
 import socket
 import time
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import transformers
@@ -16,7 +17,7 @@ from fitune.models.weight_files import weights_identity
 from fitune.models.weights import compute_dtype
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
-from fitune.spec.reports import RankReport
+from fitune.spec.reports import RankReport, StepReport
 from fitune.spec.run_directory import attempt_in
 from fitune.spec.serial import to_json
 from fitune.train.again import with_weights
@@ -75,16 +76,29 @@ def require_same_on_all(ranks: Ranks, plan: Plan, *, rows: str, base: str) -> No
 
 
 def rows_of_ranks(run: Run) -> tuple[RankReport, ...]:
-    """Peaks and step time of every rank; empty for one alone."""
+    """Peaks, and time of a step, of every rank; empty for one alone."""
     if run.ranks.is_alone:
         return ()
     peaks: dict[Phase, int] = {}
     for step in run.done:
         for phase, size in step.memory_bytes.items():
             peaks[phase] = max(peaks.get(phase, 0), size)
-    seconds = [step.step_seconds for step in run.done[1:] or run.done]
-    mean = sum(seconds) / len(seconds) if seconds else 0.0
-    return tuple(run.ranks.gathered(RankReport(rank=run.ranks.rank, memory=peaks, step_seconds=mean)))
+    steps = run.done[1:] or run.done
+    waited = [step.waiting_seconds for step in steps if step.waiting_seconds is not None]
+    busiest = max(steps, key=_busy_seconds, default=None)
+    own = RankReport(
+        rank=run.ranks.rank,
+        memory=peaks,
+        step_seconds=fmean(step.step_seconds for step in steps) if steps else 0.0,
+        waiting_seconds=fmean(waited) if waited else None,
+        busiest_step=busiest.step if busiest else 0,
+        busiest_seconds=_busy_seconds(busiest) if busiest else 0.0,
+    )
+    return tuple(run.ranks.gathered(own))
+
+
+def _busy_seconds(step: StepReport) -> float:
+    return step.step_seconds - (step.waiting_seconds or 0.0)
 
 
 def whole_on_first(run: Run) -> LanguageModel | None:

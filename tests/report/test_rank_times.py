@@ -1,0 +1,46 @@
+"""Times of several processes in the report, and steps that took much longer than the others."""
+
+from dataclasses import replace
+
+import pytest
+
+from fitune.report.ranks import long_steps, rank_rows
+from fitune.spec.reports import RankReport, RunReport, StepReport
+
+
+def rank(number: int, waiting: float, **more: object) -> RankReport:
+    return RankReport(rank=number, memory={}, step_seconds=2.0, waiting_seconds=waiting, **more)
+
+
+def test_a_rank_is_busy_when_it_is_in_no_collective() -> None:
+    [row] = rank_rows([rank(1, 0.5, busiest_step=3, busiest_seconds=1.75)])
+    assert row[0] == "rank 1"
+    assert row[3:] == ("1.50 s (75.0 %)", "500 ms", "1.75 s in step 3")
+
+
+def test_times_that_nobody_measured_are_not_shown() -> None:
+    assert rank_rows([RankReport(rank=0, memory={}, step_seconds=1.0)]) == []
+
+
+@pytest.fixture
+def usual(steps: list[StepReport]) -> list[StepReport]:
+    return [replace(step, step_seconds=0.1, tokens=100, memory_bytes={}) for step in steps[:9]]
+
+
+def test_a_long_step_is_told_with_the_throughput_of_the_others(
+    usual: list[StepReport], run_report: RunReport
+) -> None:
+    assert long_steps(usual, run_report) == []
+    usual[4] = replace(usual[4], step_seconds=10.0)
+    slow, quick = (
+        rank(1, 0.1, busiest_step=5, busiest_seconds=9.9),
+        rank(0, 1.9, busiest_step=2, busiest_seconds=0.1),
+    )
+    told = long_steps(usual, replace(run_report, ranks=(quick, slow)))
+    assert told == [
+        "step 5 took 10.0 s, and the median is 100 ms: rank 1 was slow, and the others waited for it",
+        "throughput holds it; without, it is 1,000 tokens/s",
+    ]
+    assert (
+        long_steps(usual, replace(run_report, ranks=()))[0] == "step 5 took 10.0 s, and the median is 100 ms"
+    )
