@@ -163,6 +163,31 @@ def test_the_host_steps_an_offloaded_optimizer_and_holds_16_bytes_a_parameter():
     assert not predict(replace(plan, hardware=replace(hardware, host_memory_bytes=128 * GB))).fits
 
 
+@pytest.mark.parametrize(
+    ("sharding", "on_one_node"),
+    [
+        (Ddp(), 1.0),
+        (Zero(stage=3, backend="fsdp"), 0.5),
+        (Zero(stage=2, backend="fsdp", hybrid=True), 1.0),
+    ],
+)
+def test_the_host_holds_a_copy_of_what_its_ranks_write_beside_the_steps(sharding, on_one_node):
+    """Two nodes of eight: with DDP and hybrid shares those of the first node write all."""
+    plan = eight_b(hardware=cluster(nodes=2, host_memory_bytes=1024 * GB), sharding=sharding)
+    beside = replace(plan, run=replace(plan.run, save_every=10, async_save=True))
+    assert "checkpoint copy" not in predict(plan).host
+    estimate = predict(beside)
+    assert estimate.host["checkpoint copy"] == pytest.approx(on_one_node * checkpoint_bytes(plan))
+    assert estimate.memory == predict(plan).memory
+    assert estimate.usable_host_bytes == 1024 * GB * 15 // 16
+
+
+def test_the_copy_on_a_cpu_takes_room_from_the_step():
+    plan = plan_for(known("gpt2"))
+    beside = replace(plan, run=replace(plan.run, save_every=10, async_save=True))
+    assert predict(plan).usable_bytes - predict(beside).usable_bytes == checkpoint_bytes(plan)
+
+
 def test_nvme_takes_what_the_host_would_have_held_but_for_staging():
     choice = {"sharding": Zero(stage=3, backend="deepspeed"), "hardware": cluster()}
     cpu, nvme = (

@@ -97,6 +97,34 @@ def test_every_pin_is_kept():
 
 
 @pytest.mark.parametrize(
+    ("card", "settings", "beside"),
+    [
+        ("h100", {"save_steps": 10}, True),
+        ("h100", {}, False),  # nothing is saved
+        ("h100", {"save_steps": 10, "async_save": False}, False),
+        ("cpu", {"save_steps": 10}, False),
+        ("cpu", {"save_steps": 10, "async_save": True}, True),
+    ],
+)
+def test_checkpoints_are_written_beside_the_steps_of_a_gpu(card, settings, beside):
+    report = report_of("qwen3-0.6b", card, tuning="lora", seq_len=256, **settings)
+    assert report.chosen.plan.run.async_save == beside
+    told = [line for line in report.decisions if line.startswith("async_save")]
+    assert bool(told) == (card == "h100" and settings == {"save_steps": 10})
+
+
+def test_a_host_without_room_for_the_copy_has_the_steps_wait():
+    recipe = recipe_of("qwen3-0.6b", tuning="full", precision="bf16-master", save_steps=10)
+    pinned = recipe.model_copy(update={"async_save": True})
+    hardware = replace(gpu("h100"), host_memory_bytes=8 * GIB)
+    report = find_plan(recipe, model=known("qwen3-0.6b"), hardware=hardware)
+    assert not report.chosen.plan.run.async_save
+    assert any("no room for a copy of" in line for line in report.decisions)
+    with pytest.raises(NothingFits, match="checkpoint copy"):
+        find_plan(pinned, model=known("qwen3-0.6b"), hardware=hardware)
+
+
+@pytest.mark.parametrize(
     ("settings", "blocks"), [({"gradient_checkpointing": True}, 16), ({"gradient_checkpointing": False}, 0)]
 )
 def test_recompute_can_be_pinned_to_all_or_none(settings, blocks):

@@ -85,6 +85,7 @@ _FREE = {
     "run.eval_every": "changes what is written, not what is learned",
     "run.save_every": "changes what is written, not what is learned",
     "run.keep_checkpoints": "changes what is written, not what is learned",
+    "run.async_save": "changes what is written, not what is learned",
     "run.export": "changes what is written, not what is learned",
     "run.report_to": "changes what is written, not what is learned",
     "run.samples": "changes what is written, not what is learned",

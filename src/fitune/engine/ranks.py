@@ -5,7 +5,7 @@ Tensors of the model travel through their engine. What goes through here is smal
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Generic, TypeVar
 
@@ -30,6 +30,18 @@ class Ranks:
     rank: int = 0
     world: int = 1
     local: int = 0
+    group: dist.ProcessGroup | None = None
+    """None for the group of the training itself."""
+
+    def apart(self) -> "Ranks":
+        """The same ranks in a group of their own, for a thread beside the training: its words must not get between
+        those of the steps."""
+        return self if self.is_alone else replace(self, group=dist.new_group(backend="gloo", timeout=WAIT))
+
+    def part(self) -> None:
+        """End the group that ``apart`` made."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
 
     @property
     def is_first(self) -> bool:
@@ -46,7 +58,7 @@ class Ranks:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
         with peers_needed():
-            dist.all_reduce(sums)
+            dist.all_reduce(sums, group=self.group)
         added: list[float] = sums.tolist()
         return added
 
@@ -56,7 +68,7 @@ class Ranks:
             return [value]
         everyone: list[T | None] = [None] * self.world
         with peers_needed():
-            dist.all_gather_object(everyone, value)
+            dist.all_gather_object(everyone, value, group=self.group)
         return [each for each in everyone if each is not None]
 
     def from_first(self, make: Callable[[], T]) -> T:
@@ -69,16 +81,16 @@ class Ranks:
         if not self.is_first:
             told: list[_Told[T]] = [_Told()]
             with peers_needed():
-                dist.broadcast_object_list(told, src=0)
+                dist.broadcast_object_list(told, src=0, group=self.group)
             return told[0].value_or_raise()
         try:
             value = make()
         except FituneError as error:
             with suppress(RuntimeError):  # a rank that is gone need not know
-                dist.broadcast_object_list([_Told(error=error.message)], src=0)
+                dist.broadcast_object_list([_Told(error=error.message)], src=0, group=self.group)
             raise
         with peers_needed():
-            dist.broadcast_object_list([_Told(values=(value,))], src=0)
+            dist.broadcast_object_list([_Told(values=(value,))], src=0, group=self.group)
         return value
 
     def in_turn(self, make: Callable[[], T]) -> T:

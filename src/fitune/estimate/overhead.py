@@ -5,7 +5,13 @@ None of these figures was measured by us yet; each says where it comes from.
 
 from collections.abc import Mapping
 
-from fitune.estimate.parameters import num_ranks, trained_parameters, trained_share, weights_away_bytes
+from fitune.estimate.parameters import (
+    num_ranks,
+    num_shares,
+    trained_parameters,
+    trained_share,
+    weights_away_bytes,
+)
 from fitune.estimate.states import (
     SUB_GROUP,
     adalomo_state_bytes,
@@ -15,7 +21,7 @@ from fitune.estimate.states import (
 )
 from fitune.estimate.step import StepStages
 from fitune.spec.hardware import Gpu, Hardware
-from fitune.spec.plan import AdamW8bit, Lomo, Plan
+from fitune.spec.plan import AdamW8bit, Lomo, Offload, Plan
 from fitune.spec.predictions import Phase
 from fitune.units import GIB, MIB
 
@@ -120,7 +126,23 @@ def host_terms(step: StepStages) -> Terms:
             per_rank[name] = size
         elif place == "nvme":
             per_rank[f"{name} staging"] = min(size, staging)
-    return {name: size * ranks for name, size in per_rank.items() if size}
+    terms = {name: size * ranks for name, size in per_rank.items() if size}
+    copies = min(ranks, num_shares(plan)) * checkpoint_copy_bytes(plan)
+    return {**terms, "checkpoint copy": copies} if copies else terms
+
+
+def checkpoint_copy_bytes(plan: Plan) -> int:
+    """checkpoint / N: the copy of what one rank writes while the steps go on; 0 when it writes between two steps.
+
+    Only the first rank writes what is not divided.
+    """
+    return -(-checkpoint_bytes(plan) // num_shares(plan)) if plan.run.async_save else 0
+
+
+def room_bytes(plan: Plan) -> int:
+    """Bytes of a device that a step may fill: on a CPU the copy of a checkpoint is in the same memory."""
+    copy = checkpoint_copy_bytes(plan) if plan.hardware.gpu.is_cpu else 0
+    return max(0, usable_bytes(plan.hardware) - copy)
 
 
 def nvme_bytes(step: StepStages) -> int:
@@ -131,6 +153,11 @@ def nvme_bytes(step: StepStages) -> int:
 def usable_host_bytes(hardware: Hardware) -> int:
     """15/16 of a node's memory: the rest is for the system and its file cache. 0 when its size is not known."""
     return hardware.host_memory_bytes - hardware.host_memory_bytes // 16
+
+
+def uses_host(plan: Plan) -> bool:
+    """True if something of the training waits on the host: then what the host needs is held against what it has."""
+    return plan.offload != Offload() or (plan.run.async_save and not plan.hardware.gpu.is_cpu)
 
 
 def ranks_per_node(plan: Plan) -> int:

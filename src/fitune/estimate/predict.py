@@ -1,7 +1,14 @@
 """The estimate of one plan: its largest micro-batch, bytes on device, host and disk, seconds of a step."""
 
 from fitune.estimate.memory import memory_of
-from fitune.estimate.overhead import checkpoint_bytes, host_terms, nvme_bytes, usable_bytes, usable_host_bytes
+from fitune.estimate.overhead import (
+    checkpoint_bytes,
+    host_terms,
+    nvme_bytes,
+    room_bytes,
+    usable_host_bytes,
+    uses_host,
+)
 from fitune.estimate.parameters import num_ranks
 from fitune.estimate.site import masks_window
 from fitune.estimate.step import describe_step
@@ -9,7 +16,7 @@ from fitune.estimate.time import step_time_of
 from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
 from fitune.estimate.transfers import communication_of
 from fitune.spec.block_profile import BatchShape
-from fitune.spec.plan import Offload, Plan
+from fitune.spec.plan import Plan
 from fitune.spec.predictions import Estimate, MemoryBreakdown, StepTime
 from fitune.spec.traits import has_scores
 
@@ -25,11 +32,11 @@ def predict(plan: Plan, *, largest: BatchShape | None = None, usual: BatchShape 
     time = step_time_of(step if step.shape == usual else describe_step(plan, usual))
     return Estimate(
         memory=memory_of(step),
-        usable_bytes=usable_bytes(plan.hardware),
+        usable_bytes=room_bytes(plan),
         time=time,
         tokens_per_second=usual.tokens * plan.batch.accumulation * num_ranks(plan) / time.step_seconds,
         host=host_terms(step),
-        usable_host_bytes=usable_host_bytes(plan.hardware) if plan.offload != Offload() else 0,
+        usable_host_bytes=usable_host_bytes(plan.hardware) if uses_host(plan) else 0,
         nvme_bytes=nvme_bytes(step),
         usable_nvme_bytes=plan.hardware.nvme_bytes if "nvme" in plan.offload.places else 0,
         checkpoint_bytes=checkpoint_bytes(plan),

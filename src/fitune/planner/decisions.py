@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.parameters import num_ranks
 from fitune.planner.adapter_decisions import adapter_decisions
 from fitune.planner.candidates import Request
@@ -54,6 +55,7 @@ def decisions_of(
         _attention(recipe, plan),
         _compiled(plan),
         _learning_rate(recipe, plan),
+        _saving(recipe, plan),
         _overruled(recipe),
         _idle(recipe, plan),
         adapter_decisions(recipe, plan),
@@ -124,6 +126,15 @@ def _placement(recipe: Recipe, plan: Plan) -> Iterator[str]:
             f"note on offload: a node's memory is not known and taken to be {host}, "
             f"{HOST_PER_DEVICE_MEMORY} × its devices'; host_memory: 128GiB says how much there is"
         )
+
+
+def _saving(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    if recipe.async_save is None and plan.run.save_every and not plan.hardware.gpu.is_cpu:
+        size = format_bytes(checkpoint_bytes(plan))
+        if plan.run.async_save:
+            yield f"async_save: true, a checkpoint is copied to the host ({size} in all) and written beside the steps"
+        else:
+            yield f"async_save: false, because the host has no room for a copy of {size}: steps wait for each save"
 
 
 def _precision(recipe: Recipe, plan: Plan) -> Iterator[str]:

@@ -157,6 +157,7 @@ def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
         eval_every=recipe.eval_steps,
         save_every=recipe.save_steps,
         keep_checkpoints=recipe.keep_checkpoints,
+        async_save=recipe.async_save or False,
         export=recipe.export or ("adapter" if isinstance(tuning, Lora) else "full"),
         report_to=tuple(recipe.report_to),
         samples=recipe.samples,

@@ -6,12 +6,12 @@ from functools import partial
 
 from fitune.errors import Shortage
 from fitune.estimate.memory import memory_of
-from fitune.estimate.overhead import host_terms, nvme_bytes, usable_bytes, usable_host_bytes
+from fitune.estimate.overhead import host_terms, nvme_bytes, room_bytes, usable_host_bytes, uses_host
 from fitune.estimate.predict import largest_batch, predict
 from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.time import step_time_of
 from fitune.planner.candidates import Placement, block_counts, losses
-from fitune.spec.plan import Batch, ChunkedLoss, Loss, Offload, Plan, Recompute
+from fitune.spec.plan import Batch, ChunkedLoss, Loss, Plan, Recompute
 from fitune.spec.predictions import MemoryBreakdown, Phase
 from fitune.spec.recipe import Recipe
 from fitune.spec.rules import adds_gradients_up
@@ -91,7 +91,7 @@ def host_fits(step: StepStages) -> bool:
     usable = usable_host_bytes(step.plan.hardware)
     if not disk_fits(step):
         return False
-    if not usable or step.plan.offload == Offload():
+    if not usable or not uses_host(step.plan):
         return True
     return sum(host_terms(step).values()) <= usable
 
@@ -103,7 +103,7 @@ def disk_fits(step: StepStages) -> bool:
 
 
 def fits(step: StepStages) -> bool:
-    on_device = memory_of(step).peak_bytes <= usable_bytes(step.plan.hardware)
+    on_device = memory_of(step).peak_bytes <= room_bytes(step.plan)
     return on_device and host_fits(step)
 
 

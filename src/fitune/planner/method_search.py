@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from itertools import count
 
 from fitune.estimate.memory import memory_of
-from fitune.estimate.overhead import host_terms, usable_bytes
+from fitune.estimate.overhead import host_terms, room_bytes, usable_bytes
 from fitune.estimate.predict import largest_batch
 from fitune.estimate.step import ModelProfile, StepStages, describe_step, model_profile, resident_terms
 from fitune.planner.candidates import (
@@ -111,7 +111,7 @@ class MethodSearch:
         found = []
         for placement in self.placements:
             step = self._all_recomputed(self.describe(placement, self.batches[-1]))
-            if self._peak(step) <= self._usable and not host_fits(step):
+            if self._peak(step) <= room_bytes(step.plan) and not host_fits(step):
                 found.append(step)
         return min(found, key=lambda step: sum(host_terms(step).values()), default=None)
 
@@ -246,7 +246,7 @@ class MethodSearch:
 
     def _fewest_blocks(self, step: StepStages, loss: Loss, counts: range) -> int | None:
         peaks = cache(lambda blocks: peak_of(step, blocks=blocks, loss=loss))
-        return fewest_blocks(peaks, counts, usable=self._usable)
+        return fewest_blocks(peaks, counts, usable=room_bytes(step.plan))
 
     def _all_recomputed(self, step: StepStages) -> StepStages:
         return step.varied(recompute=Recompute(blocks=self._counts[-1]), loss=self._losses[-1])

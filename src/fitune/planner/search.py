@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fitune.errors import FituneError, RecipeError
-from fitune.estimate.predict import predict
-from fitune.estimate.step import StepStages
+from fitune.estimate.predict import largest_batch, predict
+from fitune.estimate.step import StepStages, describe_step
 from fitune.planner.candidates import Method, Request, batches, draft, every_placement
 from fitune.planner.decisions import decisions_of
 from fitune.planner.defaults import price_of
 from fitune.planner.explain import memory_sum
-from fitune.planner.fit import Found, fits, shortage, tokens_per_second
+from fitune.planner.fit import Found, fits, host_fits, shortage, tokens_per_second
 from fitune.planner.less_memory import nothing_fits
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods, methods_for
@@ -43,7 +43,7 @@ def find_plan(
     if not fitting:
         smallest = [answer.smallest for answer in answers if answer.smallest is not None]
         raise nothing_fits(request, smallest, rejected)
-    chosen = _priced(fitting[0].found[0].plan)
+    chosen = _priced(saving_beside_steps(recipe, fitting[0].found[0].plan))
     runners_up = tuple(_priced(found.plan) for found in _runners_up(fitting))
     return PlanReport(
         chosen=chosen,
@@ -198,6 +198,15 @@ def _runners_up(fitting: Sequence[Answer]) -> list[Found]:
         placements.add(found.placement)
     others = [answer.found[0] for answer in fitting[1:]]
     return [*others, *otherwise, *batches][:RUNNERS_UP]
+
+
+def saving_beside_steps(recipe: Recipe, plan: Plan) -> Plan:
+    """``plan``, which writes its checkpoints beside the steps where the recipe leaves that open, a GPU trains, and the
+    host has room for the copy, as far as its memory is known."""
+    if recipe.async_save is not None or not plan.run.save_every or plan.hardware.gpu.is_cpu:
+        return plan
+    beside = replace(plan, run=replace(plan.run, async_save=True))
+    return beside if host_fits(describe_step(beside, largest_batch(beside))) else plan
 
 
 def _priced(plan: Plan) -> Priced:

@@ -109,6 +109,7 @@ class RecipeKeys(TypedDict, total=False):
     eval_steps: int
     save_steps: int
     keep_checkpoints: int
+    async_save: bool | None
     export: Literal["adapter", "merged", "full"] | None
     report_to: Names
     samples: int

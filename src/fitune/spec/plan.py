@@ -203,6 +203,8 @@ class RunPlan:
     eval_every: int = 0
     save_every: int = 0
     keep_checkpoints: int = 2
+    async_save: bool = False
+    """True if a checkpoint is copied to the host between two steps and written while the next ones run."""
     export: Literal["adapter", "merged", "full"] = "adapter"
     report_to: tuple[str, ...] = ()
     samples: int = 4

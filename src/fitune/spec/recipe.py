@@ -177,6 +177,7 @@ class Recipe(_Strict):
     eval_steps: CountInt = 0
     save_steps: CountInt = 0
     keep_checkpoints: PositiveInt = 2
+    async_save: bool | None = None
     export: Literal["adapter", "merged", "full"] | None = None
     report_to: Names = []
     samples: CountInt = 4

@@ -164,9 +164,7 @@ class _Watch:
 
     def _give_up(self) -> None:
         faulthandler.dump_traceback(self.stacks, all_threads=True)
-        now = replace(
-            self._now(), stalled=True, is_waiting=is_in_collective(except_thread=threading.get_ident())
-        )
+        now = replace(self._now(), stalled=True, is_waiting=is_in_collective(self.main_thread))
         self._tell(now)
         if self.ended.wait(4 * self.every + 1.0) or self._moved(now, self._now()):
             return  # it went on after all; else the others have given up in this time, too
@@ -178,13 +176,10 @@ class _Watch:
         os._exit(error.exit_code)  # the thread that trains cannot be reached
 
 
-def is_in_collective(*, except_thread: int) -> bool:
-    """True if a thread of this process is inside torch.distributed: it waits for another rank."""
-    inside = os.path.join("torch", "distributed", "")
-    frames = sys._current_frames()
-    return any(
-        inside in frame.f_code.co_filename for thread, frame in frames.items() if thread != except_thread
-    )
+def is_in_collective(thread: int) -> bool:
+    """True if ``thread`` of this process is inside torch.distributed: it waits for another rank."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and os.path.join("torch", "distributed", "") in frame.f_code.co_filename
 
 
 def stalled_error(

@@ -47,7 +47,7 @@ from fitune.train.resume import (
     where_all_start,
     where_to_start,
 )
-from fitune.train.saving import save
+from fitune.train.saving import Saver, saving
 from fitune.train.together import require_same_on_all, require_shared_directory, rows_of_ranks, whole_on_first
 
 
@@ -234,20 +234,30 @@ def _train(current: Run, start: Start) -> bool:
         answer_before(current.directory, current.model, current.samples, current.callbacks.answer)
     for sink in current.sinks:
         sink.start(current.plan, current.directory.name)
-    for report in _steps(current, start.step):
+    with saving(current) as saver:
+        stopped = _do_steps(current, saver, start.step)
+    if not stopped:
+        require_finite_step(current.where.step, current.loaded.engine.trained(), ranks=current.ranks)
+    return stopped
+
+
+def _do_steps(current: Run, saver: Saver, start_step: int) -> bool:
+    """Do all steps from ``start_step`` on; True when the caller asked to stop before the end."""
+    for report in _steps(current, start_step):
         report, is_best = _evaluated(current, replace(report, retries=current.retries))
         if current.log is not None:
             current.log.append(report)
         current.retries = ()
         for sink in current.sinks:
             sink.step(report)
-        [asked] = current.ranks.summed([current.callbacks.stop_asked()])
+        asked, failed = current.ranks.summed([current.callbacks.stop_asked(), saver.has_failed])
+        if failed:
+            saver.wait()
         stopping = asked > 0 and report.step < report.total_steps
         if stopping or _is_save_due(current, report, is_best=is_best):
-            save(current, report)
+            saver.save(report)
         if stopping:
             return True
-    require_finite_step(current.where.step, current.loaded.engine.trained(), ranks=current.ranks)
     return False
 
 

@@ -1,10 +1,14 @@
-"""The save of a run by all its ranks: every one writes its share at the same time, and the first one commits."""
+"""Saves of a run by all its ranks: every one writes its share at the same time, and the first one commits."""
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fitune.checkpoint.commit import Descent, OnNote
+from fitune.checkpoint.copies import Copied, HostCopies
 from fitune.checkpoint.save import (
     Written,
     abandon_save,
@@ -24,23 +28,92 @@ from fitune.train.failure import require_finite_step
 from fitune.train.resume import Facts, capture
 
 
-def save(current: Run, report: StepReport) -> None:
-    """Save the state after the step of ``report``. Called by every rank.
+class Saver:
+    """The saves of one run, one after the other: between two steps, or beside the next ones where the plan says so.
 
-    Raises CheckpointError on every rank when the disk of one of them is full or fails; the last checkpoint is then
-    still there.
+    Beside them a thread writes a copy of the state, and all threads agree in a group of their own. All methods are
+    called by every rank.
     """
-    current.where.doing = "saving"
-    keep_log(current)
-    save_together(
-        current.ranks,
-        current.directory,
-        _captured(current, report),
-        descent=current.descent,
-        keep=current.plan.run.keep_checkpoints,
-        eval_loss=report.eval_loss,
-        on_note=current.callbacks.on_note,
-    )
+
+    def __init__(self, current: Run) -> None:
+        self.current = current
+        self.copies = HostCopies() if current.plan.run.async_save else None
+        self.ranks = current.ranks if self.copies is None else current.ranks.apart()
+        self._thread: threading.Thread | None = None
+        self._problem: Exception | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """True once the writing of the last save failed: ``wait`` raises why."""
+        return self._problem is not None
+
+    def save(self, report: StepReport) -> None:
+        """Save the state after the step of ``report``; the last save is waited for.
+
+        Raises CheckpointError on every rank when the disk of one of them is full or fails, at once or when the writing
+        is waited for; the checkpoint before is then still there.
+        """
+        self.current.where.doing = "saving"
+        self.wait()
+        keep_log(self.current)
+        share = _captured(self.current, report)
+        if self.copies is None:
+            self._write(share, report.eval_loss)
+            return
+        copied = self.copies.take(share)
+        self._thread = threading.Thread(
+            target=self._write_beside, args=(copied, report.eval_loss), name="saving", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all is written. Raises why it was not."""
+        if self._thread is not None:
+            self.current.where.doing = "saving"
+            self._thread.join()
+            self._thread = None
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            raise problem
+
+    def _write_beside(self, copied: Copied, eval_loss: float | None) -> None:
+        try:
+            copied.arrived()
+            self._write(copied.share, eval_loss)
+        except Exception as problem:  # raised by ``wait``, in the thread that trains
+            self._problem = problem
+
+    def _write(self, share: Share, eval_loss: float | None) -> None:
+        current = self.current
+        save_together(
+            self.ranks,
+            current.directory,
+            share,
+            descent=current.descent,
+            keep=current.plan.run.keep_checkpoints,
+            eval_loss=eval_loss,
+            on_note=current.callbacks.on_note,
+        )
+
+
+@contextmanager
+def saving(current: Run) -> Iterator[Saver]:
+    """Inside, the run is saved; after it all is written, also when an error ends the steps. Who is stopped at once by
+    a signal does not wait."""
+    saver = Saver(current)
+    try:
+        yield saver
+    except Exception:
+        doing = current.where.doing
+        try:
+            saver.wait()
+        except FituneError as problem:  # the run ends by its own error
+            current.callbacks.on_note(f"the last checkpoint was not saved: {problem.message}")
+        current.where.doing = doing
+        raise
+    saver.wait()
+    if saver.ranks is not current.ranks:
+        saver.ranks.part()
 
 
 def _captured(current: Run, report: StepReport) -> Share:

@@ -1,0 +1,191 @@
+"""A checkpoint that is written beside the steps holds the state of its own step, and nothing of a later one."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint.killed_saves import shares_of, state_of
+from conftest import plan_of
+from fitune.checkpoint import save as saves
+from fitune.checkpoint.copies import HostCopies
+from fitune.checkpoint.resume import load_checkpoint
+from fitune.checkpoint.slices import share_of
+from fitune.errors import CheckpointError
+from fitune.spec.plan import Plan
+from fitune.track.metrics import read_metrics
+from fitune.train.run import run
+from train.test_run import callbacks
+
+MIXED = {"tuning": "full", "precision": "bf16-master", "learning_rate": 1e-3}
+STEPS, EVERY = 6, 2
+
+MakePlan = Callable[..., Plan]
+
+
+@pytest.fixture
+def make(model_folder: Path, data_file: Path, tmp_path: Path) -> MakePlan:
+    def make(name: str, **settings: object) -> Plan:
+        words = {"max_steps": STEPS, "save_steps": EVERY, "keep_checkpoints": 9, **MIXED, **settings}
+        return plan_of(model_folder, data_file, tmp_path / name, **words)
+
+    return make
+
+
+def saved(plan: Plan, step: int) -> dict[str, dict[str, Tensor]]:
+    state = load_checkpoint(Path(plan.run.output_dir) / f"checkpoints/step-{step}")
+    return {
+        group: {name: t.clone() for name, t in tensors.items()} for group, tensors in state.tensors.items()
+    }
+
+
+def equal(left: dict[str, dict[str, Tensor]], right: dict[str, dict[str, Tensor]]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[group].keys() == right[group].keys()
+        and all(torch.equal(left[group][name], tensor) for name, tensor in right[group].items())
+        for group in right
+    )
+
+
+class SlowDisk:
+    """Every file of tensors takes until the training is a step further, or as long as it may take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+        self.log = Path(plan.run.output_dir) / "metrics.jsonl"
+        self.threads: list[str] = []
+        self.steps_behind: list[int] = []
+        real = saves.write_hashed
+
+        def slow(path: Path, chunks: Any) -> Any:
+            if path.suffix == ".safetensors":
+                self.threads.append(threading.current_thread().name)
+                begun, until = self.steps(), time.monotonic() + 0.25
+                while self.steps() == begun and time.monotonic() < until and begun < STEPS:
+                    time.sleep(0.002)
+                self.steps_behind.append(self.steps() - begun)
+            return real(path, chunks)
+
+        monkeypatch.setattr(saves, "write_hashed", slow)
+
+    def steps(self) -> int:
+        return len(read_metrics(self.log))
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "momentum", "precision": "fp32"}, {"tuning": "lora"}])
+def test_the_next_step_changes_nothing_of_what_is_being_written(
+    make: MakePlan, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
+) -> None:
+    """pytorch#144657: the state was written while the optimizer stepped it."""
+    between, beside = make("between", **settings), make("beside", async_save=True, **settings)
+    run(between, callbacks=callbacks())
+    disk = SlowDisk(monkeypatch, beside)
+    run(beside, callbacks=callbacks())
+    assert set(disk.threads) == {"saving"}
+    assert max(disk.steps_behind) >= 1, "no step went on beside the writing"
+    for step in range(EVERY, STEPS + 1, EVERY):
+        assert equal(saved(beside, step), saved(between, step))
+    assert [s.loss for s in steps_of(beside)] == [s.loss for s in steps_of(between)]
+
+
+def steps_of(plan: Plan) -> Any:
+    return read_metrics(Path(plan.run.output_dir) / "metrics.jsonl")
+
+
+def test_a_run_that_is_stopped_ends_when_its_checkpoint_is_written(
+    make: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight, stopped = make("straight"), make("stopped", async_save=True)
+    run(straight, callbacks=callbacks())
+    SlowDisk(monkeypatch, stopped)
+    assert run(stopped, callbacks=callbacks(stop_after=3)).status == "interrupted"
+    assert run(stopped, callbacks=callbacks(), resume=True).status == "complete"
+    assert [s.loss for s in steps_of(stopped)] == [s.loss for s in steps_of(straight)]
+    assert equal(saved(stopped, STEPS), saved(straight, STEPS))
+
+
+def test_a_disk_that_is_full_stops_the_run_and_names_the_bytes(
+    make: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make("full", async_save=True)
+    real = saves.write_hashed
+
+    def full(path: Path, chunks: Any) -> Any:
+        if "step-4" in str(path.parent) and path.name == "optimizer.safetensors":
+            raise OSError(28, "No space left on device")
+        return real(path, chunks)
+
+    monkeypatch.setattr(saves, "write_hashed", full)
+    with pytest.raises(
+        CheckpointError, match=r"step-4 could not be saved: No space left on device; it needs"
+    ) as caught:
+        run(plan, callbacks=callbacks())
+    assert "The last saved one is step-2." in caught.value.message
+    folder = Path(plan.run.output_dir) / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["LINE", "latest", "step-2"]
+    monkeypatch.undo()
+    assert run(plan, callbacks=callbacks(), resume=True).status == "complete"
+
+
+def test_an_error_of_a_step_waits_for_the_checkpoint_before_it(
+    make: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make("failing", async_save=True)
+    disk = SlowDisk(monkeypatch, plan)
+
+    def failing(report: object) -> None:
+        if disk.steps() == EVERY + 1:
+            raise ValueError("a fault of the test")
+
+    class Failing:
+        def start(self, *words: object) -> None: ...
+
+        step = staticmethod(failing)
+
+        def finish(self, report: object) -> None: ...
+
+    with pytest.raises(Exception, match="a fault of the test"):
+        run(plan, callbacks=callbacks(), sinks=[Failing()])
+    assert (Path(plan.run.output_dir) / f"checkpoints/step-{EVERY}/COMMIT").is_file()
+
+
+def test_a_copy_shares_no_memory_with_the_state_and_room_is_kept() -> None:
+    copies = HostCopies()
+    for step in (1, 2):
+        state = state_of(step)
+        for share in (share_of(state, rank=0), shares_of(state, 2)[1]):
+            copied = copies.take(share)
+            copied.arrived()
+            of_state, of_copy = pointers(share.tensors), pointers(copied.share.tensors)
+            assert not of_state & of_copy
+            kept = copies.bytes
+            again = copies.take(replace(share))
+            assert pointers(again.share.tensors) == of_copy
+            assert copies.bytes == kept
+            assert [t.keys() for t in copied.share.tensors] == [t.keys() for t in share.tensors]
+            assert all(
+                torch.equal(copy[name], tensor)
+                for copy, own in zip(copied.share.tensors, share.tensors, strict=True)
+                for name, tensor in own.items()
+            )
+
+
+def pointers(groups: list[dict[str, Tensor]]) -> set[int]:
+    return {tensor.data_ptr() for tensors in groups for tensor in tensors.values()}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory beside a GPU")
+def test_the_copy_of_a_gpu_is_pinned_and_complete_before_the_next_step() -> None:
+    state = state_of(3)
+    on_gpu = replace(state, tensors={"model": {"w": torch.ones(64 << 20, device="cuda")}})
+    share = share_of(on_gpu, rank=0)
+    copied = HostCopies().take(share)
+    share.whole["model"]["w"].add_(1)  # the next step, on the same stream
+    copied.arrived()
+    assert copied.share.whole["model"]["w"].is_pinned()
+    assert bool((copied.share.whole["model"]["w"] == 1).all())
