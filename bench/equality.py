@@ -28,7 +28,8 @@ from safetensors.torch import load_file
 
 from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import pretraining_texts, training_exercises
-from fitune.engine.ranks import ALONE, Ranks, joined_ranks
+from fitune.engine.joining import joined_ranks
+from fitune.engine.ranks import ALONE, Ranks
 from fitune.planner.search import find_plan
 from fitune.spec.gpus import cpu_gpu, hardware_for
 from fitune.spec.model_config import load_model_spec
@@ -170,7 +171,7 @@ def _train_each(mine: Sequence[Leg], work: Path, ranks: Ranks) -> None:
             ranks=ranks,
         )  # fmt: skip
         expected = "interrupted" if leg.stop_after else "complete"
-        assert report.status == expected, f"{leg.folder}: {report.status}, {report.error}"
+        assert report.status == expected, f"{leg.folder}: {report.status}, {report.reason}"
 
 
 def _callbacks(stop_after: int) -> Callbacks:
