@@ -186,9 +186,7 @@ def results(make: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory)
     run(divided(overflowing(make), 1, 3, folder / f"{OVERFLOWING} alone"), callbacks=callbacks())
     jobs.append(Job(plan=divided(overflowing(make), 2, 3, folder / OVERFLOWING)))
     for name, (settings, _) in GOES_ON.items():
-        plan = divided(
-            make(**settings, async_save=True), 2, 3, folder / STOPPED / name, by=backend_of(name)
-        )
+        plan = divided(make(**settings, async_save=True), 2, 3, folder / STOPPED / name, by=backend_of(name))
         jobs.append(Job(plan=plan, stop_after=3))
     full = make(**FULL)
     run(divided(full, 1, 3, folder / STOPPED / "full alone"), callbacks=callbacks(stop_after=3))
