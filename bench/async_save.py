@@ -68,8 +68,8 @@ class Clock:
 def plan_of(side: str, work: Path, tokens: int) -> Plan:
     settings = {
         "model": str(work / "model"), "data": [str(work / "rows.jsonl")], "precision": "fp32", "tuning": "full",
-        "seq_len": tokens, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "packing": True, "max_steps": END + 1, "samples": 0,
-        "keep_checkpoints": 1, "output_dir": str(work / side), **SIDES[side],
+        "seq_len": tokens, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "packing": True,
+        "max_steps": END + 1, "samples": 0, "keep_checkpoints": 1, "output_dir": str(work / side), **SIDES[side],
     }  # fmt: skip
     recipe = parse_recipe(canonical_keys(settings, where="bench/async_save.py"))
     hardware = hardware_for(
