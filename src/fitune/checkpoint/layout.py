@@ -121,12 +121,12 @@ def write_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor]
     tell_deepspeed_where(has_gpu=torch.cuda.is_available())
     model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=SHARD_BYTES)
     # save_pretrained describes the model in memory: its type, and its adapters among the parameters.
-    _change(folder / "config.json", {"dtype": _dtype_name(weights)})
+    set_values(folder / "config.json", {"dtype": _dtype_name(weights)})
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         metadata = json.loads(index.read_bytes())["metadata"]
         count = sum(tensor.numel() for tensor in _distinct(weights))
-        _change(index, {"metadata": {**metadata, "total_parameters": count}})
+        set_values(index, {"metadata": {**metadata, "total_parameters": count}})
 
 
 def write_texts(folder: Path, tokenizer: PreTrainedTokenizerBase, chat_template: str, card: str) -> None:
@@ -168,7 +168,7 @@ def _dtype_name(weights: Mapping[str, Tensor]) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _change(file: Path, values: dict[str, Any]) -> None:
+def set_values(file: Path, values: dict[str, Any]) -> None:
     content = json.loads(file.read_bytes())
     file.write_text(json.dumps({**content, **values}, indent=2) + "\n", encoding="utf-8")
 

@@ -1,6 +1,7 @@
 """The weights of a model with its adapters folded in; the model itself is left as it is."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from peft import PeftModel
@@ -26,8 +27,8 @@ def merged_weights(model: PeftModel, dtype: torch.dtype) -> dict[str, Tensor]:
     layers = {f"{name}.weight": layer for name, layer in adapted_layers(model).items()}
     weights = in_dtype({n: t for n, t in base_weights(model).items() if n not in layers}, dtype)
     for name, layer in layers.items():
-        _require_plain_lora(name, layer)
-        weights[name] = _merged(layer, model.active_adapter, dtype)
+        require_plain_lora(name, layer)
+        weights[name] = merged(layer.get_base_layer().weight, change_of(layer, model.active_adapter), dtype)
     return weights
 
 
@@ -81,7 +82,7 @@ def _holds_wide_floats(layer: nn.Module) -> bool:
     return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in weights)
 
 
-def _require_plain_lora(name: str, layer: LoraLayer) -> None:
+def require_plain_lora(name: str, layer: LoraLayer) -> None:
     if (
         not isinstance(layer, LoraLinear)
         or set(layer.lora_variant) - set(layer.lora_magnitude_vector)
@@ -99,16 +100,41 @@ def stores_transposed(layer: LoraLayer) -> bool:
     return bool(getattr(layer, "fan_in_fan_out", False))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What an adapter does to one weight: W + scaling · B A, with DoRA's lengths of the rows."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    magnitude: Tensor | None
+    """None for LoRA."""
+    transposed: bool
+    """True where the weight is stored as [in, out]."""
+
+
+def change_of(layer: LoraLayer, adapter: str) -> Change:
+    """On the adapter's own storage."""
+    magnitudes = layer.lora_magnitude_vector
+    return Change(
+        a=layer.lora_A[adapter].weight,
+        b=layer.lora_B[adapter].weight,
+        scaling=layer.scaling[adapter],
+        magnitude=magnitudes[adapter].weight if adapter in magnitudes else None,
+        transposed=stores_transposed(layer),
+    )
+
+
 @torch.no_grad()
-def _merged(layer: LoraLayer, adapter: str, dtype: torch.dtype) -> Tensor:
-    weight = layer.get_base_layer().weight
-    update = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
-    update *= layer.scaling[adapter]
-    if stores_transposed(layer):
+def merged(weight: Tensor, change: Change, dtype: torch.dtype) -> Tensor:
+    """``weight`` changed, summed in fp32 on its device and rounded once to ``dtype``; on the host."""
+    update = change.b.float() @ change.a.float()
+    update *= change.scaling
+    if change.transposed:
         update = update.T
     update += weight
-    if adapter in layer.lora_magnitude_vector:
-        row = 0 if stores_transposed(layer) else 1
+    if change.magnitude is not None:
+        row = 0 if change.transposed else 1
         lengths = torch.linalg.vector_norm(update, dim=row, keepdim=True, dtype=torch.float64)
-        update *= (layer.lora_magnitude_vector[adapter].weight.view_as(lengths) / lengths).float()
+        update *= (change.magnitude.view_as(lengths) / lengths).float()
     return update.to(dtype=dtype, device="cpu")

@@ -8,10 +8,9 @@ from functools import partial
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-from fitune.checkpoint.merge import adapted_layers, base_weights, stores_transposed
+from fitune.checkpoint.merge import Change, adapted_layers, base_weights, change_of
 from fitune.checkpoint.parity import Check, is_equal
 
 _SUM_STEPS = 8
@@ -24,13 +23,16 @@ def merged_checks(model: PeftModel, dtype: torch.dtype) -> dict[str, Check]:
     checks: dict[str, Check] = {
         name: partial(is_equal, tensor, dtype) for name, tensor in base_weights(model).items()
     }
-    checks |= {f"{name}.weight": partial(is_merged, layer, adapter) for name, layer in layers.items()}
+    checks |= {
+        f"{name}.weight": partial(is_merged, layer.get_base_layer().weight, change_of(layer, adapter))
+        for name, layer in layers.items()
+    }
     return checks
 
 
 @torch.no_grad()
-def is_merged(layer: LoraLayer, adapter: str, stored: Tensor) -> bool:
-    """True if ``stored`` is M = W + s · B A (DoRA: m · M / ‖M‖ by rows) within one rounding to its type.
+def is_merged(before: Tensor, change: Change, stored: Tensor) -> bool:
+    """True if ``stored`` is ``before`` changed: M = W + s · B A (DoRA: m · M / ‖M‖ by rows) within one rounding.
 
     The bound for each element is  ε/2 · |M| + t/2 + (r + 8) · 2⁻²⁴ · (|W| + s · |B| |A|) · g:
     ε the distance of 1 from the next number of the type, so that ε/2 · |M| is what one rounding to the nearest may
@@ -38,23 +40,16 @@ def is_merged(layer: LoraLayer, adapter: str, stored: Tensor) -> bool:
     term is what a sum of r products and 8 steps more loses in fp32 (Higham, Accuracy and Stability of Numerical
     Algorithms, 3.1); g is 1, or m / ‖M‖ where DoRA scales the row by it.
     """
-    weight, a, b = (
-        tensor.detach().to("cpu", torch.float64)
-        for tensor in (
-            layer.get_base_layer().weight,
-            layer.lora_A[adapter].weight,
-            layer.lora_B[adapter].weight,
-        )
-    )
-    if stores_transposed(layer):
+    weight, a, b = (tensor.detach().to("cpu", torch.float64) for tensor in (before, change.a, change.b))
+    if change.transposed:
         weight, stored = weight.T, stored.T
     if stored.shape != weight.shape or not torch.isfinite(stored).all():
         return False
-    scaling, rank = layer.scaling[adapter], a.shape[0]
-    exact = weight + scaling * (b @ a)
-    size = weight.abs() + abs(scaling) * (b.abs() @ a.abs())
-    if adapter in layer.lora_magnitude_vector:
-        magnitude = layer.lora_magnitude_vector[adapter].weight.detach().to("cpu", torch.float64)
+    rank = a.shape[0]
+    exact = weight + change.scaling * (b @ a)
+    size = weight.abs() + abs(change.scaling) * (b.abs() @ a.abs())
+    if change.magnitude is not None:
+        magnitude = change.magnitude.detach().to("cpu", torch.float64)
         factor = (magnitude / torch.linalg.vector_norm(exact, dim=1))[:, None]
         exact, size = exact * factor, size * factor.abs()
     kind = torch.finfo(stored.dtype)

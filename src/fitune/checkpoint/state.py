@@ -47,11 +47,16 @@ def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]
     Raises CheckpointError naming a tensor that is empty or of a type the format does not know.
     """
     ordered = _aligned_order(tensors)
-    header = _header({name: tensors[name] for name in ordered})
+    yield from head_of({name: tensors[name] for name in ordered})
+    for name in ordered:
+        yield bytes_of(tensors[name])
+
+
+def head_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
+    """The bytes of a safetensors file before its first tensor; ``tensors`` may be on "meta"."""
+    header = _header(tensors)
     yield len(header).to_bytes(8, "little")
     yield header
-    for name in ordered:
-        yield _bytes_of(tensors[name])
 
 
 def tensors_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -97,6 +102,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach() if gather_all is None else gather_all()
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The content of ``tensor``, from the host."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())

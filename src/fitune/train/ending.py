@@ -4,8 +4,11 @@ import importlib.metadata
 import math
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
 
 from fitune.data.preparing import PreparedData
 from fitune.errors import FituneError
@@ -32,19 +35,20 @@ from fitune.train.current import Run
 from fitune.train.evaluate import compare_samples
 from fitune.train.export import Handover, trained_kind
 from fitune.train.failure import traceback_text
+from fitune.train.streamed import streamed_handover
 from fitune.units import as_ranges
 
 
-def complete(current: Run, model: LanguageModel | None = None) -> RunReport:
+def complete(current: Run, weights: Mapping[str, Tensor] | None = None) -> RunReport:
     """Save what was trained before anything else can fail, answer the samples again, merge, write report.json.
 
-    ``model``: what was trained, whole, where the run's own is divided over ranks.
+    ``weights``: what was trained, where it is divided over ranks; asked for once each and in their order.
     """
     report = _summary(current, "complete", "")
     current.where.step = report.steps  # also of a run that was resumed after its last step
     current.is_trained = True
     current.where.doing = "exporting"
-    handover = _handover(current, report, model or current.model)
+    handover = _handover(current, report, weights)
     current.exported = str(handover.trained(secure=True))
     current.where.doing = "answering samples"
     report = replace(report, exported=current.exported, samples=_samples_after(current))
@@ -125,9 +129,13 @@ def _samples_after(current: Run) -> tuple[Sample, ...]:
     return compare_samples(current.directory, current.model, current.samples, current.callbacks.answer)
 
 
-def _handover(current: Run, report: RunReport, model: LanguageModel) -> Handover:
-    say = current.callbacks.on_note
-    return Handover(plan=current.plan, model=model, tokenizer=current.tokenizer, report=report, say=say)
+def _handover(current: Run, report: RunReport, weights: Mapping[str, Tensor] | None) -> Handover:
+    words: dict[str, Any] = {
+        "plan": current.plan, "tokenizer": current.tokenizer, "report": report, "say": current.callbacks.on_note,
+    }  # fmt: skip
+    if weights is None:
+        return Handover(model=current.model, **words)
+    return streamed_handover(weights, **words)
 
 
 def summarise(

@@ -48,7 +48,12 @@ from fitune.train.resume import (
     where_to_start,
 )
 from fitune.train.saving import Saver, saving
-from fitune.train.together import require_same_on_all, require_shared_directory, rows_of_ranks, whole_on_first
+from fitune.train.together import (
+    gathered_weights,
+    require_same_on_all,
+    require_shared_directory,
+    rows_of_ranks,
+)
 
 
 def run(
@@ -187,9 +192,11 @@ def _train_and_report(current: Run, start: Start) -> RunReport:
         stopped = _train(current, start)
         current.where.doing = "finishing"  # the first rank exports for as long as it takes
         current.rows = rows_of_ranks(current)
-        whole = None if stopped else whole_on_first(current)
+        weights = None if stopped else gathered_weights(current)
+        if weights is not None and not current.ranks.is_first:
+            weights.follow()
         report = current.ranks.from_first(
-            lambda: interrupted(current, "stopped on request") if stopped else complete(current, whole)
+            lambda: interrupted(current, "stopped on request") if stopped else complete(current, weights)
         )
         return report
     except (KeyboardInterrupt, SystemExit):  # SystemExit: a signal, by the handler of the program

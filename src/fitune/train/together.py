@@ -1,26 +1,25 @@
-"""What several processes do together before the first step and after the last: compare, and bring the model home."""
+"""What several processes do together before the first step and after the last: compare, and gather the model."""
 
 import platform
 import socket
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 
 import torch
 import transformers
+from torch import Tensor
 
 from fitune.checkpoint.state import whole_tensor
 from fitune.engine.ranks import Ranks
 from fitune.errors import RankFailed, RunDirectoryError
-from fitune.models.language_model import LanguageModel
 from fitune.models.weight_files import weights_identity
-from fitune.models.weights import compute_dtype
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
 from fitune.spec.reports import RankReport, StepReport
 from fitune.spec.run_directory import attempt_in
 from fitune.spec.serial import to_json
-from fitune.train.again import with_weights
 from fitune.train.current import Run
 
 _SEEN_SECONDS = 5.0
@@ -101,21 +100,39 @@ def _busy_seconds(step: StepReport) -> float:
     return step.step_seconds - (step.waiting_seconds or 0.0)
 
 
-def whole_on_first(run: Run) -> LanguageModel | None:
-    """The trained model on the first rank's host, whole; None on the others, and where a rank has all of it anyway.
+class Gathered(Mapping[str, Tensor]):
+    """The trained weights, each gathered from all ranks to the first one's host when it is asked for.
 
-    Called by every rank: what is trained is gathered tensor by tensor.
+    The first rank asks for every one once, in their order; meanwhile the others ``follow``. So no rank holds more than
+    one of them whole.
     """
+
+    def __init__(self, ranks: Ranks, trained: Mapping[str, Tensor]) -> None:
+        self._ranks, self._trained = ranks, trained
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._ranks.from_first(_go_on)
+        return whole_tensor(self._trained[name]).to("cpu")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trained)
+
+    def __len__(self) -> int:
+        return len(self._trained)
+
+    def follow(self) -> None:
+        """What the other ranks do. Raises RankFailed when the first one fails before it has asked for all."""
+        for tensor in self._trained.values():
+            self._ranks.from_first(_go_on)
+            whole_tensor(tensor)
+
+
+def _go_on() -> None:
+    """Said by the first rank before each tensor; where it fails, its error is said in this place."""
+
+
+def gathered_weights(run: Run) -> Gathered | None:
+    """The trained weights of all ranks; None where each rank has all of them. Called by every rank."""
     trained = run.loaded.engine.trained()
-    if not any(hasattr(tensor, "full_tensor") for tensor in trained.values()):
-        return None
-    run.where.doing = "gathering what was trained"
-    weights: dict[str, torch.Tensor] = {}
-    for name, tensor in trained.items():
-        whole = whole_tensor(tensor)
-        if run.ranks.is_first:
-            weights[name] = whole.to("cpu")
-    if not run.ranks.is_first:
-        return None
-    dtype = compute_dtype(run.plan.precision)
-    return with_weights(run.plan, weights, dtype=dtype, device=torch.device("cpu"))
+    divided = any(hasattr(tensor, "full_tensor") for tensor in trained.values())
+    return Gathered(run.ranks, trained) if divided else None
