@@ -131,12 +131,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--async-save", action="store_true")
     wanted = parser.parse_args()
     wanted.folder.mkdir(parents=True)
     settings: dict[str, object] = {
         "model": wanted.model, "data": wanted.data, "tuning": "full", "precision": "fp32", "gpus": 2, "zero": 3,
         "backend": "fsdp", "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 2,
         "learning_rate": 1e-3, "max_steps": wanted.steps, "save_steps": 1, "keep_checkpoints": 2, "samples": 0,
+        "async_save": wanted.async_save,
     }  # fmt: skip
     killer = Killer(wanted.folder.resolve(), settings, seed=wanted.seed)
     killer.undisturbed()

@@ -12,10 +12,11 @@ from train import killed_ranks
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("saving", [[], ["--async-save"]])
 def test_a_run_that_is_killed_and_goes_on_ends_like_the_undisturbed_one(
-    tmp_path: Path, model_folder: Path, data_file: Path
+    tmp_path: Path, model_folder: Path, data_file: Path, saving: list[str]
 ) -> None:
-    words = [tmp_path / "runs", model_folder, data_file, "--kills", 2, "--steps", 8, "--seed", 3]
+    words = [tmp_path / "runs", model_folder, data_file, "--kills", 2, "--steps", 8, "--seed", 3, *saving]
     printed = subprocess.run(
         [sys.executable, killed_ranks.__file__, *map(str, words)],
         capture_output=True, text=True, timeout=1800, env={**os.environ, "OMP_NUM_THREADS": "1"},

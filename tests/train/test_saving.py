@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from checkpoint.killed_saves import same, shares_of, state_of
 from fitune.checkpoint.commit import Attempt, Descent
@@ -16,6 +17,7 @@ from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.engine.ranks import Ranks
 from fitune.errors import CheckpointError, FituneError, PeerGone, RankFailed
 from fitune.train import saving
+from fitune.train.together import Gathered
 
 WORLD = 2
 
@@ -144,3 +146,31 @@ def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(
     found = newest_checkpoint(run).path
     assert found is not None
     assert same(load_checkpoint(found), state_of(3))
+
+
+def test_the_ranks_that_follow_an_export_end_when_the_first_one_fails() -> None:
+    """They wait for word before each tensor, so none is left in a collective."""
+    group = Group()
+    weights = {name: torch.ones(2) for name in ("a", "b", "c")}
+    first, second = (
+        Gathered(cast(Ranks, ThreadRanks(rank, group)), weights) for rank in range(WORLD)
+    )  # fmt: skip
+    ended: list[BaseException] = []
+
+    def follow() -> None:
+        try:
+            second.follow()
+        except FituneError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+
+    def export() -> None:
+        assert torch.equal(first["a"], weights["a"])
+        raise CheckpointError("the disk is full")
+
+    with pytest.raises(CheckpointError):
+        ThreadRanks(0, group).from_first(export)
+    thread.join(30)
+    assert [str(error) for error in ended] == ["rank 0 stopped: the disk is full"]
