@@ -66,7 +66,7 @@ def plan_of(model_folder: Path, data_file: Path, folder: Path, **settings: objec
     wanted = {
         "model": str(model_folder), "data": [str(data_file)], "tuning": "lora", "lora_r": 4, "precision": "fp32",
         "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
-        "max_steps": 6, "samples": 0, "output_dir": str(folder),
+        "max_steps": 6, "save_steps": 0, "samples": 0, "output_dir": str(folder),
     }  # fmt: skip
     recipe = parse_recipe(canonical_keys({**wanted, **settings}, where="test"))
     hardware = hardware_for(

@@ -65,6 +65,11 @@ def test_the_lines_say_how_long_and_what_shapes_the_result() -> None:
     assert "81 rows of 100 tokens on average" in lines[1]
     assert "1.0e-04 over 4 steps" in lines[2]
     assert "no checkpoint on the way" in lines[3]
+    run_plan = replace(plan.run, saves_per_epoch=2)
+    lines = list(
+        run_lines(whole_run(plan, epoch_of(81), price_per_gpu_hour=2.0), replace(plan, run=run_plan))
+    )
+    assert "saved every 6 steps and at the end" in lines[3]
 
 
 def test_short_rows_are_said_to_be_slow_and_full_ones_are_not() -> None:

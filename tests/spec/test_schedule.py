@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fitune.spec.plan import Epochs, Fraction, Schedule, Steps
-from fitune.spec.schedule import learning_rate, total_steps, warmup_steps
+from fitune.spec.schedule import is_due, learning_rate, total_steps, warmup_steps
 
 
 def schedule(kind: str = "cosine", **changes: object) -> Schedule:
@@ -39,3 +39,15 @@ def test_durations() -> None:
     assert total_steps(schedule(duration=Epochs(count=3.0)), steps_per_epoch=7) == 21
     assert warmup_steps(schedule(warmup=Fraction(of=0.03)), total=100) == 3
     assert warmup_steps(schedule(warmup=Steps(count=50)), total=10) == 10
+
+
+def test_due_every_so_many_steps_or_so_often_an_epoch() -> None:
+    def steps(**often: int) -> list[int]:
+        often = {"every": 0, "per_epoch": 0, "steps_per_epoch": 5, **often}
+        return [step for step in range(1, 11) if is_due(step, **often)]
+
+    assert steps() == []
+    assert steps(every=3) == [3, 6, 9]
+    assert steps(per_epoch=1) == [5, 10]
+    assert steps(per_epoch=2) == [3, 5, 8, 10]
+    assert steps(per_epoch=9) == list(range(1, 11))

@@ -33,11 +33,19 @@ def test_the_best_checkpoint_is_of_the_best_evaluation_even_between_two_saves(
     assert report.best_eval_loss == 1.0
 
 
-def test_without_save_steps_nothing_is_saved(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_save_steps_0_nothing_is_saved(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluating(monkeypatch, 3.0, 1.0)
     plan = make_plan(max_steps=4, eval_steps=2, val_fraction=0.2)
     run(plan, callbacks=callbacks())
     assert not (Path(plan.run.output_dir) / "checkpoints").exists()
+
+
+def test_a_recipe_that_says_nothing_saves_every_epoch(make_plan: MakePlan) -> None:
+    plan = make_plan(max_steps=15, save_steps=None, keep_checkpoints=5)
+    assert (plan.run.save_every, plan.run.saves_per_epoch) == (0, 1)
+    run(plan, callbacks=callbacks())
+    saved = sorted(p.name for p in (Path(plan.run.output_dir) / "checkpoints").glob("step-*"))
+    assert saved == ["step-14", "step-15", "step-7"], "56 rows are 7 steps of 8, and the end is saved too"
 
 
 def test_a_resumed_run_remembers_the_best_of_before(

@@ -136,10 +136,17 @@ def read_axolotl(r: Reading) -> None:
     r.pass_over(_BOOKKEEPING)
     r.pass_over(_COMPANIONS, "a setting of something that is off or refused")
     r.pass_over(_SPEED, SPEED_SAID)
-    often = [key for key in ("saves_per_epoch", "evals_per_epoch") if r.take(key)]
-    r.pass_over(
-        often, "counted in steps here: save_steps: N, eval_steps: N; the end is saved and evaluated anyhow"
-    )
+    _how_often(r)
+
+
+def _how_often(r: Reading) -> None:
+    if (count := r.take("saves_per_epoch")) is not None:
+        r.put("saves_per_epoch", count, key="saves_per_epoch")
+    if r.settings.get("val_fraction") or r.settings.get("eval_data"):
+        if (count := r.take("evals_per_epoch")) is not None:
+            r.put("evals_per_epoch", count, key="evals_per_epoch")
+    else:
+        r.pass_over(["evals_per_epoch"], "no rows are held out")
 
 
 def _method(r: Reading) -> None:

@@ -156,23 +156,30 @@ def read_checkpointing(r: Reading, key: str = "gradient_checkpointing") -> None:
 
 
 def _how_often(r: Reading) -> None:
-    """Checkpoints and evaluations every N steps; once an epoch is no number of steps before the data is read."""
-    saves, evals = r.take("save_strategy"), r.take("eval_strategy") or r.take("evaluation_strategy")
-    if is_on(saves) and saves != "steps":
-        r.passed("save_strategy", "save_steps: N keeps checkpoints here; the result is written in any case")
-    elif (steps := r.take("save_steps")) is not None and is_on(saves or "steps") and float(steps) >= 1:
+    """Checkpoints and evaluations: every N steps, once an epoch, or at the end alone."""
+    strategy, steps = r.take("save_strategy"), r.take("save_steps")
+    if strategy == "epoch":
+        r.put("saves_per_epoch", 1, key="save_strategy")
+    elif strategy is not None and not is_on(strategy):
+        r.put("save_steps", 0, key="save_strategy")
+    elif steps is not None and float(steps) >= 1:
         r.put("save_steps", steps, key="save_steps")
-    elif r.take("save_steps") is not None:
-        r.passed("save_steps", "save_steps: N keeps checkpoints here; the result is written in any case")
-    steps = r.take("eval_steps")
-    if steps is not None and float(steps) >= 1 and is_on(evals or "steps"):
+    r.pass_over(("save_strategy", "save_steps"), "a checkpoint is saved once an epoch")
+    strategy, steps = r.take("eval_strategy") or r.take("evaluation_strategy"), r.take("eval_steps")
+    if strategy == "epoch" and _holds_out(r):
+        r.put(
+            "evals_per_epoch", 1, key="eval_strategy" if "eval_strategy" in r.raw else "evaluation_strategy"
+        )
+    elif steps is not None and float(steps) >= 1 and is_on(strategy or "steps"):
         r.put("eval_steps", steps, key="eval_steps")
-    for key in ("eval_steps", "eval_strategy", "evaluation_strategy"):
-        if key in r.raw and "eval_steps" not in r.settings:
-            r.passed(key, "evaluated at the end, and every N steps with eval_steps: N")
+    said = "evaluated at the end, and every N steps with eval_steps: N"
     r.pass_over(
-        ("save_strategy", "eval_strategy", "evaluation_strategy") if "eval_steps" in r.settings else ()
+        ("eval_steps", "eval_strategy", "evaluation_strategy"), "" if "eval_steps" in r.settings else said
     )
+
+
+def _holds_out(r: Reading) -> bool:
+    return bool(r.settings.get("val_fraction") or r.settings.get("eval_data"))
 
 
 def _trackers(r: Reading) -> None:

@@ -155,13 +155,22 @@ def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
         seed=recipe.seed,
         log_every=recipe.log_steps,
         eval_every=recipe.eval_steps,
-        save_every=recipe.save_steps,
+        evals_per_epoch=recipe.evals_per_epoch,
+        save_every=recipe.save_steps or 0,
+        saves_per_epoch=_saves_per_epoch(recipe),
         keep_checkpoints=recipe.keep_checkpoints,
         async_save=recipe.async_save or False,
         export=recipe.export or ("adapter" if isinstance(tuning, Lora) else "full"),
         report_to=tuple(recipe.report_to),
         samples=recipe.samples,
     )
+
+
+def _saves_per_epoch(recipe: Recipe) -> int:
+    """Once an epoch where nothing is said: a run that is killed loses an epoch at most."""
+    if recipe.saves_per_epoch is not None:
+        return recipe.saves_per_epoch
+    return 1 if recipe.save_steps is None else 0
 
 
 def default_output_dir(model: ModelSpec, tuning: Tuning) -> str:

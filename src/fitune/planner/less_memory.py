@@ -17,8 +17,8 @@ from fitune.planner.explain import host_sum, wrapped
 from fitune.planner.fit import Known, described, fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lora_of, methods_for, packed_base, to_adapters
-from fitune.spec.cards import known_cards
 from fitune.spec.counts import count_parameters
+from fitune.spec.gpus import CARDS
 from fitune.spec.model_config import known_model_names, load_model_spec
 from fitune.spec.plan import (
     ChunkedLoss,
@@ -87,8 +87,7 @@ def _smallest_memory(best: StepStages, usable: int) -> str:
 def _device_that_holds(plan: Plan) -> str:
     """Names the known GPU with the least memory on which the plan fits."""
     needs_bf16 = plan.precision in (Precision.BF16, Precision.BF16_MASTER)
-    with_own_memory = (card.gpu for card in known_cards() if not card.host_bytes)
-    cards = sorted(with_own_memory, key=lambda gpu: gpu.memory_bytes)
+    cards = sorted((card.gpu for card in CARDS), key=lambda gpu: gpu.memory_bytes)
     for gpu in cards:
         other = replace(plan, hardware=replace(plan.hardware, gpu=gpu))
         if (gpu.has_bf16 or not needs_bf16) and predict(other).peak_bytes <= usable_bytes(other.hardware):
@@ -140,6 +139,8 @@ class _Changes:
     def _settings(self) -> Iterator[tuple[str, dict[str, object]]]:
         recipe, batch = self.request.recipe, self.best.plan.batch
         yield from self._in_backward()
+        if recipe.tuning == "full" and not recipe.optimizer_in_backward:
+            yield from self._adalomo()
         if recipe.tuning in ("full", "lomo", "adalomo"):
             yield to_adapters(recipe, "lora")
         if recipe.tuning in ("full", "lomo", "adalomo", "lora") and not recipe.quantization_is_asked_for:
@@ -183,6 +184,15 @@ class _Changes:
             rows = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
             words = "optimizer_in_backward: true with micro_batch_size: 1, then the whole batch"
             yield words, {"optimizer_in_backward": True, **rows}
+
+    def _adalomo(self) -> Iterator[tuple[str, dict[str, object]]]:
+        """Every weight trained without optimizer states and gradients of more than one tensor."""
+        settings: dict[str, object] = {"tuning": "adalomo", "precision": None}
+        why = "which trains every weight too"
+        yield f"tuning: adalomo, {why}", settings
+        if self.request.recipe.global_batch_size is None and self.request.recipe.micro_batch_size is None:
+            rows = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
+            yield f"tuning: adalomo, {why}, with micro_batch_size: 1 as the whole batch", {**settings, **rows}
 
     def _smallest(self, settings: dict[str, object]) -> StepStages | None:
         """The smallest plan with ``settings``; None when there is no plan with them."""

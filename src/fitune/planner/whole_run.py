@@ -99,15 +99,20 @@ def _schedule(run: WholeRun, plan: Plan) -> str:
 
 
 def _saved(run: WholeRun, plan: Plan) -> str:
-    def often(every: int) -> str:
-        return (
-            f"every {_steps(every).removeprefix('1 ')} and at the end" if every < run.steps else "at the end"
-        )
-
     run_plan, data = plan.run, plan.data
-    saves = "no checkpoint on the way, only the result at the end (save_steps)"
-    if run_plan.save_every:
-        saves = f"a checkpoint {often(run_plan.save_every)}"
+    saves = "no checkpoint on the way, only the result at the end (save_steps: 0)"
+    if run_plan.saves:
+        often = _often(run, every=run_plan.save_every, per_epoch=run_plan.saves_per_epoch)
+        saves = f"a checkpoint is saved {often}"
     if not (data.eval_sources or data.val_fraction):
         return f"{saves}; no rows are held out to evaluate (val_fraction, eval_data)"
-    return f"{saves}; held-out rows are evaluated {often(run_plan.eval_every or run.steps)}"
+    often = _often(run, every=run_plan.eval_every, per_epoch=run_plan.evals_per_epoch)
+    return f"{saves}; held-out rows are evaluated {often}"
+
+
+def _often(run: WholeRun, *, every: int, per_epoch: int) -> str:
+    """``every 500 steps and at the end``; at the end alone where the run is over by then."""
+    steps = every or (-(-run.steps_per_epoch // per_epoch) if per_epoch else run.steps)
+    if steps >= run.steps:
+        return "at the end"
+    return "every step" if steps == 1 else f"every {steps:,} steps and at the end"

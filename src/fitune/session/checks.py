@@ -136,7 +136,7 @@ def _stored_bytes(plan: Plan) -> int:
 
 def _checkpoints_at_once(plan: Plan) -> int:
     """The newest k, the best one, and the one being written; one is written when the run is interrupted."""
-    if not plan.run.save_every:
+    if not plan.run.saves:
         return 1
     has_evaluation = bool(plan.data.eval_sources or plan.data.val_fraction)
     return plan.run.keep_checkpoints + has_evaluation + 1

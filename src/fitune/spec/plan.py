@@ -195,13 +195,15 @@ class DataPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Directory of the run and what it writes. 0 means never for the ``every`` settings."""
+    """Directory of the run and what it writes. 0 means never for the ``every`` and ``per_epoch`` settings."""
 
     output_dir: str
     seed: int = 42
     log_every: int = 1
     eval_every: int = 0
+    evals_per_epoch: int = 0
     save_every: int = 0
+    saves_per_epoch: int = 0
     keep_checkpoints: int = 2
     async_save: bool = False
     """True if a checkpoint is copied to the host between two steps and written while the next ones run."""
@@ -209,6 +211,11 @@ class RunPlan:
     report_to: tuple[str, ...] = ()
     samples: int = 4
     """Held-out prompts answered before and after training, for the report."""
+
+    @property
+    def saves(self) -> bool:
+        """True if checkpoints are kept on the way."""
+        return self.save_every > 0 or self.saves_per_epoch > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

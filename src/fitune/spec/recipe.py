@@ -23,7 +23,6 @@ from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.deepspeed_file import with_deepspeed_file
 from fitune.spec.plan import DataFormat
 from fitune.spec.recipe_values import (
-    Bandwidth,
     CountFloat,
     CountInt,
     Layers,
@@ -109,11 +108,6 @@ class Recipe(_Strict):
 
     # on what
     gpu: Annotated[str, BeforeValidator(as_name)] | None = None
-    gpu_memory: Size | None = None
-    gpu_flops: PositiveFloat | None = None
-    gpu_bandwidth: Bandwidth | None = None
-    interconnect: Bandwidth | None = None
-    node_network: Bandwidth | None = None
     gpus: PositiveInt = 1
     nodes: PositiveInt = 1
     host_memory: Size | None = None
@@ -181,7 +175,9 @@ class Recipe(_Strict):
     resume: bool | PathText = False
     log_steps: PositiveInt = 1
     eval_steps: CountInt = 0
-    save_steps: CountInt = 0
+    evals_per_epoch: CountInt = 0
+    save_steps: CountInt | None = None
+    saves_per_epoch: CountInt | None = None
     keep_checkpoints: PositiveInt = 2
     async_save: bool | None = None
     export: Literal["adapter", "merged", "full"] | None = None

@@ -78,11 +78,16 @@ def _others(r: Recipe) -> Iterator[tuple[str, str]]:
         )
     if r.zero == 0 and r.backend is not None:
         yield f"zero: 0 is DDP, which needs no backend, and backend = {r.backend}", "zero: 1, 2 or 3"
+    for steps, parts in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
+        if getattr(r, steps) and getattr(r, parts):
+            why = f"{steps} = {getattr(r, steps)} and {parts} = {getattr(r, parts)} both say how often"
+            yield why, "keep one of them"
     if r.val_fraction > 0 and r.eval_data:
         why = f"val_fraction = {r.val_fraction:g} holds rows out, and eval_data names rows to evaluate on"
         yield why, "keep one of them"
-    if r.eval_steps > 0 and r.data and not r.eval_data and not r.val_fraction:
-        why = f"eval_steps = {r.eval_steps}, and there is nothing to evaluate on"
+    often = "eval_steps" if r.eval_steps else "evals_per_epoch"
+    if getattr(r, often) > 0 and r.data and not r.eval_data and not r.val_fraction:
+        why = f"{often} = {getattr(r, often)}, and there is nothing to evaluate on"
         yield why, "val_fraction: 0.05 holds rows out, eval_data names a file of them"
 
 

@@ -22,6 +22,13 @@ def warmup_steps(schedule: Schedule, *, total: int) -> int:
             return math.ceil(share * total)
 
 
+def is_due(step: int, *, every: int, per_epoch: int, steps_per_epoch: int) -> bool:
+    """True behind update ``step`` (1-based) when ``every`` more steps are done, or one more of the ``per_epoch`` equal
+    parts of an epoch. 0 is never."""
+    parts = [n * per_epoch // steps_per_epoch for n in (step - 1, step)]
+    return (every > 0 and step % every == 0) or parts[0] < parts[1]
+
+
 def learning_rate(schedule: Schedule, *, step: int, total: int) -> float:
     """The rate for update ``step`` (0-based): linear warm-up that never starts at 0, then the decay.
 

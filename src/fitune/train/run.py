@@ -28,6 +28,7 @@ from fitune.spec.plan import Plan
 from fitune.spec.rank_status import forget_statuses
 from fitune.spec.reports import Retry, RunReport, StepReport
 from fitune.spec.run_directory import LOGS, Ownership, lock_directory
+from fitune.spec.schedule import is_due
 from fitune.spec.serial import to_json
 from fitune.track.metrics import MetricsLog, Sink, read_metrics
 from fitune.train.current import Callbacks, Run
@@ -289,10 +290,10 @@ def _steps(current: Run, start_step: int) -> Iterator[StepReport]:
 
 
 def _evaluated(current: Run, report: StepReport) -> tuple[StepReport, bool]:
-    """The report with the held-out loss where it is due (every ``eval_every`` steps and at the end), and whether it
-    is the best so far."""
-    last = report.step == report.total_steps
-    if current.data.eval is None or not (last or _is_due(report, current.plan.run.eval_every)):
+    """The report with the held-out loss where it is due, and at the end, and whether it is the best so far."""
+    last, run = report.step == report.total_steps, current.plan.run
+    due = last or _is_due(current, report, every=run.eval_every, per_epoch=run.evals_per_epoch)
+    if current.data.eval is None or not due:
         return report, False
     current.where.doing = "evaluating"
     loss = evaluate(
@@ -305,10 +306,12 @@ def _evaluated(current: Run, report: StepReport) -> tuple[StepReport, bool]:
 
 
 def _is_save_due(current: Run, report: StepReport, *, is_best: bool) -> bool:
-    """Every ``save_every`` steps, at the end so that the run may be made longer, and whenever it was never better."""
-    every = current.plan.run.save_every
-    return every > 0 and (_is_due(report, every) or report.step == report.total_steps or is_best)
+    """As often as the plan says, at the end so that the run may be made longer, and whenever it was never better."""
+    run = current.plan.run
+    due = _is_due(current, report, every=run.save_every, per_epoch=run.saves_per_epoch)
+    return run.saves and (due or report.step == report.total_steps or is_best)
 
 
-def _is_due(report: StepReport, every: int) -> bool:
-    return every > 0 and report.step % every == 0
+def _is_due(current: Run, report: StepReport, *, every: int, per_epoch: int) -> bool:
+    steps = current.loader.steps_per_epoch
+    return is_due(report.step, every=every, per_epoch=per_epoch, steps_per_epoch=steps)
