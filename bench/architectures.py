@@ -53,6 +53,10 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 DIFFERENT: dict[str, dict[str, Any]] = {
     "mpt": {"max_seq_len": 256},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0], "layer_types": None},
+    "glm4_moe": {"num_key_value_heads": 2},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
@@ -79,6 +83,8 @@ def small_config(model_type: str) -> Any:
     for key, value in known.items():
         if isinstance(value, list) and len(value) == text.num_hidden_layers and key not in values:
             values[key] = _short(value)
+    if "qk_rope_head_dim" in known:
+        values.pop("head_dim", None)  # the size of what turns, whatever a head has beside it
     if known.get("layer_types"):
         values["layer_types"] = _short(known["layer_types"])
     if not known.get("sliding_window") and not known.get("use_sliding_window"):
@@ -151,7 +157,6 @@ def _plan(spec: Any, folder: Path, way: str) -> Any:
     from fitune.spec.gpus import cpu_gpu, hardware_for
     from fitune.spec.plan import (
         AdamW,
-        Batch,
         Dense,
         Full,
         Lora,
@@ -177,12 +182,21 @@ def _plan(spec: Any, folder: Path, way: str) -> Any:
         model=spec, model_path=str(folder), hardware=hardware_for(gpu=cpu_gpu(memory_bytes=16 * GIB, cores=2)),
         tuning=tuning, precision=Precision.FP32, optimizer=AdamW(), sharding=Single(), recompute=Recompute(blocks=2),
         attention="sdpa", loss=PlainLoss(),
-        batch=Batch(micro_batch_size=1, accumulation=1, seq_len=sum(ROWS), packing=True),
+        batch=_batch(spec),
         schedule=Schedule(
             learning_rate=1e-2, kind="constant", warmup=Steps(count=0), duration=Steps(count=2), max_grad_norm=0.0
         ),
         run=RunPlan(output_dir=str(folder)),
     )  # fmt: skip
+
+
+def _batch(spec: Any) -> Any:
+    """One stream of all rows, or one row at a time where rows of a stream would see each other."""
+    from fitune.spec.plan import Batch
+
+    if spec.separates_rows:
+        return Batch(micro_batch_size=1, accumulation=1, seq_len=sum(ROWS), packing=True)
+    return Batch(micro_batch_size=1, accumulation=len(ROWS), seq_len=max(ROWS), packing=False)
 
 
 def _trained(spec: Any, folder: Path, way: str) -> dict[str, Any]:
@@ -191,7 +205,6 @@ def _trained(spec: Any, folder: Path, way: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from fitune.estimate.predict import predict_memory
-    from fitune.measure.memory import LiveTensors
     from fitune.spec.block_profile import BatchShape
     from fitune.train.prepare import prepare_loaded
 
@@ -200,39 +213,41 @@ def _trained(spec: Any, folder: Path, way: str) -> dict[str, Any]:
     prepared = prepare_loaded(model, plan)
     if way != "full":
         _spread(prepared.model.trained.values())
-    stream = _stream()
+    streams = [_stream(_rows())] if spec.separates_rows else [_stream([ids]) for ids in _rows()]
     supervised = sum(ROWS) - len(ROWS)
     found: dict[str, Any] = {}
     worst_loss = worst_gradient = 0.0
     for step in range(2):
         own_loss, own_norm, wanted = _own(prepared, way)
-        meter = LiveTensors([*prepared.resident_tensors(), *stream.tensors()])
-        with meter:
-            loss = prepared.engine.forward_backward(
-                stream, supervised_tokens=supervised, enter_phase=meter.enter
+        loss = sum(
+            prepared.engine.forward_backward(
+                stream, supervised_tokens=supervised, enter_phase=lambda phase: None
             )
-            gradients = {n: p.grad.clone() for n, p in prepared.model.trained.items() if p.grad is not None}
-            del gradients
+            for stream in streams
+        )
         gap = _gap(prepared.model.trained, wanted)
         worst_loss = max(worst_loss, abs(float(loss) / supervised - own_loss) / abs(own_loss))
         worst_gradient = max(worst_gradient, gap / own_norm)
         del wanted
         prepared.engine.update(learning_rate=1e-2, enter_phase=lambda phase: None)
         if step == 1:
-            found["peak"] = _second_peak(prepared, stream, supervised)
-    shape = BatchShape.of_rows(ROWS, supervised_tokens=supervised)
+            found["peak"] = _second_peak(prepared, streams, supervised)
+    rows = ROWS if spec.separates_rows else (max(ROWS),)
+    shape = BatchShape.of_rows(rows, supervised_tokens=sum(rows) - len(rows))
     predicted = predict_memory(plan, shape).tensor_peak_bytes
     found |= {"loss": worst_loss, "gradient": worst_gradient, "peak": predicted / found["peak"] - 1}
     equal = worst_loss < LOSS_TOLERANCE and worst_gradient < GRADIENT_TOLERANCE
     return {**found, "ok": equal and abs(found["peak"]) < PEAK_TOLERANCE, "equal": equal}
 
 
-def _second_peak(prepared: Any, stream: Any, supervised: int) -> int:
+def _second_peak(prepared: Any, streams: Any, supervised: int) -> int:
     from fitune.measure.memory import LiveTensors
 
-    meter = LiveTensors([*prepared.resident_tensors(), *stream.tensors()])
+    longest = max(streams, key=lambda stream: sum(stream.sequence_lengths))
+    meter = LiveTensors([*prepared.resident_tensors(), *longest.tensors()])
     with meter:
-        prepared.engine.forward_backward(stream, supervised_tokens=supervised, enter_phase=meter.enter)
+        for _ in streams:  # gradients exist from the second one on
+            prepared.engine.forward_backward(longest, supervised_tokens=supervised, enter_phase=meter.enter)
         prepared.engine.update(learning_rate=1e-2, enter_phase=meter.enter)
     return max(meter.peaks.values())
 
@@ -291,16 +306,16 @@ def _rows() -> list[Any]:
     return [torch.randint(3, 500, (n,), generator=generator) for n in ROWS]
 
 
-def _stream() -> Any:
+def _stream(rows: list[Any]) -> Any:
     import torch
 
     from fitune.rehearse.step import FullStream
     from fitune.spec.block_profile import IGNORED
 
-    rows = _rows()
     labels = [torch.cat([ids[1:], torch.tensor([IGNORED])]) for ids in rows]
     positions = [torch.arange(len(ids)) for ids in rows]
-    return FullStream(torch.cat(rows), torch.cat(labels), torch.cat(positions), ROWS)
+    lengths = tuple(len(ids) for ids in rows)
+    return FullStream(torch.cat(rows), torch.cat(labels), torch.cat(positions), lengths)
 
 
 def _first_line(error: BaseException) -> str:

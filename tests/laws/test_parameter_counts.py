@@ -1,5 +1,6 @@
 """The counts are exact: against hand arithmetic, against published totals, against transformers and PEFT."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +9,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from fitune.estimate.parameters import adapters_of
+from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.counts import count_parameters, lora_parameters
 from fitune.spec.model import Linear, ModelSpec
-from fitune.spec.model_config import find_known_model, known_model_names, load_model_spec, spec_from_config
+from fitune.spec.model_config import find_known_model, load_model_spec, names_with_formulas, spec_from_config
 from fitune.spec.plan import Lora
 from fitune.spec.targets import resolve_targets
+from fitune.spec.tracing import trace_with
 
 HAND_COUNTS = {
     # blocks · (q + k + v + o + gate, up, down + norms) + embeddings + final norm + head
@@ -102,6 +105,37 @@ PUBLISHED_TOTALS = {
     "01-ai/Yi-34B": 34_388_917_248,
     "openai-community/gpt2": 124_439_808,
     "openai-community/gpt2-xl": 1_557_611_200,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+    "codellama/CodeLlama-7b-hf": 6_738_546_688,
+    "codellama/CodeLlama-13b-hf": 13_016_028_160,
+    "codellama/CodeLlama-34b-hf": 33_743_970_304,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": 70_553_706_496,
+    "mistralai/Mistral-Nemo-Base-2407": 12_247_782_400,
+    "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200,
+    "mistralai/Mistral-Small-Instruct-2409": 22_247_282_688,
+    "mistralai/Mistral-Large-Instruct-2407": 122_610_069_504,
+    "Qwen/Qwen2.5-Coder-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-Coder-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-Coder-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-Coder-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-Coder-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-Coder-32B": 32_763_876_352,
+    "Qwen/Qwen2-0.5B": 494_032_768,
+    "Qwen/Qwen2-1.5B": 1_543_714_304,
+    "Qwen/Qwen2-7B": 7_615_616_512,
+    "Qwen/Qwen2-72B": 72_706_203_648,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B": 14_770_033_664,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": 235_093_634_560,
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
 }
 
 SMALL = {
@@ -153,6 +187,46 @@ SMALL_CONFIGS = [
     for name, kind in FALCONS.items()
 ]
 
+PUBLISHED_TOTALS_OF_TRACED = {
+    "EleutherAI/pythia-70m": 70_426_624,
+    "EleutherAI/pythia-160m": 162_322_944,
+    "EleutherAI/pythia-410m": 405_334_016,
+    "EleutherAI/pythia-1b": 1_011_781_632,
+    "EleutherAI/pythia-1.4b": 1_414_647_808,
+    "EleutherAI/pythia-2.8b": 2_775_208_960,
+    "EleutherAI/pythia-6.9b": 6_857_302_016,
+    "EleutherAI/pythia-12b": 11_846_072_320,
+    "EleutherAI/gpt-neox-20b": 20_554_567_680,
+    "EleutherAI/gpt-j-6b": 6_050_882_784,
+    "google/gemma-7b": 8_537_680_896,
+    "google/gemma-2b": 2_506_172_416,
+    "allenai/OLMo-7B-hf": 6_888_095_744,
+    "allenai/OLMo-1B-hf": 1_176_764_416,
+    "allenai/OLMo-2-1124-7B": 7_298_617_344,
+    "allenai/OLMo-2-1124-13B": 13_716_198_400,
+    "allenai/OLMo-2-0425-1B": 1_484_916_736,
+    "allenai/Olmo-3-1025-7B": 7_298_011_136,
+    "allenai/Olmo-3-1125-32B": 32_233_522_176,
+    "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
+    "CohereForAI/c4ai-command-r-v01": 34_980_831_232,
+    "stabilityai/stablelm-3b-4e1t": 2_795_443_200,
+    "bigcode/starcoder2-3b": 3_030_371_328,
+    "bigcode/starcoder2-7b": 7_173_923_840,
+    "bigcode/starcoder2-15b": 15_957_889_024,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "THUDM/GLM-4-9B-0414": 9_400_279_040,
+    "THUDM/glm-4-9b-chat-hf": 9_399_951_360,
+    "Qwen/Qwen1.5-MoE-A2.7B": 14_315_784_192,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "deepseek-ai/DeepSeek-V3": 671_026_404_352,
+    "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
+    "baidu/ERNIE-4.5-0.3B-PT": 360_748_032,
+    "baidu/ERNIE-4.5-21B-A3B-PT": 21_825_437_888,
+}
+"""Of models whose shapes are read from transformers' modules."""
+
 
 def build(config: dict[str, Any], *, device: str = "meta") -> PreTrainedModel:
     with torch.device(device):
@@ -168,7 +242,7 @@ def blocks(model: PreTrainedModel) -> torch.nn.ModuleList:
 
 
 def distinct_shapes() -> list[Any]:
-    configs = {id(find_known_model(name).config): name for name in reversed(known_model_names())}
+    configs = {id(find_known_model(name).config): name for name in reversed(names_with_formulas())}
     return [pytest.param(name, id=name) for name in reversed(configs.values())]
 
 
@@ -180,6 +254,15 @@ def test_the_hand_count(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED_TOTALS)
 def test_the_published_total(name: str) -> None:
     assert count_parameters(load_model_spec(name)).total == PUBLISHED_TOTALS[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED_TOTALS_OF_TRACED)
+def test_the_published_total_of_a_traced_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path))
+    trace_with(TransformersTracer())
+    assert count_parameters(load_model_spec(name)).total == PUBLISHED_TOTALS_OF_TRACED[name]
 
 
 def test_components_of_qwen3_8b() -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from fitune.errors import ModelError, RecipeError
 from fitune.spec import model_config
 from fitune.spec.families import FAMILIES
 from fitune.spec.model import NO_DROPOUT, Dropout
-from fitune.spec.model_config import find_known_model, known_model_names, load_model_spec, spec_from_config
+from fitune.spec.model_config import (
+    find_known_model,
+    known_model_names,
+    load_model_spec,
+    names_with_formulas,
+    spec_from_config,
+)
 from fitune.spec.targets import resolve_targets
 
 LLAMA: dict[str, Any] = {
@@ -36,12 +43,24 @@ def write_config(folder: Path, config: Any) -> Path:
 
 
 def test_the_table_is_large_and_every_entry_reads() -> None:
-    names = known_model_names()
-    assert len(names) >= 90
+    names = names_with_formulas()
+    assert len(names) >= 150
     for name in names:
         assert load_model_spec(name).name == name
     families = {find_known_model(name).config["model_type"] for name in names}
     assert families == set(FAMILIES)
+    assert len(known_model_names()) >= 210
+
+
+def test_mirrors_have_the_shapes_of_what_they_copy() -> None:
+    mirror = load_model_spec("unsloth/Llama-3.1-8B-Instruct")
+    assert mirror == replace(load_model_spec("meta-llama/Llama-3.1-8B-Instruct"), name=mirror.name)
+    assert find_known_model("somebody/Llama-3.1-8B-Instruct") is None
+
+
+def test_the_file_itself_names_its_folder(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", LLAMA)
+    assert load_model_spec(str(folder / "config.json")) == load_model_spec(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +215,9 @@ def test_a_hub_that_does_not_answer_is_an_error_at_once(monkeypatch: pytest.Monk
     [
         ("llama-3.1-9b", "did you mean 'llama-3.1-8b'?"),
         ("meta-llama/Llama-3.1-8B-Instrukt", "did you mean 'meta-llama/Llama-3.1-8B-Instruct'?"),
+        ("Qwen/Qwen3-4B-Instruct-2508", "did you mean 'Qwen/Qwen3-4B-Instruct-2507'?"),
+        ("Qwen3-14B-Instruct", "wen3-14"),
+        ("pythia-6.9B-v0", "did you mean 'pythia-6.9b'?"),
         ("zzz", "a Hub name"),
         ("", "has no config.json"),
         ("./nowhere", "no such folder"),

@@ -101,16 +101,17 @@ def rows_sdpa(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Fused attention for each row of the stream; returns [B, T, n, d].
 
-    Scores that are capped (Gemma-2) have no fused kernel and are computed eagerly.
+    Scores that are capped (Gemma-2), or weighed beside a sink (GPT-OSS), have no fused kernel: computed eagerly.
     """
-    if softcap is not None:
+    if softcap is not None or s_aux is not None:
         return rows_eager(
             module, query_BnTd, key_BnTd, value_BnTd, attention_mask, rows=rows,
-            scaling=scaling, dropout=dropout, sliding_window=sliding_window, softcap=softcap,
+            scaling=scaling, dropout=dropout, sliding_window=sliding_window, softcap=softcap, s_aux=s_aux,
         )  # fmt: skip
     outputs = []
     for q, k, v in _each_row(query_BnTd, key_BnTd, value_BnTd, rows.lengths):
@@ -135,7 +136,7 @@ def rows_flash(
 
     Never by the one that writes the scores out: that would be slow and large without a word.
     """
-    if one_call(query_BnTd, softcap=kwargs.get("softcap")):
+    if kwargs.get("s_aux") is None and one_call(query_BnTd, softcap=kwargs.get("softcap")):
         return _all_rows_at_once(query_BnTd, key_BkTd, value_BkTd, **kwargs), None
     on_gpu = query_BnTd.device.type == "cuda"
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -191,9 +192,13 @@ def rows_eager(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention written out, softmax in fp32; returns [B, T, n, d]. Materialises a score per pair within a row."""
+    """Attention written out, softmax in fp32; returns [B, T, n, d]. Materialises a score per pair within a row.
+
+    ``s_aux`` [n]: a learned score of each head that takes part in the softmax and adds no value.
+    """
     scale = query_BnTd.shape[-1] ** -0.5 if scaling is None else scaling
     groups = query_BnTd.shape[1] // key_BnTd.shape[1]
     outputs = []
@@ -203,7 +208,13 @@ def rows_eager(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         visible = _causal_mask(q.shape[2], sliding_window, q.device)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1, dtype=torch.float32).to(q.dtype)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if s_aux is not None:
+            sink = s_aux.to(q.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype)
+        if s_aux is not None:
+            weights = weights[..., :-1]
         weights = F.dropout(weights, p=dropout, training=module.training)
         outputs.append((weights @ v).transpose(1, 2))
     return _joined(outputs), None

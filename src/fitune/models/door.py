@@ -34,6 +34,7 @@ from fitune.spec.config_schema import (
     check_generation_config,
     check_tokenizer_config,
 )
+from fitune.spec.families import FAMILIES
 from fitune.spec.hub import AUTO_MAP, code_asked_for, no_waiting_for_the_hub
 from fitune.spec.model_config import find_known_model
 from fitune.spec.serial import read_object
@@ -215,7 +216,8 @@ def read_config(path: str) -> PretrainedConfig:
     """transformers' config of a folder or Hub id."""
     texts = _texts(path)
     refuse_remote_code(texts, error=ModelError)
-    check_config(_fields(texts / CONFIG))
+    fields = _fields(texts / CONFIG)
+    check_config(fields, traced=fields.values.get("model_type") not in FAMILIES)
     with _named(f"{texts / CONFIG}: cannot be read"):
         return _without_auto_map(AutoConfig.from_pretrained(path, trust_remote_code=False))
 
@@ -240,7 +242,16 @@ def text_config(values: Mapping[str, Any]) -> PretrainedConfig:
             hint="a newer transformers may have it",
         )
     with _named(f"model_type = {model_type!r}: its config cannot be used"):
-        return CONFIG_MAPPING[model_type].from_dict(dict(values)).get_text_config()
+        return CONFIG_MAPPING[model_type].from_dict(_with_floats(dict(values))).get_text_config()
+
+
+def _with_floats(value: Any) -> Any:
+    """transformers writes infinity as {"__float__": "Infinity"}, which JSON has no number for."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(inner) for key, inner in value.items()}
+    return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _fields(file: Path) -> ConfigFields:

@@ -215,10 +215,14 @@ def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
 
 def decoder_blocks(body: nn.Module, *, count: int) -> nn.ModuleList:
     """The list of ``count`` blocks in the body, whatever the family calls it."""
-    lists = [m for m in body.children() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if len(lists) != 1:
-        raise ModelError(f"{type(body).__name__}: expected one list of {count} blocks, found {len(lists)}")
-    return lists[0]
+    level = list(body.children())
+    while level:
+        lists = [m for m in level if isinstance(m, nn.ModuleList) and len(m) == count]
+        if len(lists) == 1:
+            return lists[0]
+        inner = [] if lists else [m for m in level if not isinstance(m, nn.ModuleList)]
+        level = [child for m in inner for child in m.children()]
+    raise ModelError(f"{type(body).__name__}: its blocks are not one list of {count}")
 
 
 def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute, *, has_dropout: bool) -> None:

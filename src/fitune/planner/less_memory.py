@@ -19,7 +19,7 @@ from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lora_of, methods_for, packed_base, to_adapters
 from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import CARDS
-from fitune.spec.model_config import known_model_names, load_model_spec
+from fitune.spec.model_config import load_model_spec, names_with_formulas
 from fitune.spec.plan import (
     ChunkedLoss,
     ClipByNorm,
@@ -226,7 +226,7 @@ class _Changes:
 def largest_known_model(request: Request, fits: Callable[[Request], bool]) -> str | None:
     """The known model with the most parameters that ``fits``, with adapters on all linears and rows no longer than it
     takes; None when none does."""
-    known = [load_model_spec(name, offline=True) for name in known_model_names()]
+    known = [load_model_spec(name, offline=True) for name in names_with_formulas()]
     for model in sorted(known, key=lambda model: count_parameters(model).total, reverse=True):
         seq_len = min(request.recipe.seq_len, model.max_seq_len)
         other = replace(request, model=model)

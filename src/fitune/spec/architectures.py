@@ -2,7 +2,45 @@
 
 from fitune.spec.model import ModelSpec
 
-EQUAL_TO_TRANSFORMERS = frozenset(("cohere", "gpt_neox", "granite", "olmo2", "starcoder2"))
+EQUAL_TO_TRANSFORMERS = frozenset(
+    (
+        "arcee",
+        "bitnet",
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "flex_olmo",
+        "gemma",
+        "glm",
+        "glm4",
+        "gpt_neox",
+        "gpt_oss",
+        "granite",
+        "granitemoe",
+        "granitemoeshared",
+        "helium",
+        "hunyuan_v1_dense",
+        "internlm3",
+        "iquestcoder",
+        "jais2",
+        "mellum",
+        "minimax_m2",
+        "minimax_m3_vl_text",
+        "ministral",
+        "ministral3",
+        "nanochat",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "persimmon",
+        "qwen2_moe",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    )
+)
 """Values of model_type: a small random model of each has the losses and gradients of transformers' own forward, fully
 trained, with LoRA and with LoRA on NF4 (bench/architectures.py)."""
 

@@ -93,15 +93,18 @@ Check = Callable[[ConfigFields, str, Any], None]
 """Refuses the value of a field, or returns."""
 
 
-def check_config(fields: ConfigFields) -> None:
-    """Raises ModelError naming the first field of a config.json whose value has no meaning."""
-    _check(fields, CONFIG_FIELDS)
+def check_config(fields: ConfigFields, *, traced: bool = False) -> None:
+    """Raises ModelError naming the first field of a config.json whose value has no meaning.
+
+    A model whose blocks are ``traced`` may have any activation that transformers has.
+    """
+    _check(fields, CONFIG_FIELDS if not traced else _FIELDS_OF_TRACED)
     for name, value in fields.values.items():
         if "dropout" in name or name.endswith("_pdrop"):
             _number(low=0, below=1)(fields, name, value)
     text = fields.values.get("text_config")
     if isinstance(text, Mapping):
-        check_config(ConfigFields(values=text, where=f"{fields.where}: text_config"))
+        check_config(ConfigFields(values=text, where=f"{fields.where}: text_config"), traced=traced)
 
 
 def check_generation_config(fields: ConfigFields) -> None:
@@ -299,6 +302,12 @@ _ROPE: dict[str, Check] = {
     "mscale_all_dim": _ZERO_AND_MORE,
     "original_max_position_embeddings": _count,
 }  # fmt: skip
+
+_FIELDS_OF_TRACED = {
+    name: check
+    for name, check in CONFIG_FIELDS.items()
+    if check is not _activation and name != "use_bidirectional_attention"
+}
 
 GENERATION_FIELDS: dict[str, Check] = {
     **dict.fromkeys((*_TOKENS, "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",

@@ -12,11 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import ModelError, did_you_mean
+from fitune.errors import ModelError
 from fitune.spec.config_schema import ConfigFields, check_config
 from fitune.spec.families import FAMILIES, stored_type
 from fitune.spec.hub import HUB_TIMEOUT_S, answers, is_offline
 from fitune.spec.model import ModelSpec
+from fitune.spec.model_names import closest_name
 from fitune.spec.serial import TABLE_BYTES, read_object
 from fitune.spec.tracing import shapes_for
 
@@ -71,7 +72,7 @@ def spec_from_config(config: Mapping[str, Any], *, name: str, where: str | None 
     if not isinstance(model_type, str):
         fields.refuse("model_type", "is not supported")
     _refuse_other_code(fields, model_type)
-    check_config(fields)
+    check_config(fields, traced=model_type not in FAMILIES)
     _refuse_other_tasks(fields)
     if model_type not in FAMILIES:
         return shapes_for(fields.values, name=name, where=fields.where, dtype=stored_type(fields))
@@ -92,7 +93,9 @@ def _text_part(fields: ConfigFields) -> ConfigFields:
 
 def _refuse_other_code(fields: ConfigFields, model_type: str) -> None:
     """A config may name Python files to run; fitune runs none, so it cannot know what they would build."""
-    remote = fields.values.get("auto_map")
+    remote = (
+        fields.values.get("auto_map") if model_type in FAMILIES else None
+    )  # else transformers' class is built
     model_class = remote.get("AutoModelForCausalLM") if isinstance(remote, Mapping) else None
     adopted = _ADOPTED_FROM_REMOTE_CODE.get(model_type)
     if remote and (adopted is None or model_class != adopted):
@@ -135,11 +138,13 @@ def _refuse_folder_without_config(path: Path, name: str) -> None:
 
 
 def _unknown(name: str, *, why: str = "") -> ModelError:
-    close = did_you_mean(name, accepted_model_names())
+    close = closest_name(name, accepted_model_names())
     reason = f": {why}" if why else " is not known"
     return ModelError(
         f"model = {name!r}{reason}",
-        hint=close or "a Hub name (meta-llama/Llama-3.1-8B) or a folder with a config.json",
+        hint=f"did you mean {close!r}?"
+        if close
+        else "a Hub name (meta-llama/Llama-3.1-8B) or a folder with a config.json",
     )
 
 
@@ -252,14 +257,29 @@ class KnownModel:
     config: Mapping[str, Any]
 
 
+_MIRRORS = ("unsloth", "nousresearch")
+"""They hold copies of others' models under the same names."""
+
+
 def find_known_model(name: str) -> KnownModel | None:
     """The model of a Hub name or short name (``llama-3.1-8b``, ``qwen3-8b``), upper and lower case alike."""
-    return _index().get(name.lower())
+    lowered = name.lower()
+    owner, _, short = lowered.partition("/")
+    if owner not in _MIRRORS:
+        return _index().get(lowered)
+    found = _index().get(_short_name(short))
+    return None if found is None else KnownModel(name=name, config=found.config)
 
 
 def known_model_names() -> tuple[str, ...]:
     """Every Hub name of the table, in its order."""
     return tuple(dict.fromkeys(model.name for model in _index().values()))
+
+
+def names_with_formulas() -> tuple[str, ...]:
+    """Those of architectures that need no tracing."""
+    models = {model.name: model for model in _index().values()}
+    return tuple(name for name, model in models.items() if model.config["model_type"] in FAMILIES)
 
 
 def accepted_model_names() -> tuple[str, ...]:
