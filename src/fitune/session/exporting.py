@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fitune.data.preparing import PreparedData, prepare_data
 from fitune.errors import RecipeError
@@ -19,6 +20,7 @@ from fitune.spec.serial import to_json
 from fitune.train.again import find_source, load_trained, require_trained
 from fitune.train.ending import summarise
 from fitune.train.export import FOLDERS, TITLES, Handover, Kind
+from fitune.train.streamed import stored_weights, streamed_handover
 
 
 def export_run(run: Path, out: Path | None, kind: Kind | None, *, tell: Tell = tell_nobody) -> Exported:
@@ -69,9 +71,12 @@ def _exported(
     plan, last = _moved(files.plan, run), files.steps[-1]
     source = find_source(run, plan, files.run, step=last.step)
     tell(Note(f"the trained weights are read from {source.path}"))
-    model = load_trained(
-        plan, source, on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total))
-    )
+    weights = stored_weights(plan, source)
+    model = None
+    if weights is None:
+        model = load_trained(
+            plan, source, on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total))
+        )
     tokenizer = planned_tokenizer(plan)
 
     @cache
@@ -86,8 +91,11 @@ def _exported(
         seconds=sum(step.step_seconds + step.data_seconds for step in files.steps), best_eval_loss=None,
     )  # fmt: skip
     report = replace(report, status="complete", reason="", failure=None)
-    handover = Handover(
-        plan=plan, model=model, tokenizer=tokenizer, report=report, say=lambda line: tell(Note(line))
+    words: dict[str, Any] = {
+        "plan": plan, "tokenizer": tokenizer, "report": report, "say": lambda line: tell(Note(line)),
+    }  # fmt: skip
+    handover = (
+        Handover(model=model, **words) if model is not None else streamed_handover(weights or {}, **words)
     )
     loss = None
     if wanted == "merged":

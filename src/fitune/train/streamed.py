@@ -1,23 +1,28 @@
 """The export of weights that no rank holds whole: streamed where the names allow it, else whole on the first rank."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fitune.checkpoint.export import Exported
+from fitune.checkpoint.resume import load_checkpoint
 from fitune.checkpoint.streamed import stored_names
 from fitune.checkpoint.streamed_export import Texts, stream_adapter, stream_full, stream_merged
+from fitune.models.adapter_config import WEIGHTS
 from fitune.models.door import empty_model, model_folder, read_config, read_generation_config
 from fitune.models.language_model import LanguageModel, language_model
 from fitune.models.weight_files import base_reference, stored_tensors
 from fitune.models.weights import compute_dtype
-from fitune.spec.plan import Plan
+from fitune.spec.counts import count_parameters
+from fitune.spec.plan import Plan, Zero
 from fitune.spec.reports import MergedLoss
-from fitune.train.again import with_weights
+from fitune.train.again import Source, with_weights
 from fitune.train.export import Handover, Kind, trained_kind
 from fitune.train.prepare import tuned
 
@@ -46,8 +51,29 @@ def model_on_meta(plan: Plan, trained: Mapping[str, Tensor]) -> LanguageModel | 
             return None
         model.generation_config = read_generation_config(folder) or model.generation_config
         whole = tuned(model, plan)
-    names = [name for name, parameter in whole.named_parameters() if parameter.requires_grad]
-    return language_model(whole, plan.loss) if names == list(trained) else None
+    names = {name for name, parameter in whole.named_parameters() if parameter.requires_grad}
+    return language_model(whole, plan.loss) if names == trained.keys() else None
+
+
+def stored_weights(plan: Plan, source: Source) -> Mapping[str, Tensor] | None:
+    """What a run trained, read from ``source`` tensor by tensor, where its devices could not hold the model whole and
+    a second copy of it; None where they could: then the export is verified by its answers, too."""
+    if not isinstance(plan.sharding, Zero) or source.kind == "full" or _fits_twice(plan):
+        return None
+    if source.kind == "checkpoint":
+        return load_checkpoint(source.path, verified=True).tensors["model"]
+    return {_with_adapter_name(name): tensor for name, tensor in load_file(source.path / WEIGHTS).items()}
+
+
+def _fits_twice(plan: Plan) -> bool:
+    weights = count_parameters(plan.model).total * plan.precision.compute_bytes
+    return 2 * weights <= plan.hardware.gpu.memory_bytes
+
+
+def _with_adapter_name(name: str) -> str:
+    """PEFT's files leave out the name of the adapter: ``lora_A.weight`` is ``lora_A.default.weight`` in the model, and
+    DoRA's ``lora_magnitude_vector`` is ``lora_magnitude_vector.default.weight``."""
+    return re.sub(r"\.(lora_[AB])\.weight$|\.(lora_magnitude_vector)$", r".\1\2.default.weight", name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,72 @@
+"""A divided run whose model its devices could not hold is exported from what is on the disk, tensor by tensor."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from conftest import plan_of
+from fitune.spec.plan import Plan, Zero
+from fitune.spec.reports import RunReport
+from fitune.train.again import Source
+from fitune.train.run import run
+from fitune.train.streamed import StreamedHandover, stored_weights, streamed_handover
+from train.test_run import callbacks
+
+TINY_BYTES = 1000
+
+
+def on_small_devices(plan: Plan) -> Plan:
+    gpu = replace(plan.hardware.gpu, memory_bytes=TINY_BYTES)
+    hardware = replace(plan.hardware, gpu=gpu, gpus_per_node=2)
+    return replace(plan, hardware=hardware, sharding=Zero(stage=3, backend="fsdp"))
+
+
+def handover_of(plan: Plan, source: Source, report: RunReport) -> StreamedHandover:
+    small = on_small_devices(plan)
+    weights = stored_weights(small, source)
+    assert weights is not None
+    words: dict[str, Any] = {"tokenizer": AutoTokenizer.from_pretrained(plan.model_path), "report": report}
+    handover = streamed_handover(weights, plan=small, say=print, **words)
+    assert isinstance(handover, StreamedHandover)
+    return handover
+
+
+def require_same(one: Path, other: Path) -> None:
+    ours, theirs = load_file(one), load_file(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("settings", [{"tuning": "full"}, {"tuning": "lora", "export": "merged"}])
+def test_it_is_what_the_run_itself_exported(
+    model_folder: Path, data_file: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    words = {"max_steps": 2, "save_steps": 2, "learning_rate": 1e-2, **settings}
+    plan = plan_of(model_folder, data_file, tmp_path / "run", **words)
+    report = run(plan, callbacks=callbacks())
+    checkpoint = Source(path=tmp_path / "run/checkpoints/step-2", kind="checkpoint")
+    handover = handover_of(plan, checkpoint, report)
+    out = handover.trained(tmp_path / "out", secure=False)
+    if settings["tuning"] == "full":
+        require_same(out / "model.safetensors", tmp_path / "run/model/model.safetensors")
+        return
+    require_same(out / "adapter_model.safetensors", tmp_path / "run/adapter/adapter_model.safetensors")
+    for source in (checkpoint, Source(path=tmp_path / "run/adapter", kind="adapter")):
+        merged, loss = handover_of(plan, source, report).merged(None, tmp_path / f"merged {source.kind}")
+        assert loss is None
+        require_same(merged / "model.safetensors", tmp_path / "run/merged/model.safetensors")
+
+
+def test_a_model_that_a_device_holds_twice_is_loaded_whole(
+    model_folder: Path, data_file: Path, tmp_path: Path
+) -> None:
+    plan = plan_of(model_folder, data_file, tmp_path)
+    source = Source(path=tmp_path, kind="checkpoint")
+    assert stored_weights(plan, source) is None
+    divided = replace(plan, sharding=Zero(stage=3, backend="fsdp"))
+    assert stored_weights(divided, source) is None
