@@ -34,7 +34,12 @@ def recipe(**changes: Any) -> Recipe:
 
 def test_components_become_settings() -> None:
     read = recipe()
-    assert (read.model, read.tuning, read.lora_r, read.lora_alpha) == ("Llama-3-8B", "lora", 64, 128)
+    assert (read.model, read.tuning, read.lora_r, read.lora_alpha) == (
+        "meta-llama/Llama-3-8B",
+        "lora",
+        64,
+        128,
+    )
     assert read.lora_target_modules == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert (read.micro_batch_size, read.gradient_accumulation_steps, read.precision) == (2, 8, "bf16")
     assert (read.learning_rate, read.lr_scheduler, read.warmup_steps) == (3e-4, "cosine", 100)

@@ -27,7 +27,7 @@ def read_datasets(r: Reading) -> None:
     elif share and "eval_data" not in r.settings:
         r.put("val_fraction", share, key="val_set_size")
     if (template := r.take("chat_template")) is not None:
-        said = "the tokenizer's own template; a template in a file is named as chat_template"
+        said = "the tokenizer's own, or fitune's plain headings where it has none; a file is named as chat_template"
         r.passed("chat_template", said)
         r.passed("chat_template_kwargs", f"of {template}")
     r.passed("eot_tokens", "an answer is learnt with the token that ends it in the template")

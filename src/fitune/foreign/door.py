@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fitune.errors import RecipeError
 from fitune.foreign.axolotl import read_axolotl
 from fitune.foreign.llama_factory import read_llama_factory
 from fitune.foreign.llama_factory_1 import read_llama_factory_1
@@ -77,6 +78,19 @@ def read_foreign(raw: Mapping[str, Any], *, where: str, folder: Path) -> Reading
         return None
     reading = Reading(trainer=trainer, where=where, raw=raw, folder=folder)
     reading.same({name: name for name in ABOUT_DEVICES})
-    _READERS[trainer](reading)
+    try:
+        _READERS[trainer](reading)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError) as error:
+        raise _misshapen(reading, error) from None
     reading.finish()
     return reading
+
+
+def _misshapen(reading: Reading, error: Exception) -> RecipeError:
+    """The readers take values as the trainers' own recipes have them; a text where a mapping belongs fails there."""
+    key = reading.latest
+    value = str(reading.raw.get(key))[:60]
+    return RecipeError(
+        f"{reading.where}: {key} = {value!r} is not what {reading.trainer} takes there: {str(error)[:100]}",
+        hint=f"mend {key}, or leave it out",
+    )

@@ -202,7 +202,10 @@ def _data(r: Reading) -> None:
         r.refuse("val_size", "a number of rows to evaluate on; here it is a share: 0.05")
     elif share:
         r.put("val_fraction", share, key="val_size")
-    r.passed("template", "the tokenizer's own chat template; a template in a file is named as chat_template")
+    own = (
+        "the tokenizer's own, or fitune's plain headings where it has none; a file is named as chat_template"
+    )
+    r.passed("template", own)
     if is_on(r.take("neat_packing")):
         r.put("packing", True, key="neat_packing")
         r.passed("packing", "neat_packing says more")

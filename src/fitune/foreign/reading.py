@@ -49,11 +49,15 @@ class Reading:
     lines: list[Line] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
     """Keys that were asked for, for a did-you-mean."""
+    latest: str = ""
+    """The key that was asked for last, for an error about its value."""
 
     def take(self, key: str) -> Any:
         """The value of their ``key``; None where it is absent, null or empty."""
         self.known.add(key)
         value = self.raw.get(key)
+        if key in self.raw:
+            self.latest = key
         return None if _is_empty(value) else value
 
     def put(self, name: str, value: Any, *, key: str = "", said: str = "") -> None:

@@ -102,9 +102,22 @@ def _model(r: Reading) -> None:
     path = Path(str(folder)).expanduser()
     called = path.parent.name if path.name == "original" else path.name
     here = (path / "config.json").is_file()
-    said = "" if here else "the folder is not here: its name, as a model's"
-    r.put("model", str(path) if here else called, key="checkpointer", said=said)
+    said = "" if here else "the folder is not here: the model that it is named after"
+    r.put("model", str(path) if here else _on_the_hub(called), key="checkpointer", said=said)
     _method(r, model, name)
+
+
+_OWNERS = {
+    "meta-llama": "meta-llama", "llama": "meta-llama", "codellama": "codellama", "tinyllama": "TinyLlama",
+    "qwen": "Qwen", "gemma": "google", "mistral": "mistralai", "phi": "microsoft",
+}  # fmt: skip
+"""First letters of a model's name -> whose it is on the Hub."""
+
+
+def _on_the_hub(name: str) -> str:
+    """``owner/name`` for the models that torchtune downloads; another name as it is."""
+    owner = next((each for start, each in _OWNERS.items() if name.lower().startswith(start)), "")
+    return f"{owner}/{name}" if owner else name
 
 
 def _method(r: Reading, model: Mapping[str, Any], name: str) -> None:
