@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -94,12 +94,36 @@ class Head(nn.Module):
                 head._parameters.update(own)
 
 
+def _taken(stand_in: Parameter) -> Tensor:
+    """Its gradient, which it forgets."""
+    gradient, stand_in.grad = stand_in.grad, None
+    assert gradient is not None
+    return gradient
+
+
 def _gathered(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, the weights of ``module`` are whole on every rank."""
     gathered: AbstractContextManager[None] = import_deepspeed().zero.GatheredParameters(
         list(module.parameters(recurse=False))
     )
     return gathered
+
+
+def _keep_no_weights(whole: nn.Module) -> None:
+    """Let linears keep their weight for backward as a parameter, which DeepSpeed empties, and not as a view of it.
+
+    torch's own linear keeps ``weight.t()``, and with it the storage: gathered weights would stay until backward.
+    """
+    import_deepspeed()
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    for module in whole.modules():
+        if type(module) is nn.Linear:
+            module.forward = partial(_linear, zero3_linear_wrap, module)
+
+
+def _linear(function: Callable[..., Tensor], module: nn.Linear, hidden: Tensor) -> Tensor:
+    return function(hidden, module.weight, module.bias)
 
 
 class _Seed(torch.autograd.Function):
@@ -129,12 +153,16 @@ class DeepSpeedEngine:
         optimizer: Optimizer,
         precision: Precision,
         config: Mapping[str, Any],
+        device: torch.device,
     ) -> None:
         """``model`` is made of ``whole``, with ``head`` in the place of its head."""
         self.model = model
         self.head = head
         self.world = dist.get_world_size()
         self.loss_scale = LossScale() if precision is Precision.FP16 else None
+        if config["zero_optimization"]["stage"] == 3:
+            _keep_no_weights(whole)
+        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # srun and mpirun have other words for it
         self.runtime, *_ = import_deepspeed().initialize(
             model=Trunk(whole),
             optimizer=build_torch_optimizer(trained, optimizer),
@@ -159,7 +187,7 @@ class DeepSpeedEngine:
                 standing_in = until_backward_ends.enter_context(self.head.held())
                 loss, gradient_TD = self.model.loss_and_gradient(hidden_TD.detach(), batch, scale=scale)
                 losses.append(loss)
-                gradients = [gradient_TD, *(stand_in.grad for stand_in in standing_in.values())]
+                gradients = [gradient_TD, *map(_taken, standing_in.values())]
                 if not standing_in:
                     until_backward_ends.close()
                 return cast(Tensor, _Seed.apply(gradients, hidden_TD, *standing_in))

@@ -12,6 +12,7 @@ from fitune.estimate.parameters import (
     base_tensors,
     blocks_trained,
     gathered_bytes,
+    head_parameters,
     kind_tensors,
     num_shares,
     reduce_width,
@@ -24,7 +25,8 @@ from fitune.estimate.parameters import (
 )
 from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_bytes
 from fitune.spec.counts import lora_parameters
-from fitune.spec.plan import Lora, Plan, Zero, updates_in_backward
+from fitune.spec.deepspeed import deepspeed_config
+from fitune.spec.plan import Lora, Plan, Zero, trains_head, updates_in_backward
 
 REDUCE_BUCKET = 500_000_000
 GATHER_BUCKET = 500_000_000
@@ -60,7 +62,9 @@ class Buffers:
     root: int = 0
     """Gathered weights when only the embedding is left."""
     buckets: int = 0
-    """Stand ready for sums from the loss to the end of backward."""
+    """Stand ready for sums in backward."""
+    standing: int = 0
+    """Of them those that stand in the loss too."""
     reduce: int = 0
     """Gradients of the block behind, being summed or carried off."""
     summed_per_block: int = 0
@@ -180,25 +184,55 @@ def _held_sums(plan: Plan, summed: int) -> int:
 
 
 def _deepspeed(plan: Plan) -> Buffers:
-    """Sums: a bucket of 5e8 elements, twice at stage 3, where overlap_comm is on by default; weights after the step:
-    an all-gather bucket of 5e8 at stages 1 and 2. Gathered at stage 3: at most 1e9 elements.
+    """Of the sizes that fitune's own configuration names (spec/deepspeed.py), counted in real steps.
+
+    Below stage 3 the reduce bucket is made when backward begins; stage 1 keeps it from the first micro-batch to the
+    last. Stage 3 has one that always stands, and gathers until ``stage3_max_live_parameters`` are there; the head is
+    gathered beside them, until backward ends where it is trained. Tensors of at most
+    ``stage3_param_persistence_threshold`` elements are never divided.
+    """
+    zero = deepspeed_config(plan)["zero_optimization"]
+    e, stage = plan.precision.compute_bytes, zero_stage(plan)
+    bucket = zero["reduce_bucket_size"] * e * (2 if zero["overlap_comm"] else 1)
+    if stage < 3:
+        stays = stage == 1 and plan.batch.accumulation > 1
+        return Buffers(buckets=bucket, standing=bucket if stays else 0)
+    live = min(zero["stage3_max_live_parameters"] * e, weights_bytes(plan))
+    head = head_parameters(plan.model) * e
+    held = live + (head if trains_head(plan.tuning) else 0)
+    small = _small_tensor_bytes(plan, zero["stage3_param_persistence_threshold"])
+    return Buffers(
+        resident=small + (0 if updates_in_backward(plan.tuning) else bucket),
+        start=live,
+        gathering=live,
+        forward=live,
+        end=live,
+        loss=live + head,
+        final_norm=held,
+        backward=held,
+        root=held,
+    )
+
+
+def deepspeed_default_buffers(plan: Plan) -> Buffers:
+    """What DeepSpeed takes at its defaults. Sums: a bucket of 5e8 elements, twice at stage 3, where overlap_comm is on
+    by default; weights after the step: an all-gather bucket of 5e8 at stages 1 and 2. Gathered at stage 3: at most 1e9
+    elements.
 
     Stage 3 without an optimizer object (weights are stepped in backward) has no bucket: the engine only hands out
-    parameters (deepspeed/runtime/engine.py, DummyOptim → DeepSpeedZeRoOffload).
-
-    Each capped by what the model has, as the configuration that fitune writes must be (DeepSpeed allocates what it
-    is told to). Tensors of at most 1e5 elements are never divided. deepspeed/runtime/zero/stage_1_and_2.py, stage3.py.
+    parameters (deepspeed/runtime/engine.py, DummyOptim → DeepSpeedZeRoOffload). Each capped by what the model has.
+    Tensors of at most 1e5 elements are never divided. deepspeed/runtime/zero/stage_1_and_2.py, stage3.py.
     """
     e, stage = plan.precision.compute_bytes, zero_stage(plan)
     trained = trained_parameters(plan)
     bucket = min(REDUCE_BUCKET, trained) * e
     if stage < 3:
         update = min(GATHER_BUCKET, trained) * e
-        return Buffers(buckets=bucket, update=update)
+        return Buffers(buckets=bucket, standing=bucket, update=update)
     live = min(MAX_LIVE * e, weights_bytes(plan))
-    small = _small_tensor_bytes(plan)
+    sums = 0 if updates_in_backward(plan.tuning) else 2 * bucket
     return Buffers(
-        resident=small,
+        resident=_small_tensor_bytes(plan, PERSISTENCE_THRESHOLD),
         start=live,
         forward=live,
         end=live,
@@ -206,12 +240,13 @@ def _deepspeed(plan: Plan) -> Buffers:
         final_norm=live,
         backward=live,
         root=live,
-        buckets=0 if updates_in_backward(plan.tuning) else 2 * bucket,
+        buckets=sums,
+        standing=sums,
     )
 
 
-def _small_tensor_bytes(plan: Plan) -> int:
-    tensors = [t for t in base_tensors(plan.model) if t.elements <= PERSISTENCE_THRESHOLD]
+def _small_tensor_bytes(plan: Plan, threshold: int) -> int:
+    tensors = [t for t in base_tensors(plan.model) if t.elements <= threshold]
     return base_bytes(tensors, plan) * (num_shares(plan) - 1) // num_shares(plan)
 
 

@@ -101,7 +101,8 @@ def _forward_terms(step: StepStages) -> Terms:
     largest = _largest(moments)
     hidden = largest.get("hidden states", 0) + _embedded_tokens(step)
     copies = {"16-bit copies": step.weight_copies}
-    return {**step.around(in_forward=True), **gradients, **copies, **largest, "hidden states": hidden}
+    forward = {**step.around(in_forward=True), **gradients, **copies, **largest, "hidden states": hidden}
+    return {**forward, "reduce buffers": step.buffers.standing}
 
 
 def _embedded_tokens(step: StepStages) -> int:
@@ -121,7 +122,7 @@ def _loss_terms(step: StepStages) -> Terms:
         "hidden states": step.hidden,
         "16-bit copies": step.weight_copies,
         "gathered weights": step.buffers.loss,
-        "reduce buffers": step.buffers.buckets,
+        "reduce buffers": step.buffers.standing,
     }
     return _largest([{**alive, **moment} for moment in _loss_moments(step, step.gradients_before)])
 

@@ -55,8 +55,12 @@ def resting_gradient_bytes(plan: Plan) -> int:
 
 
 def update_gradient_bytes(plan: Plan) -> int:
-    """Bytes of the gradients that the update reads: FSDP2's are divided by then at every stage."""
-    if uses_fsdp(plan) and not updates_in_backward(plan.tuning) and not gradients_go_to_the_host(plan):
+    """Bytes of the gradients that the update reads: FSDP2's and DeepSpeed's are divided by then at every stage."""
+    if (
+        (uses_fsdp(plan) or uses_deepspeed(plan))
+        and not updates_in_backward(plan.tuning)
+        and not gradients_go_to_the_host(plan)
+    ):
         return trained_share(plan) * plan.precision.compute_bytes
     return resting_gradient_bytes(plan)
 
@@ -86,9 +90,11 @@ def stepping_bytes(plan: Plan, elements: int) -> int:
 def gradients_always_exist(plan: Plan) -> bool:
     """DDP's are views of its buckets, which are never freed (gradient_as_bucket_view; torch/csrc reducer.cpp).
 
-    Without views its 25 MiB buckets would be a second copy of all gradients.
+    Without views its 25 MiB buckets would be a second copy of all gradients. DeepSpeed's stage 3 has a flat tensor for
+    those of the share (grad_partitions_flat_buffer), on the host when the optimizer is there.
     """
-    return isinstance(plan.sharding, Ddp)
+    flat = uses_deepspeed(plan) and zero_stage(plan) == 3 and not updates_in_backward(plan.tuning)
+    return isinstance(plan.sharding, Ddp) or (flat and plan.offload.optimizer == "device")
 
 
 def one_gradient_at_a_time(plan: Plan) -> bool:
@@ -254,12 +260,13 @@ def _converted_bytes(model: ModelSpec, lora: Lora) -> int:
 
 
 def deepspeed_step_bytes(plan: Plan) -> int:
-    """4 · P_trained / N: the share's gradient in fp32; stage 3 converts at most 1e9 elements at a time.
+    """(4 + e) · P_trained / N, 4 in fp32: the share's gradients, made flat and then fp32; stage 3 converts at most 1e9
+    elements at a time.
 
     step() in deepspeed/runtime/zero/stage_1_and_2.py and stage3.py.
     """
-    share = trained_share(plan)
-    return 4 * (min(SUB_GROUP, share) if zero_stage(plan) == 3 else share)
+    share, e = trained_share(plan), plan.precision.compute_bytes
+    return (4 + (e if e < 4 else 0)) * (min(SUB_GROUP, share) if zero_stage(plan) == 3 else share)
 
 
 def _divided_step_bytes(plan: Plan) -> int:

@@ -6,7 +6,13 @@ They change the description of the step; ``memory_of`` and ``step_time_of`` pric
 from dataclasses import dataclass, replace
 
 from fitune.estimate.block import block_stages
-from fitune.estimate.buffers import REDUCE_BUCKET, Buffers, block_weight_bytes, root_weight_bytes
+from fitune.estimate.buffers import (
+    REDUCE_BUCKET,
+    Buffers,
+    block_weight_bytes,
+    deepspeed_default_buffers,
+    root_weight_bytes,
+)
 from fitune.estimate.parameters import (
     adapter_tensors,
     base_tensors,
@@ -162,8 +168,12 @@ def _update(step: StepStages, trainer: Trainer, wide: _Widened) -> Terms:
 def _buffers(step: StepStages, trainer: Trainer) -> Buffers:
     """FSDP1: the root from forward on, a block while it works, all of them below stage 3."""
     plan, buffers = step.plan, step.buffers
-    if uses_deepspeed(plan) and trainer.default_buckets and not updates_in_backward(plan.tuning):
-        return replace(buffers, buckets=max(buffers.buckets, REDUCE_BUCKET * step.element_bytes))
+    if uses_deepspeed(plan):
+        buffers = deepspeed_default_buffers(plan)
+        if trainer.default_buckets and not updates_in_backward(plan.tuning):
+            bucket = max(buffers.buckets, REDUCE_BUCKET * step.element_bytes)
+            buffers = replace(buffers, buckets=bucket, standing=bucket)
+        return buffers
     if not (trainer.fsdp1 and uses_fsdp(plan)):
         return buffers
     root, block = root_weight_bytes(plan), block_weight_bytes(plan)

@@ -6,7 +6,7 @@ The rates are assumed where the device was not calibrated.
 
 from dataclasses import dataclass, field
 
-from fitune.estimate.buffers import REDUCE_BUCKET, block_weight_bytes, root_weight_bytes
+from fitune.estimate.buffers import block_weight_bytes, root_weight_bytes
 from fitune.estimate.overhead import host_optimizer_bytes, offloaded_activation_bytes, ranks_per_node
 from fitune.estimate.parameters import (
     num_ranks,
@@ -21,6 +21,7 @@ from fitune.estimate.parameters import (
 from fitune.estimate.states import gradients_go_to_the_host
 from fitune.estimate.step import StepStages
 from fitune.spec.choices import DDP_BUCKET_BYTES
+from fitune.spec.deepspeed import reduce_bucket_elements
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Ddp, Lomo, Offload, Plan, Single, Zero
 from fitune.spec.predictions import Phase
@@ -103,7 +104,7 @@ def _deepspeed(plan: Plan, zero: Zero) -> Communication:
     """
     e, trained = plan.precision.compute_bytes, trained_parameters(plan)
     there, back = (1, 1) if zero.stage == 1 else (forward_passes(plan), backward_passes(plan))
-    buckets = max(1, -(-trained // REDUCE_BUCKET))
+    buckets = max(1, -(-trained // reduce_bucket_elements(plan)))
     between = _between_nodes(plan, zero, back * trained * e)
     if zero.stage < 3:
         return Communication(

@@ -14,8 +14,8 @@ from fitune.spec.plan import Lora, Plan, Precision, trains_embeddings, trains_he
 Config = dict[str, Any]
 
 BUCKET_ELEMENTS = 1 << 25
-"""Gradients that are summed at once, and weights that are gathered at once: 64 MiB in 16 bit, which keeps a link busy.
-Stage 3 also fetches at most so many ahead."""
+"""Gradients that are summed at once: 64 MiB in 16 bit, which keeps a link busy. Stage 3 fetches as much ahead, and no
+more than a block."""
 
 
 def deepspeed_config(plan: Plan) -> Config:
@@ -79,6 +79,19 @@ def trained_elements(plan: Plan) -> int:
     return lora_parameters(model, plan.tuning) + tables
 
 
+def block_elements(plan: Plan) -> int:
+    """Elements of one decoder block without adapters."""
+    counts = count_parameters(plan.model)
+    outside = counts.embeddings + counts.head
+    return (counts.total - outside) // plan.model.num_layers
+
+
+def live_elements(plan: Plan) -> int:
+    """Elements that stage 3 gathers at most: embedding, norm and head, and two blocks."""
+    total = count_parameters(plan.model).total
+    return min(total, total - (plan.model.num_layers - 2) * block_elements(plan))
+
+
 def persistent_elements(plan: Plan) -> int:
     """Tensors of at most so many elements stay whole on every rank at stage 3: norms and biases."""
     return plan.model.hidden_size
@@ -96,9 +109,9 @@ def _precision(precision: Precision) -> Config:
 def _stage_3(plan: Plan) -> Config:
     return {
         "sub_group_size": 1_000_000_000,
-        "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
+        "stage3_prefetch_bucket_size": min(BUCKET_ELEMENTS, block_elements(plan)),
         "stage3_param_persistence_threshold": persistent_elements(plan),
-        "stage3_max_live_parameters": 1_000_000_000,
+        "stage3_max_live_parameters": live_elements(plan),
         "stage3_max_reuse_distance": 0,  # weights are let go as soon as their module is done
     }
 

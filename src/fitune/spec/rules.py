@@ -577,11 +577,18 @@ NOT_BUILT = (
         broken=lambda plan: (
             not isinstance(plan.sharding, Single)
             and plan.offload != Offload()
-            and (not _on(plan, "fsdp") or _in_backward(plan))
+            and (isinstance(plan.sharding, Ddp) or _in_backward(plan))
         ),
-        why=lambda plan: "offload on several devices is built for FSDP2, and not for updates in backward",
-        instead="zero: 3 with backend: fsdp and tuning: full, lora or qlora; `fitune plan` estimates the others",
+        why=lambda plan: "offload on several devices is built for ZeRO, and not for updates in backward",
+        instead="zero: 3 and tuning: full, lora or qlora; `fitune plan` estimates the others",
         settings=(*_PLACES, *_IN_BACKWARD, *_DEVICES),
+        binds=("train",),
+    ),
+    Rule(
+        broken=lambda plan: _on(plan, "deepspeed") and plan.offload.activations != "device",
+        why=lambda plan: "activations on the host are not built together with DeepSpeed",
+        instead="offload_activations: device, or backend: fsdp",
+        settings=("offload_activations", "backend"),
         binds=("train",),
     ),
     Rule(

@@ -257,6 +257,7 @@ def _by_deepspeed(plan: Plan, parts: LanguageModel) -> Prepared:
         optimizer=plan.optimizer,
         precision=plan.precision,
         config=deepspeed_config(plan),
+        device=parts.device,
     )
     return Prepared(model=parts, engine=engine)
 
