@@ -7,3 +7,4 @@ import pytest
 NEEDS_BITSANDBYTES = pytest.mark.skipif(
     not find_spec("bitsandbytes"), reason="needs bitsandbytes: fitune[quant]"
 )
+NEEDS_DEEPSPEED = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs deepspeed: fitune[deepspeed]")

@@ -5,9 +5,16 @@ from itertools import pairwise, product
 
 import pytest
 
-from fitune.estimate.buffers import block_weight_bytes, buffers_of, group_gradient_bytes, root_weight_bytes
+from fitune.estimate.buffers import (
+    block_weight_bytes,
+    buffers_of,
+    deepspeed_default_buffers,
+    group_gradient_bytes,
+    root_weight_bytes,
+)
 from fitune.estimate.predict import predict_memory
 from fitune.spec.counts import count_parameters
+from fitune.spec.deepspeed import BUCKET_ELEMENTS
 from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.spec.plan import (
     AdamW8bit,
@@ -111,15 +118,36 @@ def test_fsdp_below_stage_3_holds_all_weights_from_forward_to_backward():
     assert [memory.phases[Phase.IDLE]["weights"] for memory in stages] == [whole // 8, whole // 8]
 
 
-def test_deepspeed_buffers_are_its_defaults_capped_by_the_model():
+def test_deepspeed_buffers_are_those_of_the_configuration():
     two, three = (buffers_of(eight_b(sharding=Zero(stage=s, backend="deepspeed"))) for s in (2, 3))
+    assert (two.buckets, two.standing, two.update, two.forward) == (2 * BUCKET_ELEMENTS, 0, 0, 0)
+    block, head = BLOCK_LINEARS + 2 * 4096, 128256 * 4096
+    assert three.forward == 2 * (2 * head + 4096 + 2 * block)
+    assert (three.loss, three.backward) == (three.forward + 2 * head, three.forward + 2 * head)
+    norms = 2 * (2 * 32 + 1) * 4096 * 7 // 8
+    assert three.resident == 2 * BUCKET_ELEMENTS + norms
+    named = Zero(
+        stage=2, backend="deepspeed", settings=(("overlap_comm", True), ("reduce_bucket_size", 10**8))
+    )
+    assert buffers_of(eight_b(sharding=named)).buckets == 2 * 2 * 10**8
+
+
+def test_the_sum_over_several_micro_batches_keeps_deepspeeds_bucket_at_stage_1():
+    one, two = (
+        buffers_of(eight_b(sharding=Zero(stage=1, backend="deepspeed"), accumulation=n)) for n in (1, 2)
+    )
+    assert (one.standing, two.standing) == (0, 2 * BUCKET_ELEMENTS)
+
+
+def test_other_trainers_have_deepspeeds_defaults_capped_by_the_model():
+    two, three = (
+        deepspeed_default_buffers(eight_b(sharding=Zero(stage=s, backend="deepspeed"))) for s in (2, 3)
+    )
     assert (two.buckets, two.update, two.forward) == (2 * 5 * 10**8, 2 * 5 * 10**8, 0)
     assert (three.buckets, three.forward) == (2 * 2 * 5 * 10**8, 2 * 10**9)
     lomo = Lomo(adaptive=False, clip=ClipByValue(value=1.0))
     without_optimizer = replace(eight_b(sharding=Zero(stage=3, backend="deepspeed")), tuning=lomo)
-    assert (buffers_of(without_optimizer).buckets, buffers_of(without_optimizer).forward) == (0, 2 * 10**9)
-    small = plan_for(known("gpt2"), hardware=cluster(), sharding=Zero(stage=3, backend="deepspeed"))
-    assert buffers_of(small).forward == 4 * 124_439_808
+    assert deepspeed_default_buffers(without_optimizer).buckets == 0
 
 
 def test_zero_3_of_deepspeed_can_take_more_than_zero_2_on_a_small_model():

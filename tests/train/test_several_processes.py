@@ -2,11 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
 from fitune.train.run import run
+from optional_libraries import NEEDS_DEEPSPEED
 from several import Job, train_on
 from train.test_run import callbacks
 
@@ -76,20 +77,35 @@ MOVED = {
     "DDP to stage 2": (2, 2),
 }
 """A full run of so many processes that goes on by two: with DDP (0), or at this stage."""
-DEEPSPEED = {
+CASES |= {
     "full, stage 3 of DeepSpeed": ({**FULL, "gradient_checkpointing": 1}, 3),
     "lora, stage 2 of DeepSpeed": ({"tuning": "lora", "max_steps": 3}, 2),
     "tied, stage 1 of DeepSpeed": (
         {**FULL, "model": "tied", "optimizer": "momentum", "momentum": 0.9, "max_steps": 3},
         1,
     ),
+    "lora on the host, stage 3 of DeepSpeed": ({"tuning": "lora", "max_steps": 3}, 3),
 }
-if find_spec("deepspeed"):
-    CASES |= DEEPSPEED
-    GOES_ON |= {"full of DeepSpeed": (FULL, "full, stage 3 of DeepSpeed")}
-    MOVED |= {"stage 3 to stage 2 of DeepSpeed": (2, 2), "stage 3 from DeepSpeed": (2, 3)}
+OFFLOADED["lora on the host, stage 3 of DeepSpeed"] = ON_HOST
+GOES_ON["full of DeepSpeed"] = (FULL, "full, stage 3 of DeepSpeed")
+MOVED |= {"stage 3 to stage 2 of DeepSpeed": (2, 2), "stage 3 from DeepSpeed": (2, 3)}
 OVERFLOWS = {**LOMO, "model": "steep", "max_grad_value": 1.0, "learning_rate": 1e-3}
 STOPPED, MISCOUNTED, OVERFLOWING = "stopped", "miscounted", "overflowing"
+
+
+T = TypeVar("T")
+
+
+def possible(cases: Mapping[str, T]) -> dict[str, T]:
+    """Those that need no library that is not installed."""
+    installed = find_spec("deepspeed") is not None
+    return {name: case for name, case in cases.items() if installed or "DeepSpeed" not in name}
+
+
+def marked(cases: Iterable[str]) -> list[Any]:
+    """The names, those of DeepSpeed's cases skipped where it is not installed."""
+    marks = (pytest.mark.deepspeed, NEEDS_DEEPSPEED)
+    return [pytest.param(name, marks=marks) if "DeepSpeed" in name else name for name in cases]
 
 
 def divided(plan: Plan, world: int, stage: int, output_dir: Path, *, by: Backend = "fsdp") -> Plan:
@@ -178,14 +194,14 @@ def results(make: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory)
     """Every case by two processes and by one, a run that was stopped, and one with too few processes."""
     folder = tmp_path_factory.mktemp("several")
     jobs = []
-    for name, (settings, stage) in CASES.items():
+    for name, (settings, stage) in possible(CASES).items():
         plan = make(**settings)
         run(divided(plan, 1, stage, folder / f"{name} alone"), callbacks=callbacks())
         planned = divided(plan, 2, stage, folder / name, by=backend_of(name))
         jobs.append(Job(plan=replace(planned, offload=OFFLOADED.get(name, Offload()))))
     run(divided(overflowing(make), 1, 3, folder / f"{OVERFLOWING} alone"), callbacks=callbacks())
     jobs.append(Job(plan=divided(overflowing(make), 2, 3, folder / OVERFLOWING)))
-    for name, (settings, _) in GOES_ON.items():
+    for name, (settings, _) in possible(GOES_ON).items():
         plan = divided(make(**settings, async_save=True), 2, 3, folder / STOPPED / name, by=backend_of(name))
         jobs.append(Job(plan=plan, stop_after=3))
     full = make(**FULL)
@@ -196,7 +212,7 @@ def results(make: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory)
         "DDP to stage 2": "full by DDP",
         "stage 3 from DeepSpeed": "full of DeepSpeed",
     }
-    for name, (_, stage) in MOVED.items():
+    for name, (_, stage) in possible(MOVED).items():
         saved = folder / STOPPED / sources.get(name, "full") / "checkpoints/step-3"
         planned = divided(full, 2, stage, folder / name, by=backend_of(name.partition(" from ")[0]))
         jobs.append(Job(plan=planned, resume=str(saved)))
@@ -211,7 +227,7 @@ def said(results: Path) -> list[list[dict[str, Any]]]:
     return told
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES))
 def test_two_processes_train_the_model_of_one(results: Path, name: str) -> None:
     alone = results / f"{name} alone"
     assert losses(results / name) == pytest.approx(losses(alone), abs=LOSS)
@@ -224,9 +240,9 @@ def test_all_ranks_say_the_same(results: Path) -> None:
     first, second = said(results)
     assert first[:-1] == second[:-1]
     assert [each["status"] for each in first[:-1]] == [
-        *["complete"] * (len(CASES) + 1),
-        *["interrupted"] * (len(GOES_ON) + 1),
-        *["complete"] * len(MOVED),
+        *["complete"] * (len(possible(CASES)) + 1),
+        *["interrupted"] * (len(possible(GOES_ON)) + 1),
+        *["complete"] * len(possible(MOVED)),
     ]
 
 
@@ -253,7 +269,7 @@ def test_the_report_has_a_row_for_every_rank(results: Path) -> None:
 
 
 def test_measured_memory_of_a_rank_is_what_was_predicted(results: Path) -> None:
-    for name in CASES.keys() - OFFLOADED.keys() - DEEPSPEED.keys():
+    for name in possible(CASES).keys() - OFFLOADED.keys():
         plan = from_json(Plan, (results / name / "plan.json").read_text())
         report = from_json(RunReport, (results / name / "report.json").read_text())
         predicted = predict_memory(plan).tensor_peak_bytes  # of full rows: the data's are shorter
@@ -266,7 +282,7 @@ def test_another_number_of_processes_than_planned_is_refused(results: Path) -> N
         assert "the plan is for 4 processes, and 2 were started" in rank[-1]["error"]
 
 
-@pytest.mark.parametrize("name", GOES_ON)
+@pytest.mark.parametrize("name", marked(GOES_ON))
 @pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_of_two_goes_on_with_another_number_of_processes(
     make: Callable[..., Plan], results: Path, tmp_path: Path, world: int, name: str
@@ -285,7 +301,7 @@ def test_a_run_of_two_goes_on_with_another_number_of_processes(
     assert largest_difference(broken, straight) < WEIGHT
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", marked(MOVED))
 def test_a_run_goes_on_under_another_strategy(results: Path, name: str) -> None:
     straight = results / "full, stage 3"
     if name == "stage 3 to stage 3":

@@ -137,8 +137,8 @@ def launch_commands(recipe: Recipe, words: Sequence[str], *, rendezvous: str) ->
 
 
 def deepspeed_configuration(recipe: Recipe) -> str:
-    """The ds_config.json, as text, that the recipe's plan is trained with. Raises RecipeError when it is another's."""
-    plan = plan_for(recipe, purposes=("plan", "train")).chosen.plan
+    """The ds_config.json, as text, of the recipe's plan. Raises RecipeError when it is another's."""
+    plan = plan_for(recipe).chosen.plan
     if not isinstance(plan.sharding, Zero) or plan.sharding.backend != "deepspeed":
         by = describe_sharding(plan.sharding) or "one process"
         raise RecipeError(f"the plan is {by}, not DeepSpeed", hint="backend: deepspeed, gpus: 2 or more")

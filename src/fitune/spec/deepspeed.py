@@ -82,7 +82,7 @@ def trained_elements(plan: Plan) -> int:
 def block_elements(plan: Plan) -> int:
     """Elements of one decoder block without adapters."""
     counts = count_parameters(plan.model)
-    outside = counts.embeddings + counts.head
+    outside = counts.embeddings + counts.head + plan.model.hidden_size  # the final norm
     return (counts.total - outside) // plan.model.num_layers
 
 

@@ -592,6 +592,13 @@ NOT_BUILT = (
         binds=("train",),
     ),
     Rule(
+        broken=lambda plan: _on(plan, "deepspeed") and "nvme" in plan.offload.places,
+        why=lambda plan: "what DeepSpeed keeps on NVMe is not in checkpoints yet, so it is not trained",
+        instead="cpu in place of nvme; `fitune launch --print-deepspeed-config` shows the configuration",
+        settings=_STATES,
+        binds=("train",),
+    ),
+    Rule(
         broken=lambda plan: not isinstance(plan.sharding, Single) and plan.offload != Offload(),
         why=lambda plan: "offload on several devices cannot be rehearsed yet",
         instead="`fitune plan` estimates it; one device with offload, or several without, can be rehearsed",
