@@ -13,11 +13,11 @@ from fitune.estimate.parameters import (
     weights_away_bytes,
 )
 from fitune.estimate.states import (
-    SUB_GROUP,
     adalomo_state_bytes,
     eight_bit_state_bytes,
     has_masters,
     states_per_parameter,
+    sub_group_elements,
 )
 from fitune.estimate.step import StepStages
 from fitune.spec.hardware import Gpu, Hardware
@@ -194,7 +194,7 @@ def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:
     plan, e = step.plan, step.element_bytes
     offload = plan.offload
     weights = weights_away_bytes(plan)
-    sub_group = min(SUB_GROUP, trained_share(plan))
+    sub_group = min(sub_group_elements(plan), trained_share(plan))
     activations = offloaded_activation_bytes(step)
     return [
         ("weights", offload.parameters, weights, PARAMETER_BUFFERS * PARAMETER_BUFFER * e),

@@ -26,6 +26,7 @@ from fitune.estimate.parameters import (
     zero_stage,
 )
 from fitune.spec.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
+from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import (
     AdamW,
@@ -133,7 +134,15 @@ def leaves_after_the_loss(plan: Plan) -> bool:
 
 
 SUB_GROUP = 1_000_000_000
-"""DeepSpeed's sub_group_size: elements that stage 3 steps at a time."""
+"""DeepSpeed's default sub_group_size: elements that stage 3 steps at a time."""
+
+
+def sub_group_elements(plan: Plan) -> int:
+    """Of fitune's own configuration."""
+    if not uses_deepspeed(plan):
+        return SUB_GROUP
+    elements: int = deepspeed_config(plan)["zero_optimization"].get("sub_group_size", SUB_GROUP)
+    return elements
 
 
 def states_per_parameter(optimizer: Optimizer) -> int:
@@ -259,14 +268,17 @@ def _converted_bytes(model: ModelSpec, lora: Lora) -> int:
     return most
 
 
-def deepspeed_step_bytes(plan: Plan) -> int:
-    """(4 + e) · P_trained / N, 4 in fp32: the share's gradients, made flat and then fp32; stage 3 converts at most 1e9
-    elements at a time.
+def deepspeed_step_bytes(plan: Plan, sub_group: int = 0) -> int:
+    """(4 + e) · P_trained / N, 4 in fp32: the share's gradients, made flat and then fp32.
 
-    step() in deepspeed/runtime/zero/stage_1_and_2.py and stage3.py.
+    Stage 3 converts a sub-group at a time, which ends with the tensor that fills it. step() in
+    deepspeed/runtime/zero/stage_1_and_2.py and stage3.py.
     """
     share, e = trained_share(plan), plan.precision.compute_bytes
-    return (4 + (e if e < 4 else 0)) * (min(SUB_GROUP, share) if zero_stage(plan) == 3 else share)
+    if zero_stage(plan) == 3:
+        largest = max(-(-t.elements // num_shares(plan)) for t in trained_tensors(plan))
+        share = min(share, (sub_group or sub_group_elements(plan)) + largest)
+    return (4 + (e if e < 4 else 0)) * share
 
 
 def _divided_step_bytes(plan: Plan) -> int:

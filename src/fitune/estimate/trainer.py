@@ -27,7 +27,13 @@ from fitune.estimate.parameters import (
     weights_are_divided,
     zero_stage,
 )
-from fitune.estimate.states import gradients_go_to_the_host, has_masters, states_per_parameter
+from fitune.estimate.states import (
+    SUB_GROUP,
+    deepspeed_step_bytes,
+    gradients_go_to_the_host,
+    has_masters,
+    states_per_parameter,
+)
 from fitune.estimate.step import ModelProfile, StepStages, Terms, describe_step, model_profile
 from fitune.spec.block_profile import BatchShape, BlockProfile, Stage
 from fitune.spec.model import Linear
@@ -158,6 +164,8 @@ def _update(step: StepStages, trainer: Trainer, wide: _Widened) -> Terms:
         terms["gradients"] += wide.gradients
     if wide.stepped:
         terms["temporaries"] = 0
+    if uses_deepspeed(plan) and terms["temporaries"]:
+        terms["temporaries"] = deepspeed_step_bytes(plan, SUB_GROUP)
     idle = updates_in_backward(plan.tuning) or plan.offload.optimizer != "device" or uses_deepspeed(plan)
     if trainer.foreach and isinstance(plan.optimizer, AdamW) and not idle:
         width = _FP32 if has_masters(plan) and not wide.stepped else step.element_bytes

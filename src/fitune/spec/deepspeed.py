@@ -16,6 +16,8 @@ Config = dict[str, Any]
 BUCKET_ELEMENTS = 1 << 25
 """Gradients that are summed at once: 64 MiB in 16 bit, which keeps a link busy. Stage 3 fetches as much ahead, and no
 more than a block."""
+SUB_GROUP_ELEMENTS = 1 << 26
+"""Elements of a share that stage 3 steps at a time: their gradients are copied, and made fp32, once more."""
 
 
 def deepspeed_config(plan: Plan) -> Config:
@@ -108,7 +110,7 @@ def _precision(precision: Precision) -> Config:
 
 def _stage_3(plan: Plan) -> Config:
     return {
-        "sub_group_size": 1_000_000_000,
+        "sub_group_size": SUB_GROUP_ELEMENTS,
         "stage3_prefetch_bucket_size": min(BUCKET_ELEMENTS, block_elements(plan)),
         "stage3_param_persistence_threshold": persistent_elements(plan),
         "stage3_max_live_parameters": live_elements(plan),
