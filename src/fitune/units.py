@@ -48,6 +48,23 @@ def parse_bytes(text: str | int) -> int:
     return int(Decimal(number) * unit)  # a float would lose bytes above 2⁵³
 
 
+def parse_bandwidth(text: str | float) -> float:
+    """Bytes/s: ``"1008GB/s"``, ``"64 GiB/s"``, ``"400Gbit/s"``, ``"100Gbps"``, or a number.
+
+    B is a byte and b, bit or bps a bit. Raises ValueError when the text is none of these.
+    """
+    if isinstance(text, int | float):
+        return float(text)
+    match = re.fullmatch(
+        r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kKMGT]i?)?(B|b|bit)(?:/s|ps))?\s*", text, re.ASCII
+    )
+    if match is None:
+        raise ValueError(f"{text!r} is not a bandwidth; write it like 1008GB/s or 100Gbit/s")
+    number, prefix, unit = match.groups()
+    scale = _BYTE_UNITS[f"{(prefix or '').lower()}b"] if prefix else 1
+    return float(number) * scale / (1 if unit in (None, "B") else 8)
+
+
 def format_count(value: int | float) -> str:
     """A count with three digits: ``8.19 B``, ``13.6 M``, ``950``."""
     if not math.isfinite(value):

@@ -23,7 +23,7 @@ from fitune.measure.hardware import (
     resolve_hardware,
     visible_gpus,
 )
-from fitune.spec.gpus import find_gpu, hardware_for
+from fitune.spec.gpus import GpuFigures, find_gpu, hardware_for
 from fitune.units import GIB, MIB
 
 
@@ -185,9 +185,9 @@ def test_a_name_without_its_size_is_settled_by_the_memory() -> None:
 
 
 def test_an_unknown_device_still_works() -> None:
-    device = describe_found(gpu("NVIDIA GeForce RTX 3050", 8192, 8, 6))
+    device = describe_found(gpu("NVIDIA GeForce RTX 3055", 8192, 8, 6))
     assert (device.name, device.memory_bytes, device.has_bf16) == (
-        "NVIDIA GeForce RTX 3050",
+        "NVIDIA GeForce RTX 3055",
         8192 * MIB,
         True,
     )
@@ -295,3 +295,18 @@ def test_detection_does_not_import_torch() -> None:
         "detect_hardware(use_gpus=False); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_figures_replace_a_name_or_its_figures() -> None:
+    figures = GpuFigures(memory_bytes=24 * GIB, flops=165e12, bandwidth=1e12)
+    unnamed = resolve_hardware(gpus=2, nodes=2, figures=figures, internode_bandwidth=50e9)
+    assert (unnamed.gpu.memory_bytes, unnamed.num_gpus, unnamed.internode_bandwidth) == (24 * GIB, 4, 50e9)
+    more = resolve_hardware(gpu="rtx-4090", figures=GpuFigures(memory_bytes=48 * GIB))
+    assert (more.gpu.name, more.gpu.memory_bytes) == ("rtx-4090", 48 * GIB)
+    with pytest.raises(HardwareError, match="gpu is cpu"):
+        resolve_hardware(gpu="cpu", figures=figures)
+
+
+def test_a_device_that_shares_its_memory_leaves_the_rest_to_the_host() -> None:
+    orin = resolve_hardware(gpu="jetson-agx-orin-64gb")
+    assert orin.gpu.memory_bytes + orin.host_memory_bytes == 64 * GIB

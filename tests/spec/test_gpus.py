@@ -3,7 +3,17 @@
 import pytest
 
 from fitune.errors import HardwareError
-from fitune.spec.gpus import CARDS, cpu_gpu, find_gpu, gpu_names, hardware_for, similar_gpu
+from fitune.spec.cards import devices_elsewhere, known_cards
+from fitune.spec.gpus import (
+    GpuFigures,
+    cpu_gpu,
+    find_gpu,
+    gpu_names,
+    gpu_of_figures,
+    hardware_for,
+    similar_gpu,
+    with_figures,
+)
 from fitune.units import GIB, MIB
 
 SPELLINGS = {
@@ -31,6 +41,28 @@ SPELLINGS = {
     "l40s": ["NVIDIA L40S"],
     "a10g": ["NVIDIA A10G"],
     "rtx-a6000": ["NVIDIA RTX A6000", "a6000"],
+    "rtx-4060-ti-16gb": ["RTX 4060 Ti 16GB", "4060ti-16gb"],
+    "rtx-4070-ti-super": ["NVIDIA GeForce RTX 4070 Ti SUPER", "4070 ti super"],
+    "rtx-5060-ti": ["RTX 5060 Ti 8GB", "5060 ti"],
+    "rtx-3060": ["3060", "RTX 3060 12GB"],
+    "rtx-3060-8gb": ["RTX 3060 8GB"],
+    "quadro-rtx-8000": ["Quadro RTX 8000"],
+    "titan-rtx": ["NVIDIA TITAN RTX"],
+    "rtx-6000-ada": ["NVIDIA RTX 6000 Ada Generation", "rtx 6000 ada"],
+    "rtx-4000-sff-ada": ["NVIDIA RTX 4000 SFF Ada Generation"],
+    "rtx-pro-6000": [
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        "rtx pro 6000",
+        "RTX PRO 6000 96GB",
+    ],
+    "rtx-pro-6000-max-q": ["NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000 300W"],
+    "rtx-pro-6000-server": ["NVIDIA RTX PRO 6000 Blackwell Server Edition"],
+    "a800-80gb": ["NVIDIA A800-SXM4-80GB", "a800"],
+    "h100-nvl": ["NVIDIA H100 NVL", "h100 nvl 94GB"],
+    "gh200-96gb": ["NVIDIA GH200 480GB"],
+    "b300": ["NVIDIA B300 SXM6 AC"],
+    "jetson-agx-orin-64gb": ["Jetson AGX Orin 64GB"],
+    "dgx-spark": ["DGX Spark"],
 }
 
 
@@ -51,9 +83,13 @@ def test_a_canonical_name_is_itself(name: str) -> None:
         ("NVIDIA A100", "a100-40gb or a100-80gb"),
         ("rtx-4090-48gb", "4090 comes with 24 GB"),
         ("rtx-4091", "did you mean 'rtx-4090'?"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "is not known; known are t4"),
-        ("gtx-1080", "is not known"),
-        ("", "is not known"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "none of the 96 known cards"),
+        ("gtx-1080", "below 7.0 (Volta)"),
+        ("MI300X", "--gpu-memory 192GiB --gpu-flops 1.307e+15 --gpu-bandwidth 5300GB/s"),
+        ("Gaudi 3", "it is no CUDA device"),
+        ("Apple M2 Max 64GB", "64 GB, 13.6 TFLOP/s, 400 GB/s"),
+        ("m4", "it runs Metal"),
+        ("", "none of the 96 known cards"),
     ],
 )
 def test_what_is_not_one_device_is_refused(name: str, words: str) -> None:
@@ -63,9 +99,10 @@ def test_what_is_not_one_device_is_refused(name: str, words: str) -> None:
 
 
 def test_what_devices_cannot_do() -> None:
-    old = {card.gpu.name for card in CARDS if not card.gpu.has_bf16}
-    assert old == {"t4", "rtx-2080-ti", "v100-16gb", "v100-32gb"}
-    assert old == {card.gpu.name for card in CARDS if not card.gpu.has_flash_attention}
+    old = {card.gpu.name for card in known_cards() if not card.gpu.has_bf16}
+    assert {"t4", "rtx-2080-ti", "v100-16gb", "v100-32gb", "gtx-1660-ti", "quadro-rtx-8000"} < old
+    assert old == {card.gpu.name for card in known_cards() if card.gpu.capability < (8, 0)}
+    assert old == {card.gpu.name for card in known_cards() if not card.gpu.has_flash_attention}
 
 
 def test_dense_rates_of_the_datasheets() -> None:
@@ -80,24 +117,24 @@ def test_memory_is_what_the_driver_reports() -> None:
     assert find_gpu("h100").memory_bytes == 81_559 * MIB
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.gpu.name)
+@pytest.mark.parametrize("card", known_cards(), ids=lambda card: card.gpu.name)
 def test_figures_belong_together(card) -> None:
     gpu = card.gpu
-    assert 0.89 < gpu.memory_bytes / (card.advertised_gb * GIB) <= 1.0
+    assert 0.89 < (gpu.memory_bytes + card.host_bytes) / (card.advertised_gb * GIB) <= 1.0
     assert gpu.bf16_flops in (0.0, gpu.fp16_flops)
-    assert 1.9 < gpu.fp16_flops / gpu.fp32_flops < 31
+    assert 1.9 < gpu.fp16_flops / gpu.fp32_flops < 34
     assert gpu.host_bandwidth <= gpu.link_bandwidth < gpu.bandwidth
     assert len(gpu.source) > 20
     assert not gpu.is_cpu
 
 
 def test_a_device_outside_the_table_keeps_its_memory_and_gets_the_rates_of_its_kin() -> None:
-    found = similar_gpu("NVIDIA GeForce RTX 3050", memory_bytes=8 * GIB, capability=(8, 6))
+    found = similar_gpu("NVIDIA RTX A1000", memory_bytes=8 * GIB, capability=(8, 6))
     assert (found.memory_bytes, found.capability) == (8 * GIB, (8, 6))
-    assert found.fp16_flops == find_gpu("rtx-3060").fp16_flops
-    assert "rtx-3060" in found.source
+    assert found.fp16_flops == find_gpu("a16").fp16_flops
+    assert "a16" in found.source
     newest = similar_gpu("NVIDIA Next", memory_bytes=GIB, capability=(13, 0))
-    assert newest.fp16_flops == find_gpu("rtx-5090").fp16_flops
+    assert newest.fp16_flops == find_gpu("dgx-spark").fp16_flops
     with pytest.raises(HardwareError, match=r"compute capability 6\.1"):
         similar_gpu("NVIDIA GeForce GTX 1080", memory_bytes=8 * GIB, capability=(6, 1))
 
@@ -128,7 +165,39 @@ def test_hardware_counts_gpus_per_node() -> None:
         ("H100 700W", ""),
         ("H100 80GB HBM3", ""),
         ("a100-80gb", ""),
+        ("rtx pro 6000", "rtx-pro-6000-max-q"),
+        ("RTX PRO 6000 Blackwell Workstation Edition", ""),
     ],
 )
 def test_an_h100_whose_board_is_not_named_may_be_a_slower_one(name: str, slower: str) -> None:
     assert find_gpu(name).slower_board == slower
+
+
+def test_the_table_is_large_and_every_name_is_there_once() -> None:
+    names = [*gpu_names(), *(device.name for device in devices_elsewhere())]
+    assert len(gpu_names()) >= 90
+    assert len(names) >= 120
+    assert len(set(names)) == len(names)
+
+
+def test_games_cards_copy_through_the_host() -> None:
+    assert {"rtx-4090", "rtx-4060-ti-16gb", "gtx-1660-super", "rtx-4090-d"} <= geforce_names()
+    assert geforce_names().isdisjoint(
+        {"rtx-a6000", "rtx-6000-ada", "rtx-pro-6000", "quadro-rtx-8000", "titan-rtx", "l4"}
+    )
+
+
+def geforce_names() -> set[str]:
+    return {card.gpu.name for card in known_cards() if card.gpu.is_geforce}
+
+
+def test_a_gpu_by_its_figures() -> None:
+    given = GpuFigures(memory_bytes=24 * GIB, flops=165e12, bandwidth=1008e9)
+    gpu = gpu_of_figures(given)
+    assert (gpu.memory_bytes, gpu.bf16_flops, gpu.bandwidth) == (24 * GIB, 165e12, 1008e9)
+    assert "assumed" in gpu.source
+    with pytest.raises(HardwareError, match="needs memory, FLOPS and bandwidth"):
+        gpu_of_figures(GpuFigures(memory_bytes=24 * GIB))
+    slower = with_figures(find_gpu("rtx-4090"), GpuFigures(flops=82.6e12, link_bandwidth=8e9))
+    assert (slower.bf16_flops, slower.link_bandwidth) == (82.6e12, 8e9)
+    assert slower.memory_bytes == find_gpu("rtx-4090").memory_bytes

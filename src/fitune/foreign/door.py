@@ -18,7 +18,8 @@ OWN = words(
 )
 """Settings that only fitune has under these names: a recipe with one of them is its own."""
 ABOUT_DEVICES = (
-    "gpu", "gpus", "nodes", "host_memory", "nvme_path", "nvme_size", "price_per_gpu_hour", "objective",
+    "gpu", "gpu_memory", "gpu_flops", "gpu_bandwidth", "interconnect", "node_network", "gpus", "nodes",
+    "host_memory", "nvme_path", "nvme_size", "price_per_gpu_hour", "objective",
 )  # fmt: skip
 """Settings of fitune that may stand in another trainer's recipe: none of them names the devices."""
 

@@ -12,9 +12,21 @@ from typing import Any
 
 from fitune.errors import HardwareError
 from fitune.measure.calibrations import device_key, stored_calibration
-from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for, similar_gpu
+from fitune.spec.gpus import (
+    NODE_NETWORK,
+    GpuFigures,
+    cpu_gpu,
+    find_gpu,
+    gpu_of_figures,
+    hardware_for,
+    shared_host_bytes,
+    similar_gpu,
+    with_figures,
+)
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.units import format_bytes
+
+NO_FIGURES = GpuFigures()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +46,34 @@ def resolve_hardware(
     gpus: int = 1,
     nodes: int = 1,
     host_memory_bytes: int | None = None,
+    figures: GpuFigures = NO_FIGURES,
+    internode_bandwidth: float | None = None,
     path: Path = Path("."),
 ) -> Hardware:
     """The hardware a user names, or this machine when no GPU is named.
 
     ``cpu`` is this machine's processor. Host memory given by the user always wins; for a processor it is
     the device memory too. On this machine ``gpus`` may not exceed what was found; on its processor they are
-    processes. A device that was calibrated here counts as measured, also when it is named.
+    processes. A device that was calibrated here counts as measured, also when it is named. ``figures`` replace
+    those of a named GPU, or describe one without a name.
     """
+    network = internode_bandwidth or NODE_NETWORK
+    if gpu is None and figures.describe_a_gpu:
+        unnamed = gpu_of_figures(figures)
+        return hardware_for(
+            gpu=unnamed, gpus=gpus, nodes=nodes, host_memory_bytes=host_memory_bytes or 0,
+            internode_bandwidth=network,
+        )  # fmt: skip
     if gpu is not None and gpu.lower() != "cpu":
-        named = find_gpu(gpu)
-        return calibrated(
-            hardware_for(gpu=named, gpus=gpus, nodes=nodes, host_memory_bytes=host_memory_bytes or 0)
+        named = with_figures(find_gpu(gpu), figures)
+        host = host_memory_bytes or shared_host_bytes(gpu)
+        wanted = hardware_for(
+            gpu=named, gpus=gpus, nodes=nodes, host_memory_bytes=host, internode_bandwidth=network
+        )
+        return wanted if figures.describe_a_gpu else calibrated(wanted)
+    if figures.describe_a_gpu:
+        raise HardwareError(
+            "gpu_memory, gpu_flops and gpu_bandwidth describe a CUDA GPU, and gpu is cpu", hint="host_memory"
         )
     here = detect_hardware(path=path, use_gpus=gpu is None)
     if here.gpu.is_cpu and gpus > 1:
@@ -58,8 +86,8 @@ def resolve_hardware(
     host = host_memory_bytes or here.host_memory_bytes
     device = dataclasses.replace(here.gpu, memory_bytes=host) if here.gpu.is_cpu else here.gpu
     wanted = hardware_for(
-        gpu=device, gpus=gpus, nodes=nodes, host_memory_bytes=host,
-        cpu_cores=here.cpu_cores, nvme_bytes=here.nvme_bytes,
+        gpu=with_figures(device, figures), gpus=gpus, nodes=nodes, host_memory_bytes=host,
+        cpu_cores=here.cpu_cores, nvme_bytes=here.nvme_bytes, internode_bandwidth=network,
     )  # fmt: skip
     return calibrated(wanted)
 

@@ -47,6 +47,7 @@ def decisions_of(
         _usual_row(asked, plan),
         _tuning(recipe, plan),
         _placement(recipe, plan),
+        _network(recipe, plan),
         _precision(recipe, plan),
         _clipping_in_backward(recipe, plan),
         _batch(recipe, plan),
@@ -71,6 +72,12 @@ def _devices_left_idle(request: Request, plan: Plan) -> Iterator[str]:
     if used < there:
         objective = request.recipe.objective
         yield f"devices: {used} of {there}, because a token costs least on them (objective: {objective})"
+
+
+def _network(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    if plan.hardware.nodes > 1 and recipe.node_network is None:
+        speed = plan.hardware.internode_bandwidth * 8 / 1e9
+        yield f"node_network: {speed:g} Gbit/s between nodes, assumed; it decides what sharding over them costs"
 
 
 def _usual_row(asked: Recipe, plan: Plan) -> Iterator[str]:

@@ -17,8 +17,8 @@ from fitune.planner.explain import host_sum, wrapped
 from fitune.planner.fit import Known, described, fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lora_of, methods_for, packed_base, to_adapters
+from fitune.spec.cards import known_cards
 from fitune.spec.counts import count_parameters
-from fitune.spec.gpus import CARDS
 from fitune.spec.model_config import load_model_spec, names_with_formulas
 from fitune.spec.plan import (
     ChunkedLoss,
@@ -87,7 +87,8 @@ def _smallest_memory(best: StepStages, usable: int) -> str:
 def _device_that_holds(plan: Plan) -> str:
     """Names the known GPU with the least memory on which the plan fits."""
     needs_bf16 = plan.precision in (Precision.BF16, Precision.BF16_MASTER)
-    cards = sorted((card.gpu for card in CARDS), key=lambda gpu: gpu.memory_bytes)
+    with_own_memory = (card.gpu for card in known_cards() if not card.host_bytes)
+    cards = sorted(with_own_memory, key=lambda gpu: gpu.memory_bytes)
     for gpu in cards:
         other = replace(plan, hardware=replace(plan.hardware, gpu=gpu))
         if (gpu.has_bf16 or not needs_bf16) and predict(other).peak_bytes <= usable_bytes(other.hardware):

@@ -17,6 +17,8 @@ Names: TypeAlias = str | Sequence[str]
 """A list, or a text with commas."""
 Size: TypeAlias = int | str
 """Bytes, or ``"128GiB"``."""
+Bandwidth: TypeAlias = float | str
+"""Bytes/s, or ``"1008GB/s"``."""
 PathLike: TypeAlias = str | os.PathLike[str]
 RecipeLike: TypeAlias = PathLike | Recipe | Mapping[str, Any]
 """A YAML file, a recipe that was read already, or a mapping of keys."""
@@ -47,6 +49,11 @@ class RecipeKeys(TypedDict, total=False):
     double_quantization: bool
 
     gpu: str | None
+    gpu_memory: Size | None
+    gpu_flops: float | None
+    gpu_bandwidth: Bandwidth | None
+    interconnect: Bandwidth | None
+    node_network: Bandwidth | None
     gpus: int
     nodes: int
     host_memory: Size | None

@@ -17,6 +17,7 @@ from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
 from fitune.planner.search import find_plan
 from fitune.planner.whole_run import whole_run
 from fitune.spec.deepspeed import deepspeed_config
+from fitune.spec.gpus import GpuFigures
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import Zero
@@ -66,8 +67,13 @@ def plan_on_data(recipe: Recipe) -> PlanReport:
 def wanted_hardware(recipe: Recipe) -> Hardware:
     """The hardware that the recipe names, or else this machine's."""
     found = resolve_hardware(
-        gpu=recipe.gpu, gpus=recipe.gpus, nodes=recipe.nodes, host_memory_bytes=recipe.host_memory
-    )
+        gpu=recipe.gpu, gpus=recipe.gpus, nodes=recipe.nodes, host_memory_bytes=recipe.host_memory,
+        figures=GpuFigures(
+            memory_bytes=recipe.gpu_memory, flops=recipe.gpu_flops, bandwidth=recipe.gpu_bandwidth,
+            link_bandwidth=recipe.interconnect,
+        ),
+        internode_bandwidth=recipe.node_network,
+    )  # fmt: skip
     found = with_host_memory(found)
     return found if recipe.nvme_size is None else replace(found, nvme_bytes=recipe.nvme_size)
 

@@ -1,124 +1,25 @@
-"""Known devices, with the source of every figure, and how people spell their names.
-
-``memory_bytes`` is the total that nvidia-smi prints (driver 510 or newer). Matrix rates are dense and
-accumulate in fp32: GeForce cards do that at half of their advertised fp16 rate, and datasheets since
-Ampere print figures with 2:4 sparsity, which are twice the dense ones.
-"""
+"""How people spell the names of devices, devices by their figures alone, and hardware made of them."""
 
 import re
 from dataclasses import dataclass, replace
 
 from fitune.errors import HardwareError, did_you_mean
+from fitune.spec.cards import Card, Elsewhere, devices_elsewhere, known_cards
 from fitune.spec.hardware import Gpu, Hardware
-from fitune.units import MIB
+from fitune.units import GIB
 
-_PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
-"""x16, bytes/s in one direction."""
-
-_VOLTA = "NVIDIA V100 datasheet (2020): SXM2; fp16 tensor cores only"
-_GA102 = "NVIDIA Ampere GA102 whitepaper v2.1, appendix A: fp32 accumulate, dense"
-_ADA = "NVIDIA Ada whitepaper v2.1, appendix A: fp32 accumulate, dense"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """A Gpu and what tells it apart: the words of its product name and its memory as advertised."""
-
-    key: str
-    advertised_gb: int
-    gpu: Gpu
-
-
-def _card(
-    name: str, key: str, gb: int, *, mib: int, tflops: float, fp32_tflops: float, gb_s: float,
-    capability: tuple[int, int], host: float, source: str, link: float | None = None, bf16: bool = True,
-) -> Card:  # fmt: skip
-    """``tflops``: dense fp16 (and bf16, where there is any); ``link``: NVLink, else PCIe between cards."""
-    gpu = Gpu(
-        name=name,
-        memory_bytes=mib * MIB,
-        bf16_flops=tflops * 1e12 if bf16 else 0.0,
-        fp16_flops=tflops * 1e12,
-        fp32_flops=fp32_tflops * 1e12,
-        bandwidth=gb_s * 1e9,
-        capability=capability,
-        link_bandwidth=host if link is None else link,
-        host_bandwidth=host,
-        source=source,
-    )
-    return Card(key=key, advertised_gb=gb, gpu=gpu)
-
-
-CARDS = (
-    _card("t4", "t4", 16, mib=15360, tflops=65, fp32_tflops=8.1, gb_s=300, capability=(7, 5), host=_PCIE3,
-          bf16=False, source="NVIDIA T4 datasheet (2019); fp16 tensor cores only"),
-    _card("rtx-2080-ti", "2080ti", 11, mib=11264, tflops=53.8, fp32_tflops=13.4, gb_s=616, capability=(7, 5),
-          host=_PCIE3, bf16=False, source="NVIDIA Turing whitepaper (2018), table 1: reference card, fp32 accumulate"),
-    _card("v100-16gb", "v100", 16, mib=16384, tflops=125, fp32_tflops=15.7, gb_s=900, capability=(7, 0),
-          host=_PCIE3, link=150e9, bf16=False, source=_VOLTA),
-    _card("v100-32gb", "v100", 32, mib=32768, tflops=125, fp32_tflops=15.7, gb_s=900, capability=(7, 0),
-          host=_PCIE3, link=150e9, bf16=False, source=_VOLTA),
-    _card("a10g", "a10g", 24, mib=23028, tflops=70, fp32_tflops=35, gb_s=600, capability=(8, 6), host=_PCIE4,
-          source="NVIDIA A10G datasheet (AWS G5): 140 TFLOPS with sparsity, halved"),
-    _card("a10", "a10", 24, mib=23028, tflops=125, fp32_tflops=31.2, gb_s=600, capability=(8, 6), host=_PCIE4,
-          source="NVIDIA A10 datasheet (2021): 250 TFLOPS with sparsity, halved"),
-    _card("a30", "a30", 24, mib=24576, tflops=165, fp32_tflops=10.3, gb_s=933, capability=(8, 0), host=_PCIE4,
-          source="NVIDIA A30 datasheet (2021): 330 TFLOPS with sparsity, halved"),
-    _card("a40", "a40", 48, mib=46068, tflops=149.7, fp32_tflops=37.4, gb_s=696, capability=(8, 6), host=_PCIE4,
-          source="NVIDIA A40 datasheet (2021): 299.4 TFLOPS with sparsity, halved"),
-    _card("a100-40gb", "a100", 40, mib=40960, tflops=312, fp32_tflops=19.5, gb_s=1555, capability=(8, 0),
-          host=_PCIE4, link=300e9, source="NVIDIA A100 datasheet (2021): SXM4 40 GB"),
-    _card("a100-80gb", "a100", 80, mib=81920, tflops=312, fp32_tflops=19.5, gb_s=2039, capability=(8, 0),
-          host=_PCIE4, link=300e9, source="NVIDIA A100 datasheet (2021): SXM4 80 GB"),
-    _card("rtx-a6000", "a6000", 48, mib=49140, tflops=154.8, fp32_tflops=38.7, gb_s=768, capability=(8, 6),
-          host=_PCIE4, source="NVIDIA RTX A6000 datasheet (2021): 309.7 TFLOPS with sparsity, halved"),
-    _card("rtx-a5000", "a5000", 24, mib=24564, tflops=111.1, fp32_tflops=27.8, gb_s=768, capability=(8, 6),
-          host=_PCIE4, source="NVIDIA RTX A5000 datasheet (2021): 222.2 TFLOPS with sparsity, halved"),
-    _card("rtx-3060", "3060", 12, mib=12288, tflops=25.5, fp32_tflops=12.7, gb_s=360, capability=(8, 6), host=_PCIE4,
-          source="NVIDIA GeForce RTX 3060 specification: 12.7 TFLOPS fp32; tensor cores twice that at fp32 accumulate"),
-    _card("rtx-3080", "3080", 10, mib=10240, tflops=59.5, fp32_tflops=29.8, gb_s=760, capability=(8, 6),
-          host=_PCIE4, source=_GA102),
-    _card("rtx-3090", "3090", 24, mib=24576, tflops=71, fp32_tflops=35.6, gb_s=936, capability=(8, 6),
-          host=_PCIE4, source=_GA102),
-    _card("rtx-3090-ti", "3090ti", 24, mib=24564, tflops=80, fp32_tflops=40, gb_s=1008, capability=(8, 6),
-          host=_PCIE4, source="NVIDIA Ada whitepaper v2.1, appendix A: RTX 3090 Ti, fp32 accumulate, dense"),
-    _card("l4", "l4", 24, mib=23034, tflops=121, fp32_tflops=30.3, gb_s=300, capability=(8, 9), host=_PCIE4,
-          source="NVIDIA L4 datasheet (2023): 242 TFLOPS with sparsity, halved"),
-    _card("l40", "l40", 48, mib=46068, tflops=181, fp32_tflops=90.5, gb_s=864, capability=(8, 9), host=_PCIE4,
-          source="NVIDIA L40 datasheet (2022): 362 TFLOPS with sparsity, halved"),
-    _card("l40s", "l40s", 48, mib=46068, tflops=362, fp32_tflops=91.6, gb_s=864, capability=(8, 9),
-          host=_PCIE4, source="NVIDIA L40S datasheet (2023)"),
-    _card("rtx-4090", "4090", 24, mib=24564, tflops=165.2, fp32_tflops=82.6, gb_s=1008, capability=(8, 9),
-          host=_PCIE4, source=_ADA),
-    _card("rtx-4080", "4080", 16, mib=16376, tflops=97.5, fp32_tflops=48.7, gb_s=716.8, capability=(8, 9),
-          host=_PCIE4, source=_ADA),
-    _card("rtx-6000-ada", "6000ada", 48, mib=49140, tflops=364.2, fp32_tflops=91.1, gb_s=960, capability=(8, 9),
-          host=_PCIE4, source="NVIDIA RTX 6000 Ada datasheet (2022): 728.5 TFLOPS with sparsity, halved"),
-    _card("h100", "h100", 80, mib=81559, tflops=989, fp32_tflops=67, gb_s=3350, capability=(9, 0),
-          host=_PCIE5, link=450e9, source="NVIDIA H100 datasheet (2024): SXM5, 1,979 with sparsity, halved"),
-    _card("h100-pcie", "h100pcie", 80, mib=81559, tflops=756, fp32_tflops=51, gb_s=2000, capability=(9, 0),
-          host=_PCIE5, source="NVIDIA H100 PCIe product brief (2022): 1,513 with sparsity, halved"),
-    _card("h200", "h200", 141, mib=143771, tflops=989, fp32_tflops=67, gb_s=4800, capability=(9, 0),
-          host=_PCIE5, link=450e9, source="NVIDIA H200 datasheet (2024): SXM5, 1,979 with sparsity, halved"),
-    _card("h20", "h20", 96, mib=97871, tflops=148, fp32_tflops=44, gb_s=4000, capability=(9, 0),
-          host=_PCIE5, link=450e9, source="NVIDIA H20 specification (2023): 148 TFLOPS dense bf16"),
-    _card("b200", "b200", 180, mib=183359, tflops=2250, fp32_tflops=75, gb_s=7700, capability=(10, 0),
-          host=_PCIE5, link=900e9, source="NVIDIA HGX B200 datasheet (2025): 36 PFLOPS with sparsity on 8, / 16"),
-    _card("rtx-5090", "5090", 32, mib=32607, tflops=209.5, fp32_tflops=104.8, gb_s=1792, capability=(12, 0),
-          host=_PCIE5, source="NVIDIA RTX Blackwell whitepaper v1.1, appendix: fp32 accumulate, dense"),
-)  # fmt: skip
-"""Every known card; one product name may come with two sizes of memory."""
-
-_H100_350_W = "h100-pcie"
 _WATTS = re.compile(r"(?<!\d)(\d{2,4}) ?w(?:atts?)?(?![a-z])")
-_NOISE = re.compile(r"nvidia|geforce|tesla|quadro|rtx|(?<![a-z])gpu(?![a-z])")
+_NOISE = re.compile(
+    r"nvidia|geforce|tesla|quadro|rtx|gtx|jetson|blackwell|generation|edition|workstation|amd|instinct|intel|apple"
+    r"|(?<![a-z])(?:gpu|ac)(?![a-z])"
+)
 _FORM_FACTOR = re.compile(r"(sxm\d?|pcie|hbm\d?e?)")
 _MEMORY = re.compile(r"(?<![a-z\d])(\d+)\s*(?:gb|gib|g)(?![a-z])")
 
 
 def gpu_names() -> tuple[str, ...]:
     """The canonical names."""
-    return tuple(card.gpu.name for card in CARDS)
+    return tuple(card.gpu.name for card in known_cards())
 
 
 def find_gpu(name: str) -> Gpu:
@@ -129,31 +30,85 @@ def find_gpu(name: str) -> Gpu:
     and ``a100`` alone are refused, because a plan for the larger would not run on the smaller.
     Raises HardwareError for those and for unknown names.
     """
+    card = _card_of(name)
+    return _board(name, card.gpu)
+
+
+def shared_host_bytes(name: str) -> int:
+    """Bytes that are left to the host where it shares one memory with the device ``name``; else 0."""
+    return _card_of(name).host_bytes
+
+
+def _card_of(name: str) -> Card:
     key, gb = _split_name(name)
     cards = _cards_of(key) or _cards_of(_FORM_FACTOR.sub("", key))
-    sized = [card for card in cards if gb in (None, card.advertised_gb)]
-    if len(sized) == 1:
-        return _board(name, sized[0].gpu)
+    sized = [card for card in cards if gb in (None, card.advertised_gb, *card.other_gb)]
+    usual = [card for card in sized if not card.gpu.name.endswith("gb")] if gb is None else []
+    if len(usual or sized) == 1:
+        return (usual or sized)[0]
     if cards:
         raise HardwareError(
             f"gpu = {name!r}: {cards[0].key.upper()} comes with "
             + " or ".join(f"{card.advertised_gb} GB" for card in cards),
             hint=" or ".join(card.gpu.name for card in cards),
         )
+    _refuse_elsewhere(name, key, gb)
     raise HardwareError(
-        f"gpu = {name!r} is not known; known are {', '.join(gpu_names())} and cpu",
-        hint=did_you_mean(name, gpu_names()),
+        f"gpu = {name!r} is not cpu and none of the {len(known_cards())} known cards (docs/cards.md)",
+        hint="; ".join(filter(None, (did_you_mean(name, gpu_names()), _BY_FIGURES))),
+    )
+
+
+_BY_FIGURES = "--gpu-memory 24GiB --gpu-flops 165e12 --gpu-bandwidth 1008GB/s describe any other CUDA GPU"
+_WHY_ELSEWHERE = {
+    "rocm": "it runs ROCm, on which fitune has never been run",
+    "gaudi": "it is no CUDA device",
+    "metal": "it runs Metal, on which fitune does not train; on a Mac it trains small models on the processor",
+    "pascal": "its compute capability is below 7.0 (Volta), which fitune needs",
+}
+
+
+def _refuse_elsewhere(name: str, key: str, gb: int | None) -> None:
+    """Raises HardwareError for a device without CUDA 7.0, with the figures of a CUDA GPU of its size."""
+    found = next((device for device in devices_elsewhere() if device.key == key), None)
+    if found is None:
+        return
+    figures = _figures(found, gb)
+    known = f" ({', '.join(figures)})" if figures else ""
+    hint = "gpu: cpu plans for the processor" if found.kind == "metal" else _like(found)
+    raise HardwareError(
+        f"gpu = {name!r}: fitune does not train on {found.name}{known}: {_WHY_ELSEWHERE[found.kind]}",
+        hint=hint,
+    )
+
+
+def _figures(device: Elsewhere, gb: int | None) -> list[str]:
+    memory = device.advertised_gb or gb
+    return [
+        *([f"{memory} GB"] if memory else []),
+        *([f"{device.flops / 1e12:,.4g} TFLOP/s"] if device.flops else []),
+        *([f"{device.bandwidth / 1e9:,.0f} GB/s"] if device.bandwidth else []),
+    ]
+
+
+def _like(device: Elsewhere) -> str:
+    """How to plan for a CUDA GPU with the figures of ``device``."""
+    return (
+        f"a CUDA GPU of its size: --gpu-memory {device.advertised_gb}GiB --gpu-flops {device.flops:.4g} "
+        f"--gpu-bandwidth {device.bandwidth / 1e9:g}GB/s"
     )
 
 
 def _board(name: str, gpu: Gpu) -> Gpu:
-    """The H100 of ``name``: sold with 350 W (PCIe), with 700 W (SXM), and as an SXM card held to 500 W."""
-    if gpu.name != "h100" or _FORM_FACTOR.search(name.lower()):
+    """The board of ``name`` where one name is sold with several powers (H100: 350 W, 500 W and 700 W)."""
+    text = name.lower()
+    if not gpu.slower_board:
         return gpu
-    watts = _WATTS.search(name.lower())
-    if watts and int(watts.group(1)) <= 400:
-        return find_gpu(_H100_350_W)
-    return gpu if watts and int(watts.group(1)) >= 600 else replace(gpu, slower_board=_H100_350_W)
+    watts = _WATTS.search(text)
+    if watts and int(watts.group(1)) <= 400 and not _FORM_FACTOR.search(text):
+        return find_gpu(gpu.slower_board)
+    is_named = _FORM_FACTOR.search(text) or "workstation" in text or (watts and int(watts.group(1)) >= 600)
+    return replace(gpu, slower_board="") if is_named else gpu
 
 
 def _split_name(name: str) -> tuple[str, int | None]:
@@ -166,7 +121,7 @@ def _split_name(name: str) -> tuple[str, int | None]:
 
 
 def _cards_of(key: str) -> list[Card]:
-    return [card for card in CARDS if card.key == key]
+    return [card for card in known_cards() if card.key == key]
 
 
 def similar_gpu(name: str, *, memory_bytes: int, capability: tuple[int, int]) -> Gpu:
@@ -174,7 +129,7 @@ def similar_gpu(name: str, *, memory_bytes: int, capability: tuple[int, int]) ->
 
     They are those of the slowest known card of the nearest architecture that is not newer; ``source`` says so.
     """
-    older = [card.gpu for card in CARDS if card.gpu.capability <= capability]
+    older = [card.gpu for card in known_cards() if card.gpu.capability <= capability]
     if not older:
         raise HardwareError(
             f"{name} has compute capability {capability[0]}.{capability[1]}; fitune needs 7.0 (Volta) or newer"
@@ -193,6 +148,63 @@ def similar_gpu(name: str, *, memory_bytes: int, capability: tuple[int, int]) ->
         host_bandwidth=like.host_bandwidth,
         source=f"memory as the driver reports; not in the table: rates of the slowest like it, {like.name}",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFigures:
+    """What a recipe says of its GPU besides, or instead of, a name; None stands for nothing."""
+
+    memory_bytes: int | None = None
+    flops: float | None = None
+    """Dense bf16, accumulating in fp32."""
+    bandwidth: float | None = None
+    link_bandwidth: float | None = None
+
+    @property
+    def describe_a_gpu(self) -> bool:
+        return any(each is not None for each in (self.memory_bytes, self.flops, self.bandwidth))
+
+
+def gpu_of_figures(figures: GpuFigures) -> Gpu:
+    """A CUDA GPU that nobody has named. Assumed: fp32 at a quarter of bf16, compute capability 8.0, PCIe 4.
+
+    Raises HardwareError where its three figures are not all there.
+    """
+    if figures.memory_bytes is None or figures.flops is None or figures.bandwidth is None:
+        raise HardwareError("a GPU by its figures needs memory, FLOPS and bandwidth", hint=_BY_FIGURES)
+    return Gpu(
+        name=f"gpu-{round(figures.memory_bytes / GIB)}gib",
+        memory_bytes=figures.memory_bytes,
+        bf16_flops=figures.flops,
+        fp16_flops=figures.flops,
+        fp32_flops=figures.flops / 4,
+        bandwidth=figures.bandwidth,
+        capability=(8, 0),
+        link_bandwidth=figures.link_bandwidth or _PCIE_4,
+        host_bandwidth=_PCIE_4,
+        source="figures of the recipe; assumed: compute capability 8.0, PCIe 4, fp32 at a quarter of bf16",
+    )
+
+
+def with_figures(gpu: Gpu, figures: GpuFigures) -> Gpu:
+    """``gpu`` with the figures of the recipe in place of its own."""
+    if figures == GpuFigures():
+        return gpu
+    scale = 1.0 if figures.flops is None else figures.flops / gpu.fp16_flops
+    return replace(
+        gpu,
+        memory_bytes=figures.memory_bytes or gpu.memory_bytes,
+        bf16_flops=gpu.bf16_flops * scale,
+        fp16_flops=gpu.fp16_flops * scale,
+        bandwidth=figures.bandwidth or gpu.bandwidth,
+        link_bandwidth=figures.link_bandwidth or gpu.link_bandwidth,
+        source=f"{gpu.source}; some figures of the recipe",
+    )
+
+
+_PCIE_4 = 32e9
+NODE_NETWORK = 12.5e9
+"""Bytes/s in one direction between two nodes where nobody says: 100 Gbit/s, our assumption."""
 
 
 def cpu_gpu(*, memory_bytes: int, cores: int, has_bf16_products: bool = False) -> Gpu:
@@ -227,9 +239,9 @@ def hardware_for(
     host_memory_bytes: int = 0,
     cpu_cores: int = 0,
     nvme_bytes: int = 0,
-    internode_bandwidth: float = 12.5e9,
+    internode_bandwidth: float = NODE_NETWORK,
 ) -> Hardware:
-    """``gpus`` is the number in each node. Between nodes: 100 Gbit/s Ethernet unless told otherwise."""
+    """``gpus`` is the number in each node. Between nodes: 100 Gbit/s Ethernet a node unless told otherwise."""
     for name, value in (("gpus", gpus), ("nodes", nodes)):
         if value < 1:
             raise HardwareError(f"{name} = {value} must be at least 1")

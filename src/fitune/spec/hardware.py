@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -179,8 +180,7 @@ class Gpu:
     @property
     def is_geforce(self) -> bool:
         """A card for games: no direct copies between two of them, and a clock above what is rated."""
-        known = self.name.startswith("rtx-") and not self.name.startswith(("rtx-a", "rtx-6000"))
-        return known or "geforce" in self.name.lower()
+        return bool(_GEFORCE.fullmatch(self.name)) or "geforce" in self.name.lower()
 
     @property
     def has_bf16(self) -> bool:
@@ -219,6 +219,9 @@ class Hardware:
     @property
     def num_gpus(self) -> int:
         return self.gpus_per_node * self.nodes
+
+
+_GEFORCE = re.compile(r"[rg]tx-\d{4}(-ti)?(-super)?(-d)?(-\d+gb)?")
 
 
 def _along_logarithms(x: float, points: Sequence[tuple[float, float]]) -> float:

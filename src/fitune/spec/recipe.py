@@ -23,6 +23,7 @@ from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.deepspeed_file import with_deepspeed_file
 from fitune.spec.plan import DataFormat
 from fitune.spec.recipe_values import (
+    Bandwidth,
     CountFloat,
     CountInt,
     Layers,
@@ -108,6 +109,11 @@ class Recipe(_Strict):
 
     # on what
     gpu: Annotated[str, BeforeValidator(as_name)] | None = None
+    gpu_memory: Size | None = None
+    gpu_flops: PositiveFloat | None = None
+    gpu_bandwidth: Bandwidth | None = None
+    interconnect: Bandwidth | None = None
+    node_network: Bandwidth | None = None
     gpus: PositiveInt = 1
     nodes: PositiveInt = 1
     host_memory: Size | None = None

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
 from fitune.files import path_fault
 from fitune.spec.quantisers import QUANTISERS
-from fitune.units import MIB, TIB, parse_bytes
+from fitune.units import MIB, TIB, parse_bandwidth, parse_bytes
 
 _STEPS = 1_000_000_000
 """At ten steps a second three years."""
@@ -18,7 +18,8 @@ _FP32_MAX = 3.4e38
 MOST: dict[str, int | float] = {
     "lora_r": 65_536, "lora_alpha": 1_000_000, "quantization_group_size": 1_048_576,
     "gpus": 65_536, "nodes": 65_536, "host_memory": 1_024 * TIB, "nvme_size": 1_048_576 * TIB,
-    "price_per_gpu_hour": 1_000_000.0,
+    "price_per_gpu_hour": 1_000_000.0, "gpu_memory": TIB, "gpu_flops": 1e18,
+    "gpu_bandwidth": 1e15, "interconnect": 1e15, "node_network": 1e15,
     "seq_len": 100_000_000, "micro_batch_size": 1_000_000, "gradient_accumulation_steps": 1_000_000,
     "global_batch_size": _STEPS, "loss_chunk_tokens": _STEPS,
     "learning_rate": _FP32_MAX, "weight_decay": _FP32_MAX, "adam_epsilon": _FP32_MAX,
@@ -82,6 +83,14 @@ def as_size(value: Any) -> Any:
     if isinstance(size, int) and 0 < size < MIB:
         raise ValueError(f"{size:,} bytes are less than 1 MiB; write the unit, e.g. {int(size)}GiB")
     return size
+
+
+def as_bandwidth(value: Any) -> Any:
+    """Bytes/s. Raises ValueError for less than a MB/s: the unit was forgotten."""
+    rate = parse_bandwidth(value) if isinstance(value, str) else value
+    if isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < 1e6:
+        raise ValueError(f"{rate:g} bytes/s are less than 1 MB/s; write the unit, e.g. {rate:g}GB/s")
+    return number(rate)
 
 
 def as_path(value: str) -> str:
@@ -176,6 +185,7 @@ Seed = Annotated[int, BeforeValidator(whole_number), Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, BeforeValidator(number), Field(gt=0)]
 CountFloat = Annotated[float, BeforeValidator(number), Field(ge=0)]
 Share = Annotated[float, BeforeValidator(number), Field(ge=0, lt=1)]
+Bandwidth = Annotated[float, BeforeValidator(as_bandwidth), Field(gt=0)]
 Size = Annotated[int, BeforeValidator(as_size), Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[str, AfterValidator(as_path)]
