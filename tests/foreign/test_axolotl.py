@@ -128,6 +128,8 @@ def test_sharding_is_left_to_the_plan_on_one_device() -> None:
     assert (one.recipe.zero, one.recipe.offload_parameters) == (None, None)
     assert (two.recipe.zero, two.recipe.offload_parameters) == (3, "cpu")
     assert "on one device" in one.notes[-1]
+    found = reading(**keys)
+    assert [line.fate for line in found.lines if line.key == "fsdp_config"] == ["translated"] * 3
 
 
 def test_every_weight_over_sharded_devices_keeps_fp32_masters() -> None:

@@ -92,7 +92,7 @@ class Reading:
 
     def passed(self, key: str, said: str = "") -> None:
         self.known.add(key)
-        if key in self.raw:
+        if key in self.raw and not any(line.key == key for line in self.lines):
             is_off = _is_empty(self.raw[key]) or self.raw[key] is False
             self.lines.append(self._line(key, "passed", said="" if is_off else said))
 
