@@ -83,6 +83,8 @@ def small_config(model_type: str) -> Any:
     for key, value in known.items():
         if isinstance(value, list) and len(value) == text.num_hidden_layers and key not in values:
             values[key] = _short(value)
+    if "kv_lora_rank" in known:  # keys and values are made for every head
+        values["num_key_value_heads"] = values.get("num_attention_heads", 4)
     if "qk_rope_head_dim" in known:
         values.pop("head_dim", None)  # the size of what turns, whatever a head has beside it
     if known.get("layer_types"):

@@ -7,6 +7,7 @@ a sum of polynomials. Where the order depends on the length (loops over chunks),
 Bytes are those of micro-batches after the first too: gradients exist then, and fresh ones are added to them.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from fitune.models.door import model_config, text_config
 from fitune.models.language_model import blocks_of
 from fitune.rehearse.layer_extrapolation import make_states, parameter_keys
 from fitune.rehearse.recorder import Recorder
-from fitune.rehearse.shapes import read_shapes
+from fitune.rehearse.shapes import BLOCK_NUMBERS, read_shapes
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.step import full_stream, rehearsed
 from fitune.rehearse.trace import Allocated, Entered, Freed, ParameterKey, Reached
@@ -44,6 +45,10 @@ def keep_blocks(model: PreTrainedModel, chosen: Sequence[int]) -> None:
     config = model.config.get_text_config()
     count = len(blocks)
     kept = [blocks[index] for index in chosen]
+    for place, block in enumerate(kept):
+        for module in block.modules():
+            for key in BLOCK_NUMBERS & vars(module).keys():
+                setattr(module, key, place)
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == count:
             setattr(config, name, [value[index] for index in chosen])
@@ -153,7 +158,8 @@ def _work_of(func: Any, args: Any, kwargs: Any, result: Any, *, event: int) -> _
 def _recorded(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], rows: Sequence[int]) -> _Sample:
     """One step of a model with the ``chosen`` blocks."""
     in_backward = updates_in_backward(plan.tuning)
-    with rehearsed(plan, config, change=lambda model: keep_blocks(model, chosen)) as prepared:
+    own = copy.deepcopy(config)  # it will list the chosen blocks alone
+    with rehearsed(plan, own, change=lambda model: keep_blocks(model, chosen)) as prepared:
         engine, model = prepared.engine, prepared.model
         if in_backward:
             make_states(plan, engine, model.trained.values())

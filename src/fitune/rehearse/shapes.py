@@ -18,7 +18,7 @@ from fitune.spec.model import BlockKind, Dropout, Linear, ModelSpec
 MOST_KINDS = 8
 """Of blocks in one model: more than any in transformers has."""
 
-_NUMBERS = {"layer_idx", "layer_id", "layer_number", "idx", "index", "block_idx", "layer_index"}
+BLOCK_NUMBERS = {"layer_idx", "layer_id", "layer_number", "idx", "index", "block_idx", "layer_index"}
 """What modules call the number of their block, by which equal blocks differ."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
@@ -156,7 +156,7 @@ def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
         sorted(
             (key, value)
             for key, value in vars(module).items()
-            if key not in _NUMBERS and isinstance(value, bool | int | float | str)
+            if key not in BLOCK_NUMBERS and isinstance(value, bool | int | float | str)
         )
     )
 

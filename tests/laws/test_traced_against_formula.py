@@ -1,0 +1,20 @@
+"""Where a family has formulas, its traced blocks take the same bytes: to 0.5 % of the peak."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from fitune.rehearse.profile import TransformersTracer
+from fitune.spec.tracing import trace_with
+
+BENCH = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "traced_vs_formula.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCH["MODELS"])
+def test_trace_and_formula_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
+    trace_with(TransformersTracer())
+    for row in BENCH["compared"](name, tmp_path / "model"):
+        assert abs(row["error"]) < BENCH["TOLERANCES"].get(name, 0.005), row
