@@ -13,7 +13,7 @@ from fitune.planner.fit import last_true, shortage
 from fitune.planner.less_memory import ROW_STEP, largest_known_model
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
-from fitune.planner.search import refuse_contradictions, search
+from fitune.planner.search import refuse_contradictions, saving_beside_steps, search
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Plan
@@ -55,7 +55,7 @@ def compare(
     request = Request.of(changed, model, hardware)
     refuse_contradictions(request)
     answers = list(search(request, wanted=_like(taken.plan, changed)))
-    fitting = [answer.found[0].plan for answer in answers if answer.found]
+    fitting = [saving_beside_steps(changed, answer.found[0].plan) for answer in answers if answer.found]
     smallest = [answer.smallest for answer in answers if answer.smallest is not None]
     if not fitting and not smallest:
         raise RecipeError(f"{change}: no plan of this recipe can have this setting", hint="fewer pins")

@@ -136,7 +136,7 @@ def _placement(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def _saving(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    if recipe.async_save is None and plan.run.save_every and not plan.hardware.gpu.is_cpu:
+    if recipe.async_save is None and plan.run.saves and not plan.hardware.gpu.is_cpu:
         size = format_bytes(checkpoint_bytes(plan))
         if plan.run.async_save:
             yield f"async_save: true, a checkpoint is copied to the host ({size} in all) and written beside the steps"

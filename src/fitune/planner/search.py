@@ -121,7 +121,7 @@ def first_choice(request: Request) -> Priced | None:
     smallest: list[StepStages] = []
     for answer in search(request):
         if answer.found:
-            return _priced(answer.found[0].plan)
+            return _priced(saving_beside_steps(request.recipe, answer.found[0].plan))
         smallest += [answer.smallest] if answer.smallest is not None else []
     return _priced(min(smallest, key=shortage).plan) if smallest else None
 
@@ -203,7 +203,7 @@ def _runners_up(fitting: Sequence[Answer]) -> list[Found]:
 def saving_beside_steps(recipe: Recipe, plan: Plan) -> Plan:
     """``plan``, which writes its checkpoints beside the steps where the recipe leaves that open, a GPU trains, and the
     host has room for the copy, as far as its memory is known."""
-    if recipe.async_save is not None or not plan.run.save_every or plan.hardware.gpu.is_cpu:
+    if recipe.async_save is not None or not plan.run.saves or plan.hardware.gpu.is_cpu:
         return plan
     beside = replace(plan, run=replace(plan.run, async_save=True))
     return beside if host_fits(describe_step(beside, largest_batch(beside))) else plan
