@@ -67,6 +67,8 @@ class Buffers:
     """Of them those that stand in the loss too."""
     reduce: int = 0
     """Gradients of the block behind, being summed or carried off."""
+    last_sum: int = 0
+    """What is left in a bucket when backward ends: laid out for the ranks once more, and this rank's share of it."""
     summed_per_block: int = 0
     """More for each block that has gone back: the share that nodes summed, held to the end of backward."""
     root_end: int = 0
@@ -201,7 +203,11 @@ def _deepspeed(plan: Plan) -> Buffers:
     head = head_parameters(plan.model) * e
     held = live + (head if trains_head(plan.tuning) else 0)
     small = _small_tensor_bytes(plan, zero["stage3_param_persistence_threshold"])
+    summed = 0 if updates_in_backward(plan.tuning) else bucket + bucket // num_shares(plan)
+    fills = zero["reduce_bucket_size"] < trained_parameters(plan)  # before backward ends
     return Buffers(
+        reduce=summed if fills else 0,
+        last_sum=summed,
         resident=small + (0 if updates_in_backward(plan.tuning) else bucket),
         start=live,
         gathering=live,

@@ -273,7 +273,9 @@ def _embedding_moment(step: StepStages) -> Terms:
         "gradients": _blocks_and_waiting(step),
         "temporaries": step.hidden + table + stepped,
         "gathered weights": step.buffers.root,
-        "reduce buffers": step.buffers.buckets + step.buffers.reduce + _summed_by_nodes(step),
+        "reduce buffers": step.buffers.buckets
+        + max(step.buffers.reduce, step.buffers.last_sum)
+        + _summed_by_nodes(step),
     }
 
 
