@@ -519,7 +519,7 @@ NOT_BUILT = (
     Rule(
         broken=lambda plan: not trains_like_transformers(plan.model),
         why=lambda plan: (
-            f"no small {plan.model.model_type} has been trained here with the losses of transformers' own loop"
+            f"no small {plan.model.model_type} has been trained here with transformers' losses and the predicted peak"
         ),
         instead="`fitune plan` and `fitune rehearse` work; one of the architectures in docs/architectures.md trains",
         settings=("model",),
