@@ -56,6 +56,8 @@ class StepReport:
     device waits."""
     memory_bytes: dict[Phase, int] = field(default_factory=dict)
     """Measured peaks of this step; empty when the step was not measured."""
+    jumped_rows: tuple[int, ...] = ()
+    """Rows of a step whose loss lies far above the last ones, counted from 0 in the kept rows; empty in all others."""
     eval_loss: float | None = None
     """Set on the steps after which the held-out rows were evaluated."""
     retries: tuple[Retry, ...] = ()

@@ -21,6 +21,7 @@ from fitune.spec.reports import StepReport
 from fitune.spec.schedule import learning_rate, total_steps
 from fitune.train.failure import Whereabouts
 from fitune.train.prepare import Prepared
+from fitune.train.spikes import LossWatch, row_words
 
 
 def train(
@@ -47,6 +48,7 @@ def train(
     where = where or Whereabouts()
     enter_phase = _telling(where, meter.enter)
     measured_steps = steps_to_measure(loader, start_step=start_step, total=total)
+    losses = LossWatch()
     for step in range(start_step, total):
         where.step, where.doing = step + 1, "reading a batch"
         waiting_since = time.perf_counter()
@@ -82,6 +84,7 @@ def train(
             mfu=achieved_mfu(plan, batch.row_lengths, batch.supervised_tokens, seconds=seconds),
             loss_scale=update.loss_scale,
             skipped=update.skipped,
+            jumped_rows=_rows_of_all(batch, ranks) if losses.jumps(loss) else (),
             memory_bytes=meter.take_peaks(),
         )
 
@@ -132,13 +135,17 @@ def _one_step(
         raise TrainingFailed(f"{error.message}. {_rows(batch)}", hint=error.hint) from None
 
 
+def _rows_of_all(batch: GlobalBatch, ranks: Ranks) -> tuple[int, ...]:
+    """Rows of the step, those of the other ranks too, which have come to the same loss."""
+    return tuple(row for rows in ranks.gathered(_row_ids(batch)) for row in rows)
+
+
+def _row_ids(batch: GlobalBatch) -> list[int]:
+    return [row for micro in batch.micro_batches for row in micro.row_ids]
+
+
 def _rows(batch: GlobalBatch) -> str:
-    rows = [row for micro in batch.micro_batches for row in micro.row_ids]
-    more = f" and {len(rows) - _ROWS_NAMED} more" if len(rows) > _ROWS_NAMED else ""
-    return f"Rows of this step, counted from 0 in the kept rows: {rows[:_ROWS_NAMED]}{more}"
-
-
-_ROWS_NAMED = 20
+    return row_words(_row_ids(batch))
 
 
 def steps_to_measure(loader: Loader, *, start_step: int, total: int) -> set[int]:

@@ -49,6 +49,7 @@ from fitune.train.resume import (
     where_to_start,
 )
 from fitune.train.saving import Saver, saving
+from fitune.train.spikes import jump_words
 from fitune.train.together import (
     gathered_weights,
     require_same_on_all,
@@ -256,6 +257,8 @@ def _do_steps(current: Run, saver: Saver, start_step: int) -> bool:
         if current.log is not None:
             current.log.append(report)
         current.retries = ()
+        if report.jumped_rows:
+            current.callbacks.on_note(jump_words(report.step, report.loss, report.jumped_rows))
         for sink in current.sinks:
             sink.step(report)
         asked, failed = current.ranks.summed([current.callbacks.stop_asked(), saver.has_failed])

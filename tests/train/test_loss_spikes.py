@@ -1,0 +1,50 @@
+"""A step whose loss jumps is told with its rows (row 18 of the fault table); the run goes on as it would have."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conftest import QUESTIONS
+from fitune.spec.plan import Plan
+from fitune.train.run import run
+from fitune.train.spikes import LossWatch, row_words
+from train.test_run import callbacks, steps_of
+
+ODD = 30
+
+
+@pytest.mark.parametrize(
+    ("losses", "jumped"),
+    [
+        ([2.0] * 8 + [2.4, 2.6], [9]),
+        ([2.0] * 7 + [9.0], []),  # too few to hold it against
+        ([6.0 - 0.2 * step for step in range(25)], []),
+        ([2.0, 3.0] * 6 + [4.5, 9.5], [13]),  # as noisy as ever, then more
+        ([2.0] * 10 + [5.0, 2.0, 5.0], [10, 12]),
+    ],
+)
+def test_a_jump_is_far_above_what_is_usual(losses: list[float], jumped: list[int]) -> None:
+    watch = LossWatch()
+    assert [step for step, loss in enumerate(losses) if watch.jumps(loss)] == jumped
+
+
+def test_many_rows_are_counted() -> None:
+    assert row_words(range(23)).endswith("18, 19] and 3 more")
+
+
+def test_a_row_of_noise_is_named_and_stays(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+    rows = [*QUESTIONS]
+    rows[ODD] = {"question": "?", "answer": "".join(chr(0x4E00 + 37 * place) for place in range(18))}
+    data = tmp_path / "odd.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = make_plan(tuning="full", data=[str(data)], gradient_accumulation_steps=1, max_steps=56)
+    notes: list[str] = []
+    report = run(plan, callbacks=replace(callbacks(), on_note=notes.append))
+    found = [step for step in steps_of(plan) if step.jumped_rows]
+    assert found, [round(step.loss, 2) for step in steps_of(plan)]
+    assert all(ODD in step.jumped_rows for step in found)
+    assert [note for note in notes if note.startswith(f"step {found[0].step}: the loss jumped to ")]
+    assert (report.status, report.steps) == ("complete", 56)
