@@ -10,7 +10,7 @@ from fitune.estimate.states import resting_gradient_bytes
 from fitune.estimate.step import resident_terms
 from fitune.spec.counts import count_parameters
 from fitune.spec.gpus import find_gpu, hardware_for
-from fitune.spec.model_config import known_model_names
+from fitune.spec.model_config import names_with_formulas
 from fitune.spec.plan import AdamW8bit, Hqq, Lora, Nf4, Offload, Single, Zero
 from fitune.spec.plan import Full as FullTuning
 from laws.classic_accounts import (
@@ -145,7 +145,7 @@ def test_the_classic_layer_keeps_34_and_5_a_s_over_h():
     assert kept == 2048 * 12288 * (34 + 80)
 
 
-@pytest.mark.parametrize("name", known_model_names())
+@pytest.mark.parametrize("name", names_with_formulas())
 def test_the_list_of_tensors_is_the_whole_model(name):
     model = known(name)
     assert sum(t.elements * t.count for t in base_tensors(model)) == count_parameters(model).total
