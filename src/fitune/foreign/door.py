@@ -7,7 +7,7 @@ from typing import Any
 from fitune.errors import RecipeError
 from fitune.foreign.axolotl import read_axolotl
 from fitune.foreign.llama_factory import read_llama_factory
-from fitune.foreign.llama_factory_1 import read_llama_factory_1
+from fitune.foreign.llama_factory_v1 import read_llama_factory_v1
 from fitune.foreign.reading import Reading, words
 from fitune.foreign.torchtune import read_torchtune
 from fitune.foreign.trl import read_trl
@@ -60,7 +60,7 @@ def trainer_of(raw: Mapping[str, Any]) -> str | None:
 
 def _read_either_version(r: Reading) -> None:
     first = "stage" in r.raw or "finetuning_type" in r.raw
-    (read_llama_factory if first else read_llama_factory_1)(r)
+    (read_llama_factory if first else read_llama_factory_v1)(r)
 
 
 _READERS: dict[str, Callable[[Reading], None]] = {

@@ -23,7 +23,7 @@ _PASSED = (
 )
 
 
-def read_llama_factory_1(r: Reading) -> None:
+def read_llama_factory_v1(r: Reading) -> None:
     r.same(_SAME)
     _method(r, r.take("peft_config") or {}, r.take("quant_config") or {})
     _data(r)

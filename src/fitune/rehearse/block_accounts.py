@@ -1,0 +1,156 @@
+"""The account of a recorded step: for each block what it keeps, needs and moves, storage by storage."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from fitune.errors import ModelError
+from fitune.rehearse.block_recording import EMBEDDING, Sample, Work
+from fitune.rehearse.trace import Allocated, Entered, Freed, Reached
+from fitune.spec.predictions import Phase
+
+Numbers = tuple[float, float, float]
+"""Bytes at one moment of a backward: kept, gradients, everything else."""
+
+
+@dataclass(slots=True)
+class Account:
+    """One sample by moments, in bytes."""
+
+    hidden: int = 0
+    around: int = 0
+    around_forward: int = 0
+    kept: list[int] = field(default_factory=list)
+    final_kept: int = 0
+    final_forward: list[int] = field(default_factory=list)
+    final_backward: list[int] = field(default_factory=list)
+    forward: dict[int, list[int]] = field(default_factory=dict)
+    """Bytes beyond what there was when the block began."""
+    backward: dict[tuple[int, int], list[Numbers]] = field(default_factory=dict)
+    """By micro-batch and block."""
+    work: dict[tuple[str, int], list[Work]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Storages:
+    """Size of each storage, and what it belongs to: a block, the final norm, the hidden states, or what is around."""
+
+    sizes: dict[Any, int] = field(default_factory=dict)
+    owners: dict[Any, Any] = field(default_factory=dict)
+    kept: dict[tuple[int, Any], int] = field(default_factory=dict)
+    """Bytes alive between forward and backward by micro-batch and owner."""
+
+
+def _storages(sample: Sample) -> _Storages:
+    found = _Storages()
+    turn, phase = -1, Phase.IDLE
+    place: Any = "around"
+    going_in = {serial: (turn, block) for (turn, block), serial in sample.inputs.items()}
+    born: dict[Any, Any] = {}
+    for event in sample.events:
+        match event:
+            case Entered(phase=entered):
+                if entered is Phase.LOSS:
+                    for storage, owner in born.items():
+                        found.owners[storage] = owner
+                        key = (turn, owner)
+                        found.kept[key] = found.kept.get(key, 0) + found.sizes[storage]
+                turn, phase, place = turn + (entered is Phase.FORWARD), entered, "around"
+                born = {}
+            case Reached(direction="forward", block=block):
+                place = "final" if block is None else block
+            case Allocated(storage=storage, size=size):
+                found.sizes[storage] = size
+                if phase is Phase.FORWARD:
+                    of: Any = place
+                    if storage in going_in:
+                        block = going_in[storage][1]
+                        of = block if block < sample.blocks else "final"
+                    born[storage] = "hidden" if storage in sample.outputs.values() else of
+            case Freed(storage=storage):
+                born.pop(storage, None)
+    return found
+
+
+def account_of(sample: Sample) -> Account:
+    found = _storages(sample)
+    account = Account(hidden=found.sizes[sample.outputs[0]])
+    if any(found.sizes[storage] != account.hidden for storage in sample.inputs.values()):
+        raise ModelError(
+            "what goes from block to block is not one hidden state, which no estimate is made for"
+        )
+    kept = {block: found.kept.get((0, block), 0) for block in range(sample.blocks)}
+    account.kept = [kept[block] for block in range(sample.blocks)]
+    account.around = found.kept.get((0, "around"), 0)
+    account.final_kept = found.kept.get((0, "final"), 0)
+    alive: Counter[Any] = Counter()
+    total = start = 0
+    turn, phase, place = -1, Phase.IDLE, None
+    number = 0
+    for index, event in enumerate(sample.events):
+        while number < len(sample.work) and sample.work[number].event <= index:
+            _credit(account, sample.work[number], turn, phase, place)
+            number += 1
+        match event:
+            case Entered(phase=phase):
+                turn, place = turn + (phase is Phase.FORWARD), None
+                continue
+            case Reached(direction="forward", block=block):
+                place, start = ("final" if block is None else block), total
+                if block == sample.blocks - 1 and turn == 0:
+                    before = sum(kept[j] for j in range(block))
+                    account.around_forward = total - before - account.hidden
+                continue
+            case Reached(block=block):
+                place = block
+                continue
+            case Allocated(storage=storage, size=size):
+                total += size
+                alive[_label(storage, found, sample, turn)] += size
+            case Freed(storage=storage):
+                if storage in found.sizes:
+                    total -= found.sizes[storage]
+                    alive[_label(storage, found, sample, turn)] -= found.sizes[storage]
+                continue
+        if phase is Phase.FORWARD and turn == 0 and isinstance(place, int):
+            account.forward.setdefault(place, []).append(total - start)
+        elif phase is Phase.FORWARD and turn == 0 and place == "final":
+            held = account.around_forward + sum(account.kept) + account.final_kept + account.hidden
+            account.final_forward.append(total - held)
+        elif phase is Phase.BACKWARD:
+            _note_backward(account, sample, alive, total, turn, place)
+    return account
+
+
+def _label(storage: Any, found: _Storages, sample: Sample, turn: int) -> Any:
+    """What a storage counts as: a gradient, what a block keeps of this micro-batch, or anything else."""
+    if storage in sample.gradients:
+        return "gradient", sample.gradients[storage][0]
+    return "kept", found.owners.get(storage)
+
+
+def _note_backward(
+    account: Account, sample: Sample, alive: Counter[Any], total: int, turn: int, place: Any
+) -> None:
+    gradients = sum(size for (kind, _), size in alive.items() if kind == "gradient")
+    others = total - gradients - account.around - 2 * account.hidden
+    if place == EMBEDDING:
+        return
+    if place is None:  # before the last block: the final norm goes back
+        if turn == 0:
+            account.final_backward.append(others - sum(account.kept) - account.final_kept + account.hidden)
+        return
+    others -= sum(account.kept[:place])
+    if sample.keeps:
+        own = alive["kept", place]
+        others -= own
+    else:
+        own = 0
+        others -= account.kept[place]
+    fresh = alive["gradient", place] if turn == 0 else 0
+    account.backward.setdefault((turn, place), []).append((own, fresh, others))
+
+
+def _credit(account: Account, work: Work, turn: int, phase: Phase, place: Any) -> None:
+    if turn == 0 and isinstance(place, int) and phase in (Phase.FORWARD, Phase.BACKWARD):
+        account.work.setdefault((phase.value, place), []).append(work)
