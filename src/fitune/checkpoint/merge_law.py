@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from fitune.checkpoint.merge import Change, adapted_layers, base_weights, change_of
+from fitune.checkpoint.merge import Change, adapted_layers, base_weights, change_of, require_plain_lora
 from fitune.checkpoint.parity import Check, is_equal
 
 _SUM_STEPS = 8
@@ -18,8 +18,13 @@ _SUM_STEPS = 8
 
 
 def merged_checks(model: PeftModel, dtype: torch.dtype) -> dict[str, Check]:
-    """Name in the base -> whether a tensor is what a merge in ``dtype`` must have written under that name."""
+    """Name in the base -> whether a tensor is what a merge in ``dtype`` must have written under that name.
+
+    Raises CheckpointError for an adapter that cannot be merged.
+    """
     layers, adapter = adapted_layers(model), model.active_adapter
+    for name, layer in layers.items():
+        require_plain_lora(name, layer)
     checks: dict[str, Check] = {
         name: partial(is_equal, tensor, dtype) for name, tensor in base_weights(model).items()
     }
