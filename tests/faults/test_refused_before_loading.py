@@ -46,6 +46,28 @@ def test_a_host_that_is_too_small_for_what_was_offloaded(call: Call, tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        (
+            1,
+            "processes 12.0 + weights 15.0 + optimizer 89.7 + gradients 29.9 = 146.6 GiB a node, 60.0 usable",
+        ),
+        (2, "processes 12.0 + weights 7.5 + optimizer 44.9 + gradients 15.0 = 79.3 GiB a node, 60.0 usable"),
+    ],
+)
+def test_a_host_holds_the_shares_of_all_its_ranks(
+    call: Call, tmp_path: Path, data_file: Path, nodes: int, said: str
+) -> None:
+    """3 GiB for each of four processes; of two nodes each holds half of weights, optimizer and gradients."""
+    words = ("--offload-parameters", "cpu", "--offload-optimizer", "cpu", "--output-dir", tmp_path / "run")
+    device = ("--gpu", "a100-40gb", "--gpus", 4, "--nodes", nodes, "--offload-activations", "device")
+    code, _, err = call("train", *GPU, *device, "--tuning", "full", "--data", data_file, *words)
+    assert code == 2
+    assert said in " ".join(err.split())
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(("gpu", "capability"), [("v100-32gb", "7.0"), ("t4", "7.5"), ("rtx-2080-ti", "7.5")])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-master"])
 def test_bf16_on_a_device_that_has_none(call: Call, gpu: str, capability: str, precision: str) -> None:

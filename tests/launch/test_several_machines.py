@@ -6,6 +6,13 @@ import pytest
 
 from fitune.errors import HardwareError
 from fitune.launch.command import require_one_machine
+from fitune.launch.nodes import OneNode, Place
+from fitune.session import ranks_of_nodes
+from fitune.spec.hardware import Hardware
+from fitune.spec.plan import Plan
+from fitune.spec.recipe import parse_recipe
+from fitune.spec.serial import to_json
+from fitune.units import GIB
 from plans import gpu, plan_for, small_llama
 
 
@@ -19,3 +26,40 @@ def test_the_refusal_says_what_to_start_on_each_machine():
 
 def test_one_machine_is_started_here():
     require_one_machine(plan_for(small_llama(), hardware=gpu("h100", gpus=4)))
+
+
+class _Second(OneNode):
+    """Node 1, which is told a plan by node 0."""
+
+    place = Place(node=1, nodes=2, host="a", port=1)
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def from_first(self, make: object) -> str:
+        return to_json(self.plan)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"gpus_per_node": 2}, "this node has 2 × h100, and the plan is for 4 × h100 in each"),
+        ({"memory": GIB // 2}, "does not fit on this node: .* of .* a device"),
+    ],
+)
+def test_a_node_that_is_smaller_than_the_first_says_so_before_its_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, int], said: str
+) -> None:
+    plan = plan_for(small_llama(), hardware=replace(gpu("h100", gpus=4), nodes=2))
+
+    def here(recipe: object) -> Hardware:
+        found = plan.hardware
+        if "memory" in other:
+            return replace(found, gpu=replace(found.gpu, memory_bytes=other["memory"]))
+        return replace(found, **other)
+
+    monkeypatch.setattr(ranks_of_nodes, "wanted_hardware", here)
+    with pytest.raises(HardwareError, match=said):
+        ranks_of_nodes.train_by_ranks(
+            None, parse_recipe({"model": "m"}), _Second(plan), tell=lambda event: None
+        )
