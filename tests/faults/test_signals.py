@@ -97,7 +97,7 @@ def test_one_signal_lets_the_step_be_finished(program: Program, tmp_path: Path) 
         "fitune.train.run.prepare_data",
         "fitune.data.templates.PieceEncoder.encode",
         "fitune.data.loader.pack_rows",
-        "fitune.data.loader.Loader.usual",
+        "fitune.data.loader.Loader.epoch",
         "fitune.train.run.prepare",
         "fitune.session.training.plan_for",
     ],
