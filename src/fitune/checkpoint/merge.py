@@ -102,7 +102,7 @@ def stores_transposed(layer: LoraLayer) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What an adapter does to one weight: W + scaling · B A, with DoRA's lengths of the rows."""
+    """The change of one weight by an adapter: W + scaling · B A, with DoRA's lengths of the rows."""
 
     a: Tensor
     b: Tensor

@@ -26,7 +26,7 @@ class Divided:
     """A tensor of which several ranks hold parts."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: str
     """Name of the type in safetensors."""
     dim: int
@@ -73,7 +73,7 @@ class Share:
 
 
 def share_of(state: TrainState, *, rank: int) -> Share:
-    """What ``rank`` writes of ``state``, on the tensors' own storage.
+    """The part of ``state`` that ``rank`` writes, on the tensors' own storage.
 
     Raises CheckpointError naming a tensor that is empty.
     """

@@ -411,7 +411,7 @@ def check(
 
 
 def _recipe(words: list[str] | None, settings: list[str] | None, *, quiet: bool = False) -> "Recipe":
-    """What was read of another trainer's recipe goes to standard error: the answer alone is on standard output."""
+    """The recipe that ``words`` name. Notes on another trainer's keys go to standard error."""
     from fitune.cli.options import recipe_from
 
     read = recipe_from(words or [], settings or [])

@@ -21,7 +21,7 @@ MOST_TEXT = 2**22
 _SHOWN_TO_TOKENIZER = 2**19
 """Bytes of text that the tokenizer counts; it does some MB a second."""
 BYTES_PER_TOKEN = 4.0
-"""Of English text in UTF-8, where the model's tokenizer is not at hand: between 3.5 and 4.5 for those in use."""
+"""Bytes of a token of English text in UTF-8, where no tokenizer is at hand: 3.5 to 4.5 for those in use."""
 TOKENS_PER_MESSAGE = 5
 """Marks of a chat template around a message, as Llama 3 and ChatML have them."""
 

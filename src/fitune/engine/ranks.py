@@ -34,7 +34,7 @@ class Ranks:
     """None for the group of the training itself."""
 
     def apart(self) -> "Ranks":
-        """The same ranks in a group of their own, for a thread beside the training: its words must not get between
+        """These ranks in a group of their own, for a thread beside the training: its messages must not get between
         those of the steps."""
         return self if self.is_alone else replace(self, group=dist.new_group(backend="gloo", timeout=WAIT))
 

@@ -64,11 +64,11 @@ class Buffers:
     buckets: int = 0
     """Stand ready for sums in backward."""
     standing: int = 0
-    """Of them those that stand in the loss too."""
+    """The buckets that stand in the loss too."""
     reduce: int = 0
     """Gradients of the block behind, being summed or carried off."""
     last_sum: int = 0
-    """What is left in a bucket when backward ends: laid out for the ranks once more, and this rank's share of it."""
+    """The last bucket when backward ends: its rest laid out for the ranks once more, and this rank's share of it."""
     summed_per_block: int = 0
     """More for each block that has gone back: the share that nodes summed, held to the end of backward."""
     root_end: int = 0
@@ -186,7 +186,7 @@ def _held_sums(plan: Plan, summed: int) -> int:
 
 
 def _deepspeed(plan: Plan) -> Buffers:
-    """Of the sizes that fitune's own configuration names (spec/deepspeed.py), counted in real steps.
+    """Buffers of the sizes that fitune's own configuration names (spec/deepspeed.py), counted in real steps.
 
     Below stage 3 the reduce bucket is made when backward begins; stage 1 keeps it from the first micro-batch to the
     last. Stage 3 has one that always stands, and gathers until ``stage3_max_live_parameters`` are there; the head is
@@ -221,7 +221,7 @@ def _deepspeed(plan: Plan) -> Buffers:
 
 
 def deepspeed_default_buffers(plan: Plan) -> Buffers:
-    """What DeepSpeed takes at its defaults. Sums: a bucket of 5e8 elements, twice at stage 3, where overlap_comm is on
+    """Buffers of DeepSpeed at its defaults. Sums: a bucket of 5e8 elements, twice at stage 3, where overlap_comm is on
     by default; weights after the step: an all-gather bucket of 5e8 at stages 1 and 2. Gathered at stage 3: at most 1e9
     elements.
 

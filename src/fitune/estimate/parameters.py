@@ -95,7 +95,7 @@ def kind_tensors(model: ModelSpec, kind: int) -> tuple[ParameterTensor, ...]:
 
 
 def _block_tensors(model: ModelSpec, blocks: tuple[int, ...] = ()) -> Iterator[ParameterTensor]:
-    """Those of all blocks, or of ``blocks``."""
+    """The tensors of all blocks, or of ``blocks``."""
     layers = model.num_layers
     for m, count in model.counted_linears(blocks):
         rows, row = (m.copies, m.weights // m.copies) if m.copies > 1 else (m.out_features, m.in_features)

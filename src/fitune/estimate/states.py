@@ -138,7 +138,7 @@ SUB_GROUP = 1_000_000_000
 
 
 def sub_group_elements(plan: Plan) -> int:
-    """Of fitune's own configuration."""
+    """Elements that DeepSpeed steps at once in fitune's own configuration."""
     if not uses_deepspeed(plan):
         return SUB_GROUP
     elements: int = deepspeed_config(plan)["zero_optimization"].get("sub_group_size", SUB_GROUP)
