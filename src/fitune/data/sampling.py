@@ -66,11 +66,9 @@ def guess_epoch(data: DataPlan, batch: Batch, *, tokenizer_folder: Path) -> Epoc
         for lengths in (_cut(sample.lengths, per_token, data, seq_len=batch.seq_len),)
     ]
     how = (
-        ""
-        if all(sample.is_whole for sample in samples)
-        else f"from the first {_read_rows(samples):,} rows and "
+        "" if all(sample.is_whole for sample in samples) else f"from the first {_read_rows(samples):,} rows "
     )
-    return _epoch(weighted, batch, guess=f"{how}{counted}")
+    return _epoch(weighted, batch, guess=f"{how}at {counted}")
 
 
 def _epoch(weighted: Sequence[tuple[float, list[tuple[int, int]]]], batch: Batch, *, guess: str) -> Epoch:
