@@ -17,7 +17,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTEST)
 
-# The larger grids of the laws, about five minutes more.
+# The larger grids of the laws, about half an hour more.
 slow: $(STAMP)
 	$(PYTEST) -m slow
 

@@ -8,6 +8,7 @@ of it on the host.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,7 +31,7 @@ class Piece:
     elements: int
 
 
-class DeepSpeedShares:
+class DeepSpeedShares(ABC):
     """Weights, masters and states by the names that checkpoints give them."""
 
     def __init__(self, trained: Mapping[str, Parameter], optimizer: Any) -> None:
@@ -40,8 +41,8 @@ class DeepSpeedShares:
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.pieces = {name: self._piece(parameter) for name, parameter in self.parameters.items()}
 
-    def trained(self) -> dict[str, Tensor]:
-        raise NotImplementedError
+    @abstractmethod
+    def trained(self) -> dict[str, Tensor]: ...
 
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
         """Give weights and their masters the values of ``weights``."""
@@ -84,15 +85,15 @@ class DeepSpeedShares:
         return [*self._flats, *(value for value in states if isinstance(value, Tensor))]
 
     @property
+    @abstractmethod
     def _flats(self) -> list[Tensor]:
         """fp32 masters, one flat tensor for each group."""
-        raise NotImplementedError
 
-    def _piece(self, parameter: Parameter) -> Piece:
-        raise NotImplementedError
+    @abstractmethod
+    def _piece(self, parameter: Parameter) -> Piece: ...
 
-    def _put_weight(self, parameter: Parameter, whole: Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _put_weight(self, parameter: Parameter, whole: Tensor) -> None: ...
 
     def _state(self, group: int) -> dict[str, Any]:
         return cast(dict[str, Any], self.optimizer.state[self._flats[group]])

@@ -107,7 +107,7 @@ class StepStages:
     weight_copies: int = 0
     """16-bit copies of fp32 weights, from forward until the block that used them has gone back."""
     around_traced: tuple[int, int] | None = None
-    """Of a traced model: what is alive around blocks in backward, and in forward."""
+    """Bytes alive around the blocks of a traced model, in backward and in forward; None for a model with formulas."""
     casts: tuple[float, float] = (0.0, 0.0)
     """Bytes per token that casts move beside the model's own operations, forward and backward, in all blocks."""
 

@@ -40,7 +40,7 @@ class LanguageModel:
     head: nn.Module
     softcap: float | None
     logit_scale: float
-    """What the head's logits are multiplied by."""
+    """Factor of the head's logits."""
     chunk_tokens: int | None
     by_rows: bool
     """True if attention keeps the rows apart by itself; otherwise it needs a mask."""
@@ -110,7 +110,7 @@ def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageMo
 
 
 def _logit_scale(config: PretrainedConfig) -> float:
-    """What transformers multiplies the head's logits by: Cohere's scale, one over Granite's scaling."""
+    """The factor that transformers gives the head's logits: Cohere's scale, one over Granite's scaling."""
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     return scale / float(getattr(config, "logits_scaling", None) or 1.0)
 

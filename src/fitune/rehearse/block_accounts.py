@@ -123,7 +123,7 @@ def account_of(sample: Sample) -> Account:
 
 
 def _label(storage: Any, found: _Storages, sample: Sample, turn: int) -> Any:
-    """What a storage counts as: a gradient, what a block keeps of this micro-batch, or anything else."""
+    """The kind of a storage: a gradient, kept by a block of this micro-batch, or anything else."""
     if storage in sample.gradients:
         return "gradient", sample.gradients[storage][0]
     return "kept", found.owners.get(storage)

@@ -47,7 +47,7 @@ EMBEDDING = -1
 
 @dataclass(slots=True)
 class Work:
-    """What one operation asked of the device."""
+    """FLOPs and bytes of one operation."""
 
     event: int
     flops: float = 0.0

@@ -100,7 +100,7 @@ T = TypeVar("T")
 
 
 def _largest(items: Sequence[T], size: Callable[[T], Size]) -> tuple[T, ...]:
-    """Those that no other exceeds for every micro-batch."""
+    """The items that no other exceeds for every micro-batch."""
     kept: list[T] = []
     for item in items:
         if any(size(other).exceeds(size(item)) for other in kept):
@@ -192,7 +192,7 @@ class TransformersTracer:
 
 @contextmanager
 def reading_blocks(name: str) -> Iterator[None]:
-    """What transformers raises while blocks run on fake tensors becomes a ModelError."""
+    """Turns errors of transformers while blocks run on fake tensors into a ModelError."""
     try:
         yield
     except FituneError:

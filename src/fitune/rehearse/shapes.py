@@ -16,10 +16,10 @@ from fitune.models.language_model import blocks_of
 from fitune.spec.model import BlockKind, Dropout, Linear, ModelSpec
 
 MOST_KINDS = 8
-"""Of blocks in one model: more than any in transformers has."""
+"""Kinds of blocks in one model: more than any in transformers has."""
 
 BLOCK_NUMBERS = {"layer_idx", "layer_id", "layer_number", "idx", "index", "block_idx", "layer_index"}
-"""What modules call the number of their block, by which equal blocks differ."""
+"""Attributes in which modules keep the number of their block, by which equal blocks differ."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 _RECURRENT = (

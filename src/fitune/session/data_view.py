@@ -50,7 +50,7 @@ class ShownRow:
 
     where: str
     parts: tuple[Part, ...]
-    """What is kept of it; the beginning of its text when nothing is."""
+    """The kept stretches; the beginning of its text when nothing is kept."""
     tokens: int
     kept: int
     learned: int

@@ -69,7 +69,7 @@ def convert_recipe(path: Path) -> str:
 
 
 def _values(reading: Reading) -> dict[str, Any]:
-    """What was read, checked and in the order of the Recipe."""
+    """The settings that were read, checked and in the order of the Recipe."""
     recipe = layered_recipe(reading.settings, where=reading.where)
     values = recipe.model_dump(include=set(reading.settings), exclude_none=True)
     return {

@@ -152,7 +152,7 @@ def similar_gpu(name: str, *, memory_bytes: int, capability: tuple[int, int]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFigures:
-    """What a recipe says of its GPU besides, or instead of, a name; None stands for nothing."""
+    """Figures that a recipe gives of its GPU besides a name or instead of one; None is not given."""
 
     memory_bytes: int | None = None
     flops: float | None = None
