@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fitune.checkpoint import save
 from fitune.cli import main
@@ -35,8 +36,16 @@ def fill_disk() -> None:
 
 
 def fill_disk_of_save() -> None:
-    """From now on no file of a checkpoint can be written."""
+    """From now on no file of a checkpoint can be written, and this rank is slow to leave its group: the agent stops
+    it before it ends."""
     in_next_save(fill_disk)
+    leave = dist.destroy_process_group
+
+    def leave_late(*words: Any) -> None:
+        time.sleep(2.0)
+        leave(*words)
+
+    dist.destroy_process_group = leave_late
 
 
 def kill_in_save() -> None:

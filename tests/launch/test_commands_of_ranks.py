@@ -98,26 +98,38 @@ def test_the_first_rank_that_failed_by_itself_is_the_cause(tmp_path: Path, tell:
     tell(1, "DataError", at=2)
     tell(2, "DataError", at=1)
     exits = {0: Exit(code=4), 1: Exit(code=1), 2: Exit(code=1)}
-    found = ended(exits, tmp_path, received=[])
+    found = ended(exits, tmp_path, received=[], ranks=range(3))
     assert (found.exit_code, found.cause) == (1, "rank 2 failed: DataError of 2")
     assert str(tmp_path / log_of(2)) in found.hint
 
 
-def test_an_error_of_all_ranks_is_said_by_the_first(tmp_path: Path) -> None:
+def test_an_error_of_all_ranks_is_said_once_and_of_nobody(tmp_path: Path) -> None:
     (tmp_path / LOGS).mkdir()
     for rank, at in ((0, 2.0), (1, 1.0)):
         error = RankError(kind="TrainingFailed", message="no progress", exit_code=1, at=at)
         write_status(tmp_path / LOGS, RankStatus(rank=rank, error=error))
     for of_first in (1, 143):  # the agent stops rank 0 when it sees that rank 1 ended
-        found = ended({0: Exit(code=of_first), 1: Exit(code=1)}, tmp_path, received=[])
-        assert (found.exit_code, found.is_said) == (1, True)
+        found = ended({0: Exit(code=of_first), 1: Exit(code=1)}, tmp_path, received=[], ranks=range(3))
+        assert (found.exit_code, found.cause, found.is_said) == (1, "no progress", False)
+
+
+def test_a_rank_that_the_agent_stops_while_it_fails_is_the_cause(
+    tmp_path: Path, tell: Callable[..., None]
+) -> None:
+    tell(0, "CheckpointError", at=1.5)
+    tell(1, "RankFailed", at=1.6)
+    found = ended({1: Exit(code=4, at=2)}, tmp_path, received=[], ranks=range(2))
+    assert (found.cause, found.is_said) == ("CheckpointError of 0", False)
 
 
 def test_a_rank_that_the_agent_kills_afterwards_is_no_cause(tmp_path: Path) -> None:
     (tmp_path / LOGS).mkdir()
     (tmp_path / log_of(1)).write_text("Traceback\nImportError: no such thing\n")
     exits = {1: Exit(code=1, at=100), 0: Exit(code=-signal.SIGKILL, at=130)}
-    assert ended(exits, tmp_path, received=[]).cause == "rank 1 failed: ImportError: no such thing"
+    assert (
+        ended(exits, tmp_path, received=[], ranks=range(3)).cause
+        == "rank 1 failed: ImportError: no such thing"
+    )
 
 
 SAID = Ended(exit_code=1, cause="rank 0 failed: it said nothing", is_said=True)
@@ -138,7 +150,7 @@ def test_the_exit_code_of_a_job(
     tmp_path: Path, codes: dict[int, int], received: list[int], expected: Ended
 ) -> None:
     exits = {rank: Exit(code=code) for rank, code in codes.items()}
-    assert ended(exits, tmp_path, received=received) == expected
+    assert ended(exits, tmp_path, received=received, ranks=range(2)) == expected
 
 
 def test_a_peer_that_is_gone_is_named_with_its_cause(tmp_path: Path, tell: Callable[..., None]) -> None:

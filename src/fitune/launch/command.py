@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from fitune.errors import HardwareError
 from fitune.spec.plan import Plan
 
-LAUNCHER = "FITUNE_LAUNCHER"
-"""Environment of a rank: the process id of the program that started it and speaks to people about signals."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCommand:

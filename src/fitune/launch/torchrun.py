@@ -21,9 +21,9 @@ import psutil
 from fitune.errors import PeerGone, RankFailed, TrainingFailed
 from fitune.files import remove
 from fitune.launch.board import interface_towards
-from fitune.launch.command import LAUNCHER, RankCommand
+from fitune.launch.command import RankCommand
 from fitune.launch.nodes import ONE_NODE, TIMEOUT_SECONDS, Nodes, Place
-from fitune.spec.rank_status import RankStatus, read_statuses
+from fitune.spec.rank_status import LAUNCHER, RankStatus, read_statuses
 from fitune.spec.run_directory import LOGS, log_of
 
 _STOPPING_SECONDS = "10"
@@ -50,7 +50,7 @@ class Ended:
     """Empty when all is well, and where another node has the cause."""
     hint: str = ""
     is_said: bool = False
-    """Rank 0 has said it on its terminal."""
+    """Rank 0 has said it on its terminal, which other ranks do not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,8 @@ def run_ranks(command: RankCommand, *, directory: Path, nodes: Nodes = ONE_NODE,
         **_meeting_place(nodes.place),
         **own_signals,
     )
+    first = command.processes * (0 if nodes.place is None else nodes.place.node)
+    ranks = range(first, first + command.processes)
     program, *words = command.words
     exits: dict[int, Exit] = {}
     with _passed_on() as received, _stopped_by(nodes) as stopped:
@@ -101,11 +103,10 @@ def run_ranks(command: RankCommand, *, directory: Path, nodes: Nodes = ONE_NODE,
                 for rank, failure in failed.failures.items()
             }
         finally:
-            first = command.processes * (0 if nodes.place is None else nodes.place.node)
-            _stop_all(read_statuses(directory / LOGS), range(first, first + command.processes))
+            _stop_all(read_statuses(directory / LOGS), ranks)
     if stopped:
         return Ended(exit_code=TrainingFailed.exit_code)
-    return ended(exits, directory, received=received)
+    return ended(exits, directory, received=received, ranks=ranks)
 
 
 def _meeting_place(place: Place | None) -> dict[str, Any]:
@@ -224,16 +225,17 @@ def _one_file_a_rank(directory: Path) -> Any:
     return OneFile()
 
 
-def ended(exits: dict[int, Exit], directory: Path, *, received: list[int]) -> Ended:
-    """How a job whose ranks ended so did end, after the signals that this program received.
+def ended(exits: dict[int, Exit], directory: Path, *, received: list[int], ranks: range) -> Ended:
+    """How a job whose ``ranks`` on this node ended so did end, after the signals that this program received.
 
     The cause is the rank that failed first by itself: not one whose peer was gone, or that was asked to stop. The
-    agent kills ranks that do not stop, but half a minute later.
+    agent kills ranks that do not stop, but half a minute later; and it stops ranks that have just written down why
+    they fail.
     """
     statuses = read_statuses(directory / LOGS)
     own = {
         rank: end
-        for rank, end in exits.items()
+        for rank, end in (_told(statuses, ranks) | exits).items()
         if end.code and end.code not in _STOPPED and not _waited_for_another(end.code, statuses.get(rank))
     }
     if not own and received:
@@ -252,17 +254,28 @@ def ended(exits: dict[int, Exit], directory: Path, *, received: list[int]) -> En
             exit_code=TrainingFailed.exit_code, cause=f"rank {rank} was killed by {name}{hint}", hint=going_on
         )
     status = statuses.get(rank)
-    # Rank 0 has said its own error, and one that all ranks came to together.
-    is_said = rank == 0 or _message(statuses.get(0)) == _message(status) != ""
-    said = status.error.message if status is not None and status.error is not None else _last_line(log)
-    hint = status.error.hint if status is not None and status.error is not None else ""
     more = f"what it said is in {log}" if rank else ""
+    if status is None or status.error is None:
+        return Ended(
+            exit_code=code, cause=f"rank {rank} failed: {_last_line(log)}", hint=more, is_said=rank == 0
+        )
+    said = status.error.message
+    is_of_all = _message(statuses.get(0)) == said
     return Ended(
         exit_code=code,
-        cause=f"rank {rank} failed: {said}",
-        hint="; ".join(part for part in (hint, more) if part),
-        is_said=is_said,
+        cause=said if is_of_all else f"rank {rank} failed: {said}",
+        hint="; ".join(part for part in (status.error.hint, more) if part),
     )
+
+
+def _told(statuses: dict[int, RankStatus], ranks: range) -> dict[int, Exit]:
+    """The ends that these ``ranks`` have written down."""
+    errors = {rank: statuses[rank].error for rank in ranks if rank in statuses}
+    return {
+        rank: Exit(code=error.exit_code, at=int(error.at))
+        for rank, error in errors.items()
+        if error is not None
+    }
 
 
 def _waited_for_another(code: int, status: RankStatus | None) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fitune.engine.joining import joined_ranks, launched_ranks
 from fitune.engine.ranks import ALONE, Ranks
-from fitune.errors import PeerGone
+from fitune.errors import FituneError, exit_code_of
 from fitune.launch.command import require_one_machine
 from fitune.launch.nodes import ONE_NODE, Place
 from fitune.session.events import Note, Tell
@@ -24,7 +24,9 @@ from fitune.session.signals import (
     stop_requests,
 )
 from fitune.session.training import Attempt, first_attempt, run_attempt
+from fitune.spec.rank_status import is_left_to_launcher
 from fitune.spec.recipe import Recipe
+from fitune.spec.run_directory import LOGS
 
 StartAgain = Callable[[Path], int]
 """Goes on with the attempt that was handed over into a run directory; returns the exit code, if at all."""
@@ -80,8 +82,10 @@ def go_on(directory: Path, *, tell: Tell) -> int:
             return attempt_program(attempt, recipe, tell=tell)
         try:
             code = attempt_program(attempt, recipe, tell=tell, ranks=ranks)
-        except PeerGone as error:  # the launcher says which rank it was, and why
-            return error.exit_code
+        except FituneError as error:
+            if not is_left_to_launcher(directory / LOGS):
+                raise
+            return exit_code_of(error)
         # The agent takes any other code for a failure of this rank.
         return 0 if code in EXIT_CODES.values() else code
 

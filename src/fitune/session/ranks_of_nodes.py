@@ -29,6 +29,8 @@ from fitune.spec.serial import from_json, to_json
 from fitune.spec.words import describe_plan
 from fitune.units import format_bytes
 
+LOST = "the ranks lost the connection between them, and none of them says why"
+
 
 def nobody(event: Event) -> None:
     """The ranks and nodes after the first tell nobody what the first tells."""
@@ -82,8 +84,8 @@ def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: Nodes, *, tel
             ended = _run(plan, nodes)
             if attempt is not None:
                 attempt = _after(attempt, ended, recipe, had=had, tell=tell)
-    if ended.cause and not ended.is_said:
-        error = TrainingFailed(ended.cause, hint=ended.hint)
+    if ended.exit_code not in (0, *EXIT_CODES.values()) and not ended.is_said:
+        error = TrainingFailed(ended.cause or LOST, hint=ended.hint or "fitune train … --resume goes on")
         error.exit_code = ended.exit_code
         raise error
     return ended.exit_code

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from fitune.launch.command import LAUNCHER
+from fitune.spec.rank_status import LAUNCHER
 
 if TYPE_CHECKING:  # every command has this file, and most have no use for those
     from fitune.spec.plan import Plan

@@ -11,6 +11,9 @@ from fitune.errors import FituneError
 from fitune.files import process_lives, remove_stale_siblings, temporary_sibling
 from fitune.spec.serial import from_data, read_json, to_json
 
+LAUNCHER = "FITUNE_LAUNCHER"
+"""Environment of a rank: the process id of the program that started it, and tells people of its signals and error."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankError:
@@ -68,6 +71,13 @@ def read_statuses(logs: Path) -> dict[int, RankStatus]:
             continue
         found[status.rank] = status
     return found
+
+
+def is_left_to_launcher(logs: Path) -> bool:
+    """True if this process wrote down its error for a launcher of ours, which says it: a rank may be stopped for the
+    error of another one before it has said its own."""
+    own = [status for status in read_statuses(logs).values() if status.pid == os.getpid()]
+    return LAUNCHER in os.environ and any(status.error is not None for status in own)
 
 
 def forget_statuses(logs: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from fitune.engine.ranks import Ranks
 from fitune.errors import FituneError, PeerGone, RecipeError, TrainingFailed, exit_code_of
 from fitune.spec.predictions import Phase
-from fitune.spec.rank_status import RankStatus, error_of, read_statuses, write_status
+from fitune.spec.rank_status import RankStatus, error_of, is_left_to_launcher, read_statuses, write_status
 from fitune.spec.run_directory import LOGS, log_of, stacks_of
 from fitune.train.failure import Whereabouts
 
@@ -171,7 +171,7 @@ class _Watch:
         error = stalled_error(read_statuses(self.logs), now, world=self.world, limit=self.limit)
         self._tell(replace(now, error=error_of(error, exit_code=error.exit_code)))
         self.on_stall(error)
-        if self.status.rank == 0:
+        if self.status.rank == 0 and not is_left_to_launcher(self.logs):
             os.write(2, f"error: {error}\n".encode())
         os._exit(error.exit_code)  # the thread that trains cannot be reached
 
