@@ -227,3 +227,49 @@ def test_another_trainers_recipe_is_planned_and_converted(call, tmp_path: Path) 
     assert "data:  # from datasets: rendered by the chat template" in out
     code, out, err = call("plan", str(theirs), "--gpu", "4090", "--set", "seq_len=256", "--json")
     assert json.loads(out)["plan"]["batch"]["seq_len"] == 256
+
+
+def test_help_lists_every_key_of_a_recipe_by_group(call) -> None:
+    from fitune.spec.recipe_keys import GROUPS, all_keys
+
+    code, out, _ = call("train", "--help")
+    assert code == 0
+    assert all(group in out for group in GROUPS)
+    assert all(f" {key.option} " in out for key in all_keys())
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("fitune tra", ["train"]),
+        ("fitune plan --saves", ["--saves-per-epoch"]),
+        ("fitune plan r.yaml --overw", []),
+        ("fitune train r.yaml --overw", ["--overwrite"]),
+        ("fitune plan --gpu rtx-509", ["rtx-5090"]),
+        ("fitune train --tuning q", ["qlora"]),
+        ("fitune plan --base-model Qwen/Qwen3-0.6B-", ["Qwen/Qwen3-0.6B-Base"]),
+        ("fitune plan rec", []),
+    ],
+)
+def test_the_shell_completes_commands_keys_and_values(
+    line: str, offered: list[str], call, monkeypatch
+) -> None:
+    monkeypatch.setenv("_FITUNE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+    code, out, _ = call()
+    assert (code, out.split()) == (0, offered)
+
+
+def test_init_writes_a_recipe_that_trains(call, model_folder: Path, data_file: Path, tmp_path: Path) -> None:
+    path, run_folder = tmp_path / "recipe.yaml", tmp_path / "run"
+    flags = ["--model", model_folder, "--data", data_file, "--tuning", "lora", "--gpu", "cpu"]
+    flags += ["--output-dir", run_folder, "--seq-len", 64, "--max-steps", 1, "--samples", 0]
+    code, out, _ = call("init", str(path), *map(str, flags))
+    assert code == 0
+    assert "steps in" in out
+    assert call("train", str(path))[0] == 0
+    assert (run_folder / "adapter").is_dir()
+    code, _, err = call("init", str(path), *map(str, flags))
+    assert code != 0
+    assert "is there already" in err

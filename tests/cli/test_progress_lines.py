@@ -7,7 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from fitune.cli.terminal import Progress, StepPace, step_line
+from fitune.cli.terminal import Progress
+from fitune.session.step_words import StepPace, step_line
 from fitune.spec.reports import StepReport
 
 MakeStep = Callable[..., StepReport]
@@ -27,10 +28,19 @@ def lines_of(reports: list[StepReport], *, log_every: int = 1) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_a_line_says_everything_once(make_step: MakeStep) -> None:
-    assert step_line(make_step(12), memory_bytes=412 * 1024**2, remaining=190) == (
-        "step  12/200  loss 2.314  lr 1.9e-04  grad 0.820  1,234 tokens/s  mem 412.0 MiB  eta 3 min 10 s  epoch 0.40"
+def test_a_line_says_what_tells_most_in_80_columns(make_step: MakeStep) -> None:
+    def line(step: StepReport, *, memory_bytes: int = 412 * 1024**2) -> str:
+        return step_line(step, memory_bytes=memory_bytes, remaining=190)
+
+    assert line(make_step(12), memory_bytes=0) == (
+        "step  12/200  loss 2.314  lr 1.9e-04  grad 0.820  1,234 tok/s  3 min 10 s left"
     )
+    assert line(make_step(12)) == (
+        "step  12/200  loss 2.314  grad 0.820  1,234 tok/s  412.0 MiB  3 min 10 s left"
+    )
+    long = make_step(12_345, total_steps=200_000, eval_loss=2.25, skipped=True, loss_scale=32768.0)
+    assert line(long) == "step  12345/200000  loss 2.314  eval 2.250  skipped, loss scale 32768"
+    assert len(line(long)) <= 80
 
 
 def test_every_log_every_th_step_has_a_line_and_the_first_and_the_last(make_step: MakeStep) -> None:
@@ -57,8 +67,8 @@ def test_a_loss_that_is_not_finite_is_shown(make_step: MakeStep) -> None:
 
 def test_the_highest_peak_stays_when_a_step_was_not_measured(make_step: MakeStep) -> None:
     lines = lines_of([make_step(1), make_step(2, memory_bytes={})])
-    assert "mem 412.0 MiB" in lines[1]
-    assert "mem" not in lines_of([make_step(1, memory_bytes={})])[0]
+    assert "412.0 MiB" in lines[1]
+    assert "MiB" not in lines_of([make_step(1, memory_bytes={})])[0]
 
 
 def test_the_time_left_leaves_the_first_step_out(make_step: MakeStep) -> None:
@@ -72,7 +82,7 @@ def test_the_time_left_leaves_the_first_step_out(make_step: MakeStep) -> None:
 
 
 def test_the_last_line_has_no_time_left(make_step: MakeStep) -> None:
-    assert "eta" not in lines_of([make_step(1, total_steps=1)])[0]
+    assert " left" not in lines_of([make_step(1, total_steps=1)])[0]
 
 
 def fail_on_the_way(progress: Progress, reports: list[StepReport]) -> None:

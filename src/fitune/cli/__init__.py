@@ -35,12 +35,12 @@ def main() -> None:
 def _run_command() -> None:
     """A word typer does not know is told to people by typer itself, to programs like every other error."""
     if "--json" not in sys.argv:
-        app()
+        app(prog_name="fitune")
         return
     # typer brings its own click since 0.26 and does not export this
     usage_error: Any = typer.BadParameter.__base__
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="fitune", standalone_mode=False))
     except usage_error as error:
         raise RecipeError(error.format_message(), hint=f"{_command_of(error)} --help") from None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from fitune.cli.keys import RecipeCommand, complete_value
 from fitune.errors import RecipeError, ScoringFailed
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="fitune",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -26,13 +26,14 @@ records = typer.Typer(
 )
 app.add_typer(records, name="records")
 
-_RECIPE_WORDS: dict[str, Any] = {"ignore_unknown_options": True}
+_RECIPE: dict[str, Any] = {"cls": RecipeCommand, "context_settings": {"ignore_unknown_options": True}}
 
 Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[RECIPE.yaml] [--KEY VALUE]...",
-        help="A recipe file, and any key of a recipe as an option (--model, --data, --tuning, --gpu, --seq-len, …).",
+        help="A recipe file, and any key of a recipe as an option.",
+        autocompletion=complete_value,
     ),
 ]
 Settings = Annotated[
@@ -59,7 +60,32 @@ def fitune(
     """Fine-tune large language models within the memory you have: predicted, trained, measured."""
 
 
-@app.command(context_settings=_RECIPE_WORDS)
+@app.command(**_RECIPE)
+def init(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NEW.yaml] [--KEY VALUE]...",
+            help="The file to write (recipe.yaml), and keys that are not asked for then.",
+            autocompletion=complete_value,
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+) -> None:
+    """Write a commented recipe: answer five questions, or give --model, --data, --tuning, --gpu and --output-dir."""
+    from fitune.cli.options import split_words
+    from fitune.session import new_recipe
+
+    path, given = split_words(words or [])
+    path = path or Path("recipe.yaml")
+    new_recipe.refuse_existing(path, overwrite=overwrite)
+    ask = input if sys.stdin.isatty() and sys.stdout.isatty() else None
+    keys = new_recipe.asked_keys(given, ask=ask, say=print)
+    report = new_recipe.write_recipe(path, keys, overwrite=overwrite)
+    print(new_recipe.explain_new_recipe(path, report))
+
+
+@app.command(**_RECIPE)
 def plan(
     words: Words = None,
     settings: Settings = None,
@@ -86,7 +112,7 @@ def plan(
         _show(plan_on_data(recipe), json=json)
 
 
-@app.command(context_settings=_RECIPE_WORDS)
+@app.command(**_RECIPE)
 def why(
     change: Annotated[str, typer.Argument(help='Settings as in a recipe: "zero: 3, backend: fsdp".')],
     words: Words = None,
@@ -99,7 +125,7 @@ def why(
     _show(plan_with(_recipe(words, settings), change), json=json)
 
 
-@app.command(context_settings=_RECIPE_WORDS)
+@app.command(**_RECIPE)
 def matrix(
     models: Annotated[
         str,
@@ -127,7 +153,7 @@ def matrix(
         print(f"\npicture: {picture}")
 
 
-@app.command(context_settings=_RECIPE_WORDS)
+@app.command(**_RECIPE)
 def rehearse(
     words: Words = None,
     settings: Settings = None,
@@ -142,7 +168,7 @@ def rehearse(
     _show(rehearse_recipe(_recipe(words, settings), exact=exact), json=json)
 
 
-@app.command(context_settings=_RECIPE_WORDS)
+@app.command(**_RECIPE)
 def train(
     words: Words = None,
     settings: Settings = None,
@@ -175,7 +201,7 @@ def train(
     raise typer.Exit(code)
 
 
-@app.command(context_settings=_RECIPE_WORDS)
+@app.command(**_RECIPE)
 def data(
     words: Words = None,
     settings: Settings = None,
@@ -200,7 +226,7 @@ def data(
             print(f"page: {html}")
 
 
-@app.command(context_settings=_RECIPE_WORDS)
+@app.command(**_RECIPE)
 def launch(
     words: Words = None,
     settings: Settings = None,
@@ -228,7 +254,7 @@ def launch(
         print(f"# machine {command.machine}\n{command}")
 
 
-@app.command(context_settings=_RECIPE_WORDS)
+@app.command(**_RECIPE)
 def compare(
     words: Words = None,
     settings: Settings = None,

@@ -5,22 +5,15 @@ Live bars for a person at a terminal, a plain line now and then in a log.
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, TextIO
 
 from fitune.session.events import Event, Reading, RowsAnswered, StepsBegin, StepsEnd, WeightsRead
+from fitune.session.step_words import StepPace, details, step_line
 from fitune.spec.reports import StepReport
-from fitune.units import (
-    format_bytes,
-    format_count,
-    format_learning_rate,
-    format_number,
-    format_rate,
-    format_seconds,
-)
+from fitune.units import format_bytes, format_count, format_seconds
 
 
 class Terminal:
@@ -112,14 +105,12 @@ class Progress:
         self._pace.add(report)
         self._memory_bytes = max(self._memory_bytes, *report.memory_bytes.values(), 0)
         remaining = self._pace.remaining_seconds(report)
+        line = step_line(report, memory_bytes=self._memory_bytes, remaining=remaining)
         if self._bar is not None:
-            self._bar.update(report, details(report, memory_bytes=self._memory_bytes, remaining=remaining))
+            note = details(report, memory_bytes=self._memory_bytes, remaining=remaining)
+            self._bar.update(report, note=note, line=line)
         elif self._first or self._is_worth_a_line(report):
-            print(
-                step_line(report, memory_bytes=self._memory_bytes, remaining=remaining),
-                file=self._stream,
-                flush=True,
-            )
+            print(line, file=self._stream, flush=True)
         self._first = False
 
     def close(self) -> None:
@@ -129,48 +120,6 @@ class Progress:
     def _is_worth_a_line(self, report: StepReport) -> bool:
         due = report.step % self._log_every == 0 or report.step == report.total_steps
         return due or report.skipped or report.eval_loss is not None
-
-
-class StepPace:
-    """How long the rest will take, from the mean of the last steps. The first is left out: it warms up."""
-
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=50)
-        self._steps = 0
-
-    def add(self, report: StepReport) -> None:
-        if self._steps == 1:
-            self._seconds.clear()
-        self._steps += 1
-        self._seconds.append(report.step_seconds + report.data_seconds)
-
-    def remaining_seconds(self, report: StepReport) -> float:
-        if not self._seconds:
-            return 0.0
-        return max(report.total_steps - report.step, 0) * sum(self._seconds) / len(self._seconds)
-
-
-def step_line(report: StepReport, *, memory_bytes: int, remaining: float) -> str:
-    """``step 12/200  loss 2.314  lr 1.9e-04  grad 0.820  1,234 tokens/s  mem 412.0 MiB  eta 42.0 s …``."""
-    width = len(str(report.total_steps))
-    rest = details(report, memory_bytes=memory_bytes, remaining=remaining)
-    return f"step {report.step:>{width}}/{report.total_steps}  {rest}"
-
-
-def details(report: StepReport, *, memory_bytes: int, remaining: float) -> str:
-    """Everything about a step but its number. ``memory_bytes`` is the highest peak so far, 0 for none."""
-    parts = [
-        f"loss {format_number(report.loss)}",
-        f"eval {format_number(report.eval_loss)}" if report.eval_loss is not None else "",
-        f"lr {format_learning_rate(report.learning_rate)}",
-        f"grad {format_number(report.grad_norm, digits=3)}",
-        f"skipped, loss scale {report.loss_scale:g}" if report.skipped else "",
-        format_rate(report.tokens_per_second),
-        f"mem {format_bytes(memory_bytes)}" if memory_bytes else "",
-        f"eta {format_seconds(remaining)}" if remaining else "",
-        f"epoch {report.epoch:.2f}",
-    ]
-    return "  ".join(part for part in parts if part)
 
 
 class _LiveBar:
@@ -186,7 +135,7 @@ class _LiveBar:
         self._bar = Progress(
             TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
         )
-        self._note = Text("")
+        self._note = Text("", no_wrap=True, overflow="ellipsis")
         self._live = Live(Group(self._bar, self._note), console=self._console, refresh_per_second=4)
         self._task: Any = None
 
@@ -194,13 +143,13 @@ class _LiveBar:
         self._task = self._bar.add_task(run_name, total=None)
         self._live.start()
 
-    def update(self, report: StepReport, note: str) -> None:
+    def update(self, report: StepReport, *, note: str, line: str) -> None:
         if self._task is None:
             self.start("train")
         self._bar.update(self._task, completed=report.step, total=report.total_steps)
         self._note.plain = note
         if report.eval_loss is not None or report.skipped:
-            self._console.print(f"step {report.step}/{report.total_steps}  {note}", markup=False)
+            self._console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
 
     def stop(self) -> None:
         self._live.stop()
@@ -228,7 +177,7 @@ def loading_bar(*, quiet: bool = False, stream: TextIO | None = None) -> Iterato
 
     text = TextColumn("reading weights")
     bar = Progress(
-        text, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+        text, BarColumn(30), DownloadColumn(binary_units=True), TransferSpeedColumn(),
         console=Console(file=stream), transient=True,
     )  # fmt: skip
     task = bar.add_task("", total=None)
@@ -266,7 +215,7 @@ def reading_bar(
     from rich.progress import BarColumn, Progress, TextColumn
 
     bar = Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[note]}", markup=False),
+        TextColumn("{task.description}", markup=False), BarColumn(10), TextColumn("{task.fields[note]}", markup=False),
         console=Console(file=stream), transient=True,
     )  # fmt: skip
     task = bar.add_task("", total=None, note="")

@@ -1,0 +1,167 @@
+"""Every key of a recipe by group, with one line for people: what ``--help`` prints and ``fitune init`` writes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from fitune.spec.recipe import Recipe
+
+GROUPS: dict[str, dict[str, str]] = {
+    "Model and method": {
+        "model": "A folder, a name on the Hub, or a config.json",
+        "tuning": "How to train; chosen: the best quality that fits",
+        "precision": "Of weights and arithmetic; bf16-master keeps fp32 masters",
+        "lora_r": "Rank of the adapters",
+        "lora_alpha": "Adapters are scaled by alpha / r; chosen: 2 · r",
+        "lora_dropout": "Share of an adapter's inputs that is dropped",
+        "lora_target_modules": "Linears that get adapters: names or patterns",
+        "lora_layers": "Blocks that get adapters: 24-31; empty is all",
+        "lora_modules_to_save": "Tables trained whole beside adapters: embed_tokens, lm_head",
+        "added_tokens": "New tokens, each with a row in the embedding",
+        "dora": "Train the size of each adapted weight apart from its direction",
+        "rslora": "Scale adapters by alpha / √r",
+        "quantization": "Pack the frozen base: nf4, hqq or none",
+        "quantization_bits": "Bits of a packed weight; not 4 means hqq",
+        "quantization_group_size": "Weights with one scale (hqq)",
+        "double_quantization": "Pack the scales, too (nf4)",
+    },
+    "Hardware": {
+        "gpu": "A card by name (rtx-4090), or cpu; chosen: what is here",
+        "gpu_memory": "Of a card without a name: 24GiB",
+        "gpu_flops": "Of a card without a name: dense bf16 FLOP/s",
+        "gpu_bandwidth": "Of a card without a name: 1008GB/s",
+        "interconnect": "Between the GPUs of a node, one direction: 64GB/s",
+        "node_network": "Between nodes: 400Gbit/s",
+        "gpus": "GPUs of a node",
+        "nodes": "Machines",
+        "host_memory": "Memory of a node: 128GiB",
+        "nvme_path": "A folder on NVMe for what is offloaded there",
+        "nvme_size": "Room in nvme_path: 2TiB",
+        "price_per_gpu_hour": "US dollars; chosen: a round figure that is said",
+        "objective": "What the plan is best at",
+    },
+    "Data": {
+        "data": "A file, a folder or a name on the Hub; FILE#500 takes 500 rows",
+        "eval_data": "Rows to evaluate on",
+        "val_fraction": "Share of the rows held out to evaluate on",
+        "chat_template": "A Jinja file; left out: the tokenizer's own",
+        "train_on_prompt": "Learn prompts, too, not only answers",
+        "packing": "Put several rows into one of seq_len tokens",
+        "on_bad_row": "When a row cannot be read",
+        "on_long_row": "When a row is longer than seq_len",
+        "cache_dir": "Where tokenised rows are kept",
+    },
+    "Batches": {
+        "seq_len": "Longest row in tokens",
+        "micro_batch_size": "Rows on a device at once",
+        "gradient_accumulation_steps": "Micro-batches in a step",
+        "global_batch_size": "Rows in a step on all devices; chosen: near 16",
+    },
+    "Optimizer and schedule": {
+        "optimizer": "The rule of the update",
+        "optimizer_in_backward": "Update each weight as soon as its gradient is there",
+        "learning_rate": "At its highest; chosen: by tuning and optimizer",
+        "lr_scheduler": "How the learning rate falls",
+        "warmup_steps": "Steps over which the learning rate rises",
+        "warmup_ratio": "The same as a share of all steps",
+        "weight_decay": "Share of a weight, times the rate, taken off each step",
+        "adam_beta1": "Of AdamW's first moment",
+        "adam_beta2": "Of AdamW's second moment",
+        "adam_epsilon": "Added to AdamW's denominator",
+        "momentum": "With optimizer: momentum",
+        "max_grad_norm": "Clip the gradient's norm to this; 0 is off",
+        "max_grad_value": "Clip each entry of the gradient (LOMO, optimizer_in_backward)",
+        "num_epochs": "Passes over the data",
+        "max_steps": "Stop after so many steps, whatever num_epochs says",
+        "seed": "Of every random draw",
+    },
+    "Several devices and offload": {
+        "zero": "0 is DDP; 1, 2, 3 divide states, gradients, weights",
+        "backend": "Who divides",
+        "hybrid_sharding": "Divide within each node, repeat on every node",
+        "deepspeed": "Path of a ds_config.json",
+        "offload_parameters": "Where weights wait",
+        "offload_optimizer": "Where optimizer states wait",
+        "offload_activations": "Where activations wait for the backward pass",
+    },
+    "Memory": {
+        "gradient_checkpointing": "Recompute activations: true, false, or of how many blocks",
+        "loss": "Chunked never holds all logits at once",
+        "loss_chunk_tokens": "Tokens in a chunk of the loss",
+        "attn_implementation": "Kernel of attention",
+    },
+    "Speed on request": {
+        "kernels": "liger: fused norms, MLPs and rotary positions",
+        "torch_compile": "Compile the blocks",
+    },
+    "Output": {
+        "output_dir": "Folder of the run; chosen: runs/MODEL-TUNING",
+        "resume": "Go on from the newest checkpoint, or from a path",
+        "log_steps": "A line every so many steps",
+        "eval_steps": "Evaluate every so many steps; 0 is not",
+        "evals_per_epoch": "Evaluate so often an epoch",
+        "save_steps": "A checkpoint every so many steps; 0 is not",
+        "saves_per_epoch": "So many checkpoints an epoch",
+        "keep_checkpoints": "How many of the newest stay",
+        "async_save": "Write checkpoints beside the steps",
+        "export": "What is written at the end",
+        "report_to": "Also log to: tensorboard",
+        "samples": "Answers before and after training shown in the report",
+    },
+}  # fmt: skip
+"""Group -> key -> what it is, in the order of Recipe."""
+
+SWITCH = ("true", "false")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key: values it takes, if few, and its default as text, if it has one."""
+
+    name: str
+    about: str
+    values: tuple[str, ...]
+    default: str
+
+    @property
+    def option(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+
+def keys_of(group: str) -> Iterator[Key]:
+    """The keys of a group in order."""
+    for name, about in GROUPS[group].items():
+        field = Recipe.model_fields[name]
+        yield Key(name, about, _values(field.annotation), _default(field))
+
+
+def all_keys() -> Iterator[Key]:
+    for group in GROUPS:
+        yield from keys_of(group)
+
+
+def _values(annotation: Any) -> tuple[str, ...]:
+    """Values of a key that takes few: ``true``, ``false``; none for a number or a text."""
+    if annotation is bool:
+        return SWITCH
+    if get_origin(annotation) is Literal:
+        return tuple(str(value) for value in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        return _values(get_args(annotation)[0])
+    parts = [part for part in get_args(annotation) if part is not NoneType]
+    return _values(parts[0]) if len(parts) < len(get_args(annotation)) and len(parts) == 1 else ()
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    match field.default:
+        case None | "" | [] | {}:
+            return ""
+        case bool():
+            return str(field.default).lower()
+        case list():
+            return ", ".join(field.default)
+        case _:
+            return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)

@@ -1,0 +1,79 @@
+"""A first recipe: questions, their answers, and the file."""
+
+from pathlib import Path
+
+import pytest
+
+from fitune.errors import DataError, RecipeError
+from fitune.session.new_recipe import QUESTIONS, asked_keys, recipe_text, write_recipe
+from fitune.spec.recipe import canonical_keys, parse_recipe, read_recipe
+from fitune.spec.recipe_words import parse_value
+
+GIVEN = {"model": "meta-llama/Llama-3.1-8B", "data": "rows.jsonl", "tuning": "lora", "gpu": "rtx-4090"}
+
+
+def test_nobody_is_asked_when_all_is_given() -> None:
+    keys = asked_keys({**GIVEN, "output_dir": "auto", "cutoff_len": 512}, ask=None, say=print)
+    assert keys == {**GIVEN, "seq_len": 512}
+
+
+def test_without_a_terminal_the_missing_options_are_named() -> None:
+    with pytest.raises(RecipeError) as caught:
+        asked_keys({"model": "a", "tuning": "lora"}, ask=None, say=print)
+    assert "--data, --gpu, --output-dir" in str(caught.value)
+    assert "--gpu auto" in str(caught.value.hint)
+
+
+def test_an_answer_that_no_recipe_can_have_is_asked_for_again(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    answers = iter(
+        [
+            "",
+            "llama",
+            "meta-llama/Llama-3.1-8B",
+            str(tmp_path / "none.jsonl"),
+            str(rows),
+            "best",
+            "",
+            "2 x rtx-9999",
+            "2 x rtx-3090",
+            "runs/here",
+        ]
+    )
+    said: list[str] = []
+    keys = asked_keys({}, ask=lambda _text: next(answers), say=said.append)
+    assert keys == {
+        "model": "meta-llama/Llama-3.1-8B", "data": str(rows), "gpu": "rtx-3090", "gpus": 2,
+        "output_dir": "runs/here",
+    }  # fmt: skip
+    assert len(said) == 4
+    assert not list(answers)
+
+
+def test_the_file_says_what_was_asked_for_and_no_more(tmp_path: Path) -> None:
+    rows = tmp_path / "a row's file.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    path = tmp_path / "new" / "recipe.yaml"
+    keys = {**GIVEN, "data": str(rows), "lora_target_modules": ["q_proj", "v_proj"], "seq_len": 512}
+    report = write_recipe(path, keys, overwrite=False)
+    recipe = read_recipe(path)
+    assert recipe.model_dump(exclude_unset=True).keys() == keys.keys()
+    assert recipe.data[0].path == str(rows)
+    assert report.chosen.plan.batch.seq_len == recipe.seq_len == 512
+    text = path.read_text()
+    assert all(f"\n{question.key}: " in text or f"\n# {question.key}:" in text for question in QUESTIONS)
+    with pytest.raises(RecipeError, match="is there already"):
+        write_recipe(path, keys, overwrite=False)
+
+
+def test_a_line_that_is_switched_on_changes_nothing() -> None:
+    lines = recipe_text(Path("r.yaml"), {"model": "a"}).splitlines()[3:]
+    switched = [line.removeprefix("# ") for line in lines if ":" in line]
+    keys = canonical_keys(parse_value("\n".join(switched), where="r.yaml"), where="r.yaml")
+    assert parse_recipe(keys) == parse_recipe({"model": "a"})
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        write_recipe(tmp_path / "r.yaml", {**GIVEN, "data": str(tmp_path / "none.jsonl")}, overwrite=False)
