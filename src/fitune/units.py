@@ -99,6 +99,20 @@ def format_seconds(value: float) -> str:
     return f"{days} d {hours} h"
 
 
+_TIME_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+def parse_seconds(text: str | int | float) -> float:
+    """Seconds: ``"90s"``, ``"30 min"``, ``"12h"``, ``"2 d 4 h"``, or a number. Raises ValueError for anything else."""
+    if isinstance(text, int | float):
+        return float(text)
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower(), re.ASCII)
+    rest = re.sub(r"(\d+(?:\.\d+)?)\s*([a-z]+)", "", text.strip().lower(), flags=re.ASCII)
+    if not parts or rest.strip() or any(unit not in _TIME_UNITS for _, unit in parts):
+        raise ValueError(f"{text!r} is not a duration; write it like 90s, 30min, 12h or 2d")
+    return sum(float(number) * _TIME_UNITS[unit] for number, unit in parts)
+
+
 def format_rate(tokens_per_second: float) -> str:
     """Throughput: ``12,473 tokens/s``."""
     digits = 0 if abs(tokens_per_second) >= 99.95 else 1

@@ -240,9 +240,25 @@ def launch(
         bool,
         typer.Option("--print-deepspeed-config", help="Print the ds_config.json of a plan for DeepSpeed."),
     ] = False,
+    on: Annotated[
+        Literal["kuberay"] | None,
+        typer.Option("--on", help="Print the manifest or script that starts the plan there."),
+    ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            "--job", metavar="FILE.yaml", help="Image, claim, queue, …; or --set job.image=NAME:TAG."
+        ),
+    ] = None,
 ) -> None:
-    """Print the command and environment that start the ranks of a plan on each machine."""
+    """Print what starts a plan: commands for each machine, a manifest for Kubernetes, a script for SLURM."""
+    from fitune.session.launching import launch_file, split_settings
     from fitune.session.planning import deepspeed_configuration, launch_commands
+
+    if on is not None:
+        of_recipe, of_job = split_settings(settings or [])
+        print(launch_file(_recipe(words, of_recipe), on, job_file=job, settings=of_job)[1], end="")
+        return
 
     if configuration:
         print(deepspeed_configuration(_recipe(words, settings)))

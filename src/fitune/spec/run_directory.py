@@ -6,9 +6,11 @@ somewhere else; a named pipe would let it wait for ever.
 
 import fcntl
 import json
+import math
 import os
 import socket
 import stat
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +54,7 @@ def lock_directory(path: Path, *, attempt: str | None = None, lock: str = LOCK) 
     handle = _open(file)
     _held.add(file)
     try:
-        _acquire(handle, directory)
+        _acquire_in_time(handle, directory)
         _write_owner(handle, attempt)
         try:
             yield Ownership(directory=directory, attempt=attempt)
@@ -101,6 +103,37 @@ def _open(file: Path) -> int:
         os.close(handle)
         raise RunDirectoryError(f"{file} is no regular file", hint="remove it, or choose another output_dir")
     return handle
+
+
+WAIT_VARIABLE = "FITUNE_WAIT_FOR_RUN_SECONDS"
+"""How long a run waits for an earlier attempt to let go of its directory, instead of failing at once. A cluster starts
+the next attempt while the pods of the one before still save."""
+_LOOK_SECONDS = 1.0
+
+
+def _acquire_in_time(handle: int, directory: Path) -> None:
+    """Raises RunDirectoryError when the lock has an owner, and still has it when the time to wait is over."""
+    until = time.monotonic() + _seconds_to_wait()
+    while True:
+        try:
+            return _acquire(handle, directory)
+        except RunDirectoryError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(_LOOK_SECONDS)
+
+
+def _seconds_to_wait() -> float:
+    text = os.environ.get(WAIT_VARIABLE, "0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise RunDirectoryError(
+            f"{WAIT_VARIABLE} is {text!r}, not a number of seconds", hint="e.g. 600, or 0"
+        )
+    return seconds
 
 
 def _acquire(handle: int, directory: Path) -> None:

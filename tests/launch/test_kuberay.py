@@ -1,0 +1,302 @@
+"""RayJobs of many plans: fields and rules of KubeRay, what the plan needs, hostile names, one owner of a run."""
+
+import copy
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fitune.errors import FituneError, HardwareError, RecipeError, RunDirectoryError
+from fitune.launch.pods import _PRODUCTS
+from fitune.planner.search import find_plan
+from fitune.session.launching import launch_file, recipe_in_pods, split_settings
+from fitune.session.planning import plan_for, wanted_hardware
+from fitune.spec.gpus import find_gpu
+from fitune.spec.job import job_name
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.pins import pinned
+from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.run_directory import LOCK, WAIT_VARIABLE, lock_directory
+from fitune.units import GIB
+from launch.manifests import wrong_with
+
+NEEDED = ["image=registry.example/fitune:0.1.0", "claim=shared"]
+RECIPES: dict[str, dict[str, Any]] = {
+    "one device": {"model": "llama-3.2-1b", "tuning": "lora", "gpu": "rtx-4090"},
+    "offloaded": {
+        "model": "meta-llama/Llama-3.1-8B", "tuning": "full", "gpu": "a100-80gb", "gpus": 2, "host_memory": "512GiB",
+        "offload_optimizer": "cpu", "zero": 3,
+    },
+    "two nodes": {
+        "model": "meta-llama/Llama-3.1-70B", "tuning": "lora", "gpu": "h100", "gpus": 8, "nodes": 2, "packing": True,
+    },
+    "quantised": {"model": "tiiuae/falcon-180B", "tuning": "qlora", "gpu": "v100-32gb", "gpus": 8, "nodes": 2},
+    "cheapest": {"model": "meta-llama/Llama-3.1-8B", "gpu": "l40s", "gpus": 4, "objective": "cheapest"},
+}  # fmt: skip
+
+
+def recipe_of(**settings: Any) -> Recipe:
+    return parse_recipe(
+        canonical_keys({"data": "train.jsonl", "output_dir": "runs/a", **settings}, where="test")
+    )
+
+
+def documents(
+    recipe: Recipe, *settings: str, needed: list[str] = NEEDED
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    _, text = launch_file(recipe, "kuberay", settings=[*needed, *settings])
+    config, job = yaml.safe_load_all(text)
+    return config, job
+
+
+def worker_of(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    [group] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    return group, group["template"]["spec"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_plan_is_a_job_that_kuberay_takes_and_trains_what_was_planned(name: str) -> None:
+    recipe = recipe_of(**RECIPES[name])
+    planned = plan_for(recipe, purposes=("plan", "train")).chosen
+    config, job = documents(recipe, "queue=gpus", "priority=high", "deadline=2d", "start_within=2h")
+    assert wrong_with(job) == []
+    hardware, [group, pod] = planned.plan.hardware, worker_of(job)
+    assert shlex.split(job["spec"]["entrypoint"]) == [
+        "fitune", "train", "/etc/fitune/recipe.yaml", "--on", "ray", "--ray-address", "auto", "--workers",
+        str(hardware.num_gpus),
+    ]  # fmt: skip
+    assert group["replicas"] == hardware.nodes
+    [container] = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == str(hardware.gpus_per_node)
+    read = parse_recipe(canonical_keys(yaml.safe_load(config["data"]["recipe.yaml"]), where="pods"))
+    again = plan_for(read, purposes=("plan", "train")).chosen.plan
+    differing = [
+        part for part in ("model", "hardware", "tuning", "precision", "optimizer", "sharding", "offload", "recompute",
+        "attention", "loss", "batch", "schedule") if getattr(again, part) != getattr(planned.plan, part)
+    ]  # fmt: skip
+    assert differing == []
+    assert again.run.async_save == planned.plan.run.async_save
+    assert (read.output_dir, read.data[0].path, read.resume) == (
+        "/mnt/fitune/runs/a",
+        "/mnt/fitune/train.jsonl",
+        True,
+    )
+
+
+def test_requests_are_what_the_plan_needs() -> None:
+    """Memory by hand: the plan's host bytes · 16/15, and 1 GiB + 2 × 0.5 GiB of /dev/shm."""
+    recipe = recipe_of(**RECIPES["offloaded"])
+    estimate = plan_for(recipe, purposes=("plan", "train")).chosen.estimate
+    _, job = documents(recipe)
+    _, pod = worker_of(job)
+    limits = pod["containers"][0]["resources"]["limits"]
+    assert limits["memory"] == f"{-(-(estimate.host_bytes * 16 // 15 + 2 * GIB) // GIB)}Gi"
+    assert int(limits["memory"][:-2]) > 100  # masters and moments of 8 B parameters wait there
+    assert (
+        pod["containers"][0]["resources"]["requests"]["cpu"] == "16"
+    )  # 8 for each rank with an optimizer on the host
+    shm = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
+    assert limits["ephemeral-storage"] == f"{-(-(12 * GIB + 2 * 8_030_261_248) // GIB)}Gi"
+    assert pod["terminationGracePeriodSeconds"] > estimate.step_seconds + estimate.checkpoint_bytes / 500e6
+
+
+def test_the_head_does_no_work_and_pods_hold_references_to_secrets() -> None:
+    _, job = documents(
+        recipe_of(**RECIPES["one device"]), "secrets=[hf-token, aws]", "extra_resources={rdma/hca: 1}"
+    )
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    [container] = head["template"]["spec"]["containers"]
+    assert "nvidia.com/gpu" not in container["resources"]["limits"]
+    assert "affinity" not in head["template"]["spec"]
+    assert container["envFrom"] == [{"secretRef": {"name": "hf-token"}}, {"secretRef": {"name": "aws"}}]
+    assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    _, pod = worker_of(job)
+    assert pod["containers"][0]["resources"]["limits"]["rdma/hca"] == "1"
+
+
+def test_nodes_are_chosen_by_their_labels() -> None:
+    recipe = recipe_of(**RECIPES["one device"])
+    _, pod = worker_of(documents(recipe)[1])
+    terms = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
+    assert terms == [
+        {"matchExpressions": [
+            {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["NVIDIA-GeForce-RTX-4090"]}
+        ]}
+    ]  # fmt: skip
+    _, pod = worker_of(documents(recipe, "instance_type=g6.xlarge", "node_selector={pool: spot}")[1])
+    assert pod["nodeSelector"] == {"pool": "spot", "node.kubernetes.io/instance-type": "g6.xlarge"}
+    assert "affinity" not in pod
+    with pytest.raises(HardwareError, match="the label of nodes with titan-rtx is not known"):
+        documents(recipe_of(model="llama-3.2-1b", gpu="titan-rtx"))
+
+
+def test_labels_of_products_are_names_of_those_cards() -> None:
+    """The driver's name, which the label is made of, is one spelling of the card's own."""
+    for name, products in _PRODUCTS.items():
+        for product in products:
+            if product not in (
+                "Tesla-V100-PCIE-32GB",
+                "NVIDIA-A100-PCIE-40GB",
+            ):  # slower boards of the same memory
+                assert find_gpu(product.replace("-", " ")).name == name, product
+
+
+@pytest.mark.parametrize(
+    "output_dir",
+    [
+        "Runs/ÄÖÜ Ünïcode",
+        "x" * 200,
+        "runs/'; rm -rf $HOME; '",
+        'runs/"quoted"',
+        "runs/123",
+        "--on",
+        "runs/.hidden",
+        "é",
+    ],
+)
+def test_hostile_names_make_valid_manifests(output_dir: str) -> None:
+    config, job = documents(
+        recipe_of(model="llama-3.2-1b", tuning="lora", gpu="rtx-4090", output_dir=output_dir)
+    )
+    assert wrong_with(job) == []
+    assert config["metadata"]["name"] == job["metadata"]["name"]
+    assert yaml.safe_load(config["data"]["recipe.yaml"])["output_dir"] == f"/mnt/fitune/{output_dir}"
+    assert "rm" not in shlex.split(job["spec"]["entrypoint"])
+
+
+def test_one_run_has_one_name() -> None:
+    assert job_name("/a/runs/x") == job_name("/a/runs/x") != job_name("/b/runs/x")
+    assert re.fullmatch(r"x-[0-9a-f]{6}", job_name("/a/runs/x"))
+    assert len(job_name("/a/" + "long-" * 40)) <= 47
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["image=a b"], "image = 'a b': is no image"),
+        (["claim=Shared"], "claim = 'Shared': is no name of a Kubernetes object"),
+        (["secrets=[\"a\\nb\"]"], "is no name of a Kubernetes object"),
+        (["quue=gpus"], "unknown key 'quue'; did you mean 'queue'"),
+        (["priority=high"], "no queue is named"),
+        (["mount=../x"], "mount = '../x': is no absolute path"),
+        (["grace=1s"], "job.grace = 1.00 s is shorter than a step and a save"),
+        (["memory=1GiB"], "job.memory = 1.00 GiB, and the plan needs"),
+        (["deadline=soon"], "'soon' is not a duration"),
+        (["retries=-1"], "retries = -1"),
+        (["name=Ab_c"], "job.name = 'Ab_c'"),
+        (["ray_version=2.40.0"], "authentication by token needs Ray 2.52"),
+        (["node_selector={a b: c}"], "'a b' is no key of a label"),
+        (["secrets=hf_abcdefghijklmnopqrstuvwxyz0123456789"], "secrets|token"),
+        (["image"], "--set job.image is not of the form key=value"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused_in_words(settings: list[str], words: str) -> None:
+    recipe = recipe_of(model="meta-llama/Llama-3.1-8B", tuning="full", gpu="h100", gpus=8)
+    with pytest.raises(FituneError, match=words):
+        documents(recipe, *settings)
+
+
+def test_what_pods_cannot_see_is_refused() -> None:
+    recipe = recipe_of(**RECIPES["one device"])
+    for needed, words in (([], "no image"), (NEEDED[:1], "no claim")):
+        with pytest.raises(RecipeError, match=words):
+            documents(recipe, needed=needed)
+    with pytest.raises(RecipeError, match="no GPU is named"):
+        documents(recipe_of(model="llama-3.2-1b"))
+    for setting, path in (
+        ("data", "/home/me/a.jsonl"),
+        ("output_dir", "../runs"),
+        ("chat_template", "~/t.jinja"),
+    ):
+        with pytest.raises(RecipeError, match=f"{setting} = .* is not on the shared folder"):
+            documents(recipe_of(**{**RECIPES["one device"], setting: path}))
+    with pytest.raises(RecipeError, match="no bucket"):
+        documents(recipe_of(**{**RECIPES["one device"], "output_dir": "s3://bucket/run"}))
+    paths = ["s3://b/x.jsonl", "org/set:main#50", "/mnt/fitune/y.jsonl"]
+    seen = recipe_in_pods(recipe_of(model="a/b", data=paths), "/mnt/fitune")
+    assert [source.path for source in seen.data] == paths
+
+
+def test_settings_of_job_and_recipe_are_told_apart() -> None:
+    assert split_settings(["job.image=a", "lora_r=8", "data.format=alpaca"]) == (
+        ["lora_r=8", "data.format=alpaca"], ["image=a"],
+    )  # fmt: skip
+
+
+def test_a_pinned_recipe_has_the_same_plan() -> None:
+    recipe = recipe_of(model="meta-llama/Llama-3.1-8B", gpu="rtx-4090", gpus=4)
+    model, hardware = load_model_spec(recipe.model), wanted_hardware(recipe)
+    plan = find_plan(recipe, model=model, hardware=hardware).chosen.plan
+    assert find_plan(pinned(recipe, plan), model=model, hardware=hardware).chosen.plan == plan
+
+
+_JOB = documents(recipe_of(**RECIPES["one device"]))[1]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda job: job["metadata"].update(name="x" * 48),
+        lambda job: job["spec"].update(backofLimit=1),
+        lambda job: job["spec"].update(backoffLimit=-1),
+        lambda job: job["spec"].update(activeDeadlineSeconds=0),
+        lambda job: job["spec"].update(submissionMode="Mode"),
+        lambda job: job["spec"]["rayClusterSpec"].update(rayVersion="2.9.0"),
+        lambda job: worker_of(job)[0].update(minReplicas=5),
+        lambda job: worker_of(job)[0]["rayStartParams"].update({"num-cpus": 4}),
+        lambda job: worker_of(job)[1]["containers"].clear(),
+        lambda job: worker_of(job)[1]["containers"][0]["resources"]["requests"].update(
+            {"nvidia.com/gpu": "2"}
+        ),
+    ],
+)
+def test_the_rules_of_this_test_refuse_what_breaks_them(spoil: Callable[[dict[str, Any]], None]) -> None:
+    spoiled = copy.deepcopy(_JOB)
+    spoil(spoiled)
+    assert wrong_with(_JOB) == []
+    assert wrong_with(spoiled)
+
+
+_HOLDS = """
+import fcntl, sys, time
+file = open(sys.argv[1], "a")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_an_attempt_waits_until_the_one_before_has_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", _HOLDS, str(tmp_path / LOCK), "0.5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as earlier:
+        assert earlier.stdout is not None
+        assert earlier.stdout.readline() == "held\n"
+        with (
+            pytest.raises(RunDirectoryError, match="is in use by another live run"),
+            lock_directory(tmp_path),
+        ):
+            pass
+        monkeypatch.setenv(WAIT_VARIABLE, "20")
+        with lock_directory(tmp_path):
+            assert earlier.wait(timeout=5) == 0
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
+def test_a_wait_that_is_no_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv(WAIT_VARIABLE, text)
+    with pytest.raises(RunDirectoryError, match=WAIT_VARIABLE), lock_directory(tmp_path):
+        pass
