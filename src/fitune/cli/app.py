@@ -140,7 +140,8 @@ def matrix(
     json: Json = False,
 ) -> None:
     """Models × lengths of rows: the plan taken for each, and which of DDP, ZeRO, recompute and offload fit."""
-    from fitune.cli.options import full_names, matrix_recipe, row_lengths
+    from fitune.cli.options import matrix_recipe
+    from fitune.session.matrix_axes import full_names, row_lengths
     from fitune.session.planning import draw_picture, plan_matrix
 
     names, lengths = tuple(full_names(models)), row_lengths(context)

@@ -1,7 +1,6 @@
 """Every key of a recipe is also an option: ``--seq-len 4096``, ``--learning_rate=1e-4``, ``--lora-r 32``."""
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +12,6 @@ from fitune.spec.recipe_words import ALIASES, SWITCHES, parse_value
 _TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "chat_template"}
 """Kept as typed: ``--gpu 4090`` is a name, not a number."""
 
-_SIZE = re.compile(r"(?:\d+x)?\d+(?:\.\d+)?[bm]", re.IGNORECASE)
 _YES_AND_NO = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
@@ -80,38 +78,6 @@ def matrix_recipe(words: list[str], settings: list[str], *, model: str) -> Recip
                 hint=f"{instead} alone",
             )
     return read_any_recipe(path, settings=settings, options={**options, "model": model}).recipe
-
-
-def full_names(models: str) -> Iterator[str]:
-    """``llama-2-7b,13b``: a size alone stands for the model before it in that size.
-
-    Raises RecipeError for no names, and for a size that follows no name with a size in it.
-    """
-    before = ""
-    words = [word.strip() for word in models.split(",") if word.strip()]
-    if not words:
-        raise RecipeError("--models names no model", hint="--models llama-2-7b,13b,70b")
-    for word in dict.fromkeys(words):
-        if _SIZE.fullmatch(word):
-            sizes = list(_SIZE.finditer(before))
-            if not sizes:
-                raise RecipeError(
-                    f"--models: {word} is a size, and no model with a size is named before it",
-                    hint="--models llama-2-7b,13b,70b",
-                )
-            word = before[: sizes[-1].start()] + word + before[sizes[-1].end() :]
-        yield word
-        before = word
-
-
-def row_lengths(context: str) -> tuple[int, ...]:
-    """Whole numbers of tokens. Raises RecipeError for anything else."""
-    words = [word.strip() for word in context.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise RecipeError(
-            f"--context {context!r} is not a list of token counts", hint="--context 512,1024,2048"
-        )
-    return tuple(int(word) for word in words)
 
 
 def columns_of(words: Sequence[str]) -> dict[str, str]:
