@@ -69,11 +69,11 @@ def train_by_trl(
         "completion_mask": [supervised.astype(int).tolist() for _, supervised in examples],
     }
     watch = Watch(measured_step=measured_step)
-    model = _model(plan)
+    model = build_model(plan)
     adapters = {name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad}
     trainer = InOrder(
         model=model,
-        args=_settings(plan, folder, steps),
+        args=settings_of(plan, folder, steps),
         train_dataset=Dataset.from_dict(columns),
         processing_class=tokenizer,
         callbacks=[watch],
@@ -90,7 +90,7 @@ def _give_back(model: Any, adapters: Mapping[str, Tensor]) -> None:
             parameter.data = adapters[name]
 
 
-def _model(plan: Plan) -> Any:
+def build_model(plan: Plan) -> Any:
     tuning = plan.tuning
     base = tuning.base if isinstance(tuning, Lora) else Dense()
     how = {"quantization_config": _nf4(base)} if isinstance(base, Nf4) else {}
@@ -114,11 +114,14 @@ def _nf4(base: Any) -> BitsAndBytesConfig:
     )  # fmt: skip
 
 
-def _settings(plan: Plan, folder: Path, steps: int) -> SFTConfig:
+def settings_of(
+    plan: Plan, folder: Path, steps: int, *, use_cpu: bool = True, deepspeed: dict[str, Any] | None = None
+) -> SFTConfig:
     return SFTConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=plan.batch.micro_batch_size,
         max_length=plan.batch.seq_len, max_steps=steps, learning_rate=plan.schedule.learning_rate,
         lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=1.0, bf16=False, weight_decay=0.0,
         gradient_checkpointing=False, completion_only_loss=True, optim="adamw_torch_fused", logging_steps=1,
-        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, seed=plan.run.seed,
+        save_strategy="no", report_to="none", use_cpu=use_cpu, disable_tqdm=True, seed=plan.run.seed,
+        deepspeed=deepspeed,
     )  # fmt: skip
