@@ -3,6 +3,7 @@
 import math
 import os
 import threading
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -55,8 +56,8 @@ class Saver:
     def save(self, report: StepReport) -> None:
         """Save the state after the step of ``report``; the last save is waited for.
 
-        Raises CheckpointError on every rank when the disk of one of them is full or fails, at once or when the writing
-        is waited for; the checkpoint before is then still there.
+        Raises, on every rank, CheckpointError when the disk of one of them is full or fails, and TrainingFailed where a
+        number is not finite: at once or when the writing is waited for. The checkpoint before is then still there.
         """
         self.current.where.doing = "saving"
         self.wait()
@@ -92,6 +93,10 @@ class Saver:
 
     def _write(self, share: Share, eval_loss: float | None) -> None:
         current = self.current
+        numbers = [
+            tables.get(group, {}) for tables in (share.whole, share.parts) for group in ("model", "optimizer")
+        ]
+        require_finite_step(share.step, dict(ChainMap(*numbers)), ranks=self.ranks)
         save_together(
             self.ranks,
             current.directory,
@@ -124,7 +129,7 @@ def saving(current: Run) -> Iterator[Saver]:
 
 
 def _captured(current: Run, report: StepReport) -> Share:
-    """What this rank writes. Raises TrainingFailed, on every rank, where a number is not finite."""
+    """What this rank writes."""
     facts = Facts(
         plan=current.plan,
         rows=current.data.train.fingerprint,
@@ -137,9 +142,6 @@ def _captured(current: Run, report: StepReport) -> Share:
     )
     log = b"" if current.log is None else current.log.synced()
     state = capture(current.loaded, facts, ranks=current.ranks, step=report.step, log=log)
-    require_finite_step(
-        report.step, {**state.tensors["model"], **state.tensors["optimizer"]}, ranks=current.ranks
-    )
     return share_of(state, rank=current.ranks.rank)
 
 
