@@ -15,7 +15,7 @@ import yaml
 from fitune.errors import FituneError, HardwareError, RecipeError, RunDirectoryError
 from fitune.launch.pods import _PRODUCTS
 from fitune.planner.search import find_plan
-from fitune.session.launching import launch_file, recipe_in_pods, split_settings
+from fitune.session.launching import launch_file, recipe_below, split_settings
 from fitune.session.planning import plan_for, wanted_hardware
 from fitune.spec.gpus import find_gpu
 from fitune.spec.job import job_name
@@ -223,7 +223,7 @@ def test_what_pods_cannot_see_is_refused() -> None:
     with pytest.raises(RecipeError, match="no bucket"):
         documents(recipe_of(**{**RECIPES["one device"], "output_dir": "s3://bucket/run"}))
     paths = ["s3://b/x.jsonl", "org/set:main#50", "/mnt/fitune/y.jsonl"]
-    seen = recipe_in_pods(recipe_of(model="a/b", data=paths), "/mnt/fitune")
+    seen = recipe_below(recipe_of(model="a/b", data=paths), "/mnt/fitune")
     assert [source.path for source in seen.data] == paths
 
 

@@ -242,7 +242,7 @@ def launch(
         typer.Option("--print-deepspeed-config", help="Print the ds_config.json of a plan for DeepSpeed."),
     ] = False,
     on: Annotated[
-        Literal["kuberay"] | None,
+        Literal["kuberay", "kubernetes", "slurm"] | None,
         typer.Option("--on", help="Print the manifest or script that starts the plan there."),
     ] = None,
     job: Annotated[

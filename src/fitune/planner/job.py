@@ -67,6 +67,7 @@ def _compute(plan: Plan, estimate: Estimate, settings: JobSettings, *, fetches_m
         memory_bytes=_at_least("memory", settings.memory, memory_bytes(plan, estimate, shm_bytes=shm)),
         disk_bytes=_at_least("disk", settings.disk, disk_bytes(plan, fetches_model=fetches_model)),
         instance_type=settings.instance_type, node_selector=settings.node_selector,
+        constraint=settings.constraint,
         extra_resources=settings.extra_resources,
     )  # fmt: skip
 

@@ -8,11 +8,13 @@ import yaml
 
 from fitune.errors import RecipeError
 from fitune.launch.kuberay import ray_job
+from fitune.launch.kubernetes import one_node_job
 from fitune.launch.pods import manifest_text
+from fitune.launch.slurm import batch_script
 from fitune.planner.job import inside, job_of
 from fitune.session.planning import plan_for
 from fitune.spec.job import JobSpec, System
-from fitune.spec.job_settings import JobSettings, read_job_settings
+from fitune.spec.job_settings import JobSettings, read_job_settings, require_meaningful
 from fitune.spec.pins import pinned
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe import Recipe
@@ -49,7 +51,10 @@ def render(
     storage_bandwidth: float = 0.0,
 ) -> tuple[JobSpec, str]:
     """The job of ``priced`` and the text of its file. The recipe in it has the plan's choices and resumes."""
-    written = recipe_in_pods(pinned(recipe, priced.plan), settings.mount)
+    require_meaningful(settings, on)
+    if on == "slurm":
+        settings = settings.model_copy(update={"mount": str(Path.cwd())})
+    written = recipe_below(pinned(recipe, priced.plan), settings.mount, anywhere=on == "slurm")
     job = job_of(
         priced,
         settings,
@@ -57,7 +62,14 @@ def render(
         cluster=cluster,
         storage_bandwidth=storage_bandwidth,
     )
-    return job, manifest_text(ray_job(job, recipe_text(written)))
+    text = recipe_text(written)
+    match on:
+        case "kuberay":
+            return job, manifest_text(ray_job(job, text))
+        case "kubernetes":
+            return job, manifest_text(one_node_job(job, text))
+        case "slurm":
+            return job, batch_script(job, text)
 
 
 def recipe_text(recipe: Recipe) -> str:
@@ -67,25 +79,33 @@ def recipe_text(recipe: Recipe) -> str:
     return text
 
 
-def recipe_in_pods(recipe: Recipe, mount: str) -> Recipe:
-    """The recipe with every path below ``mount``, and one that goes on where an earlier attempt stopped.
+def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool = False) -> Recipe:
+    """The recipe with every relative path below ``mount``, and one that goes on where an earlier attempt stopped.
 
-    Raises RecipeError for a path that pods cannot see.
+    Raises RecipeError for a path elsewhere, which pods cannot see; ``anywhere`` True: nodes see the same disk as here.
     """
+
+    def place(path: str, setting: str) -> str:
+        if anywhere:
+            return path if "://" in path else str(Path(path).expanduser().absolute())
+        return inside(path, mount, setting=setting)
+
     changes: dict[str, object] = {
-        name: inside(getattr(recipe, name), mount, setting=name)
+        name: place(getattr(recipe, name), name)
         for name in ("output_dir", "chat_template", "cache_dir", "nvme_path")
         if getattr(recipe, name)
     }
     for name in ("data", "eval_data"):
         sources = getattr(recipe, name)
         if sources:
-            paths = [_data_path(source.path, mount, setting=name) for source in sources]
+            paths = [
+                source.path if _is_on_hub(source.path) else place(source.path, name) for source in sources
+            ]
             changes[name] = [
                 source.model_copy(update={"path": path}) for source, path in zip(sources, paths, strict=True)
             ]
     if not _is_fetched(recipe.model):
-        changes["model"] = inside(recipe.model, mount, setting="model")
+        changes["model"] = place(recipe.model, "model")
     if "://" in str(changes.get("output_dir", "")):
         raise RecipeError(
             f"output_dir = {recipe.output_dir!r}: a run is written into a folder with locks and renames, no bucket",
@@ -94,12 +114,10 @@ def recipe_in_pods(recipe: Recipe, mount: str) -> Recipe:
     return recipe.model_copy(update={**changes, "resume": recipe.resume or True})
 
 
-def _data_path(path: str, mount: str, *, setting: str) -> str:
-    """A dataset on the Hub and a URL stay as they are; a file lies below ``mount``."""
-    is_hub = _HUB_ID.fullmatch(path) and not path.startswith(".") and not _DATA_FILE.search(path)
-    return (
-        path if is_hub and not Path(path.partition("#")[0]).exists() else inside(path, mount, setting=setting)
-    )
+def _is_on_hub(path: str) -> bool:
+    """True for ``owner/name`` unless it is a file or a folder."""
+    has_form = _HUB_ID.fullmatch(path) and not path.startswith(".") and not _DATA_FILE.search(path)
+    return bool(has_form) and not Path(path.partition("#")[0]).exists()
 
 
 def _is_fetched(model: str) -> bool:

@@ -28,6 +28,8 @@ class Compute:
     """Disk of the node for caches; it is gone when the job is."""
     instance_type: str = ""
     node_selector: Mapping[str, str] = field(default_factory=dict)
+    constraint: str = ""
+    """SLURM's words for features of a node."""
     extra_resources: Mapping[str, int] = field(default_factory=dict)
     """Other devices of a node, as Kubernetes names them: ``rdma/hca``."""
 

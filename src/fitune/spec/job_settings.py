@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from fitune.errors import RecipeError, did_you_mean
+from fitune.spec.job import System
 from fitune.spec.recipe_values import Names, PositiveInt, Size, require_plain_text, whole_number
 from fitune.spec.recipe_words import load_yaml, parse_value
 from fitune.units import parse_seconds
@@ -146,6 +147,28 @@ class JobSettings(Strict):
     keep: Duration = 3600
     ray_version: Word = "2.60.0"
     setup: Lines = []
+    constraint: Word = ""
+
+
+_PODS = (
+    "image", "claim", "mount", "namespace", "context", "secrets", "image_pull_secrets", "service_account",
+    "instance_type", "node_selector", "extra_resources", "shm", "disk", "keep",
+)  # fmt: skip
+_ONLY_FOR: dict[str, tuple[System, ...]] = {
+    **dict.fromkeys(_PODS, ("kuberay", "kubernetes")),
+    **dict.fromkeys(("ray_version", "start_within"), ("kuberay",)),
+    **dict.fromkeys(("account", "setup", "constraint"), ("slurm",)),
+}
+"""Settings that have no meaning on the other systems."""
+
+
+def require_meaningful(settings: JobSettings, on: System) -> None:
+    """Raises RecipeError for a setting that nothing on this system would honour."""
+    for name, systems in _ONLY_FOR.items():
+        if name in settings.model_fields_set and on not in systems:
+            raise RecipeError(
+                f"job.{name} has no meaning --on {on}", hint=f"leave it out, or --on {systems[0]}"
+            )
 
 
 def read_job_settings(

@@ -1,0 +1,145 @@
+"""A Job of plain Kubernetes and a script of SLURM: what they ask for, and what they do when an attempt ends."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fitune.errors import FituneError, OutOfMemory, RecipeError
+from fitune.session.launching import launch_file
+from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from launch.manifests import wrong_with_pod
+
+ONE = {
+    "model": "llama-3.2-1b",
+    "tuning": "lora",
+    "gpu": "rtx-4090",
+    "data": "a.jsonl",
+    "output_dir": "runs/a",
+}
+
+
+def recipe_of(**settings: Any) -> Recipe:
+    return parse_recipe(canonical_keys({**ONE, **settings}, where="test"))
+
+
+def test_a_job_for_one_node() -> None:
+    _, text = launch_file(
+        recipe_of(gpus=2), "kubernetes", settings=["image=i:1", "claim=c", "queue=q", "deadline=1h"]
+    )
+    config, job = yaml.safe_load_all(text)
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert list(wrong_with_pod(pod, "pod")) == []
+    assert set(spec) == {
+        "parallelism", "completions", "backoffLimit", "podReplacementPolicy", "podFailurePolicy",
+        "ttlSecondsAfterFinished", "template", "activeDeadlineSeconds",
+    }  # fmt: skip
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
+    # Fields that podFailurePolicy asks for, and one pod at a time:
+    assert (pod["restartPolicy"], spec["podReplacementPolicy"], spec["parallelism"]) == ("Never", "Failed", 1)
+    assert pod["containers"][0]["command"] == ["fitune", "train", "/etc/fitune/recipe.yaml"]
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert yaml.safe_load(config["data"]["recipe.yaml"])["gpus"] == 2
+    fails, ignores = spec["podFailurePolicy"]["rules"]
+    assert fails["onExitCodes"]["values"] == [FituneError.exit_code, OutOfMemory.exit_code]
+    assert ignores == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+
+
+def test_a_job_is_for_one_node_and_settings_are_for_their_system() -> None:
+    with pytest.raises(RecipeError, match="the plan is for 2 nodes"):
+        launch_file(recipe_of(nodes=2), "kubernetes", settings=["image=i:1", "claim=c"])
+    for on, setting in (
+        ("slurm", "image=i:1"),
+        ("kubernetes", "account=a"),
+        ("kuberay", "setup=[module load x]"),
+    ):
+        with pytest.raises(RecipeError, match=f"job.{setting.partition('=')[0]} has no meaning --on {on}"):
+            launch_file(recipe_of(), on, settings=[setting])
+
+
+def run_script(text: str, folder: Path, *, srun: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    """The script's end, where ``srun`` and ``scontrol`` are lines of shell."""
+    for name, line in (("srun", srun), ("scontrol", 'echo "scontrol $*"')):
+        program = folder / name
+        program.write_text(f"#!/bin/bash\n{line}\n")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    environment = {
+        **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }  # fmt: skip
+    (folder / "job.sh").write_text(text)
+    return subprocess.run(
+        ["bash", folder / "job.sh"], capture_output=True, text=True, timeout=300, env=environment
+    )
+
+
+def test_a_script_starts_one_task_a_gpu_and_goes_on_after_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a b'c"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    settings = [
+        "queue=gpu",
+        "priority=high",
+        "account=me",
+        "deadline=90s",
+        "setup=[export MARK=set]",
+        "retries=1",
+    ]
+    job, text = launch_file(recipe_of(gpus=4, nodes=2), "slurm", settings=settings)
+    options = dict(
+        line[10:].split("=", 1) for line in text.splitlines() if line.startswith("#SBATCH --") and "=" in line
+    )
+    assert options["nodes"] == "2"
+    assert options["ntasks-per-node"] == options["gpus-per-node"] == "4"
+    assert (options["partition"], options["qos"], options["account"], options["time"]) == (
+        "gpu",
+        "high",
+        "me",
+        "1:30",
+    )
+    assert options["signal"] == f"TERM@{job.limits.grace_seconds}"
+    show = 'echo "$MARK $*"; exit 143'
+    ended = run_script(text, tmp_path, srun=show)
+    recipe = folder / f"{job.name}.recipe.yaml"
+    assert ended.stdout.splitlines() == [
+        f"set --kill-on-bad-exit=1 fitune train {recipe}",
+        "scontrol requeue 7",
+    ]
+    read = parse_recipe(canonical_keys(yaml.safe_load(recipe.read_text()), where="node"))
+    assert (read.output_dir, read.data[0].path, read.nodes) == (f"{folder}/runs/a", f"{folder}/a.jsonl", 2)
+    assert run_script(text, tmp_path, srun=show, restarts=1).stdout.count("scontrol") == 0
+    failed = run_script(text, tmp_path, srun="exit 3")
+    assert (failed.returncode, failed.stdout) == (3, "")
+
+
+_SRUN = f"""
+shift
+for rank in 0 1; do
+  SLURM_PROCID=$rank SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=$rank SLURM_STEP_ID=0 SLURM_STEP_NODELIST=localhost \\
+    {sys.executable} -m "$@" &
+done
+wait -n && wait -n
+"""
+
+
+@pytest.mark.slow
+def test_a_script_trains_by_the_tasks_of_srun(
+    tmp_path: Path, model_folder: Path, data_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``srun`` here starts two processes with SLURM's variables: script, recipe and joining are real."""
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "model": str(model_folder), "data": [str(data_file)], "precision": "fp32", "gpu": "cpu", "gpus": 2,
+        "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2, "samples": 0,
+    }  # fmt: skip
+    _, text = launch_file(recipe_of(**settings), "slurm")
+    ended = run_script(text, tmp_path, srun=_SRUN)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "runs/a/report.json").read_text().count('"complete"') == 1
