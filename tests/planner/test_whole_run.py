@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from fitune.estimate.predict import predict_step_time
-from fitune.planner.whole_run import run_lines, whole_run
+from fitune.planner.whole_run import run_lines, whole_run, with_timely_saves
 from fitune.spec.block_profile import BatchShape
 from fitune.spec.plan import Batch, Ddp, Epochs, Fraction, Plan, Schedule, Single
 from fitune.spec.predictions import Epoch
+from fitune.spec.recipe import Recipe
 from plans import gpu, known, plan_for
 
 USUAL = BatchShape(tokens=400, supervised_tokens=200, rows=4, longest_row=110)
@@ -69,7 +70,8 @@ def test_the_lines_say_how_long_and_what_shapes_the_result() -> None:
     lines = list(
         run_lines(whole_run(plan, epoch_of(81), price_per_gpu_hour=2.0), replace(plan, run=run_plan))
     )
-    assert "saved every 6 steps and at the end" in lines[3]
+    assert "saved every 6 steps (" in lines[3]
+    assert ") and at the end" in lines[3]
 
 
 def test_short_rows_are_said_to_be_slow_and_full_ones_are_not() -> None:
@@ -81,3 +83,23 @@ def test_short_rows_are_said_to_be_slow_and_full_ones_are_not() -> None:
     full = replace(USUAL, tokens=512, supervised_tokens=500, rows=1, longest_row=512)
     epoch = replace(epoch_of(800), tokens=512 * 800, usual=full)
     assert "fill" not in list(run_lines(whole_run(plan, epoch, price_per_gpu_hour=0.0), plan))[-1]
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(800, 1), (1_600_000, 1), (16_000_000, 10)])
+def test_a_long_epoch_is_saved_so_often_that_no_part_takes_more_than_half_an_hour(
+    rows: int, parts: int
+) -> None:
+    plan = plan_of()
+    asked = Recipe(model="m")
+    run = replace(whole_run(plan, epoch_of(rows), price_per_gpu_hour=0.0), step_seconds=1800 / 200_000)
+    saved = with_timely_saves(asked, plan, run, step_seconds=1.0).run
+    assert (saved.save_every, saved.saves_per_epoch) == (0, parts)
+    for pinned in (Recipe(model="m", save_steps=0), Recipe(model="m", saves_per_epoch=1)):
+        assert with_timely_saves(pinned, plan, run, step_seconds=1.0) == plan
+
+
+def test_an_epoch_of_unknown_length_is_saved_each_half_hour_of_full_batches() -> None:
+    plan = plan_of()
+    for seconds, steps in ((7.0, 257), (4000.0, 1)):
+        saved = with_timely_saves(Recipe(model="m"), plan, None, step_seconds=seconds).run
+        assert (saved.save_every, saved.saves_per_epoch) == (steps, plan.run.saves_per_epoch)

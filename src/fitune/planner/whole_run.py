@@ -1,5 +1,6 @@
 """The whole run of a plan on its data: steps, epochs, time and cost, and the schedule that they give."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ from fitune.estimate.parameters import num_ranks
 from fitune.estimate.predict import largest_batch, predict_step_time
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Epoch, WholeRun
+from fitune.spec.recipe import Recipe
 from fitune.spec.schedule import total_steps, warmup_steps
 from fitune.units import format_count, format_learning_rate, format_seconds
 
@@ -27,6 +29,26 @@ def whole_run(plan: Plan, epoch: Epoch, *, price_per_gpu_hour: float) -> WholeRu
         step_seconds=seconds,
         cost=steps * seconds / 3600 * price_per_gpu_hour * plan.hardware.num_gpus,
     )
+
+
+MOST_UNSAVED_S = 1800
+"""Predicted seconds between two checkpoints where the recipe leaves it open: what a killed run loses at most."""
+
+
+def with_timely_saves(recipe: Recipe, plan: Plan, run: WholeRun | None, *, step_seconds: float) -> Plan:
+    """``plan``, which saves in as many equal parts of an epoch as none takes longer than MOST_UNSAVED_S.
+
+    Where the epoch is not known, once an epoch and every so many steps of ``step_seconds``. A recipe that says
+    how often is obeyed.
+    """
+    if recipe.save_steps is not None or recipe.saves_per_epoch is not None:
+        return plan
+    if run is None:
+        often = replace(plan.run, save_every=max(1, int(MOST_UNSAVED_S / step_seconds)))
+    else:
+        parts = math.ceil(run.steps_per_epoch * run.step_seconds / MOST_UNSAVED_S)
+        often = replace(plan.run, saves_per_epoch=min(max(1, parts), run.steps_per_epoch))
+    return replace(plan, run=often)
 
 
 def run_lines(run: WholeRun, plan: Plan) -> Iterator[str]:
@@ -102,17 +124,21 @@ def _saved(run: WholeRun, plan: Plan) -> str:
     run_plan, data = plan.run, plan.data
     saves = "no checkpoint on the way, only the result at the end (save_steps: 0)"
     if run_plan.saves:
-        often = _often(run, every=run_plan.save_every, per_epoch=run_plan.saves_per_epoch)
-        saves = f"a checkpoint is saved {often}"
+        steps = _steps_between(run, every=run_plan.save_every, per_epoch=run_plan.saves_per_epoch)
+        saves = f"a checkpoint is saved {_often(run, steps, took=f' ({format_seconds(steps * run.step_seconds)})')}"
     if not (data.eval_sources or data.val_fraction):
         return f"{saves}; no rows are held out to evaluate (val_fraction, eval_data)"
-    often = _often(run, every=run_plan.eval_every, per_epoch=run_plan.evals_per_epoch)
-    return f"{saves}; held-out rows are evaluated {often}"
+    steps = _steps_between(run, every=run_plan.eval_every, per_epoch=run_plan.evals_per_epoch)
+    return f"{saves}; held-out rows are evaluated {_often(run, steps)}"
 
 
-def _often(run: WholeRun, *, every: int, per_epoch: int) -> str:
-    """``every 500 steps and at the end``; at the end alone where the run is over by then."""
-    steps = every or (-(-run.steps_per_epoch // per_epoch) if per_epoch else run.steps)
+def _steps_between(run: WholeRun, *, every: int, per_epoch: int) -> int:
+    parts = -(-run.steps_per_epoch // per_epoch) if per_epoch else run.steps
+    return min(every, parts) if every else parts
+
+
+def _often(run: WholeRun, steps: int, *, took: str = "") -> str:
+    """``every 500 steps (27 min 3 s) and at the end``; at the end alone where the run is over by then."""
     if steps >= run.steps:
         return "at the end"
-    return "every step" if steps == 1 else f"every {steps:,} steps and at the end"
+    return f"every step{took}" if steps == 1 else f"every {steps:,} steps{took} and at the end"

@@ -5,17 +5,18 @@ Beside it: what a change would cost, the largest that fits, the plans of many mo
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fitune.errors import RecipeError
+from fitune.errors import DataError, RecipeError
 from fitune.launch.command import MachineCommand, machine_commands
 from fitune.measure.hardware import resolve_hardware
 from fitune.planner.alternatives import Alternative, Largest, changed_recipe, compare, largest
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
 from fitune.planner.search import find_plan
-from fitune.planner.whole_run import whole_run
+from fitune.planner.whole_run import whole_run, with_timely_saves
 from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.gpus import GpuFigures
 from fitune.spec.hardware import Hardware
@@ -52,16 +53,26 @@ def plan_for(recipe: Recipe, *, purposes: tuple[Purpose, ...] = ("plan",)) -> Pl
 
 def plan_on_data(recipe: Recipe) -> PlanReport:
     """The plan, and the whole run on the data that the recipe names. Raises DataError for a file that is missing."""
-    report = plan_for(recipe)
+    return _on_data(recipe, plan_for(recipe))
+
+
+def saving_in_time(recipe: Recipe, report: PlanReport) -> PlanReport:
+    """The plan with checkpoints as often as its run on the data asks for; what is wrong in the data, training says."""
+    with suppress(DataError):
+        return replace(_on_data(recipe, report), run=None)
+    return report
+
+
+def _on_data(recipe: Recipe, report: PlanReport) -> PlanReport:
     plan = report.chosen.plan
     if not plan.data.sources:
         return report
     from fitune.data.sampling import guess_epoch  # not for those who name no data
 
     epoch = guess_epoch(plan.data, plan.batch, tokenizer_folder=Path(plan.model_path))
-    if epoch is None:
-        return report
-    return replace(report, run=whole_run(plan, epoch, price_per_gpu_hour=report.price_per_gpu_hour))
+    run = None if epoch is None else whole_run(plan, epoch, price_per_gpu_hour=report.price_per_gpu_hour)
+    plan = with_timely_saves(recipe, plan, run, step_seconds=report.chosen.estimate.step_seconds)
+    return replace(report, chosen=replace(report.chosen, plan=plan), run=run)
 
 
 def wanted_hardware(recipe: Recipe) -> Hardware:

@@ -38,7 +38,7 @@ from fitune.session.events import (
     WeightsRead,
 )
 from fitune.session.exporting import export_run
-from fitune.session.planning import plan_for
+from fitune.session.planning import plan_for, saving_in_time
 from fitune.session.results import report_run
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase, PlanReport, Priced
@@ -95,7 +95,7 @@ def first_attempt(
     """
     if not recipe.data:
         raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
-    report = plan_for(recipe, purposes=("plan", "train"))
+    report = saving_in_time(recipe, plan_for(recipe, purposes=("plan", "train")))
     plan = report.chosen.plan
     tell(Planned(report=report))
     directory = Path(plan.run.output_dir)
