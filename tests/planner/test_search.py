@@ -1,5 +1,6 @@
 """The planner keeps every pin, decides the rest, and refuses what contradicts itself."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -278,7 +279,16 @@ def test_a_host_that_is_too_small_is_said_with_its_sum():
     assert "it fits the devices but not the host: processes 3.0 + optimizer 89.7" in " ".join(
         caught.value.message.split()
     )
-    assert "30.0 usable" in caught.value.message
+    text = caught.value.message
+    assert "28.8 usable" in text
+    assert "smallest" not in text
+    assert "holds it" not in text
+    enough = int(text.rsplit("host_memory: ", 1)[1].split("GiB")[0])
+    recipe = recipe_of("llama-3.1-8b", tuning="full", offload_optimizer="cpu", offload_parameters="device")
+    for host, fits in ((enough, True), (enough - 1, False)):
+        here = replace(hardware, gpu=gpu("h100").gpu, host_memory_bytes=host * GIB)
+        with nullcontext() if fits else pytest.raises(NothingFits):
+            find_plan(recipe, model=known("llama-3.1-8b"), hardware=here)
 
 
 def test_nothing_fits_offers_a_shorter_row_that_is_true():
@@ -302,7 +312,7 @@ def test_seventy_billion_in_full_on_eight_v100_is_explained():
         "fp16",
         "it fits the devices but not the host",
         "optimizer 770.9",
-        "480.0 usable",
+        "460.8 usable",
     ):
         assert words in text
     assert "tuning: lora" in caught.value.hint

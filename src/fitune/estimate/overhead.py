@@ -151,8 +151,17 @@ def nvme_bytes(step: StepStages) -> int:
 
 
 def usable_host_bytes(hardware: Hardware) -> int:
-    """15/16 of a node's memory: the rest is for the system and its file cache. 0 when its size is not known."""
-    return hardware.host_memory_bytes - hardware.host_memory_bytes // 16
+    """Nine tenths of a node's memory: the rest is for the system and its file cache. 0 when its size is not known."""
+    return hardware.host_memory_bytes - hardware.host_memory_bytes // HOST_SPARE
+
+
+def enough_host_bytes(needed: int) -> int:
+    """Memory of a node of which ``needed`` bytes are usable."""
+    return -(-needed * HOST_SPARE // (HOST_SPARE - 1))
+
+
+HOST_SPARE = 10
+"""One part in so many of a node's memory is never planned for."""
 
 
 def uses_host(plan: Plan) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fitune.errors import NothingFits, Shortage
 from fitune.estimate.memory import memory_of
-from fitune.estimate.overhead import usable_bytes
+from fitune.estimate.overhead import enough_host_bytes, host_terms, usable_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Request
@@ -37,7 +37,7 @@ from fitune.spec.predictions import Rejection
 from fitune.spec.recipe import Recipe
 from fitune.spec.rules import adds_gradients_up, keeps_rules
 from fitune.spec.words import describe_offload, describe_plan
-from fitune.units import format_bytes
+from fitune.units import GIB, format_bytes
 
 ROW_STEP = 64
 """Lengths of rows are tried in multiples of it."""
@@ -69,19 +69,30 @@ def nothing_fits(
         f"nothing fits: {model.name} on {devices} {hardware.gpu.name} of {format_bytes(hardware.gpu.memory_bytes)}, "
         f"{format_bytes(usable)} usable",
         *(f"{wrapped(item.what)}\n{wrapped(item.why, indent=4)}" for item in rejected),
-        _smallest_memory(best, usable),
-        wrapped(describe_plan(best.plan)),
-        _device_that_holds(best.plan),
+        *([] if _is_short_of_host_only(best) else _missing_on_devices(best, usable)),
         *changes.about_the_host(),
     ]
     return NothingFits("\n".join(lines), hint=changes.advice())
 
 
-def _smallest_memory(best: StepStages, usable: int) -> str:
+def _is_short_of_host_only(best: StepStages) -> bool:
+    return memory_of(best).peak_bytes <= usable_bytes(best.plan.hardware) and not host_fits(best)
+
+
+def _enough_host(step: StepStages) -> str:
+    """``host_memory: 152GiB is enough``."""
+    enough = enough_host_bytes(sum(host_terms(step).values()))
+    return f"host_memory: {-(-enough // GIB)}GiB is enough"
+
+
+def _missing_on_devices(best: StepStages, usable: int) -> list[str]:
+    """The smallest plan, how much of a device it is short of, and the known GPU that has it."""
     peak = predict(best.plan).peak_bytes
-    if peak <= usable:
-        return f"it fits the devices but not the host: {host_sum(predict(best.plan))}, with"
-    return f"smallest memory that is enough: {format_bytes(peak)} a device ({format_bytes(peak - usable)} short), with"
+    return [
+        f"smallest memory that is enough: {format_bytes(peak)} a device ({format_bytes(peak - usable)} short), with",
+        wrapped(describe_plan(best.plan)),
+        _device_that_holds(best.plan),
+    ]
 
 
 def _device_that_holds(plan: Plan) -> str:
@@ -127,7 +138,8 @@ class _Changes:
             step = MethodSearch(self.request, method).least_host()
             if step is not None:
                 offload, host = describe_offload(step.plan.offload), host_sum(predict(step.plan))
-                yield wrapped(f"with {offload} it fits the devices but not the host: {host}", indent=0)
+                words = f"with {offload} it fits the devices but not the host: {host}; {_enough_host(step)}"
+                yield wrapped(words, indent=0)
                 return
 
     def _more_devices(self) -> Iterator[tuple[str, dict[str, object]]]:

@@ -14,6 +14,7 @@ from fitune.planner.fit import Found, fits, host_fits, shortage, tokens_per_seco
 from fitune.planner.less_memory import nothing_fits
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods, methods_for
+from fitune.planner.otherwise import notes_on_nodes, notes_on_quality
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Lora, Plan
@@ -45,12 +46,17 @@ def find_plan(
         raise nothing_fits(request, smallest, rejected)
     chosen = _priced(saving_beside_steps(recipe, fitting[0].found[0].plan))
     runners_up = tuple(_priced(found.plan) for found in _runners_up(fitting))
+    price, method = recipe.price_per_gpu_hour or price_of(hardware.gpu), fitting[0].method
     return PlanReport(
         chosen=chosen,
         runners_up=runners_up,
         rejected=rejected,
-        decisions=decisions_of(recipe, request, chosen, runners_up),
-        price_per_gpu_hour=recipe.price_per_gpu_hour or price_of(hardware.gpu),
+        decisions=(
+            *decisions_of(recipe, request, chosen, runners_up),
+            *notes_on_quality(request, method, chosen, price_per_gpu_hour=price),
+            *notes_on_nodes(request, method, chosen),
+        ),
+        price_per_gpu_hour=price,
     )
 
 
