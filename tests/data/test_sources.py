@@ -191,7 +191,9 @@ def test_cloud_addresses_are_read_through_fsspec(monkeypatch):
     for path in ("gs://bucket/train.jsonl", "gs://bucket"):
         assert [row.fields for row in read_rows(DataSource(path=path))] == ROWS
     assert content_key(DataSource(path="gs://bucket"))
-    with pytest.raises(DataError, match=r"gs://bucket/none.jsonl: cannot be read"):
+    with pytest.raises(
+        DataError, match=r"gs://bucket/none.jsonl: nothing there: no such file, folder or bucket"
+    ):
         list(read_rows(DataSource(path="gs://bucket/none.jsonl")))
 
 

@@ -228,8 +228,8 @@ def test_the_report_says_when_a_run_has_not_ended(call: Call, train: Call, tmp_p
         ("rows.jsonl", '{"question": "a", "answer": "b"}\n'.encode("utf-16"), "UTF-16"),
         ("rows.csv", "question,answer\na,b\n".encode("utf-16"), "UTF-16"),
         ("rows.jsonl", b"\x1f\x8b\x08\0\0\0\0", "gzip"),
-        ("rows.jsonl.gz", b"\x1f\x8b\x08\0\0\0\0", "compressed"),
-        ("rows.csv", b"question;answer\na;b\n", "commas"),
+        ("rows.jsonl.gz", b"\x1f\x8b\x08\0\0\0\0", "cut off in the middle"),
+        ("rows.csv", b"question|answer\na|b\n", "commas"),
         ("rows.csv", b'question,answer\na,b\n"c,d\ne,f\n', "rows.csv:3: a quote opens"),
         ("rows.jsonl", b'{"question": "' + b"a" * 17_000_000 + b'"}\n', "longer than 16.0 MiB"),
     ],
@@ -250,10 +250,10 @@ def test_an_unclosed_quote_counts_the_lines_it_swallowed(train: Call, tmp_path: 
     assert "quote never closed (5 lines lost)" in out
 
 
-def test_a_pattern_is_no_path(train: Call, tmp_path: Path) -> None:
+def test_a_pattern_that_names_nothing(train: Call, tmp_path: Path) -> None:
     code, _, err = train(data=tmp_path / "*.jsonl")
     assert code == 2
-    assert "patterns are not expanded" in err
+    assert "the pattern names no file" in err
 
 
 def test_val_fraction_that_leaves_nothing_to_train_on(train: Call) -> None:

@@ -7,10 +7,14 @@ from typing import Any, get_args
 from fitune.errors import RecipeError
 from fitune.session.foreign_recipes import ReadRecipe, read_any_recipe
 from fitune.spec.recipe import Recipe, canonical_keys
+from fitune.spec.recipe_values import as_sources
 from fitune.spec.recipe_words import ALIASES, SWITCHES, parse_value
 
 _TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "chat_template"}
 """Kept as typed: ``--gpu 4090`` is a name, not a number."""
+
+_REPEATABLE = {"data", "eval_data"}
+"""``--data a.jsonl --data b.jsonl`` are two sources."""
 
 _YES_AND_NO = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
@@ -42,6 +46,9 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
         name = key.replace("-", "_")
         if not equals:
             value = rest.pop(0) if rest and _is_value_of(name, rest[0]) else "true"
+        if ALIASES.get(name, name) in _REPEATABLE and name in options and value:
+            options[name] = [*as_sources(options[name]), value]
+            continue
         if name in options:
             raise RecipeError(f"--{key} is given twice", hint="keep one of them")
         if not equals and value == "true" and ALIASES.get(name, name) in _TEXT_KEYS:

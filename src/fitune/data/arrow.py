@@ -16,8 +16,6 @@ from fitune.data.rows import BadRow, Row, from_message, to_message
 from fitune.errors import DataError
 from fitune.units import GIB, MIB, format_bytes
 
-ARROW_SUFFIXES = ("parquet", "arrow")
-
 _MEMORY, _MOST_MEMORY = GIB, 8 * GIB
 """Address space for the reader beyond what it has when it begins: so much, and twice the file, but not more than the
 second. A batch in an arrow file is as large as it was written."""

@@ -1,29 +1,28 @@
-"""The meaning of a source's path: files on disk, files behind an fsspec URL, or a dataset on the Hub."""
+"""The meaning of a source's path: files on disk, files behind a URL, or a dataset on the Hub."""
 
+import glob
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
+from urllib.parse import unquote, urlsplit
 
 from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
+from fitune.data import downloads, stores
+from fitune.data.kinds import ACCEPTED_FILES, READABLE, data_files, require_one_kind, require_readable
 from fitune.errors import DataError
-from fitune.files import PICKLE_SUFFIXES, open_regular
+from fitune.files import open_regular
 from fitune.spec.plan import DataSource
 
-READABLE = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
-"""Suffixes that are read, in the words of the error messages."""
-
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
-_REMOTE = {"hdfs": "pyarrow", "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs"}
-"""URL scheme -> the package that reads it."""
 _SPLIT_NAMES = {
     "train": ("train",),
     "test": ("test",),
     "validation": ("validation", "valid", "val", "dev", "eval"),
 }
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+_PATTERN = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,111 +46,97 @@ def sample_size(source: DataSource) -> tuple[str, int]:
     return path, int(count)
 
 
-def locate(path: str, *, split: str) -> tuple[str, ...] | HubDataset:
-    """The data files that ``path`` names, in reading order, or the dataset on the Hub.
+def locate(source: DataSource) -> tuple[str, ...] | HubDataset:
+    """The data files that the source's path names, in reading order, or the dataset on the Hub.
 
-    Raises DataError when nothing is there, when it is pickled, or when it is a URL this version does not open.
+    A file behind https:// is in the cache then. Raises DataError when nothing is there, when it is pickled, when a
+    folder holds files of several kinds, or when it is a URL that may not be opened.
     """
+    path, _ = sample_size(source)
     if found := credential_in(path):
         raise DataError(
             f"{path}: contains {found}, and paths are saved and shown", hint=CREDENTIALS_ELSEWHERE
         )
     scheme = path.partition("://")[0].lower() if "://" in path else ""
-    if scheme:
-        return _remote_files(path, scheme=scheme, split=split)
-    _refuse_pickle(path)
-    local = Path(path).expanduser()
-    if local.is_dir():
-        return _choose(path, (str(file) for file in local.rglob("*") if file.is_file()), split=split)
-    if local.exists():
-        _require_readable(path)
-        return (str(local),)
-    hub_id = _HUB_ID.fullmatch(path)
-    if hub_id and not path.startswith(".") and not path.endswith(READABLE):
-        return HubDataset(name=hub_id[1], config=hub_id[2], split=split)
-    if any(mark in path for mark in "*?["):
-        raise DataError(
-            f"{path}: no such file or folder; patterns are not expanded",
-            hint="name the folder, or give a list: data: [a.jsonl, b.jsonl]",
-        )
-    raise DataError(
-        f"{path}: no such file or folder", hint=f"a path to {', '.join(READABLE)}, or owner/name on the Hub"
-    )
+    if scheme in downloads.SCHEMES:
+        require_readable(path)
+        downloads.fetch(path, allow_https=source.allow_https, allow_private=source.allow_private_addresses)
+        return (path,)
+    if scheme == "file":
+        path = unquote(urlsplit(path).path)
+    elif scheme:
+        return _in_store(path, split=source.split)
+    return _on_disk(path, split=source.split)
 
 
 def open_binary(path: str) -> BinaryIO:
-    """Open a local file or an fsspec URL for reading bytes."""
+    """Open a local file, a downloaded one or one in a store for reading bytes. Raises DataError."""
     try:
         if "://" not in path:
             return open_regular(path)
-        import fsspec
-
-        return fsspec.open(path, "rb").open()
+        if path.partition("://")[0].lower() in downloads.SCHEMES:
+            return open_regular(downloads.cached(path))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return stores.open_stream(path)
 
 
-def _refuse_pickle(path: str) -> None:
-    suffix = PurePosixPath(path).suffix.lower()
-    if suffix in PICKLE_SUFFIXES:
-        raise DataError(
-            f"{path}: {suffix} files are pickles, and opening a pickle runs the code inside it",
-            hint=f"convert it to {' or '.join(READABLE[:1] + READABLE[4:5])}",
-        )
+def _on_disk(path: str, *, split: str) -> tuple[str, ...] | HubDataset:
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _of_folder(path, (str(file) for file in local.rglob("*") if file.is_file()), split=split)
+    if local.exists():
+        require_readable(path)
+        return (str(local),)
+    if _PATTERN.search(path):
+        found = glob.glob(str(local), recursive=True)
+        return _of_pattern(path, [name for name in found if os.path.isfile(name)])
+    hub_id = _HUB_ID.fullmatch(path)
+    if hub_id and not path.startswith(".") and not path.endswith(READABLE):
+        return HubDataset(name=hub_id[1], config=hub_id[2], split=split)
+    raise DataError(
+        f"{path}: no such file or folder", hint=f"a path to {ACCEPTED_FILES}, or owner/name on the Hub"
+    )
 
 
-def _require_readable(path: str) -> None:
-    if path.lower().endswith(_COMPRESSED):
-        raise DataError(f"{path}: compressed files are not read in this version", hint="decompress it first")
-    if not path.lower().endswith(READABLE):
-        raise DataError(f"{path}: not a data file this version reads", hint=f"one of {', '.join(READABLE)}")
+def _in_store(url: str, *, split: str) -> tuple[str, ...]:
+    found = stores.look_up(url, is_pattern=bool(_PATTERN.search(url)))
+    if found.kind == "file":
+        require_readable(url)
+        return found.files
+    return (
+        _of_pattern(url, found.files)
+        if found.kind == "pattern"
+        else _of_folder(url, found.files, split=split)
+    )
 
 
-def _remote_files(url: str, *, scheme: str, split: str) -> tuple[str, ...]:
-    if scheme not in _REMOTE or "::" in url:
-        raise DataError(
-            f"{url}: {scheme}:// addresses are not opened in this version",
-            hint=f"download the file and give its path, or use {', '.join(f'{name}://' for name in _REMOTE)}",
-        )
-    _refuse_pickle(url)
-    import fsspec
-
-    try:
-        filesystem, inner = fsspec.core.url_to_fs(url)
-        if not filesystem.isdir(inner):
-            _require_readable(url)
-            return (url,)
-        return _choose(
-            url, (filesystem.unstrip_protocol(name) for name in filesystem.find(inner)), split=split
-        )
-    except ImportError as error:
-        raise DataError(f"{url}: {error}", hint=f"pip install {_REMOTE[scheme]}") from None
-    except OSError as error:
-        raise DataError(f"{url}: cannot be read: {error}") from None
-
-
-def _choose(folder: str, names: Iterable[str], *, split: str) -> tuple[str, ...]:
-    """The data files of a folder; only those of ``split`` where files or subfolders are named for splits.
-
-    A folder that ``datasets`` saved holds small JSON files about its arrow files: arrow alone is read there.
-    """
-    inside = {name: name[len(folder.rstrip("/")) :].lstrip("/") for name in names}
-    files = [n for n, rest in inside.items() if n.lower().endswith(READABLE) and "/." not in f"/{rest}"]
-    if any(PurePosixPath(name).name == "state.json" for name in files):
-        files = [name for name in files if name.endswith(".arrow")]
+def _of_pattern(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The data files that a pattern names; splits are not looked at."""
+    names = list(names)
+    files = data_files(names)
     if not files:
-        raise DataError(
-            f"{folder}: no data files in this folder", hint=f"it should hold {', '.join(READABLE)}"
-        )
+        what = f"none of the {len(names)} files it names is data" if names else "the pattern names no file"
+        raise DataError(f"{pattern}: {what}", hint=f"it should name {ACCEPTED_FILES}")
+    require_one_kind(pattern, files)
+    return tuple(files)
+
+
+def _of_folder(folder: str, names: Iterable[str], *, split: str) -> tuple[str, ...]:
+    """The data files of a folder; only those of ``split`` where files or subfolders are named for splits."""
+    start = str(Path(folder).expanduser()) if "://" not in folder else folder.rstrip("/")
+    inside = {name: name[len(start) :].lstrip("/") for name in names}
+    files = data_files(name for name, rest in inside.items() if "/." not in f"/{rest}")
+    if not files:
+        raise DataError(f"{folder}: no data files in this folder", hint=f"it should hold {ACCEPTED_FILES}")
     named = {name: found for name in files if (found := _split_of(inside[name]))}
-    if not named:
-        return tuple(sorted(files))
-    chosen = sorted(name for name, found in named.items() if found == _canonical_split(split))
+    chosen = [name for name in files if named.get(name) == _canonical_split(split)] if named else files
     if not chosen:
         raise DataError(
             f"{folder}: no files of split {split!r}; there are files of {', '.join(sorted(set(named.values())))}",
             hint="set split: to one of them, or name the files",
         )
+    require_one_kind(folder, chosen)
     return tuple(chosen)
 
 

@@ -143,7 +143,7 @@ def _files_of(source: DataSource) -> tuple[str, ...] | None:
     path, _ = sample_size(source)
     if "://" in path:
         return None
-    place = locate(path, split=source.split)
+    place = locate(source)
     return None if isinstance(place, HubDataset) else place
 
 

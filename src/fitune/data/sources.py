@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fitune.data import stores
+from fitune.data.downloads import SCHEMES
 from fitune.data.files import Rows, read_file
 from fitune.data.locations import HubDataset, locate, open_binary, sample_size
 from fitune.data.rows import BadRow, Row
@@ -38,7 +40,7 @@ def read_rows(
     ones every time, in the order of the file. ``on_bytes`` is told what was read, and may raise to stop.
     """
     path, wanted = sample_size(source)
-    place = locate(path, split=source.split)
+    place = locate(source)
     stored = _load_hub(place) if isinstance(place, HubDataset) else None
 
     def good_rows(count_bad: Callable[[str], None]) -> Iterator[Row]:
@@ -56,12 +58,11 @@ def read_rows(
 def content_key(source: DataSource, *, on_bytes: Callable[[int], None] = _ignore) -> str:
     """A hash that changes when the content of the source changes.
 
-    Files on disk, those of a downloaded Hub dataset included, are hashed by their bytes; files behind a URL by
-    what their filesystem says of them (size, entity tag, time of change). ``on_bytes`` is told what was read, and
-    may raise to stop.
+    Files on disk, those of a downloaded Hub dataset included, are hashed by their bytes; files in a store by what
+    it says of them: a hash and the size, or the time of change where it has no hash. ``on_bytes`` is told what was
+    read, and may raise to stop.
     """
-    path, _ = sample_size(source)
-    place = locate(path, split=source.split)
+    place = locate(source)
     digest = hashlib.blake2b(digest_size=16)
     if isinstance(place, HubDataset):
         place = tuple(entry["filename"] for entry in _load_hub(place).cache_files)
@@ -71,11 +72,8 @@ def content_key(source: DataSource, *, on_bytes: Callable[[int], None] = _ignore
 
 
 def _file_key(path: str, on_bytes: Callable[[int], None]) -> bytes:
-    if "://" in path:
-        import fsspec
-
-        filesystem, inner = fsspec.core.url_to_fs(path)
-        return str(filesystem.ukey(inner)).encode()
+    if "://" in path and path.partition("://")[0] not in SCHEMES:
+        return (stores.identity(path) or stores.hash_stream(path, on_bytes)).encode()
     with open_binary(path) as file:
         digest = hashlib.blake2b(digest_size=16)
         while chunk := file.read(_CHUNK_BYTES):

@@ -23,6 +23,7 @@ from fitune.spec.plan import (
     Tuning,
 )
 from fitune.spec.recipe import Recipe, SourceRecipe
+from fitune.spec.recipe_rules import source_weights
 from fitune.spec.words import method_name
 
 GLOBAL_BATCH_SIZE = 16
@@ -127,8 +128,11 @@ def schedule_of(recipe: Recipe, *, learning_rate: float) -> Schedule:
 
 def data_of(recipe: Recipe) -> DataPlan:
     return DataPlan(
-        sources=tuple(_source(source) for source in recipe.data),
-        eval_sources=tuple(_source(source) for source in recipe.eval_data),
+        sources=tuple(
+            _source(source, recipe, weight=weight)
+            for source, weight in zip(recipe.data, source_weights(recipe), strict=True)
+        ),
+        eval_sources=tuple(_source(source, recipe, weight=source.weight) for source in recipe.eval_data),
         val_fraction=recipe.val_fraction,
         chat_template=recipe.chat_template,
         train_on_prompt=recipe.train_on_prompt,
@@ -138,14 +142,16 @@ def data_of(recipe: Recipe) -> DataPlan:
     )
 
 
-def _source(source: SourceRecipe) -> DataSource:
+def _source(source: SourceRecipe, recipe: Recipe, *, weight: float) -> DataSource:
     return DataSource(
         path=source.path,
         format=source.format,
         split=source.split,
         columns=tuple(source.columns.items()),
         sample=source.sample,
-        weight=source.weight,
+        weight=weight,
+        allow_https=recipe.allow_https,
+        allow_private_addresses=recipe.allow_private_addresses,
     )
 
 

@@ -167,7 +167,7 @@ class DataSource:
 
     ``format`` is ``auto`` only until the data is opened: the ledger records what was found.
     ``columns`` maps a role (system, prompt, completion, text) to the name of a column.
-    ``sample`` 0 means every row.
+    ``sample`` 0 means every row. ``allow_https`` and ``allow_private_addresses`` say which addresses may be opened.
     """
 
     path: str
@@ -176,6 +176,8 @@ class DataSource:
     columns: tuple[tuple[str, str], ...] = ()
     sample: int = 0
     weight: float = 1.0
+    allow_https: bool = False
+    allow_private_addresses: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ from fitune.spec.recipe_values import (
     Size,
     Targets,
     as_name,
+    as_numbers,
     as_source,
     as_sources,
     quantiser_word,
@@ -75,7 +76,7 @@ class SourceRecipe(_Strict):
     path: NamedPath
     format: DataFormat = "auto"
     split: str = "train"
-    columns: dict[Literal["system", "prompt", "completion", "text"], str] = {}
+    columns: dict[Literal["system", "prompt", "completion", "text", "messages", "tools"], str] = {}
     sample: CountInt = 0
     weight: PositiveFloat = 1.0
 
@@ -124,6 +125,7 @@ class Recipe(_Strict):
 
     # with which data
     data: Sources = []
+    data_weights: Annotated[list[PositiveFloat], BeforeValidator(as_numbers)] = []
     eval_data: Sources = []
     val_fraction: Share = 0.0
     chat_template: PathText = ""
@@ -132,6 +134,8 @@ class Recipe(_Strict):
     on_bad_row: Literal["error", "skip"] = "error"
     on_long_row: Literal["truncate", "drop", "split", "error"] = "truncate"
     cache_dir: PathText = ""
+    allow_https: bool = False
+    allow_private_addresses: bool = False
 
     # in which batches
     seq_len: RowLength = 2048

@@ -22,6 +22,29 @@ def require_consistent(recipe: Recipe, *, devices: int) -> None:
             raise RecipeError(why, hint=instead)
 
 
+def source_weights(recipe: Recipe) -> list[float]:
+    """The weight of each source of ``data``, from ``data_weights`` or from the source itself.
+
+    Raises RecipeError when the numbers do not match the sources, or both say a weight.
+    """
+    weights, sources = recipe.data_weights, recipe.data
+    if not weights:
+        return [source.weight for source in sources]
+    if len(weights) != len(sources):
+        named = ", ".join(source.path for source in sources) or "none"
+        raise RecipeError(
+            f"data_weights has {len(weights)} numbers ({', '.join(f'{w:g}' for w in weights)}), and data names "
+            f"{len(sources)} sources: {named}",
+            hint="one number for each source, in their order",
+        )
+    if twice := next((source for source in sources if "weight" in source.model_fields_set), None):
+        raise RecipeError(
+            f"data_weights is set, and {twice.path} has weight {twice.weight:g} of its own",
+            hint="keep one of them",
+        )
+    return weights
+
+
 def _method(r: Recipe) -> Iterator[tuple[str, str]]:
     """Contradictions about what is trained: (why, instead)."""
     if r.quantization == "none" and r.quantization_bits is not None:

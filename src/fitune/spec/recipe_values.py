@@ -29,17 +29,18 @@ MOST: dict[str, int | float] = {
     "saves_per_epoch": _STEPS, "keep_checkpoints": 1_000_000,
     "samples": 100_000, "gradient_checkpointing": 9_999,
     # inside a source
-    "sample": 1_000_000_000_000, "weight": 1_000_000.0,
+    "sample": 1_000_000_000_000, "weight": 1_000_000.0, "data_weights": 1_000_000.0,
 }  # fmt: skip
 """The largest value of each number: far above what anybody trains with, far below what overflows. Lower bounds are in
 the types below."""
 
 
 def require_in_range(name: str, value: object) -> None:
-    """Raises ValueError with the limit when the setting ``name`` has one and ``value`` is above it."""
+    """Raises ValueError with the limit when the setting ``name`` has one and a number in ``value`` is above it."""
     most = MOST.get(name)
-    if most is not None and isinstance(value, int | float) and value > most:
-        raise ValueError(f"must be at most {most:,}")
+    for one in value if isinstance(value, list) else [value]:
+        if most is not None and isinstance(one, int | float) and one > most:
+            raise ValueError(f"must be at most {most:,}")
 
 
 def number(value: Any) -> Any:
@@ -119,6 +120,13 @@ def as_names(value: Any) -> Any:
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
+
+
+def as_numbers(value: Any) -> Any:
+    """One number, a comma-separated text or a list."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return [value] if isinstance(value, int | float) else value
 
 
 def as_targets(value: Any) -> Any:

@@ -1,0 +1,181 @@
+"""Compressed files, text, folders, patterns, separators: what is read, and what is refused with the file and why."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+
+from fitune.data.sources import content_key, read_rows
+from fitune.errors import DataError, RecipeError
+from fitune.planner.defaults import data_of
+from fitune.spec.plan import DataSource
+from fitune.spec.recipe import canonical_keys, parse_recipe
+
+ROWS = [{"prompt": f"question {i} é", "completion": f"answer {i}, and more"} for i in range(200)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+PACKED = {
+    ".gz": gzip.compress(LINES),
+    ".zst": pyarrow.compress(LINES, codec="zstd", asbytes=True),
+}
+
+
+def read(path: object, **settings: object) -> list[dict]:
+    return [row.fields for row in read_rows(DataSource(path=str(path), **settings))]
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize("layout", ["jsonl", "json", "csv", "txt"])
+def test_a_packed_file_gives_the_rows_of_the_plain_one(tmp_path: Path, suffix: str, layout: str) -> None:
+    plain = {
+        "jsonl": LINES,
+        "json": json.dumps(ROWS).encode(),
+        "csv": (
+            "prompt,completion\n" + "".join(f'{r["prompt"]},"{r["completion"]}"\n' for r in ROWS)
+        ).encode(),
+        "txt": LINES,
+    }[layout]
+    packed = gzip.compress(plain) if suffix == ".gz" else pyarrow.compress(plain, codec="zstd", asbytes=True)
+    for name, content in ((f"rows.{layout}", plain), (f"packed.{layout}{suffix}", packed)):
+        (tmp_path / name).write_bytes(content)
+    told: list[int] = []
+    packed_file = tmp_path / f"packed.{layout}{suffix}"
+    rows = list(read_rows(DataSource(path=str(packed_file)), on_bytes=told.append))
+    assert [row.fields for row in rows] == read(tmp_path / f"rows.{layout}")
+    assert sum(told) == len(packed), "progress counts the bytes of the file, not of what is inside"
+    if layout == "jsonl":
+        assert rows[3].where == f"{packed_file}:4"
+
+
+def test_several_frames_one_after_another_are_one_file(tmp_path: Path) -> None:
+    """`cat a.gz b.gz`, pigz and zstd -T0 write such files."""
+    for suffix, packed in PACKED.items():
+        (tmp_path / f"rows.jsonl{suffix}").write_bytes(packed + packed)
+        assert read(tmp_path / f"rows.jsonl{suffix}") == ROWS + ROWS
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda packed: packed[:-6], "cut off in the middle"),
+        (lambda packed: packed[: len(packed) // 2], "cut off in the middle"),
+        (lambda packed: packed[:40] + bytes([packed[40] ^ 0xFF] * 30) + packed[70:], "damaged|cut off"),
+        (lambda packed: LINES, "the name says (gzip|zstd), but the file begins with"),
+    ],
+)
+def test_a_packed_file_that_is_not_whole_is_named(tmp_path: Path, suffix: str, damage, said: str) -> None:
+    file = tmp_path / f"rows.jsonl{suffix}"
+    file.write_bytes(damage(PACKED[suffix]))
+    with pytest.raises(DataError, match=f"rows.jsonl{suffix}: .*({said})") as caught:
+        read(file)
+    assert caught.value.hint
+
+
+def test_a_file_of_the_other_codec_is_named_with_the_name_it_should_have(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl.gz").write_bytes(PACKED[".zst"])
+    with pytest.raises(DataError, match="the name says gzip, but the file is compressed with zstd") as caught:
+        read(tmp_path / "rows.jsonl.gz")
+    assert caught.value.hint.endswith("rows.jsonl.zst")
+    (tmp_path / "rows.jsonl").write_bytes(PACKED[".zst"])
+    with pytest.raises(DataError, match="compressed with zstd, and its name does not say so"):
+        read(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("name", ["rows.parquet.gz", "rows.jsonl.bz2", "rows.gz", "rows.docx"])
+def test_names_that_are_not_read_say_what_is(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DataError, match=rf"{name}: ") as caught:
+        read(tmp_path / name)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("mark", "name"), [(";", "rows.csv"), ("\t", "rows.csv"), ("\t", "rows.tsv"), (",", "rows.csv")]
+)
+def test_columns_are_parted_by_what_the_header_says(tmp_path: Path, mark: str, name: str) -> None:
+    (tmp_path / name).write_text(f'prompt{mark}"completion"\n"one{mark} two\nthree"{mark}yes\nfour{mark}no\n')
+    rows = read(tmp_path / name)
+    assert rows == [
+        {"prompt": f"one{mark} two\nthree", "completion": "yes"},
+        {"prompt": "four", "completion": "no"},
+    ]
+    numbers = [row.where.rpartition(":")[2] for row in read_rows(DataSource(path=str(tmp_path / name)))]
+    assert numbers == ["2", "4"]
+
+
+def test_a_semicolon_inside_a_column_name_parts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt; long,completion\na;b,c\n")
+    assert read(tmp_path / "rows.csv") == [{"prompt; long": "a;b", "completion": "c"}]
+
+
+def test_a_folder_of_text_is_a_document_each(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "b.txt").write_text("second\n\nstill second")
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffirst")
+    (tmp_path / "deep" / "c.txt").write_text("third")
+    assert [row["text"] for row in read(tmp_path)] == ["first", "second\n\nstill second", "third"]
+    (tmp_path / "rows.jsonl").write_bytes(LINES)
+    assert read(tmp_path) == ROWS, "text beside data is a README or a licence"
+
+
+def test_shards_and_patterns_are_read_in_order(tmp_path: Path) -> None:
+    for number in (2, 0, 1):
+        (tmp_path / f"part-{number}.jsonl.gz").write_bytes(gzip.compress(b'{"text": "%d"}\n' % number))
+    (tmp_path / "notes.md").write_text("no data")
+    assert [row["text"] for row in read(tmp_path)] == ["0", "1", "2"]
+    assert [row["text"] for row in read(tmp_path / "part-[01].jsonl.gz")] == ["0", "1"]
+    assert [row["text"] for row in read(f"{tmp_path}/**/*.gz#2")] != []
+    assert content_key(DataSource(path=f"{tmp_path}/*.gz")) == content_key(DataSource(path=str(tmp_path)))
+    with pytest.raises(DataError, match=r"\*.parquet: the pattern names no file"):
+        read(tmp_path / "*.parquet")
+    with pytest.raises(DataError, match=r"\*.md: none of the 1 files it names is data"):
+        read(tmp_path / "*.md")
+
+
+def test_a_folder_of_several_kinds_is_refused_with_the_counts(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl", "a.csv"):
+        (tmp_path / name).write_bytes(LINES)
+    with pytest.raises(DataError, match="files of several kinds: 1 csv, 2 jsonl") as caught:
+        read(tmp_path)
+    assert caught.value.hint.endswith("/*.jsonl")
+    (tmp_path / "a.csv").unlink()
+    (tmp_path / "a.jsonl.zst").write_bytes(PACKED[".zst"])
+    with pytest.raises(DataError, match=r"a.jsonl.zst: .*a.jsonl is there, too: the same rows"):
+        read(tmp_path)
+
+
+def test_an_empty_folder_says_what_it_should_hold(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no data files in this folder") as caught:
+        read(tmp_path)
+    assert ".jsonl" in caught.value.hint
+
+
+def recipe(**settings: object):
+    return parse_recipe(canonical_keys({"model": "m", **settings}, where="test"))
+
+
+def test_weights_beside_the_sources_are_theirs() -> None:
+    wanted = recipe(data=["a.jsonl", "b.jsonl"], data_weights="2, 0.5")
+    assert [source.weight for source in data_of(wanted).sources] == [2.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"data": ["a.jsonl", "b.jsonl"], "data_weights": [1]},
+            "has 1 numbers .*names 2 sources: a.jsonl, b.jsonl",
+        ),
+        ({"data_weights": [1, 2]}, "has 2 numbers .*names 0 sources: none"),
+        (
+            {"data": [{"path": "a.jsonl", "weight": 2}], "data_weights": [1]},
+            "a.jsonl has weight 2 of its own",
+        ),
+    ],
+)
+def test_weights_that_do_not_match_are_refused(settings: dict, said: str) -> None:
+    with pytest.raises(RecipeError, match=said) as caught:
+        data_of(recipe(**settings))
+    assert caught.value.hint
