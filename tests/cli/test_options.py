@@ -29,6 +29,16 @@ def test_options_win_over_settings_and_settings_over_the_file(tmp_path: Path) ->
     assert (recipe.model, recipe.lora_r, recipe.seq_len, recipe.seed) == ("a", 8, 512, 1)
 
 
+def test_several_sources_are_named_one_after_another() -> None:
+    recipe = recipe_from(
+        ["--model", "m", "--data", "a.jsonl", "--data", "b.csv#5", "--data-weights", "2,1"], []
+    ).recipe
+    assert [source.path for source in recipe.data] == ["a.jsonl", "b.csv#5"]
+    assert recipe.data_weights == [2.0, 1.0]
+    with pytest.raises(RecipeError, match="--data has no value"):
+        split_words(["--data", "a.jsonl", "--data"])
+
+
 def test_names_of_other_frameworks_are_options_too() -> None:
     recipe = recipe_from(["--base-model", "a", "--cutoff_len", "77", "--finetuning-type", "lora"], []).recipe
     assert (recipe.model, recipe.seq_len, recipe.tuning) == ("a", 77, "lora")

@@ -46,13 +46,13 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
         name = key.replace("-", "_")
         if not equals:
             value = rest.pop(0) if rest and _is_value_of(name, rest[0]) else "true"
-        if ALIASES.get(name, name) in _REPEATABLE and name in options and value:
-            options[name] = [*as_sources(options[name]), value]
-            continue
-        if name in options:
+        if name in options and ALIASES.get(name, name) not in _REPEATABLE:
             raise RecipeError(f"--{key} is given twice", hint="keep one of them")
         if not equals and value == "true" and ALIASES.get(name, name) in _TEXT_KEYS:
             raise RecipeError(f"--{key} has no value", hint=f"--{key} VALUE")
+        if name in options:
+            options[name] = [*as_sources(options[name]), value]
+            continue
         options[name] = value if ALIASES.get(name, name) in _TEXT_KEYS else parse_value(value, where=word)
     return path, options
 

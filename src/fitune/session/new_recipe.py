@@ -10,6 +10,7 @@ import yaml
 
 from fitune.errors import FituneError, RecipeError
 from fitune.files import write_atomically
+from fitune.planner.defaults import data_of
 from fitune.planner.explain import wrapped
 from fitune.session.planning import plan_on_data
 from fitune.spec.gpus import find_gpu
@@ -38,8 +39,8 @@ class Question:
 def _refuse_missing_file(path: str) -> None:
     from fitune.data.locations import locate  # imports datasets' helpers for those who answer questions alone
 
-    source = parse_recipe({"model": "m", "data": path}).data[0]
-    locate(source.path, split=source.split)
+    for source in data_of(parse_recipe({"model": "m", "data": path})).sources:
+        locate(source)
 
 
 def _refuse_tuning(word: str) -> None:

@@ -42,7 +42,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "objective": "What the plan is best at",
     },
     "Data": {
-        "data": "A file, a folder or a name on the Hub; FILE#500 takes 500 rows",
+        "data": "Files, folders, URLs, names on the Hub; FILE#500 takes 500",
+        "data_weights": "One for each source: 2 repeats its rows, 0.5 takes half",
         "eval_data": "Rows to evaluate on",
         "val_fraction": "Share of the rows held out to evaluate on",
         "chat_template": "A Jinja file; left out: the tokenizer's own",
@@ -51,6 +52,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "on_bad_row": "When a row cannot be read",
         "on_long_row": "When a row is longer than seq_len",
         "cache_dir": "Where tokenised rows are kept",
+        "allow_https": "Fetch data from https:// addresses",
+        "allow_private_addresses": "Fetch it from this machine and network, too, and over http://",
     },
     "Batches": {
         "seq_len": "Longest row in tokens",
