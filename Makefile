@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # How long `make fuzz` looks: minute (the same examples every time) or hour (new ones every time).
 PROFILE ?= minute
 
-.PHONY: demo test slow fuzz lint types clean
+.PHONY: demo test slow ray fuzz lint types clean
 
 demo: $(STAMP)
 	$(BIN)/fitune demo
@@ -20,6 +20,10 @@ test: $(STAMP)
 # The larger grids of the laws, about half an hour more.
 slow: $(STAMP)
 	$(PYTEST) -m slow
+
+# Runs on a Ray cluster that is started here, about three minutes. One process: there is one cluster.
+ray: $(STAMP)
+	$(BIN)/python -m pytest tests/ray -m ray
 
 # Random damage to recipes, model folders, adapters, rows, templates and runs: each ends well or in an error for people.
 fuzz: $(STAMP)

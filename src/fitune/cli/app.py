@@ -189,16 +189,22 @@ def train(
     rendezvous_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long this node waits for the others.")
     ] = 600.0,
+    on: Annotated[Literal["here", "ray"], typer.Option(help="ray: by workers of a Ray cluster.")] = "here",
+    ray_address: Annotated[str, typer.Option(help="HOST:PORT. Default: RAY_ADDRESS or this machine.")] = "",
+    workers: Annotated[str, typer.Option(metavar="N|N..M", help="With --on ray: the fewest and most.")] = "",
+    ray_restarts: Annotated[int, typer.Option(help="How often lost workers are replaced.")] = 3,
 ) -> None:
     """Plan, train exactly that, and show what was measured next to what was predicted."""
     from fitune.cli.terminal import Terminal
     from fitune.session.fresh_process import speaks_to_people, train_program
+    from fitune.session.on_ray import place_on_ray
     from fitune.session.ranks_of_nodes import place_in
 
     recipe = _recipe(words, settings, quiet=not speaks_to_people())
+    on_ray = place_on_ray(recipe, on, address=ray_address, workers=workers, restarts=ray_restarts)
     place = place_in(recipe, node=node_rank, rendezvous=rendezvous, timeout_s=rendezvous_timeout)
     with Terminal() as terminal:
-        code = train_program(recipe, overwrite=overwrite, tell=terminal, place=place)
+        code = train_program(recipe, overwrite=overwrite, tell=terminal, place=place, on_ray=on_ray)
     raise typer.Exit(code)
 
 

@@ -14,7 +14,7 @@ from fitune.errors import RunDirectoryError, Shortage
 from fitune.files import path_fault, read_text
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Estimate, Phase, Rejection, WholeRun
-from fitune.spec.reports import RankReport, Retry, RunReport, StepReport, settled_steps
+from fitune.spec.reports import RankReport, Restart, Retry, RunReport, StepReport, settled_steps
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
@@ -316,6 +316,19 @@ def describe_retry(retry: Retry) -> str:
             f"  attempt {retry.attempt + 1} {begins(retry)}",
         ]
     )
+
+
+def describe_restart(restart: Restart) -> str:
+    """One line for people: why ranks were replaced, where the new ones began and the time lost."""
+    workers = f"{restart.workers} workers"
+    if restart.workers != restart.workers_before:
+        workers += f" instead of {restart.workers_before}"
+    where = f"from step {restart.after_step:,}" if restart.after_step else "from the beginning"
+    lost = f"; {restart.lost_seconds:,.0f} s lost" if restart.again_at else ""
+    again = f", {restart.lost_steps:,} step{'s' * (restart.lost_steps != 1)} done again" * bool(
+        restart.lost_steps
+    )
+    return f"{restart.cause}; {workers} went on {where}{again}{lost}"
 
 
 def begins(retry: Retry) -> str:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from fitune.engine.joining import joined_ranks, launched_ranks
 from fitune.engine.ranks import ALONE, Ranks
-from fitune.errors import FituneError, exit_code_of
+from fitune.errors import FituneError, RecipeError, exit_code_of
 from fitune.launch.command import require_one_machine
 from fitune.launch.nodes import ONE_NODE, Place
+from fitune.launch.ray import RayPlace
 from fitune.session.events import Note, Tell
 from fitune.session.handover import hand_over, program_again, take_over
+from fitune.session.on_ray import train_on_ray
 from fitune.session.ranks_of_nodes import nobody, require_no_launcher, train_by_ranks, train_on_nodes
 from fitune.session.signals import (
     EXIT_CODES,
@@ -47,15 +49,24 @@ def train_program(
     tell: Tell,
     start_again: StartAgain | None = None,
     place: Place | None = None,
+    on_ray: RayPlace | None = None,
 ) -> int:
     """Plan and train; returns the exit code. ``start_again`` is ``replace_process`` by default.
 
     A plan for several processes is trained by as many, which are started here unless torchrun started this one.
-    ``place``: this machine among several nodes, each of which starts its own processes.
+    ``place``: this machine among several nodes, each of which starts its own processes. ``on_ray``: a Ray cluster,
+    which starts them.
     """
     with joined_ranks() as ranks:
-        if place is not None:
+        if place is not None or on_ray is not None:
             require_no_launcher(ranks)
+        if place is not None and on_ray is not None:
+            raise RecipeError(
+                "--on ray has no --node-rank: Ray places the workers", hint="leave one of them out"
+            )
+        if on_ray is not None:
+            return train_on_ray(recipe, on_ray, overwrite=overwrite, tell=tell)
+        if place is not None:
             return train_on_nodes(recipe, place, overwrite=overwrite, tell=tell)
         tell = tell if ranks.is_first else nobody
         attempt = first_attempt(recipe, overwrite=overwrite, tell=tell, ranks=ranks)

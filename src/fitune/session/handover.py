@@ -13,7 +13,7 @@ from fitune.spec.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe
 from fitune.spec.recipe_words import parse_value
 from fitune.spec.reports import Retry
 from fitune.spec.run_directory import RETRY, require_real_files
-from fitune.spec.serial import from_data, read_json, to_json
+from fitune.spec.serial import from_data, from_json, read_json, to_json
 
 COMMAND = "go-on"
 
@@ -33,6 +33,13 @@ class _Handover:
 def hand_over(attempt: Attempt, recipe: Recipe) -> Path:
     """Write the attempt into its run directory and return that."""
     directory = Path(attempt.plan.run.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / RETRY, packed(attempt, recipe))
+    return directory
+
+
+def packed(attempt: Attempt, recipe: Recipe) -> str:
+    """The attempt and its recipe as a text that ``unpacked`` reads in another process."""
     handover = _Handover(
         report=attempt.report,
         recipe=dump_recipe(recipe),
@@ -41,9 +48,8 @@ def hand_over(attempt: Attempt, recipe: Recipe) -> Path:
         overwrite=attempt.overwrite,
         retries=attempt.retries,
     )
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / RETRY, to_json(handover))
-    return directory
+    text: str = to_json(handover)
+    return text
 
 
 def take_over(directory: Path) -> tuple[Attempt, Recipe]:
@@ -55,7 +61,16 @@ def take_over(directory: Path) -> tuple[Attempt, Recipe]:
         file.unlink()
     except (OSError, ValueError) as error:
         raise RunDirectoryError(f"{file} cannot be used: {error}", hint="fitune train … --resume") from None
-    recipe = parse_recipe(canonical_keys(parse_value(found.recipe, where=str(file)), where=str(file)))
+    return _read(found, where=str(file))
+
+
+def unpacked(text: str) -> tuple[Attempt, Recipe]:
+    """The attempt that was packed, and its recipe."""
+    return _read(from_json(_Handover, text), where="the attempt")
+
+
+def _read(found: _Handover, *, where: str) -> tuple[Attempt, Recipe]:
+    recipe = parse_recipe(canonical_keys(parse_value(found.recipe, where=where), where=where))
     attempt = Attempt(
         report=found.report,
         resume=found.checkpoint or found.resume,

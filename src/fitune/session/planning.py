@@ -45,10 +45,13 @@ class LargestThatFit:
     found: tuple[Largest, ...]
 
 
-def plan_for(recipe: Recipe, *, purposes: tuple[Purpose, ...] = ("plan",)) -> PlanReport:
-    """The fastest plan that fits on the hardware of the recipe, or of this machine when it names none."""
+def plan_for(
+    recipe: Recipe, *, purposes: tuple[Purpose, ...] = ("plan",), hardware: Hardware | None = None
+) -> PlanReport:
+    """The fastest plan that fits on ``hardware``: by default that of the recipe, or of this machine when it names
+    none."""
     model = load_model_spec(recipe.model)
-    return find_plan(recipe, model=model, hardware=wanted_hardware(recipe), purposes=purposes)
+    return find_plan(recipe, model=model, hardware=hardware or wanted_hardware(recipe), purposes=purposes)
 
 
 def plan_on_data(recipe: Recipe) -> PlanReport:

@@ -47,9 +47,9 @@ def require_no_launcher(ranks: Ranks) -> None:
     """Raises HardwareError where torchrun, srun or mpirun started this process: it numbers the nodes itself."""
     if not ranks.is_alone:
         raise HardwareError(
-            f"another launcher started this process as rank {ranks.rank} of {ranks.world}, and --node-rank would start "
-            "ranks once more",
-            hint="leave --node-rank and --rendezvous out, or start fitune without the other launcher",
+            f"another launcher started this process as rank {ranks.rank} of {ranks.world}, and --node-rank or --on ray "
+            "would start ranks once more",
+            hint="leave --node-rank, --rendezvous and --on out, or start fitune without the other launcher",
         )
 
 
@@ -72,7 +72,7 @@ def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: Nodes, *, tel
 
     ``attempt`` is node 0's, None where nothing is left to do; the other nodes are told its plan.
     """
-    with _owned(attempt):
+    with owned_directory(attempt):
         ended = Ended(exit_code=0)
         while (plan := _plan_of_all(attempt, nodes)) is not None:
             had = last_saved(Path(plan.run.output_dir))
@@ -92,7 +92,7 @@ def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: Nodes, *, tel
 
 
 @contextmanager
-def _owned(attempt: Attempt | None) -> Iterator[None]:
+def owned_directory(attempt: Attempt | None) -> Iterator[None]:
     """Inside, the run directory is this launcher's. Raises RunDirectoryError while a rank still saves into it, one
     whose launcher was killed."""
     if attempt is None:

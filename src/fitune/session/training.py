@@ -40,10 +40,11 @@ from fitune.session.events import (
 from fitune.session.exporting import export_run
 from fitune.session.planning import plan_for, saving_in_time
 from fitune.session.results import report_run
+from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase, PlanReport, Priced
 from fitune.spec.recipe import Recipe, dump_recipe
-from fitune.spec.reports import Retry, RunReport
+from fitune.spec.reports import Restart, Retry, RunReport
 from fitune.spec.run_directory import SHORTAGE
 from fitune.spec.schedule import total_steps
 from fitune.spec.serial import from_data, read_json, to_json
@@ -72,6 +73,8 @@ class Attempt:
     overwrite: bool
     retries: tuple[Retry, ...] = ()
     """What came before it."""
+    restarts: tuple[Restart, ...] = ()
+    """Why its ranks are not the first ones."""
 
     @property
     def plan(self) -> Plan:
@@ -87,15 +90,16 @@ def train_recipe(recipe: Recipe, *, overwrite: bool, tell: Tell, stop_asked: Cal
 
 
 def first_attempt(
-    recipe: Recipe, *, overwrite: bool, tell: Tell, ranks: Ranks = ALONE
+    recipe: Recipe, *, overwrite: bool, tell: Tell, ranks: Ranks = ALONE, hardware: Hardware | None = None
 ) -> Attempt | RunReport:
     """Plan and check everything that can be checked before data is read; the report of a run that is complete already.
 
+    ``hardware``: where it is another than the recipe's or this machine's.
     Raises FituneError for what cannot be planned, trained here, or written into output_dir.
     """
     if not recipe.data:
         raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
-    report = saving_in_time(recipe, plan_for(recipe, purposes=("plan", "train")))
+    report = saving_in_time(recipe, plan_for(recipe, purposes=("plan", "train"), hardware=hardware))
     plan = report.chosen.plan
     tell(Planned(report=report))
     directory = Path(plan.run.output_dir)
@@ -225,6 +229,7 @@ def run_once(
         overwrite=attempt.overwrite,
         files={"recipe.yaml": dump_recipe(recipe)},
         retries=attempt.retries,
+        restarts=attempt.restarts,
         ranks=ranks,
     )
 

@@ -28,6 +28,30 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """The ranks of a run were lost, all or some of them, and others went on."""
+
+    cause: str
+    workers_before: int
+    workers: int
+    after_step: int
+    """The step that the new ranks began behind; 0 is the start."""
+    lost_steps: int
+    """Steps done after it by the former ranks, and done again."""
+    lost_at: float
+    """``time.time`` at the last sign of life of the former ranks."""
+    repeated_seconds: float
+    """Seconds that the lost steps took."""
+    again_at: float = 0.0
+    """``time.time`` when the new ranks began their first step; 0 before that."""
+
+    @property
+    def lost_seconds(self) -> float:
+        """Time without a step, and that of the steps that were done twice."""
+        return self.repeated_seconds + max(0.0, self.again_at - self.lost_at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One optimizer step. The log line, metrics.jsonl and every tracker are made of this."""
 
@@ -62,6 +86,8 @@ class StepReport:
     """Set on the steps after which the held-out rows were evaluated."""
     retries: tuple[Retry, ...] = ()
     """On the first step of an attempt that follows one out of memory: how it came to that."""
+    restarts: tuple[Restart, ...] = ()
+    """On the first step of ranks that were started in the place of lost ones."""
 
 
 MeterKind = Literal["live tensors", "cuda allocated"]
@@ -232,6 +258,8 @@ class RunReport:
     """Losses of an export that was merged; None where there is none, or it could not be measured."""
     retries: tuple[Retry, ...] = ()
     """Attempts that ran out of memory before this end, in their order."""
+    restarts: tuple[Restart, ...] = ()
+    """Each time that lost ranks were replaced, in their order."""
     steps_of_other_plan: int = 0
     """Done before a resume under other settings: memory and speed are of the steps after them."""
     ranks: tuple[RankReport, ...] = ()

@@ -18,7 +18,7 @@ from fitune.measure.memory import CpuMeter, MemoryMeter
 from fitune.models.language_model import LanguageModel
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.spec.plan import Plan
-from fitune.spec.reports import RankReport, Retry, StepReport
+from fitune.spec.reports import RankReport, Restart, Retry, StepReport
 from fitune.track.metrics import MetricsLog, Sink
 from fitune.train.evaluate import Answer
 from fitune.train.failure import Whereabouts
@@ -68,6 +68,8 @@ class Run:
     """Done before a resume that changed what memory and speed depend on: they are not measured for this one."""
     retries: tuple[Retry, ...] = ()
     """Attempts before this one that ran out of memory and that no step in the log tells of yet."""
+    restarts: tuple[Restart, ...] = ()
+    """Why these ranks are not the first of this run, until their first step tells of it."""
     where: Whereabouts = field(default_factory=Whereabouts)
     prepared: Prepared | None = None
     """None until the model is loaded."""

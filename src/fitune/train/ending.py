@@ -186,6 +186,7 @@ def summarise(
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         total_parameters=0 if model is None else count_weights(model.whole),
         retries=(*(retry for step in steps for retry in step.retries), *untold),
+        restarts=tuple(restart for step in steps for restart in step.restarts),
         steps_of_other_plan=steps_of_other_plan,
         ranks=ranks,
         versions=_versions(),

@@ -26,7 +26,7 @@ from fitune.measure.memory import memory_meter
 from fitune.models.weights import planned_tokenizer, require_rows
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import forget_statuses
-from fitune.spec.reports import Retry, RunReport, StepReport
+from fitune.spec.reports import Restart, Retry, RunReport, StepReport
 from fitune.spec.run_directory import LOGS, Ownership, lock_directory
 from fitune.spec.schedule import is_due
 from fitune.spec.serial import to_json
@@ -67,6 +67,7 @@ def run(
     overwrite: bool = False,
     files: Mapping[str, str] | None = None,
     retries: Sequence[Retry] = (),
+    restarts: Sequence[Restart] = (),
     ranks: Ranks = ALONE,
 ) -> RunReport:
     """Execute ``plan`` in its output directory. ``files`` (name -> text) are written beside plan.json.
@@ -74,6 +75,7 @@ def run(
     ``resume``: True for the newest valid checkpoint (from the start when there is none), or a checkpoint's path.
     ``overwrite``: remove an earlier run once the data of this one was read.
     ``retries``: attempts before this one that ran out of memory; the first step and report.json tell of them.
+    ``restarts``: how these ranks came to replace lost ones.
     ``ranks``: the processes that run it together, every one of which calls this; the first alone owns the directory,
     writes into it and calls the sinks.
     Raises FituneError; once the data was read, report.json says what happened and how far the run came.
@@ -126,6 +128,7 @@ def run(
             _restart(log, start, callbacks.on_note)
             told = {retry for step in read_metrics(log.path) for retry in step.retries}
             current.retries = tuple(retry for retry in retries if retry not in told)
+            current.restarts = tuple(restarts)
         return _train_and_report(current, start)
 
 
@@ -253,10 +256,12 @@ def _train(current: Run, start: Start) -> bool:
 def _do_steps(current: Run, saver: Saver, start_step: int) -> bool:
     """Do all steps from ``start_step`` on; True when the caller asked to stop before the end."""
     for report in _steps(current, start_step):
-        report, is_best = _evaluated(current, replace(report, retries=current.retries))
+        began_at = time.time() - report.step_seconds
+        restarts = tuple(replace(one, again_at=one.again_at or began_at) for one in current.restarts)
+        report, is_best = _evaluated(current, replace(report, retries=current.retries, restarts=restarts))
         if current.log is not None:
             current.log.append(report)
-        current.retries = ()
+        current.retries, current.restarts = (), ()
         if report.jumped_rows:
             current.callbacks.on_note(jump_words(report.step, report.loss, report.jumped_rows))
         for sink in current.sinks:

@@ -1,0 +1,382 @@
+"""Ray as a launcher: a cluster is reached, what it has is asked, and a function runs in the workers of a TorchTrainer.
+
+Restarts of lost workers are Ray's (FailureConfig, Train V2); which checkpoint counts is never asked of Ray.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fitune.errors import HardwareError, MissingExtra, RecipeError
+
+_REACHING_SECONDS = 5.0
+_ASKING_SECONDS = 60.0
+"""A node starts a process of its own to answer: seconds where the disk is cold."""
+_LOOK_SECONDS = 0.2
+_STORE_BYTES = 100 * 2**20
+"""The object store of a cluster that is started here: only plans and events go through it."""
+
+_SETTINGS = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # ranks go to the folder of the driver instead
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a worker's end is seen by polling; Ray's 2 s are lost at every end
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "3",  # after a death the others wait for it in vain
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Ray's settings by environment, unless the user has others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayPlace:
+    """Where and on how many workers: between ``fewest`` and ``most``, restarted ``restarts`` times at most."""
+
+    address: str = ""
+    """HOST:PORT, ``auto``, or empty: the cluster of RAY_ADDRESS or of this machine, else one that is started."""
+    fewest: int
+    most: int
+    restarts: int = 3
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.fewest != self.most
+
+
+def ray_place(*, address: str, workers: str, default: int, restarts: int = 3) -> RayPlace:
+    """The place that the command line says. Raises RecipeError for one that cannot be."""
+    first, dots, last = (workers or str(default)).partition("..")
+    if not first.isdecimal() or (dots and not last.isdecimal()):
+        raise RecipeError(
+            f"--workers {workers!r} is no number of workers", hint="--workers 2, or --workers 2..4"
+        )
+    fewest, most = int(first), int(last or first)
+    if not 1 <= fewest <= most:
+        raise RecipeError(
+            f"--workers {workers!r}: the first number is at least 1, the second not below it",
+            hint="--workers 2..4",
+        )
+    if restarts < 0:
+        raise RecipeError(f"--ray-restarts is {restarts}", hint="0 or more")
+    if address.startswith("ray://"):
+        raise RecipeError(
+            f"--ray-address {address} is Ray Client's, which cannot run a trainer from here",
+            hint="run fitune on a machine of the cluster with --ray-address auto, or submit it: ray job submit -- "
+            "fitune train … --on ray",
+        )
+    return RayPlace(address=address, fewest=fewest, most=most, restarts=restarts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    id: str
+    host: str
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCluster:
+    """Living nodes of a cluster, and what nobody uses of all of them together."""
+
+    nodes: tuple[Node, ...]
+    free: Mapping[str, float]
+
+    @property
+    def has_gpus(self) -> bool:
+        return any(node.resources.get("GPU", 0) >= 1 for node in self.nodes)
+
+    def slots(self, each: Mapping[str, float]) -> list[int]:
+        """How many workers that need ``each`` every node has room for when it is idle, the largest first."""
+        found = (
+            int(min(node.resources.get(name, 0.0) // amount for name, amount in each.items()))
+            for node in self.nodes
+        )
+        return sorted(found, reverse=True)
+
+    def free_slots(self, each: Mapping[str, float]) -> int:
+        idle = sum(self.slots(each))
+        return min([idle, *(int(self.free.get(name, 0.0) // amount) for name, amount in each.items())])
+
+
+def loaded_ray() -> Any:
+    """The module, with ray.train. Raises MissingExtra."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray.train
+
+        import ray
+    except ImportError as error:
+        raise MissingExtra("--on ray", extra="ray") from error
+    return ray
+
+
+@contextmanager
+def connected(address: str) -> Iterator[RayCluster]:
+    """Inside, this process is a driver of the cluster; whatever it started there ends with the block.
+
+    Raises HardwareError when nobody answers at ``address``, or Ray or Python have another version there.
+    """
+    ray = loaded_ray()
+    if ray.is_initialized():
+        yield cluster_now()
+        return
+    _reach(ray, address)
+    try:
+        yield cluster_now()
+    finally:
+        ray.shutdown()
+
+
+def _reach(ray: Any, address: str) -> None:
+    quiet = {"logging_level": "ERROR", "log_to_driver": False}
+    named = address or os.environ.get("RAY_ADDRESS", "")
+    host, _, port = named.rpartition(":")
+    if port.isdecimal():
+        _require_answer(host, int(port))
+    try:
+        ray.init(address=named or "auto", **quiet)
+    except ConnectionError as error:
+        if named:
+            raise HardwareError(
+                f"no Ray cluster at {named}: {str(error).splitlines()[0]}",
+                hint="ray status on its head; where it asks for a token: RAY_AUTH_MODE=token with RAY_AUTH_TOKEN or "
+                "~/.ray/auth_token. Without --ray-address a cluster is started for the run alone",
+            ) from error
+        ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, **quiet)
+    except RuntimeError as error:  # check_version_info of Ray
+        if "mismatch" not in str(error).lower():
+            raise
+        told = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise HardwareError(
+            f"the cluster at {named or 'this machine'} has other versions: {told}",
+            hint="the same Ray and Python here and on every node",
+        ) from error
+
+
+def _require_answer(host: str, port: int) -> None:
+    """ray.init asks an address that does not answer for half a minute."""
+    try:
+        socket.create_connection((host.strip("[]"), port), timeout=_REACHING_SECONDS).close()
+    except OSError as error:
+        raise HardwareError(
+            f"no Ray cluster at {host}:{port}: {error.strerror or error}",
+            hint="ray status on its head says the address; the port is the head's (6379 unless set)",
+        ) from error
+
+
+def cluster_now() -> RayCluster:
+    ray = loaded_ray()
+    nodes = tuple(
+        Node(id=node["NodeID"], host=node["NodeManagerHostname"], resources=node["Resources"])
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+    return RayCluster(nodes=nodes, free=ray.available_resources())
+
+
+def require_room(cluster: RayCluster, place: RayPlace, each: Mapping[str, float]) -> None:
+    """Raises HardwareError, with what is asked and what is free, where the fewest workers find no room: Ray itself
+    would wait for them without an end."""
+    idle, free = sum(cluster.slots(each)), cluster.free_slots(each)
+    if free >= place.fewest:
+        return
+    asked = ", ".join(f"{place.fewest * amount:g} {name}" for name, amount in each.items())
+    there = ", ".join(
+        f"{cluster.free.get(name, 0.0):g} of {sum(n.resources.get(name, 0.0) for n in cluster.nodes):g} {name}"
+        for name in each
+    )
+    largest = f"at most {free} worker{'s' * (free != 1)} now"
+    later = f"; {idle} when nothing else runs" if idle > free else ""
+    raise HardwareError(
+        f"{place.fewest} workers ask for {asked}; free on {len(cluster.nodes)} "
+        f"node{'s' * (len(cluster.nodes) != 1)}: {there}",
+        hint=f"{largest}{later}: --workers {free}"
+        if free
+        else f"{largest}{later}; ray status says who has them",
+    )
+
+
+def ask_nodes(question: Callable[..., Any], *words: Any, gpus: float = 0.0) -> dict[str, Any]:
+    """The answer of every living node's own process to ``question(*words)``, by node id.
+
+    Raises HardwareError for a node that cannot answer. ``gpus``: as many are seen by the process, where the node has
+    them.
+    """
+    ray = loaded_ray()
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    asked = [
+        (
+            node,
+            ray.remote(question)
+            .options(
+                num_cpus=0,
+                num_gpus=min(gpus, node.resources.get("GPU", 0.0)),
+                max_retries=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+            )
+            .remote(*words),
+        )
+        for node in cluster_now().nodes
+    ]
+    answers: dict[str, Any] = {}
+    until = time.monotonic() + _ASKING_SECONDS
+    for node, answer in asked:
+        try:
+            answers[node.id] = ray.get(answer, timeout=max(until - time.monotonic(), 1.0))
+        except ray.exceptions.GetTimeoutError as error:
+            raise HardwareError(
+                f"node {node.host} did not answer within {_ASKING_SECONDS:g} s", hint="ray status"
+            ) from error
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            told = (str(cause) if cause is not None else str(error)).strip().splitlines()
+            raise HardwareError(
+                f"node {node.host} cannot run fitune: {told[-1] if told else error}",
+                hint="install the same fitune, torch and transformers on every node",
+            ) from error
+    return answers
+
+
+class Desk:
+    """An actor beside the driver: ranks lay down there what is to be told, and learn that they are to stop."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        self._events: list[bytes] = []
+        self._is_stopping = asyncio.Event()
+        self._groups = 0
+
+    async def tell(self, event: bytes) -> None:
+        self._events.append(event)
+
+    async def take(self) -> list[bytes]:
+        """What was laid down since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    async def begin(self) -> int:
+        """Count a group of workers; returns how many there were before."""
+        self._groups += 1
+        return self._groups - 1
+
+    async def stop(self) -> None:
+        self._is_stopping.set()
+
+    async def stop_asked(self) -> None:
+        """Returns when the ranks are to stop."""
+        await self._is_stopping.wait()
+
+
+def open_desk() -> Any:
+    ray = loaded_ray()
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    return (
+        ray.remote(Desk)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
+        .remote()
+    )
+
+
+@dataclass(slots=True)
+class WorkersEnd:
+    """How ``fit`` ended: what rank 0 returned, or the errors of the workers of the last group, by rank."""
+
+    returned: Any = None
+    failures: dict[int, str] = field(default_factory=dict)
+    error: str = ""
+
+
+def run_workers(
+    function: Callable[[dict[str, Any]], Any],
+    config: dict[str, Any],
+    *,
+    place: RayPlace,
+    each: Mapping[str, float],
+    directory: Path,
+    name: str,
+    watch: Callable[[], None],
+    timeout_s: float,
+) -> WorkersEnd:
+    """Run ``function(config)`` in every worker of a TorchTrainer. ``watch`` is called several times a second."""
+    loaded_ray()
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    gpus = bool(each.get("GPU"))
+    trainer = TorchTrainer(
+        function,
+        train_loop_config=config,
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=int(timeout_s)),
+        scaling_config=ScalingConfig(
+            num_workers=(place.fewest, place.most) if place.is_elastic else place.most,
+            use_gpu=gpus,
+            resources_per_worker=dict(each),
+        ),
+        run_config=RunConfig(
+            name=name,
+            storage_path=str(directory),
+            failure_config=FailureConfig(
+                max_failures=place.restarts,
+                controller_failure_limit=place.restarts,
+                max_preemption_failures=place.restarts,
+            ),
+            logging_config=LoggingConfig(log_level="CRITICAL"),
+        ),
+    )
+    end = WorkersEnd()
+    thread = threading.Thread(target=_fit, args=(trainer, end), name="fit", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        watch()
+        thread.join(_LOOK_SECONDS)
+    watch()
+    return end
+
+
+def _fit(trainer: Any, end: WorkersEnd) -> None:
+    """In a thread: Ray's own handler of SIGINT would take the place of ours."""
+    from ray.exceptions import RayError
+    from ray.train import TrainingFailedError
+
+    try:
+        end.returned = trainer.fit().return_value
+    except TrainingFailedError as error:
+        failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
+        end.failures = {rank: _last_words(failure) for rank, failure in failures.items()}
+        end.error = _last_words(getattr(error, "controller_failure", error))
+    except RayError as error:  # the cluster is gone
+        end.error = _last_words(error)
+
+
+def _last_words(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def spread(world: int, slots: Sequence[int]) -> tuple[int, int]:
+    """Nodes × workers a node that ``world`` workers are planned for, where nodes have room for ``slots``.
+
+    One node where one has room for all; else as many a node as leave no node with fewer.
+    """
+    for each in range(min(world, max(slots, default=1)), 1, -1):
+        if world % each == 0 and sum(room >= each for room in slots) >= world // each:
+            return world // each, each
+    return world, 1
+
+
+def end_of_group() -> None:
+    """Close this rank's connections, so that the others see at once that it is gone."""
+    import torch.distributed as dist
+
+    with suppress(RuntimeError):
+        if dist.is_initialized():
+            dist.destroy_process_group()

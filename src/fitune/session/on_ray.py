@@ -1,0 +1,326 @@
+"""Training on a Ray cluster: this process plans, asks the nodes, and tells people what the workers say."""
+
+import os
+import pickle
+import platform
+import socket
+import uuid
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from fitune.checkpoint.resume import last_saved
+from fitune.engine.ranks import WAIT
+from fitune.errors import (
+    FituneError,
+    HardwareError,
+    OutOfMemory,
+    RecipeError,
+    RunDirectoryError,
+    TrainingFailed,
+)
+from fitune.launch.command import command_of
+from fitune.launch.ray import (
+    RayCluster,
+    RayPlace,
+    WorkersEnd,
+    ask_nodes,
+    connected,
+    loaded_ray,
+    open_desk,
+    ray_place,
+    require_room,
+    run_workers,
+    spread,
+)
+from fitune.launch.torchrun import Ended, ended, fresh_logs
+from fitune.session.events import Note, RanOutOfMemory, StepsBegin, Tell
+from fitune.session.handover import packed
+from fitune.session.planning import plan_for, wanted_hardware
+from fitune.session.ranks_of_nodes import LOST, owned_directory
+from fitune.session.ray_ranks import Orders, RankEnd, cause_of_loss, train_as_rank
+from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
+from fitune.session.training import Attempt, first_attempt, next_attempt, shortage_of_ranks
+from fitune.spec.hardware import Hardware
+from fitune.spec.plan import Plan
+from fitune.spec.rank_status import read_statuses
+from fitune.spec.recipe import Recipe
+from fitune.spec.run_directory import LOGS
+
+_LIBRARIES = ("fitune", "torch", "transformers")
+_STORAGE = f"{LOGS}/ray"
+"""Folder in the run directory for what Ray Train writes; nothing is read from it."""
+
+
+def place_on_ray(recipe: Recipe, on: str, *, address: str, workers: str, restarts: int) -> RayPlace | None:
+    """The place that the command line says, None for this machine; as many workers as the recipe has GPUs unless
+    ``workers`` says another number."""
+    if on == "ray":
+        default = recipe.gpus * recipe.nodes
+        return ray_place(address=address, workers=workers, default=default, restarts=restarts)
+    if address or workers:
+        raise RecipeError(
+            "--ray-address and --workers are of --on ray", hint="add --on ray, or leave them out"
+        )
+    return None
+
+
+def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell) -> int:
+    """Plan for the workers' hardware and train there; returns the exit code.
+
+    Raises HardwareError where the cluster cannot be reached, has no room, or its nodes differ from this machine.
+    """
+    with connected(place.address) as cluster:
+        each = each_worker(recipe, cluster)
+        require_room(cluster, place, each)
+        slots = cluster.slots(each)
+        place = (
+            replace(place, most=min(place.most, max(place.fewest, sum(slots)))) if place.is_elastic else place
+        )
+        worlds = range(place.fewest, place.most + 1)
+        shapes = {world: shaped(recipe, spread(world, slots)) for world in worlds}
+        found = _nodes_asked(shapes, gpus=each.get("GPU", 0.0) * max(slots))
+        largest = shapes[place.most]
+        attempt = first_attempt(largest, overwrite=overwrite, tell=tell, hardware=found[place.most])
+        if not isinstance(attempt, Attempt):
+            return 0
+        _require_shared(attempt.plan)
+        attempts = {place.most: (attempt, largest)}
+        for world in worlds[:-1]:
+            attempts[world] = _of_fewer(world, attempt, shapes[world], found[world])
+        with owned_directory(attempt):
+            return _Job(place=place, each=each, attempts=attempts, tell=tell).run()
+
+
+def each_worker(recipe: Recipe, cluster: RayCluster) -> dict[str, float]:
+    """Resources of one worker: a GPU where the recipe names one or the cluster has any, and a core."""
+    names_cpu = (recipe.gpu or "").lower() == "cpu"
+    wants_gpu = not names_cpu and (recipe.gpu is not None or cluster.has_gpus)
+    return {"CPU": 1.0, "GPU": 1.0} if wants_gpu else {"CPU": 1.0}
+
+
+def shaped(recipe: Recipe, shape: tuple[int, int]) -> Recipe:
+    """The recipe for so many nodes with so many workers each."""
+    nodes, each = shape
+    return recipe.model_copy(update={"nodes": nodes, "gpus": each})
+
+
+def _of_fewer(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) -> tuple[Attempt, Recipe]:
+    """The attempt of a smaller number of workers at the same global batch."""
+    batch = most.plan.batch
+    rows = batch.micro_batch_size * batch.accumulation * most.plan.hardware.num_gpus
+    recipe = recipe.model_copy(update={"global_batch_size": rows, "gradient_accumulation_steps": None})
+    try:
+        report = plan_for(recipe, purposes=("plan", "train"), hardware=hardware)
+    except FituneError as error:
+        raise RecipeError(
+            f"with {world} workers, and the global batch of {rows} rows that {most.plan.hardware.num_gpus} have: "
+            f"{error.message}",
+            hint="a global_batch_size that every number of workers divides, or a narrower range of --workers",
+        ) from error
+    return replace(most, report=report), recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NodeFacts:
+    host: str
+    versions: dict[str, str]
+    hardware: dict[int, Hardware | str]
+    """By the number of workers; in words where it cannot be had."""
+
+
+def facts_of_node(shapes: Mapping[int, Recipe]) -> _NodeFacts:
+    """Versions and hardware of the machine that runs this."""
+    hardware: dict[int, Hardware | str] = {}
+    for world, recipe in shapes.items():
+        try:
+            hardware[world] = wanted_hardware(recipe)
+        except HardwareError as error:
+            hardware[world] = error.message
+    return _NodeFacts(host=socket.gethostname(), versions=versions_here(), hardware=hardware)
+
+
+def versions_here() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def _nodes_asked(shapes: Mapping[int, Recipe], *, gpus: float) -> dict[int, Hardware]:
+    """The hardware of the workers, for each number of them. Raises HardwareError where versions differ."""
+    answers: dict[str, _NodeFacts] = ask_nodes(facts_of_node, dict(shapes), gpus=gpus)
+    require_same_versions(versions_here(), answers.values())
+    found: dict[int, Hardware] = {}
+    for world in shapes:
+        there = [facts.hardware[world] for facts in answers.values()]
+        fitting = [hardware for hardware in there if isinstance(hardware, Hardware)]
+        if not fitting:
+            raise HardwareError(f"no node of the cluster can have {world} workers: {there[0]}")
+        found[world] = min(
+            fitting, key=lambda hardware: (hardware.gpu.memory_bytes, hardware.host_memory_bytes)
+        )
+    return found
+
+
+def require_same_versions(here: Mapping[str, str], nodes: Any) -> None:
+    for facts in nodes:
+        for name, own in here.items():
+            theirs = facts.versions.get(name, "none")
+            if theirs != own:
+                raise HardwareError(
+                    f"{name} differs: {own} on {socket.gethostname()}, where fitune was started, {theirs} on node "
+                    f"{facts.host}",
+                    hint="the same versions on every node",
+                )
+
+
+def _require_shared(plan: Plan) -> None:
+    """Raises RunDirectoryError where a node does not see the run directory, the model or the data of this machine."""
+    directory = Path(plan.run.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    mark = directory / f".fitune-{uuid.uuid4().hex}.tmp"
+    wanted = [plan.model_path, *(source.path for source in plan.data.sources)]
+    paths = [str(Path(path).absolute()) for path in wanted if Path(path).exists()]
+    mark.touch()
+    try:
+        answers: dict[str, tuple[str, list[str]]] = ask_nodes(missing_here, [str(mark.absolute()), *paths])
+    finally:
+        mark.unlink(missing_ok=True)
+    for host, missing in answers.values():
+        if str(mark.absolute()) in missing:
+            raise RunDirectoryError(
+                f"output_dir {directory} is a folder of {socket.gethostname()} that node {host} does not see",
+                hint="a folder that all nodes share (NFS or the like)",
+            )
+        if missing:
+            raise RunDirectoryError(
+                f"node {host} has no {missing[0]}",
+                hint="put model and data into a folder that all nodes share",
+            )
+
+
+def missing_here(paths: list[str]) -> tuple[str, list[str]]:
+    """This machine's name, and those of ``paths`` that it does not have."""
+    return socket.gethostname(), [path for path in paths if not os.path.exists(path)]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """The workers' part of a run: Ray starts them again when some are lost, this when a node is to be taken away or
+    memory ran out."""
+
+    place: RayPlace
+    each: Mapping[str, float]
+    attempts: dict[int, tuple[Attempt, Recipe]]
+    tell: Tell
+
+    @property
+    def plan(self) -> Plan:
+        return self.attempts[self.place.most][0].plan
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.plan.run.output_dir).absolute()
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        while True:
+            with stop_requests() as request:
+                end = self._trained(request)
+            told = end.returned
+            if isinstance(told, RankEnd) and told.status == "complete":
+                return 0
+            if isinstance(told, RankEnd) and told.status == "interrupted" and not told.is_preempted:
+                self.tell(Note("interrupted: the step was finished and saved; add --resume to go on"))
+                return request.exit_code if request.received else INTERRUPTED
+            if isinstance(told, RankEnd) and told.is_preempted:
+                self.tell(Note("a node will be taken away: saved, going on without it"))
+                self._resume()
+                continue
+            self._after_failure(end)
+
+    def _trained(self, request: StopRequest) -> WorkersEnd:
+        fresh_logs(self.directory)
+        ray, desk = loaded_ray(), open_desk()
+        command = command_of(self.plan, ())
+        orders = Orders(
+            attempts={world: packed(*each) for world, each in self.attempts.items()},
+            had=last_saved(self.directory),
+            folder=os.getcwd(),
+            environment={name: value for name, value in os.environ.items() if name.startswith("FITUNE_")},
+            threads=int(command.environment["OMP_NUM_THREADS"]),
+            desk=desk,
+        )
+        sent: list[int] = []
+
+        def watch() -> None:
+            for event in ray.get(desk.take.remote(), timeout=WAIT.total_seconds()):
+                found = pickle.loads(event)
+                if isinstance(found, StepsBegin):
+                    request.start(found.plan, found.run_name)
+                self.tell(found)
+            if request.asked() and not sent:
+                sent.append(request.received[0])
+                desk.stop.remote()
+
+        with ExitStack() as stack:
+            stack.callback(ray.kill, desk)
+            return run_workers(
+                train_as_rank, {"orders": orders}, place=self.place, each=self.each,
+                directory=self.directory / _STORAGE, name=uuid.uuid4().hex, watch=watch,
+                timeout_s=WAIT.total_seconds(),
+            )  # fmt: skip
+
+    def _resume(self) -> None:
+        self.attempts = {
+            world: (replace(attempt, resume=True, overwrite=False), recipe)
+            for world, (attempt, recipe) in self.attempts.items()
+        }
+
+    def _after_failure(self, end: WorkersEnd) -> None:
+        """Prepare the next attempt when memory ran out. Raises the cause of any other end."""
+        shortage = shortage_of_ranks(self.directory)
+        if shortage is not None and not self.place.is_elastic:
+            attempt, recipe = self.attempts[self.place.most]
+            following = next_attempt(attempt, recipe, shortage, had=None)
+            self.tell(RanOutOfMemory(retry=following.retries[-1]))
+            self.attempts[self.place.most] = (following, recipe)
+            return
+        if shortage is not None:
+            raise OutOfMemory(
+                shortage.message, hint="--workers with one number: the plan is then made smaller"
+            )
+        raise cause_of(end, self.directory, restarts=self.place.restarts)
+
+
+def cause_of(end: WorkersEnd, directory: Path, *, restarts: int) -> FituneError:
+    """The error that the job ended with: of the rank that failed first by itself."""
+    statuses = read_statuses(directory / LOGS)
+    if isinstance(end.returned, RankEnd):
+        told = ended({}, directory, received=[], ranks=range(max(statuses, default=0) + 1))
+        if not told.cause:
+            own = end.returned
+            told = Ended(exit_code=own.exit_code, cause=own.message, hint=own.hint)
+        return _error(told)
+    after = f", after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
+    cause = cause_of_loss(statuses) if statuses else (end.error or LOST)
+    return _error(
+        Ended(
+            exit_code=TrainingFailed.exit_code,
+            cause=f"{cause}{after}",
+            hint="fitune train … --resume goes on",
+        )
+    )
+
+
+def _error(told: Ended) -> TrainingFailed:
+    error = TrainingFailed(told.cause or LOST, hint=told.hint or "fitune train … --resume goes on")
+    error.exit_code = told.exit_code or TrainingFailed.exit_code
+    return error

@@ -1,0 +1,51 @@
+"""One Ray cluster for the whole folder: starting one takes longer than most tests."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+
+CORES = 4
+"""Workers that have room; a core of Ray is a number and no core."""
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """A head node, which this process is a driver of; tests may add others."""
+    ray = pytest.importorskip("ray", reason="needs ray: fitune[ray]")
+    from fitune.launch.ray import loaded_ray
+
+    patched = pytest.MonkeyPatch()
+    patched.setenv("RAY_AUTH_MODE", "disabled")
+    patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    loaded_ray()
+    from ray.cluster_utils import Cluster
+
+    started = Cluster(initialize_head=True, head_node_args=node_args(num_cpus=CORES))
+    ray.init(address=started.address, log_to_driver=False, logging_level="ERROR")
+    yield started
+    ray.shutdown()
+    started.shutdown()
+    patched.undo()
+
+
+def node_args(**resources: Any) -> dict[str, Any]:
+    return {"object_store_memory": 80 * 2**20, "include_dashboard": False, **resources}
+
+
+@pytest.fixture
+def recipe(model_folder: Path, data_file: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    """A recipe of 8 rows a step, by however many workers."""
+
+    def make(output: str = "run", **settings: object) -> Recipe:
+        wanted = {
+            "model": str(model_folder), "data": [str(data_file)], "tuning": "lora", "lora_r": 4, "precision": "fp32",
+            "gpu": "cpu", "seq_len": 64, "micro_batch_size": 2, "global_batch_size": 8, "learning_rate": 1e-2,
+            "max_steps": 6, "save_steps": 2, "samples": 0, "val_fraction": 0.1, "output_dir": str(tmp_path / output),
+        }  # fmt: skip
+        return parse_recipe(canonical_keys({**wanted, **settings}, where="test"))
+
+    return make

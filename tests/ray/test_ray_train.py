@@ -1,0 +1,63 @@
+"""A run on Ray's workers is the run of one process, whatever happens to the workers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.errors import HardwareError
+from fitune.launch.ray import RayPlace
+from fitune.session.on_ray import train_on_ray
+from fitune.spec.recipe import Recipe
+from ray_runs import Heard, by_one_process, kill, losses, report_of
+
+pytestmark = pytest.mark.ray
+TWO = RayPlace(fewest=2, most=2)
+LONG = {"max_steps": 40, "save_steps": 4}
+"""Steps enough for a fault in the middle."""
+
+
+def test_two_workers_train_the_model_of_one_process(cluster: Any, recipe: Callable[..., Recipe]) -> None:
+    one, heard = by_one_process(recipe("one")), Heard()
+    two = recipe("two", zero=0)
+    assert train_on_ray(two, TWO, overwrite=False, tell=heard) == 0
+    folder = Path(str(two.output_dir))
+    assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
+    report = report_of(folder)
+    assert report.status == "complete"
+    assert len(report.ranks) == 2
+    assert report.best_eval_loss == pytest.approx(report_of(one).best_eval_loss, abs=1e-5)
+    assert (folder / "adapter" / "adapter_model.safetensors").is_file()
+    assert "step 6" in heard.text or len(heard.events) > 6
+    again = Heard()
+    assert train_on_ray(two, TWO, overwrite=False, tell=again) == 0
+    assert "already complete" in again.text
+
+
+def test_a_killed_worker_is_replaced_and_the_losses_stay_equal(
+    cluster: Any, recipe: Callable[..., Recipe]
+) -> None:
+    one = by_one_process(recipe("one", **LONG))
+    two = recipe("two", zero=3, backend="fsdp", **LONG)
+    folder = Path(str(two.output_dir))
+    heard = Heard(at_step={5: lambda: kill(folder, 1)})
+    assert train_on_ray(two, TWO, overwrite=False, tell=heard) == 0
+    assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
+    [restart] = report_of(folder).restarts
+    assert restart.cause.startswith("rank 1")
+    assert restart.workers == restart.workers_before == 2
+    assert restart.after_step % 4 == 0
+    assert restart.after_step > 0
+    assert restart.lost_seconds > 0
+    assert restart.cause in (folder / "report.html").read_text()
+
+
+def test_more_workers_than_the_cluster_has_room_for_are_refused(
+    cluster: Any, recipe: Callable[..., Recipe]
+) -> None:
+    with pytest.raises(
+        HardwareError, match=r"9 workers ask for 9 CPU; free on 1 node: 4 of 4 CPU"
+    ) as refused:
+        train_on_ray(recipe(), RayPlace(fewest=9, most=9), overwrite=False, tell=Heard())
+    assert "--workers 4" in str(refused.value.hint)
