@@ -3,6 +3,7 @@
 Starting a process takes seconds, so one group trains all the plans that it is given, one after the other.
 """
 
+import importlib
 import json
 import os
 import socket
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fitune.spec.plan import Plan
+from fitune.spec.plan import Plan, Precision
 from fitune.spec.serial import from_json, to_json
 
 TIMEOUT_SECONDS = 300
@@ -69,6 +70,13 @@ def start(world: int, command: Sequence[str]) -> list[subprocess.CompletedProces
     ]
 
 
+def allow_fp16_of_deepspeed() -> None:
+    """DeepSpeed trains in fp16 on processors alone for which oneDNN has such products; torch has its own for all."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    accelerator = importlib.import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator
+    accelerator.is_fp16_supported = lambda self: True
+
+
 def as_rank(folder: Path, jobs: int) -> None:
     """What one rank does: train every job and say how it ended, a line of JSON each."""
     import torch
@@ -94,9 +102,12 @@ def as_rank(folder: Path, jobs: int) -> None:
                 stop_asked=stop_asked,
                 answer=lambda model, conversations: ["" for _ in conversations],
             )
+            plan = from_json(Plan, job["plan"])
+            if plan.precision is Precision.FP16 and getattr(plan.sharding, "backend", "") == "deepspeed":
+                allow_fp16_of_deepspeed()
             try:
                 report = run(
-                    from_json(Plan, job["plan"]), callbacks=callbacks, resume=job["resume"],
+                    plan, callbacks=callbacks, resume=job["resume"],
                     overwrite=job["overwrite"], ranks=ranks,
                 )  # fmt: skip
                 said = {"status": report.status, "final_loss": report.final_loss}

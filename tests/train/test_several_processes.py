@@ -26,7 +26,7 @@ from train.test_run import callbacks
 
 Backend = Literal["fsdp", "deepspeed"]
 
-LOSS, WEIGHT = 1e-5, 1e-6
+LOSS, WEIGHT, FP16_LOSS = 1e-5, 1e-6, 1e-4
 COMMON = {"max_steps": 6, "save_steps": 2, "val_fraction": 0.1, "eval_steps": 3}
 FULL = {"tuning": "full", "learning_rate": 1e-3}
 CASES = {
@@ -89,8 +89,12 @@ CASES |= {
 OFFLOADED["lora on the host, stage 3 of DeepSpeed"] = ON_HOST
 GOES_ON["full of DeepSpeed"] = (FULL, "full, stage 3 of DeepSpeed")
 MOVED |= {"stage 3 to stage 2 of DeepSpeed": (2, 2), "stage 3 from DeepSpeed": (2, 3)}
-OVERFLOWS = {**LOMO, "model": "steep", "max_grad_value": 1.0, "learning_rate": 1e-3}
-STOPPED, MISCOUNTED, OVERFLOWING = "stopped", "miscounted", "overflowing"
+OVERFLOWS = {
+    "lomo, stage 3": {**LOMO, "model": "steep", "max_grad_value": 1.0, "learning_rate": 1e-3},
+    "full, stage 2 of DeepSpeed": {**FULL, "model": "steep"},
+}
+"""Runs in fp16 whose first steps overflow, and are skipped."""
+STOPPED, MISCOUNTED, OVERFLOWING = "stopped", "miscounted", "overflowing "
 
 
 T = TypeVar("T")
@@ -185,10 +189,6 @@ def steep_like(folder: Path, steep: Path) -> Path:
     return steep
 
 
-def overflowing(make: Callable[..., Plan]) -> Plan:
-    return replace(make(**OVERFLOWS), precision=Precision.FP16)
-
-
 @pytest.fixture(scope="module")
 def results(make: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every case by two processes and by one, a run that was stopped, and one with too few processes."""
@@ -199,8 +199,11 @@ def results(make: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory)
         run(divided(plan, 1, stage, folder / f"{name} alone"), callbacks=callbacks())
         planned = divided(plan, 2, stage, folder / name, by=backend_of(name))
         jobs.append(Job(plan=replace(planned, offload=OFFLOADED.get(name, Offload()))))
-    run(divided(overflowing(make), 1, 3, folder / f"{OVERFLOWING} alone"), callbacks=callbacks())
-    jobs.append(Job(plan=divided(overflowing(make), 2, 3, folder / OVERFLOWING)))
+    for name, settings in possible(OVERFLOWS).items():
+        plan = replace(make(**settings), precision=Precision.FP16)
+        run(divided(plan, 1, 3, folder / f"{OVERFLOWING}{name} alone"), callbacks=callbacks())
+        stage = 2 if "stage 2" in name else 3
+        jobs.append(Job(plan=divided(plan, 2, stage, folder / f"{OVERFLOWING}{name}", by=backend_of(name))))
     for name, (settings, _) in possible(GOES_ON).items():
         plan = divided(make(**settings, async_save=True), 2, 3, folder / STOPPED / name, by=backend_of(name))
         jobs.append(Job(plan=plan, stop_after=3))
@@ -240,20 +243,24 @@ def test_all_ranks_say_the_same(results: Path) -> None:
     first, second = said(results)
     assert first[:-1] == second[:-1]
     assert [each["status"] for each in first[:-1]] == [
-        *["complete"] * (len(possible(CASES)) + 1),
+        *["complete"] * (len(possible(CASES)) + len(possible(OVERFLOWS))),
         *["interrupted"] * (len(possible(GOES_ON)) + 1),
         *["complete"] * len(possible(MOVED)),
     ]
 
 
-def test_ranks_skip_together_the_steps_that_overflow_in_one_process(results: Path) -> None:
+@pytest.mark.parametrize("name", marked(OVERFLOWS))
+def test_ranks_skip_together_the_steps_that_overflow_in_one_process(results: Path, name: str) -> None:
     """The norm is that of all ranks, so an overflow in one rank's share is everybody's."""
+    folder = results / f"{OVERFLOWING}{name}"
+    alone = results / f"{OVERFLOWING}{name} alone"
     two, one = (
-        [(step.skipped, step.loss_scale) for step in read_metrics(results / name / "metrics.jsonl")]
-        for name in (OVERFLOWING, f"{OVERFLOWING} alone")
+        [(step.skipped, step.loss_scale) for step in read_metrics(each / "metrics.jsonl")]
+        for each in (folder, alone)
     )
     assert two == one
     assert {skipped for skipped, _ in two} == {True, False}
+    assert losses(folder) == pytest.approx(losses(alone), abs=FP16_LOSS)
 
 
 def test_the_report_has_a_row_for_every_rank(results: Path) -> None:
