@@ -6,7 +6,7 @@ from decimal import Decimal
 import pytest
 
 from fitune.errors import MissingExtra, RecipeError
-from fitune.score.tasks import choose_graders, grade, last_number
+from fitune.score.graders import References, grade, last_number
 
 
 @pytest.mark.parametrize("name", ["exact_match", "contains", "number", "rouge"])
@@ -67,7 +67,7 @@ def test_rouge_is_the_f1_of_the_longest_common_subsequence() -> None:
 
 
 def test_rouge_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fitune.score.tasks import _rouge_scorer
+    from fitune.score.graders import _rouge_scorer
 
     _rouge_scorer.cache_clear()
     monkeypatch.setitem(sys.modules, "rouge_score", None)
@@ -96,6 +96,9 @@ def test_an_unknown_grader_is_refused_with_the_nearest_name() -> None:
     ],
 )
 def test_graders_follow_from_the_references(references: list[str], names: tuple[str, ...]) -> None:
-    chosen, why = choose_graders(references)
+    seen = References()
+    for reference in references:
+        seen.add(reference)
+    chosen, why = seen.graders()
     assert chosen == names
     assert why

@@ -1,8 +1,10 @@
 """Scoring from start to end: what is written, and that a stopped run goes on with every id exactly once."""
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from fitune.demo.text import training_exercises
 from fitune.errors import DataError, FituneError, RecipeError, RunDirectoryError
-from fitune.score.generate_hf import Sampling
+from fitune.score.engine import Completion, Request, Sampling
+from fitune.score.engine_transformers import TransformersEngine
 from fitune.score.run import ScorePlan, score
+from fitune.score.shards import Shards
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import from_json
@@ -32,9 +36,11 @@ def write_data(path: Path, *, count: int = ROWS, changed: str = "") -> Path:
 
 
 def plan_for(model: Path, data: DataSource, out: Path) -> ScorePlan:
-    """One row a batch, so that answers are written eight rows at a time."""
+    """Answers are written eight rows at a time."""
     sampling = Sampling(max_new_tokens=8)
-    return ScorePlan(model=str(model), data=data, output_dir=str(out), sampling=sampling, batch_size=1)
+    return ScorePlan(
+        model=str(model), data=data, output_dir=str(out), sampling=sampling, batch_size=1, shard_rows=8
+    )
 
 
 @pytest.fixture
@@ -121,17 +127,26 @@ def test_right_answers_score_one_and_wrong_ones_nothing(finished: ScorePlan, tmp
     assert 0.3 < share < 1
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.77, 0.999])
-def test_a_stopped_run_answers_each_id_exactly_once(finished: ScorePlan, kept: float) -> None:
-    """Cut answers.jsonl anywhere, mid-line included: what is whole stays, the rest is answered, the bytes are equal."""
+def everything(plan: ScorePlan) -> dict[str, bytes]:
+    """All that a run leaves but its report, which tells the time it took."""
+    folder = Path(plan.output_dir)
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("report.json", "run.lock")
+    }
+
+
+@pytest.mark.parametrize("lost", [("00002.json",), ("00001.json", "00002.json"), ("00000.json",)])
+def test_a_shard_without_its_manifest_is_answered_again(finished: ScorePlan, lost: tuple[str, ...]) -> None:
     whole = answers(finished).read_bytes()
-    torn = whole[: int(len(whole) * kept)]
-    answers(finished).write_bytes(torn)
+    for name in lost:
+        (Path(finished.output_dir) / "shards" / name).unlink()
     (Path(finished.output_dir) / "report.json").unlink()
     seen: list[int] = []
     report = quietly(finished, progress=lambda done, total: seen.append(done))
     assert answers(finished).read_bytes() == whole
-    assert seen[0] == torn.count(b"\n"), "rows that have an answer are not asked again"
+    assert seen[0] == ROWS - sum(4 if name == "00002.json" else 8 for name in lost)
     assert seen[-1] == report.answered == ROWS
 
 
@@ -147,10 +162,49 @@ def test_a_run_killed_between_batches_loses_nothing_written(plan: ScorePlan, aft
 
     with pytest.raises(Killed):
         quietly(plan, progress=kill)
-    assert len(lines(answers(plan)) if answers(plan).exists() else []) == (after - 1) // 8 * 8
+    assert Shards(Path(plan.output_dir)).numbers() == list(range((after - 1) // 8))
+    assert not answers(plan).exists()
     quietly(plan)
     ids = [line["custom_id"] for line in lines(answers(plan))]
     assert ids == [f"train-{number:04d}" for number in range(1, ROWS + 1)]
+
+
+def killed_at_sync(plan: ScorePlan, count: int) -> bool:
+    """Score in a child process that SIGKILLs itself when it syncs for the ``count``-th time; False: it finished."""
+    child = os.fork()
+    if not child:
+        left, sync = count, os.fsync
+
+        def fsync(handle: int) -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            sync(handle)
+
+        os.fsync = fsync
+        try:
+            quietly(plan)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_wherever_it_writes_the_bytes_are_those_of_an_undisturbed_run(
+    plan: ScorePlan, finished_once: Path, step: int
+) -> None:
+    """SIGKILL at every ``step``-th sync, in a new start in the same directory each time, until one comes through."""
+    expected = everything(replace(plan, output_dir=str(finished_once)))
+    kills, count = 0, 1
+    while killed_at_sync(plan, count):
+        kills, count = kills + 1, count + step
+        assert kills < 100
+    assert kills >= 2
+    assert everything(plan) == expected
 
 
 def test_a_finished_run_changes_nothing_when_started_again(plan: ScorePlan) -> None:
@@ -166,7 +220,9 @@ def test_a_finished_run_changes_nothing_when_started_again(plan: ScorePlan) -> N
 def test_data_that_grew_is_answered_where_it_grew(finished: ScorePlan) -> None:
     before = answers(finished).read_bytes()
     write_data(Path(finished.data.path), count=ROWS + 3)
-    assert quietly(finished).answered == ROWS + 3
+    seen: list[int] = []
+    assert quietly(finished, progress=lambda done, total: seen.append(done)).answered == ROWS + 3
+    assert seen == [ROWS, ROWS + 1, ROWS + 2, ROWS + 3]
     assert answers(finished).read_bytes().startswith(before)
 
 
@@ -210,7 +266,9 @@ def test_another_model_of_the_same_name_is_refused(finished: ScorePlan, tiny, tm
 
 def test_a_changed_or_missing_row_is_refused_by_its_id(finished: ScorePlan) -> None:
     write_data(Path(finished.data.path), changed="Tell me something else.")
-    with pytest.raises(RunDirectoryError, match="1 rows answered there have another prompt now: train-0004"):
+    with pytest.raises(
+        RunDirectoryError, match="1 rows answered there have another prompt or reference now: train-0004"
+    ):
         quietly(finished)
     write_data(Path(finished.data.path), count=ROWS - 1)
     with pytest.raises(
@@ -219,11 +277,77 @@ def test_a_changed_or_missing_row_is_refused_by_its_id(finished: ScorePlan) -> N
         quietly(finished)
 
 
-def test_a_damaged_line_further_up_is_an_error_with_its_place(finished: ScorePlan) -> None:
-    content = answers(finished).read_text().splitlines(keepends=True)
-    answers(finished).write_text("".join([content[0], "{broken\n", *content[2:]]))
-    with pytest.raises(RunDirectoryError, match=r"answers.jsonl:2: not a line of answers"):
+def test_a_damaged_shard_is_an_error_with_its_file(finished: ScorePlan) -> None:
+    shard = Path(finished.output_dir) / "shards" / "00001.answers.jsonl"
+    shard.write_bytes(shard.read_bytes().replace(b"assistant", b"assisted!"))
+    with pytest.raises(RunDirectoryError, match=r"00001.answers.jsonl: the shard is damaged: its bytes"):
         quietly(finished)
+
+
+def test_an_engine_that_fails_on_a_row_fails_for_it_alone_and_the_next_run_asks_it_again(
+    plan: ScorePlan, finished_once: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = TransformersEngine.answer
+
+    def broken(engine: TransformersEngine, requests: list[Request]) -> Iterator[Completion]:
+        if any(request.id == "train-0004" for request in requests):
+            raise RuntimeError("this row breaks it")
+        return answer(engine, requests)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TransformersEngine, "answer", broken)
+        report = quietly(plan)
+    assert (report.answered, report.failed) == (ROWS - 1, 1)
+    error = lines(answers(plan))[3]["error"]
+    assert (error["code"], error["message"]) == ("engine_failed", "RuntimeError: this row breaks it")
+    asked: list[int] = []
+    assert quietly(plan, progress=lambda done, total: asked.append(done)).failed == 0
+    assert asked == [ROWS - 1, ROWS]
+    assert answers(plan).read_bytes() == (finished_once / "answers.jsonl").read_bytes()
+
+
+def test_rows_that_cannot_be_asked_carry_an_error_and_the_others_an_answer(plan: ScorePlan) -> None:
+    good = {"prompt": "Where?", "completion": "Oslo"}
+    rows = [good, good | {"prompt": ""}, good | {"prompt": "half \ud800"}, good]
+    Path(plan.data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = quietly(plan)
+    assert (report.answered, report.failed) == (2, 2)
+    written = [line["error"] and line["error"]["message"] for line in lines(answers(plan))]
+    assert written[0] is None is written[3]
+    assert "rows.jsonl:2: field 'prompt' is empty" in written[1]
+    assert "unpaired surrogate (U+D800" in written[2]
+
+
+def test_lines_of_openais_batch_input_are_answered_with_their_own_sampling(plan: ScorePlan) -> None:
+    def line(number: int, **body: object) -> dict:
+        messages = [{"role": "user", "content": "Where?"}]
+        return {
+            "custom_id": f"r-{number}", "method": "POST", "url": "/v1/chat/completions",
+            "body": {"model": "any", "messages": messages, **body},
+        }  # fmt: skip
+
+    rows = [line(1), line(2, max_tokens=3), line(3, max_tokens=10**9), line(4, logit_bias={"1": 2})]
+    Path(plan.data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = quietly(plan)
+    assert (report.answered, report.failed, report.grades) == (2, 2, {})
+    found = lines(answers(plan))
+    assert [row["custom_id"] for row in found] == ["r-1", "r-2", "r-3", "r-4"]
+    tokens = [row["response"]["body"]["choices"][0]["token_ids"] for row in found[:2]]
+    assert tokens[1] == tokens[0][:3]
+    assert "max_new_tokens = 1000000000: must be from 1 to 1,000,000" in found[2]["error"]["message"]
+    assert "body.logit_bias is not supported" in found[3]["error"]["message"]
+
+
+def test_the_parquet_file_holds_what_the_lines_say(finished: ScorePlan) -> None:
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(Path(finished.output_dir) / "answers.parquet").to_pylist()
+    for row, line in zip(rows, lines(answers(finished)), strict=True):
+        choice = line["response"]["body"]["choices"][0]
+        assert (row["custom_id"], row["answer"]) == (line["custom_id"], choice["message"]["content"])
+        assert (row["logprob"], row["error"]) == (choice["logprob"], None)
+    given = [json.loads(line)["grades"] for line in (Path(finished.output_dir) / "grades.jsonl").open()]
+    assert [{name: row[f"grade_{name}"] for name in ("exact_match", "contains")} for row in rows] == given
 
 
 def test_a_prompt_that_is_too_long_fails_alone(plan: ScorePlan) -> None:

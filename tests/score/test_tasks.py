@@ -8,13 +8,21 @@ import pytest
 
 from fitune.data.formats import Conversation, Message
 from fitune.errors import DataError
-from fitune.score.tasks import read_tasks, to_task
+from fitune.score.index import open_index
+from fitune.score.reading import index_input
+from fitune.score.tasks import Question, read_questions, to_task
 from fitune.spec.plan import DataSource
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> DataSource:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataSource(path=str(path))
+
+
+def checked(source: DataSource, id_column: str = "") -> list[Question]:
+    with open_index(Path(source.path).parent) as index:
+        index_input(source, index, id_column=id_column)
+    return list(read_questions(source, id_column=id_column))
 
 
 def row(number: int, **more: Any) -> dict[str, Any]:
@@ -24,7 +32,7 @@ def row(number: int, **more: Any) -> dict[str, Any]:
 def test_prompt_ids_are_the_beginning_of_the_training_ids(tiny, tmp_path: Path) -> None:
     messages = (Message("system", "Be brief."), Message("user", "Where to?"), Message("assistant", "Oslo"))
     conversation = Conversation(messages, "here:1")
-    task = to_task(conversation, id="a", template=tiny.template)
+    task = to_task(conversation, id="a")
     encoded = tiny.template.encode(conversation)
     prompt = list(task.prompt_ids)
     assert encoded.ids[: len(prompt)] == prompt
@@ -37,20 +45,20 @@ def test_prompt_ids_are_the_beginning_of_the_training_ids(tiny, tmp_path: Path) 
 def test_ids_come_from_a_column(tiny, tmp_path: Path, column: str) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [row(1, **{column: "b"}), row(2, **{column: 7})])
     wanted = "key" if column == "key" else ""
-    tasks = read_tasks(source, template=tiny.template, id_column=wanted)
+    tasks = checked(source, wanted)
     assert [task.id for task in tasks] == ["b", "7"]
     assert [task.expected for task in tasks] == ["answer 1", "answer 2"]
 
 
 def test_rows_without_an_id_column_are_numbered(tiny, tmp_path: Path) -> None:
-    tasks = read_tasks(write_rows(tmp_path / "rows.jsonl", [row(1), row(2)]), template=tiny.template)
+    tasks = checked(write_rows(tmp_path / "rows.jsonl", [row(1), row(2)]))
     assert [task.id for task in tasks] == ["1", "2"]
 
 
 def test_repeated_ids_are_listed_with_both_places(tiny, tmp_path: Path) -> None:
     rows = [row(number, id=str(number % 10)) for number in range(30)]
     with pytest.raises(DataError, match=r"20 of 30 rows repeat an id of column 'id'") as caught:
-        read_tasks(write_rows(tmp_path / "rows.jsonl", rows), template=tiny.template)
+        checked(write_rows(tmp_path / "rows.jsonl", rows))
     assert "'0' at " in caught.value.message
     assert "rows.jsonl:11, already at " in caught.value.message
     assert "and 15 more" in caught.value.message
@@ -58,23 +66,21 @@ def test_repeated_ids_are_listed_with_both_places(tiny, tmp_path: Path) -> None:
 
 def test_a_number_and_its_text_are_the_same_id(tiny, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="repeat an id"):
-        read_tasks(write_rows(tmp_path / "r.jsonl", [row(1, id=1), row(2, id="1")]), template=tiny.template)
+        checked(write_rows(tmp_path / "r.jsonl", [row(1, id=1), row(2, id="1")]))
 
 
 @pytest.mark.parametrize("bad", [None, "", "  ", 1.5, True, ["x"]])
 def test_a_missing_id_is_refused_with_its_row(tiny, tmp_path: Path, bad: Any) -> None:
     rows = [row(1, id="a"), row(2, id=bad), row(3)]
     with pytest.raises(DataError, match=r"2 of 3 rows have no id in column 'id'.*rows.jsonl:2.*rows.jsonl:3"):
-        read_tasks(write_rows(tmp_path / "rows.jsonl", rows), template=tiny.template)
+        checked(write_rows(tmp_path / "rows.jsonl", rows))
 
 
 def test_no_rows_and_plain_text_are_refused(tiny, tmp_path: Path) -> None:
     with pytest.raises(DataError):
-        read_tasks(write_rows(tmp_path / "none.jsonl", []), template=tiny.template)
+        checked(write_rows(tmp_path / "none.jsonl", []))
     with pytest.raises(DataError, match="no answer to compare with"):
-        read_tasks(
-            write_rows(tmp_path / "text.jsonl", [{"text": "once upon a time"}]), template=tiny.template
-        )
+        checked(write_rows(tmp_path / "text.jsonl", [{"text": "once upon a time"}]))
 
 
 def test_another_prompt_has_another_fingerprint(tiny) -> None:

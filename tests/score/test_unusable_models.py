@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from fitune.errors import CheckpointError, DataError, ModelError
 from fitune.score import run
-from fitune.score.generate_hf import Sampling
+from fitune.score.engine import Sampling
 from fitune.score.run import ScorePlan, choose_dtype, score
-from fitune.score.tasks import read_tasks
+from fitune.score.tasks import read_questions
 from fitune.spec.plan import DataSource
 from models.tiny_models import with_ids_moved_up
 
@@ -106,7 +106,7 @@ def test_fields_of_no_format_name_their_row(tiny, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n{"left": "a", "right": "b"}\n')
     with pytest.raises(DataError, match=r"rows.jsonl:2: format auto"):
-        read_tasks(DataSource(path=str(rows)), template=tiny.template)
+        list(read_questions(DataSource(path=str(rows))))
 
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows(

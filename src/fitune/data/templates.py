@@ -9,7 +9,7 @@ Three things hold, whatever the template:
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -102,12 +102,26 @@ class ChatTemplate:
 
     def encode_prompt(self, conversation: Conversation) -> list[int]:
         """Ids of everything before the last answer and of the words that ask for it: what scoring feeds the model."""
-        messages = conversation.messages
-        if messages and messages[-1].role == "assistant":
-            messages = messages[:-1]
-        question = Conversation(messages, conversation.where)
-        pieces = _good(next(self._template.lay_out([question], ask=True)))
-        return [token for ids in self._encoder.encode(pieces) for token in ids]
+        ids = next(self.encode_prompts([conversation]))
+        if isinstance(ids, BadRow):
+            raise ids
+        return ids
+
+    def encode_prompts(self, conversations: Sequence[Conversation]) -> Iterator[list[int] | BadRow]:
+        """``encode_prompt`` of many rows, in one call of template and tokenizer; an error stands in the place of a row
+        that the template refuses."""
+        questions = [
+            replace(c, messages=c.messages[:-1])
+            if c.messages[-1:] and c.messages[-1].role == "assistant"
+            else c
+            for c in conversations
+        ]
+        rows = list(self._template.lay_out(questions, ask=True))
+        encoded = iter(
+            self._encoder.encode([piece for row in rows if not isinstance(row, BadRow) for piece in row])
+        )
+        for row in rows:
+            yield row if isinstance(row, BadRow) else [token for _ in row for token in next(encoded)]
 
     def lay_out(self, example: Example) -> list[Piece]:
         """The row as pieces of text that are encoded one by one. Raises BadRow."""

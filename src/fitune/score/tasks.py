@@ -1,28 +1,56 @@
-"""Rows of a dataset to tasks, and the grades of answers to them.
+"""Rows of a dataset to tasks, one after another: a task is a prompt, what the answer should be, and an id.
 
-A task is a prompt, what the answer should be, and an id that no other row has.
+Rows are read as for training. Lines of OpenAI's batch input (``custom_id``, ``body.messages``) are prompts without a
+reference, and may carry sampling of their own.
 """
 
 import hashlib
-import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from decimal import Decimal
-from functools import cache
-from typing import Any
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from fitune.data.formats import Conversation, to_example
-from fitune.data.rows import Row
+from fitune.data.formats import Conversation, Message, to_example
+from fitune.data.rows import BadRow, Row
 from fitune.data.sources import read_rows
 from fitune.data.templates import ChatTemplate
-from fitune.errors import DataError, MissingExtra, RecipeError, did_you_mean
+from fitune.errors import DataError
+from fitune.score.engine import Completion, Sampling
 from fitune.spec.plan import DataSource
 
 ID_COLUMNS = ("custom_id", "id")
 """Taken as the id when the first row has it; otherwise rows are numbered from 1."""
 
-_SHOWN = 5
-"""How many faulty rows an error lists."""
+_LIMITS: dict[str, tuple[float, float]] = {
+    "max_new_tokens": (1, 1_000_000), "temperature": (0.0, 1_000.0), "top_p": (0.0, 1.0), "seed": (0, 2**63 - 1),
+}  # fmt: skip
+_OF_BODIES = {
+    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "temperature": "temperature",
+    "top_p": "top_p", "seed": "seed",
+}  # fmt: skip
+"""Field of a batch line's body -> field of Sampling."""
+_IDLE_IN_BODIES = ("model", "messages", "user", "metadata", "stream", "n", "store")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One row before it is rendered. ``expected`` is None where the row has no reference; ``problem`` is empty, or why
+    the row cannot be asked."""
+
+    id: str
+    where: str
+    messages: tuple[Message, ...] = ()
+    expected: str | None = None
+    own: tuple[tuple[str, Any], ...] = ()
+    """Sampling that the row brings itself."""
+    problem: str = ""
+
+    @property
+    def content(self) -> str:
+        """A hash of everything an answer and its grade depend on but the id."""
+        said = [(message.role, message.content) for message in self.messages]
+        told = json.dumps([said, self.expected, self.own, self.problem])
+        return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +60,12 @@ class Task:
     id: str
     prompt_ids: tuple[int, ...]
     prompt_text: str
-    expected: str
+    expected: str | None
     where: str
+    sampling: Sampling | None = None
+    """The row's own; None: that of the run."""
+    content: str = ""
+    problem: str = ""
 
     @property
     def fingerprint(self) -> str:
@@ -41,179 +73,132 @@ class Task:
         return hashlib.blake2b(repr(self.prompt_ids).encode(), digest_size=12).hexdigest()
 
 
-def read_tasks(source: DataSource, *, template: ChatTemplate, id_column: str = "") -> list[Task]:
-    """Every row of ``source`` as a task, in the order of the source.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A model's answer to one task. ``error`` is empty, or why there is no answer."""
 
-    Raises DataError when ids are missing or appear twice, listing the first ones; when a row cannot be read;
-    and when there is no row at all.
+    task: Task
+    text: str
+    finish_reason: Literal["stop", "length", "error"]
+    completion_tokens: int
+    token_ids: tuple[int, ...] = ()
+    logprob: float | None = field(default=None, compare=False)
+    """Sum over the tokens, in nats; None where the engine does not say. Not compared: the last digits depend on the
+    shape of the batch."""
+    code: str = ""
+    error: str = ""
+
+
+def read_questions(source: DataSource, *, id_column: str = "") -> Iterator[Question]:
+    """Every row of ``source``, in order. The id is from ``id_column``, from the first of ID_COLUMNS that the first row
+    has, or the row's number; it is empty where that column holds neither a text nor a whole number.
+
+    A row that is read but cannot be asked is a Question with a problem. Raises DataError when a line is no row.
     """
-    rows = list(read_rows(source))
-    if not rows:
-        raise DataError(f"{source.path}: no rows to answer")
-    ids = row_ids(rows, id_column=id_column)
-    conversations = (to_example(row, format=source.format, columns=source.columns) for row in rows)
-    pairs = zip(ids, conversations, strict=True)
-    return [to_task(_conversation(example, source), id=id_, template=template) for id_, example in pairs]
+    column = id_column
+    for number, row in enumerate(read_rows(source), 1):
+        if number == 1 and not column:
+            column = next((name for name in ID_COLUMNS if name in row.fields), "")
+        yield _question(row, _id_text(row.fields.get(column)) if column else str(number), source)
+
+
+def id_column_of(source: DataSource, id_column: str = "") -> str:
+    """The column that ``read_questions`` takes the ids from; empty where rows are numbered."""
+    first = next(iter(read_rows(source)), None)
+    return id_column or next((name for name in ID_COLUMNS if first and name in first.fields), "")
+
+
+def to_tasks(questions: Sequence[Question], *, template: ChatTemplate, sampling: Sampling) -> list[Task]:
+    """The prompts rendered by the template that training uses, with training's ids."""
+    asked = [
+        Conversation(question.messages, question.where) for question in questions if not question.problem
+    ]
+    encoded = iter(template.encode_prompts(asked))
+    return [_task(question, [] if question.problem else next(encoded), sampling) for question in questions]
 
 
 def to_task(conversation: Conversation, *, id: str, template: ChatTemplate) -> Task:
     """The last answer of the conversation is what is expected; everything before it is the prompt."""
     *prompt, answer = conversation.messages
-    return Task(
-        id=id,
-        prompt_ids=tuple(template.encode_prompt(conversation)),
-        prompt_text="\n".join(message.content for message in prompt),
-        expected=answer.content,
-        where=conversation.where,
+    question = Question(id=id, where=conversation.where, messages=tuple(prompt), expected=answer.content)
+    return _task(question, template.encode_prompt(conversation), None)
+
+
+def to_answer(task: Task, completion: Completion, tokenizer: Any, stop_ids: frozenset[int]) -> Answer:
+    """The completion as text: without the token that ended it, and without special tokens."""
+    ids = completion.token_ids
+    written = ids[:-1] if ids and ids[-1] in stop_ids else ids
+    text = completion.text
+    if text is None:
+        text = tokenizer.decode(written, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text = text.encode("utf-8", "replace").decode()  # a server may return half a character
+    return Answer(
+        task=task,
+        text=text,
+        finish_reason=completion.finish_reason,
+        completion_tokens=completion.tokens,
+        token_ids=ids,
+        logprob=sum(completion.logprobs) if len(completion.logprobs) == completion.tokens else None,
+        code=completion.code,
+        error=completion.error,
     )
 
 
-def row_ids(rows: list[Row], *, id_column: str = "") -> list[str]:
-    """The id of each row as text: from ``id_column``, from the first of ID_COLUMNS, or the row's number.
-
-    Raises DataError listing the first rows whose id is missing or was there before.
-    """
-    column = id_column or next((name for name in ID_COLUMNS if name in rows[0].fields), "")
-    if not column:
-        return [str(number) for number in range(1, len(rows) + 1)]
-    ids = [_id_text(row.fields.get(column)) for row in rows]
-    _refuse_missing(rows, ids, column)
-    _refuse_duplicates(rows, ids, column)
-    return [str(id_) for id_ in ids]
-
-
-def _id_text(value: Any) -> str | None:
-    """Texts and whole numbers are ids; anything else counts as missing."""
-    if isinstance(value, str) and value.strip():
-        return value
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _refuse_missing(rows: list[Row], ids: list[str | None], column: str) -> None:
-    missing = [row.where for row, id_ in zip(rows, ids, strict=True) if id_ is None]
-    if missing:
-        raise DataError(
-            f"{len(missing)} of {len(rows)} rows have no id in column {column!r}: {_first(missing)}",
-            hint="give every row a text or a whole number there, or name another column",
-        )
-
-
-def _refuse_duplicates(rows: list[Row], ids: list[str | None], column: str) -> None:
-    first_with: dict[str | None, str] = {}
-    again = []
-    for row, id_ in zip(rows, ids, strict=True):
-        if id_ in first_with:
-            again.append(f"{id_!r} at {row.where}, already at {first_with[id_]}")
-        first_with.setdefault(id_, row.where)
-    if again:
-        raise DataError(
-            f"{len(again)} of {len(rows)} rows repeat an id of column {column!r}: {_first(again)}",
-            hint="make the ids unique, or name another column; each id is answered exactly once",
-        )
-
-
-def _first(problems: Iterable[str]) -> str:
-    problems = list(problems)
-    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return "; ".join(problems[:_SHOWN]) + more
-
-
-def _conversation(example: Any, source: DataSource) -> Conversation:
-    if isinstance(example, Conversation):
-        return example
-    raise DataError(
-        f"{example.where}: plain text has no question to answer and no answer to compare with",
-        hint=f"name the columns of {source.path} that hold the prompt and the expected answer",
-    )
-
-
-SHORT_ANSWER_WORDS = 20
-"""References up to this long are compared word for word; longer ones by what they have in common."""
-
-
-def grade(name: str, answer: str, expected: str) -> float:
-    """The grade of one answer in 0..1. Raises RecipeError for an unknown grader."""
-    check_graders((name,))
-    return _GRADERS[name](answer, expected)
-
-
-def check_graders(names: Sequence[str]) -> None:
-    """Raises RecipeError naming the graders there are."""
-    for name in names:
-        if name not in _GRADERS:
-            known = tuple(_GRADERS)
-            hint = did_you_mean(name, known) or f"graders: {', '.join(known)}"
-            raise RecipeError(f"unknown grader {name!r}", hint=hint)
-
-
-def choose_graders(references: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """Graders that suit the references, and why, in words to print.
-
-    Every reference a number or ending in GSM8K's ``#### 18``: number. All of at most SHORT_ANSWER_WORDS words:
-    exact_match and contains. Otherwise rouge.
-    """
-    if all(_is_number(text) for text in references):
-        return ("number",), "every reference is a number or ends in #### and a number"
-    longest = max(len(text.split()) for text in references)
-    if longest <= SHORT_ANSWER_WORDS:
-        return ("exact_match", "contains"), f"no reference is longer than {longest} words"
-    return ("rouge",), f"references have up to {longest} words, so wording may differ"
-
-
-def exact_match(answer: str, expected: str) -> float:
-    """1 when both are the same text; runs of white space count as one space."""
-    return float(answer.split() == expected.split())
-
-
-def contains(answer: str, expected: str) -> float:
-    """1 when the reference stands somewhere in the answer; runs of white space count as one space."""
-    return float(" ".join(expected.split()) in " ".join(answer.split()))
-
-
-def number(answer: str, expected: str) -> float:
-    """1 when the last number of the answer is the last number of the reference.
-
-    GSM8K writes its result after ``####``: where an answer has that mark, only what follows counts. Signs,
-    decimals and thousands separators are read (``$1,234.50`` is 1234.5), words for numbers are not.
-    """
-    found, wanted = last_number(answer), last_number(expected)
-    return float(found is not None and found == wanted)
-
-
-def rouge(answer: str, expected: str) -> float:
-    """ROUGE-L F1 (Lin 2004) by Google's rouge-score, without stemming."""
-    return float(_rouge_scorer().score(expected, answer)["rougeL"].fmeasure)
-
-
-_GRADERS: dict[str, Callable[[str, str], float]] = {
-    "exact_match": exact_match,
-    "contains": contains,
-    "number": number,
-    "rouge": rouge,
-}
-
-_NUMBER = re.compile(r"(?:(?<!\w)[-−]\$?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
-"""A minus belongs to the number only when no word or digit stands before it: 10-5 ends in 5."""
-
-
-def last_number(text: str) -> Decimal | None:
-    """The last number of a text, or None. After ``####`` only what follows counts."""
-    found = _NUMBER.findall(text.rpartition("####")[2])
-    if not found:
-        return None
-    return Decimal(re.sub(r"[,$]", "", found[-1]).replace("−", "-"))
-
-
-def _is_number(reference: str) -> bool:
-    if "####" in reference:
-        return last_number(reference) is not None
-    return _NUMBER.fullmatch(reference.strip().strip("$€£%.")) is not None
-
-
-@cache
-def _rouge_scorer() -> Any:
+def _question(row: Row, id_: str, source: DataSource) -> Question:
     try:
-        from rouge_score import rouge_scorer
-    except ImportError:
-        raise MissingExtra("the rouge grader", extra="metrics") from None
-    return rouge_scorer.RougeScorer(["rougeL"])
+        if "body" in row.fields and not source.columns:
+            return _of_batch_line(row, id_)
+        example = to_example(row, format=source.format, columns=source.columns)
+    except BadRow as bad:
+        return Question(id=id_, where=row.where, problem=str(bad))
+    if not isinstance(example, Conversation):
+        raise DataError(
+            f"{example.where}: plain text has no question to answer and no answer to compare with",
+            hint=f"name the columns of {source.path} that hold the prompt and the expected answer",
+        )
+    *prompt, answer = example.messages
+    return Question(id=id_, where=row.where, messages=tuple(prompt), expected=answer.content)
+
+
+def _of_batch_line(row: Row, id_: str) -> Question:
+    """A request of OpenAI's batch API: chat messages, and sampling where the body names some."""
+    body = row.fields["body"]
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise BadRow(f"{row.where}: body has no list of messages", reason="no messages")
+    if unknown := sorted(body.keys() - _OF_BODIES.keys() - set(_IDLE_IN_BODIES)):
+        raise BadRow(f"{row.where}: body.{unknown[0]} is not supported", reason="field not supported")
+    turns = [
+        *body["messages"],
+        {"role": "assistant", "content": "its answer"},
+    ]  # the checks of training's rows
+    example = to_example(Row(row.where, {"messages": turns}), format="messages")
+    messages = example.messages[:-1] if isinstance(example, Conversation) else ()
+    own = {_OF_BODIES[name]: body[name] for name in _OF_BODIES if body.get(name) is not None}
+    for name, value in own.items():
+        least, most = _LIMITS[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise BadRow(
+                f"{row.where}: {name} = {value!r}: must be from {least:,} to {most:,}", reason="sampling"
+            )
+    return Question(id=id_, where=row.where, messages=messages, own=tuple(sorted(own.items())))
+
+
+def _task(question: Question, encoded: list[int] | BadRow, sampling: Sampling | None) -> Task:
+    problem = question.problem or (str(encoded) if isinstance(encoded, BadRow) else "")
+    return Task(
+        id=question.id,
+        prompt_ids=() if isinstance(encoded, BadRow) else tuple(encoded),
+        prompt_text="\n".join(message.content for message in question.messages),
+        expected=question.expected,
+        where=question.where,
+        sampling=replace(sampling, **dict(question.own)) if sampling and question.own else None,
+        content=question.content,
+        problem=problem,
+    )
+
+
+def _id_text(value: Any) -> str:
+    """Texts and whole numbers are ids; anything else counts as missing, half a character too."""
+    if isinstance(value, str) and value.strip():
+        return value if value.isascii() or value.encode("utf-8", "ignore").decode() == value else ""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else ""

@@ -10,7 +10,7 @@ from fitune.planner.defaults import default_learning_rate, optimizer_of
 from fitune.planner.methods import lomo_of, lora_of, packed_base
 from fitune.report.compare import read_run, text_table
 from fitune.report.methods_page import MethodRun, comparison_rows, write_comparison
-from fitune.score.answers import remove_scores
+from fitune.score.shards import remove_scores
 from fitune.session.events import Event, Note, Planned, Tell
 from fitune.session.fresh_process import run_child, train_program
 from fitune.session.scoring import model_and_adapter, score_dataset

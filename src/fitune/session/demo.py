@@ -8,7 +8,7 @@ from pathlib import Path
 from fitune.demo.files import HELD_OUT_ROWS, MAX_NEW_TOKENS, DemoFiles, write_demo
 from fitune.errors import RunDirectoryError, TrainingFailed
 from fitune.report.compare import text_table
-from fitune.score.answers import remove_scores
+from fitune.score.shards import remove_scores
 from fitune.session.events import Note, Planned, Tell, tell_nobody
 from fitune.session.fresh_process import train_program
 from fitune.session.planning import plan_for

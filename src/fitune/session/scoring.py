@@ -6,7 +6,7 @@ from typing import Any
 
 from fitune.errors import RecipeError
 from fitune.models.adapter_config import CONFIG
-from fitune.score.generate_hf import Sampling
+from fitune.score.engine import Sampling
 from fitune.score.run import ScorePlan, score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
 from fitune.spec.plan import DataSource

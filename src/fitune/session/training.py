@@ -22,7 +22,8 @@ from fitune.planner.less_memory import next_to_try
 from fitune.planner.whole_run import whole_run
 from fitune.report.compare import Prediction, RunnerUp, shortage_words
 from fitune.report.html import write_report
-from fitune.score.generate_hf import Sampling, answer_all
+from fitune.score.engine import Sampling
+from fitune.score.engine_transformers import answer_all
 from fitune.score.tasks import to_task
 from fitune.session.checks import complete_run, require_room_on_disk
 from fitune.session.events import (

@@ -9,8 +9,9 @@ from transformers import GenerationConfig
 from fitune.data.formats import Conversation, Message
 from fitune.demo.text import training_exercises
 from fitune.models.attention import use_attention
-from fitune.score.generate_hf import Answer, Sampling, answer_all
-from fitune.score.tasks import Task, to_task
+from fitune.score.engine import Sampling
+from fitune.score.engine_transformers import answer_all
+from fitune.score.tasks import Answer, Task, to_task
 
 GREEDY = Sampling(max_new_tokens=12)
 WARM = Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=3)
@@ -56,7 +57,9 @@ def test_answers_are_the_most_likely_tokens(tiny, tasks: list[Task]) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
 def test_the_batch_changes_no_answer(tiny, tasks: list[Task], sampling: Sampling) -> None:
     alone = ask(tiny, tasks, sampling, batch_size=1)
-    assert alone == ask(tiny, tasks, sampling, batch_size=7)
+    together = ask(tiny, tasks, sampling, batch_size=7)
+    assert alone == together
+    assert [a.logprob for a in alone] == pytest.approx([a.logprob for a in together], abs=1e-4)
     assert alone[::-1] == ask(tiny, tasks[::-1], sampling, batch_size=4)
     assert len({answer.text for answer in alone}) > 3, (
         "a model that says the same to everything proves nothing"
@@ -135,7 +138,7 @@ def test_a_model_in_training_answers_and_goes_on_training(tiny, tasks: list[Task
 def test_a_prompt_without_room_for_an_answer_carries_the_arithmetic(tiny, tasks: list[Task]) -> None:
     room = 192  # max_position_embeddings of the tiny model
     ids = (tasks[0].prompt_ids * room)[: room - 12 + 1]
-    long, fits = replace(tasks[0], prompt_ids=ids), replace(tasks[0], prompt_ids=ids[1:])
+    long, fits = replace(tasks[0], prompt_ids=ids), replace(tasks[0], id="fits", prompt_ids=ids[1:])
     first, second, third = ask(tiny, [long, fits, tasks[1]], GREEDY)
     assert first.finish_reason == "error"
     assert first.error == "prompt 181 + max_new_tokens 12 = 193 tokens, the model has room for 192"

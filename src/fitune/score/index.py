@@ -1,0 +1,131 @@
+"""The rows of the input and the answers on the disk, by id: a database in a temporary file, so memory stays constant
+from a thousand rows to millions.
+"""
+
+import errno
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fitune.files import remove, temporary_sibling
+
+_TABLES = """
+CREATE TABLE rows (number INTEGER PRIMARY KEY, id TEXT NOT NULL, content TEXT NOT NULL);
+CREATE TABLE lines (
+    id TEXT NOT NULL, content TEXT NOT NULL, state INTEGER NOT NULL,
+    shard INTEGER NOT NULL, place INTEGER NOT NULL
+);
+"""
+_BEST = """
+CREATE INDEX lines_of_id ON lines (id, state DESC, shard DESC);
+CREATE TABLE best AS SELECT * FROM (
+    SELECT *, row_number() OVER (PARTITION BY id ORDER BY state DESC, shard DESC) AS nth FROM lines
+) WHERE nth = 1;
+CREATE UNIQUE INDEX best_of_id ON best (id);
+"""
+
+RETRY, REFUSED, ANSWERED = 0, 1, 2
+"""State of a line: an error that another try may mend, an error of the row itself, an answer. The highest counts."""
+
+
+@contextmanager
+def open_index(directory: Path) -> Iterator["Index"]:
+    """An empty index, in a file of ``directory`` that is gone afterwards. Raises OSError when the disk is full."""
+    path = temporary_sibling(directory / "index.sqlite")
+    try:
+        connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            for setting in (
+                "journal_mode=OFF",
+                "synchronous=OFF",
+                "locking_mode=EXCLUSIVE",
+                "cache_size=-16384",
+            ):
+                connection.execute(f"PRAGMA {setting}")
+            connection.executescript(_TABLES)
+            connection.execute("BEGIN")
+            yield Index(connection)
+        finally:
+            connection.close()
+    except sqlite3.OperationalError as error:
+        is_full = "full" in str(error)
+        raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error), str(directory)) from None
+    finally:
+        remove(path)
+
+
+class Index:
+    """Rows are numbered from 1 in the order of the input."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._db = connection
+
+    def add_rows(self, rows: Iterable[tuple[int, str, str]]) -> None:
+        """Number, id and content hash of each row."""
+        self._db.executemany("INSERT INTO rows VALUES (?, ?, ?)", rows)
+
+    def index_rows(self) -> None:
+        """To be called when all rows are in, and their ids are known to be unique."""
+        self._db.execute("CREATE UNIQUE INDEX rows_of_id ON rows (id)")
+
+    def add_lines(self, lines: Iterable[tuple[str, str, int, int, int]]) -> None:
+        """Id, content hash, state, shard and place in the shard of each line."""
+        self._db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?)", lines)
+
+    def choose_best(self) -> None:
+        """Of several lines of one id an answer counts before an error, then the later one."""
+        self._db.executescript("DROP TABLE IF EXISTS best; DROP INDEX IF EXISTS lines_of_id;" + _BEST)
+
+    def count_rows(self) -> int:
+        return self._count("rows")
+
+    def count_missing(self) -> int:
+        return self._count("rows WHERE id = ''")
+
+    def count_repeated(self) -> int:
+        """Rows whose id stood in an earlier row."""
+        return self._count("(SELECT id, count(*) AS times FROM rows GROUP BY id)", "sum(times - 1)")
+
+    def missing(self, limit: int) -> list[int]:
+        """Numbers of the first rows without an id."""
+        return [n for (n,) in self._db.execute("SELECT number FROM rows WHERE id = '' LIMIT ?", (limit,))]
+
+    def repeated(self, limit: int) -> list[tuple[int, int]]:
+        """Number of a row whose id was there before, and of the first row with that id."""
+        text = (
+            "SELECT number, first FROM rows JOIN (SELECT id, min(number) AS first FROM rows GROUP BY id"
+            " HAVING count(*) > 1) USING (id) WHERE number > first ORDER BY number LIMIT ?"
+        )
+        return list(self._db.execute(text, (limit,)))
+
+    def lost(self, limit: int) -> tuple[int, list[str]]:
+        """How many ids have a line but no row, and the first of them."""
+        return self._some("best LEFT JOIN rows USING (id) WHERE rows.id IS NULL", limit)
+
+    def changed(self, limit: int) -> tuple[int, list[str]]:
+        """How many ids have a line for another content, and the first of them."""
+        return self._some("best JOIN rows USING (id) WHERE best.content != rows.content", limit)
+
+    def count_pending(self) -> int:
+        return self._count(f"rows LEFT JOIN best USING (id) WHERE coalesce(state, {RETRY}) = {RETRY}")
+
+    def pending(self) -> Iterator[int]:
+        """Numbers of the rows to be asked: without a line, or with an error that another try may mend."""
+        text = (
+            "SELECT number FROM rows LEFT JOIN best USING (id)"
+            f" WHERE coalesce(state, {RETRY}) = {RETRY} ORDER BY number"
+        )
+        return (number for (number,) in self._db.execute(text))
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Shard, and place in it, of the line that counts: one for each row, in the order of the input."""
+        return iter(self._db.execute("SELECT shard, place FROM rows JOIN best USING (id) ORDER BY number"))
+
+    def _count(self, of: str, what: str = "count(*)") -> int:
+        (count,) = self._db.execute(f"SELECT {what} FROM {of}").fetchone()
+        return int(count or 0)
+
+    def _some(self, of: str, limit: int) -> tuple[int, list[str]]:
+        found = self._db.execute(f"SELECT id FROM {of} ORDER BY best.shard, best.place LIMIT ?", (limit,))
+        return self._count(of), [id_ for (id_,) in found]

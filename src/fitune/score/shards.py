@@ -1,0 +1,206 @@
+"""Shards: answers on the disk, each row exactly once, whatever is killed and whenever.
+
+A shard is ``N.answers.jsonl`` (OpenAI batch output lines), ``N.tasks.jsonl`` (prompt and reference of each, for
+graders) and ``N.json``, the manifest with ids, states and the hash of both. Each file is written whole: under a
+temporary name, synced, renamed, folder synced; the manifest comes last, and a shard without one does not exist. After
+a kill the same rows are answered again in the same shard, so the bytes are those of a run that nothing stopped.
+Grades stand beside them, one file for each shard and grader.
+"""
+
+import hashlib
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from fitune.errors import RunDirectoryError
+from fitune.files import open_regular, write_atomically
+from fitune.score.answers import MANIFEST, OURS, Line, answer_line
+from fitune.score.index import ANSWERED, REFUSED, RETRY, Index
+from fitune.score.tasks import Answer
+from fitune.spec.serial import parse_json
+
+T = TypeVar("T")
+
+FOLDER = "shards"
+_KINDS = ("answers", "tasks")
+_OPEN = 8
+"""Shards whose lines are kept in memory; rows that were retried stand in other shards than their neighbours."""
+_MANIFEST = re.compile(r"(\d{5,})\.json")
+_OURS = re.compile(r"\d{5,}(\.json|\.(answers|tasks|grades-[0-9a-f]+)\.jsonl)")
+
+OF_THE_ROW = ("prompt_too_long", "empty_prompt", "bad_row")
+"""Codes of errors that another try cannot mend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What the manifest says of one shard."""
+
+    number: int
+    ids: tuple[str, ...]
+    contents: tuple[str, ...]
+    states: tuple[int, ...]
+    hashes: dict[str, str]
+
+
+class Shards:
+    """The shards in a scoring's directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._folder = directory / FOLDER
+        self._lines: OrderedDict[tuple[int, str], list[bytes]] = OrderedDict()
+        self._told: set[int] = set()
+        self._names: dict[tuple[int, str], str] = {}
+
+    def numbers(self) -> list[int]:
+        """Numbers of the shards that exist, in order."""
+        if not self._folder.is_dir():
+            return []
+        found = (_MANIFEST.fullmatch(entry.name) for entry in self._folder.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def add_to(self, index: Index) -> None:
+        """Check every shard that the index does not have yet, and tell it of the lines. Raises RunDirectoryError."""
+        for number in [number for number in self.numbers() if number not in self._told]:
+            self._told.add(number)
+            shard = self.read(number)
+            for kind in _KINDS:
+                self._check(shard, kind)
+            index.add_lines(
+                (id_, content, state, number, place)
+                for place, (id_, content, state) in enumerate(
+                    zip(shard.ids, shard.contents, shard.states, strict=True)
+                )
+            )
+        index.choose_best()
+
+    def read(self, number: int) -> Shard:
+        """The manifest of a shard. Raises RunDirectoryError."""
+        path = self._path(number, ".json")
+        try:
+            with open_regular(path, follow_links=False) as file:
+                found = parse_json(file.read())
+            return Shard(
+                number=number, ids=tuple(found["ids"]), contents=tuple(found["contents"]),
+                states=tuple(found["states"]), hashes=dict(found["sha256"]),
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _damaged(path, str(error)) from None
+
+    def write(self, number: int, answers: Sequence[Answer], *, model: str) -> Shard:
+        """Write a shard whole. Raises OSError, and leaves no shard then."""
+        self._folder.mkdir(exist_ok=True)
+        lines = {
+            "answers": _text(answer_line(answer, model=model) for answer in answers),
+            "tasks": _text({"prompt": a.task.prompt_text, "expected": a.task.expected} for a in answers),
+        }
+        shard = Shard(
+            number=number,
+            ids=tuple(answer.task.id for answer in answers),
+            contents=tuple(answer.task.content for answer in answers),
+            states=tuple(_state(answer) for answer in answers),
+            hashes={kind: hashlib.sha256(content).hexdigest() for kind, content in lines.items()},
+        )
+        for kind, content in lines.items():
+            write_atomically(self._path(number, f".{kind}.jsonl"), content)
+        manifest = {
+            "rows": len(answers), "sha256": shard.hashes, "ids": shard.ids, "contents": shard.contents,
+            "states": shard.states,
+        }  # fmt: skip
+        write_atomically(self._path(number, ".json"), json.dumps(manifest, ensure_ascii=False) + "\n")
+        return shard
+
+    def line(self, number: int, place: int, kind: str = "answers") -> bytes:
+        """One line of a shard, its end included."""
+        return self.lines(number, kind)[place]
+
+    def lines(self, number: int, kind: str = "answers") -> list[bytes]:
+        """All lines of a shard; those of the shards read last are kept."""
+        key = (number, kind)
+        if key not in self._lines:
+            with open_regular(self._path(number, f".{kind}.jsonl"), follow_links=False) as file:
+                self._lines[key] = file.readlines()
+            while len(self._lines) > _OPEN * (len(_KINDS) + 1):
+                self._lines.popitem(last=False)
+        self._lines.move_to_end(key)
+        return self._lines[key]
+
+    def has_grades(self, number: int, key: str) -> bool:
+        """True if the shard was graded under ``key``, for these very answers."""
+        return self._path(number, f".{self._grades(number, key)}.jsonl").is_file()
+
+    def write_grades(self, number: int, key: str, grades: Iterable[Line]) -> None:
+        """One line for each line of the shard."""
+        write_atomically(self._path(number, f".{self._grades(number, key)}.jsonl"), _text(grades))
+
+    def grade(self, number: int, key: str, place: int) -> bytes:
+        return self.lines(number, self._grades(number, key))[place]
+
+    def _grades(self, number: int, key: str) -> str:
+        """The name of the file, tied to the answers by their hash."""
+        if (number, key) not in self._names:
+            tied = hashlib.sha256(f"{key} {sorted(self.read(number).hashes.items())}".encode())
+            self._names[number, key] = f"grades-{tied.hexdigest()[:12]}"
+        return self._names[number, key]
+
+    def _check(self, shard: Shard, kind: str) -> None:
+        path = self._path(shard.number, f".{kind}.jsonl")
+        try:
+            with open_regular(path, follow_links=False) as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise _damaged(path, error.strerror or str(error)) from None
+        if found != shard.hashes.get(kind):
+            raise _damaged(path, "its bytes are not those that were written")
+
+    def _path(self, number: int, ending: str) -> Path:
+        return self._folder / f"{number:05d}{ending}"
+
+
+def remove_scores(directory: Path) -> None:
+    """Remove what scoring wrote into ``directory``, and the folder when nothing else is in it."""
+    if not (directory / MANIFEST).is_file():
+        return
+    folder = directory / FOLDER
+    for path in list(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else ():
+        if _OURS.fullmatch(path.name):
+            path.unlink()
+    for name in OURS:
+        (directory / name).unlink(missing_ok=True)
+    for emptied in (folder, directory):
+        if emptied.is_dir() and not emptied.is_symlink() and not any(emptied.iterdir()):
+            emptied.rmdir()
+
+
+def groups(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    """``items`` in lists of ``size``; the last may be shorter."""
+    group: list[T] = []
+    for item in items:
+        group.append(item)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _state(answer: Answer) -> int:
+    if not answer.error:
+        return ANSWERED
+    return REFUSED if answer.code in OF_THE_ROW else RETRY
+
+
+def _text(lines: Iterable[Line]) -> bytes:
+    return "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines).encode()
+
+
+def _damaged(path: Path, why: str) -> RunDirectoryError:
+    number = path.name.partition(".")[0]
+    return RunDirectoryError(
+        f"{path}: the shard is damaged: {why}",
+        hint=f"remove {path.parent / number}.json to answer its rows again, or score into a new directory",
+    )
