@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fitune.models.adapters import add_adapters
 from fitune.models.attention import use_attention
 from fitune.models.language_model import blocks_of, compile_blocks, language_model, recompute_blocks
-from fitune.models.quantised import quantise_linears
+from fitune.models.packing import quantise_blocks
 from fitune.spec.plan import Dense, Hqq, Lora, Nf4, PlainLoss, Recompute
 from models.streams import make_rows, stream_of
 from models.tiny_models import tiny_model
@@ -34,7 +34,7 @@ def losses_and_gradients(
     use_attention(model, "sdpa")
     whole = model
     if base is not None:
-        quantise_linears(blocks_of(model), base)
+        quantise_blocks(blocks_of(model), base)
         lora = Lora(rank=4, alpha=8, dropout=0.0, targets=TARGETS, base=base)
         whole = add_adapters(model, lora, dtype=torch.float32, seed=0)
     parts = language_model(whole, PlainLoss())

@@ -9,7 +9,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fitune.errors import MissingExtra, ModelError
-from fitune.models.quantised import QuantisedLinear, quantise_linears
+from fitune.models.packing import quantise_blocks
+from fitune.models.quantised import QuantisedLinear
 from fitune.spec.plan import Hqq
 from models.test_nf4 import dense_linear, forward_and_gradient
 
@@ -20,7 +21,7 @@ BITS = [8, 4, 3, 2]
 
 def packed(linear: nn.Linear, base: Hqq) -> QuantisedLinear:
     holder = nn.Sequential(linear)
-    quantise_linears(holder, base)
+    quantise_blocks(holder, base)
     return holder[0]
 
 

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fitune.errors import MissingExtra
 from fitune.measure.memory import LiveTensors
-from fitune.models.quantised import QuantisedLinear, quantise_linears, quantised_base
+from fitune.models.packing import quantise_blocks
+from fitune.models.quantised import QuantisedLinear, quantised_base
 from fitune.spec.plan import Dense, Nf4
 from models.tiny_models import tiny_model
 
@@ -25,7 +26,7 @@ def dense_linear(dtype: torch.dtype, *, bias: bool = True, sizes: tuple[int, int
 
 def packed(linear: nn.Linear, base: Nf4) -> QuantisedLinear:
     holder = nn.Sequential(linear)
-    quantise_linears(holder, base)
+    quantise_blocks(holder, base)
     return holder[0]
 
 
@@ -106,7 +107,7 @@ def test_packed_bytes_come_back_bit_identical(journey: str, tmp_path) -> None:
 
 def test_only_the_blocks_linears_are_packed() -> None:
     model = tiny_model("llama").to(torch.bfloat16)
-    quantise_linears(model.model.layers, Nf4())
+    quantise_blocks(model.model.layers, Nf4())
     packed_names = {n for n, m in model.named_modules() if isinstance(m, QuantisedLinear)}
     assert len(packed_names) == 3 * 7
     assert all(".layers." in name for name in packed_names)
@@ -122,7 +123,7 @@ def test_other_shapes_of_linears(family: str) -> None:
     ids = torch.arange(12).reshape(1, 12)
     dense = model(input_ids=ids).logits
     blocks = model.transformer.h if hasattr(model, "transformer") else model.model.layers
-    quantise_linears(blocks, Nf4(double_quant=False))
+    quantise_blocks(blocks, Nf4(double_quant=False))
     close = model(input_ids=ids).logits
     agreement = torch.nn.functional.cosine_similarity(dense.flatten(), close.flatten(), dim=0)
     assert 0.8 < agreement < 1

@@ -15,7 +15,8 @@ from transformers.quantizers import AutoHfQuantizer
 from faults.budgets import Budget
 from fitune.errors import MissingExtra, ModelError
 from fitune.models.language_model import blocks_of
-from fitune.models.quantised import PackOnArrival, quantise_linears
+from fitune.models.pack_on_arrival import PackOnArrival
+from fitune.models.packing import quantise_blocks
 from fitune.models.weights import load_model
 from fitune.spec.plan import Dense, Hqq, Nf4
 from models.tiny_models import tiny_model
@@ -34,7 +35,7 @@ def saved(folder: Path, family: str = "llama", **changes: object) -> Path:
 
 def packed_later(folder: Path, dtype: torch.dtype, base: Nf4 | Hqq) -> PreTrainedModel:
     model = load_model(str(folder), dtype=dtype, device=CPU)
-    quantise_linears(blocks_of(model), base)
+    quantise_blocks(blocks_of(model), base)
     return model
 
 

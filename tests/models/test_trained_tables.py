@@ -16,7 +16,7 @@ from fitune.errors import CheckpointError
 from fitune.models.adapter_check import check_adapter, linear_shapes
 from fitune.models.adapters import add_adapters, load_adapter
 from fitune.models.language_model import blocks_of
-from fitune.models.quantised import quantise_linears
+from fitune.models.packing import quantise_blocks
 from fitune.spec.plan import Lora, Nf4
 from models.tiny_models import tiny_model
 
@@ -133,7 +133,7 @@ def test_beside_a_packed_base_they_train_and_are_merged_into_the_dense_one(
 ) -> None:
     pytest.importorskip("bitsandbytes")
     base = base_in(tmp_path / "base", tied=tied)
-    quantise_linears(blocks_of(base), Nf4())
+    quantise_blocks(blocks_of(base), Nf4())
     model = moved(ours(base, replace(LORA, base=Nf4())))
     where = {"base_path": str(tmp_path / "base")}
     export_adapter(model, byte_tokenizer(), tmp_path / "out", base=str(tmp_path / "base"), **COMMON)

@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from fitune.errors import CheckpointError
-from fitune.models.quantised import QuantisedLinear
+from fitune.models.quantised import PackedWeight
 
 
 def merged_weights(model: PeftModel, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ def refuse_quantised_base(model: PeftModel) -> None:
 
 
 def _holds_wide_floats(layer: nn.Module) -> bool:
-    if isinstance(layer, QuantisedLinear):
+    if isinstance(layer, PackedWeight):
         return False
     weights = [parameter.dtype for parameter in layer.parameters(recurse=False)]
     return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in weights)

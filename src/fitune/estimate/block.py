@@ -69,7 +69,9 @@ def block_of(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
         gradients=sum(stage.gradients for stage in stages),
         forward=max(stage.forward for stage in stages),
         peak=peak,
-        building=again.total,
+        building=_running_again(
+            [replace(stage, again=stage.again - stage.incoming) for stage in stages]
+        ).total,
         recomputed_peak=max(peak, again, key=lambda moment: moment.total),
     )
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from fitune.spec.counts import adapted_blocks, count_parameters, lora_parameters
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.plan import Ddp, Dense, Lora, Plan, Quantiser, Single, Zero, base_of
+from fitune.spec.quantisers import is_packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,11 @@ class ParameterTensor:
     @property
     def is_matrix(self) -> bool:
         return self.row_elements > 1
+
+    @property
+    def copies(self) -> int:
+        """Matrices of the stack that it is; 1 for a matrix alone."""
+        return self.linear.copies if self.linear is not None else 1
 
     def share(self, parts: int) -> int:
         """Elements of the largest share of one when FSDP2 divides its rows, the last share padded.
@@ -148,27 +154,29 @@ def _qk_norm_widths(model: ModelSpec) -> tuple[int, ...]:
             return (model.q_dim, model.kv_dim)
 
 
-def is_quantised(linear: Linear, base: Dense | Quantiser) -> bool:
-    return linear.adaptable and not isinstance(base, Dense)
+def stored_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int, copies: int = 1) -> int:
+    """One matrix, or a stack of ``copies`` with so many weights in all, as the device holds it."""
+    if isinstance(base, Dense):
+        return weights * element_bytes
+    divided = base.scale_bytes(weights // copies, element_bytes=element_bytes) - base.table_bytes()
+    words = packed_bytes(weights, base, element_bytes=element_bytes, copies=copies)
+    return words + copies * divided + base.table_bytes(copies=copies)
 
 
-def stored_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int) -> int:
-    """One matrix as the device holds it."""
-    scales = 0 if isinstance(base, Dense) else base.scale_bytes(weights, element_bytes=element_bytes)
-    return packed_bytes(weights, base, element_bytes=element_bytes) + scales
+def packed_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int, copies: int = 1) -> int:
+    """The same without what scales it."""
+    return (
+        weights * element_bytes if isinstance(base, Dense) else copies * base.packed_bytes(weights // copies)
+    )
 
 
-def packed_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int) -> int:
-    """One matrix's words without what scales them."""
-    return weights * element_bytes if isinstance(base, Dense) else base.packed_bytes(weights)
+def dequantisation_workspace_bytes(linear: Linear, *, element_bytes: int) -> int:
+    """e·out·in·copies: the weight in the compute type while it is multiplied, forward and backward alike.
 
-
-def dequantisation_workspace_bytes(*, in_features: int, out_features: int, element_bytes: int) -> int:
-    """e·out·in: the matrix in the compute type while it is multiplied, forward and backward alike.
-
-    Nothing of it is kept; the largest linear decides (bitsandbytes MatMul4Bit; hqq dequantises the same way).
+    Nothing of it is kept; the largest decides (bitsandbytes MatMul4Bit; hqq dequantises the same way). A stack of
+    experts is made whole at once, for one grouped product (models/experts.py).
     """
-    return in_features * out_features * element_bytes
+    return linear.weights * element_bytes
 
 
 def num_ranks(plan: Plan) -> int:
@@ -249,7 +257,10 @@ def trained_share(plan: Plan) -> int:
 def base_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
     """Whole tensors of the base as they are stored: packed where quantised, else in the compute type."""
     base, e = base_of(plan), plan.precision.compute_bytes
-    return sum(t.count * stored_bytes(t.elements, _stored_as(t, base), element_bytes=e) for t in tensors)
+    return sum(
+        t.count * stored_bytes(t.elements, _stored_as(t, base), element_bytes=e, copies=t.copies)
+        for t in tensors
+    )
 
 
 def gathered_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
@@ -266,8 +277,9 @@ def base_share_bytes(plan: Plan) -> int:
     dense = [t for t in tensors if t not in packed]
     divided = 0
     for t in packed:
-        words = packed_bytes(t.elements, base, element_bytes=e)
-        scales = stored_bytes(t.elements, base, element_bytes=e) - words - _table_bytes([t], base) // t.count
+        words = packed_bytes(t.elements, base, element_bytes=e, copies=t.copies)
+        stored = stored_bytes(t.elements, base, element_bytes=e, copies=t.copies)
+        scales = stored - words - _table_bytes([t], base) // t.count
         divided += t.count * (-(-words // parts) + -(-scales // parts))
     return divided + table_bytes(plan) + share_elements(dense, plan) * e
 
@@ -280,14 +292,16 @@ def table_bytes(plan: Plan) -> int:
 def _table_bytes(tensors: Iterable[ParameterTensor], base: Dense | Quantiser) -> int:
     if isinstance(base, Dense):
         return 0
-    return base.table_bytes() * sum(t.count for t in tensors if _stored_as(t, base) is not _DENSE)
+    return sum(
+        t.count * base.table_bytes(copies=t.copies) for t in tensors if _stored_as(t, base) is not _DENSE
+    )
 
 
 _DENSE = Dense()
 
 
 def _stored_as(tensor: ParameterTensor, base: Dense | Quantiser) -> Dense | Quantiser:
-    return base if tensor.linear is not None and is_quantised(tensor.linear, base) else _DENSE
+    return base if tensor.linear is not None and is_packed(tensor.linear, base) else _DENSE
 
 
 def base_parameters(model: ModelSpec) -> int:
@@ -370,7 +384,7 @@ def weights_read_bytes(plan: Plan) -> int:
 def unpacking_bytes(plan: Plan) -> int:
     """2·e per packed weight: it is written in the compute type and read back by the product, in every pass."""
     base, e = base_of(plan), plan.precision.compute_bytes
-    packed = [t for t in base_tensors(plan.model) if t.linear is not None and is_quantised(t.linear, base)]
+    packed = [t for t in base_tensors(plan.model) if t.linear is not None and is_packed(t.linear, base)]
     return 2 * e * sum(t.elements * t.count for t in packed)
 
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from fitune.estimate import activations, transient
-from fitune.estimate.parameters import dequantisation_workspace_bytes, is_quantised
+from fitune.estimate.parameters import dequantisation_workspace_bytes
 from fitune.estimate.states import stepping_bytes
 from fitune.spec.block_profile import BatchShape, Stage
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, base_of, trains_every_weight
+from fitune.spec.quantisers import is_packed
 from fitune.spec.traits import (
     falls_back_to_scores,
     flash_refused_by_device,
@@ -181,7 +182,16 @@ class Site:
         return self.full or (bool(self.adapted(linears)) and self.dropout == 0)
 
     def quantised(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:
-        return tuple(m for m in linears if is_quantised(m, base_of(self.plan)))
+        """Those that are packed, but for stacks of experts."""
+        return tuple(m for m in linears if not m.stacked and is_packed(m, base_of(self.plan)))
+
+    def whole_stack_bytes(self, linears: Sequence[Linear]) -> int:
+        """The packed stack of experts among ``linears`` in the compute type, for its product; 0 where none is."""
+        return sum(
+            dequantisation_workspace_bytes(m, element_bytes=self.element_bytes)
+            for m in linears
+            if m.stacked and is_packed(m, base_of(self.plan))
+        )
 
 
 def linears_stage(
@@ -193,6 +203,7 @@ def linears_stage(
     forward: int,
     backward: int,
     again: int = 0,
+    incoming: int = 0,
     input_has_gradient: bool = True,
     gone_by_gradient: int = 0,
     gone_by_step: int = 0,
@@ -233,6 +244,7 @@ def linears_stage(
         forward=max(forward, unpacked),
         backward=backward + whole,
         again=again,
+        incoming=incoming,
         gradients=sum(sizes) * e,
         largest_gradient=max(
             0, largest * e - gone_by_gradient, largest * e + stepping_bytes(site.plan, largest) - gone_by_step
@@ -244,9 +256,7 @@ def _whole_weight_bytes(site: Site, linears: Sequence[Linear]) -> int:
     """The largest packed weight of the stage, dequantised for the product with the gradient."""
     return max(
         (
-            dequantisation_workspace_bytes(
-                in_features=m.in_features, out_features=m.out_features, element_bytes=site.element_bytes
-            )
+            dequantisation_workspace_bytes(m, element_bytes=site.element_bytes)
             for m in site.quantised(linears)
         ),
         default=0,

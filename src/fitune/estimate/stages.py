@@ -258,13 +258,23 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
     activation = ACTIVATIONS[model.activation]
     sizes = {"tokens": t, "chosen": chosen, "hidden": h, "element_bytes": e}
     weighted = FP32 if model.weighs_experts_in_fp32 else e
-    outputs_back = transient.expert_outputs_backward(**sizes, width=f, weighted_bytes=weighted)
+    whole_in, whole_out = site.whole_stack_bytes(linears[:-1]), site.whole_stack_bytes(linears[-1:])
+    outputs_back = transient.expert_outputs_backward(
+        **sizes, width=f, weighted_bytes=weighted, whole_bytes=whole_out
+    )
+    incoming = t * e * h + t * chosen * weighted * h if whole_in else 0
     beside_residual, lomo = outputs_back - t * e * h, isinstance(site.plan.tuning, Lomo)
     yield linears_stage(
         site, "expert inputs", linears[:-1],
         kept=passes * activations.expert_inputs_kept(**sizes, num_experts=model.num_experts, trained=site.full),
-        forward=0,
-        backward=transient.expert_inputs_backward(**sizes, width=f),
+        forward=transient.packed_expert_inputs_forward(
+            **sizes, width=f, num_experts=model.num_experts, whole_bytes=whole_in
+        ),
+        backward=transient.expert_inputs_backward(**sizes, width=f) + whole_in,
+        again=transient.packed_expert_inputs_again(
+            **sizes, width=f, weighted_bytes=weighted, whole_bytes=whole_in
+        ),
+        incoming=incoming,
         gone_by_step=lomo * 2 * t * chosen * e * f,  # gradients of gate and up
     )  # fmt: skip
     yield Stage(
@@ -273,7 +283,11 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
             tokens=t * passes, width=f * chosen, element_bytes=e, activation=activation, halves=True
         ),
         forward=transient.mlp_forward(
-            tokens=t, hidden=2 * h, width=f * chosen, element_bytes=e, tensors=max(4, activation.forward + 1)
+            tokens=t,
+            hidden=h if whole_in else 2 * h,
+            width=f * chosen,
+            element_bytes=e,
+            tensors=max(4, activation.forward + 1),
         ),
         backward=transient.gate_backward(
             tokens=t, hidden=h, width=f * chosen, element_bytes=e, activation=activation, halves=True
@@ -282,12 +296,15 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
     yield linears_stage(
         site, "expert outputs", linears[-1:],
         kept=passes * activations.expert_outputs_kept(**sizes, width=f, trained=site.full),
-        forward=0,
+        forward=transient.packed_expert_outputs_forward(
+            **sizes, width=f, num_experts=model.num_experts, weighted_bytes=weighted, whole_bytes=whole_out
+        ),
         backward=outputs_back,
         # the product follows the weighting, when outputs are gone; the step follows the product
         gone_by_gradient=lomo * (beside_residual - t * chosen * e * f),
         gone_by_step=lomo * (beside_residual + t * chosen * e * h),
         again=transient.expert_outputs_again(
-            **sizes, weighted_bytes=weighted, trained=site.full
+            **sizes, width=f, weighted_bytes=weighted, trained=site.full, whole_bytes=whole_out
         ),
+        incoming=incoming,
     )  # fmt: skip

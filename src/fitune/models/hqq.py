@@ -1,4 +1,4 @@
-"""Linears quantised by half-quadratic splitting over hqq's own functions (Badri & Shaji 2023).
+"""Weights quantised by half-quadratic splitting over hqq's own functions (Badri & Shaji 2023).
 
 https://mobiusml.github.io/hqq_blog
 A weight is (code − zero) · scale, with a scale and a zero point per group of neighbours in a row.
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fitune.models.quantised import QuantisedLinear
+from fitune.models.quantised import PackedWeight, QuantisedLinear
 from fitune.spec.plan import Hqq
 
 _PACKING = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8"}
@@ -16,23 +16,49 @@ _WORDS = {1: torch.uint8, 4: torch.int32}
 """Bytes of a word -> its type."""
 
 
-class HqqLinear(QuantisedLinear):
+class HqqWeight(PackedWeight):
     """Codes of 2, 3, 4 or 8 bit. No dequantised copy is kept, and no input (hqq's own modules keep one or both)."""
 
     base: Hqq
 
-    def pack(self, weight_OI: Tensor) -> None:
-        words, scale, zero = quantise(weight_OI, self.base.bits, self.base.group_size)
+    def pack(self, weight: Tensor) -> None:
+        each = [
+            quantise(matrix_OI, self.base.bits, self.base.group_size)
+            for matrix_OI in weight.reshape(-1, *self.shape[-2:])
+        ]
+        words, scale, zero = (torch.cat(parts) for parts in zip(*each, strict=True))
         self.hold(words, scale=scale, zero=zero)
 
     def dequantised(self) -> Tensor:
+        words_EWG, scale_EG1, zero_EG1 = self._of_matrices()
+        if self.copies == 1:
+            return self._matrix(words_EWG[0], scale_EG1[0], zero_EG1[0]).view(self.shape)
+        whole = self.weight.new_empty(self.shape, dtype=self.dtype)
+        for matrix_OI, *parts in zip(whole, words_EWG, scale_EG1, zero_EG1, strict=True):
+            matrix_OI.copy_(self._matrix(*parts).view(matrix_OI.shape))
+        return whole
+
+    def _of_matrices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Words, scales and zeros of each matrix of the stack."""
+        _, word_bytes = Hqq.words[self.base.bits]
+        words = self.weight.view(torch.uint8).view(_WORDS[word_bytes])
+        each = (self.copies, -1)
+        return (
+            words.view(*each, self.base.group_size),
+            self.scale.view(*each, 1),
+            self.zero.view(*each, 1),
+        )
+
+    def _matrix(self, words_WG: Tensor, scale_G1: Tensor, zero_G1: Tensor) -> Tensor:
         from hqq.core.quantize import Quantizer
 
-        _, word_bytes = Hqq.words[self.base.bits]
-        words = self.weight.view(torch.uint8).view(_WORDS[word_bytes]).view(-1, self.base.group_size)
-        codes = Quantizer.unpack[_PACKING[self.base.bits]](words, dtype=self.dtype)
-        codes = codes[: len(self.scale)]  # 3-bit words are filled up with zeros
-        return codes.sub_(self.zero).mul_(self.scale).view(self.out_features, self.in_features)
+        codes = Quantizer.unpack[_PACKING[self.base.bits]](words_WG, dtype=self.dtype)
+        codes = codes[: len(scale_G1)]  # 3-bit words are filled up with zeros
+        return codes.sub_(zero_G1).mul_(scale_G1)
+
+
+class HqqLinear(HqqWeight, QuantisedLinear):
+    """A linear of such a weight."""
 
     def product(self, x: Tensor) -> Tensor:
         """The bias is added after the product has been rounded, as hqq does it."""

@@ -1,40 +1,46 @@
-"""Linears in 4-bit NormalFloat over bitsandbytes' functional ops (Dettmers et al. 2023, arXiv 2305.14314)."""
+"""Weights in 4-bit NormalFloat over bitsandbytes' functional ops (Dettmers et al. 2023, arXiv 2305.14314)."""
 
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fitune.models.quantised import QuantisedLinear
+from fitune.models.quantised import PackedWeight, QuantisedLinear
 from fitune.spec.plan import Nf4
 
 
-class Nf4Linear(QuantisedLinear):
+class Nf4Weight(PackedWeight):
     """Two weights a byte, a scale per 64 of them; with double quantisation the scales are 8-bit themselves."""
 
     base: Nf4
 
-    def pack(self, weight_OI: Tensor) -> None:
+    def pack(self, weight: Tensor) -> None:
         packed, scales = torch.ops.bitsandbytes.quantize_4bit.default(
-            weight_OI.contiguous(), Nf4.block, "nf4", torch.uint8
+            weight.contiguous(), Nf4.block, "nf4", torch.uint8
         )
         if not self.base.double_quant:
             self.hold(packed, scales=scales)
             return
-        mean = scales.mean().reshape(1)
+        scales_ES = scales.view(self.copies, -1)
+        mean_E = torch.stack([scales_S.mean() for scales_S in scales_ES])  # rounds as one matrix alone would
         code = torch.tensor(_scale_codes(), dtype=torch.float32, device=scales.device)
         codes, nested_scales = torch.ops.bitsandbytes.quantize_blockwise.default(
-            scales - mean, code, Nf4.scale_block
+            self._in_whole_blocks(scales_ES - mean_E.unsqueeze(-1)), code, Nf4.scale_block
         )
-        self.hold(packed, scales=codes, nested_scales=nested_scales)
-        self.register_buffer("mean", mean)
+        self.hold(packed, scales=self._without_filling(codes), nested_scales=nested_scales)
+        self.register_buffer("mean", mean_E)
         self.register_buffer("code", code, persistent=False)
 
     def dequantised(self) -> Tensor:
-        shape = (self.out_features, self.in_features)
         whole: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
-            self.weight.view(torch.uint8).view(-1, 1), self._scales(), Nf4.block, "nf4", shape, self.dtype
+            self.weight.view(torch.uint8).view(-1, 1),
+            self._scales(),
+            Nf4.block,
+            "nf4",
+            self.shape,
+            self.dtype,
         )
         return whole
 
@@ -42,9 +48,24 @@ class Nf4Linear(QuantisedLinear):
         if not self.base.double_quant:
             return self.scales
         scales: Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
-            self.scales, self.nested_scales, self.code, Nf4.scale_block, torch.float32
-        )
-        return scales.add_(self.mean)
+            self._in_whole_blocks(self.scales.view(self.copies, -1)), self.nested_scales, self.code,
+            Nf4.scale_block, torch.float32,
+        )  # fmt: skip
+        scales = self._without_filling(scales)
+        return scales.view(self.copies, -1).add_(self.mean.unsqueeze(-1)).view(-1)
+
+    def _in_whole_blocks(self, scales_ES: Tensor) -> Tensor:
+        """The scales of all matrices in a row, those of each filled up to whole blocks: no block is of two."""
+        rest = -scales_ES.shape[1] % Nf4.scale_block if self.copies > 1 else 0
+        return (F.pad(scales_ES, (0, rest)) if rest else scales_ES).reshape(-1)
+
+    def _without_filling(self, scales: Tensor) -> Tensor:
+        each = self.shape.numel() // self.copies // Nf4.block
+        return scales if self.copies == 1 else scales.view(self.copies, -1)[:, :each].reshape(-1)
+
+
+class Nf4Linear(Nf4Weight, QuantisedLinear):
+    """A linear of such a weight."""
 
 
 @cache

@@ -1,65 +1,51 @@
-"""Frozen linears in few bits: the module that holds one, the place it takes in a model, and packing while loading.
+"""Frozen weights in few bits: a linear's, and a stack of matrices such as the experts of a mixture.
 
-An ordinary nn.Linear that holds ordinary tensors, so that the same module is wrapped by PEFT, traced on fake tensors,
+Ordinary modules that hold ordinary tensors, so that the same module is wrapped by PEFT, traced on fake tensors,
 sharded, offloaded and saved. The libraries' own modules hold tensor subclasses or dictionaries and fail there.
-
-Only the linears of the blocks are packed. Embedding, head, norms and biases stay in the compute type; so do routers and
-experts, which transformers holds as bare parameters.
 """
 
 import importlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fitune.errors import ModelError, require_library
-from fitune.models.language_model import blocks_of
 from fitune.spec.plan import Dense, Quantiser
 
 
-class QuantisedLinear(nn.Linear, ABC):
-    """``weight`` is packed and its scales lie beside it, all frozen parameters; one product at a time makes them dense.
+class PackedWeight(nn.Module, ABC):
+    """Matrices [out, in], or a stack of them [experts, out, in], in few bits: ``weight`` and, beside it, its scales.
 
-    A quantiser's linear is a subclass with two methods, ``pack`` and ``dequantised``, named by its row in
-    spec/quantisers.py. What is a parameter is divided over ranks; a small table that all scales share is a buffer.
+    A quantiser's own class has two methods, ``pack`` and ``dequantised``, and is named by its row in
+    spec/quantisers.py. Each matrix of a stack is packed as if it were alone. What is a parameter is divided over
+    ranks; a small table that all scales share is a buffer.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: Tensor | None, base: Quantiser, dtype: torch.dtype
-    ) -> None:
-        super(nn.Linear, self).__init__()  # nn.Linear's own would make a dense weight
-        self.in_features = in_features
-        self.out_features = out_features
+    def __init__(self, shape: Sequence[int], *, base: Quantiser, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would make a dense weight
+        self.shape = torch.Size(shape)
         self.base: Quantiser = base
         self.dtype = dtype
         """The compute type: what comes in, what goes out, and what the weight is made whole in."""
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def copies(self) -> int:
+        """Matrices in the stack."""
+        return math.prod(self.shape[:-2])
 
     @abstractmethod
-    def pack(self, weight_OI: Tensor) -> None:
-        """Hold ``weight_OI`` [out, in] in few bits."""
+    def pack(self, weight: Tensor) -> None:
+        """Hold ``weight`` in few bits."""
 
     @abstractmethod
     def dequantised(self) -> Tensor:
-        """The weight [out, in] in the compute type, new."""
-
-    def product(self, x: Tensor) -> Tensor:
-        """x Wᵀ + b, in the order of rounding that the library has."""
-        return F.linear(x, self.dequantised(), self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = _FrozenProduct.apply(x, self)
-        return output
+        """The weight in its shape and the compute type, new."""
 
     def hold(self, packed: Tensor, **beside: Tensor) -> None:
         """Keep the packed weight, in the compute type where its bytes come out even, and its scales as they are.
@@ -74,7 +60,7 @@ class QuantisedLinear(nn.Linear, ABC):
         for name, tensor in beside.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantisedLinear":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Packed bytes and scales move between devices, and no ``to(dtype)`` casts them."""
 
         def moved(tensor: Tensor) -> Tensor:
@@ -85,6 +71,29 @@ class QuantisedLinear(nn.Linear, ABC):
         for name, buffer in self.named_buffers(recurse=False):
             self._buffers[name] = moved(buffer)
         return self
+
+
+class QuantisedLinear(PackedWeight, nn.Linear):
+    """A frozen linear whose weight is packed; one product at a time makes it dense.
+
+    A quantiser's linear is its ``PackedWeight`` as well, or has ``pack`` and ``dequantised`` of its own.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: Tensor | None, base: Quantiser, dtype: torch.dtype
+    ) -> None:
+        super().__init__((out_features, in_features), base=base, dtype=dtype)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b, in the order of rounding that the library has."""
+        return F.linear(x, self.dequantised(), self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = _FrozenProduct.apply(x, self)
+        return output
 
     @property
     def W_q(self) -> Tensor:
@@ -108,9 +117,10 @@ class _FrozenProduct(torch.autograd.Function):
         return gradient @ ctx.linear.dequantised(), None
 
 
-def _linear_class(base: Quantiser) -> type[QuantisedLinear]:
-    module, _, name = base.linear.partition(":")
-    found: type[QuantisedLinear] = getattr(importlib.import_module(module), name)
+def _class_at(place: str) -> type[Any]:
+    """The class that spec/quantisers.py names by ``module:class``."""
+    module, _, name = place.partition(":")
+    found: type[Any] = getattr(importlib.import_module(module), name)
     return found
 
 
@@ -118,16 +128,6 @@ def require_quantiser(base: Dense | Quantiser) -> None:
     """Raises MissingExtra before anything is read: inside a conversion transformers would take it for damaged files."""
     if not isinstance(base, Dense):
         require_library(base.library, needed_by=f"a base in {base}", extra="quant")
-
-
-def quantise_linears(blocks: nn.Module, base: Dense | Quantiser) -> None:
-    """Replace every dense linear inside ``blocks``; each dense weight is let go of before the next is packed."""
-    if isinstance(base, Dense):
-        return
-    for parent in list(blocks.modules()):
-        for name, child in list(parent.named_children()):
-            if is_dense_linear(child):
-                setattr(parent, name, packed_linear(child, child.weight.detach(), base))
 
 
 def is_dense_linear(module: nn.Module) -> bool:
@@ -141,13 +141,8 @@ def packed_linear(linear: nn.Module, weight: Tensor, base: Quantiser) -> Quantis
     """
     weight_OI = weight.T if isinstance(linear, Conv1D) else weight
     out_features, in_features = weight_OI.shape
-    require_quantiser(base)
-    if misfit := base.misfit(out_features, in_features):
-        raise ModelError(
-            f"{base} cannot hold a matrix of {misfit}",
-            hint="quantization_group_size: 64, or quantization: nf4",
-        )
-    packed = _linear_class(base)(
+    _require_fit(weight_OI.shape, base)
+    packed: QuantisedLinear = _class_at(base.linear)(
         in_features, out_features, bias=linear.bias, base=base, dtype=weight_OI.dtype
     )
     packed.pack(weight_OI)
@@ -155,125 +150,36 @@ def packed_linear(linear: nn.Module, weight: Tensor, base: Quantiser) -> Quantis
     return packed
 
 
+def packed_stack(weight_EOI: Tensor, base: Quantiser) -> PackedWeight:
+    """A stack of matrices in few bits, each as if it were alone."""
+    _require_fit(weight_EOI.shape, base)
+    assert base.stack is not None  # whoever asks has looked
+    packed: PackedWeight = _class_at(base.stack)(weight_EOI.shape, base=base, dtype=weight_EOI.dtype)
+    packed.pack(weight_EOI)
+    return packed
+
+
+def _require_fit(shape: torch.Size, base: Quantiser) -> None:
+    require_quantiser(base)
+    *copies, rows, columns = shape
+    if misfit := base.misfit(rows, columns, copies=math.prod(copies)):
+        raise ModelError(
+            f"{base} cannot hold a matrix of {misfit}",
+            hint="quantization_group_size: 64, or quantization: nf4",
+        )
+
+
 def quantised_base(model: nn.Module) -> Dense | Quantiser:
     """The quantiser of the linears of ``model``; Dense() where none is packed."""
-    found = next((m.base for m in model.modules() if isinstance(m, QuantisedLinear)), None)
+    found = next((m.base for m in model.modules() if isinstance(m, PackedWeight)), None)
     return Dense() if found is None else found
 
 
 def count_weights(model: nn.Module) -> int:
     """Parameters of ``model``, a packed matrix by the weights it stands for."""
-    packed = [m for m in model.modules() if isinstance(m, QuantisedLinear)]
-    in_their_place = {id(p) for m in packed for p in m.parameters(recurse=False) if p is not m.bias}
+    packed = [m for m in model.modules() if isinstance(m, PackedWeight)]
+    in_their_place = {
+        id(p) for m in packed for name, p in m.named_parameters(recurse=False) if name != "bias"
+    }
     others = sum(p.numel() for p in model.parameters() if id(p) not in in_their_place)
-    return others + sum(m.in_features * m.out_features for m in packed)
-
-
-Keep = Callable[[Tensor], Tensor]
-"""Takes a whole weight as soon as it is there; returns what the model has in its place."""
-
-_METHOD = "fitune"
-
-
-@register_quantization_config(_METHOD)
-class PackOnArrival(QuantizationConfigMixin):
-    """The quantization_config that ``from_pretrained`` is given."""
-
-    def __init__(self, base: Dense | Quantiser, *, keep: Keep | None = None) -> None:
-        self.quant_method: Any = _METHOD  # transformers looks it up by this word
-        self.base = base
-        self.keep = keep
-        self.failure: Exception | None = None
-        """First error of packing: transformers keeps only its text."""
-        self.misshapen: dict[str, tuple[torch.Size, torch.Size]] = {}
-        """Name -> shape found, shape wanted. Before 5.23 transformers does not look at what a quantiser was given."""
-
-
-@register_quantizer(_METHOD)
-class _Packer(HfQuantizer):
-    """Collects packed linears by the name of their weight while the model's own stay empty; hands all to ``keep``."""
-
-    def __init__(self, quantization_config: PackOnArrival, **_: Any) -> None:
-        self.quantization_config: Any = quantization_config
-        self.pre_quantized = False
-        self.linears: dict[str, nn.Module] = {}
-        self.packed: dict[str, QuantisedLinear] = {}
-        self.kept: dict[str, torch.Size] = {}
-        """Name -> shape of the others that ``keep`` is given."""
-
-    def preprocess_model(self, model: PreTrainedModel, *_: Any, **__: Any) -> None:
-        inside = set(blocks_of(model).modules())
-        if not isinstance(self.quantization_config.base, Dense):
-            self.linears = {
-                f"{name}.weight": module
-                for name, module in model.named_modules()
-                if module in inside and is_dense_linear(module)
-            }
-        if self.quantization_config.keep is not None:
-            tables = (model.get_input_embeddings(), model.get_output_embeddings())
-            tied = {id(p) for m in tables for p in m.parameters() if model.config.tie_word_embeddings}
-            self.kept = {
-                name: p.shape
-                for name, p in model.named_parameters()
-                if name not in self.linears and id(p) not in tied and p.dtype == model.dtype
-            }
-
-    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
-        return param_name in self.linears or param_name in self.kept
-
-    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
-        """transformers takes the bytes of a whole model from a GPU in advance; of a packed weight it must take none."""
-        return 0.0 if self.param_needs_quantization(model, param_name) else float(param.element_size())
-
-    def get_quantize_ops(self) -> ConversionOps:
-        return _Pack(self)
-
-    def pack(self, name: str, weight: Tensor) -> Tensor:
-        """Pack ``weight``; returns an empty tensor for the dense linear, or ``weight`` where its shape is wrong."""
-        config = self.quantization_config
-        expected = self.linears[name].weight.shape if name in self.linears else self.kept[name]
-        if weight.shape != expected:
-            config.misshapen[name] = (weight.shape, expected)
-            self.linears.pop(name, None)
-            self.kept.pop(name, None)
-            return weight
-        if name in self.kept:
-            return config.keep(weight)
-        packed = self.packed[name] = packed_linear(self.linears[name], weight, config.base)
-        packed.bias = None  # it comes by itself
-        for inner, held in list(packed.named_parameters()):
-            if config.keep is not None:
-                packed.register_parameter(inner, nn.Parameter(config.keep(held), requires_grad=False))
-        return torch.empty(0, dtype=weight.dtype, device=weight.device)
-
-    def postprocess_model(self, model: PreTrainedModel, **__: Any) -> None:
-        for weight_name, packed in self.packed.items():
-            parent, _, name = weight_name.removesuffix(".weight").rpartition(".")
-            packed.bias = self.linears[weight_name].bias
-            setattr(model.get_submodule(parent), name, packed.train(model.training))
-        del model.hf_quantizer, model.config.quantization_config
-
-    def is_serializable(self, *_: Any) -> bool:
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-
-class _Pack(ConversionOps):
-    """One weight's way into its packed linear."""
-
-    def __init__(self, packer: _Packer) -> None:
-        self.packer = packer
-
-    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Tensor]:
-        try:
-            return {
-                name: self.packer.pack(name, value[0] if isinstance(value, list) else value)
-                for name, value in input_dict.items()
-            }
-        except Exception as error:  # kept and raised again
-            config = self.packer.quantization_config
-            config.failure = config.failure or error
-            raise
+    return others + sum(m.shape.numel() for m in packed)

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fitune.estimate.parameters import trained_parameters, trained_tables
+from fitune.estimate.parameters import dequantisation_workspace_bytes, trained_parameters, trained_tables
 from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.spec.counts import blocks_gone_back_through
 from fitune.spec.model import NO_DROPOUT, ModelSpec
 from fitune.spec.plan import Dense, Lora, Plan
+from fitune.spec.quantisers import is_packed
 from fitune.spec.recipe import Recipe
 from fitune.spec.traits import falls_back_to_scores
 from fitune.spec.words import describe_dropout
@@ -83,14 +84,21 @@ def _tables(lora: Lora, plan: Plan) -> Iterator[str]:
 
 
 def _left_in_16_bit(lora: Lora, plan: Plan) -> Iterator[str]:
-    """Experts that transformers holds as bare parameters are neither quantised nor adapted."""
-    bare = sum(count * m.weights for m, count in plan.model.counted_linears() if not m.adaptable)
-    size = bare * plan.precision.compute_bytes
-    if bare:
-        packed = "neither quantised nor adapted" if not isinstance(lora.base, Dense) else "not adapted"
+    """Experts are stacked in parameters of their own: packed where transformers' interface runs them, not adapted."""
+    experts = [(m, count) for m, count in plan.model.counted_linears() if m.part == "experts"]
+    dense = sum(count * m.weights for m, count in experts if not is_packed(m, lora.base))
+    width = plan.precision.compute_bytes
+    if dense:
+        packed = "not adapted" if isinstance(lora.base, Dense) else "neither quantised nor adapted"
         yield (
-            f"note on experts: they are bare parameters and {packed}; "
-            f"{format_bytes(size)} of weights stay in {8 * plan.precision.compute_bytes} bit"
+            f"note on experts: they are bare parameters and {packed}; {format_bytes(dense * width)} of weights stay in "
+            f"{8 * width} bit"
+        )
+    elif experts:
+        largest = max(dequantisation_workspace_bytes(m, element_bytes=width) for m, _ in experts)
+        yield (
+            f"note on experts: quantised like the linears, not adapted; those of a block are made whole for their "
+            f"product, {format_bytes(largest)} at most"
         )
 
 

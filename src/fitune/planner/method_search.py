@@ -145,7 +145,14 @@ class MethodSearch:
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
-        return batches(self.request.recipe, self.method, ranks=self.request.hardware.num_gpus)
+        """Splits of the batch that some placement allows: blocks that carry a state take one row at a time."""
+        every = batches(self.request.recipe, self.method, ranks=self.request.hardware.num_gpus)
+        drafts = [self.draft(placement) for placement in every_placement(self.request)]
+        return tuple(
+            batch
+            for batch in every
+            if any(keeps_rules(replace(plan, batch=batch), *self.request.purposes) for plan in drafts)
+        )
 
     def describe(self, placement: Placement, batch: Batch) -> StepStages:
         plan = replace(self.draft(placement), batch=batch)

@@ -13,7 +13,9 @@ from fitune.errors import ModelError
 from fitune.models.attention import attends_by_rows
 from fitune.models.door import empty_model
 from fitune.models.language_model import blocks_of
+from fitune.models.packing import places_in
 from fitune.spec.model import BlockKind, Dropout, Linear, ModelSpec
+from fitune.spec.plan import Nf4
 
 MOST_KINDS = 8
 """Kinds of blocks in one model: more than any in transformers has."""
@@ -30,7 +32,6 @@ _RECURRENT = (
     "recurrent",
     "shortconv",
     "linearattention",
-    "ssm",
     "lightning",
 )
 """Parts of names of modules that carry a state, or a convolution, along the whole stream."""
@@ -122,8 +123,8 @@ def _dropout(config: PretrainedConfig) -> Dropout:
 
 
 def _carries_along(blocks: nn.ModuleList) -> bool:
-    names = {type(module).__name__.lower() for module in blocks.modules()}
-    return any(part in name for name in names for part in _RECURRENT) or any(
+    names = {type(module).__name__ for module in blocks.modules()}
+    return any("SSM" in name or part in name.lower() for name in names for part in _RECURRENT) or any(
         isinstance(module, nn.Conv1d) for module in blocks.modules()
     )
 
@@ -170,12 +171,13 @@ def _kind(block: nn.Module, config: PretrainedConfig, *, example: int) -> BlockK
         if isinstance(module, nn.Linear | Conv1D):
             inside.update(id(p) for p in module.parameters(recurse=False))
             linears.append(_linear(name, module))
+    packable = {name for name, _ in places_in(block, Nf4())}
     others: list[tuple[int, ...]] = []
     for name, parameter in block.named_parameters():
         if id(parameter) in inside:
             continue
         if parameter.dim() == 3 and experts and parameter.shape[0] == experts:
-            linears.append(_fused_experts(name, parameter, chosen=chosen))
+            linears.append(_fused_experts(name, parameter, chosen=chosen, stacked=name in packable))
         elif parameter.dim() == 2 and name.endswith(("gate.weight", "router.weight")):
             rows, row = parameter.shape
             linears.append(
@@ -201,12 +203,12 @@ def _linear(name: str, module: nn.Module) -> Linear:
     )  # fmt: skip
 
 
-def _fused_experts(name: str, parameter: torch.Tensor, *, chosen: int) -> Linear:
+def _fused_experts(name: str, parameter: torch.Tensor, *, chosen: int, stacked: bool) -> Linear:
     """Which of the two inner sizes is read does not change a count."""
     copies, one, other = map(int, parameter.shape)
     return Linear(
         name=name, in_features=one, out_features=other, copies=copies, active_copies=chosen, part="experts",
-        adaptable=False,
+        adaptable=False, stacked=stacked,
     )  # fmt: skip
 
 

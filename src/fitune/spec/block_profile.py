@@ -85,6 +85,8 @@ class Stage:
     forward: int
     backward: int
     again: int = 0
+    incoming: int = 0
+    """Of ``again`` the gradient that waits, which a first forward does not have."""
     gradients: int = 0
     largest_gradient: int = 0
 

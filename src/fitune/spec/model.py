@@ -26,6 +26,8 @@ class Linear:
     part: Literal["attention", "mlp", "experts", "router"] = "attention"
     adaptable: bool = True
     """False when transformers holds it as a bare parameter that LoRA cannot wrap (fused experts, routers)."""
+    stacked: bool = False
+    """True for experts that transformers runs through its experts interface, which a quantiser can pack."""
 
     @property
     def short_name(self) -> str:
@@ -264,10 +266,10 @@ def experts(widths: Widths, *, total: int, chosen: int) -> tuple[Linear, ...]:
         Linear(name="mlp.gate", in_features=h, out_features=total, part="router", adaptable=False),
         Linear(
             name="mlp.experts.gate_up_proj", in_features=h, out_features=2 * f,
-            copies=total, active_copies=chosen, part="experts", adaptable=False,
+            copies=total, active_copies=chosen, part="experts", adaptable=False, stacked=True,
         ),
         Linear(
             name="mlp.experts.down_proj", in_features=f, out_features=h,
-            copies=total, active_copies=chosen, part="experts", adaptable=False,
+            copies=total, active_copies=chosen, part="experts", adaptable=False, stacked=True,
         ),
     )  # fmt: skip

@@ -1,13 +1,15 @@
 """Quantisers of a frozen base: what each is called, which settings it takes, and its bytes.
 
 A quantiser is one class here and a row in QUANTISERS. Its linear, which needs torch, is the class in models/ that
-``linear`` names. Packed are the linears of the blocks that are modules of their own; embedding, head, norms and biases
-stay in the compute type, and so do routers and experts, which transformers holds as bare parameters.
+``linear`` names. Packed are the linears of the blocks and the stacked matrices of experts; embedding, head, norms,
+biases and routers stay in the compute type.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self, cast
+
+from fitune.spec.model import Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,8 @@ class Quantiser(ABC):
     """Module whose functions it calls; the extra ``quant`` installs it."""
     linear: ClassVar[str]
     """``module:class`` of its linear."""
+    stack: ClassVar[str | None] = None
+    """The same of its stack of matrices, as experts have them; None: experts stay in the compute type."""
 
     @staticmethod
     def kinds() -> "tuple[type[Quantiser], ...]":
@@ -50,12 +54,18 @@ class Quantiser(ABC):
     def scale_bytes(self, weights: int, *, element_bytes: int) -> int:
         """Bytes that a matrix holds beside its words: its scales, and tables that they share."""
 
-    def table_bytes(self) -> int:
-        """Of ``scale_bytes`` those of the tables: buffers, which every rank holds whole; the rest is divided."""
+    def table_bytes(self, *, copies: int = 1) -> int:
+        """Of ``scale_bytes`` those of the tables: buffers, which every rank holds whole; the rest is divided.
+
+        ``copies`` matrices in a stack may share some.
+        """
         return 0
 
-    def misfit(self, rows: int, columns: int) -> str | None:
-        """What is left over of a matrix of this shape, where it cannot be packed; None where it can."""
+    def misfit(self, rows: int, columns: int, *, copies: int = 1) -> str | None:
+        """What is left over of a matrix of this shape, where it cannot be packed; None where it can.
+
+        ``copies`` is how many of them are stacked.
+        """
         return None
 
 
@@ -70,6 +80,7 @@ class Nf4(Quantiser):
     settings: ClassVar = frozenset({"double_quantization"})
     library: ClassVar = "bitsandbytes"
     linear: ClassVar = "fitune.models.nf4:Nf4Linear"
+    stack: ClassVar = "fitune.models.nf4:Nf4Weight"
 
     block: ClassVar = 64
     """Weights per scale (bitsandbytes' default; section 3 of the paper)."""
@@ -96,9 +107,15 @@ class Nf4(Quantiser):
             else 4 * scales
         )
 
-    def table_bytes(self) -> int:
-        """The 256 values that an 8-bit scale can have and the scales' mean."""
-        return (256 * 4 + 4) if self.double_quant else 0
+    def table_bytes(self, *, copies: int = 1) -> int:
+        """The 256 values that an 8-bit scale can have, and the mean of the scales of each matrix."""
+        return (256 * 4 + 4 * copies) if self.double_quant else 0
+
+    def misfit(self, rows: int, columns: int, *, copies: int = 1) -> str | None:
+        """In a stack no scale may be of two matrices."""
+        if copies == 1 or rows * columns % self.block == 0:
+            return None
+        return f"{rows} × {columns} weights in a stack, which leaves a rest in blocks of {self.block}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +126,7 @@ class Hqq(Quantiser):
     settings: ClassVar = frozenset({"quantization_group_size"})
     library: ClassVar = "hqq.core.quantize"
     linear: ClassVar = "fitune.models.hqq:HqqLinear"
+    stack: ClassVar = "fitune.models.hqq:HqqWeight"
 
     words: ClassVar = {8: (1, 1), 4: (2, 1), 3: (10, 4), 2: (4, 1)}
     """Bits -> weights per packed word, bytes of the word: ten 3-bit weights share an int32 (hqq.core.bitpack)."""
@@ -124,14 +142,16 @@ class Hqq(Quantiser):
         return f"HQQ of {self.bits} bits in groups of {self.group_size}"
 
     def packed_bytes(self, weights: int) -> int:
+        """Words of whole groups: each holds one weight of ``per_word`` groups."""
         per_word, word = self.words[self.bits]
-        return -(-weights // per_word) * word
+        groups = -(-weights // self.group_size)
+        return -(-groups // per_word) * self.group_size * word
 
     def scale_bytes(self, weights: int, *, element_bytes: int) -> int:
         """A scale and a zero point per group in the compute type: 2·e/group for a weight."""
         return 2 * element_bytes * -(-weights // self.group_size)
 
-    def misfit(self, rows: int, columns: int) -> str | None:
+    def misfit(self, rows: int, columns: int, *, copies: int = 1) -> str | None:
         """hqq packs whole groups, as many together as share a byte; 3-bit words are filled up."""
         together = 1 if self.bits == 3 else self.words[self.bits][0]
         if rows * columns % (self.group_size * together) == 0:
@@ -150,3 +170,10 @@ def quantiser_for(
     kinds = [QUANTISERS[word]] if word in QUANTISERS else list(QUANTISERS.values())
     kind = next(kind for kind in kinds if bits is None or bits in kind.widths)
     return kind.asked_for(bits=bits, group_size=group_size, double=double)
+
+
+def is_packed(linear: Linear, base: Dense | Quantiser) -> bool:
+    """True if ``base`` holds the matrix, or the stack of them, in few bits."""
+    if isinstance(base, Dense):
+        return False
+    return linear.adaptable or (linear.stacked and base.stack is not None)

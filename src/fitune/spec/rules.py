@@ -29,6 +29,7 @@ from fitune.spec.plan import (
     base_of,
     updates_in_backward,
 )
+from fitune.spec.quantisers import is_packed
 from fitune.spec.traits import (
     capability_words,
     flash_refused_by_device,
@@ -224,8 +225,8 @@ def _uneven_group(plan: Plan) -> str | None:
     """The first linear that the quantiser cannot pack, and why."""
     base = base_of(plan)
     for linear in plan.model.linears:
-        if isinstance(base, Quantiser) and linear.adaptable:
-            misfit = base.misfit(linear.out_features, linear.in_features)
+        if isinstance(base, Quantiser) and is_packed(linear, base):
+            misfit = base.misfit(linear.out_features, linear.in_features, copies=linear.copies)
             if misfit is not None:
                 return f"{linear.name} has {misfit}"
     return None

@@ -31,7 +31,7 @@ from fitune.spec.plan import (
 from fitune.spec.serial import from_json, to_data, to_json
 from fitune.spec.traced_profile import TracedStep
 
-FORMAT = 2
+FORMAT = 3
 """Goes up when what is stored, or how it is counted, changes."""
 
 _NOT_OF_SHAPES = {

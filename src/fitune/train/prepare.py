@@ -27,7 +27,7 @@ from fitune.models.language_model import (
 )
 from fitune.models.liger import use_kernels
 from fitune.models.offload import before_backward, offload_blocks
-from fitune.models.quantised import quantise_linears
+from fitune.models.packing import quantise_blocks
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import add_rows, compute_dtype, load_model
 from fitune.spec.deepspeed import deepspeed_config
@@ -125,7 +125,7 @@ def prepare_loaded(
     ``mesh``: the ranks that a sharded plan is divided over; ``rows``: this rank's of the weights that ``model`` has
     only stand-ins for.
     """
-    quantise_linears(blocks_of(model), base_of(plan))  # before adapters: they wrap the packed linear
+    quantise_blocks(blocks_of(model), base_of(plan))  # before adapters: they wrap the packed linear
     use_attention(model, plan.attention)
     turn_by_rows(model)
     use_kernels(model, plan.kernels, device=device)
