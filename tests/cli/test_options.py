@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fitune.cli.options import recipe_from, split_words
 from fitune.errors import RecipeError
+from fitune.session.typed_words import recipe_from, split_words
 
 
 def test_a_path_and_options_in_any_order() -> None:

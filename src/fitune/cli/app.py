@@ -42,6 +42,18 @@ Settings = Annotated[
 ]
 
 
+FleetFile = Annotated[
+    Path | None, typer.Option("--fleet", metavar="FILE.yaml", help="Clusters to choose from.")
+]
+Objective = Annotated[
+    str, typer.Option("--objective", help="fastest, cheapest, least-memory; of clusters also soonest.")
+]
+Deadline = Annotated[str, typer.Option("--deadline", metavar="12h", help="With --fleet: over by then.")]
+Budget = Annotated[float | None, typer.Option("--budget", help="With --fleet: US dollars at most.")]
+Rows = Annotated[
+    int | None, typer.Option("--rows", min=1, help="With --fleet: rows of data that is elsewhere.")
+]
+Live = Annotated[bool, typer.Option("--live", help="With --fleet: ask the clusters what is free.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -73,8 +85,8 @@ def init(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
     """Write a commented recipe: answer five questions, or give --model, --data, --tuning, --gpu and --output-dir."""
-    from fitune.cli.options import split_words
     from fitune.session import new_recipe
+    from fitune.session.typed_words import split_words
 
     path, given = split_words(words or [])
     path = path or Path("recipe.yaml")
@@ -98,12 +110,30 @@ def plan(
             "--largest", metavar="WHAT", help="The largest seq_len, micro_batch or model that fits."
         ),
     ] = "",
+    fleet: FleetFile = None,
+    objective: Objective = "",
+    deadline: Deadline = "",
+    budget: Budget = None,
+    rows: Rows = None,
+    live: Live = False,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE.svg", help="With --fleet: time against cost.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
     from fitune.session.planning import largest_for, plan_on_data, plan_with
 
-    recipe = _recipe(words, settings)
+    if fleet is not None:
+        from fitune.session.fleet import FleetRequest, draw_ranking, plan_on_fleet
+
+        request = FleetRequest(fleet, objective, deadline, budget, rows, live)
+        ranking = plan_on_fleet(_recipe(words, settings), request)
+        _show(ranking, json=json)
+        if picture is not None:
+            draw_ranking(ranking, picture)
+        return
+    recipe = _recipe([*(words or []), *(("--objective", objective) if objective else ())], settings)
     if why:
         _show(plan_with(recipe, why), json=json)
     elif largest:
@@ -140,9 +170,9 @@ def matrix(
     json: Json = False,
 ) -> None:
     """Models × lengths of rows: the plan taken for each, and which of DDP, ZeRO, recompute and offload fit."""
-    from fitune.cli.options import matrix_recipe
     from fitune.session.matrix_axes import full_names, row_lengths
     from fitune.session.planning import draw_picture, plan_matrix
+    from fitune.session.typed_words import matrix_recipe
 
     names, lengths = tuple(full_names(models)), row_lengths(context)
     recipe = matrix_recipe(words or [], settings or [], model=names[0])
@@ -257,11 +287,26 @@ def launch(
             "--job", metavar="FILE.yaml", help="Image, claim, queue, …; or --set job.image=NAME:TAG."
         ),
     ] = None,
+    fleet: FleetFile = None,
+    objective: Objective = "",
+    deadline: Deadline = "",
+    budget: Budget = None,
+    rows: Rows = None,
+    live: Live = False,
 ) -> None:
     """Print what starts a plan: commands for each machine, a manifest for Kubernetes, a script for SLURM."""
     from fitune.session.launching import launch_file, split_settings
     from fitune.session.planning import deepspeed_configuration, launch_commands
 
+    if fleet is not None:
+        from fitune.session.fleet import FleetRequest, launch_on_fleet
+
+        of_recipe, of_job = split_settings(settings or [])
+        request = FleetRequest(fleet, objective, deadline, budget, rows, live)
+        text, place = launch_on_fleet(_recipe(words, of_recipe), request, of_job)
+        print(place, file=sys.stderr)
+        print(text, end="")
+        return
     if on is not None:
         of_recipe, of_job = split_settings(settings or [])
         print(launch_file(_recipe(words, of_recipe), on, job_file=job, settings=of_job)[1], end="")
@@ -461,7 +506,7 @@ def check(
 
 def _recipe(words: list[str] | None, settings: list[str] | None, *, quiet: bool = False) -> "Recipe":
     """The recipe that ``words`` name. Notes on another trainer's keys go to standard error."""
-    from fitune.cli.options import recipe_from
+    from fitune.session.typed_words import recipe_from
 
     read = recipe_from(words or [], settings or [])
     if read.notes and not quiet:

@@ -89,7 +89,11 @@ def cpus(plan: Plan) -> int:
 
 def shm_bytes(plan: Plan) -> int:
     """Bytes of /dev/shm: Ray's store + ranks · NCCL's buffers."""
-    return OBJECT_STORE_BYTES + plan.hardware.gpus_per_node * NCCL_SHM_BYTES
+    return shm_bytes_of(plan.hardware.gpus_per_node)
+
+
+def shm_bytes_of(ranks: int) -> int:
+    return OBJECT_STORE_BYTES + ranks * NCCL_SHM_BYTES
 
 
 def memory_bytes(plan: Plan, estimate: Estimate, *, shm_bytes: int) -> int:

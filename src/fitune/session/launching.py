@@ -58,7 +58,7 @@ def render(
     job = job_of(
         priced,
         settings,
-        fetches_model=_is_fetched(recipe.model),
+        fetches_model=is_fetched(recipe.model),
         cluster=cluster,
         storage_bandwidth=storage_bandwidth,
     )
@@ -104,7 +104,7 @@ def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool = False) -> Recip
             changes[name] = [
                 source.model_copy(update={"path": path}) for source, path in zip(sources, paths, strict=True)
             ]
-    if not _is_fetched(recipe.model):
+    if not is_fetched(recipe.model):
         changes["model"] = place(recipe.model, "model")
     if "://" in str(changes.get("output_dir", "")):
         raise RecipeError(
@@ -120,7 +120,7 @@ def _is_on_hub(path: str) -> bool:
     return bool(has_form) and not Path(path.partition("#")[0]).exists()
 
 
-def _is_fetched(model: str) -> bool:
+def is_fetched(model: str) -> bool:
     """True for a Hub id; False for a folder."""
     return not (PurePosixPath(model).is_absolute() or model.startswith((".", "~")) or Path(model).is_dir())
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from fitune.errors import RecipeError
 from fitune.planner.alternatives import alternative_data, explain_alternative, explain_largest, largest_data
 from fitune.planner.explain import explain_plan, plan_data, unit_for, wrapped
+from fitune.planner.fleet import Ranking
+from fitune.planner.fleet_words import explain_ranking, ranking_data
 from fitune.planner.matrix import Matrix, explain_matrix, matrix_data
 from fitune.session.planning import LargestThatFit, Rehearsed, WithChange
 from fitune.spec.predictions import Estimate, PlanReport, Rehearsal
@@ -32,7 +34,7 @@ class Reported:
     """Steps that took much longer than the others."""
 
 
-Result = PlanReport | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport
+Result = PlanReport | Ranking | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport
 
 
 def text_of(result: Result) -> str:
@@ -40,6 +42,8 @@ def text_of(result: Result) -> str:
     match result:
         case PlanReport():
             return explain_plan(result)
+        case Ranking():
+            return explain_ranking(result)
         case WithChange():
             return explain_alternative(result.alternative)
         case LargestThatFit():
@@ -64,6 +68,8 @@ def data_of(result: Result) -> dict[str, Any]:
     match result:
         case PlanReport():
             return plan_data(result)
+        case Ranking():
+            return ranking_data(result)
         case WithChange():
             return {**plan_data(result.report), "why": alternative_data(result.alternative)}
         case LargestThatFit():

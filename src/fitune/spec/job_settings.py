@@ -178,7 +178,7 @@ def read_job_settings(
     wanted = dict(defaults or {})
     where = "the job settings"
     if path is not None:
-        wanted |= load_yaml(path)
+        wanted |= load_yaml(path, kind="job")
         where = str(path)
     for setting in settings:
         key, equals, text = setting.partition("=")

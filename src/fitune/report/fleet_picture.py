@@ -1,0 +1,89 @@
+"""The picture of a fleet: time against cost of the whole job, a point for each cluster and number of nodes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fitune.errors import MissingExtra
+
+_INK, _MUTED, _LINE = "#22272b", "#8a939b", "#0072b2"
+_TAKEN, _OTHER = "#d55e00", "#b9c0c6"
+_ROOM = 1.35
+"""Free space around the points, as a factor of both logarithmic axes."""
+_MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
+_TICKS = [
+    *(n * _MINUTE for n in (1, 2, 5, 10, 20, 30)), *(n * _HOUR for n in (1, 2, 4, 8, 12)),
+    *(n * _DAY for n in (1, 2, 4, 7, 14, 30, 90)),
+]  # fmt: skip
+
+
+class Point(NamedTuple):
+    """One offer."""
+
+    name: str
+    seconds: float
+    cost: float
+    """US dollars."""
+    is_on_frontier: bool
+    is_taken: bool
+
+
+def draw_frontier(path: Path, points: Sequence[Point], *, title: str) -> None:
+    """Write the picture as SVG. Raises MissingExtra without matplotlib."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+    except ImportError:
+        raise MissingExtra("the picture of a fleet", extra="plots") from None
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fleet", "font.size": 9}):
+        figure = Figure(figsize=(7.4, 4.4), layout="constrained")
+        axes = figure.add_subplot(xscale="log", yscale="log")
+        axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
+        axes.set_xlabel("the whole job, from free nodes to the end", color=_MUTED)
+        axes.set_ylabel("cost, US dollars", color=_MUTED)
+        axes.xaxis.set_major_locator(FixedLocator(_TICKS))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"${value:,g}"))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_formatter(NullFormatter())
+        for name in ("seconds", "cost"):
+            values = [getattr(point, name) for point in points]
+            limits = min(values) / _ROOM, max(values) * _ROOM * (1.5 if name == "seconds" else 1)
+            (axes.set_xlim if name == "seconds" else axes.set_ylim)(*limits)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(length=0, labelcolor=_MUTED)
+        axes.grid(color="#e6e9ec", linewidth=0.7)
+        axes.set_axisbelow(True)
+        _draw(axes, points)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def _draw(axes: Any, points: Sequence[Point]) -> None:
+    best = sorted((point for point in points if point.is_on_frontier), key=lambda point: point.seconds)
+    axes.step(
+        [point.seconds for point in best], [point.cost for point in best], where="post", color=_LINE, linewidth=1.4,
+        label="nothing is both faster and cheaper",
+    )  # fmt: skip
+    for point in points:
+        colour = _TAKEN if point.is_taken else _LINE if point.is_on_frontier else _OTHER
+        axes.plot(
+            point.seconds, point.cost, marker="o", markersize=8 if point.is_taken else 6, color=colour, lw=0
+        )
+        axes.annotate(
+            f"{point.name}{' (taken)' if point.is_taken else ''}", (point.seconds, point.cost),
+            xytext=(6, -13 if point.is_on_frontier else 6),
+            textcoords="offset points", color=_INK, fontweight="bold" if point.is_taken else "normal", fontsize=8.5,
+        )  # fmt: skip
+    axes.legend(loc="upper right", frameon=False, labelcolor=_MUTED)
+
+
+def _tick(seconds: float) -> str:
+    """``20 min``, ``4 h``, ``2 d``: ticks are whole numbers of a unit."""
+    for unit, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:g} {name}"
+    return f"{seconds:g} s"

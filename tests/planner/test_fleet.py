@@ -1,0 +1,217 @@
+"""Choosing a cluster: the order, its reasons, what is wanted of it, and fleet files that cannot be used."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.errors import FituneError, HardwareError, NothingFits, RecipeError
+from fitune.estimate.predict import largest_batch, predict_step_time
+from fitune.planner.fleet import Ranking, Wanted, node_counts, offers_on, rank_fleet
+from fitune.planner.fleet import ranked as rank_offers
+from fitune.planner.fleet_words import explain_ranking, ranking_data
+from fitune.planner.whole_job import TOKENS_PER_SECOND, Offer
+from fitune.spec.counts import count_parameters
+from fitune.spec.fleet import Fleet, read_fleet
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.plan import Plan
+from fitune.spec.predictions import Epoch
+from fitune.spec.recipe import Recipe, parse_recipe
+
+CLUSTERS = """
+clusters:
+  - {name: hopper, gpu: H100, gpus: 8, nodes: 2, free: 1, wait: 1h, price: 3.0, host_memory: 1800GiB, storage: 2GB/s}
+  - {name: volta, gpu: v100-32gb, gpus: 8, price: 1.2, start: 10s, kind: slurm}
+  - {name: desk, gpu: rtx-4090, gpus: 2, price: 0.35, kind: slurm}
+"""
+ROWS = 20_000
+
+
+def fleet_of(folder: Path, text: str = CLUSTERS) -> Fleet:
+    (folder / "fleet.yaml").write_text(text)
+    return read_fleet(folder / "fleet.yaml")
+
+
+def epoch_of(plan: Plan) -> Epoch:
+    length = plan.batch.seq_len
+    usual = largest_batch(plan)
+    return Epoch(rows=ROWS, tokens=ROWS * length, longest_row=length, units=ROWS, usual=usual)
+
+
+def recipe_of(**settings: Any) -> Recipe:
+    return parse_recipe({"model": "meta-llama/Llama-3.1-8B", "tuning": "lora", "packing": True, **settings})
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ranking]:
+    fleet = fleet_of(tmp_path_factory.mktemp("fleet"))
+    recipe = recipe_of()
+
+    offers = offers_on(fleet, recipe, model=load_model_spec(recipe.model), epoch_of=epoch_of)
+    return lambda **wanted: rank_offers(offers, Wanted(**wanted))
+
+
+def names(offers: tuple[Offer, ...]) -> list[tuple[str, int]]:
+    return [(offer.cluster.name, offer.nodes) for offer in offers]
+
+
+def test_the_fastest_comes_first_and_its_time_adds_up(ranked: Callable[..., Ranking]) -> None:
+    """By hand: steps · seconds of a step, 16 GB of weights at 2 GB/s, tokens by one core, 24 $ an hour and node."""
+    ranking = ranked()
+    assert names(ranking.offers) == [("hopper", 2), ("hopper", 1), ("volta", 1), ("desk", 1)]
+    best = ranking.best
+    plan = best.priced.plan
+    steps = -(-ROWS // (plan.batch.global_batch_size * plan.hardware.num_gpus))
+    assert best.parts["training"] == pytest.approx(steps * predict_step_time(plan).step_seconds)
+    assert (
+        best.parts["weights"] == 2 * count_parameters(plan.model).total / 2e9 == pytest.approx(8.03, abs=0.01)
+    )
+    assert best.parts["tokenising"] == ROWS * 2048 / TOKENS_PER_SECOND
+    assert best.parts["start"] == 180
+    assert ranking.offers[2].parts["start"] == 10
+    assert best.cost == pytest.approx(sum(best.parts.values()) / 3600 * 16 * 3.0)
+
+
+def test_objectives_order_by_what_they_name(ranked: Callable[..., Ranking]) -> None:
+    cheapest, soonest = ranked(objective="cheapest"), ranked(objective="soonest")
+    costs = [offer.cost for offer in cheapest.offers]
+    assert costs == sorted(costs)
+    assert cheapest.best.cluster.name == "desk"
+    ends = [offer.end_seconds for offer in soonest.offers]
+    assert ends == sorted(ends)
+    assert names(soonest.offers)[0] == ("hopper", 1)  # the second node is taken for another hour
+    assert next(offer for offer in soonest.offers if offer.nodes == 2).wait_seconds == 3600
+
+
+def test_nothing_beats_the_frontier_in_both(ranked: Callable[..., Ranking]) -> None:
+    ranking = ranked()
+    for offer in ranking.offers:
+        beaten = any(
+            each.seconds < offer.seconds and each.cost < offer.cost  # type: ignore[operator]  # all have prices
+            for each in ranking.offers
+        )
+        assert (offer in ranking.frontier) is not beaten
+
+
+def test_deadline_and_budget_leave_offers_out_and_say_why(ranked: Callable[..., Ranking]) -> None:
+    all_of_them = ranked()
+    volta = all_of_them.offers[2]
+    in_time = ranked(objective="cheapest", deadline_seconds=volta.seconds - 1)
+    assert next(why for offer, why in in_time.refused if offer.cluster.name == "volta").startswith("ends in")
+    assert in_time.best.cluster.name == "hopper"
+    cheap = ranked(budget=all_of_them.offers[1].cost)
+    assert ("hopper", 2) not in names(cheap.offers)
+    assert "costs $" in dict((offer.nodes, why) for offer, why in cheap.refused)[2]
+    with pytest.raises(
+        NothingFits, match=r"no cluster keeps what is wanted; the nearest is .*: ends in .* after the"
+    ):
+        ranked(deadline_seconds=60.0)
+
+
+def test_the_text_says_what_is_taken_and_why_not_the_others(ranked: Callable[..., Ranking]) -> None:
+    text = " ".join(explain_ranking(ranked()).split())
+    assert "volta, 1 node: takes" in text
+    assert "8 devices instead of 16, each with" in text
+    assert "(no bf16" in text
+    assert "node_network 100 Gbit/s: hopper" in text
+    assert "host_memory twice the node's device memory: volta, desk" in text
+    data = ranking_data(ranked())
+    assert [offer["cluster"] for offer in data["offers"]] == ["hopper", "hopper", "volta", "desk"]
+    assert data["offers"][0]["parts"]["start"] == 180
+
+
+def test_a_better_method_is_not_given_up_for_speed(tmp_path: Path) -> None:
+    """Full fine-tuning of 1 B parameters fits one card and not the other: the slow one comes first."""
+    text = """
+clusters:
+  - {name: small, gpu: rtx-3080, gpus: 1, host_memory: 32GiB, price: 0.1}
+  - {name: large, gpu: v100-32gb, gpus: 1, host_memory: 64GiB, price: 9}
+"""
+    recipe = parse_recipe({"model": "llama-3.2-1b"})
+    model = load_model_spec(recipe.model)
+    fleet = fleet_of(tmp_path, text)
+    ranking = rank_fleet(recipe, fleet, Wanted(objective="cheapest"), model=model, epoch_of=epoch_of)
+    assert names(ranking.offers) == [("large", 1), ("small", 1)]
+    assert "only lora fits there, and full comes before it" in " ".join(explain_ranking(ranking).split())
+
+
+def test_what_fits_nowhere_says_why_of_each(tmp_path: Path) -> None:
+    text = """
+clusters:
+  - {name: one, gpu: t4, gpus: 1, host_memory: 16GiB}
+  - {name: two, gpu: rtx-4090, gpus: 1, host_memory: 8TiB, disk: 20GiB}
+"""
+    recipe = recipe_of(model="meta-llama/Llama-3.1-70B", tuning="qlora")
+    with pytest.raises(NothingFits) as found:
+        rank_fleet(
+            recipe, fleet_of(tmp_path, text), Wanted(), model=load_model_spec(recipe.model), epoch_of=epoch_of
+        )
+    assert "one: does not fit: " in found.value.message
+    assert (
+        "two: needs 143.00 GiB of disk on each node for caches, which have 20.00 GiB" in found.value.message
+    )
+
+
+@pytest.mark.parametrize(("nodes", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_numbers_of_nodes_that_are_planned(nodes: int, counts: list[int]) -> None:
+    assert node_counts(nodes) == counts
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("clusters: []", RecipeError, "no cluster is listed"),
+        ("{}", RecipeError, "no cluster is listed"),
+        ("cluster: []", RecipeError, "unknown key 'cluster'.*did you mean 'clusters'"),
+        ("clusters: [{name: a, gpu: h1000}]", HardwareError, "cluster a: gpu = 'h1000'.*did you mean 'h100'"),
+        ("clusters: [{name: a, gpu: h100, nodes: 0}]", RecipeError, "cluster a: nodes is 0"),
+        ("clusters: [{gpu: h100}]", RecipeError, "cluster 1: name is missing"),
+        ("clusters: [{name: a, gpu: h100, prise: 3}]", RecipeError, "unknown key 'prise'; did you mean 'price'"),
+        ("clusters: [{name: a, gpu: h100, price: -1}]", RecipeError, "price = -1"),
+        ("clusters: [{name: a, gpu: h100}, {name: a, gpu: l4}]", RecipeError, "two clusters are called 'a'"),
+        ("clusters: [{name: a, gpu: h100, job: {quue: x}}]", RecipeError, "job of cluster a: unknown key 'quue'"),
+        ("clusters: [{name: a, gpu: h100, kind: slurm, job: {image: x}}]", RecipeError, "job.image has no meaning"),
+        ("clusters: [3]", RecipeError, "cluster 1 is 3"),
+        ("clusters: [{name: a, gpu: h100, host_memory: 512}]", RecipeError, "host_memory = 512: .*write the unit"),
+    ],
+)  # fmt: skip
+def test_fleet_files_that_cannot_be_used(
+    tmp_path: Path, text: str, kind: type[FituneError], words: str
+) -> None:
+    with pytest.raises(kind, match=f"(?s){words}"):
+        fleet_of(tmp_path, text)
+
+
+def test_prices_are_asked_for_only_where_costs_are_compared(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, "clusters: [{name: a, gpu: l4, price: 1}, {name: b, gpu: l4}]")
+    recipe = parse_recipe({"model": "llama-3.2-1b", "tuning": "lora"})
+    model = load_model_spec(recipe.model)
+    for wanted, asks in (
+        (Wanted(objective="cheapest"), "--objective cheapest"),
+        (Wanted(budget=5.0), "--budget"),
+    ):
+        with pytest.raises(RecipeError, match=f"{asks} compares costs, and .* has no price of b"):
+            rank_fleet(recipe, fleet, wanted, model=model, epoch_of=epoch_of)
+    ranking = rank_fleet(recipe, fleet, Wanted(), model=model, epoch_of=epoch_of)
+    assert [offer.cost is None for offer in ranking.offers] == [False, True]
+
+
+def test_checkpoints_cost_time_where_they_are_not_written_beside_the_steps(
+    ranked: Callable[..., Ranking],
+) -> None:
+    from fitune.planner.whole_job import job_seconds, number_of_saves
+
+    offer = ranked().best
+    plan = replace(offer.priced.plan, run=replace(offer.priced.plan.run, save_every=10, saves_per_epoch=0))
+    between = replace(plan, run=replace(plan.run, async_save=False))
+    saves = number_of_saves(plan, offer.run)
+    assert saves == -(-offer.run.steps // 10)
+    size, bandwidth = offer.priced.estimate.checkpoint_bytes, offer.cluster.storage or 0
+    parts = job_seconds(replace(offer.priced, plan=between), offer.run, offer.cluster)
+    assert parts["checkpoints"] == pytest.approx(saves * size / bandwidth)
+    assert (
+        job_seconds(replace(offer.priced, plan=plan), offer.run, offer.cluster)["checkpoints"]
+        < parts["checkpoints"]
+    )

@@ -1,0 +1,170 @@
+"""``plan --fleet`` and ``launch --fleet``: the winner's file, the next one when it is full, and asking clusters."""
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fitune.errors import HardwareError, RecipeError
+from fitune.session.fleet import FleetRequest, draw_ranking, launch_on_fleet, plan_on_fleet
+from fitune.session.live_fleet import free_nodes
+from fitune.spec.fleet import Cluster, read_fleet
+from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from launch.manifests import wrong_with
+
+JOB = "{image: 'i:1', claim: c, queue: q, context: east, namespace: team}"
+FLEET = f"""
+clusters:
+  - {{name: fast, gpu: l40s, gpus: 1, price: 1, host_memory: 256GiB, instance_type: g6e, job: {JOB}}}
+  - {{name: slow, gpu: l4, gpus: 1, price: 1, kind: slurm, job: {{queue: gpu}}}}
+"""
+
+
+def recipe_of(**settings: Any) -> Recipe:
+    wanted = {
+        "model": "llama-3.2-1b",
+        "tuning": "lora",
+        "micro_batch_size": 1,
+        "data": "a.jsonl",
+        "output_dir": "runs/a",
+    }
+    return parse_recipe(canonical_keys({**wanted, **settings}, where="test"))
+
+
+def request_of(folder: Path, text: str = FLEET, **options: Any) -> FleetRequest:
+    (folder / "fleet.yaml").write_text(text)
+    return FleetRequest(folder / "fleet.yaml", **{"rows": 1000, **options})
+
+
+def test_the_winner_is_launched_and_the_next_one_when_it_is_full(tmp_path: Path) -> None:
+    text, place = launch_on_fleet(recipe_of(), request_of(tmp_path), ["deadline=1h"])
+    assert place == "fast, 1 node"
+    config, job = yaml.safe_load_all(text)
+    assert wrong_with(job) == []
+    assert (job["metadata"]["namespace"], job["spec"]["activeDeadlineSeconds"]) == ("team", 3600)
+    [group] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert group["template"]["spec"]["nodeSelector"] == {"node.kubernetes.io/instance-type": "g6e"}
+    recipe = yaml.safe_load(config["data"]["recipe.yaml"])
+    assert (recipe["gpu"], recipe["gpus"], recipe["nodes"]) == ("l40s", 1, 1)
+    full = FLEET.replace("gpus: 1, price: 1, host", "gpus: 1, free: 0, price: 1, host")
+    text, place = launch_on_fleet(recipe_of(), request_of(tmp_path, full), [])
+    assert place == "slow, 1 node (fast, 1 node: full now)"
+    assert "#SBATCH --partition=gpu" in text
+    all_full = full.replace("gpu: l4, gpus: 1", "gpu: l4, gpus: 1, free: 0")
+    with pytest.raises(HardwareError, match="every cluster is full: fast, 1 node, slow, 1 node"):
+        launch_on_fleet(recipe_of(), request_of(tmp_path, all_full), [])
+
+
+def test_rows_come_from_the_data_or_are_said(tmp_path: Path, data_file: Path) -> None:
+    counted = plan_on_fleet(recipe_of(data=str(data_file)), request_of(tmp_path, rows=None))
+    assert counted.best.run.epoch.rows == 56
+    assert plan_on_fleet(recipe_of(), request_of(tmp_path)).best.run.epoch.tokens == 1000 * 2048
+    steps = plan_on_fleet(recipe_of(data=[], max_steps=10), request_of(tmp_path, rows=None)).best.run
+    assert steps.steps == 10
+    with pytest.raises(RecipeError, match="needs its rows, and no data is named"):
+        plan_on_fleet(recipe_of(data=[]), request_of(tmp_path, rows=None))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"objective": "least-memory"}, "--objective least-memory is not for clusters"),
+        ({"deadline": "soon"}, "--deadline: 'soon' is not a duration"),
+        ({"deadline": "0h"}, "--deadline 0h is over already"),
+    ],
+)
+def test_wishes_that_cannot_be_kept_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        plan_on_fleet(recipe_of(), request_of(tmp_path, **options))
+
+
+def test_the_picture_has_a_point_for_every_offer(tmp_path: Path) -> None:
+    ranking = plan_on_fleet(recipe_of(), request_of(tmp_path))
+    draw_ranking(ranking, tmp_path / "fleet.svg")
+    drawn = (tmp_path / "fleet.svg").read_text()
+    assert "fast, 1 node (taken)" in drawn
+    assert "slow, 1 node" in drawn
+    with pytest.raises(RecipeError, match="must end in .svg"):
+        draw_ranking(ranking, tmp_path / "fleet.png")
+    unpriced = plan_on_fleet(recipe_of(), request_of(tmp_path, FLEET.replace("price: 1, ", "")))
+    with pytest.raises(RecipeError, match="no cluster has a price"):
+        draw_ranking(unpriced, tmp_path / "fleet.svg")
+
+
+def node(name: str, gpus: int, *, ready: str = "True", cordoned: bool = False) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name}, "spec": {"unschedulable": cordoned},
+        "status": {"allocatable": {"nvidia.com/gpu": str(gpus)}, "conditions": [{"type": "Ready", "status": ready}]},
+    }  # fmt: skip
+
+
+PODS = [
+    {"spec": {"nodeName": "a", "containers": [{"resources": {"requests": {"nvidia.com/gpu": "2"}}}]}},
+    {"spec": {"containers": [{"resources": {}}]}},
+]
+ANSWERS = {
+    "nodes": {"items": [node("a", 8), node("b", 8), node("c", 8, ready="False"), node("d", 8, cordoned=True),
+                        node("e", 4)]},
+    "pods": {"items": PODS},
+    "localqueues.kueue.x-k8s.io": {"spec": {"clusterQueue": "big"}},
+    "clusterqueues.kueue.x-k8s.io": {
+        "spec": {"resourceGroups": [
+            {"flavors": [{"resources": [
+                {"name": "nvidia.com/gpu", "nominalQuota": "32"}, {"name": "cpu", "nominalQuota": 9},
+            ]}]}
+        ]},
+        "status": {"flavorsReservation": [{"resources": [{"name": "nvidia.com/gpu", "total": "12"}]}]},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def cluster_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``kubectl`` and ``sinfo`` on the path, which answer as a cluster would, and write down what they were asked."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for kind, answer in ANSWERS.items():
+        (folder / f"{kind}.json").write_text(json.dumps(answer))
+    programs = {
+        "kubectl": f'echo "$*" >> {folder}/asked\nshift 2\n[ "$1" = get ] && cat {folder}/"$2".json',
+        "sinfo": "echo 3\necho 2",
+    }
+    for name, lines in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (folder / name).chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+@pytest.mark.parametrize(("live", "free"), [("nodes", 1), ("kueue", 2), ("slurm", 4)])
+def test_clusters_are_asked_for_free_nodes(cluster_programs: Path, live: str, free: int) -> None:
+    """8 GPUs of b are free; 32 - 12 of the quota are two nodes of 8; 5 idle nodes are more than the cluster's 4."""
+    job = {"queue": "q"} if live == "slurm" else {"queue": "q", "context": "east", "namespace": "team"}
+    kind = "slurm" if live == "slurm" else "kuberay"
+    cluster = Cluster(name="c", gpu="h100", gpus=8, nodes=4, live=live, kind=kind, job=job)
+    assert free_nodes(cluster) == free
+    if live != "slurm":
+        assert all(
+            line.startswith("--context east get")
+            for line in (cluster_programs / "asked").read_text().splitlines()
+        )
+
+
+def test_a_cluster_that_does_not_answer_is_an_error(cluster_programs: Path, tmp_path: Path) -> None:
+    text = FLEET.replace("gpu: l40s", "live: nodes, gpu: l40s")
+    assert plan_on_fleet(recipe_of(), request_of(tmp_path, text)).best.is_free  # nobody asked
+    (cluster_programs / "pods.json").unlink()
+    with pytest.raises(
+        HardwareError, match="cluster fast cannot be asked what is free: kubectl --context east get .*"
+    ):
+        plan_on_fleet(recipe_of(), request_of(tmp_path, text, live=True))
+    (cluster_programs / "pods.json").write_text("no JSON")
+    with pytest.raises(HardwareError, match="it did not answer in JSON"):
+        plan_on_fleet(recipe_of(), request_of(tmp_path, text, live=True))
+    (cluster_programs / "kubectl").unlink()
+    cluster = read_fleet(tmp_path / "fleet.yaml").clusters[0]
+    with pytest.raises(HardwareError, match="cannot be asked"):
+        free_nodes(cluster)
