@@ -111,7 +111,7 @@ def free_by_ray(cluster: Cluster) -> int:
             f"cluster {cluster.name}: no Ray cluster answers: {str(error).splitlines()[0]}",
             hint="RAY_ADDRESS=HOST:PORT, or leave --live out",
         ) from None
-    available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]  # Ray does not type it
+    available: dict[str, float] = ray.available_resources()
     return int(available.get("GPU", 0)) // cluster.gpus
 
 
