@@ -89,6 +89,9 @@ def test_a_canonical_name_is_itself(name: str) -> None:
         ("Gaudi 3", "it is no CUDA device"),
         ("Apple M2 Max 64GB", "64 GB, 13.6 TFLOP/s, 400 GB/s"),
         ("m4", "it runs Metal"),
+        ("Apple M3 Max", "it runs Metal"),
+        ("M5 Pro 24GB", "it runs Metal"),
+        ("mps", "it runs Metal"),
         ("", "none of the 96 known cards"),
     ],
 )

@@ -36,7 +36,7 @@ MOST_UNSAVED_S = 1800
 
 
 def with_timely_saves(recipe: Recipe, plan: Plan, run: WholeRun | None, *, step_seconds: float) -> Plan:
-    """``plan``, which saves in as many equal parts of an epoch as none takes longer than MOST_UNSAVED_S.
+    """``plan``, which saves in equal parts of an epoch, none longer than MOST_UNSAVED_S or a step.
 
     Where the epoch is not known, once an epoch and every so many steps of ``step_seconds``. A recipe that says
     how often is obeyed.
@@ -46,8 +46,8 @@ def with_timely_saves(recipe: Recipe, plan: Plan, run: WholeRun | None, *, step_
     if run is None:
         often = replace(plan.run, save_every=max(1, int(MOST_UNSAVED_S / step_seconds)))
     else:
-        parts = math.ceil(run.steps_per_epoch * run.step_seconds / MOST_UNSAVED_S)
-        often = replace(plan.run, saves_per_epoch=min(max(1, parts), run.steps_per_epoch))
+        steps = max(1, int(MOST_UNSAVED_S / run.step_seconds))
+        often = replace(plan.run, saves_per_epoch=math.ceil(run.steps_per_epoch / steps))
     return replace(plan, run=often)
 
 

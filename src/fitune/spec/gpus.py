@@ -63,7 +63,7 @@ _BY_FIGURES = "--gpu-memory 24GiB --gpu-flops 165e12 --gpu-bandwidth 1008GB/s de
 _WHY_ELSEWHERE = {
     "rocm": "it runs ROCm, on which fitune has never been run",
     "gaudi": "it is no CUDA device",
-    "metal": "it runs Metal, on which fitune does not train; on a Mac it trains small models on the processor",
+    "metal": "it runs Metal; on a Mac fitune trains small models on the processor",
     "pascal": "its compute capability is below 7.0 (Volta), which fitune needs",
 }
 
@@ -71,15 +71,19 @@ _WHY_ELSEWHERE = {
 def _refuse_elsewhere(name: str, key: str, gb: int | None) -> None:
     """Raises HardwareError for a device without CUDA 7.0, with the figures of a CUDA GPU of its size."""
     found = next((device for device in devices_elsewhere() if device.key == key), None)
-    if found is None:
+    if found is None and not _APPLE.fullmatch(key):
         return
-    figures = _figures(found, gb)
-    known = f" ({', '.join(figures)})" if figures else ""
-    hint = "gpu: cpu plans for the processor" if found.kind == "metal" else _like(found)
+    known = "" if found is None else ", ".join(_figures(found, gb))
     raise HardwareError(
-        f"gpu = {name!r}: fitune does not train on {found.name}{known}: {_WHY_ELSEWHERE[found.kind]}",
-        hint=hint,
+        f"gpu = {name!r}: fitune does not train on {name if found is None else found.name}"
+        f"{f' ({known})' if known else ''}: {_WHY_ELSEWHERE['metal' if found is None else found.kind]}",
+        hint=_ON_A_MAC if found is None or found.kind == "metal" else _like(found),
     )
+
+
+_ON_A_MAC = "on that Mac, --gpu cpu plans for its own processor and memory"
+_APPLE = re.compile(r"m\d(pro|max|ultra)?|mps|metal|(apple|mac).*")
+"""Keys of Apple's chips and machines; of those that come with several bandwidths the table has no line."""
 
 
 def _figures(device: Elsewhere, gb: int | None) -> list[str]:
