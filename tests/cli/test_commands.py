@@ -1,6 +1,7 @@
 """The commands as a user types them: what they print, how they exit, what they import."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -273,3 +274,14 @@ def test_init_writes_a_recipe_that_trains(call, model_folder: Path, data_file: P
     code, _, err = call("init", str(path), *map(str, flags))
     assert code != 0
     assert "is there already" in err
+
+
+@pytest.mark.parametrize(("given", "taken"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_give_their_core_away_unless_somebody_said_otherwise(
+    given: str | None, taken: str, call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")  # what is there now comes back after the test
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    call("--version")
+    assert os.environ["OMP_WAIT_POLICY"] == taken

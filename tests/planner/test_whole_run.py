@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.predict import predict_step_time
 from fitune.planner.whole_run import run_lines, whole_run, with_timely_saves
 from fitune.spec.block_profile import BatchShape
-from fitune.spec.plan import Batch, Ddp, Epochs, Fraction, Plan, Schedule, Single
+from fitune.spec.plan import Batch, Ddp, Epochs, Fraction, Plan, Recompute, Schedule, Single
 from fitune.spec.predictions import Epoch
 from fitune.spec.recipe import Recipe
+from fitune.units import format_bytes
 from plans import gpu, known, plan_for
 
 USUAL = BatchShape(tokens=400, supervised_tokens=200, rows=4, longest_row=110)
@@ -70,7 +72,7 @@ def test_the_lines_say_how_long_and_what_shapes_the_result() -> None:
     lines = list(
         run_lines(whole_run(plan, epoch_of(81), price_per_gpu_hour=2.0), replace(plan, run=run_plan))
     )
-    assert "saved every 6 steps (" in lines[3]
+    assert f"a checkpoint of {format_bytes(checkpoint_bytes(plan))} is saved every 6 steps (" in lines[3]
     assert ") and at the end" in lines[3]
 
 
@@ -103,3 +105,21 @@ def test_an_epoch_of_unknown_length_is_saved_each_half_hour_of_full_batches() ->
     for seconds, steps in ((7.0, 257), (4000.0, 1)):
         saved = with_timely_saves(Recipe(model="m"), plan, None, step_seconds=seconds).run
         assert (saved.save_every, saved.saves_per_epoch) == (steps, plan.run.saves_per_epoch)
+
+
+def test_a_checkpoint_that_takes_long_to_write_is_saved_less_often() -> None:
+    plan = plan_for(known("llama-3.1-70b"), hardware=gpu("h100", gpus=8), precision="bf16-master")
+    seconds = checkpoint_bytes(plan) / 1e9
+    assert seconds > 900
+    saved = with_timely_saves(Recipe(model="m"), plan, None, step_seconds=10.0).run
+    assert saved.save_every == int(20 * seconds / 10)
+
+
+def test_a_longer_seq_len_than_rows_need_is_said_where_it_costs_time() -> None:
+    plan = replace(plan_of(), recompute=Recompute(blocks=4))
+    run = whole_run(plan, epoch_of(81), price_per_gpu_hour=0.0)
+    assert "the longest row has 200 tokens: seq_len: 256 leaves room" in " ".join(run_lines(run, plan))
+    keeps = replace(plan, recompute=Recompute(blocks=0))
+    assert "leaves room" not in " ".join(run_lines(run, keeps))
+    longer = replace(run, epoch=replace(run.epoch, longest_row=400))
+    assert "leaves room" not in " ".join(run_lines(longer, plan))

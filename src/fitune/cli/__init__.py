@@ -18,6 +18,9 @@ from fitune.session.signals import exits_on_signals
 
 def main() -> None:
     """Run a command; a FituneError is printed for people (or as JSON), never as a traceback."""
+    # Read when torch is loaded. Threads that spin while they wait make a step on cores that others use, too, 20 to 100
+    # times as slow (bench/busy_neighbour.py).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with exits_on_signals(), system_failures():
             _run_command()

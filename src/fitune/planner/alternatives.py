@@ -8,9 +8,10 @@ from fitune.errors import RecipeError
 from fitune.estimate.parameters import num_ranks
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import Method, Request
+from fitune.planner.defaults import ROW_STEP
 from fitune.planner.explain import memory_sum, priced_data, wrapped
 from fitune.planner.fit import last_true, shortage
-from fitune.planner.less_memory import ROW_STEP, largest_known_model
+from fitune.planner.less_memory import largest_known_model
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
 from fitune.planner.search import refuse_contradictions, saving_beside_steps, search

@@ -63,6 +63,7 @@ def decisions_of(
         _output(recipe, plan),
         _faster_method(recipe, chosen, runners_up),
         _long_update(chosen),
+        _guessed_rates(plan),
     ]
     return tuple(line for group in lines for line in group)
 
@@ -306,4 +307,12 @@ def _long_update(chosen: Priced) -> Iterator[str]:
         yield (
             f"note on global_batch_size: the update takes {share:.0%} of a step, whatever its batch "
             f"({chosen.estimate.time.limits[Phase.UPDATE]}); a larger batch pays it less often"
+        )
+
+
+def _guessed_rates(plan: Plan) -> Iterator[str]:
+    if plan.hardware.gpu.is_cpu and plan.hardware.calibration is None:
+        yield (
+            "note on times: this processor was never measured, so they are a guess; fitune doctor --calibrate measures "
+            "it in one to two minutes"
         )

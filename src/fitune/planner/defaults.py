@@ -31,6 +31,8 @@ GLOBAL_BATCH_SIZE = 16
 MOST_MICRO_BATCH = 16
 CHUNK_TOKENS = (4096, 1024, 256)
 """Tokens per chunk of the loss that are tried: products stay large, logits small."""
+ROW_STEP = 64
+"""Lengths of rows are proposed in multiples of it."""
 SGD_RATE_FACTOR = 100
 """SGD's steps are not normalised by the gradient's size, so its rates are about this much larger."""
 

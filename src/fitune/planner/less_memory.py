@@ -12,7 +12,7 @@ from fitune.estimate.overhead import enough_host_bytes, host_terms, usable_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Request
-from fitune.planner.defaults import CHUNK_TOKENS, optimizer_of
+from fitune.planner.defaults import CHUNK_TOKENS, ROW_STEP, optimizer_of
 from fitune.planner.explain import host_sum, wrapped
 from fitune.planner.fit import Known, described, fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
@@ -38,9 +38,6 @@ from fitune.spec.recipe import Recipe
 from fitune.spec.rules import adds_gradients_up, keeps_rules
 from fitune.spec.words import describe_offload, describe_plan
 from fitune.units import GIB, format_bytes
-
-ROW_STEP = 64
-"""Lengths of rows are tried in multiples of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

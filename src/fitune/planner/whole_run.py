@@ -4,13 +4,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.parameters import num_ranks
 from fitune.estimate.predict import largest_batch, predict_step_time
+from fitune.planner.defaults import ROW_STEP
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Epoch, WholeRun
 from fitune.spec.recipe import Recipe
 from fitune.spec.schedule import total_steps, warmup_steps
-from fitune.units import format_count, format_learning_rate, format_seconds
+from fitune.units import format_bytes, format_count, format_learning_rate, format_seconds
 
 
 def whole_run(plan: Plan, epoch: Epoch, *, price_per_gpu_hour: float) -> WholeRun:
@@ -33,20 +35,25 @@ def whole_run(plan: Plan, epoch: Epoch, *, price_per_gpu_hour: float) -> WholeRu
 
 MOST_UNSAVED_S = 1800
 """Predicted seconds between two checkpoints where the recipe leaves it open: what a killed run loses at most."""
+SAVING_SHARE, DISK_BANDWIDTH = 0.05, 1e9
+"""A checkpoint that takes more than this share of them to write, at so many bytes/s (our assumption), is saved less
+often."""
 
 
 def with_timely_saves(recipe: Recipe, plan: Plan, run: WholeRun | None, *, step_seconds: float) -> Plan:
-    """``plan``, which saves in equal parts of an epoch, none longer than MOST_UNSAVED_S or a step.
+    """``plan``, which saves in equal parts of an epoch, none longer than MOST_UNSAVED_S or a step, unless checkpoints
+    are so large that writing them would take too much of the time.
 
     Where the epoch is not known, once an epoch and every so many steps of ``step_seconds``. A recipe that says
     how often is obeyed.
     """
     if recipe.save_steps is not None or recipe.saves_per_epoch is not None:
         return plan
+    seconds = max(MOST_UNSAVED_S, checkpoint_bytes(plan) / DISK_BANDWIDTH / SAVING_SHARE)
     if run is None:
-        often = replace(plan.run, save_every=max(1, int(MOST_UNSAVED_S / step_seconds)))
+        often = replace(plan.run, save_every=max(1, int(seconds / step_seconds)))
     else:
-        steps = max(1, int(MOST_UNSAVED_S / run.step_seconds))
+        steps = max(1, int(seconds / run.step_seconds))
         often = replace(plan.run, saves_per_epoch=math.ceil(run.steps_per_epoch / steps))
     return replace(plan, run=often)
 
@@ -58,6 +65,7 @@ def run_lines(run: WholeRun, plan: Plan) -> Iterator[str]:
     yield _schedule(run, plan)
     yield _saved(run, plan)
     yield from _half_empty(run, plan)
+    yield from _reserved(run, plan)
 
 
 WORTH_PACKING = 1.25
@@ -77,6 +85,19 @@ def _half_empty(run: WholeRun, plan: Plan) -> Iterator[str]:
         yield (
             f"rows fill {share:.0%} of seq_len {batch.seq_len}; packing: true would train the same tokens in about "
             f"{format_seconds(packed)}, in fewer and larger steps"
+        )
+
+
+def _reserved(run: WholeRun, plan: Plan) -> Iterator[str]:
+    """Memory is planned for rows of seq_len; where none is nearly so long, it could be spent otherwise."""
+    longest, seq_len = run.epoch.longest_row, plan.batch.seq_len
+    spends = plan.recompute.blocks or plan.offload.activations != "device"
+    if not plan.batch.packing and spends and longest <= seq_len / 2:
+        enough = -(-longest // ROW_STEP) * ROW_STEP
+        read = "row read for this guess" if run.epoch.guess else "row"
+        yield (
+            f"the longest {read} has {longest:,} tokens: seq_len: {enough} leaves room, so that less is recomputed or "
+            "offloaded (longer rows are cut)"
         )
 
 
@@ -125,7 +146,9 @@ def _saved(run: WholeRun, plan: Plan) -> str:
     saves = "no checkpoint on the way, only the result at the end (save_steps: 0)"
     if run_plan.saves:
         steps = _steps_between(run, every=run_plan.save_every, per_epoch=run_plan.saves_per_epoch)
-        saves = f"a checkpoint is saved {_often(run, steps, took=f' ({format_seconds(steps * run.step_seconds)})')}"
+        size = format_bytes(checkpoint_bytes(plan))
+        took = f" ({format_seconds(steps * run.step_seconds)})"
+        saves = f"a checkpoint of {size} is saved {_often(run, steps, took=took)}"
     if not (data.eval_sources or data.val_fraction):
         return f"{saves}; no rows are held out to evaluate (val_fraction, eval_data)"
     steps = _steps_between(run, every=run_plan.eval_every, per_epoch=run_plan.evals_per_epoch)
