@@ -196,11 +196,6 @@ BAD_ROWS = {
         {"instruction": "a", "output": "b", "history": [["x"]]},
         r"'history\[0\]' is not a pair",
     ),
-    "tool calls": (
-        "messages",
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]},
-        r"'messages\[0\].tool_calls' is not supported: \[\{'name'",
-    ),
     "thought": (
         "messages",
         {"messages": [{"role": "assistant", "content": "b", "reasoning_content": "hm"}]},
@@ -215,14 +210,6 @@ BAD_ROWS = {
         "sharegpt",
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "train": False}]},
         r"'conversations\[1\].train' is not supported: False",
-    ),
-    "tools": (
-        "messages",
-        {
-            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-            "tools": [{"f": 1}],
-        },
-        "'tools' is not supported",
     ),
     "image": (
         "question_answer",

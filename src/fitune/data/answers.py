@@ -7,6 +7,7 @@ every row, or the row is refused. An answer that is not ended by a token of its 
 end token behind it, or with EOS when nothing follows: a model must learn to stop.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -69,7 +70,7 @@ def _opening(renderer: Renderer, prompt: Rendered) -> int:
 def _earlier_answers(renderer: Renderer, messages: Messages, prompt: Rendered, where: str) -> list[Span]:
     """Spans of the answers inside a prompt, from where the model would have begun to write."""
     spans = _answer_spans(renderer, messages, prompt, ask=True, where=where)
-    if renderer.has_marks:
+    if renderer.has_marks or _has_calls(messages):
         return spans
     turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
     begun = []
@@ -84,18 +85,25 @@ def _answer_spans(
     renderer: Renderer, messages: Messages, rendered: Rendered, *, ask: bool, where: str
 ) -> list[Span]:
     """Of every assistant message: its text and the special token that ends it, if one follows."""
-    answers = [message.content for message in messages if message.role == "assistant"]
+    turns = [message for message in messages if message.role == "assistant"]
+    answers = [message.content for message in turns]
     if not answers:
         return []
     if renderer.has_marks:
         spans = list(rendered.generated)
+    elif _has_calls(messages):
+        spans = _spans_of_calls(renderer, messages, rendered, where)
     else:
         spans = _framed(_frame(renderer, messages, ask=ask, where=where), answers, rendered.text, where)
     if len(spans) != len(answers):
         raise _not_found(f"{len(answers)} answers are marked as {len(spans)}", where)
-    for (begin, end), answer in zip(spans, answers, strict=True):
-        if _visible(answer).strip() not in rendered.text[begin:end]:
-            raise _not_found(f"{answer!r:.60} is not what it writes as the answer", where)
+    for (begin, end), turn in zip(spans, turns, strict=True):
+        shown = rendered.text[begin:end]
+        missing = [part for part in (_visible(turn.content).strip(), *_names(turn)) if part not in shown]
+        if missing and not (turn.calls and missing[0] == _visible(turn.content).strip()):
+            raise _not_found(f"{missing[0]!r:.60} is not what it writes as the answer", where)
+        if missing:
+            raise _text_beside_calls(missing[0], where)
     return [
         (
             begin,
@@ -105,6 +113,59 @@ def _answer_spans(
         )
         for begin, end in spans
     ]
+
+
+def _has_calls(messages: Messages) -> bool:
+    return any(message.calls for message in messages)
+
+
+def _names(message: Message) -> list[str]:
+    return [call.name for call in message.calls]
+
+
+def _spans_of_calls(renderer: Renderer, messages: Messages, rendered: Rendered, where: str) -> list[Span]:
+    """Of every answer in a conversation with calls: from the end of its prompt to its end token.
+
+    Stand-ins do not find them: templates write calls instead of the content, or other words around it.
+    """
+    spans: list[Span] = []
+    for number, message in enumerate(messages):
+        if message.role != "assistant":
+            continue
+        begin = _after_prompt(
+            renderer, messages[:number], rendered, at=spans[-1][1] if spans else 0, where=where
+        )
+        end = renderer.end_of_call(rendered, begin)
+        if begin < 0 or end < 0:
+            raise _not_found(f"message {number + 1} does not follow its prompt, or has no end token", where)
+        spans.append((begin, end))
+    return spans
+
+
+def _after_prompt(renderer: Renderer, messages: Messages, rendered: Rendered, *, at: int, where: str) -> int:
+    """Where the prompt ends that ``messages`` make; -1 where it does not stand in the text.
+
+    Templates of reasoning models write earlier turns shorter than when they were last: there the words that ask for an
+    answer are looked for, or the first line of them, from ``at``.
+    """
+    asked = renderer.render(messages, ask=True, where=where).text
+    if rendered.text.startswith(asked):
+        return len(asked)
+    said = renderer.render(messages, ask=False, where=where).text
+    asking = asked.removeprefix(said) if asked.startswith(said) else ""
+    first = asking.splitlines(keepends=True)[0] if asking.strip() else ""
+    found = rendered.text.find(first, at) if first else -1
+    if found < 0 or found in rendered.shielded:
+        return -1
+    return found + len(asking if rendered.text.startswith(asking, found) else first)
+
+
+def _text_beside_calls(text: str, where: str) -> BadRow:
+    return BadRow(
+        f"{where}: this template leaves out the text {text!r:.60} beside the calls of an answer",
+        reason="text beside calls left out by the template",
+        hint="leave the text out of answers with calls, or give a chat_template that shows both",
+    )
 
 
 def _frame(renderer: Renderer, messages: Messages, *, ask: bool, where: str) -> list[str]:
@@ -151,12 +212,21 @@ def _visible(answer: str) -> str:
 
 def _require_shown(messages: Messages, text: str, where: str) -> None:
     for message in messages:
-        if message.role != "assistant" and message.content.strip() not in text:
+        if message.role != "assistant" and not _is_shown(message, text):
             raise BadRow(
                 f"{where}: this template leaves out the {message.role} message {message.content!r:.60}",
                 reason=f"{message.role} message left out by the template",
                 hint="leave that message out, or give a chat_template that has a place for it",
             )
+
+
+def _is_shown(message: Message, text: str) -> bool:
+    """Templates write a tool's answer as it is, or as JSON text."""
+    content = message.content.strip()
+    forms = [content]
+    if message.role == "tool":
+        forms += [json.dumps(content, ensure_ascii=escaped)[1:-1] for escaped in (False, True)]
+    return any(form in text for form in forms)
 
 
 def _other_prompt(prompt: str, whole: str, where: str) -> BadRow:

@@ -9,13 +9,15 @@
 | question_answer   | question, answer (GSM8K)                         | user: question, assistant: answer       |
 | dialogue_summary  | dialogue, summary (SAMSum, DialogSum)            | user: dialogue, assistant: summary      |
 | text              | text                                             | the text itself                         |
-| columns           | named by the source's column mapping             | as prompt_completion, or as text        |
+| columns           | named by the source's column mapping             | as prompt_completion, messages, or text |
 
-Nothing is added to what the fields say: an instruction in front of a dialogue is the data's to give.
+Calls of tools, and the tools of a row, are read by tool_calls.py. Nothing is added to what the fields say: an
+instruction in front of a dialogue is the data's to give.
 """
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fitune.data.rows import (
@@ -25,15 +27,19 @@ from fitune.data.rows import (
     refuse_judged,
     refuse_unsupported_message,
     refuse_unsupported_row,
+    require_characters,
 )
+from fitune.data.tool_calls import CALLING, ToolCall, calls_in_text, calls_of, tools_of
 from fitune.errors import DataError, did_you_mean
 from fitune.spec.plan import DataFormat
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 Columns = tuple[tuple[str, str], ...]
 
 ROLES: dict[str, Role] = {
     "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "tool": "tool", "observation": "tool", "function": "tool", "ipython": "tool", "tool_response": "tool",
+    "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 """Role names as they stand in data -> ours."""
 
@@ -53,24 +59,37 @@ _RECOGNISED: tuple[tuple[DataFormat, tuple[str, ...]], ...] = (
 )
 """The first format all of whose fields are there is taken."""
 
-_INTERNAL = "".join(chr(code) for code in range(0xFDD0, 0xFDF0))
-"""Unicode noncharacters, reserved for a program's own use: rendering marks places in a text with them."""
-
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn; ``role`` is system, user or assistant."""
+    """One turn. An answer may be calls of tools, with or without text; ``call_id`` says which call a tool answers."""
 
     role: Role
     content: str
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+
+    @property
+    def text(self) -> str:
+        """All that it says, calls included, for people."""
+        return "\n".join(part for part in (self.content, *(call.text for call in self.calls)) if part)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """An optional system message, then user and assistant in turn; the last message is the answer."""
+    """An optional system message, then user and assistant in turn, and after calls the tools; an answer is last.
+
+    ``tools`` is the JSON text of the tools that the model may call, as the template shows them; "" for none.
+    """
 
     messages: tuple[Message, ...]
     where: str
+    tools: str = ""
+
+    @property
+    def text(self) -> str:
+        """All that is said, tools included, for people and for counts."""
+        return "\n".join(part for part in (self.tools, *(m.text for m in self.messages)) if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +139,22 @@ def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:
     if format != "text":
         refuse_judged(row)
         refuse_unsupported_row(row)
-    return _READERS[format](row)
+    example = _READERS[format](row)
+    if isinstance(example, Conversation) and (tools := tools_of(row)):
+        return replace(example, tools=tools)
+    return example
 
 
 def _checked_columns(columns: Columns) -> dict[str, str]:
     mapping = dict(columns)
     if "text" in mapping and len(mapping) == 1:
         return mapping
-    if not {"prompt", "completion"} <= set(mapping) <= {"system", "prompt", "completion"}:
+    if {"messages"} <= set(mapping) <= {"messages", "system", "tools"}:
+        return mapping
+    if not {"prompt", "completion"} <= set(mapping) <= {"system", "prompt", "completion", "tools"}:
         raise DataError(
             f"columns: {mapping} is not a mapping fitune can use",
-            hint="map prompt and completion (and system if there is one), or text alone",
+            hint="map prompt and completion, or messages (and system or tools if there are), or text alone",
         )
     return mapping
 
@@ -139,7 +163,12 @@ def _from_columns(row: Row, mapping: Mapping[str, str]) -> Example:
     if "text" in mapping:
         return Text(_text(row, mapping["text"]), row.where)
     system = _optional_text(row, mapping["system"]) if "system" in mapping else ""
-    return _asked_and_answered(row, mapping["prompt"], mapping["completion"], system=system)
+    if "messages" in mapping:
+        turns = _turns(row, mapping["messages"])
+        example = _conversation(row, [*_system(system), *turns], field=mapping["messages"])
+    else:
+        example = _asked_and_answered(row, mapping["prompt"], mapping["completion"], system=system)
+    return replace(example, tools=tools_of(row, mapping["tools"])) if "tools" in mapping else example
 
 
 def _asked_and_answered(row: Row, prompt: str, completion: str, *, system: str = "") -> Conversation:
@@ -211,8 +240,43 @@ def _turns(row: Row, field: str) -> list[Message]:
         role = _role(row, f"{name}.{role_key}", turn.get(role_key))
         if role == "system" and turn.get(text_key) == "":
             continue
-        messages.append(Message(role, _checked_text(row, f"{name}.{text_key}", turn.get(text_key))))
+        messages.append(_message(row, name, role, turn, said_by=turn[role_key], text_key=text_key))
     return messages
+
+
+def _message(
+    row: Row, name: str, role: Role, turn: Mapping[str, Any], *, said_by: str, text_key: str
+) -> Message:
+    place, content = f"{name}.{text_key}", turn.get(text_key)
+    if said_by in CALLING:
+        return Message(role, "", calls_in_text(row, place, content))
+    calls = calls_of(row, name, turn) if role == "assistant" else ()
+    content = _joined(row, place, content)
+    if role == "tool":
+        if isinstance(content, dict | list | int | float):
+            content = json.dumps(content, ensure_ascii=False)
+        id = turn.get("tool_call_id")
+        return Message(role, _checked_text(row, place, content), call_id=id if isinstance(id, str) else "")
+    if calls and content in (None, ""):
+        return Message(role, "", calls)
+    return Message(role, _checked_text(row, place, content), calls)
+
+
+def _joined(row: Row, place: str, content: Any) -> Any:
+    """A list of parts, ``[{type: text, text: …}]``, as one text; any other content as it is. Raises BadRow for a part
+    that is no text."""
+    if not isinstance(content, list) or not all(
+        isinstance(part, dict) and "type" in part for part in content
+    ):
+        return content
+    for number, part in enumerate(content):
+        if part["type"] != "text" or not isinstance(part.get("text"), str):
+            raise BadRow(
+                f"{row.where}: field '{place}[{number}]' is {part['type']}, expected text: {_short(part)}",
+                reason=f"{part['type']} not supported",
+                hint="fitune trains on text: leave the rows with other parts out",
+            )
+    return "".join(part["text"] for part in content)
 
 
 def _role(row: Row, field: str, value: Any) -> Role:
@@ -224,16 +288,26 @@ def _role(row: Row, field: str, value: Any) -> Role:
 
 
 def _conversation(row: Row, messages: list[Message], *, field: str) -> Conversation:
-    """Check the order: at most one system message, first; then user, assistant, user, …, assistant."""
+    """Check the order: at most one system message, first; then user, assistant, user, …, assistant.
+
+    After an answer with calls come the tools' answers, and the assistant again.
+    """
     spoken = messages[1:] if messages and messages[0].role == "system" else messages
+    expected: tuple[Role, ...] = ("user",)
     for number, message in enumerate(spoken):
-        expected = "assistant" if number % 2 else "user"
-        if message.role != expected:
+        if message.role not in expected:
             place = f"message {len(messages) - len(spoken) + number + 1} is from {message.role}"
-            raise _bad(row, field, f"{place}, expected {expected}", "roles out of order")
+            raise _bad(row, field, f"{place}, expected {' or '.join(expected)}", "roles out of order")
+        expected = _after(message)
     if not spoken or spoken[-1].role != "assistant":
         raise _bad(row, field, "does not end with an answer of the assistant", "no answer")
     return Conversation(tuple(messages), row.where)
+
+
+def _after(message: Message) -> tuple[Role, ...]:
+    if message.role == "assistant":
+        return ("tool",) if message.calls else ("user",)
+    return ("assistant", "tool") if message.role == "tool" else ("assistant",)
 
 
 def _system(content: str) -> list[Message]:
@@ -263,20 +337,8 @@ def _checked_text(row: Row, field: str, value: Any) -> str:
         raise _bad(row, field, f"is {type(value).__name__}, expected text", "wrong type", value)
     if not value.strip():
         raise _bad(row, field, "is empty", "empty field", value)
-    if not value.isascii():
-        _check_characters(row, field, value)
+    require_characters(row, field, value, hint=ACCEPTED)
     return value
-
-
-def _check_characters(row: Row, field: str, value: str) -> None:
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        where = f"U+{ord(value[error.start]):04X} at character {error.start + 1}"
-        raise _bad(row, field, f"contains an unpaired surrogate ({where})", "unpaired surrogate") from None
-    found = next((mark for mark in _INTERNAL if mark in value), None)
-    if found:
-        raise _bad(row, field, f"holds the noncharacter U+{ord(found):04X}", "noncharacter")
 
 
 def _bad(row: Row, field: str, what: str, reason: str, value: Any = None) -> BadRow:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fitune.data import cache
 from fitune.data.dataset import DatasetWriter, Facts, TokenDataset
-from fitune.data.formats import Conversation, Example, Message, Text, detect_format, to_example
+from fitune.data.formats import Conversation, Example, detect_format, to_example
 from fitune.data.ledger import LedgerBook, Progress, Watch, describe_dropped, ignore_reading
 from fitune.data.rows import BadRow
 from fitune.data.sources import content_key, read_rows, with_skip_hint
@@ -301,7 +301,10 @@ def _chosen(rows: TokenRows, mine: np.ndarray) -> TokenRows:
 def _is_held_out(example: Example, fraction: float, seed: int) -> bool:
     if not fraction:
         return False
-    content = example.text if isinstance(example, Text) else [[m.role, m.content] for m in example.messages]
+    content: Any = example.text
+    if isinstance(example, Conversation):
+        content = [[m.role, m.text] for m in example.messages]
+        content += [["tools", example.tools]] if example.tools else []
     digest = hashlib.blake2b(json.dumps([seed, content]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
@@ -374,4 +377,4 @@ def _from_cache(entry: Path, progress: Progress, on_note: Callable[[str], None])
 
 
 def _conversation(item: dict[str, Any]) -> Conversation:
-    return Conversation(tuple(Message(m["role"], m["content"]) for m in item["messages"]), item["where"])
+    return from_data(Conversation, item)

@@ -5,11 +5,12 @@ internals. It does not bound time or memory: there are many ways in Jinja to mak
 hours inside one call. So this runs in a process with limits (template_process.py), never in the one that trains.
 """
 
+import copy
 import json
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,8 +19,17 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from fitune.data.call_styles import (
+    CALL_STYLES,
+    PROBE_TOOLS,
+    calls_for_template,
+    shielded,
+    tool_names,
+    with_ids,
+)
 from fitune.data.formats import Message
 from fitune.data.rows import BadRow
+from fitune.data.tool_calls import ToolCall
 from fitune.errors import DataError
 
 SIZE_LIMIT = 32 * 1024**2
@@ -152,6 +162,8 @@ def _fixed_date(format: str) -> str:
 
 _SHIELD = "\ufdd2"
 """Put inside special-token text of the content, so that the template's own special tokens can be told from it."""
+_ESCAPED_SHIELD = "\\ufdd2"
+"""As a template writes it that escapes all that is not ASCII."""
 _MARKS = re.compile(f"[{MARK_OPEN}{MARK_CLOSE}{_SHIELD}]")
 _STANDIN = "\ufdd3"
 _STANDINS = re.compile(f"{_STANDIN}\\d+{_STANDIN}")
@@ -174,6 +186,7 @@ class Renderer:
     ) -> None:
         self._template, self._specials, self._special_texts = template, specials, special_texts
         self._eos = specials.get("eos_token", "")
+        self._tools = ""
         any_special = "|".join(map(re.escape, special_texts)) or r"(?!)"
         self._special_pattern = re.compile(any_special)
         self._next_special = re.compile(rf"\s*({any_special})")
@@ -181,13 +194,11 @@ class Renderer:
 
     def render(self, messages: Iterable[Message], *, ask: bool, where: str) -> Rendered:
         """``ask`` adds the words after which the model answers. Raises BadRow when the template refuses."""
-        turns = [{"role": message.role, "content": self._shield(message.content)} for message in messages]
-        try:
-            marked = self._template.render(
-                messages=turns, tools=None, documents=None, add_generation_prompt=ask, **self._specials
-            )
-        except TemplateFailed as error:
-            raise _refusal(turns, error, where) from None
+        messages = list(messages)
+        if self._tools or any(message.calls for message in messages):
+            marked = self._with_calls(messages, ask=ask, where=where)
+        else:
+            marked = self._marked([self._turn(message) for message in messages], None, ask=ask, where=where)
         if (rendered := _without_marks(marked)) is None:
             raise BadRow(
                 f"{where}: the template moves or cuts the text of its generation blocks",
@@ -195,6 +206,52 @@ class Renderer:
                 hint="put {% generation %}…{% endgeneration %} around text as it is written",
             )
         return rendered
+
+    def with_tools(self, tools: str) -> "Renderer":
+        """A renderer that shows the model ``tools``, the JSON text of a list; "" for none."""
+        if not tools:
+            return self
+        _ = self.opening, self._end_tokens  # found once, without tools
+        other = copy.copy(self)
+        other._tools = tools
+        return other
+
+    def _marked(self, turns: list[dict[str, Any]], tools: Any, *, ask: bool, where: str) -> str:
+        try:
+            return self._template.render(
+                messages=turns, tools=tools, documents=None, add_generation_prompt=ask, **self._specials
+            )
+        except TemplateFailed as error:
+            raise _refusal(turns, error, where) from None
+
+    def _turn(self, message: Message, **how: bool) -> dict[str, Any]:
+        turn: dict[str, Any] = {"role": message.role, "content": self._shield(message.content)}
+        if message.calls:
+            turn |= calls_for_template(message, self._shield, **how)
+        if message.call_id:
+            turn["tool_call_id"] = message.call_id
+        return turn
+
+    def _with_calls(self, messages: Sequence[Message], *, ask: bool, where: str) -> str:
+        """The text of the first of CALL_STYLES in which the template shows every call and every tool."""
+        messages = with_ids(messages)
+        tools = shielded(json.loads(self._tools), self._shield) if self._tools else None
+        needed = [call.name for message in messages for call in message.calls] + tool_names(self._tools)
+        fault: BadRow | None = None
+        for style in CALL_STYLES:
+            try:
+                turns = [self._turn(message, **style) for message in messages]
+                marked = self._marked(turns, tools, ask=ask, where=where)
+            except BadRow as bad:
+                fault = fault or bad
+                continue
+            plain = _MARKS.sub("", marked)
+            missing = next((name for name in needed if name not in plain), None)
+            if missing is None and _ESCAPED_SHIELD not in marked:
+                return marked
+            fault = _calls_left_out(missing, where)
+        assert fault is not None
+        raise fault
 
     def _shield(self, content: str) -> str:
         return self._special_pattern.sub(lambda found: found[0][0] + _SHIELD + found[0][1:], content)
@@ -207,7 +264,7 @@ class Renderer:
         The template sees a stand-in there, behind the text that is given for it.
         """
         standins = [
-            Message(message.role, f"{replaced[number]}{_STANDIN}{number}{_STANDIN}")
+            replace(message, content=f"{replaced[number]}{_STANDIN}{number}{_STANDIN}")
             if number in replaced
             else message
             for number, message in enumerate(messages)
@@ -244,6 +301,25 @@ class Renderer:
         question, earlier = (self._special_token_after(number, turns=2) for number in (0, 1))
         alike = {earlier} if last and earlier == question else set()
         return (frozenset({self._eos, last}) | alike) - {""}
+
+    @cached_property
+    def _call_ends(self) -> frozenset[str]:
+        """The token that ends an answer with calls, where it is another one than usual: Llama's <|eom_id|>."""
+        asked = [Message("user", "ping"), Message("assistant", "", (ToolCall("ping", "{}"),))]
+        try:
+            text = self.with_tools(PROBE_TOOLS).render(asked, ask=False, where="a try").text
+        except BadRow:
+            return frozenset()
+        found = self._special_pattern.findall(text)
+        return frozenset(found[-1:])
+
+    def end_of_call(self, rendered: Rendered, begin: int) -> int:
+        """Where an answer with calls ends that begins at ``begin``, its end token included; -1 without an end token."""
+        ends = self._end_tokens | self._call_ends
+        for found in self._special_pattern.finditer(rendered.text, begin):
+            if found[0] in ends and found.start() not in rendered.shielded:
+                return found.end()
+        return -1
 
     def _special_token_after(self, number: int, *, turns: int) -> str:
         """Text behind that message in a conversation of so many questions and answers; "" for none."""
@@ -319,7 +395,16 @@ def _without_marks(marked: str) -> Rendered | None:
     return Rendered("".join([*parts, marked[at:]]), tuple(generated), frozenset(shielded))
 
 
-def _refusal(turns: list[dict[str, str]], error: TemplateFailed, where: str) -> BadRow:
+def _calls_left_out(name: str | None, where: str) -> BadRow:
+    what = f"leaves out the tool {name!r:.60}" if name else "escapes special tokens inside calls"
+    return BadRow(
+        f"{where}: this template {what}",
+        reason="tools or calls left out by the template",
+        hint="give a chat_template that shows tools and tool_calls, or leave such rows out",
+    )
+
+
+def _refusal(turns: list[dict[str, Any]], error: TemplateFailed, where: str) -> BadRow:
     if turns and turns[0]["role"] == "system" and "system" in error.message.lower():
         return BadRow(
             f"{where}: this template does not support a system message: {error.message}",

@@ -1,6 +1,6 @@
 """A row as it was read, the error that names one row, and what fitune refuses to learn from.
 
-Refused by name are fields that change what should be learned (tool calls, images, weights of messages): to pass over
+Refused by name are fields that change what should be learned (images, thoughts, weights of messages): to pass over
 them in silence would train something else than the data says. And preference data: fitune learns every answer it
 reads, so it would learn the bad ones too:
 
@@ -47,16 +47,12 @@ def from_message(message: str, hint: str | None, reason: str | None = None) -> D
 
 
 _OF_MESSAGES = {
-    "tool_calls": "leave the rows with calls of tools out",
-    "function_call": "leave the rows with calls of functions out",
     "reasoning_content": "write the thought into the content: <think>…</think>",
     "reasoning": "write the thought into the content: <think>…</think>",
     "thinking": "write the thought into the content: <think>…</think>",
     "images": "fitune trains on text: leave the rows with images out",
 }
 _OF_ROWS = {
-    "tools": "write the tools into the system message, and leave the column out",
-    "functions": "write the functions into the system message, and leave the column out",
     "image": "fitune trains on text: leave the rows with images out",
     "images": "fitune trains on text: leave the rows with images out",
     "videos": "fitune trains on text: leave the rows with videos out",
@@ -82,6 +78,32 @@ def refuse_unsupported_message(row: Row, place: str, message: Mapping[str, Any])
         if (value := message.get(name)) is not None and value != 1:
             hint = "fitune learns every answer: end the conversation before those that are not to be learned"
             raise _not_supported(row, f"{place}.{name}", value, hint)
+
+
+_INTERNAL = "".join(chr(code) for code in range(0xFDD0, 0xFDF0))
+"""Unicode noncharacters, reserved for a program's own use: rendering marks places in a text with them."""
+
+
+def require_characters(row: Row, field: str, value: str, *, hint: str) -> None:
+    """Raises BadRow for text that no tokenizer can encode, or that rendering could not tell from its own marks."""
+    if value.isascii():
+        return
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        where = f"U+{ord(value[error.start]):04X} at character {error.start + 1}"
+        raise BadRow(
+            f"{row.where}: field {field!r} contains an unpaired surrogate ({where})",
+            reason="unpaired surrogate",
+            hint=hint,
+        ) from None
+    found = next((mark for mark in _INTERNAL if mark in value), None)
+    if found:
+        raise BadRow(
+            f"{row.where}: field {field!r} holds the noncharacter U+{ord(found):04X}",
+            reason="noncharacter",
+            hint=hint,
+        )
 
 
 def _says_something(value: Any) -> bool:
@@ -143,7 +165,7 @@ def _is_list_of_judgements(value: Any) -> bool:
 def _hint_for_pairs(fields: Mapping[str, Any], chosen: str) -> str:
     asked = next((name for name in ("prompt", "question", "instruction", "input") if name in fields), "…")
     if isinstance(fields[chosen], list) and not isinstance(fields.get(asked), list):
-        return f"to learn the chosen answers, write {chosen} as messages, without the other column"
+        return f"to learn the chosen answers: columns: {{messages: {chosen}}}"
     return f"to learn the chosen answers: columns: {{prompt: {asked}, completion: {chosen}}}"
 
 

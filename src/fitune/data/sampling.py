@@ -123,9 +123,7 @@ def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
     is_whole = True
     for example in examples:
         lengths.append(_length(example, train_on_prompt=train_on_prompt))
-        texts.append(
-            example.text if isinstance(example, Text) else "\n".join(m.content for m in example.messages)
-        )
+        texts.append(example.text)
         size += lengths[-1].text
         if len(lengths) == MOST_ROWS or size > MOST_TEXT:
             is_whole = next(examples, None) is None
@@ -159,8 +157,8 @@ def _length(example: Example, *, train_on_prompt: bool) -> _Length:
     if isinstance(example, Text):
         size = len(example.text.encode())
         return _Length(size, size, 1)
-    sizes = [(_learns(m, train_on_prompt), len(m.content.encode())) for m in example.messages]
-    text = sum(size for _, size in sizes)
+    sizes = [(_learns(m, train_on_prompt), len(m.text.encode())) for m in example.messages]
+    text = len(example.tools.encode()) + sum(size for _, size in sizes)
     learned = sum(size for is_learned, size in sizes if is_learned)
     return _Length(text, learned, 1 + TOKENS_PER_MESSAGE * len(sizes))
 

@@ -26,6 +26,7 @@ from fitune.data.children import Child, ChildEnded
 from fitune.data.formats import Conversation, Message
 from fitune.data.rendering import Piece, Renderer, SafeTemplate
 from fitune.data.rows import BadRow, from_message, to_message
+from fitune.data.tool_calls import ToolCall
 from fitune.errors import DataError
 from fitune.units import GIB, format_bytes
 
@@ -91,8 +92,7 @@ class RemoteTemplate:
 
     def _request(self, conversations: Sequence[Conversation], *, ask: bool) -> dict[str, Any]:
         rows = [
-            [[[message.role, message.content] for message in conversation.messages], conversation.where]
-            for conversation in conversations
+            [[_turn(message) for message in each.messages], each.where, each.tools] for each in conversations
         ]
         return {"key": self._key, "ask": ask, "rows": rows}
 
@@ -106,6 +106,19 @@ class RemoteTemplate:
             f"{where}: {self._name} {how}",
             hint="look at the template's loops, or give another chat_template",
         )
+
+
+def _turn(message: Message) -> list[Any]:
+    """``message`` as JSON; most have no calls."""
+    if not (message.calls or message.call_id):
+        return [message.role, message.content]
+    calls = [[call.name, call.arguments, call.id] for call in message.calls]
+    return [message.role, message.content, calls, message.call_id]
+
+
+def _message(role: Any, content: str, calls: Any = (), call_id: str = "") -> Message:
+    """The other way."""
+    return Message(role, content, tuple(ToolCall(*call) for call in calls), call_id)
 
 
 def _received(row: Any) -> list[Piece] | BadRow:
@@ -213,8 +226,8 @@ def _answer(request: dict[str, Any], renderers: dict[str, Renderer], cpu_s: floa
     except DataError as error:
         return to_message(error)
     answer, size = [], 0
-    for turns, where in request["rows"]:
-        row = _laid_out(renderers[key], turns, where, request["ask"], cpu_s)
+    for turns, where, tools in request["rows"]:
+        row = _laid_out(renderers[key], turns, where, tools, request["ask"], cpu_s)
         answer.append(row)
         size += sum(len(piece[0]) for piece in row) if isinstance(row, list) else 0
         if size > _ENOUGH:
@@ -227,14 +240,16 @@ def _renderer(template: dict[str, Any]) -> Renderer:
     return Renderer(safe, template["specials"], tuple(template["special_texts"]))
 
 
-def _laid_out(renderer: Renderer, turns: list[list[Any]], where: str, ask: bool, cpu_s: float) -> Any:
+def _laid_out(
+    renderer: Renderer, turns: list[list[Any]], where: str, tools: str, ask: bool, cpu_s: float
+) -> Any:
     """Pieces as lists of their fields."""
-    messages = [Message(role, content) for role, content in turns]
-    characters = sum(len(message.content) for message in messages)
+    messages = [_message(*turn) for turn in turns]
+    characters = len(tools) + sum(len(message.text) for message in messages)
     lay_out = prompt_pieces if ask else conversation_pieces
     try:
         with _processor_time(cpu_s + characters / _CHARACTERS_PER_S):
-            pieces = lay_out(renderer, messages, where=where)
+            pieces = lay_out(renderer.with_tools(tools), messages, where=where)
     except BadRow as bad:
         return to_message(bad)
     return [[p.text, p.supervised, p.plain, p.first, p.after_special] for p in pieces]

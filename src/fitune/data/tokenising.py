@@ -235,7 +235,9 @@ def tokenised(
 
 def text_size(example: Example) -> int:
     """Characters of its content."""
-    return len(example.text) if isinstance(example, Text) else sum(len(m.content) for m in example.messages)
+    if isinstance(example, Text):
+        return len(example.text)
+    return len(example.tools) + sum(len(m.text if m.calls else m.content) for m in example.messages)
 
 
 def _cores() -> int:

@@ -40,6 +40,7 @@ class Question:
     id: str
     where: str
     messages: tuple[Message, ...] = ()
+    tools: str = ""
     expected: str | None = None
     own: tuple[tuple[str, Any], ...] = ()
     """Sampling that the row brings itself."""
@@ -48,7 +49,8 @@ class Question:
     @property
     def content(self) -> str:
         """A hash of everything an answer and its grade depend on but the id."""
-        said = [(message.role, message.content) for message in self.messages]
+        said = [(message.role, message.text) for message in self.messages]
+        said += [("tools", self.tools)] if self.tools else []
         told = json.dumps([said, self.expected, self.own, self.problem])
         return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
 
@@ -111,7 +113,9 @@ def id_column_of(source: DataSource, id_column: str = "") -> str:
 def to_tasks(questions: Sequence[Question], *, template: ChatTemplate, sampling: Sampling) -> list[Task]:
     """The prompts rendered by the template that training uses, with training's ids."""
     asked = [
-        Conversation(question.messages, question.where) for question in questions if not question.problem
+        Conversation(question.messages, question.where, question.tools)
+        for question in questions
+        if not question.problem
     ]
     encoded = iter(template.encode_prompts(asked))
     return [_task(question, [] if question.problem else next(encoded), sampling) for question in questions]
@@ -120,7 +124,7 @@ def to_tasks(questions: Sequence[Question], *, template: ChatTemplate, sampling:
 def to_task(conversation: Conversation, *, id: str, template: ChatTemplate) -> Task:
     """The last answer of the conversation is what is expected; everything before it is the prompt."""
     *prompt, answer = conversation.messages
-    question = Question(id=id, where=conversation.where, messages=tuple(prompt), expected=answer.content)
+    question = Question(id=id, where=conversation.where, messages=tuple(prompt), expected=answer.text)
     return _task(question, template.encode_prompt(conversation), None)
 
 
@@ -157,7 +161,9 @@ def _question(row: Row, id_: str, source: DataSource) -> Question:
             hint=f"name the columns of {source.path} that hold the prompt and the expected answer",
         )
     *prompt, answer = example.messages
-    return Question(id=id_, where=row.where, messages=tuple(prompt), expected=answer.content)
+    return Question(
+        id=id_, where=row.where, messages=tuple(prompt), tools=example.tools, expected=answer.text
+    )
 
 
 def _of_batch_line(row: Row, id_: str) -> Question:
@@ -188,7 +194,7 @@ def _task(question: Question, encoded: list[int] | BadRow, sampling: Sampling | 
     return Task(
         id=question.id,
         prompt_ids=() if isinstance(encoded, BadRow) else tuple(encoded),
-        prompt_text="\n".join(message.content for message in question.messages),
+        prompt_text="\n".join(message.text for message in question.messages),
         expected=question.expected,
         where=question.where,
         sampling=replace(sampling, **dict(question.own)) if sampling and question.own else None,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fitune.data.dataset import TokenDataset
-from fitune.data.formats import Example, Text, detect_format, to_example
+from fitune.data.formats import Example, detect_format, to_example
 from fitune.data.ledger import describe_ledger
 from fitune.data.packing import pack_rows
 from fitune.data.preparing import PreparedData, prepare_data
@@ -169,10 +169,7 @@ def _shown(examples: Sequence[Example], tokenise: RowTokeniser, tokenizer: Any) 
     place = 0
     for example, fate in zip(examples, made.fates, strict=True):
         if not fate.rows:
-            text = (
-                example.text if isinstance(example, Text) else "\n".join(m.content for m in example.messages)
-            )
-            yield replace(_left_out(example.where, text, fate.reason), tokens=fate.tokens)
+            yield replace(_left_out(example.where, example.text, fate.reason), tokens=fate.tokens)
             continue
         begin = int(ends[place] - made.lengths[place])
         end = int(ends[place + fate.rows - 1])

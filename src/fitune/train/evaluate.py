@@ -110,7 +110,7 @@ def compare_samples(
     before = _answers_before(directory, len(conversations))
     after = answer(model, conversations)
     return tuple(
-        Sample(prompt=_prompt(c), expected=c.messages[-1].content, before=was, after=now)
+        Sample(prompt=_prompt(c), expected=c.messages[-1].text, before=was, after=now)
         for c, was, now in zip(conversations, before, after, strict=True)
     )
 
@@ -133,5 +133,5 @@ _NOT_ASKED = "(not asked: the run was resumed from elsewhere)"
 
 def _prompt(conversation: Conversation) -> str:
     """What was said before the answer; the role is named where it is not the user's."""
-    lines = [m.content if m.role == "user" else f"[{m.role}] {m.content}" for m in conversation.messages[:-1]]
+    lines = [m.text if m.role == "user" else f"[{m.role}] {m.text}" for m in conversation.messages[:-1]]
     return "\n".join(lines)
