@@ -49,7 +49,7 @@ class Question:
     @property
     def content(self) -> str:
         """A hash of everything an answer and its grade depend on but the id."""
-        said = [(message.role, message.text) for message in self.messages]
+        said = [(str(message.role), message.text) for message in self.messages]
         said += [("tools", self.tools)] if self.tools else []
         told = json.dumps([said, self.expected, self.own, self.problem])
         return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
