@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from fitune.errors import FituneError, HardwareError, RecipeError, RunDirectoryError
+from fitune.launch.draining import drain, has_ranks
 from fitune.launch.pods import _PRODUCTS
 from fitune.planner.search import find_plan
 from fitune.session.launching import launch_file, recipe_below, split_settings
@@ -21,11 +22,12 @@ from fitune.spec.gpus import find_gpu
 from fitune.spec.job import job_name
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.pins import pinned
-from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe, read_recipe
 from fitune.spec.run_directory import LOCK, WAIT_VARIABLE, lock_directory
 from fitune.units import GIB
 from launch.manifests import wrong_with
 
+ROOT = Path(__file__).parents[2]
 NEEDED = ["image=registry.example/fitune:0.1.0", "claim=shared"]
 RECIPES: dict[str, dict[str, Any]] = {
     "one device": {"model": "llama-3.2-1b", "tuning": "lora", "gpu": "rtx-4090"},
@@ -120,6 +122,26 @@ def test_the_head_does_no_work_and_pods_hold_references_to_secrets() -> None:
     assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     _, pod = worker_of(job)
     assert pod["containers"][0]["resources"]["limits"]["rdma/hca"] == "1"
+
+
+def test_a_pod_that_is_stopped_gives_notice_and_waits_for_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ray`` here writes down what it was asked; the rank is a process with the name that Ray gives to one."""
+    _, pod = worker_of(documents(recipe_of(**RECIPES["one device"]))[1])
+    command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert command[:3] == ["python", "-m", "fitune.launch.draining"]
+    assert 0 < int(command[3]) < pod["terminationGracePeriodSeconds"]
+    (tmp_path / "ray").write_text(f'#!/bin/bash\necho "$*" > {tmp_path}/said\n')
+    (tmp_path / "ray").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    drain(5, trains=lambda: False)
+    assert not (tmp_path / "said").exists()  # after the run no rank is here, and nothing is waited for
+    with subprocess.Popen(["ray::RayTrainWorker", "1"], executable="/bin/sleep") as rank:
+        assert has_ranks()
+        drain(20, trains=lambda: rank.poll() is None)
+        assert rank.poll() == 0
+    assert (tmp_path / "said").read_text().startswith("drain-node --reason DRAIN_NODE_REASON_PREEMPTION")
 
 
 def test_nodes_are_chosen_by_their_labels() -> None:
@@ -300,3 +322,24 @@ def test_a_wait_that_is_no_time_is_refused(
     monkeypatch.setenv(WAIT_VARIABLE, text)
     with pytest.raises(RunDirectoryError, match=WAIT_VARIABLE), lock_directory(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    ("recipe", "example"),
+    [
+        ("llama3.1-70b_lora_2x8x80gb", "rayjob_llama3.1-70b"),
+        ("falcon-180b_qlora_16x32gb", "rayjob_falcon-180b"),
+    ],
+)
+def test_the_manifests_that_are_shown_are_those_that_are_written(recipe: str, example: str) -> None:
+    """Their first line is the command. Predicted figures in words may change with the estimate."""
+    read = read_recipe(ROOT / f"recipes/{recipe}.yaml", options={"data": "train.jsonl"})
+    _, text = launch_file(read, "kuberay", job_file=ROOT / "examples/job.yaml")
+    written, shown = (
+        [document for document in yaml.safe_load_all(one)]
+        for one in (text, (ROOT / f"examples/{example}.yaml").read_text())
+    )
+    for documents_of in (written, shown):
+        documents_of[1]["metadata"].pop("annotations")
+        assert wrong_with(documents_of[1]) == []
+    assert written == shown

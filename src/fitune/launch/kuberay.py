@@ -14,6 +14,8 @@ _HEAD_MEMORY = 8 * GIB
 _SHM = 2 * GIB
 _OBJECT_STORE = GIB
 """Ray would take 30 % of a pod's memory for objects, and training keeps next to none."""
+_END_SECONDS = 15
+"""Of the grace period, for Ray's own end."""
 _TOKEN_SINCE = (2, 52)
 
 
@@ -45,6 +47,9 @@ def ray_job(job: JobSpec, recipe: str) -> list[Manifest]:
         job, memory_bytes=compute.memory_bytes, cpus=compute.cpus, shm_bytes=compute.shm_bytes,
         disk_bytes=compute.disk_bytes, gpus=compute.gpus,
     )  # fmt: skip
+    worker["containers"][0]["lifecycle"] = {
+        "preStop": {"exec": {"command": _before_it_stops(limits.grace_seconds)}}
+    }
     spec["rayClusterSpec"] = {
         "rayVersion": job.ray_version,
         "authOptions": {"mode": "token"},
@@ -76,6 +81,10 @@ def ray_job(job: JobSpec, recipe: str) -> list[Manifest]:
 def _entrypoint(job: JobSpec) -> list[str]:
     workers = str(job.compute.num_gpus)
     return ["fitune", "train", RECIPE, "--on", "ray", "--ray-address", "auto", "--workers", workers]
+
+
+def _before_it_stops(grace_seconds: int) -> list[str]:
+    return ["python", "-m", "fitune.launch.draining", str(grace_seconds - _END_SECONDS)]
 
 
 def _template(pod: Manifest) -> Manifest:
