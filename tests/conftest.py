@@ -75,6 +75,9 @@ def plan_of(model_folder: Path, data_file: Path, folder: Path, **settings: objec
     return find_plan(recipe, model=load_model_spec(recipe.model), hardware=hardware).chosen.plan
 
 
+os.environ["FITUNE_CALIBRATE"] = "0"  # also for fixtures that outlive a test, and for new processes
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))

@@ -1,5 +1,7 @@
 """Fitting rates to times, counting operations, and measuring this machine with shapes small enough for a test."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -68,15 +70,12 @@ def test_views_and_empty_tensors_are_no_operations():
 
 
 def test_this_machine_is_measured_and_the_result_survives_its_file(monkeypatch):
-    monkeypatch.setattr(device_rates, "PRODUCTS_TDF_CPU", device_rates.PRODUCTS_TDF_CPU[:1])
-    monkeypatch.setattr(device_rates, "ROW_LENGTHS_CPU", (64,))
     monkeypatch.setattr(device_rates, "NEW_BYTES", 2**20)
-    monkeypatch.setattr(device_rates, "TENSOR_MIB_CPU", (0.25, 1))
     monkeypatch.setattr(device_rates, "ADAM_PARAMETERS", 2**16)
-    monkeypatch.setattr(device_rates, "POOL_BYTES", 2**20)
-    monkeypatch.setattr(device_rates, "TRIALS", 2)
-    monkeypatch.setattr(device_rates, "TRIAL_SECONDS", 1e-3)
-    found = calibrate(detect_hardware(use_gpus=False))
+    little = replace(
+        device_rates.HURRIED, products=1, row_lengths=(64,), tensor_mib=(0.25, 1), pool_bytes=2**20
+    )
+    found = calibrate(detect_hardware(use_gpus=False), effort=little)
     assert found.device.startswith("cpu-")
     assert {rate.numbers for rate in found.products} == {"fp32", "bf16"}
     assert 1e8 < found.product_rate("fp32").flops < 1e13

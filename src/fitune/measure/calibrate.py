@@ -14,6 +14,9 @@ from fitune.measure.device_rates import (
     FLOPS_PER_PAIR,
     HEAD_SIZES_CPU,
     HEADS,
+    HURRIED,
+    THOROUGH,
+    Effort,
     Samples,
     attention_samples,
     cpu_adam_samples,
@@ -21,10 +24,12 @@ from fitune.measure.device_rates import (
     host_samples,
     launch_samples,
     logit_samples,
+    measuring_with,
     new_page_samples,
     product_samples,
     traffic_samples,
 )
+from fitune.measure.hardware import has_bf16_products
 from fitune.spec.hardware import (
     AttentionRate,
     Calibration,
@@ -39,20 +44,21 @@ from fitune.spec.hardware import (
 from fitune.units import MIB
 
 DTYPES: dict[Numbers, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ROUNDS = 2
-"""What disturbs a machine for a second or two spoils one of them."""
 
 
-def calibrate(hardware: Hardware) -> Calibration:
+def calibrate(hardware: Hardware, *, effort: Effort = THOROUGH) -> Calibration:
     """Measure one device of ``hardware``, this machine's.
 
+    ``effort``: HURRIED takes seconds on a processor, and bf16 only where it has instructions for it.
     Among ranks of torch.distributed every rank must call it, and collectives are measured too.
     """
     on_cpu = hardware.gpu.is_cpu
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     unused = "fp16" if on_cpu else "" if hardware.gpu.has_bf16 else "bf16"  # nothing trains in it here
-    numbers: list[Numbers] = [name for name in DTYPES if name != unused]
-    rounds = [measured(device, numbers) for _ in range(ROUNDS)]
+    slow = "bf16" if on_cpu and effort == HURRIED and not has_bf16_products() else ""
+    numbers: list[Numbers] = [name for name in DTYPES if name not in (unused, slow)]
+    with measuring_with(effort):
+        rounds = [measured(device, numbers) for _ in range(effort.rounds)]
     best = {name: _least([each[name] for each in rounds]) for name in rounds[0]}
     forward_launch, start = launches(*best["launch"][:2])
     _, forward, both = best["launch"]

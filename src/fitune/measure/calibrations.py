@@ -1,6 +1,8 @@
 """Calibrations on disk, one JSON file for each device. Without torch: every plan reads them."""
 
+import hashlib
 import os
+import platform
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +20,18 @@ def calibrations_folder(environment: Mapping[str, str] = os.environ) -> Path:
 def device_key(gpu: Gpu, *, cores: int, environment: Mapping[str, str] = os.environ) -> str:
     """The name that a calibration is stored under: a processor is another device with another number of threads."""
     return f"cpu-{processor_threads(cores, environment)}-threads" if gpu.is_cpu else gpu.name
+
+
+def quick_key(device: str, *, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The name of what was measured in a hurry before a training: of this processor alone, other machines may share the
+    folder."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = next((line for line in lines if line.lower().startswith(("model name", "cpu part"))), "")
+    kind = f"{platform.machine()} {platform.processor()} {named.partition(':')[2].strip()}"
+    return f"{device}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}-quick"
 
 
 def processor_threads(cores: int, environment: Mapping[str, str] = os.environ) -> int:

@@ -8,7 +8,10 @@ import collections
 import functools
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,18 +30,13 @@ PRODUCTS_TDF_CPU = ((64, 64, 176), (256, 256, 704), (256, 512, 1408), (512, 1024
 """No result is so large that writing it means new pages of memory, which are measured apart."""
 HEADS, HEAD_SIZE = 32, 128
 HEADS_CPU, HEAD_SIZES_CPU = 4, (64, 128)
-ROW_LENGTHS_CPU = (64, 128, 256, 512, 1024, 2048)
 LAYERS_LAUNCHED = (2, 8)
-TENSOR_MIB_CPU, TENSOR_MIB_CUDA = (0.25, 1, 4, 16, 64), (16, 64)
+TENSOR_MIB_CUDA = (16, 64)
 """On CUDA small tensors only measure the launch, which has a rate of its own."""
 WIDTH = 512
 """Length of the rows that elementwise operations are measured on."""
-POOL_BYTES = 128 * MIB
-"""Tensors that take turns, more than caches hold: a step comes back to a tensor when many others were used."""
 SLOW_SECONDS = 0.2
 """No larger shape is tried where one call takes longer."""
-TRIAL_SECONDS, TRIALS, FEW_TRIALS = 0.01, 9, 4
-"""Fewer where one call is a trial: it takes long enough to find a quiet moment of its own."""
 ADAM_PARAMETERS = 16 * 1024**2
 COPY_BYTES = 256 * MIB
 NEW_BYTES = 64 * MIB
@@ -47,14 +45,54 @@ FLOPS_PER_PAIR = 3.5 * 4 * HEADS * HEAD_SIZE
 """Two products forward, five backward (Dao 2023, arXiv 2307.08691)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long a processor is measured."""
+
+    trial_seconds: float
+    trials: int
+    few_trials: int
+    """Where one call is a trial: it takes long enough to find a quiet moment of its own."""
+    rounds: int
+    """What disturbs a machine for a second or two spoils one of them."""
+    products: int
+    """Of PRODUCTS_TDF_CPU, the small ones first."""
+    row_lengths: tuple[int, ...]
+    tensor_mib: tuple[float, ...]
+    pool_bytes: int
+    """Tensors that take turns, more than caches hold: a step comes back to a tensor when many others were used."""
+
+
+THOROUGH = Effort(
+    trial_seconds=0.01, trials=9, few_trials=4, rounds=2, products=5, row_lengths=(64, 128, 256, 512, 1024, 2048),
+    tensor_mib=(0.25, 1, 4, 16, 64), pool_bytes=128 * MIB,
+)  # fmt: skip
+HURRIED = Effort(
+    trial_seconds=0.002, trials=3, few_trials=1, rounds=1, products=4, row_lengths=(64, 512),
+    tensor_mib=(0.25, 4), pool_bytes=4 * MIB,
+)  # fmt: skip
+_effort: ContextVar[Effort] = ContextVar("effort", default=THOROUGH)
+
+
+@contextmanager
+def measuring_with(effort: Effort) -> Iterator[None]:
+    """Inside, every function here measures with ``effort``."""
+    token = _effort.set(effort)
+    try:
+        yield
+    finally:
+        _effort.reset(token)
+
+
 def fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call: the least over trials of as many calls as a clock needs."""
     seconds_of(work, 1, device)  # finds cold caches and kernels that are not made yet
     once = seconds_of(work, 1, device)
     if once > SLOW_SECONDS:
         return once
-    calls = max(1, round(TRIAL_SECONDS / once))
-    trials = TRIALS if calls > 1 else FEW_TRIALS
+    effort = _effort.get()
+    calls = max(1, round(effort.trial_seconds / once))
+    trials = effort.trials if calls > 1 else effort.few_trials
     return min(seconds_of(work, calls, device) / calls for _ in range(trials))
 
 
@@ -81,7 +119,8 @@ def _finish(device: torch.device) -> None:
 def product_samples(device: torch.device, dtype: torch.dtype) -> Samples:
     """FLOPs of x · Wᵀ and of its weight's gradient yᵀ · x, until one takes too long."""
     samples = []
-    for tokens, inner, outer in PRODUCTS_TDF if device.type == "cuda" else PRODUCTS_TDF_CPU:
+    shapes = PRODUCTS_TDF if device.type == "cuda" else PRODUCTS_TDF_CPU[: _effort.get().products]
+    for tokens, inner, outer in shapes:
         x_TD = torch.randn(tokens, inner, device=device).to(dtype)
         weight_FD = torch.randn(outer, inner, device=device).to(dtype)
         y_TF = torch.nn.functional.linear(x_TD, weight_FD)
@@ -121,7 +160,7 @@ def head_samples(dtype: torch.dtype, head_size: int) -> tuple[Samples, Samples]:
     heads = max(HEADS_CPU, torch.get_num_threads())
     forward: Samples = []
     backward: Samples = []
-    for length in ROW_LENGTHS_CPU:
+    for length in _effort.get().row_lengths:
         q, k, v = (
             torch.randn(1, length, heads, head_size).to(dtype).transpose(1, 2).requires_grad_() for _ in "qkv"
         )
@@ -180,13 +219,13 @@ def traffic_samples(device: torch.device, dtype: torch.dtype, *, launch_seconds:
     """
     if device.type == "cuda":
         return [_multiplied(int(mib * MIB), device) for mib in TENSOR_MIB_CUDA]
-    return [_between_products(int(mib * MIB), dtype, launch_seconds) for mib in TENSOR_MIB_CPU]
+    return [_between_products(int(mib * MIB), dtype, launch_seconds) for mib in _effort.get().tensor_mib]
 
 
 def _multiplied(size: int, device: torch.device) -> tuple[float, float]:
     """Three tensors, none of them just used."""
     tensors = collections.deque(
-        torch.ones(size // 4, device=device) for _ in range(max(3, POOL_BYTES // size))
+        torch.ones(size // 4, device=device) for _ in range(max(3, _effort.get().pool_bytes // size))
     )
 
     def multiply() -> None:
@@ -204,7 +243,7 @@ def _between_products(size: int, dtype: torch.dtype, launch_seconds: float) -> t
     x_BTD = torch.randn(1, tokens, WIDTH).to(dtype).requires_grad_()
     norm = LlamaRMSNorm(WIDTH).to(dtype)
     cosine = torch.rand(1, tokens, HEAD_SIZE // 2).to(dtype)
-    blocks = max(1, POOL_BYTES // (16 * size))
+    blocks = max(1, _effort.get().pool_bytes // (16 * size))
     ones = torch.ones_like(x_BTD)
 
     def block(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from fitune.errors import HardwareError
-from fitune.measure.calibrations import device_key, stored_calibration
+from fitune.measure.calibrations import device_key, quick_key, stored_calibration
 from fitune.spec.gpus import (
     NODE_NETWORK,
     GpuFigures,
@@ -107,7 +107,10 @@ def _shared_processor(here: Hardware, processes: int, nodes: int, memory_bytes: 
 def calibrated(hardware: Hardware) -> Hardware:
     """``hardware`` with the rates that were measured of its device on this machine, if they were."""
     each = hardware.gpus_per_node if hardware.gpu.is_cpu else 1
-    found = stored_calibration(device_key(hardware.gpu, cores=hardware.cpu_cores // each))
+    key = device_key(hardware.gpu, cores=hardware.cpu_cores // each)
+    found = stored_calibration(key)
+    if found is None and hardware.gpu.is_cpu:
+        found = stored_calibration(quick_key(key))
     return hardware if found is None else dataclasses.replace(hardware, calibration=found)
 
 

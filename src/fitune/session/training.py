@@ -39,7 +39,8 @@ from fitune.session.events import (
     WeightsRead,
 )
 from fitune.session.exporting import export_run
-from fitune.session.planning import plan_for, saving_in_time
+from fitune.session.first_use import measure_on_first_use
+from fitune.session.planning import plan_for, saving_in_time, wanted_hardware
 from fitune.session.results import report_run
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Plan
@@ -100,6 +101,8 @@ def first_attempt(
     """
     if not recipe.data:
         raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
+    if ranks.is_alone and hardware is None:  # else every rank has to make the same plan
+        measure_on_first_use(wanted_hardware(recipe), tell=tell)
     report = saving_in_time(recipe, plan_for(recipe, purposes=("plan", "train"), hardware=hardware))
     plan = report.chosen.plan
     tell(Planned(report=report))

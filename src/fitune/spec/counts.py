@@ -166,10 +166,10 @@ def achieved_mfu(plan: Plan, row_lengths: Sequence[int], supervised_tokens: int,
     """Model FLOPs utilisation: the FLOPs the mathematics needs (recompute is not counted)
     over what the device could have done in the same time (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 
-    0 when the device's peak is not known.
+    0 when the device's peak is not known: a processor's is a careful guess, which many exceed.
     """
     peak = peak_flops(plan.hardware.gpu, plan.precision) * plan.hardware.num_gpus
-    if peak <= 0 or seconds <= 0:
+    if peak <= 0 or seconds <= 0 or plan.hardware.gpu.is_cpu:
         return 0.0
     flops = model_flops(plan.model, plan.tuning, row_lengths=row_lengths, supervised_tokens=supervised_tokens)
     return flops / (seconds * peak)
