@@ -9,9 +9,12 @@ from transformers import GenerationConfig
 from fitune.data.formats import Conversation, Message
 from fitune.demo.text import training_exercises
 from fitune.models.attention import use_attention
-from fitune.score.engine import Sampling
-from fitune.score.engine_transformers import answer_all
+from fitune.score.continuous import can_join
+from fitune.score.engine import Continuation, Request, Sampling
+from fitune.score.engine_transformers import TransformersEngine, answer_all
 from fitune.score.tasks import Answer, Task, to_task
+from models.streams import make_rows
+from models.tiny_models import tiny_model
 
 GREEDY = Sampling(max_new_tokens=12)
 WARM = Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=3)
@@ -152,3 +155,47 @@ def test_progress_adds_up(tiny, tasks: list[Task]) -> None:
         tiny.model, tiny.tokenizer, tiny.template, tasks, GREEDY, batch_size=4, on_answers=counts.append
     )
     assert sum(counts) == len(tasks)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "qwen3_moe"])
+def test_rows_that_enter_and_leave_write_what_they_write_alone(tiny, family: str) -> None:
+    """Sliding windows, learned positions, experts: 14 rows through 4 places, each with a limit of its own."""
+    model = tiny_model(family).eval()
+    engine = TransformersEngine(model=model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=4)
+    rows = make_rows([3 + 5 * place % 37 for place in range(14)])
+    requests = [
+        Request(
+            id=str(place),
+            prompt_ids=tuple(row.tolist()),
+            sampling=Sampling(max_new_tokens=1 + place * 5 % 11),
+        )
+        for place, row in enumerate(rows)
+    ]
+    stop = set(tiny.template.stop_ids) | {2}
+    assert can_join(model)
+    found = {completion.id: list(completion.token_ids) for completion in engine.answer(requests)}
+    for request in requests:
+        most = request.sampling.max_new_tokens
+        assert found[request.id] == most_likely(model, request.prompt_ids, most, stop)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_likelihoods_are_those_of_the_whole_softmax(tiny, family: str) -> None:
+    """Gemma-2 caps its logits; rows of different length share a batch; logits are made for one chunk at a time."""
+    model = tiny_model(family).eval()
+    engine = TransformersEngine(model=model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=3)
+    rows = [row.tolist() for row in make_rows([5, 21, 9, 60])]
+    asked = [
+        Continuation(id=str(place), prompt_ids=tuple(row[:3]), token_ids=tuple(row[3:]))
+        for place, row in enumerate(rows)
+    ]
+    too_long = Continuation(id="long", prompt_ids=(5,) * 250, token_ids=(6,) * 7)
+    found = {likelihood.id: likelihood for likelihood in engine.weigh([*asked, too_long])}
+    assert found["long"].error == "prompt 250 + continuation 7 = 257 tokens, the model has room for 256"
+    for place, row in enumerate(rows):
+        with torch.no_grad():
+            logprobs = model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)
+        expected = [float(logprobs[at - 1, row[at]]) for at in range(3, len(row))]
+        assert found[str(place)].logprobs == pytest.approx(expected, abs=1e-4)
+        best = [int(logprobs[at - 1].argmax()) for at in range(3, len(row))]
+        assert found[str(place)].is_greedy == (best == row[3:])

@@ -2,11 +2,14 @@
 
 import sys
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 
 from fitune.errors import MissingExtra, RecipeError
-from fitune.score.graders import References, grade, last_number
+from fitune.score.grader_process import GradeFailed, GuardedGrader
+from fitune.score.graders import References, grade, last_number, open_graders
+from fitune.score.grading import try_graders
 
 
 @pytest.mark.parametrize("name", ["exact_match", "contains", "number", "rouge"])
@@ -80,8 +83,8 @@ def test_an_unknown_grader_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(RecipeError, match="exct_match") as caught:
         grade("exct_match", "a", "a")
     assert "exact_match" in str(caught.value)
-    with pytest.raises(RecipeError, match="bleurt") as caught:
-        grade("bleurt", "a", "a")
+    with pytest.raises(RecipeError, match="meteor") as caught:
+        grade("meteor", "a", "a")
     assert "rouge" in str(caught.value)
 
 
@@ -102,3 +105,91 @@ def test_graders_follow_from_the_references(references: list[str], names: tuple[
     chosen, why = seen.graders()
     assert chosen == names
     assert why
+
+
+def test_f1_counts_shared_words_without_case_punctuation_and_articles() -> None:
+    # 2 shared of 3 and 2 words: 2 · 2 / 5
+    assert grade("f1", "The capital: Oslo, Norway", "Oslo, a Norway.") == pytest.approx(0.8)
+    assert grade("f1", "", "") == 1.0
+
+
+def test_bleu_and_chrf_are_sacrebleus_own() -> None:
+    sacrebleu = pytest.importorskip("sacrebleu")
+    answer, expected = "the cat sat on the mat", "the cat is on the mat"
+    assert grade("bleu", answer, expected) == sacrebleu.sentence_bleu(answer, [expected]).score / 100
+    assert grade("chrf", answer, expected) == sacrebleu.sentence_chrf(answer, [expected]).score / 100
+    assert grade("bleu", expected, expected) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("regex", "needs PATTERN"), ("f1:x", "takes nothing"), ("python:rules.py", "needs FILE.py:FUNCTION"),
+     ("json_schema:/no/such.json", "cannot be read")],
+)  # fmt: skip
+def test_a_grader_that_is_not_told_enough_is_refused(name: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        open_graders((name,))
+
+
+def test_a_key_follows_from_the_name_and_the_files(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.py"
+    rules.write_text("def f(**_): return 1")
+    (first,) = open_graders((f"python:{rules}:f",))
+    rules.write_text("def f(**_): return 0")
+    (second,) = open_graders((f"python:{rules}:f",))
+    assert len({first.key, second.key, *(g.key for g in open_graders(("regex:a", "regex:b")))}) == 4
+
+
+RULES = """
+import time
+
+def shout(*, answer, expected, prompt):
+    if answer == "hang":
+        time.sleep(60)
+    if answer == "die":
+        import os
+        os._exit(3)
+    return answer.isupper() / int(expected)
+"""
+
+
+def test_a_function_that_raises_hangs_or_dies_is_an_error_of_its_row(tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text(RULES)
+    grader = GuardedGrader("python", f"{tmp_path / 'rules.py'}:shout", limit_s=1.0)
+
+    def graded(answer: str, expected: str = "1") -> float | str:
+        try:
+            return grader.grade(answer=answer, expected=expected, prompt="")
+        except GradeFailed as failed:
+            return str(failed)
+
+    try:
+        assert graded("LOUD") == 1.0
+        assert graded("LOUD", "0") == "ZeroDivisionError: division by zero"
+        assert graded("die") == "the grader's process ended: exit code 3"
+        assert graded("hang") == "the grader took longer than 1 s"
+        assert graded("quiet") == 0.0
+    finally:
+        grader.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "right", "wrong"),
+    [("regex", "^[0-9]+$", "42", "forty"),
+     ("json_schema", '{"type": "object", "required": ["city"]}', '```json\n{"city": "Oslo"}\n```', '{"town": 1}')],
+)  # fmt: skip
+def test_patterns_and_schemas_grade_the_answer_alone(
+    kind: str, argument: str, right: str, wrong: str
+) -> None:
+    grader = GuardedGrader(kind, argument)
+    try:
+        assert grader.grade(answer=right, expected=None, prompt="") == 1.0
+        assert grader.grade(answer=wrong, expected=None, prompt="") == 0.0
+        assert grader.grade(answer="no", expected=None, prompt="") == 0.0
+    finally:
+        grader.close()
+
+
+def test_a_pattern_that_is_none_is_refused_before_any_row() -> None:
+    with pytest.raises(RecipeError, match=r"'regex:\(': .*unterminated subpattern"):
+        try_graders(open_graders(("regex:(",)))

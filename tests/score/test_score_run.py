@@ -15,7 +15,8 @@ from fitune.demo.text import training_exercises
 from fitune.errors import DataError, FituneError, RecipeError, RunDirectoryError
 from fitune.score.engine import Completion, Request, Sampling
 from fitune.score.engine_transformers import TransformersEngine
-from fitune.score.run import ScorePlan, score
+from fitune.score.plan import ScorePlan
+from fitune.score.run import score
 from fitune.score.shards import Shards
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
@@ -371,8 +372,8 @@ def test_bad_ids_and_bad_graders_stop_everything_before_the_weights_are_read(pla
     try:
         with pytest.raises(DataError, match="repeat an id"):
             quietly(plan)
-        with pytest.raises(RecipeError, match="bleu"):
-            quietly(replace(plan, graders=("bleu",)))
+        with pytest.raises(RecipeError, match="meteor"):
+            quietly(replace(plan, graders=("meteor",)))
     finally:
         hidden.rename(weights)
     assert not Path(plan.output_dir).exists()

@@ -32,7 +32,7 @@ def row(number: int, **more: Any) -> dict[str, Any]:
 def test_prompt_ids_are_the_beginning_of_the_training_ids(tiny, tmp_path: Path) -> None:
     messages = (Message("system", "Be brief."), Message("user", "Where to?"), Message("assistant", "Oslo"))
     conversation = Conversation(messages, "here:1")
-    task = to_task(conversation, id="a")
+    task = to_task(conversation, id="a", template=tiny.template)
     encoded = tiny.template.encode(conversation)
     prompt = list(task.prompt_ids)
     assert encoded.ids[: len(prompt)] == prompt

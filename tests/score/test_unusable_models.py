@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fitune.errors import CheckpointError, DataError, ModelError
-from fitune.score import run
 from fitune.score.engine import Sampling
-from fitune.score.run import ScorePlan, choose_dtype, score
+from fitune.score.opening import choose_dtype
+from fitune.score.plan import ScorePlan
+from fitune.score.run import score
 from fitune.score.tasks import read_questions
 from fitune.spec.plan import DataSource
 from models.tiny_models import with_ids_moved_up
@@ -97,7 +98,7 @@ def test_a_warning_about_an_adapter_is_said(tiny, data: DataSource, tmp_path: Pa
 def test_a_gpu_without_bf16_scores_in_fp16(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(run.torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert choose_dtype(torch.device("cuda")) is dtype
     assert choose_dtype(torch.device("cpu")) is torch.float32
 
@@ -115,3 +116,13 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows(
     mixed = with_ids_moved_up(model_folder, tmp_path / "mixed", by=384)
     with pytest.raises(ModelError, match="the embedding has 384 rows"):
         score(plan_for(mixed, data, tmp_path / "out"))
+
+
+def test_an_adapter_without_effect_is_refused_although_its_b_is_not_zero(
+    tiny, data: DataSource, tmp_path: Path, adapter: Path
+) -> None:
+    file = adapter / "adapter_model.safetensors"
+    weights = {name: w.zero_() if "lora_A" in name else w for name, w in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="changes nothing, although its B matrices are not zero"):
+        score(plan_for(tiny.folder, data, tmp_path / "out", adapter), say=lambda line: None)

@@ -16,7 +16,8 @@ from fitune.models.door import model_config
 from fitune.models.weights import add_rows, load_model, planned_tokenizer
 from fitune.rehearse.step import rehearse
 from fitune.score.engine import Sampling
-from fitune.score.run import ScorePlan, score
+from fitune.score.plan import ScorePlan
+from fitune.score.run import score
 from fitune.session.exporting import export_run
 from fitune.spec.plan import DataSource, Nf4, Plan
 from fitune.train.prepare import prepare

@@ -356,7 +356,7 @@ def score(
     ] = None,
     grader: Annotated[
         list[str] | None,
-        typer.Option(help="exact_match, contains, rouge or number; repeatable. Default: by data."),
+        typer.Option(help="exact_match, number, f1, rouge, regex:…, … (docs/scoring.md); repeatable."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 256,
     batch_size: Annotated[int, typer.Option(help="Rows answered together.")] = 16,
@@ -367,23 +367,30 @@ def score(
     id_column: Annotated[
         str, typer.Option(help="Column that names each row; default: custom_id, id, or its number.")
     ] = "",
+    engine: Annotated[str, typer.Option(help="transformers, server (at --url) or vllm.")] = "transformers",
+    url: Annotated[str, typer.Option(help="OpenAI-compatible server: http://localhost:8000/v1.")] = "",
+    served_model: Annotated[str, typer.Option(help="The model's name there; default: --model.")] = "",
+    against: Annotated[str, typer.Option(metavar="OUT", help="Compare with an earlier score.")] = "",
     json: Json = False,
 ) -> None:
     """Answer a dataset with a model and grade the answers."""
     from fitune.cli.options import columns_of
     from fitune.cli.terminal import Terminal
-    from fitune.session.scoring import score_dataset
+    from fitune.session.scoring import compare_scores, score_dataset
 
     with Terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone
         report = score_dataset(
             model=model, adapter=adapter, data=data, out=out, columns=columns_of(columns or []), graders=grader or [],
             sampling={"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
             batch_size=batch_size, chat_template=chat_template, id_column=id_column, tell=terminal,
+            engine=engine, url=url, served_model=served_model,
         )  # fmt: skip
     _show(report, json=json)
     answers = out / "answers.jsonl"
     if not json:
         print(f"answers: {answers}")
+    if against:
+        print(compare_scores(out, Path(against)), file=sys.stderr if json else sys.stdout)
     if report.failed:
         failed = ScoringFailed(
             f"{report.failed} of {report.rows} rows have no answer; they are graded 0",

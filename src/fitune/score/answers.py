@@ -12,7 +12,7 @@ from typing import Any
 from fitune.errors import RunDirectoryError
 from fitune.files import write_atomically
 from fitune.models.weight_files import identity
-from fitune.score.engine import EngineName, Sampling
+from fitune.score.engine import Sampling
 from fitune.score.tasks import Answer
 from fitune.spec.plan import DataSource
 from fitune.spec.run_directory import LOCK
@@ -65,13 +65,15 @@ def completion_tokens(line: Line) -> int:
 
 
 MANIFEST = "manifest.json"
-OURS = (MANIFEST, "answers.jsonl", "answers.parquet", "grades.jsonl", "report.json", LOCK)
+CHANGED = "changed.jsonl"
+"""Rows whose grade differs from another scoring's."""
+OURS = (MANIFEST, CHANGED, "answers.jsonl", "answers.parquet", "grades.jsonl", "report.json", LOCK)
 """The files that scoring writes into its directory; shards stand in a folder beside them."""
 
 
 def manifest(
     *,
-    engine: EngineName,
+    engine: str,
     model: str,
     adapter: str,
     template: str,

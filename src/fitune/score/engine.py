@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from fitune.errors import CheckpointError
 from fitune.files import read_text
 
 EngineName = Literal["transformers", "server", "vllm"]
@@ -129,6 +130,14 @@ def refusal(request: Request, *, context: int) -> Completion | None:
         request,
         "prompt_too_long",
         f"prompt {prompt} + max_new_tokens {new} = {prompt + new} tokens, the model has room for {context}",
+    )
+
+
+def no_effect(adapter: str) -> CheckpointError:
+    return CheckpointError(
+        f"{adapter}: the adapter changes nothing, although its B matrices are not zero: the engine does not adapt its "
+        "modules, or its weights are below the rounding of the model's",
+        hint="merge it: fitune export RUN --as merged, and score that folder",
     )
 
 

@@ -8,24 +8,30 @@ other one. In fp32 on a CPU that is not seen in practice.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from fitune.data.formats import Conversation, Message
 from fitune.data.templates import ChatTemplate
+from fitune.models.adapters import saved_rows
 from fitune.models.attention import use_cached_attention
 from fitune.models.language_model import language_model
 from fitune.models.weights import require_rows
 from fitune.score.continuous import answer_continuously, can_join
-from fitune.score.engine import Completion, Continuation, Likelihood, Request, Sampling, refusal
+from fitune.score.engine import Completion, Continuation, Likelihood, Request, Sampling, no_effect, refusal
 from fitune.score.tasks import Answer, Task, to_answer
 from fitune.score.together import answer_together
 from fitune.spec.plan import ChunkedLoss
 
 _NARROW = 512
 """Hidden size up to which a second thread brings nothing when tokens are written one by one."""
+
+_PROBE = Conversation((Message("user", "What changes?"), Message("assistant", "-")), "the canary")
+_PROBE_TOKENS = 64
 
 _HEAD_TOKENS = 256
 """Tokens that go through the head together: 256 · V logits in fp32 are 150 MiB for a vocabulary of 150,000."""
@@ -135,6 +141,24 @@ def _no_room(asked: Continuation, context: int) -> str:
         f"prompt {len(asked.prompt_ids)} + continuation {len(asked.token_ids)} = {total} tokens, "
         f"the model has room for {context}"
     )
+
+
+def require_effect(engine: TransformersEngine, adapter: str) -> None:
+    """The canary: raises CheckpointError for an adapter whose B is not zero and that changes no hidden state."""
+    model = engine.model
+    if saved_rows(Path(adapter)) or not any(
+        p.any() for name, p in model.named_parameters() if "lora_B" in name
+    ):
+        return
+    probe = engine.template.encode_prompt(_PROBE)[-_PROBE_TOKENS:]
+    with _ready_to_answer(engine), torch.inference_mode():
+        body = language_model(model, ChunkedLoss(chunk_tokens=_HEAD_TOKENS)).body
+        ids = torch.tensor([probe], device=model.device)
+        adapted = body(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
+        with model.disable_adapter():
+            plain = body(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
+    if torch.equal(adapted, plain):
+        raise no_effect(adapter)
 
 
 def answer_all(

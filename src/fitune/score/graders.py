@@ -1,30 +1,90 @@
 """Grades of answers: a number in 0..1 for an answer and its reference."""
 
+import hashlib
+import json
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
 from typing import Any
 
 from fitune.errors import MissingExtra, RecipeError, did_you_mean
+from fitune.files import read_text
 
 SHORT_ANSWER_WORDS = 20
 """References up to this long are compared word for word; longer ones by what they have in common."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One row of GRADERS. ``argument``: what stands after the colon of ``name:argument``; empty, nothing may."""
+
+    grade: Callable[[str, str], float] | None
+    """Of the answer and the reference; None: in a process of its own (score/grader_process.py)."""
+    argument: str = ""
+    needs_reference: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grader:
+    """A grader as it was asked for: ``regex:^[0-9]+$`` has kind regex, and the pattern as argument."""
+
+    name: str
+    kind: str
+    argument: str
+    key: str
+    """A hash of all that its grades depend on, files included."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return GRADERS[self.kind].needs_reference
+
+
+def open_graders(names: Sequence[str]) -> tuple[Grader, ...]:
+    """The graders of these names. Raises RecipeError for an unknown one, and for a file that cannot be read."""
+    return tuple(_open(name) for name in dict.fromkeys(names))
+
+
+def _open(name: str) -> Grader:
+    kind, colon, argument = name.partition(":")
+    if kind not in GRADERS:
+        known = tuple(GRADERS)
+        hint = did_you_mean(kind, known) or f"graders: {', '.join(known)}"
+        raise RecipeError(f"unknown grader {kind!r}", hint=hint)
+    wanted = GRADERS[kind].argument
+    if bool(wanted) != bool(argument) or (colon and not wanted):
+        raise RecipeError(
+            f"grader {name!r}: " + (f"needs {wanted}" if wanted else f"{kind} takes nothing after a colon"),
+            hint=f"{kind}:{wanted}" if wanted else kind,
+        )
+    content = ""
+    if kind == "json_schema":
+        content = argument = _file(argument, name)
+    elif kind == "python":
+        path, _, function = argument.rpartition(":")
+        if not path or not function.isidentifier():
+            raise RecipeError(f"grader {name!r}: needs {wanted}", hint=f"{kind}:{wanted}")
+        content = _file(path, name)
+    key = hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:12]
+    return Grader(name=name, kind=kind, argument=argument, key=key)
+
+
+def _file(path: str, name: str) -> str:
+    try:
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"grader {name!r}: {path} cannot be read: {error}") from None
+
+
 def grade(name: str, answer: str, expected: str) -> float:
-    """The grade of one answer in 0..1. Raises RecipeError for an unknown grader."""
-    check_graders((name,))
-    return _GRADERS[name](answer, expected)
-
-
-def check_graders(names: Sequence[str]) -> None:
-    """Raises RecipeError naming the graders there are."""
-    for name in names:
-        if name not in _GRADERS:
-            known = tuple(_GRADERS)
-            hint = did_you_mean(name, known) or f"graders: {', '.join(known)}"
-            raise RecipeError(f"unknown grader {name!r}", hint=hint)
+    """The grade in 0..1 of one answer by a grader that compares texts. Raises RecipeError for an unknown one."""
+    (grader,) = open_graders((name,))
+    function = GRADERS[grader.kind].grade
+    assert function is not None, f"{name} runs in a process of its own"
+    return function(answer, expected)
 
 
 class References:
@@ -81,11 +141,51 @@ def rouge(answer: str, expected: str) -> float:
     return float(_rouge_scorer().score(expected, answer)["rougeL"].fmeasure)
 
 
-_GRADERS: dict[str, Callable[[str, str], float]] = {
-    "exact_match": exact_match,
-    "contains": contains,
-    "number": number,
-    "rouge": rouge,
+def f1(answer: str, expected: str) -> float:
+    """Harmonic mean of precision and recall of words, without case, punctuation and articles (arXiv 1606.05250)."""
+    found, wanted = Counter(_bare_words(answer)), Counter(_bare_words(expected))
+    shared = (found & wanted).total()
+    if not shared:
+        return float(not found and not wanted)
+    return 2 * shared / (found.total() + wanted.total())
+
+
+def bleu(answer: str, expected: str) -> float:
+    """BLEU of one sentence by sacrebleu, in 0..1, with its effective order: the mean is not the corpus BLEU."""
+    return float(_sacrebleu().sentence_bleu(answer, [expected]).score) / 100
+
+
+def chrf(answer: str, expected: str) -> float:
+    """chrF2 of one sentence by sacrebleu, in 0..1."""
+    return float(_sacrebleu().sentence_chrf(answer, [expected]).score) / 100
+
+
+def regex(answer: str, pattern: str) -> float:
+    """1 when the pattern is found in the answer."""
+    return float(re.search(pattern, answer) is not None)
+
+
+def json_schema(answer: str, schema: str) -> float:
+    """1 when the answer is JSON that the schema allows; a fence of three backticks around it is dropped."""
+    validator = _validator(schema)
+    try:
+        value = json.loads(_FENCE.sub("", answer.strip()))
+    except ValueError:
+        return 0.0
+    return float(validator.is_valid(value))
+
+
+GRADERS: dict[str, Kind] = {
+    "exact_match": Kind(grade=exact_match),
+    "contains": Kind(grade=contains),
+    "number": Kind(grade=number),
+    "f1": Kind(grade=f1),
+    "rouge": Kind(grade=rouge),
+    "bleu": Kind(grade=bleu),
+    "chrf": Kind(grade=chrf),
+    "regex": Kind(grade=None, argument="PATTERN", needs_reference=False),
+    "json_schema": Kind(grade=None, argument="FILE.json", needs_reference=False),
+    "python": Kind(grade=None, argument="FILE.py:FUNCTION", needs_reference=False),
 }
 
 _NUMBER = re.compile(r"(?:(?<!\w)[-−]\$?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
@@ -113,3 +213,33 @@ def _rouge_scorer() -> Any:
     except ImportError:
         raise MissingExtra("the rouge grader", extra="metrics") from None
     return rouge_scorer.RougeScorer(["rougeL"])
+
+
+_FENCE = re.compile(r"^```(?:json)?\s*|\s*```$")
+_ARTICLES = ("a", "an", "the")
+
+
+def _bare_words(text: str) -> list[str]:
+    bare = "".join(" " if unicodedata.category(c)[0] == "P" else c for c in text.lower())
+    return [word for word in bare.split() if word not in _ARTICLES]
+
+
+@cache
+def _sacrebleu() -> Any:
+    try:
+        import sacrebleu
+    except ImportError:
+        raise MissingExtra("the bleu and chrf graders", extra="metrics") from None
+    return sacrebleu
+
+
+@cache
+def _validator(schema: str) -> Any:
+    try:
+        import jsonschema
+    except ImportError:
+        raise MissingExtra("the json_schema grader", extra="metrics") from None
+    wanted = json.loads(schema)
+    kind = jsonschema.validators.validator_for(wanted)
+    kind.check_schema(wanted)
+    return kind(wanted)

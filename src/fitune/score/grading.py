@@ -1,25 +1,59 @@
 """Grades of whole shards: each shard is graded once by each grader, whatever is killed and whenever."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
+from fitune.errors import RecipeError
 from fitune.score.answers import Line, answer_text
-from fitune.score.graders import grade
+from fitune.score.grader_process import GradeFailed, GuardedGrader
+from fitune.score.graders import GRADERS, Grader
 from fitune.score.shards import Shards
 from fitune.spec.serial import parse_json
 
 
-def grade_shards(shards: Shards, graders: Sequence[str]) -> dict[str, str]:
-    """Grade what is not graded yet; returns the key of each grader's grades."""
-    keys = {name: hashlib.sha256(name.encode()).hexdigest()[:12] for name in graders}
-    for number in shards.numbers():
-        for name, key in keys.items():
-            if not shards.has_grades(number, key):
-                shards.write_grades(number, key, _grades(shards, number, name))
-    return keys
+def try_graders(graders: Sequence[Grader]) -> None:
+    """Start each grader that runs in a process of its own. Raises RecipeError for one that cannot be loaded."""
+    for grader in graders:
+        guarded = _guarded(grader)
+        try:
+            if guarded is not None:
+                guarded.start()
+        except GradeFailed as failed:
+            raise RecipeError(f"grader {grader.name!r}: {failed}") from None
+        finally:
+            if guarded is not None:
+                guarded.close()
 
 
-def _grades(shards: Shards, number: int, name: str) -> Iterator[Line]:
+def grade_shards(shards: Shards, graders: Sequence[Grader]) -> None:
+    """Grade what is not graded yet. A grader that raises or hangs leaves an error in its row, and the grade 0."""
+    for grader in graders:
+        guarded = _guarded(grader)
+        try:
+            for number in shards.numbers():
+                if not shards.has_grades(number, grader.key):
+                    shards.write_grades(number, grader.key, _grades(shards, number, grader, guarded))
+        finally:
+            if guarded is not None:
+                guarded.close()
+
+
+def _guarded(grader: Grader) -> GuardedGrader | None:
+    return GuardedGrader(grader.kind, grader.argument) if GRADERS[grader.kind].grade is None else None
+
+
+def _grades(shards: Shards, number: int, grader: Grader, guarded: GuardedGrader | None) -> Iterator[Line]:
     for answered, asked in zip(shards.lines(number), shards.lines(number, "tasks"), strict=True):
         text, task = answer_text(parse_json(answered)), parse_json(asked)
-        yield {"grade": 0.0 if text is None else grade(name, text, task["expected"])}
+        if text is None:
+            yield {"grade": 0.0}
+        elif guarded is not None:
+            yield _guarded_grade(guarded, text, task)
+        elif function := GRADERS[grader.kind].grade:
+            yield {"grade": function(text, task["expected"])}
+
+
+def _guarded_grade(guarded: GuardedGrader, text: str, task: Line) -> Line:
+    try:
+        return {"grade": guarded.grade(answer=text, expected=task["expected"], prompt=task["prompt"])}
+    except GradeFailed as failed:
+        return {"grade": 0.0, "error": str(failed)}

@@ -1,58 +1,38 @@
 """Score a model on a dataset: ask, answer, grade, report; stopped at any moment, it goes on where it was."""
 
-import dataclasses
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fitune.data.templates import ChatTemplate, load_template
 from fitune.errors import RecipeError, RunDirectoryError
 from fitune.files import cache_folder, remove_stale_siblings, write_atomically
 from fitune.models.adapter_check import check_adapter
-from fitune.models.adapters import load_adapter, saved_rows
 from fitune.models.door import notes_on
 from fitune.models.weight_files import OnBytes, nobody
-from fitune.models.weights import load_model, load_tokenizer, require_finite
+from fitune.models.weights import load_tokenizer
 from fitune.score.answers import OURS, claim, completion_tokens, manifest
 from fitune.score.asking import Asker
-from fitune.score.engine import Engine, EngineName, Sampling, listed_stop_ids
-from fitune.score.graders import References, check_graders
-from fitune.score.grading import grade_shards
+from fitune.score.engine import listed_stop_ids
+from fitune.score.graders import Grader, References, open_graders
+from fitune.score.grading import grade_shards, try_graders
 from fitune.score.index import Index, open_index
+from fitune.score.intervals import mean_interval
+from fitune.score.opening import check_engine, choose_device, choose_dtype, open_engine, tokenizer_folder
 from fitune.score.output import read_grades, read_lines, write_outputs
+from fitune.score.plan import ScorePlan
 from fitune.score.reading import index_input, read_numbered
 from fitune.score.shards import FOLDER, Shards, groups
 from fitune.score.tasks import to_tasks
 from fitune.spec.model_config import load_model_spec
-from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 from fitune.spec.run_directory import lock_directory, require_real_files
 from fitune.spec.serial import to_json
 
 _BATCHES_PER_SHARD = 16
 """Answers reach the disk in the order of the input, this many batches at a time: what a kill can cost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScorePlan:
-    """Model, tasks and output file of a scoring. ``graders`` empty: chosen by the references."""
-
-    model: str
-    data: DataSource
-    output_dir: str
-    adapter: str = ""
-    graders: tuple[str, ...] = ()
-    sampling: Sampling = field(default_factory=Sampling)
-    chat_template: str = ""
-    id_column: str = ""
-    batch_size: int = 16
-    shard_rows: int = 0
-    """Rows of a shard; 0: _BATCHES_PER_SHARD batches."""
-    engine: EngineName = "transformers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,40 +60,32 @@ def score(
     CheckpointError for an adapter that does not fit, ModelError for weights that are no numbers, ScoringFailed when the
     engine fails for every row.
     """
-    check_graders(plan.graders)
+    graders = open_graders(plan.graders)
+    try_graders(graders)
     for note in notes_on(plan.model):
         say(f"note: {note}")
+    check_engine(plan)
     _check_adapter(plan, say)
     started = time.perf_counter()
-    tokenizer = load_tokenizer(_tokenizer_folder(plan))
+    tokenizer = load_tokenizer(tokenizer_folder(plan))
     template = load_template(tokenizer, plan.chat_template)
     ears = Ears(say=say, progress=progress, on_bytes=on_bytes)
     with _temporary_index() as index:
         references = index_input(plan.data, index, id_column=plan.id_column)
-        plan = dataclasses.replace(plan, graders=_settled_graders(plan, references, say))
+        graders = graders or _chosen_graders(references, say)
+        _require_references(graders, references, plan.data.path)
         with lock_directory(directory := Path(plan.output_dir)):
             shards = _shards_in(directory, plan, template, index)
             if index.count_pending():
                 _answer_pending(plan, index, shards, tokenizer, template, ears)
             else:
                 progress(index.count_rows(), index.count_rows())
-            keys = grade_shards(shards, plan.graders)
+            grade_shards(shards, graders)
+            keys = {grader.name: grader.key for grader in graders}
             write_outputs(directory, index, shards, keys)
             report = _report(plan, index, shards, keys, seconds=time.perf_counter() - started)
             write_atomically(directory / "report.json", to_json(report))
             return report
-
-
-def choose_device() -> torch.device:
-    """The first GPU when there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def choose_dtype(device: torch.device) -> torch.dtype:
-    """fp32 on a CPU; on a GPU bf16, or fp16 where there is none (before Ampere)."""
-    if device.type == "cpu":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
 def _temporary_index() -> Any:
@@ -130,31 +102,26 @@ def _check_adapter(plan: ScorePlan, say: Callable[[str], None]) -> None:
             say(f"warning: {warning}")
 
 
-def _tokenizer_folder(plan: ScorePlan) -> str:
-    """The adapter's, where embedding or head were trained with it: tokens may have been added."""
-    folder = Path(plan.adapter) if plan.adapter else None
-    if folder is not None and (folder / "tokenizer.json").is_file() and saved_rows(folder):
-        return plan.adapter
-    return plan.model
+def _chosen_graders(references: References, say: Callable[[str], None]) -> tuple[Grader, ...]:
+    names, why = references.graders()
+    say(f"graders: {', '.join(names) or 'none'} ({why})")
+    return open_graders(names)
 
 
-def _settled_graders(plan: ScorePlan, references: References, say: Callable[[str], None]) -> tuple[str, ...]:
-    if not plan.graders:
-        names, why = references.graders()
-        say(f"graders: {', '.join(names) or 'none'} ({why})")
-        return names
-    if references.missing:
+def _require_references(graders: Sequence[Grader], references: References, path: str) -> None:
+    needy = [grader.name for grader in graders if grader.needs_reference]
+    if needy and references.missing:
         raise RecipeError(
-            f"{', '.join(plan.graders)}: {references.missing} rows of {plan.data.path} have no reference",
+            f"{', '.join(needy)}: {references.missing} rows of {path} have no reference",
             hint="leave --grader out, or name the column of the references",
         )
-    return plan.graders
 
 
 def _shards_in(directory: Path, plan: ScorePlan, template: ChatTemplate, index: Index) -> Shards:
     """The shards that are there, checked and in the index, in a directory that belongs to these settings."""
+    served = f"{plan.engine}: {plan.served_model or plan.model}" if plan.engine == "server" else plan.engine
     wanted = manifest(
-        engine=plan.engine, model=plan.model, adapter=plan.adapter, template=template.source, data=plan.data,
+        engine=served, model=plan.model, adapter=plan.adapter, template=template.source, data=plan.data,
         sampling=plan.sampling, dtype=str(choose_dtype(choose_device())),
     )  # fmt: skip
     require_real_files(directory, names=(*OURS, FOLDER))
@@ -192,7 +159,7 @@ def _answer_pending(
     number = max(shards.numbers(), default=-1) + 1
     stop_ids = template.stop_ids | listed_stop_ids(plan.model)
     asker = Asker(
-        lambda: _open_engine(plan, tokenizer, template, ears),
+        lambda: open_engine(plan, tokenizer, template, ears.on_bytes),
         tokenizer,
         sampling=plan.sampling,
         stop_ids=stop_ids,
@@ -208,20 +175,6 @@ def _answer_pending(
     shards.add_to(index)
 
 
-def _open_engine(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, ears: Ears) -> Engine:
-    from fitune.score.engine_transformers import TransformersEngine
-
-    device = choose_device()
-    model = load_model(plan.model, dtype=choose_dtype(device), device=device, on_bytes=ears.on_bytes)
-    require_finite(model, plan.model)
-    if plan.adapter:
-        model = load_adapter(model, plan.adapter).to(device)
-    return TransformersEngine(
-        model=model, tokenizer=tokenizer, template=template, tokenizer_folder=_tokenizer_folder(plan),
-        batch_size=plan.batch_size,
-    )  # fmt: skip
-
-
 def _report(
     plan: ScorePlan, index: Index, shards: Shards, keys: dict[str, str], *, seconds: float
 ) -> ScoreReport:
@@ -231,6 +184,7 @@ def _report(
         rows += 1
         answered += line["response"] is not None
         tokens += completion_tokens(line)
+    means = {name: mean_interval(read_grades(index, shards, key)) for name, key in keys.items()}
     return ScoreReport(
         model=plan.model,
         adapter=plan.adapter,
@@ -238,7 +192,8 @@ def _report(
         rows=rows,
         answered=answered,
         failed=rows - answered,
-        grades={name: sum(read_grades(index, shards, key)) / rows for name, key in keys.items()},
+        grades={name: mean for name, (mean, _, _) in means.items()},
+        intervals={name: (low, high) for name, (_, low, high) in means.items()},
         seconds=seconds,
         generated_tokens=tokens,
     )

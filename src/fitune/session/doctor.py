@@ -19,6 +19,8 @@ _EXTRAS = {
     "matplotlib": ("plots", "pictures in report.html"),
     "tensorboard": ("track", "TensorBoard logs"),
     "rouge_score": ("metrics", "the ROUGE grader"),
+    "sacrebleu": ("metrics", "the BLEU and chrF graders"),
+    "jsonschema": ("metrics", "the grader of JSON by a schema"),
 }
 
 

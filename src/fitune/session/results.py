@@ -86,12 +86,19 @@ def data_of(result: Result) -> dict[str, Any]:
 
 
 def _explain_score(report: ScoreReport) -> str:
-    grades = "  ".join(f"{name} {format_percent(value)}" for name, value in report.grades.items())
+    grades = "  ".join(
+        f"{name} {format_percent(value)}{_interval(report, name)}" for name, value in report.grades.items()
+    )
     failed = f", {report.failed} failed" if report.failed else ""
     return (
         f"{grades}\n{report.answered} of {report.rows} rows answered{failed} in {format_seconds(report.seconds)}, "
         f"{report.generated_tokens:,} tokens generated"
     )
+
+
+def _interval(report: ScoreReport, name: str) -> str:
+    low, high = report.intervals.get(name, (0.0, 0.0))
+    return f" ({format_percent(low)} to {format_percent(high)})" if high > low else ""
 
 
 def report_run(directory: Path) -> Reported:

@@ -1,13 +1,18 @@
 """A model answers a dataset, and the answers are graded."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import RecipeError
+from fitune.files import write_atomically
 from fitune.models.adapter_config import CONFIG
-from fitune.score.engine import Sampling
-from fitune.score.run import ScorePlan, score
+from fitune.score.answers import CHANGED
+from fitune.score.engine import ENGINES, EngineName, Sampling
+from fitune.score.intervals import compare
+from fitune.score.plan import ScorePlan
+from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
@@ -27,7 +32,8 @@ _ROLES = ("system", "prompt", "completion")
 def score_dataset(
     *, model: str, data: str, out: Path, tell: Tell, adapter: str = "", columns: Mapping[str, str] | None = None,
     graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None, batch_size: int = 16,
-    chat_template: str = "", id_column: str = "",
+    chat_template: str = "", id_column: str = "", engine: str = "transformers", url: str = "",
+    served_model: str = "",
 ) -> ScoreReport:  # fmt: skip
     """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into ``out``.
 
@@ -45,6 +51,9 @@ def score_dataset(
         chat_template=chat_template,
         id_column=id_column,
         batch_size=batch_size,
+        engine=_engine(engine),
+        url=url,
+        served_model=served_model,
     )
     return score(
         plan,
@@ -52,6 +61,29 @@ def score_dataset(
         progress=lambda done, total: tell(RowsAnswered(done=done, total=total)),
         on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
     )
+
+
+def _engine(name: str) -> EngineName:
+    found = next((engine for engine in ENGINES if engine == name), None)
+    if found is None:
+        raise RecipeError(f"unknown engine {name!r}", hint=f"engines: {', '.join(ENGINES)}")
+    return found
+
+
+def compare_scores(directory: Path, other: Path) -> str:
+    """Two scorings of the same rows side by side, in words; the rows whose grade changed go to changed.jsonl."""
+    paired, changed = compare(directory, other)
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in changed]
+    write_atomically(directory / CHANGED, "".join(lines))
+    shown = []
+    for found in paired:
+        chance = "" if found.p_value is None else f", McNemar p = {found.p_value:.3g}"
+        shown.append(
+            f"{found.grader}: {found.mean:.4f} here, {found.other:.4f} there, difference {found.difference:+.4f} "
+            f"(95 %: {found.low:+.4f} to {found.high:+.4f}) over {found.rows} rows; "
+            f"{found.better} better, {found.worse} worse{chance}"
+        )
+    return "\n".join([*shown, f"changed rows: {directory / CHANGED}"])
 
 
 def model_and_adapter(exported: Path, *, base: str) -> tuple[str, str]:

@@ -288,3 +288,5 @@ class ScoreReport:
     """Grader -> mean in 0..1."""
     seconds: float
     generated_tokens: int
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Grader -> ends of the 95 % interval of the mean."""

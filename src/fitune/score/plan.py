@@ -1,0 +1,28 @@
+"""All settings of a scoring."""
+
+from dataclasses import dataclass, field
+
+from fitune.score.engine import EngineName, Sampling
+from fitune.spec.plan import DataSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorePlan:
+    """Model, tasks and output folder of a scoring. ``graders`` empty: chosen by the references."""
+
+    model: str
+    data: DataSource
+    output_dir: str
+    adapter: str = ""
+    graders: tuple[str, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    chat_template: str = ""
+    id_column: str = ""
+    batch_size: int = 16
+    shard_rows: int = 0
+    """Rows of a shard; 0: sixteen batches."""
+    engine: EngineName = "transformers"
+    url: str = ""
+    """Of a server, without /completions."""
+    served_model: str = ""
+    """The name under which the server knows the model; empty: ``model``."""

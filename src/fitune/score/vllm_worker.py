@@ -1,0 +1,75 @@
+"""A program of its own, in the environment that has vLLM: requests as lines of JSON in, answers as such lines out.
+
+It imports nothing of fitune, so that environment needs vLLM alone. The first line read says what to load; the first
+line written says how many positions there are. Answers go to a copy of standard output that libraries cannot reach:
+what they print goes to standard error.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    opened = json.loads(sys.stdin.readline())
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    settings = dict(opened["settings"])
+    adapter = opened["adapter"]
+    if adapter:
+        settings.update(enable_lora=True, max_loras=1, max_lora_rank=opened["max_lora_rank"])
+    llm = LLM(model=opened["model"], tokenizer=opened["tokenizer"], **settings)
+    lora = LoRARequest("adapter", 1, adapter) if adapter else None
+
+    def say(line: dict[str, Any]) -> None:
+        answers.write(json.dumps(line) + "\n")
+        answers.flush()
+
+    def run(entries: Any, parameters: Any, lora_request: Any = lora) -> Any:
+        prompts = [{"prompt_token_ids": entry["ids"]} for entry in entries]
+        return llm.generate(prompts, parameters, lora_request=lora_request, use_tqdm=False)
+
+    say({"context": llm.llm_engine.model_config.max_model_len})
+    for text in sys.stdin:
+        asked = json.loads(text)
+        entries = asked["entries"]
+        if asked["what"] == "answer":
+            parameters = [
+                SamplingParams(
+                    temperature=e["temperature"], top_p=e["top_p"], seed=e["seed"], max_tokens=e["max_new_tokens"],
+                    stop_token_ids=opened["stop_ids"], logprobs=0, detokenize=False,
+                )
+                for e in entries
+            ]  # fmt: skip
+            for entry, output in zip(entries, run(entries, parameters), strict=True):
+                written = output.outputs[0]
+                say({"id": entry["id"], "token_ids": list(written.token_ids), "reason": written.finish_reason,
+                     "logprobs": _chosen(written.token_ids, written.logprobs)})  # fmt: skip
+        elif asked["what"] == "weigh":
+            one = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+            for entry, output in zip(entries, run(entries, one), strict=True):
+                ids, told = entry["ids"][entry["prompt"] :], output.prompt_logprobs[entry["prompt"] :]
+                greedy = all(max(t, key=lambda i: t[i].logprob) == i for i, t in zip(ids, told, strict=True))
+                say({"id": entry["id"], "logprobs": _chosen(ids, told), "is_greedy": greedy})
+        else:  # the canary: log-probabilities of a prompt with the adapter and without it
+            one = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+            sides = [run(entries, one, lora_request=side)[0].prompt_logprobs[1:] for side in (lora, None)]
+            say(
+                {
+                    "differs": _chosen(entries[0]["ids"][1:], sides[0])
+                    != _chosen(entries[0]["ids"][1:], sides[1])
+                }
+            )
+        say({"done": True})
+
+
+def _chosen(ids: Any, told: Any) -> list[float]:
+    return [found[token].logprob for token, found in zip(ids, told, strict=True)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""A server is asked by token ids; what it spoils is tried again a bounded number of times, and no row hangs."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from fitune.errors import RecipeError
+from fitune.score.engine import Completion, Continuation, EngineDied, Request, Sampling
+from fitune.score.engine_server import ServerEngine, require_url
+
+Reply = tuple[int, bytes, dict[str, str]]
+
+
+@contextmanager
+def serving(reply: Callable[[dict[str, Any], int], Reply]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A real HTTP server on this machine; ``reply`` is given the body and how often that prompt was asked before."""
+    bodies: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            before = sum(earlier["prompt"] == body["prompt"] for earlier in bodies)
+            bodies.append(body)
+            status, content, headers = reply(body, before)
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", bodies
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def said(text: str, **more: Any) -> Reply:
+    choice = {"index": 0, "text": text, "finish_reason": "stop", **more}
+    return 200, json.dumps({"choices": [choice]}).encode(), {}
+
+
+def engine_at(url: str, **more: Any) -> ServerEngine:
+    return ServerEngine(
+        url=url, model="m", to_text=lambda ids: " ".join(map(str, ids)), stop_ids=frozenset({2}), pause_s=0.01,
+        timeout_s=0.5, **more,
+    )  # fmt: skip
+
+
+def ask(engine: ServerEngine, *prompts: tuple[int, ...], **sampling: Any) -> dict[str, Completion]:
+    requests = [
+        Request(id=str(place), prompt_ids=prompt, sampling=Sampling(max_new_tokens=4, **sampling))
+        for place, prompt in enumerate(prompts)
+    ]
+    found = list(engine.answer(requests))
+    assert len(found) == len(requests)
+    return {completion.id: completion for completion in found}
+
+
+def test_prompts_go_as_ids_and_tokens_come_back_with_their_logprobs() -> None:
+    tokens = {"token_ids": [7, 8, 2], "logprobs": {"token_logprobs": [-0.5, -0.25, -1.0]}}
+    with serving(lambda body, before: said("hello", **tokens)) as (url, bodies):
+        found = ask(engine_at(url), (5, 6), (9,), temperature=0.5)
+    assert found["0"].token_ids == (7, 8, 2)
+    assert (found["0"].logprobs, found["0"].finish_reason) == ((-0.5, -0.25, -1.0), "stop")
+    assert sorted(body["prompt"] for body in bodies) == [[5, 6], [9]]
+    assert {(body["max_tokens"], body["temperature"], tuple(body["stop_token_ids"])) for body in bodies} == {
+        (4, 0.5, (2,))
+    }
+    assert len({body["seed"] for body in bodies}) == 2, "each row has a seed of its own"
+
+
+def test_a_server_without_ids_gets_the_text_and_nothing_it_refuses() -> None:
+    def reply(body: dict[str, Any], before: int) -> Reply:
+        if "stop_token_ids" in body:
+            return 400, b'{"error": "Unknown field stop_token_ids"}', {}
+        if not isinstance(body["prompt"], str):
+            return 422, b'{"error": "prompt: expected a string"}', {}
+        return said(body["prompt"])
+
+    with serving(reply) as (url, bodies):
+        found = ask(engine_at(url, batch_size=1), (5, 6), (7, 8))
+    assert [found[key].text for key in "01"] == ["5 6", "7 8"]
+    assert len(bodies) == 4, "what was refused once is not sent again"
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [(429, b"slow down", {"Retry-After": "0"}), (500, b"oops", {}), (200, b"<html>garbage", {}),
+     (200, b'{"choices": []}', {}), (200, b'{"choices": [{"text": 5, "finish_reason": "stop"}]}', {})],
+    ids=["429", "500", "garbage", "no choices", "no text"],
+)  # fmt: skip
+def test_what_is_spoilt_is_tried_again_and_a_row_that_always_fails_fails_alone(spoilt: Reply) -> None:
+    def reply(body: dict[str, Any], before: int) -> Reply:
+        return spoilt if body["prompt"] == [6] or before < 2 else said("well")
+
+    with serving(reply) as (url, bodies):
+        found = ask(engine_at(url, tries=3), (5,), (6,))
+    assert (found["0"].text, found["1"].code) == ("well", "server_failed")
+    assert found["1"].error.endswith(", 3 times")
+    assert len(bodies) == 6
+
+
+def test_a_server_that_never_answers_is_not_waited_for() -> None:
+    waits = threading.Event()
+
+    def reply(body: dict[str, Any], before: int) -> Reply:
+        waits.wait(2)
+        return said("late")
+
+    with serving(reply) as (url, _):
+        found = ask(engine_at(url, tries=1), (5,))
+        waits.set()
+    assert (found["0"].code, "timed out" in found["0"].error) == ("server_failed", True)
+
+
+def test_nobody_listening_is_an_error_of_each_row_and_a_wrong_key_of_all() -> None:
+    with serving(lambda body, before: said("")) as (url, _):
+        pass
+    found = ask(engine_at(url, tries=2), (5,))
+    assert (found["0"].code, "refused" in found["0"].error) == ("server_failed", True)
+    with (
+        serving(lambda body, before: (401, b"no such key", {})) as (url, _),
+        pytest.raises(EngineDied, match="401"),
+    ):
+        ask(engine_at(url), (5,), (6,))
+
+
+def test_a_prompt_that_the_server_finds_too_long_is_an_error_of_its_row() -> None:
+    words = b"This model's maximum context length is 8 tokens"
+    with serving(lambda body, before: (400, words, {}) if len(body["prompt"]) > 3 else said("ok")) as (
+        url,
+        _,
+    ):
+        found = ask(engine_at(url), (1, 2, 3, 4), (5,), ())
+    assert [found[key].code for key in "012"] == ["prompt_too_long", "", "empty_prompt"]
+
+
+def test_likelihoods_are_those_the_server_tells_of_the_prompt() -> None:
+    def reply(body: dict[str, Any], before: int) -> Reply:
+        told = {
+            "token_logprobs": [None, -3.0, -0.5, -0.75, -9.0],
+            "top_logprobs": [None, {"a": -1}, {"b": -0.5}, {"c": -0.75}],
+        }
+        return said("", logprobs=told if body.get("echo") else None)
+
+    with serving(reply) as (url, _):
+        (found,) = engine_at(url).weigh([Continuation(id="a", prompt_ids=(5, 6), token_ids=(7, 8))])
+    assert (found.logprobs, found.is_greedy, found.error) == ((-0.5, -0.75), True, "")
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "file:///etc/passwd", "http://"])
+def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
+    with pytest.raises(RecipeError, match="no address of a server"):
+        require_url(url)

@@ -1,0 +1,64 @@
+"""Intervals cover what they promise, and two scorings are compared row by row."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fitune.errors import RunDirectoryError
+from fitune.score.intervals import compare, mcnemar, mean_interval
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+    """300 samples of 200 answers of which 30 % are right: 95 % of the intervals hold 0.3, within 4 sigma."""
+    draw = np.random.default_rng(0)
+    held = 0
+    for _ in range(300):
+        _, low, high = mean_interval((draw.random(200) < 0.3).astype(float).tolist())
+        held += low <= 0.3 <= high
+    assert abs(held - 0.95 * 300) < 4 * math.sqrt(300 * 0.95 * 0.05)
+
+
+def test_the_interval_of_equal_values_is_a_point_and_of_many_values_is_normal() -> None:
+    assert mean_interval([0.5] * 7) == (0.5, 0.5, 0.5)
+    assert mean_interval([]) == (0.0, 0.0, 0.0)
+    values = np.random.default_rng(1).random(20_000).tolist()
+    mean, low, high = mean_interval(values)
+    expected = 1.96 * float(np.std(values)) / math.sqrt(len(values))
+    assert high - mean == pytest.approx(expected, rel=0.01) == mean - low
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "p"), [(0, 0, 1.0), (5, 5, 1.0), (8, 1, 0.0390625), (0, 5, 0.0625)]
+)
+def test_mcnemar_is_the_two_sided_binomial(better: int, worse: int, p: float) -> None:
+    assert mcnemar(better, worse) == mcnemar(worse, better) == pytest.approx(p)
+
+
+def test_mcnemar_is_finite_for_many_rows() -> None:
+    exact, approximate = mcnemar(5100, 4900), mcnemar(5101, 4900)
+    assert exact == pytest.approx(approximate, rel=0.05)
+    assert 0 < mcnemar(3000, 2000) < 1e-30
+
+
+def write_grades(folder: Path, grades: dict[str, float]) -> Path:
+    folder.mkdir()
+    rows = [{"id": id_, "expected": "", "grades": {"exact_match": grade}} for id_, grade in grades.items()]
+    (folder / "grades.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_two_scorings_are_compared_on_the_rows_of_both(tmp_path: Path) -> None:
+    mine = write_grades(tmp_path / "a", {"1": 1.0, "2": 1.0, "3": 0.0, "4": 1.0, "new": 1.0})
+    other = write_grades(tmp_path / "b", {"4": 1.0, "3": 1.0, "2": 0.0, "1": 0.0, "old": 0.0})
+    (found,), changed = compare(mine, other)
+    assert (found.rows, found.mean, found.other, found.difference) == (4, 0.75, 0.5, 0.25)
+    assert (found.better, found.worse, found.p_value) == (2, 1, 1.0)
+    assert found.low < 0.25 < found.high
+    assert [row["id"] for row in changed] == ["1", "2", "3"]
+    with pytest.raises(RunDirectoryError, match="no row and grader in common"):
+        compare(mine, write_grades(tmp_path / "c", {"9": 1.0}))
+    with pytest.raises(RunDirectoryError, match="has no grades that can be read"):
+        compare(mine, tmp_path / "nowhere")
