@@ -97,11 +97,13 @@ def score(
     model: "PathLike", data: "PathLike", out: "PathLike", *, adapter: "PathLike" = "",
     columns: Mapping[str, str] | None = None, graders: Sequence[str] = (), max_new_tokens: int = 256,
     temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, batch_size: int = 16,
-    chat_template: "PathLike" = "", id_column: str = "", progress: "Callable[[Event], object] | None" = None,
+    chat_template: "PathLike" = "", id_column: str = "", engine: str = "transformers", url: str = "",
+    served_model: str = "", progress: "Callable[[Event], object] | None" = None,
 ) -> "ScoreReport":  # fmt: skip
     """Answer a dataset with a model and grade the answers; answers.jsonl and grades.jsonl are written into ``out``.
 
-    ``columns`` maps system, prompt and completion to columns. Rows without an answer are graded 0 and count as failed.
+    ``engine`` is transformers, server (at ``url``) or vllm. ``columns`` maps system, prompt and completion to columns.
+    Rows without an answer are graded 0 and count as failed.
     """
     from fitune.session.scoring import score_dataset
 
@@ -109,7 +111,7 @@ def score(
     return score_dataset(
         model=str(model), data=str(data), out=Path(out), adapter=str(adapter), columns=columns, graders=graders,
         sampling=sampling, batch_size=batch_size, chat_template=str(chat_template), id_column=id_column,
-        tell=_told(progress),
+        engine=engine, url=url, served_model=served_model, tell=_told(progress),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ import pytest
 from fitune.errors import RecipeError
 from fitune.score.engine import Completion, Continuation, EngineDied, Request, Sampling
 from fitune.score.engine_server import ServerEngine, require_url
+from fitune.score.plan import ScorePlan
+from fitune.score.run import score
+from fitune.score.tasks import read_questions, to_tasks
+from fitune.spec.plan import DataSource
 
 Reply = tuple[int, bytes, dict[str, str]]
 
@@ -165,3 +170,32 @@ def test_likelihoods_are_those_the_server_tells_of_the_prompt() -> None:
 def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(RecipeError, match="no address of a server"):
         require_url(url)
+
+
+def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp_path: Path) -> None:
+    """Prompts are training's ids; the second run asks for the failed row alone."""
+    rows = [{"id": f"r{n}", "prompt": f"question {n}", "completion": f"{n}"} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataSource(path=str(tmp_path / "rows.jsonl"))
+    prompts = [
+        list(task.prompt_ids)
+        for task in to_tasks(list(read_questions(data)), template=tiny.template, sampling=Sampling())
+    ]
+    is_healthy = False
+
+    def reply(body: dict[str, Any], before: int) -> Reply:
+        if body["prompt"] == prompts[2] and not is_healthy:
+            return 400, b"not this one", {}
+        return said(str(prompts.index(body["prompt"])))
+
+    with serving(reply) as (url, bodies):
+        plan = ScorePlan(
+            model=str(tiny.folder), data=data, output_dir=str(tmp_path / "out"), engine="server", url=url,
+            served_model="m",
+        )  # fmt: skip
+        first = score(plan, say=lambda line: None)
+        asked, is_healthy = len(bodies), True
+        second = score(plan, say=lambda line: None)
+    assert (first.answered, first.failed, first.grades) == (3, 1, {"number": 0.75})
+    assert (second.answered, second.failed, second.grades) == (4, 0, {"number": 1.0})
+    assert (asked, len(bodies), bodies[-1]["prompt"]) == (4, 5, prompts[2])
