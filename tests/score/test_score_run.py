@@ -18,6 +18,7 @@ from fitune.score.engine_transformers import TransformersEngine
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.shards import Shards
+from fitune.session.results import text_of
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import from_json
@@ -108,6 +109,9 @@ def test_the_report_is_the_mean_of_the_grades(plan: ScorePlan) -> None:
     assert (report.rows, report.answered, report.failed) == (ROWS, ROWS, 0)
     usage = [line["response"]["body"]["usage"]["completion_tokens"] for line in lines(answers(plan))]
     assert report.generated_tokens == sum(usage)
+    ends = [line["response"]["body"]["choices"][0]["finish_reason"] for line in lines(answers(plan))]
+    assert report.cut_off == ends.count("length") > 0
+    assert f"{report.cut_off} answers" in text_of(report)
     assert from_json(ScoreReport, (Path(plan.output_dir) / "report.json").read_text()) == report
 
 

@@ -64,6 +64,11 @@ def completion_tokens(line: Line) -> int:
     return line["response"]["body"]["usage"]["completion_tokens"] if line["response"] else 0
 
 
+def is_cut_off(line: Line) -> bool:
+    """True if the answer ended because it had as many tokens as it may have."""
+    return bool(line["response"]) and line["response"]["body"]["choices"][0]["finish_reason"] == "length"
+
+
 MANIFEST = "manifest.json"
 CHANGED = "changed.jsonl"
 """Rows whose grade differs from another scoring's."""

@@ -13,7 +13,7 @@ from fitune.models.adapter_check import check_adapter
 from fitune.models.door import notes_on
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_tokenizer
-from fitune.score.answers import OURS, claim, completion_tokens, manifest
+from fitune.score.answers import OURS, claim, completion_tokens, is_cut_off, manifest
 from fitune.score.asking import Asker
 from fitune.score.engine import listed_stop_ids
 from fitune.score.graders import Grader, References, open_graders
@@ -179,11 +179,12 @@ def _report(
     plan: ScorePlan, index: Index, shards: Shards, keys: dict[str, str], *, seconds: float
 ) -> ScoreReport:
     """Means over all rows. Rows without an answer are graded 0: a failure is not left out."""
-    rows = answered = tokens = 0
+    rows = answered = tokens = cut_off = 0
     for line in read_lines(index, shards):
         rows += 1
         answered += line["response"] is not None
         tokens += completion_tokens(line)
+        cut_off += is_cut_off(line)
     means = {name: mean_interval(read_grades(index, shards, key)) for name, key in keys.items()}
     return ScoreReport(
         model=plan.model,
@@ -196,4 +197,5 @@ def _report(
         intervals={name: (low, high) for name, (_, low, high) in means.items()},
         seconds=seconds,
         generated_tokens=tokens,
+        cut_off=cut_off,
     )

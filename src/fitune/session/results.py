@@ -90,9 +90,13 @@ def _explain_score(report: ScoreReport) -> str:
         f"{name} {format_percent(value)}{_interval(report, name)}" for name, value in report.grades.items()
     )
     failed = f", {report.failed} failed" if report.failed else ""
+    cut = ""
+    if report.cut_off:
+        share = format_percent(report.cut_off / report.rows)
+        cut = f"\n{report.cut_off:,} answers ({share}) were cut off at max_new_tokens; --max-new-tokens allows more"
     return (
         f"{grades}\n{report.answered} of {report.rows} rows answered{failed} in {format_seconds(report.seconds)}, "
-        f"{report.generated_tokens:,} tokens generated"
+        f"{report.generated_tokens:,} tokens generated{cut}"
     )
 
 

@@ -290,3 +290,5 @@ class ScoreReport:
     generated_tokens: int
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Grader -> ends of the 95 % interval of the mean."""
+    cut_off: int = 0
+    """Answers that reached max_new_tokens and did not end by themselves."""
