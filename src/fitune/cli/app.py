@@ -12,6 +12,7 @@ from fitune.cli.keys import RecipeCommand, complete_value
 from fitune.errors import RecipeError, ScoringFailed
 
 if TYPE_CHECKING:
+    from fitune.session.fleet import FleetRequest
     from fitune.session.results import Result
     from fitune.spec.recipe import Recipe
 
@@ -124,12 +125,13 @@ def plan(
     """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
     from fitune.session.planning import largest_for, plan_on_data, plan_with
 
-    if fleet is not None:
-        from fitune.session.fleet import FleetRequest, draw_ranking, plan_on_fleet
+    request = _fleet(fleet, objective, deadline, budget, rows, live, picture=picture)
+    if request is not None:
+        from fitune.session.fleet import draw_ranking, plan_on_fleet
+        from fitune.session.results import Ranked
 
-        request = FleetRequest(fleet, objective, deadline, budget, rows, live)
         ranking = plan_on_fleet(_recipe(words, settings), request)
-        _show(ranking, json=json)
+        _show(Ranked(ranking=ranking), json=json)
         if picture is not None:
             draw_ranking(ranking, picture)
         return
@@ -298,12 +300,12 @@ def launch(
     from fitune.session.launching import launch_file, split_settings
     from fitune.session.planning import deepspeed_configuration, launch_commands
 
-    if fleet is not None:
-        from fitune.session.fleet import FleetRequest, launch_on_fleet
+    request = _fleet(fleet, objective, deadline, budget, rows, live)
+    if request is not None:
+        from fitune.session.fleet import launch_on_fleet
 
         of_recipe, of_job = split_settings(settings or [])
-        request = FleetRequest(fleet, objective, deadline, budget, rows, live)
-        text, place = launch_on_fleet(_recipe(words, of_recipe), request, of_job)
+        text, place = launch_on_fleet(_recipe(words, of_recipe), request, of_job, on=on, job_file=job)
         print(place, file=sys.stderr)
         print(text, end="")
         return
@@ -509,6 +511,20 @@ def check(
         _print_json(check_data(found))
     else:
         print(check_text(found, rows=rows))
+
+
+def _fleet(file: Path | None, *wishes: Any, picture: Path | None = None) -> "FleetRequest | None":
+    """What is asked of a fleet; None without one. Raises RecipeError for wishes that only a fleet can keep."""
+    if file is None:
+        if any(wish for wish in (*wishes[1:], picture)):
+            options = "--deadline, --budget, --rows, --live and --picture"
+            raise RecipeError(
+                f"{options} choose among clusters, and none are listed", hint="--fleet FILE.yaml"
+            )
+        return None
+    from fitune.session.fleet import FleetRequest
+
+    return FleetRequest(file, *wishes)
 
 
 def _recipe(words: list[str] | None, settings: list[str] | None, *, quiet: bool = False) -> "Recipe":

@@ -1,10 +1,8 @@
 """Where a recipe trains best: a plan on every cluster of a fleet, ranked by the time and the cost of the whole job."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_all_start_methods, get_context
 from os import cpu_count
 from sys import modules
 
@@ -160,6 +158,9 @@ def hardware_of(cluster: Cluster, nodes: int) -> Hardware:
 
 def _plans(recipe: Recipe, model: ModelSpec, hardware: Sequence[Hardware]) -> list[Priced | str]:
     """The plan on each, or why there is none. By all cores where that cannot disturb torch's threads."""
+    from concurrent.futures import ProcessPoolExecutor  # 20 ms that only this needs
+    from multiprocessing import get_all_start_methods, get_context
+
     plan = partial(_plan_on, recipe, model)
     cores = min(cpu_count() or 1, len(hardware))
     if (

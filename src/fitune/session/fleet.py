@@ -11,6 +11,7 @@ from fitune.planner.fleet import EpochOf, Ranking, Wanted, rank_fleet, where
 from fitune.planner.whole_job import Offer
 from fitune.session.launching import is_fetched, render
 from fitune.spec.fleet import Objective, read_fleet
+from fitune.spec.job import System
 from fitune.spec.job_settings import read_job_settings
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import Batch, DataPlan, Plan
@@ -52,11 +53,22 @@ def plan_on_fleet(recipe: Recipe, request: FleetRequest) -> Ranking:
     )  # fmt: skip
 
 
-def launch_on_fleet(recipe: Recipe, request: FleetRequest, settings: Sequence[str]) -> tuple[str, str]:
+def launch_on_fleet(
+    recipe: Recipe,
+    request: FleetRequest,
+    settings: Sequence[str],
+    *,
+    on: System | None = None,
+    job_file: Path | None = None,
+) -> tuple[str, str]:
     """The file of the job for the best offer whose nodes are free, and where that is.
 
     Raises HardwareError when all of them are full.
     """
+    if on is not None:
+        raise RecipeError(
+            f"--on {on}, and the cluster that wins says its kind", hint="leave --on or --fleet out"
+        )
     ranking = plan_on_fleet(recipe, request)
     free = next((offer for offer in ranking.offers if offer.is_free), None)
     if free is None:
@@ -65,9 +77,8 @@ def launch_on_fleet(recipe: Recipe, request: FleetRequest, settings: Sequence[st
             hint="wait, or free: in the fleet file as it is now",
         )
     cluster = free.cluster
-    job_settings = read_job_settings(
-        None, settings=settings, defaults=cluster.settings.model_dump(exclude_unset=True)
-    )
+    said = cluster.settings.model_dump(exclude_unset=True)
+    job_settings = read_job_settings(job_file, settings=settings, defaults=said)
     _, text = render(
         recipe_on(recipe, free), free.priced, job_settings, cluster.kind,
         cluster=cluster.name, storage_bandwidth=cluster.storage or 0.0,

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 from fitune.errors import RecipeError
 from fitune.planner.alternatives import alternative_data, explain_alternative, explain_largest, largest_data
 from fitune.planner.explain import explain_plan, plan_data, unit_for, wrapped
-from fitune.planner.fleet import Ranking
-from fitune.planner.fleet_words import explain_ranking, ranking_data
 from fitune.planner.matrix import Matrix, explain_matrix, matrix_data
 from fitune.session.planning import LargestThatFit, Rehearsed, WithChange
 from fitune.spec.predictions import Estimate, PlanReport, Rehearsal
@@ -17,7 +15,8 @@ from fitune.spec.serial import to_data
 from fitune.spec.words import describe_plan
 from fitune.units import format_bytes, format_percent, format_seconds
 
-if TYPE_CHECKING:  # those who only plan load no reports
+if TYPE_CHECKING:  # those who only plan load no reports and no fleets
+    from fitune.planner.fleet import Ranking
     from fitune.report.compare import Row
 
 
@@ -34,7 +33,14 @@ class Reported:
     """Steps that took much longer than the others."""
 
 
-Result = PlanReport | Ranking | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """The clusters of a fleet in their order."""
+
+    ranking: "Ranking"
+
+
+Result = PlanReport | Ranked | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport
 
 
 def text_of(result: Result) -> str:
@@ -42,8 +48,10 @@ def text_of(result: Result) -> str:
     match result:
         case PlanReport():
             return explain_plan(result)
-        case Ranking():
-            return explain_ranking(result)
+        case Ranked():
+            from fitune.planner.fleet_words import explain_ranking
+
+            return explain_ranking(result.ranking)
         case WithChange():
             return explain_alternative(result.alternative)
         case LargestThatFit():
@@ -68,8 +76,10 @@ def data_of(result: Result) -> dict[str, Any]:
     match result:
         case PlanReport():
             return plan_data(result)
-        case Ranking():
-            return ranking_data(result)
+        case Ranked():
+            from fitune.planner.fleet_words import ranking_data
+
+            return ranking_data(result.ranking)
         case WithChange():
             return {**plan_data(result.report), "why": alternative_data(result.alternative)}
         case LargestThatFit():

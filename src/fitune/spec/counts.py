@@ -6,6 +6,7 @@ definition for both. A multiply-add counts as two.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from fitune.spec.choices import trains_embeddings
 from fitune.spec.hardware import Gpu
@@ -20,6 +21,7 @@ def rows_of_share(rows: int, shares: int, rank: int) -> tuple[int, int]:
     return min(rank * size, rows), min((rank + 1) * size, rows)
 
 
+@lru_cache(maxsize=64)  # a search asks hundreds of times
 def count_parameters(model: ModelSpec) -> ParameterCounts:
     """Parameters by component: blocks × (linears + norms) + embeddings + final norm + head.
 
@@ -35,6 +37,7 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
     return ParameterCounts(**parts, norms=norms, embeddings=embeddings, head=head, active=total - idle)
 
 
+@lru_cache(maxsize=64)
 def lora_parameters(model: ModelSpec, lora: Lora) -> int:
     """Trainable parameters of LoRA: Σ rank · (in + out), + out with DoRA, over the adapted linears of adapted blocks.
 
