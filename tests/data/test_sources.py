@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -167,9 +168,35 @@ def test_a_hub_id_is_read_through_datasets(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     rows = list(read_rows(DataSource(path="owner/name:main#4", split="test")))
-    assert asked == [(("owner/name", "main"), {"split": "test"})]
+    assert asked == [(("owner/name", "main"), {"split": "test", "streaming": False})]
     assert len(rows) == 4
     assert rows[0].where.startswith("owner/name:main row ")
+
+
+def test_a_streamed_hub_dataset_gives_the_same_rows_and_is_known_by_its_commit(tmp_path, monkeypatch):
+    import datasets
+
+    write_lines(tmp_path / "rows.jsonl", ROWS)
+    real = datasets.load_dataset
+    commits = iter(["a", "a", "b"])
+
+    def load_dataset(name, config, *, split, streaming):
+        assert streaming
+        return real(
+            "json", data_files={split: str(tmp_path / "rows.jsonl")}, split=split, streaming=True,
+            cache_dir=str(tmp_path / "nothing"),
+        )  # fmt: skip
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(
+        datasets, "load_dataset_builder", lambda name, config: SimpleNamespace(hash=next(commits))
+    )
+    source = DataSource(path="owner/name", streaming=True)
+    assert [row.fields for row in read_rows(source)] == ROWS
+    assert len(list(read_rows(DataSource(path="owner/name#4", streaming=True)))) == 4
+    assert not list(tmp_path.glob("nothing/**/*.arrow")), "nothing is stored"
+    keys = [content_key(source) for _ in range(3)]
+    assert keys[0] == keys[1] != keys[2]
 
 
 class _Bucket(MemoryFileSystem):

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
 
@@ -41,7 +42,7 @@ def read_rows(
     """
     path, wanted = sample_size(source)
     place = locate(source)
-    stored = _load_hub(place) if isinstance(place, HubDataset) else None
+    stored = _load_hub(place, streaming=source.streaming) if isinstance(place, HubDataset) else None
 
     def good_rows(count_bad: Callable[[str], None]) -> Iterator[Row]:
         if isinstance(place, HubDataset):
@@ -59,13 +60,16 @@ def content_key(source: DataSource, *, on_bytes: Callable[[int], None] = _ignore
     """A hash that changes when the content of the source changes.
 
     Files on disk, those of a downloaded Hub dataset included, are hashed by their bytes; files in a store by what
-    it says of them: a hash and the size, or the time of change where it has no hash. ``on_bytes`` is told what was
+    it says of them: a hash and the size, or the time of change where it has no hash; a Hub dataset that is streamed by
+    its commit. ``on_bytes`` is told what was
     read, and may raise to stop.
     """
     place = locate(source)
     digest = hashlib.blake2b(digest_size=16)
+    if isinstance(place, HubDataset) and source.streaming:
+        return _hub_version(place)
     if isinstance(place, HubDataset):
-        place = tuple(entry["filename"] for entry in _load_hub(place).cache_files)
+        place = tuple(entry["filename"] for entry in _load_hub(place, streaming=False).cache_files)
     for name in place:
         digest.update(_file_key(name, on_bytes))
     return digest.hexdigest()
@@ -88,14 +92,30 @@ def _rows_of_hub(path: str, stored: Any, on_bytes: Callable[[int], None]) -> Row
         yield Row(f"{path} row {number}", fields)
 
 
-def _load_hub(place: HubDataset) -> Any:
+def _load_hub(place: HubDataset, *, streaming: bool) -> Any:
+    """Rows of the dataset: of its copy on this disk, or as they come over the network."""
+    with _asking_the_hub(place) as datasets:
+        return datasets.load_dataset(place.name, place.config, split=place.split, streaming=streaming)
+
+
+def _hub_version(place: HubDataset) -> str:
+    """A hash of the dataset's name and of the commit that the Hub gives."""
+    with _asking_the_hub(place) as datasets:
+        commit = datasets.load_dataset_builder(place.name, place.config).hash
+    text = f"{place.name} {place.config} {place.split} {commit}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@contextmanager
+def _asking_the_hub(place: HubDataset) -> Iterator[Any]:
+    """The library, while the Hub is asked no longer than a try takes. Raises DataError in place of its errors."""
     import datasets  # before the Hub is tried: the library remembers whether the Hub was off when it was imported
 
     was_offline = datasets.config.HF_HUB_OFFLINE
     with no_waiting_for_the_hub() as unreachable:
         datasets.config.HF_HUB_OFFLINE = was_offline or bool(unreachable)
         try:
-            return datasets.load_dataset(place.name, place.config, split=place.split)
+            yield datasets
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             cause = f"{first_line}; {unreachable}" if unreachable else first_line

@@ -154,6 +154,7 @@ def _source(source: SourceRecipe, recipe: Recipe, *, weight: float) -> DataSourc
         weight=weight,
         allow_https=recipe.allow_https,
         allow_private_addresses=recipe.allow_private_addresses,
+        streaming=source.streaming,
     )
 
 

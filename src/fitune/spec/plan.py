@@ -178,6 +178,8 @@ class DataSource:
     weight: float = 1.0
     allow_https: bool = False
     allow_private_addresses: bool = False
+    streaming: bool = False
+    """A dataset of the Hub is read over the network, row by row, and never downloaded as a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

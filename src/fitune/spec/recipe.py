@@ -79,6 +79,7 @@ class SourceRecipe(_Strict):
     columns: dict[Literal["system", "prompt", "completion", "text", "messages", "tools"], str] = {}
     sample: CountInt = 0
     weight: PositiveFloat = 1.0
+    streaming: bool = False
 
 
 Sources = Annotated[
