@@ -68,6 +68,7 @@ def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], settin
     [
         ({"type": "alpaca"}, "alpaca", {}),
         ({"type": "chat_template", "field_messages": "conversations"}, "sharegpt", {}),
+        ({"type": "chat_template", "field_messages": "turns"}, "columns", {"messages": "turns"}),
         ({"type": "completion"}, "text", {}),
         ({"type": "completion", "field": "body"}, "columns", {"text": "body"}),
         (
@@ -80,6 +81,20 @@ def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], settin
 def test_the_type_of_a_dataset_is_its_format(source: dict[str, Any], format: str, columns: Any) -> None:
     read = recipe(datasets=[{"path": "d", "split": "train[:5%]", **source}]).data[0]
     assert (read.format, read.columns, read.split) == (format, columns, "train[:5%]")
+
+
+@pytest.mark.parametrize(
+    ("source", "paths"),
+    [
+        ({"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}, ["a.jsonl", "b.jsonl"]),
+        ({"path": "folder", "data_files": "part-*.jsonl"}, ["folder/part-*.jsonl"]),
+        ({"path": "rows.jsonl.gz", "ds_type": "json"}, ["rows.jsonl.gz"]),
+        ({"path": "owner/name", "name": "en"}, ["owner/name:en"]),
+    ],
+)
+def test_every_file_of_a_dataset_is_a_source(source: dict[str, Any], paths: list[str]) -> None:
+    """None may be left out in silence."""
+    assert [each.path for each in recipe(datasets=[{"type": "alpaca", **source}]).data] == paths
 
 
 @pytest.mark.parametrize(

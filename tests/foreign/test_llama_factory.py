@@ -82,6 +82,11 @@ def test_dataset_info_says_where_rows_are_and_how_they_are_called(tmp_path: Path
         "identity": {"file_name": "identity.json"},
         "alpaca_en": {"hf_hub_url": "org/alpaca", "columns": {"prompt": "q", "response": "a"}},
         "pairs": {"file_name": "p.json", "ranking": True},
+        "agent": {
+            "file_name": "a.json",
+            "formatting": "sharegpt",
+            "columns": {"messages": "dialogue", "tools": "api"},
+        },
     }
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
     first, second = recipe(PLAIN, folder=tmp_path / "examples", max_samples=20).data
@@ -89,6 +94,8 @@ def test_dataset_info_says_where_rows_are_and_how_they_are_called(tmp_path: Path
         str(tmp_path / "data" / "identity.json"), "alpaca", 20,
     )  # fmt: skip
     assert (second.path, second.columns) == ("org/alpaca", {"prompt": "q", "completion": "a"})
+    agent = recipe(PLAIN, folder=tmp_path, dataset="agent").data[0]
+    assert (agent.format, agent.columns) == ("columns", {"messages": "dialogue", "tools": "api"})
     with pytest.raises(RecipeError, match="good and bad answers"):
         recipe(PLAIN, folder=tmp_path, dataset="pairs")
 

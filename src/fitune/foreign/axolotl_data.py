@@ -11,7 +11,9 @@ def read_datasets(r: Reading) -> None:
         sources = r.take(key)
         if not isinstance(sources, list):
             continue
-        read = [_source(r, source, f"{key}[{number}]") for number, source in enumerate(sources)]
+        read = [
+            each for number, source in enumerate(sources) for each in _sources(r, source, f"{key}[{number}]")
+        ]
         prompts = any(
             str(source.get("type")).startswith("alpaca") for source in sources if isinstance(source, dict)
         )
@@ -20,7 +22,7 @@ def read_datasets(r: Reading) -> None:
             if prompts
             else ""
         )
-        r.put(name, [source for source in read if source is not None], key=key, said=said)
+        r.put(name, read, key=key, said=said)
     share = r.take("val_set_size")
     if share is not None and float(share) >= 1:
         r.refuse("val_set_size", "a number of rows to evaluate on; here it is a share: 0.05")
@@ -39,33 +41,36 @@ def read_datasets(r: Reading) -> None:
         r.assume("on_long_row", on_long, "axolotl leaves out rows longer than sequence_len")
 
 
-def _source(r: Reading, source: Any, where: str) -> dict[str, Any] | None:
-    """One dataset in fitune's words; None where it is refused."""
+def _sources(r: Reading, source: Any, where: str) -> list[dict[str, Any]]:
+    """One dataset in fitune's words, a source for each of its files; none where it is refused."""
     if isinstance(source, str):
-        return {"path": source}
+        return [{"path": source}]
     if not isinstance(source, Mapping) or not source.get("path"):
         r.refuse(where, "no path is named")
-        return None
-    path = str(source["path"])
-    files = source.get("data_files")
-    if source.get("name"):
-        path = f"{path}:{source['name']}"
-    elif files and str(path) in ("json", "csv", "parquet", "text"):
-        path = files[0] if isinstance(files, list) else str(files)
-    elif files:
-        path = f"{path}/{files[0] if isinstance(files, list) else files}"
-    wanted: dict[str, Any] = {"path": path}
+        return []
+    wanted: dict[str, Any] = {}
     if source.get("split"):
         wanted["split"] = str(source["split"])
     format, columns, why = _format(source)
     if why:
         r.refuse(where, why)
-        return None
+        return []
     if format:
         wanted["format"] = format
     if columns:
         wanted["columns"] = columns
-    return wanted
+    return [{"path": path, **wanted} for path in _paths(source)]
+
+
+def _paths(source: Mapping[str, Any]) -> list[str]:
+    """``data_files`` are files by themselves beside a layout (``path: json``), and inside the path else."""
+    path, files = str(source["path"]), source.get("data_files")
+    if source.get("name"):
+        return [f"{path}:{source['name']}"]
+    if not files:
+        return [path]
+    names = [str(file) for file in files] if isinstance(files, list) else [str(files)]
+    return names if path in ("json", "csv", "parquet", "text") else [f"{path}/{name}" for name in names]
 
 
 _MAPPED = {"field_system": "system", "field_instruction": "prompt", "field_output": "completion"}
@@ -94,8 +99,8 @@ def _format(source: Mapping[str, Any]) -> tuple[str, dict[str, str], str]:
     match name:
         case "chat_template" | "sharegpt":
             known = {"messages": "messages", "conversations": "sharegpt"}
-            if field not in known and name != "sharegpt":
-                return "", {}, f"field_messages: {field}; fitune reads messages and conversations"
+            if source.get("field_messages") and field not in known:
+                return "columns", {"messages": field}, ""
             return ("auto" if kind is None else "sharegpt" if name == "sharegpt" else known[field]), {}, ""
         case "alpaca":
             return "alpaca", {}, ""

@@ -262,6 +262,9 @@ def _source(r: Reading, name: str, registry: Mapping[str, Any], key: str) -> dic
             source["format"] = "alpaca"
         elif not columns.get("query") and {"prompt", "completion"} <= set(mapped):
             source |= {"format": "columns", "columns": mapped}
+    elif columns.get("messages") not in (None, "conversations", "messages"):
+        named = {name: columns[name] for name in ("messages", "system", "tools") if columns.get(name)}
+        source |= {"format": "columns", "columns": named}
     return source
 
 
