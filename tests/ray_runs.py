@@ -6,14 +6,24 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from fitune.errors import DataError
 from fitune.session.events import Event
+from fitune.session.ray_ranks import RankEnd, train_as_rank
 from fitune.session.training import train_recipe
 from fitune.spec.rank_status import RankStatus, read_statuses
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.run_directory import LOGS
 from fitune.spec.serial import from_data
+
+CORES = 4
+"""Workers that have room on the head; a core of Ray is a number and no core."""
+
+
+def node_args(**resources: Any) -> dict[str, Any]:
+    return {"object_store_memory": 80 * 2**20, "include_dashboard": False, **resources}
 
 
 @dataclass(slots=True)
@@ -56,3 +66,30 @@ def rank_of(folder: Path, rank: int) -> RankStatus:
 
 def kill(folder: Path, rank: int) -> None:
     os.kill(rank_of(folder, rank).pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class Faulty:
+    """A worker's function with a fault on rank 1, in its ``call``-th loss: ``error`` or ``kill``."""
+
+    fault: str
+    call: int
+
+    def __call__(self, config: dict[str, Any]) -> RankEnd:
+        from fitune.models.language_model import LanguageModel
+
+        real, calls = LanguageModel.loss_and_gradient, [0]
+
+        def failing(*words: Any, **named: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == self.call and os.environ.get("RANK") == "1":
+                self.happen()
+            return real(*words, **named)
+
+        LanguageModel.loss_and_gradient = failing
+        return train_as_rank(config)
+
+    def happen(self) -> None:
+        if self.fault == "error":
+            raise DataError("row 7 of the test cannot be read", hint="another row")
+        os.kill(os.getpid(), signal.SIGKILL)

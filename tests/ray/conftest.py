@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
+import ray_runs
 from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
-
-CORES = 4
-"""Workers that have room; a core of Ray is a number and no core."""
+from ray_runs import CORES, node_args
 
 
 @pytest.fixture(scope="session")
@@ -24,16 +23,13 @@ def cluster() -> Iterator[Any]:
     loaded_ray()
     from ray.cluster_utils import Cluster
 
+    ray.cloudpickle.register_pickle_by_value(ray_runs)  # workers do not have the folder of the tests
     started = Cluster(initialize_head=True, head_node_args=node_args(num_cpus=CORES))
     ray.init(address=started.address, log_to_driver=False, logging_level="ERROR")
     yield started
     ray.shutdown()
     started.shutdown()
     patched.undo()
-
-
-def node_args(**resources: Any) -> dict[str, Any]:
-    return {"object_store_memory": 80 * 2**20, "include_dashboard": False, **resources}
 
 
 @pytest.fixture

@@ -4,11 +4,12 @@ Restarts of lost workers are Ray's (FailureConfig, Train V2); which checkpoint c
 """
 
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,16 @@ _REACHING_SECONDS = 5.0
 _ASKING_SECONDS = 60.0
 """A node starts a process of its own to answer: seconds where the disk is cold."""
 _LOOK_SECONDS = 0.2
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STORE_BYTES = 100 * 2**20
 """The object store of a cluster that is started here: only plans and events go through it."""
 
 _SETTINGS = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # ranks go to the folder of the driver instead
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a worker's end is seen by polling; Ray's 2 s are lost at every end
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",  # a worker's end is seen by polling; the others need a moment to say why
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_worker_niceness": "0",  # of a cluster started here: Ray's 15 leave the cores to whatever else runs
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "3",  # after a death the others wait for it in vain
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 """Ray's settings by environment, unless the user has others."""
 
@@ -122,22 +124,22 @@ def connected(address: str) -> Iterator[RayCluster]:
     Raises HardwareError when nobody answers at ``address``, or Ray or Python have another version there.
     """
     ray = loaded_ray()
-    if ray.is_initialized():
+    named = address or os.environ.get("RAY_ADDRESS", "")
+    host, _, port = named.rpartition(":")
+    if port.isdecimal():
+        _require_answer(host, int(port))
+    if ray.is_initialized():  # a caller's cluster, which the caller ends
         yield cluster_now()
         return
-    _reach(ray, address)
+    _reach(ray, named)
     try:
         yield cluster_now()
     finally:
         ray.shutdown()
 
 
-def _reach(ray: Any, address: str) -> None:
+def _reach(ray: Any, named: str) -> None:
     quiet = {"logging_level": "ERROR", "log_to_driver": False}
-    named = address or os.environ.get("RAY_ADDRESS", "")
-    host, _, port = named.rpartition(":")
-    if port.isdecimal():
-        _require_answer(host, int(port))
     try:
         ray.init(address=named or "auto", **quiet)
     except ConnectionError as error:
@@ -201,11 +203,10 @@ def require_room(cluster: RayCluster, place: RayPlace, each: Mapping[str, float]
     )
 
 
-def ask_nodes(question: Callable[..., Any], *words: Any, gpus: float = 0.0) -> dict[str, Any]:
+def ask_nodes(question: Callable[..., Any], *words: Any) -> dict[str, Any]:
     """The answer of every living node's own process to ``question(*words)``, by node id.
 
-    Raises HardwareError for a node that cannot answer. ``gpus``: as many are seen by the process, where the node has
-    them.
+    Raises HardwareError for a node that cannot answer.
     """
     ray = loaded_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -216,7 +217,6 @@ def ask_nodes(question: Callable[..., Any], *words: Any, gpus: float = 0.0) -> d
             ray.remote(question)
             .options(
                 num_cpus=0,
-                num_gpus=min(gpus, node.resources.get("GPU", 0.0)),
                 max_retries=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
             )
@@ -234,10 +234,8 @@ def ask_nodes(question: Callable[..., Any], *words: Any, gpus: float = 0.0) -> d
                 f"node {node.host} did not answer within {_ASKING_SECONDS:g} s", hint="ray status"
             ) from error
         except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
-            told = (str(cause) if cause is not None else str(error)).strip().splitlines()
             raise HardwareError(
-                f"node {node.host} cannot run fitune: {told[-1] if told else error}",
+                f"node {node.host} cannot run fitune: {_last_words(error)}",
                 hint="install the same fitune, torch and transformers on every node",
             ) from error
     return answers
@@ -251,20 +249,26 @@ class Desk:
 
         self._events: list[bytes] = []
         self._is_stopping = asyncio.Event()
-        self._groups = 0
+        self._begun: dict[int, int] = {}
+        self._failed = b""
 
     async def tell(self, event: bytes) -> None:
         self._events.append(event)
 
-    async def take(self) -> list[bytes]:
-        """What was laid down since the last call."""
+    async def take(self) -> tuple[list[bytes], bytes]:
+        """What was laid down since the last call, and the end of the rank that failed first by itself; empty while
+        none has."""
         events, self._events = self._events, []
-        return events
+        return events, self._failed
 
-    async def begin(self) -> int:
-        """Count a group of workers; returns how many there were before."""
-        self._groups += 1
-        return self._groups - 1
+    async def fail(self, end: bytes) -> None:
+        """A rank fails by an error of its own, which would come again."""
+        self._failed = self._failed or end
+
+    async def begin(self, rank: int) -> int:
+        """Count a group of workers that begins; returns how many times this rank began before."""
+        self._begun[rank] = self._begun.get(rank, -1) + 1
+        return self._begun[rank]
 
     async def stop(self) -> None:
         self._is_stopping.set()
@@ -303,19 +307,22 @@ def run_workers(
     each: Mapping[str, float],
     directory: Path,
     name: str,
-    watch: Callable[[], None],
+    watch: Callable[[], bool],
     timeout_s: float,
 ) -> WorkersEnd:
-    """Run ``function(config)`` in every worker of a TorchTrainer. ``watch`` is called several times a second."""
+    """Run ``function(config)`` in every worker of a TorchTrainer. ``watch`` is called several times a second, until it
+    says that Ray's end is not worth waiting for."""
     loaded_ray()
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
+
+    from fitune.launch.ray_backend import OwnInterface
 
     gpus = bool(each.get("GPU"))
     trainer = TorchTrainer(
         function,
         train_loop_config=config,
-        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=int(timeout_s)),
+        torch_config=OwnInterface(backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=int(timeout_s)),
         scaling_config=ScalingConfig(
             num_workers=(place.fewest, place.most) if place.is_elastic else place.most,
             use_gpu=gpus,
@@ -335,8 +342,7 @@ def run_workers(
     end = WorkersEnd()
     thread = threading.Thread(target=_fit, args=(trainer, end), name="fit", daemon=True)
     thread.start()
-    while thread.is_alive():
-        watch()
+    while not watch() and thread.is_alive():
         thread.join(_LOOK_SECONDS)
     watch()
     return end
@@ -352,31 +358,27 @@ def _fit(trainer: Any, end: WorkersEnd) -> None:
     except TrainingFailedError as error:
         failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
         end.failures = {rank: _last_words(failure) for rank, failure in failures.items()}
-        end.error = _last_words(getattr(error, "controller_failure", error))
+        end.error = "; ".join(f"rank {rank}: {words}" for rank, words in end.failures.items()) or _last_words(
+            getattr(error, "controller_failure", error)
+        )
     except RayError as error:  # the cluster is gone
         end.error = _last_words(error)
 
 
 def _last_words(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    """The last line of Ray's error, which has the traceback of the worker before it."""
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 def spread(world: int, slots: Sequence[int]) -> tuple[int, int]:
-    """Nodes × workers a node that ``world`` workers are planned for, where nodes have room for ``slots``.
+    """Nodes × workers a node that ``world`` workers are planned for, where nodes have room for ``slots``, and those
+    that may come have as much as the largest.
 
     One node where one has room for all; else as many a node as leave no node with fewer.
     """
-    for each in range(min(world, max(slots, default=1)), 1, -1):
+    slots = [*slots, *[max(slots, default=1)] * world]
+    for each in range(min(world, max(slots)), 1, -1):
         if world % each == 0 and sum(room >= each for room in slots) >= world // each:
             return world // each, each
     return world, 1
-
-
-def end_of_group() -> None:
-    """Close this rank's connections, so that the others see at once that it is gone."""
-    import torch.distributed as dist
-
-    with suppress(RuntimeError):
-        if dist.is_initialized():
-            dist.destroy_process_group()

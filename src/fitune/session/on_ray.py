@@ -4,6 +4,7 @@ import os
 import pickle
 import platform
 import socket
+import time
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from fitune.checkpoint.commit import Commit
 from fitune.checkpoint.resume import last_saved
 from fitune.engine.ranks import WAIT
 from fitune.errors import (
@@ -50,6 +52,8 @@ from fitune.spec.rank_status import read_statuses
 from fitune.spec.recipe import Recipe
 from fitune.spec.run_directory import LOGS
 
+_WORD_SECONDS = 3.0
+"""After the error of a rank the first one has so long to write it into the report."""
 _LIBRARIES = ("fitune", "torch", "transformers")
 _STORAGE = f"{LOGS}/ray"
 """Folder in the run directory for what Ray Train writes; nothing is read from it."""
@@ -82,7 +86,7 @@ def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell
         )
         worlds = range(place.fewest, place.most + 1)
         shapes = {world: shaped(recipe, spread(world, slots)) for world in worlds}
-        found = _nodes_asked(shapes, gpus=each.get("GPU", 0.0) * max(slots))
+        found = _nodes_asked(shapes)
         largest = shapes[place.most]
         attempt = first_attempt(largest, overwrite=overwrite, tell=tell, hardware=found[place.most])
         if not isinstance(attempt, Attempt):
@@ -121,7 +125,8 @@ def _of_fewer(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) -> 
             f"{error.message}",
             hint="a global_batch_size that every number of workers divides, or a narrower range of --workers",
         ) from error
-    return replace(most, report=report), recipe
+    chosen = replace(report.chosen, plan=replace(report.chosen.plan, run=most.plan.run))
+    return replace(most, report=replace(report, chosen=chosen)), recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +138,8 @@ class _NodeFacts:
 
 
 def facts_of_node(shapes: Mapping[int, Recipe]) -> _NodeFacts:
-    """Versions and hardware of the machine that runs this."""
+    """Versions and hardware of the node whose process runs this."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from what asks for none
     hardware: dict[int, Hardware | str] = {}
     for world, recipe in shapes.items():
         try:
@@ -153,9 +159,9 @@ def versions_here() -> dict[str, str]:
     return found
 
 
-def _nodes_asked(shapes: Mapping[int, Recipe], *, gpus: float) -> dict[int, Hardware]:
+def _nodes_asked(shapes: Mapping[int, Recipe]) -> dict[int, Hardware]:
     """The hardware of the workers, for each number of them. Raises HardwareError where versions differ."""
-    answers: dict[str, _NodeFacts] = ask_nodes(facts_of_node, dict(shapes), gpus=gpus)
+    answers: dict[str, _NodeFacts] = ask_nodes(facts_of_node, dict(shapes))
     require_same_versions(versions_here(), answers.values())
     found: dict[int, Hardware] = {}
     for world in shapes:
@@ -220,6 +226,10 @@ class _Job:
     each: Mapping[str, float]
     attempts: dict[int, tuple[Attempt, Recipe]]
     tell: Tell
+    had: Commit | None = None
+    """The last checkpoint before the present attempt."""
+    failed: RankEnd | None = None
+    """Of the rank that failed first by itself."""
 
     @property
     def plan(self) -> Plan:
@@ -249,19 +259,22 @@ class _Job:
     def _trained(self, request: StopRequest) -> WorkersEnd:
         fresh_logs(self.directory)
         ray, desk = loaded_ray(), open_desk()
+        self.had, self.failed = last_saved(self.directory), None
         command = command_of(self.plan, ())
         orders = Orders(
             attempts={world: packed(*each) for world, each in self.attempts.items()},
-            had=last_saved(self.directory),
+            had=self.had,
             folder=os.getcwd(),
             environment={name: value for name, value in os.environ.items() if name.startswith("FITUNE_")},
             threads=int(command.environment["OMP_NUM_THREADS"]),
             desk=desk,
         )
         sent: list[int] = []
+        failed_at: list[float] = []
 
-        def watch() -> None:
-            for event in ray.get(desk.take.remote(), timeout=WAIT.total_seconds()):
+        def watch() -> bool:
+            events, failed = ray.get(desk.take.remote(), timeout=WAIT.total_seconds())
+            for event in events:
                 found = pickle.loads(event)
                 if isinstance(found, StepsBegin):
                     request.start(found.plan, found.run_name)
@@ -269,6 +282,11 @@ class _Job:
             if request.asked() and not sent:
                 sent.append(request.received[0])
                 desk.stop.remote()
+            if failed and not failed_at:
+                failed_at.append(time.monotonic())
+                self.failed = pickle.loads(failed)
+            waited = time.monotonic() - failed_at[0] if failed_at else 0.0
+            return waited > _WORD_SECONDS and shortage_of_ranks(self.directory) is None
 
         with ExitStack() as stack:
             stack.callback(ray.kill, desk)
@@ -289,7 +307,7 @@ class _Job:
         shortage = shortage_of_ranks(self.directory)
         if shortage is not None and not self.place.is_elastic:
             attempt, recipe = self.attempts[self.place.most]
-            following = next_attempt(attempt, recipe, shortage, had=None)
+            following = next_attempt(attempt, recipe, shortage, had=self.had)
             self.tell(RanOutOfMemory(retry=following.retries[-1]))
             self.attempts[self.place.most] = (following, recipe)
             return
@@ -297,18 +315,18 @@ class _Job:
             raise OutOfMemory(
                 shortage.message, hint="--workers with one number: the plan is then made smaller"
             )
-        raise cause_of(end, self.directory, restarts=self.place.restarts)
+        raise cause_of(end, self.failed, self.directory, restarts=self.place.restarts)
 
 
-def cause_of(end: WorkersEnd, directory: Path, *, restarts: int) -> FituneError:
+def cause_of(end: WorkersEnd, failed: RankEnd | None, directory: Path, *, restarts: int) -> FituneError:
     """The error that the job ended with: of the rank that failed first by itself."""
     statuses = read_statuses(directory / LOGS)
-    if isinstance(end.returned, RankEnd):
-        told = ended({}, directory, received=[], ranks=range(max(statuses, default=0) + 1))
-        if not told.cause:
-            own = end.returned
-            told = Ended(exit_code=own.exit_code, cause=own.message, hint=own.hint)
+    told = ended({}, directory, received=[], ranks=range(max(statuses, default=0) + 1))
+    if told.cause:
         return _error(told)
+    own = failed or end.returned
+    if isinstance(own, RankEnd) and own.message:
+        return _error(Ended(exit_code=own.exit_code, cause=own.message, hint=own.hint))
     after = f", after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
     cause = cause_of_loss(statuses) if statuses else (end.error or LOST)
     return _error(

@@ -1,6 +1,6 @@
 """A rank in a worker of Ray Train: the function of every worker, which joins the others and trains like any rank.
 
-An error is returned, since it would come again; a rank that lost another one without a word raises, and Ray starts all
+An error is the end, since it would come again; a rank that lost another one without a word raises, and Ray starts all
 of them anew. Then the last COMMIT says where they go on, whatever Ray remembers.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from fitune.checkpoint.commit import Commit
 from fitune.checkpoint.resume import last_saved
 from fitune.errors import FituneError, PeerGone, RankFailed, RunDirectoryError, exit_code_of
-from fitune.launch.ray import end_of_group, loaded_ray
+from fitune.launch.ray import loaded_ray
 from fitune.session.events import Event, Note, Tell
 from fitune.session.handover import unpacked
 from fitune.session.ranks_of_nodes import nobody
@@ -76,11 +76,17 @@ def train_as_rank(config: dict[str, Any]) -> RankEnd:
     torch.set_num_threads(orders.threads)
     with joined_ranks() as ranks:
         ray = loaded_ray()
-        before = ranks.from_first(lambda: int(ray.get(orders.desk.begin.remote())))
+        try:
+            mine = int(ray.get(orders.desk.begin.remote(ranks.rank)))
+        except ray.exceptions.RayError:
+            return RankEnd(status="failed")  # the driver waits no longer
+        before = ranks.from_first(lambda: mine)  # a group that grew has ranks that never began
         attempt, recipe = unpacked(orders.attempts[ranks.world])
         tell = _desk_teller(orders.desk) if ranks.is_first else nobody
         talker = Talker(orders.desk, is_first=ranks.is_first)
         try:
+            if before and ranks.from_first(lambda: _has_said_why(attempt.plan)):
+                return RankEnd(status="failed")  # the statuses say why: it would fail again
             if before:
                 attempt = ranks.from_first(lambda: going_on(attempt, orders.had, ranks.world))
                 if ranks.is_first:
@@ -93,10 +99,21 @@ def train_as_rank(config: dict[str, Any]) -> RankEnd:
             talker.abandon()
             if isinstance(error, PeerGone) and not _has_said_why(attempt.plan):
                 raise RankFailed(error.message) from error
-            end_of_group()
-            return RankEnd(
+            end = RankEnd(
                 status="failed", message=error.message, hint=error.hint or "", exit_code=exit_code_of(error)
             )
+            if not ranks.is_alone and not isinstance(error, PeerGone):
+                _end_at_once(orders.desk, end)
+            return end
+
+
+def _end_at_once(desk: Any, end: RankEnd) -> None:
+    """End this process, whose error is written down: the others see the end of its connections, which nothing else
+    closes while they wait in a collective."""
+    ray = loaded_ray()
+    with suppress(ray.exceptions.RayError):
+        ray.get(desk.fail.remote(pickle.dumps(end)))
+    os._exit(end.exit_code)
 
 
 def _train(attempt: Attempt, recipe: Recipe, *, tell: Tell, talker: "Talker", ranks: Any) -> RunReport:

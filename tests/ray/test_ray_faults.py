@@ -1,0 +1,70 @@
+"""Rows 29 and 31 of the fault table: workers that are lost, errors of a rank, requests that cannot be met."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.errors import HardwareError, RecipeError, TrainingFailed
+from fitune.launch.ray import RayPlace, ask_nodes, connected, ray_place
+from fitune.session import on_ray
+from fitune.session.on_ray import facts_of_node, require_same_versions, train_on_ray, versions_here
+from fitune.spec.recipe import Recipe
+from ray_runs import Faulty, Heard, report_of
+
+pytestmark = pytest.mark.ray
+TWO = RayPlace(fewest=2, most=2, restarts=0)
+
+
+def test_a_rank_that_fails_by_itself_is_named_and_not_restarted(
+    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("error", call=5))
+    wanted = recipe(zero=0)
+    with pytest.raises(TrainingFailed, match=r"^rank 1 failed: row 7 of the test cannot be read") as failed:
+        train_on_ray(wanted, RayPlace(fewest=2, most=2, restarts=3), overwrite=False, tell=Heard())
+    assert failed.value.exit_code == 1
+    report = report_of(Path(str(wanted.output_dir)))
+    assert report.status == "failed"
+    assert "rank 1 failed: row 7" in report.reason
+    assert not report.restarts
+
+
+def test_a_worker_killed_beyond_the_limit_is_the_cause(
+    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("kill", call=5))
+    with pytest.raises(TrainingFailed, match=r"^rank 1 .*ended without a word") as failed:
+        train_on_ray(recipe(zero=0), TWO, overwrite=False, tell=Heard())
+    assert failed.value.exit_code == 1
+    assert "--resume" in str(failed.value.hint)
+
+
+def test_an_address_where_nobody_answers_is_an_error_at_once(cluster: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(HardwareError, match=r"no Ray cluster at 127\.0\.0\.1:9"), connected("127.0.0.1:9"):
+        pass
+    assert time.monotonic() - began < 10
+
+
+def test_other_versions_on_a_node_are_named(cluster: Any) -> None:
+    answers = ask_nodes(facts_of_node, {}).values()
+    require_same_versions(versions_here(), answers)
+    here = {**versions_here(), "transformers": "4.57.0"}
+    with pytest.raises(HardwareError, match=r"transformers differs: 4\.57\.0 on .* on node "):
+        require_same_versions(here, answers)
+
+
+@pytest.mark.parametrize("workers", ["two", "3..2", "0", "2..", "-1"])
+def test_numbers_of_workers_that_cannot_be_are_refused(workers: str) -> None:
+    with pytest.raises(RecipeError, match="--workers"):
+        ray_place(address="", workers=workers, default=1)
+
+
+def test_a_global_batch_that_some_number_of_workers_does_not_divide_is_refused(
+    cluster: Any, recipe: Callable[..., Recipe]
+) -> None:
+    with pytest.raises(RecipeError, match=r"with 3 workers, and the global batch of 8 rows"):
+        train_on_ray(recipe(), RayPlace(fewest=2, most=4), overwrite=False, tell=Heard())
