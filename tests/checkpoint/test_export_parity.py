@@ -167,12 +167,19 @@ def test_other_families_merge_too(tmp_path, family):
     assert on_disk[0] == on_disk[1]
 
 
-def test_adapters_on_fused_experts_are_not_merged(tmp_path):
+def test_adapters_on_fused_experts_are_merged(tmp_path):
+    """Those of PEFT's all-linear: attention, the router's matrix and the stacks of experts."""
     model = get_peft_model(
         tiny_model("mixtral"), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     )
-    with pytest.raises(CheckpointError, match=r"only LoRA and DoRA on a linear"):
-        export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.02, generator=generator)
+    exported = export_merged(model, byte_tokenizer(), tmp_path / "out", **COMMON)
+    ids = torch.arange(3, 20)[None]
+    found = AutoModelForCausalLM.from_pretrained(exported.path)(input_ids=ids).logits
+    torch.testing.assert_close(found, model(input_ids=ids).logits, rtol=0, atol=1e-5)
 
 
 def test_a_merged_weight_is_base_plus_scaled_product_by_hand(tmp_path):

@@ -59,21 +59,28 @@ def test_the_rehearsal_is_the_real_step(model, base, precision, recompute, accum
     test_rehearsal_real_step.check(plan)
 
 
+STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
 @pytest.mark.parametrize("base", [Nf4(), pytest.param(Hqq(bits=4), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
-    ("family", "precision", "recompute"),
+    ("family", "precision", "recompute", "adapted"),
     [
-        ("qwen3_moe", "bf16", 2),
-        ("mixtral", "fp32", 0),
-        pytest.param("mixtral", "bf16", 2, marks=pytest.mark.slow),
+        ("qwen3_moe", "bf16", 2, ()),
+        ("mixtral", "fp32", 0, ()),
+        ("qwen3_moe", "bf16", 2, STACKS),
+        pytest.param("mixtral", "bf16", 2, (), marks=pytest.mark.slow),
+        pytest.param("mixtral", "fp32", 4, STACKS, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "fp32", 0, STACKS[1:], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_packed_experts_are_predicted_and_rehearsed(family, base, precision, recompute):
+def test_packed_experts_are_predicted_and_rehearsed(family, base, precision, recompute, adapted):
     """One stack whole at a time, forward and backward; 3 % of the peak, as for other architectures."""
     config, spec = tiny(family)
     plan = bench.plan_of(spec, tuning="lora", precision=precision, recompute=recompute, chunked=True)
-    plan = replace(plan, tuning=replace(plan.tuning, base=base))
+    targets = (*plan.tuning.targets, *adapted)
+    plan = replace(plan, tuning=replace(plan.tuning, base=base, targets=targets))
     rows = bench.random_rows(ROWS, vocab_size=spec.vocab_size)
     predicted = max(bench.predicted_peaks(plan, rows).values())
     assert predicted == pytest.approx(measured_peak(config, plan, rows), rel=0.03)

@@ -1,5 +1,6 @@
 """The weights of a model with its adapters folded in; the model itself is left as it is."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -7,9 +8,11 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from fitune.errors import CheckpointError
+from fitune.models.expert_adapters import pairs_of_experts
 from fitune.models.quantised import PackedWeight
 
 
@@ -24,18 +27,18 @@ def merged_weights(model: PeftModel, dtype: torch.dtype) -> dict[str, Tensor]:
     Raises CheckpointError for a quantised base and for adapters that are neither LoRA nor DoRA.
     """
     refuse_quantised_base(model)
-    layers = {f"{name}.weight": layer for name, layer in adapted_layers(model).items()}
+    layers = adapted_weights(model)
     weights = in_dtype({n: t for n, t in base_weights(model).items() if n not in layers}, dtype)
     for name, layer in layers.items():
         require_plain_lora(name, layer)
-        weights[name] = merged(layer.get_base_layer().weight, change_of(layer, model.active_adapter), dtype)
+        weights[name] = merged(base_weight(layer), change_of(layer, model.active_adapter), dtype)
     return weights
 
 
 def base_weights(model: PeftModel) -> dict[str, Tensor]:
     """The base's state dict without adapters, under the names that it has without them."""
     return {
-        name.replace(".base_layer.", "."): tensor
+        without_layers(name): tensor
         for name, tensor in model.get_base_model().state_dict().items()
         if ".lora_" not in name
     }
@@ -45,6 +48,29 @@ def adapted_layers(model: PeftModel) -> dict[str, LoraLayer]:
     """Name of a linear in the base -> the layer that adapts it."""
     named = model.get_base_model().named_modules()
     return {name: module for name, module in named if isinstance(module, LoraLayer)}
+
+
+def adapted_weights(model: PeftModel) -> dict[str, LoraLayer]:
+    """Name of a weight in the base -> the layer that adapts it: a linear's, or a stack of experts."""
+    return {weight_name(name, layer): layer for name, layer in adapted_layers(model).items()}
+
+
+def weight_name(name: str, layer: LoraLayer) -> str:
+    """The base's name of what the layer ``name`` adapts. PEFT puts the layers of one module's stacks around it."""
+    if isinstance(layer, ParamWrapper):
+        return f"{without_layers(name + '.')}{layer.parameter_name}"
+    return f"{name}.weight"
+
+
+def without_layers(name: str) -> str:
+    """``name`` of a tensor as it is in the base, without the layers around its module."""
+    return re.sub(r"(\.base_layer)+\.", ".", name)
+
+
+def base_weight(layer: LoraLayer) -> Tensor:
+    """The weight that ``layer`` adapts, as it is."""
+    found: Tensor = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
+    return found
 
 
 def in_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -84,7 +110,7 @@ def _holds_wide_floats(layer: nn.Module) -> bool:
 
 def require_plain_lora(name: str, layer: LoraLayer) -> None:
     if (
-        not isinstance(layer, LoraLinear)
+        not isinstance(layer, LoraLinear | ParamWrapper)
         or set(layer.lora_variant) - set(layer.lora_magnitude_vector)
         or any(layer.lora_bias.values())
         or layer.merged
@@ -96,13 +122,18 @@ def require_plain_lora(name: str, layer: LoraLayer) -> None:
 
 
 def stores_transposed(layer: LoraLayer) -> bool:
-    """True for GPT-2's linears, which keep their weights as [in, out]."""
+    """True for GPT-2's linears and gpt-oss's experts, which keep their weights as [in, out]."""
+    if isinstance(layer, ParamWrapper):
+        return _is_stack(layer) and bool(getattr(layer.get_base_layer(), "is_transposed", False))
     return bool(getattr(layer, "fan_in_fan_out", False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """The change of one weight by an adapter: W + scaling · B A, with DoRA's lengths of the rows."""
+    """The change of one weight by an adapter: W + scaling · B A, with DoRA's lengths of the rows.
+
+    Of a stack of experts ``a`` and ``b`` are stacks too.
+    """
 
     a: Tensor
     b: Tensor
@@ -116,13 +147,24 @@ class Change:
 def change_of(layer: LoraLayer, adapter: str) -> Change:
     """On the adapter's own storage."""
     magnitudes = layer.lora_magnitude_vector
+    a, b = factors_of(layer, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
     return Change(
-        a=layer.lora_A[adapter].weight,
-        b=layer.lora_B[adapter].weight,
+        a=a,
+        b=b,
         scaling=layer.scaling[adapter],
         magnitude=magnitudes[adapter].weight if adapter in magnitudes else None,
         transposed=stores_transposed(layer),
     )
+
+
+def factors_of(layer: LoraLayer, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """A and B as they are multiplied: of a stack, those of each expert."""
+    return pairs_of_experts(a, b, layer.num_experts) if _is_stack(layer) else (a, b)
+
+
+def _is_stack(layer: LoraLayer) -> bool:
+    """False for a single matrix that PEFT wraps as a parameter too, such as a router's."""
+    return isinstance(layer, ParamWrapper) and layer.get_param().ndim == 3
 
 
 @torch.no_grad()
@@ -131,7 +173,7 @@ def merged(weight: Tensor, change: Change, dtype: torch.dtype) -> Tensor:
     update = change.b.float() @ change.a.float()
     update *= change.scaling
     if change.transposed:
-        update = update.T
+        update = update.mT
     update += weight
     if change.magnitude is not None:
         row = 0 if change.transposed else 1

@@ -10,7 +10,15 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from fitune.checkpoint.merge import Change, adapted_layers, base_weights, change_of, require_plain_lora
+from fitune.checkpoint.merge import (
+    Change,
+    adapted_layers,
+    base_weight,
+    base_weights,
+    change_of,
+    require_plain_lora,
+    weight_name,
+)
 from fitune.checkpoint.parity import Check, is_equal
 
 _SUM_STEPS = 8
@@ -29,7 +37,7 @@ def merged_checks(model: PeftModel, dtype: torch.dtype) -> dict[str, Check]:
         name: partial(is_equal, tensor, dtype) for name, tensor in base_weights(model).items()
     }
     checks |= {
-        f"{name}.weight": partial(is_merged, layer.get_base_layer().weight, change_of(layer, adapter))
+        weight_name(name, layer): partial(is_merged, base_weight(layer), change_of(layer, adapter))
         for name, layer in layers.items()
     }
     return checks
@@ -47,10 +55,10 @@ def is_merged(before: Tensor, change: Change, stored: Tensor) -> bool:
     """
     weight, a, b = (tensor.detach().to("cpu", torch.float64) for tensor in (before, change.a, change.b))
     if change.transposed:
-        weight, stored = weight.T, stored.T
+        weight, stored = weight.mT, stored.mT
     if stored.shape != weight.shape or not torch.isfinite(stored).all():
         return False
-    rank = a.shape[0]
+    rank = a.shape[-2]
     exact = weight + change.scaling * (b @ a)
     size = weight.abs() + abs(change.scaling) * (b.abs() @ a.abs())
     if change.magnitude is not None:

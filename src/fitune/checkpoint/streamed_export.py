@@ -18,7 +18,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.checkpoint.export import Exported
 from fitune.checkpoint.layout import staged, write_adapter, write_texts
-from fitune.checkpoint.merge import Change, adapted_layers, merged, require_plain_lora
+from fitune.checkpoint.merge import (
+    Change,
+    adapted_layers,
+    factors_of,
+    merged,
+    require_plain_lora,
+    stores_transposed,
+    weight_name,
+    without_layers,
+)
 from fitune.checkpoint.merge_law import is_merged
 from fitune.checkpoint.parity import is_equal, require_same_files
 from fitune.checkpoint.streamed import Piece, stored_names, write_streamed
@@ -113,7 +122,7 @@ def stream_merged(
                 )
             return result
 
-        tensors = {_without_layer(name): t for name, t in inner.state_dict().items() if ".lora_" not in name}
+        tensors = {without_layers(name): t for name, t in inner.state_dict().items() if ".lora_" not in name}
         names = [name for name in tensors if name in _stored(inner)]
         pieces = [_piece(name, tensors[name], dtype, partial(made, name)) for name in names]
         return _export(inner, pieces, target, texts=texts, replace=replace, secure=False)
@@ -137,12 +146,8 @@ def _piece(name: str, like: Tensor, dtype: torch.dtype, make: Any) -> Piece:
     return Piece(name=name, like=shaped, make=lambda: make().detach().to("cpu", kind))
 
 
-def _without_layer(name: str) -> str:
-    return name.replace(".base_layer.", ".")
-
-
 def _stored(model: PreTrainedModel) -> set[str]:
-    return {_without_layer(name) for name in stored_names(model) if ".lora_" not in name}
+    return {without_layers(name) for name in stored_names(model) if ".lora_" not in name}
 
 
 def _changes(model: PeftModel, weights: Mapping[str, Tensor]) -> dict[str, Change]:
@@ -151,12 +156,14 @@ def _changes(model: PeftModel, weights: Mapping[str, Tensor]) -> dict[str, Chang
     for name, layer in adapted_layers(model).items():
         require_plain_lora(f"{name}.weight", layer)
         prefix = f"{PREFIX}{name}"
-        found[f"{name}.weight"] = Change(
-            a=weights[f"{prefix}.lora_A.{adapter}.weight"],
-            b=weights[f"{prefix}.lora_B.{adapter}.weight"],
+        pair = (weights[f"{prefix}.lora_{part}.{adapter}.weight"] for part in "AB")
+        a, b = factors_of(layer, *pair)
+        found[weight_name(name, layer)] = Change(
+            a=a,
+            b=b,
             scaling=layer.scaling[adapter],
             magnitude=weights.get(f"{prefix}.lora_magnitude_vector.{adapter}.weight"),
-            transposed=bool(getattr(layer, "fan_in_fan_out", False)),
+            transposed=stores_transposed(layer),
         )
     return found
 

@@ -165,7 +165,8 @@ def block_stages(
             _norm(site, "attention norm", passes=enters, read_by=projections),
             *attention_stages(site, projections, output, passes=inside),
             *_sandwich_norm(site, "attention output norm", passes=after),
-            *_second_norm(site, passes=reaches_mlp, read_by=mlp[:-1]),
+            # experts keep what they gather of the norm's output; its router alone reads it as it is
+            *_second_norm(site, passes=reaches_mlp, read_by=mlp[:1] if plan.model.num_experts else mlp[:-1]),
             *(
                 expert_stages(site, mlp, passes=after)
                 if plan.model.num_experts

@@ -47,9 +47,10 @@ def block_passes(plan: Plan, *, has_adapters: bool = True) -> tuple[Pass, Pass]:
         base += linear.in_features * linear.out_features * linear.active_copies * _idle_rows(plan, linear)
         if lora and has_adapters and linear.is_target(lora.targets):
             adapted += 1
-            adapters += (lora.rank + THINNESS) * (linear.in_features + linear.out_features)
-            forward_moved += 6 * linear.out_features + linear.in_features
-            backward_moved += 4 * linear.out_features + 5 * linear.in_features
+            times = linear.active_copies
+            adapters += (lora.rank + THINNESS) * (linear.in_features + linear.out_features) * times
+            forward_moved += (6 * linear.out_features + linear.in_features) * times
+            backward_moved += (4 * linear.out_features + 5 * linear.in_features) * times
             if lora.dropout > 0:
                 forward_moved += 3 * linear.in_features
                 backward_moved += 3 * linear.in_features

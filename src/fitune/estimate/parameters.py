@@ -56,7 +56,10 @@ def base_tensors(model: ModelSpec) -> tuple[ParameterTensor, ...]:
 
 
 def adapter_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
-    """A: r × in, B: out × r, and DoRA's norm of each of the out rows, for every adapted linear of adapted blocks."""
+    """A: r × in, B: out × r, and DoRA's norm of each of the out rows, for every adapted linear of adapted blocks.
+
+    Of a stack of experts A is r·experts × in and B out × r·experts (PEFT's ParamWrapper).
+    """
     if not isinstance(plan.tuning, Lora):
         return ()
     return adapters_of(plan.model, plan.tuning)
@@ -88,8 +91,9 @@ def _adapters(model: ModelSpec, lora: Lora) -> Iterator[ParameterTensor]:
     for m, layers in model.counted_linears(lora.layers):
         if not m.is_target(lora.targets):
             continue
-        yield ParameterTensor(rows=lora.rank, row_elements=m.in_features, count=layers, in_block=True)
-        yield ParameterTensor(rows=m.out_features, row_elements=lora.rank, count=layers, in_block=True)
+        rank = lora.rank * m.copies
+        yield ParameterTensor(rows=rank, row_elements=m.in_features, count=layers, in_block=True)
+        yield ParameterTensor(rows=m.out_features, row_elements=rank, count=layers, in_block=True)
         if lora.dora:
             yield ParameterTensor(rows=m.out_features, count=layers, in_block=True)
 

@@ -221,7 +221,9 @@ def linears_stage(
         case Lora(rank=rank, dropout=dropout, dora=dora):
             adapted = site.adapted(linears)
             again = max(again, _unpacked_bytes(site, linears, input_kept=dropout == 0) if dora else 0)
-            sizes = [rank * (m.in_features + m.out_features) + m.out_features * dora for m in adapted]
+            sizes = [
+                rank * (m.in_features + m.out_features) * m.copies + m.out_features * dora for m in adapted
+            ]
             kept += sum(
                 activations.dora_kept(
                     tokens=site.shape.tokens, in_features=m.in_features, out_features=m.out_features, element_bytes=e,
@@ -232,7 +234,7 @@ def linears_stage(
             )  # fmt: skip
             kept += sum(
                 activations.adapter_kept(
-                    tokens=site.shape.tokens, in_features=m.in_features, rank=rank, element_bytes=e,
+                    tokens=site.shape.tokens * m.active_copies, in_features=m.in_features, rank=rank, element_bytes=e,
                     dropout=dropout, mask_bytes=mask_bytes,
                 )
                 for m in adapted

@@ -14,7 +14,7 @@ from fitune.estimate.site import (
 )
 from fitune.spec.block_profile import Stage
 from fitune.spec.model import Linear
-from fitune.spec.plan import Lomo
+from fitune.spec.plan import Lomo, Lora
 from fitune.spec.traits import ACTIVATIONS, falls_back_to_scores, writes_scores
 
 
@@ -251,28 +251,39 @@ def _tensors_at_once(site: Site, inputs: Sequence[Linear]) -> int:
 def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterator[Stage]:
     """Router and fused experts: into the pairs of token and expert, through the gates, and back to tokens.
 
-    Nothing of them is kept where no gradient ``passes``: transformers' experts take no adapters.
+    Nothing of them is kept where no gradient ``passes``. ``held`` are bytes beside a product: its packed matrices made
+    whole, or what an adapter adds (models/experts.py); 0 where transformers' own experts run.
     """
     model, t, e = site.model, site.shape.tokens, site.element_bytes
     h, f, chosen = model.hidden_size, model.intermediate_size, model.experts_per_token
     activation = ACTIVATIONS[model.activation]
     sizes = {"tokens": t, "chosen": chosen, "hidden": h, "element_bytes": e}
     weighted = FP32 if model.weighs_experts_in_fp32 else e
-    whole_in, whole_out = site.whole_stack_bytes(linears[:-1]), site.whole_stack_bytes(linears[-1:])
+    ways_in, ways_out = linears[:-1], linears[-1:]
+    whole_in, whole_out = site.whole_stack_bytes(ways_in), site.whole_stack_bytes(ways_out)
+    adapted_in, adapted_out = bool(site.adapted(ways_in)), bool(site.adapted(ways_out))
+    pairs = t * chosen * e
+    held_in = max(whole_in, adapted_in * pairs * 2 * f)
+    held_out = max(whole_out, adapted_out * pairs * h)
+    if held_in or held_out:  # experts run by fitune's own forward
+        held_in, held_out = max(1, held_in), max(1, held_out)
+    # an adapter's input is let go of before the base's product goes back, and its gradient is as large
     outputs_back = transient.expert_outputs_backward(
-        **sizes, width=f, weighted_bytes=weighted, whole_bytes=whole_out
+        **sizes, width=f, weighted_bytes=weighted, held_bytes=held_out and max(1, whole_out)
     )
-    incoming = t * e * h + t * chosen * weighted * h if whole_in else 0
+    incoming = t * e * h + t * chosen * weighted * h if held_in else 0
     beside_residual, lomo = outputs_back - t * e * h, isinstance(site.plan.tuning, Lomo)
     yield linears_stage(
         site, "expert inputs", linears[:-1],
-        kept=passes * activations.expert_inputs_kept(**sizes, num_experts=model.num_experts, trained=site.full),
-        forward=transient.packed_expert_inputs_forward(
-            **sizes, width=f, num_experts=model.num_experts, whole_bytes=whole_in
+        kept=(passes or adapted_in) * activations.expert_inputs_kept(
+            **sizes, num_experts=model.num_experts, trained=site.full or adapted_in
+        ) + _pairs_kept(site, ways_in),
+        forward=transient.expert_inputs_forward(
+            **sizes, width=f, num_experts=model.num_experts, held_bytes=held_in
         ),
         backward=transient.expert_inputs_backward(**sizes, width=f) + whole_in,
-        again=transient.packed_expert_inputs_again(
-            **sizes, width=f, weighted_bytes=weighted, whole_bytes=whole_in
+        again=transient.expert_inputs_again(
+            **sizes, width=f, weighted_bytes=weighted, keeps_input=adapted_in, held_bytes=held_in
         ),
         incoming=incoming,
         gone_by_step=lomo * 2 * t * chosen * e * f,  # gradients of gate and up
@@ -280,11 +291,15 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
     yield Stage(
         name="expert gates",
         kept=activations.gated_mlp_kept(
-            tokens=t * passes, width=f * chosen, element_bytes=e, activation=activation, halves=True
+            tokens=t * (passes or adapted_in),
+            width=f * chosen,
+            element_bytes=e,
+            activation=activation,
+            halves=True,
         ),
         forward=transient.mlp_forward(
             tokens=t,
-            hidden=h if whole_in else 2 * h,
+            hidden=h if held_in else 2 * h,
             width=f * chosen,
             element_bytes=e,
             tensors=max(4, activation.forward + 1),
@@ -295,16 +310,27 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
     )
     yield linears_stage(
         site, "expert outputs", linears[-1:],
-        kept=passes * activations.expert_outputs_kept(**sizes, width=f, trained=site.full),
-        forward=transient.packed_expert_outputs_forward(
-            **sizes, width=f, num_experts=model.num_experts, weighted_bytes=weighted, whole_bytes=whole_out
+        kept=(passes or adapted_in or adapted_out) * activations.expert_outputs_kept(
+            **sizes, width=f, trained=site.full or adapted_out
+        ) + _pairs_kept(site, ways_out),
+        forward=transient.expert_outputs_forward(
+            **sizes, width=f, num_experts=model.num_experts, weighted_bytes=weighted, held_bytes=held_out
         ),
         backward=outputs_back,
         # the product follows the weighting, when outputs are gone; the step follows the product
         gone_by_gradient=lomo * (beside_residual - t * chosen * e * f),
         gone_by_step=lomo * (beside_residual + t * chosen * e * h),
         again=transient.expert_outputs_again(
-            **sizes, width=f, weighted_bytes=weighted, trained=site.full, whole_bytes=whole_out
+            **sizes, width=f, weighted_bytes=weighted, trained=site.full or adapted_out, held_bytes=held_out
         ),
         incoming=incoming,
     )  # fmt: skip
+
+
+def _pairs_kept(site: Site, linears: Sequence[Linear]) -> int:
+    """e·r·out for each expert of an adapted stack: PEFT's B, in the order that the grouped product takes."""
+    lora = site.plan.tuning
+    if not isinstance(lora, Lora):
+        return 0
+    stacks = [m for m in site.adapted(linears) if m.stacked]
+    return site.element_bytes * lora.rank * sum(m.out_features * m.copies for m in stacks)

@@ -87,7 +87,7 @@ def _gradient_elements(plan: Plan, kind: BlockKind) -> int:
         return sum(m.parameters for m in kind.linears) + kind.other_parameters
     lora = plan.tuning
     return sum(
-        lora.rank * (m.in_features + m.out_features) + m.out_features * lora.dora
+        lora.rank * (m.in_features + m.out_features) * m.copies + m.out_features * lora.dora
         for m in kind.linears
         if m.is_target(lora.targets)
     )

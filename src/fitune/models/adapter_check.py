@@ -5,7 +5,7 @@ another base is then silently ignored (vllm#34186). Here the config promises key
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fitune.errors import CheckpointError
-from fitune.models.adapter_config import WEIGHTS, AdapterConfig, Targets, read_adapter_config
+from fitune.models.adapter_config import CONFIG, WEIGHTS, AdapterConfig, Targets, read_adapter_config
 from fitune.models.door import refuse_pickle, refuse_remote_code
 from fitune.spec.model import ModelSpec
 
@@ -26,24 +26,46 @@ Shapes = Mapping[str, tuple[int, int]]
 
 _Key = tuple[str, Shape]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The stacked matrices of a block's experts."""
+
+    in_features: int
+    out_features: int
+    copies: int
+
+
 _LONGEST_KEY = 1_000
 _SHOWN_KEYS = 8
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def check_adapter(
-    path: Path, *, base: ModelSpec | Shapes, tensors: Mapping[str, Shape] | None = None
+    path: Path,
+    *,
+    base: ModelSpec | Shapes,
+    tensors: Mapping[str, Shape] | None = None,
+    stacks: Mapping[str, Stack] | None = None,
 ) -> tuple[str, ...]:
     """Warnings about a LoRA adapter that fits ``base``: it changes nothing, names another base, or says more.
 
-    ``tensors``: shapes of all tensors of the model, where it is there, for modules that are trained whole.
+    ``tensors``: shapes of all tensors of the model, where it is there, for modules that are trained whole; ``stacks``:
+    its stacks of experts.
     Raises CheckpointError with the keys that are of another rank, another shape, unknown, missing or not
     finite, and for pickled weights and code that would have to run. Only safetensors and JSON are read.
     """
     refuse_pickle(path)
     refuse_remote_code(path)
     config = read_adapter_config(path)
-    check = _Check(config=config, base=base, tensors=tensors)
+    known = stacks_of(base) if stacks is None else stacks
+    around = layers_around(config.target_parameters or (), known)
+    if absent := [each for each in config.target_parameters or () if not layers_around([each], known)]:
+        raise CheckpointError(
+            f"{path / CONFIG}: target_parameters names {absent[0]!r}, and the base has no experts stacked there",
+            hint="take it with the base it was made for",
+        )
+    check = _Check(config=config, base=base, tensors=tensors, stacks=around)
     with _opened(path / WEIGHTS) as file:
         try:
             check.names({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118  (not a dict)
@@ -69,6 +91,48 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
         elif isinstance(module, Conv1D):  # GPT-2 keeps its weights transposed
             shapes[name] = (module.weight.shape[0], module.weight.shape[1])
     return shapes
+
+
+def stack_shapes(model: nn.Module) -> dict[str, Stack]:
+    """The stacks of experts of a model without adapters, by name, in the order in which their modules hold them."""
+    from fitune.models.experts import is_experts
+
+    found = {}
+    for name, module in model.named_modules():
+        if is_experts(module):
+            for inner, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3:
+                    copies, one, other = parameter.shape
+                    into, out = (one, other) if getattr(module, "is_transposed", False) else (other, one)
+                    found[f"{name}.{inner}"] = Stack(in_features=into, out_features=out, copies=copies)
+    return found
+
+
+def stacks_of(base: ModelSpec | Shapes) -> dict[str, Stack]:
+    """Those that a ModelSpec knows, by the name from the block's number on."""
+    if not isinstance(base, ModelSpec):
+        return {}
+    return {
+        f"layers.{layer}.{m.name}": Stack(
+            in_features=m.in_features, out_features=m.out_features, copies=m.copies
+        )
+        for layer in range(base.num_layers)
+        for m in base.linears
+        if m.stacked
+    }
+
+
+def layers_around(wanted: Sequence[str], stacks: Mapping[str, Stack]) -> dict[str, Stack]:
+    """PEFT's layer for each wanted stack: around a module's experts, those of the last stack outermost."""
+    names: dict[str, list[str]] = {}
+    for name in stacks:
+        if any(name == each or name.endswith(f".{each}") for each in wanted):
+            names.setdefault(name.rpartition(".")[0], []).append(name)
+    return {
+        module + ".base_layer" * depth: stacks[name]
+        for module, held in names.items()
+        for depth, name in enumerate(reversed(held))
+    }
 
 
 def tensor_shapes(model: nn.Module) -> dict[str, Shape]:
@@ -100,6 +164,8 @@ class _Check:
     config: AdapterConfig
     base: ModelSpec | Shapes
     tensors: Mapping[str, Shape] | None
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
+    """Name of a layer around experts -> the stack that it adapts."""
     problems: list[str] = field(default_factory=list)
     sound: list[str] = field(default_factory=list)
     """Keys that are promised, of the right shape: those whose values are worth reading."""
@@ -132,6 +198,8 @@ class _Check:
             self._module(module, keys, targets)
         self._saved(saved)
         self.problems += [f"{name}: missing" for name in _missing(set(parts), targets, self.base)]
+        there = {_tail(name) if isinstance(self.base, ModelSpec) else name for name in parts}
+        self.problems += [f"{name}: missing" for name in self.stacks if name not in there]
 
     def values(self, file: Any) -> None:
         """Read the tensors of the right shape, one at a time: all finite, and is any B not zero?"""
@@ -147,6 +215,13 @@ class _Check:
             self.is_zero = self.is_zero and (starts_as_something or not tensor.any())
 
     def _module(self, module: str, found: Mapping[str, _Key], targets: Targets) -> None:
+        stack = self.stacks.get(_tail(module) if isinstance(self.base, ModelSpec) else module)
+        if stack is not None:
+            rank = self.config.r * stack.copies
+            promised = _promised(self.config, (stack.in_features, stack.out_features), rank)
+            for part in (*promised, *(found.keys() - promised.keys())):
+                self._part(f"{module}.{part.removesuffix('.weight')}", found.get(part), promised.get(part))
+            return
         shape = _shape_in_base(module, self.base)
         if shape is None:
             self.problems.append(f"{module}: the base has no such linear")

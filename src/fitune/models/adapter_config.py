@@ -59,7 +59,8 @@ class AdapterConfig(BaseModel):
     r: Rank
     lora_alpha: Alpha = 8
     lora_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
-    target_modules: Name | Annotated[list[Name], Field(min_length=1)]
+    target_modules: Name | list[Name] | None = None
+    target_parameters: list[Name] | None = None
     exclude_modules: str | list[Name] | None = None
     layers_to_transform: Layer | list[Layer] | None = None
     layers_pattern: str | list[Name] | None = None
@@ -91,10 +92,10 @@ class AdapterConfig(BaseModel):
 
 _FOR_PEFT = {
     "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora", "use_dora",
-    "lora_bias", "modules_to_save", "init_lora_weights",
+    "lora_bias", "modules_to_save", "init_lora_weights", "target_parameters",
 }  # fmt: skip
 _UNSUPPORTED = (
-    "trainable_token_indices", "target_parameters", "layer_replication", "alora_invocation_tokens", "megatron_config",
+    "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "megatron_config",
     "use_qalora", "use_bdlora", "arrow_config", "velora_config", "monteclora_config", "kasa_config",
 )  # fmt: skip
 """PEFT's settings that change what an adapter computes and that fitune does not check."""
@@ -121,6 +122,13 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         config = AdapterConfig.model_validate(content)
     except ValidationError as error:
         raise _wrong(file, content, error) from None
+    if not config.target_modules and not config.target_parameters:
+        found = (
+            f"= {_short(content['target_modules'])} adapts nothing"
+            if "target_modules" in content
+            else "is missing"
+        )
+        raise CheckpointError(f"{file}: target_modules {found}", hint=_AGAIN)
     if config.layers_to_transform is not None and isinstance(config.target_modules, str):
         raise CheckpointError(
             f"{file}: layers_to_transform = {_short(config.layers_to_transform)} needs target_modules to be a list "
@@ -178,6 +186,8 @@ class Targets:
             return False
         if config.target_modules == "all-linear":
             return module != HEAD
+        if not config.target_modules:
+            return False
         if isinstance(config.target_modules, list) and module in config.target_modules:
             return True
         return self._is_among(config.target_modules, module) and self._is_in_layer(module)

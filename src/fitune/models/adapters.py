@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fitune.models.adapter_check import check_adapter, linear_shapes, tensor_shapes
+from fitune.models.adapter_check import check_adapter, linear_shapes, stack_shapes, tensor_shapes
 from fitune.models.adapter_config import WEIGHTS, read_adapter_config, settled
 from fitune.models.door import with_adapter
+from fitune.models.expert_adapters import run_with_adapters, stacks_among, stacks_shown
 from fitune.models.weight_files import read_header
 from fitune.models.weights import resized
 from fitune.spec.plan import Lora
@@ -34,11 +35,13 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
     PEFT would cast the adapters to fp32; then every adapted input is kept a second time in fp32
     (about +63 % activations). They stay in ``dtype``, and the optimizer keeps an fp32 master where the plan says so.
     """
+    stacks = stacks_among(model, lora.targets)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=list(lora.targets),
+        target_modules=[name for name in lora.targets if name not in stacks],
+        target_parameters=stacks or None,
         layers_to_transform=list(lora.layers) or None,
         fan_in_fan_out=_stores_weights_transposed(model, lora.targets),
         use_dora=lora.dora,
@@ -47,8 +50,10 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(seed)
-    with torch.no_grad():  # DoRA computes its first norms from parameters; no graph may hold on to them
+    # DoRA computes its first norms from parameters; no graph may hold on to them
+    with torch.no_grad(), stacks_shown(model):
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    run_with_adapters(adapted)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -69,7 +74,7 @@ def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
     CheckpointError when the adapter does not fit this very model.
     """
     linears = linear_shapes(model)
-    check_adapter(Path(path), base=linears, tensors=tensor_shapes(model))
+    check_adapter(Path(path), base=linears, tensors=tensor_shapes(model), stacks=stack_shapes(model))
     resized(model, saved_rows(Path(path)))
     config = read_adapter_config(Path(path))
     with ties_are_kept():

@@ -28,6 +28,7 @@ from transformers import (
 
 from fitune.errors import CheckpointError, FituneError, ModelError, is_out_of_memory
 from fitune.files import PICKLE_SUFFIXES
+from fitune.models.expert_adapters import run_with_adapters, stacks_shown
 from fitune.spec.config_schema import (
     ConfigFields,
     check_config,
@@ -335,10 +336,12 @@ def with_adapter(
 
     Raises CheckpointError for one that PEFT cannot take.
     """
-    with _named(f"{folder}: the adapter cannot be loaded", kind=CheckpointError):
-        return PeftModel.from_pretrained(
+    with _named(f"{folder}: the adapter cannot be loaded", kind=CheckpointError), stacks_shown(model):
+        adapted = PeftModel.from_pretrained(
             model, str(folder), config=config, is_trainable=False, autocast_adapter_dtype=in_fp32
         )
+    run_with_adapters(adapted)
+    return adapted
 
 
 def model_config(path: str) -> PretrainedConfig:

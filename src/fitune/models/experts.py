@@ -1,12 +1,13 @@
-"""Experts of a mixture, stacked as [experts, out, in], with weights in few bits.
+"""Experts of a mixture, stacked as [experts, out, in], with weights in few bits or with adapters.
 
 transformers holds the experts of a block as two parameters and multiplies all tokens by all of them in one grouped
-product (transformers.integrations.moe). The same happens here, but that each stack is made dense for its product alone,
-forward and backward.
+product (transformers.integrations.moe). The same happens here, but that a packed stack is made dense for its product
+alone, forward and backward, and that adapters add their own two thin products.
 
 Shapes: T tokens, K experts for each, S = T · K pairs of token and expert in the order of experts, E experts.
 """
 
+from abc import ABC, abstractmethod
 from types import MethodType
 from typing import Any
 
@@ -25,8 +26,16 @@ def is_experts(module: nn.Module) -> bool:
     return (
         hasattr(module, "is_transposed")
         and hasattr(module, "_apply_gate")
-        and any(getattr(module._parameters.get(name), "ndim", 0) == 3 for name in STACKS)
+        and any(len(shape_of(module, name) or ()) == 3 for name in STACKS)
     )
+
+
+def shape_of(experts: nn.Module, name: str) -> torch.Size | None:
+    """Shape of a stack, packed or not; None where there is none of that name."""
+    held: PackedWeight | Tensor | None = packed_stack_of(experts, name)
+    if held is None:
+        held = experts._parameters.get(name)
+    return None if held is None else held.shape
 
 
 def hold_packed(experts: nn.Module, name: str, packed: PackedWeight) -> None:
@@ -39,13 +48,33 @@ def hold_packed(experts: nn.Module, name: str, packed: PackedWeight) -> None:
     experts.forward = MethodType(_forward, experts)
 
 
+def packed_stack_of(experts: nn.Module, name: str) -> PackedWeight | None:
+    """The packed stack in the place of the parameter ``name``; None where there is none."""
+    found = experts._modules.get(f"packed_{name}")
+    return found if isinstance(found, PackedWeight) else None
+
+
+class Pair(ABC):
+    """The adapter of a stack."""
+
+    @abstractmethod
+    def factors(self) -> tuple[Tensor, Tensor, float] | None:
+        """A [E, r, in], B [E, out, r] and what their product is scaled by; None while they are switched off."""
+
+
+def run_by(experts: nn.Module, name: str, pair: Pair) -> None:
+    """Let ``pair`` adapt the stack ``name``."""
+    experts.__dict__.setdefault("adapters", {})[name] = pair
+    experts.forward = MethodType(_forward, experts)
+
+
 def _forward(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """The weighted sum of what each token's experts make of it."""
     tokens, per_token = chosen_TK.shape
     numbers_S, order_S = torch.sort(chosen_TK.reshape(-1))
     ends_E = _ends(numbers_S, experts.num_experts)
     x_SD = hidden_TD[order_S // per_token]
-    if hasattr(experts, "packed_gate_up_proj"):
+    if hasattr(experts, "gate_up_proj"):
         x_SF = experts._apply_gate(_product(experts, "gate_up_proj", x_SD, ends_E, numbers_S))
     else:
         x_SF = experts.act_fn(_product(experts, "up_proj", x_SD, ends_E, numbers_S))
@@ -68,8 +97,18 @@ def _ends(numbers_S: Tensor, experts: int) -> Tensor:
 
 
 def _product(experts: nn.Module, name: str, x_SI: Tensor, ends_E: Tensor, numbers_S: Tensor) -> Tensor:
-    stack = experts.get_submodule(f"packed_{name}")
-    out_SO: Tensor = _FrozenGroupedProduct.apply(x_SI, ends_E, stack, experts.is_transposed)
+    stack = packed_stack_of(experts, name)
+    if stack is None:
+        whole = experts.get_parameter(name)
+        out_SO = grouped_product(x_SI, whole if experts.is_transposed else whole.mT, ends_E)
+    else:
+        out_SO = _FrozenGroupedProduct.apply(x_SI, ends_E, stack, experts.is_transposed)
+    pair = experts.__dict__.get("adapters", {}).get(name)
+    factors = None if pair is None else pair.factors()
+    if factors is not None:
+        a_ERI, b_EOR, scaling = factors
+        low_SR = grouped_product(x_SI, a_ERI.mT, ends_E) * scaling
+        out_SO = out_SO.add_(grouped_product(low_SR, b_EOR.mT.contiguous(), ends_E))
     bias_EO = experts._parameters.get(f"{name}_bias")
     return out_SO if bias_EO is None else out_SO + bias_EO[numbers_S]
 
@@ -92,19 +131,22 @@ class _FrozenGroupedProduct(torch.autograd.Function):
 
 def grouped_product(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Rows of x up to each expert's end times its matrix, [S, O]."""
-    if x_SI.device.type == "cuda" and torch.cuda.get_device_capability(x_SI.device) < (8, 0):
+    if x_SI.device.type == "cuda" and not _has_kernel(x_SI, weight_EIO):
         return _one_by_one(x_SI, weight_EIO, ends_E)
     grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm  # before torch 2.10
     out_SO: Tensor = grouped(x_SI, weight_EIO, offs=ends_E)
     return out_SO
 
 
+def _has_kernel(x_SI: Tensor, weight_EIO: Tensor) -> bool:
+    """True from Ampere on for rows of whole 16 bytes, which the ranks of adapters may not be."""
+    in_features, out_features = weight_EIO.shape[-2:]
+    whole = all(width * x_SI.itemsize % 16 == 0 for width in (in_features, out_features))
+    return whole and torch.cuda.get_device_capability(x_SI.device) >= (8, 0)
+
+
 def _one_by_one(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """The same where the GPU has no kernel for it: one product for each expert that has tokens."""
-    out_SO = x_SI.new_zeros(len(x_SI), weight_EIO.shape[-1])
-    begin = 0
-    for expert, end in enumerate(ends_E.tolist()):
-        if end > begin:
-            torch.mm(x_SI[begin:end], weight_EIO[expert], out=out_SO[begin:end])
-        begin = end
-    return out_SO
+    """The same where the GPU has no kernel for it: one product for each expert."""
+    ends = ends_E.tolist()
+    begins = [0, *ends[:-1]]
+    return torch.cat([x_SI[a:b] @ weight_EIO[e] for e, (a, b) in enumerate(zip(begins, ends, strict=True))])

@@ -84,20 +84,26 @@ def _tables(lora: Lora, plan: Plan) -> Iterator[str]:
 
 
 def _left_in_16_bit(lora: Lora, plan: Plan) -> Iterator[str]:
-    """Experts are stacked in parameters of their own: packed where transformers' interface runs them, not adapted."""
+    """Experts are stacked in parameters: packed where transformers' interface runs them, adapted by name."""
     experts = [(m, count) for m, count in plan.model.counted_linears() if m.part == "experts"]
     dense = sum(count * m.weights for m, count in experts if not is_packed(m, lora.base))
     width = plan.precision.compute_bytes
+    if not experts:
+        return
+    adapted = any(m.is_target(lora.targets) for m, _ in experts)
+    can_be = all(m.stacked for m, _ in experts)
+    hint = "" if adapted or not can_be else " (lora_target_modules: [all-linear, experts] adapts them)"
+    words = f"{'adapted' if adapted else 'not adapted'}{hint}"
     if dense:
-        packed = "not adapted" if isinstance(lora.base, Dense) else "neither quantised nor adapted"
+        packed = "" if isinstance(lora.base, Dense) else "not quantised and "
         yield (
-            f"note on experts: they are bare parameters and {packed}; {format_bytes(dense * width)} of weights stay in "
-            f"{8 * width} bit"
+            f"note on experts: they are bare parameters, {packed}{words}; {format_bytes(dense * width)} of weights "
+            f"stay in {8 * width} bit"
         )
-    elif experts:
+    else:
         largest = max(dequantisation_workspace_bytes(m, element_bytes=width) for m, _ in experts)
         yield (
-            f"note on experts: quantised like the linears, not adapted; those of a block are made whole for their "
+            f"note on experts: quantised like the linears and {words}; those of a block are made whole for their "
             f"product, {format_bytes(largest)} at most"
         )
 

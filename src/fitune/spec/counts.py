@@ -42,10 +42,10 @@ def lora_parameters(model: ModelSpec, lora: Lora) -> int:
     """Trainable parameters of LoRA: Σ rank · (in + out), + out with DoRA, over the adapted linears of adapted blocks.
 
     A is rank × in, B is out × rank (Hu et al. 2021, arXiv 2106.09685, section 4.1; of DoRA's norms Liu et al. 2024,
-    arXiv 2402.09353, section 4.1); no bias is trained.
+    arXiv 2402.09353, section 4.1); no bias is trained. Each expert of a stack has a pair of its own.
     """
     return sum(
-        count * (lora.rank * (m.in_features + m.out_features) + m.out_features * lora.dora)
+        count * (lora.rank * (m.in_features + m.out_features) * m.copies + m.out_features * lora.dora)
         for m, count in model.counted_linears(lora.layers)
         if m.is_target(lora.targets)
     )
@@ -138,7 +138,7 @@ def linear_flops_per_token(linear: Linear, tuning: Tuning, *, adapted: bool = Tr
             return 6.0 * active
         case Lora(rank=rank, targets=targets):
             return 4.0 * active + (
-                6.0 * rank * (linear.in_features + linear.out_features)
+                6.0 * rank * (linear.in_features + linear.out_features) * linear.active_copies
                 if adapted and linear.is_target(targets)
                 else 0.0
             )

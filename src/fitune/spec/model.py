@@ -27,7 +27,7 @@ class Linear:
     adaptable: bool = True
     """False when transformers holds it as a bare parameter that LoRA cannot wrap (fused experts, routers)."""
     stacked: bool = False
-    """True for experts that transformers runs through its experts interface, which a quantiser can pack."""
+    """True for experts that transformers runs through its experts interface: packed, and adapted by name."""
 
     @property
     def short_name(self) -> str:
@@ -35,7 +35,9 @@ class Linear:
         return self.name.rsplit(".", 1)[-1]
 
     def is_target(self, targets: Collection[str]) -> bool:
-        """True if LoRA with these targets adapts it."""
+        """True if LoRA with these targets adapts it; a stack of experts by its whole name only."""
+        if self.stacked:
+            return self.name in targets
         return self.adaptable and (self.short_name in targets or self.name in targets)
 
     @property

@@ -232,6 +232,16 @@ def _uneven_group(plan: Plan) -> str | None:
     return None
 
 
+def _adapts_experts(plan: Plan) -> bool:
+    """True if LoRA has pairs beside the stacked matrices of experts."""
+    lora = plan.tuning
+    return isinstance(lora, Lora) and any(m.stacked and m.is_target(lora.targets) for m in plan.model.linears)
+
+
+def _packs_experts(plan: Plan) -> bool:
+    return any(m.stacked and is_packed(m, base_of(plan)) for m in plan.model.linears)
+
+
 HARDWARE = (
     Rule(
         broken=lambda plan: (
@@ -496,6 +506,31 @@ OFFLOAD = (
 )
 
 NOT_BUILT = (
+    Rule(
+        broken=lambda plan: (
+            isinstance(plan.tuning, Lora)
+            and _adapts_experts(plan)
+            and bool(plan.tuning.dropout or plan.tuning.dora or plan.tuning.layers)
+        ),
+        why=lambda plan: "PEFT adapts experts in all blocks alike, without dropout and without DoRA",
+        instead="lora_dropout: 0, dora: false and no lora_layers, or no experts in lora_target_modules",
+        settings=("lora_target_modules", "lora_dropout", "dora", "lora_layers"),
+    ),
+    Rule(
+        broken=lambda plan: _adapts_experts(plan) and _on(plan, "deepspeed"),
+        why=lambda plan: (
+            "DeepSpeed gathers a layer's weights when it is called, and experts run their adapters"
+        ),
+        instead="backend: fsdp",
+        settings=("lora_target_modules", *_DEVICES),
+        binds=("train",),
+    ),
+    Rule(
+        broken=lambda plan: plan.compile_blocks and (_adapts_experts(plan) or _packs_experts(plan)),
+        why=lambda plan: "experts that are packed or adapted have not been compiled here",
+        instead="no torch_compile",
+        settings=("torch_compile", "lora_target_modules", "quantization"),
+    ),
     Rule(
         broken=lambda plan: (
             not plan.model.separates_rows and (plan.batch.packing or plan.batch.micro_batch_size > 1)

@@ -110,6 +110,8 @@ def _short(expression: str) -> str:
 Table = Literal["embed_tokens", "lm_head"]
 
 _ALL = ("all-linear", "all")
+EXPERTS = "experts"
+"""A recipe's word for the stacked matrices of experts."""
 _NAME = re.compile(r"[\w.\-]+|\s*")
 """Without the signs that make a regular expression."""
 _TABLES: dict[str, Table] = {
@@ -130,7 +132,8 @@ class Adapted:
 def resolve_adapted(model: ModelSpec, *, targets: Sequence[str], layers: Sequence[int] = ()) -> Adapted:
     """The linears and the blocks that are adapted; no ``layers``: all.
 
-    ``all-linear`` (or ``all``) is every linear that LoRA can wrap. A name, and a regular expression as a whole, is the
+    ``all-linear`` (or ``all``) is every linear that LoRA can wrap, ``experts`` the stacked matrices of a mixture's
+    experts, which can be named too (``experts.down_proj``). A name, and a regular expression as a whole, is the
     last part, the name in its block, or the full one (``model.layers.7.mlp.up_proj``), which chooses blocks too.
     Raises RecipeError for what the model does not have, what matches nothing, and for different linears in different
     blocks: a plan adapts the same ones in each.
@@ -200,6 +203,10 @@ def resolve_modules_to_save(model: ModelSpec, wanted: Sequence[str]) -> tuple[Ta
 def _matches(model: ModelSpec, wanted: str, clock: Clock) -> Sequence[tuple[str, Sequence[int]]]:
     """Names in a block with the numbers of the blocks."""
     everywhere = range(model.num_layers)
+    stacks = [m for m in model.linears if m.stacked]
+    of_experts = [m.name for m in stacks if wanted == EXPERTS or ("." in wanted and _ends(m, wanted))]
+    if of_experts:
+        return [(name, everywhere) for name in of_experts]
     linears = [m for m in model.linears if m.adaptable]
     if wanted in _ALL:
         return [(m.name, everywhere) for m in linears]
@@ -256,9 +263,13 @@ def _common_blocks(blocks: dict[str, set[int]]) -> set[int]:
 
 def _shortest(model: ModelSpec, chosen: dict[str, set[int]]) -> tuple[str, ...]:
     """The last parts of the names, whole names where a last part would name more than was chosen."""
-    linears = [m for m in model.linears if m.adaptable]
-    ambiguous = {m.short_name for m in linears if m.name not in chosen}
-    names = (m.name if m.short_name in ambiguous else m.short_name for m in linears if m.name in chosen)
+    linears = [m for m in model.linears if m.adaptable or m.stacked]
+    ambiguous = {m.short_name for m in linears if m.adaptable and m.name not in chosen}
+    names = (
+        m.name if m.stacked or m.short_name in ambiguous else m.short_name
+        for m in linears
+        if m.name in chosen
+    )
     return tuple(dict.fromkeys(names))
 
 
@@ -269,7 +280,9 @@ def _unknown(model: ModelSpec, name: str) -> RecipeError:
     if name.rsplit(".", 1)[-1] in _TABLES:
         why, hint = "is no linear of a block", f"lora_modules_to_save: [{name}] trains it whole"
     elif name in {linear.short_name for linear in model.linears}:
-        why, hint = "is a fused parameter in transformers that LoRA cannot wrap", "all-linear"
+        stacked = any(m.stacked for m in model.linears if m.short_name == name)
+        why = "is a fused parameter in transformers, no linear"
+        hint = f"{EXPERTS} adapts those of all experts" if stacked else "all-linear"
     else:
         close = did_you_mean(name.rsplit(".", 1)[-1], model.adaptable_names)
         why, hint = "is no linear of this model", close or "all-linear"

@@ -1,0 +1,157 @@
+"""A mixture of experts on a packed base, with adapters on attention and on the experts: trained like PEFT trains it."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from conftest import plan_of
+from fitune.errors import RecipeError
+from fitune.models.adapters import add_adapters
+from fitune.models.packing import quantise_blocks
+from fitune.models.quantised import PackedWeight
+from fitune.spec.plan import Dense, Nf4, Plan
+from fitune.train.run import run
+from models.tiny_models import tiny_model
+from train.test_run import callbacks, losses
+
+pytest.importorskip("bitsandbytes")
+
+MakePlan = Callable[..., Plan]
+WORDS = ["all-linear", "experts"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.fixture
+def make_mixture(model_folder: Path, data_file: Path, tmp_path: Path) -> MakePlan:
+    """``make_plan`` on a tiny Qwen3 mixture with the tokenizer of the usual model."""
+    folder = tmp_path / "mixture"
+    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    rows = AutoModelForCausalLM.from_pretrained(model_folder).config.vocab_size
+    tiny_model("qwen3_moe", vocab_size=rows, num_hidden_layers=2).save_pretrained(folder)
+
+    def make(**settings: object) -> Plan:
+        words = {"tuning": "qlora", "lora_target_modules": WORDS, "lora_r": 4, **settings}
+        return plan_of(folder, data_file, tmp_path / str(len(list(tmp_path.iterdir()))), **words)
+
+    return make
+
+
+def packed_twin(plan: Plan) -> nn.Module:
+    """The packed model with fresh adapters, under transformers' own forward."""
+    model = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
+    quantise_blocks(model.model.layers, plan.tuning.base)
+    return add_adapters(model, plan.tuning, dtype=torch.float32, seed=plan.run.seed)
+
+
+def dense_twin(plan: Plan) -> nn.Module:
+    """transformers' model over the weights that the packed one stands for."""
+    dense = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
+    packed = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
+    quantise_blocks(packed.model.layers, plan.tuning.base)
+    with torch.no_grad():
+        for name, module in packed.named_modules():
+            if isinstance(module, PackedWeight):
+                stack = name.replace("packed_", "")
+                dense.get_parameter(stack if "packed_" in name else f"{name}.weight").copy_(
+                    module.dequantised()
+                )
+    return dense
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("experts", [True, False], ids=["experts too", "attention"])
+def test_losses_and_gradients_are_pefts_over_the_dequantised_weights(
+    make_mixture: MakePlan, experts: bool
+) -> None:
+    plan = make_mixture(lora_target_modules=WORDS if experts else ["all-linear"])
+    ours = packed_twin(plan)
+    words = {"target_parameters": STACKS} if experts else {}
+    torch.manual_seed(plan.run.seed)
+    theirs = get_peft_model(
+        dense_twin(plan),
+        LoraConfig(
+            r=4, lora_alpha=plan.tuning.alpha, target_modules=ATTENTION, task_type="CAUSAL_LM", **words
+        ),
+    )
+    both = [{n: p for n, p in model.named_parameters() if p.requires_grad} for model in (ours, theirs)]
+    assert both[0].keys() == both[1].keys()
+    steps = [torch.optim.AdamW(trained.values(), lr=1e-2) for trained in both]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        ids = torch.randint(3, 90, (2, 24), generator=generator)
+        found, expected = (model(input_ids=ids, labels=ids).loss for model in (ours, theirs))
+        assert found.item() == pytest.approx(expected.item(), abs=1e-6)
+        found.backward()
+        expected.backward()
+        for name, parameter in both[0].items():
+            torch.testing.assert_close(parameter.grad, both[1][name].grad, rtol=1e-3, atol=1e-6)
+        for step in steps:
+            step.step()
+            step.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_it_learns_resumes_bit_for_bit_and_peft_reads_its_adapter(make_mixture: MakePlan) -> None:
+    straight, broken = (make_mixture(save_steps=2, output_dir=f"{name}") for name in ("a", "b"))
+    folder = Path(straight.model_path).parent
+    straight, broken = (
+        replace(plan, run=replace(plan.run, output_dir=str(folder / plan.run.output_dir)))
+        for plan in (straight, broken)
+    )
+    one = run(straight, callbacks=callbacks())
+    run(broken, callbacks=callbacks(stop_after=3))
+    two = run(broken, callbacks=callbacks(), resume=True)
+    assert one.final_loss < one.first_loss
+    assert losses(straight) == losses(broken)
+    ours, theirs = (load_file(Path(r.exported) / "adapter_model.safetensors") for r in (one, two))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    trained = packed_twin(straight)
+    state = {name.replace(".weight", ".default.weight"): tensor for name, tensor in ours.items()}
+    assert not trained.load_state_dict(state, strict=False).unexpected_keys
+    again = PeftModel.from_pretrained(dense_twin(straight), one.exported)
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(trained(input_ids=ids).logits, again(input_ids=ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_merged_it_is_the_16_bit_base_and_the_adapter(make_mixture: MakePlan) -> None:
+    plan = make_mixture(max_steps=3, export="merged", learning_rate=5e-2)
+    merged = AutoModelForCausalLM.from_pretrained(run(plan, callbacks=callbacks()).exported, dtype="auto")
+    adapter_run = replace(
+        plan, run=replace(plan.run, export="adapter", output_dir=plan.run.output_dir + "-2")
+    )
+    adapter = run(adapter_run, callbacks=callbacks()).exported
+    base = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
+    ids = torch.arange(3, 40)[None]
+    expected = PeftModel.from_pretrained(base, adapter)(input_ids=ids).logits
+    torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_beside_dense_experts_too(make_mixture: MakePlan) -> None:
+    plan = make_mixture(tuning="lora", max_steps=4)
+    assert plan.tuning.base == Dense()
+    assert plan.tuning.targets == (*ATTENTION, *STACKS)
+    report = run(plan, callbacks=callbacks())
+    assert report.final_loss < report.first_loss
+
+
+@pytest.mark.parametrize("words", [{"lora_dropout": 0.1}, {"dora": True}, {"lora_layers": [0]}], ids=str)
+def test_what_peft_cannot_is_refused(make_mixture: MakePlan, words: dict[str, object]) -> None:
+    with pytest.raises(RecipeError, match="PEFT adapts experts in all blocks alike"):
+        make_mixture(**words)
+
+
+def test_down_proj_names_no_experts(make_mixture: MakePlan) -> None:
+    with pytest.raises(RecipeError, match="experts adapts those of all experts"):
+        make_mixture(lora_target_modules=["down_proj"])
+    assert make_mixture(lora_target_modules=["experts.down_proj"]).tuning.targets == (STACKS[1],)
+    assert make_mixture().tuning.base == Nf4()
