@@ -159,12 +159,15 @@ def change_of(layer: LoraLayer, adapter: str) -> Change:
 
 def factors_of(layer: LoraLayer, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """A and B as they are multiplied: of a stack, those of each expert."""
-    return pairs_of_experts(a, b, layer.num_experts) if _is_stack(layer) else (a, b)
+    if isinstance(layer, ParamWrapper) and _is_stack(layer):
+        return pairs_of_experts(a, b, layer.num_experts)
+    return a, b
 
 
-def _is_stack(layer: LoraLayer) -> bool:
+def _is_stack(layer: ParamWrapper) -> bool:
     """False for a single matrix that PEFT wraps as a parameter too, such as a router's."""
-    return isinstance(layer, ParamWrapper) and layer.get_param().ndim == 3
+    found: bool = layer.get_param().ndim == 3
+    return found
 
 
 @torch.no_grad()
