@@ -1,5 +1,7 @@
 """Rows 29 and 31 of the fault table: workers that are lost, errors of a rank, requests that cannot be met."""
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +14,11 @@ from fitune.launch.ray import RayPlace, ask_nodes, connected, ray_place
 from fitune.session import on_ray
 from fitune.session.on_ray import facts_of_node, require_same_versions, train_on_ray, versions_here
 from fitune.spec.recipe import Recipe
-from ray_runs import Faulty, Heard, report_of
+from ray_runs import Faulty, Heard, by_one_process, losses, report_of
 
 pytestmark = pytest.mark.ray
 TWO = RayPlace(fewest=2, most=2, restarts=0)
+LONGER = {"max_steps": 200, "save_steps": 50}
 
 
 def test_a_rank_that_fails_by_itself_is_named_and_not_restarted(
@@ -40,6 +43,22 @@ def test_a_worker_killed_beyond_the_limit_is_the_cause(
         train_on_ray(recipe(zero=0), TWO, overwrite=False, tell=Heard())
     assert failed.value.exit_code == 1
     assert "--resume" in str(failed.value.hint)
+
+
+def test_a_signal_lets_the_workers_save_and_one_process_goes_on(
+    cluster: Any, recipe: Callable[..., Recipe]
+) -> None:
+    one = by_one_process(recipe("one", **LONGER))
+    heard = Heard(at_step={5: lambda: os.kill(os.getpid(), signal.SIGTERM)})
+    two = recipe("two", zero=3, backend="fsdp", **LONGER)
+    assert train_on_ray(two, TWO, overwrite=False, tell=heard) == 143
+    folder = Path(str(two.output_dir))
+    report = report_of(folder)
+    assert report.status == "interrupted"
+    assert 5 <= report.steps < 200
+    by_one_process(recipe("two", resume=True, **LONGER))
+    # sums of two ranks are rounded otherwise than those of one: 2e-5 of the loss after 200 steps
+    assert losses(folder) == pytest.approx(losses(one), rel=1e-4)
 
 
 def test_an_address_where_nobody_answers_is_an_error_at_once(cluster: Any) -> None:
