@@ -98,7 +98,8 @@ def score(
     columns: Mapping[str, str] | None = None, graders: Sequence[str] = (), max_new_tokens: int = 256,
     temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, batch_size: int = 16,
     chat_template: "PathLike" = "", id_column: str = "", engine: str = "transformers", url: str = "",
-    served_model: str = "", progress: "Callable[[Event], object] | None" = None,
+    served_model: str = "", allow_https: bool = False, allow_private_addresses: bool = False,
+    progress: "Callable[[Event], object] | None" = None,
 ) -> "ScoreReport":  # fmt: skip
     """Answer a dataset with a model and grade the answers; answers.jsonl and grades.jsonl are written into ``out``.
 
@@ -111,7 +112,8 @@ def score(
     return score_dataset(
         model=str(model), data=str(data), out=Path(out), adapter=str(adapter), columns=columns, graders=graders,
         sampling=sampling, batch_size=batch_size, chat_template=str(chat_template), id_column=id_column,
-        engine=engine, url=url, served_model=served_model, tell=_told(progress),
+        engine=engine, url=url, served_model=served_model, allow_https=allow_https,
+        allow_private_addresses=allow_private_addresses, tell=_told(progress),
     )  # fmt: skip
 
 

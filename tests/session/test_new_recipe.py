@@ -17,11 +17,12 @@ def test_nobody_is_asked_when_all_is_given() -> None:
     assert keys == {**GIVEN, "seq_len": 512}
 
 
-def test_without_a_terminal_the_missing_options_are_named() -> None:
+def test_without_a_terminal_what_has_no_usual_answer_is_needed() -> None:
     with pytest.raises(RecipeError) as caught:
-        asked_keys({"model": "a", "tuning": "lora"}, ask=None, say=print)
-    assert "--data, --gpu, --output-dir" in str(caught.value)
-    assert "--gpu auto" in str(caught.value.hint)
+        asked_keys({"tuning": "lora"}, ask=None, say=print)
+    assert "it needs --model and --data" in str(caught.value)
+    assert caught.value.hint == "add --model NAME --data NAME"
+    assert asked_keys({"model": "a", "data": "b"}, ask=None, say=print).keys() == {"model", "data"}
 
 
 def test_an_answer_that_no_recipe_can_have_is_asked_for_again(tmp_path: Path) -> None:

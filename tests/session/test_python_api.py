@@ -11,7 +11,7 @@ import pytest
 
 import fitune
 from fitune.cli import main
-from fitune.errors import FituneError, NothingFits, RecipeError, SystemFailed
+from fitune.errors import DataError, FituneError, NothingFits, RecipeError, SystemFailed
 from fitune.models.language_model import LanguageModel
 from fitune.session.events import Compared, DataRead, Event, Exported, Planned, Predicted, RanOutOfMemory
 from fitune.session.keywords import RecipeKeys, recipe_of
@@ -218,3 +218,13 @@ def test_what_scoring_cannot_take_is_refused_before_it_begins(wrong: Any, tmp_pa
 def test_what_has_no_text_is_refused_by_name(other: Any) -> None:
     with pytest.raises(RecipeError, match=type(other).__name__):
         fitune.explain(other)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "why"), [(False, "only when that is allowed"), (True, "private address")]
+)
+def test_score_opens_addresses_that_are_allowed_alone(
+    model_folder: Path, tmp_path: Path, allowed: bool, why: str
+) -> None:
+    with pytest.raises(DataError, match=why):
+        fitune.score(model_folder, "https://127.0.0.1:1/rows.jsonl", tmp_path / "out", allow_https=allowed)

@@ -372,6 +372,10 @@ def score(
     engine: Annotated[str, typer.Option(help="transformers, server (at --url) or vllm.")] = "transformers",
     url: Annotated[str, typer.Option(help="OpenAI-compatible server: http://localhost:8000/v1.")] = "",
     served_model: Annotated[str, typer.Option(help="The model's name there; default: --model.")] = "",
+    allow_https: Annotated[bool, typer.Option("--allow-https", help="Fetch --data from https://.")] = False,
+    allow_private_addresses: Annotated[
+        bool, typer.Option("--allow-private-addresses", help="Also from private addresses and http://.")
+    ] = False,
     against: Annotated[str, typer.Option(metavar="OUT", help="Compare with an earlier score.")] = "",
     json: Json = False,
 ) -> None:
@@ -385,7 +389,8 @@ def score(
             model=model, adapter=adapter, data=data, out=out, columns=columns_of(columns or []), graders=grader or [],
             sampling={"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
             batch_size=batch_size, chat_template=chat_template, id_column=id_column, tell=terminal,
-            engine=engine, url=url, served_model=served_model,
+            engine=engine, url=url, served_model=served_model, allow_https=allow_https,
+            allow_private_addresses=allow_private_addresses,
         )  # fmt: skip
     _show(report, json=json)
     answers = out / "answers.jsonl"

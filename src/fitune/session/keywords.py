@@ -63,6 +63,7 @@ class RecipeKeys(TypedDict, total=False):
     objective: Literal["fastest", "cheapest", "least-memory"]
 
     data: Sources
+    data_weights: Sequence[float]
     eval_data: Sources
     val_fraction: float
     chat_template: PathLike
@@ -71,6 +72,8 @@ class RecipeKeys(TypedDict, total=False):
     on_bad_row: Literal["error", "skip"]
     on_long_row: Literal["truncate", "drop", "split", "error"]
     cache_dir: PathLike
+    allow_https: bool
+    allow_private_addresses: bool
 
     seq_len: int
     micro_batch_size: int | None

@@ -76,16 +76,20 @@ def asked_keys(
 ) -> dict[str, Any]:
     """The keys of a recipe: ``given`` ones, and an answer to each question that they leave open.
 
-    ``ask`` shows a text and returns a line; None where nobody can be asked: then RecipeError names what is missing.
+    ``ask`` shows a text and returns a line; None where nobody can be asked: then the plan decides what has a usual
+    answer, and RecipeError names what has none.
     """
     keys = {name: str(value) if name in ("model", "gpu") else value for name, value in given.items()}
     missing = [question for question in QUESTIONS if question.key not in keys]
-    if missing and ask is None:
-        flags = " ".join(f"--{each.key.replace('_', '-')} {each.usual or 'NAME'}" for each in missing)
-        names = ", ".join(f"--{each.key.replace('_', '-')}" for each in missing)
-        raise RecipeError(f"init: no terminal to ask at, and {names} are not given", hint=f"add {flags}")
+    if ask is None:
+        flags = [f"--{each.key}" for each in missing if not each.usual]
+        if flags:
+            raise RecipeError(
+                f"init: there is no terminal to ask at, so it needs {' and '.join(flags)}",
+                hint=f"add {' '.join(f'{flag} NAME' for flag in flags)}",
+            )
     for question in missing:
-        keys[question.key] = _answer(question, ask, say) if ask else ""
+        keys[question.key] = _answer(question, ask, say) if ask else question.usual
     return _without_auto(keys)
 
 

@@ -33,7 +33,7 @@ def score_dataset(
     *, model: str, data: str, out: Path, tell: Tell, adapter: str = "", columns: Mapping[str, str] | None = None,
     graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None, batch_size: int = 16,
     chat_template: str = "", id_column: str = "", engine: str = "transformers", url: str = "",
-    served_model: str = "",
+    served_model: str = "", allow_https: bool = False, allow_private_addresses: bool = False,
 ) -> ScoreReport:  # fmt: skip
     """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into ``out``.
 
@@ -44,7 +44,12 @@ def score_dataset(
     plan = ScorePlan(
         model=model,
         adapter=adapter,
-        data=DataSource(path=data, columns=tuple((columns or {}).items())),
+        data=DataSource(
+            path=data,
+            columns=tuple((columns or {}).items()),
+            allow_https=allow_https,
+            allow_private_addresses=allow_private_addresses,
+        ),
         output_dir=str(out),
         graders=tuple(graders),
         sampling=Sampling(**(sampling or {})),
