@@ -30,6 +30,7 @@ def kill(folder: Path, model: Path, data: Path, *words: object) -> dict[str, int
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kills", "seed"), [(6, 7)], ids=["some"])
 def test_killed_at_random_moments_with_damage_between_a_run_ends_as_if_undisturbed(
     tmp_path: Path, model_folder: Path, data_file: Path, kills: int, seed: int

@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -47,9 +48,10 @@ class ThreadRanks:
         try:
             self.group.barrier.wait(30)
             found = [self.group.values[rank] for rank in range(WORLD)]
-            self.group.barrier.wait(30)
         except threading.BrokenBarrierError:
             raise PeerGone("another rank is gone") from None
+        with suppress(threading.BrokenBarrierError):  # of a rank that has read them, and failed by them
+            self.group.barrier.wait(30)
         return found
 
     def from_first(self, make: Callable[[], Any]) -> Any:

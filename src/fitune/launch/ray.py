@@ -247,21 +247,21 @@ class Desk:
     def __init__(self) -> None:
         import asyncio
 
-        self._events: list[bytes] = []
+        self._events: list[Any] = []
         self._is_stopping = asyncio.Event()
         self._begun: dict[int, int] = {}
-        self._failed = b""
+        self._failed = ""
 
-    async def tell(self, event: bytes) -> None:
+    async def tell(self, event: Any) -> None:
         self._events.append(event)
 
-    async def take(self) -> tuple[list[bytes], bytes]:
+    async def take(self) -> tuple[list[Any], str]:
         """What was laid down since the last call, and the end of the rank that failed first by itself; empty while
         none has."""
         events, self._events = self._events, []
         return events, self._failed
 
-    async def fail(self, end: bytes) -> None:
+    async def fail(self, end: str) -> None:
         """A rank fails by an error of its own, which would come again."""
         self._failed = self._failed or end
 

@@ -1,7 +1,6 @@
 """Training on a Ray cluster: this process plans, asks the nodes, and tells people what the workers say."""
 
 import os
-import pickle
 import platform
 import socket
 import time
@@ -51,6 +50,7 @@ from fitune.spec.plan import Plan
 from fitune.spec.rank_status import read_statuses
 from fitune.spec.recipe import Recipe
 from fitune.spec.run_directory import LOGS
+from fitune.spec.serial import from_json
 
 _WORD_SECONDS = 3.0
 """After the error of a rank the first one has so long to write it into the report."""
@@ -275,16 +275,15 @@ class _Job:
         def watch() -> bool:
             events, failed = ray.get(desk.take.remote(), timeout=WAIT.total_seconds())
             for event in events:
-                found = pickle.loads(event)
-                if isinstance(found, StepsBegin):
-                    request.start(found.plan, found.run_name)
-                self.tell(found)
+                if isinstance(event, StepsBegin):
+                    request.start(event.plan, event.run_name)
+                self.tell(event)
             if request.asked() and not sent:
                 sent.append(request.received[0])
                 desk.stop.remote()
             if failed and not failed_at:
                 failed_at.append(time.monotonic())
-                self.failed = pickle.loads(failed)
+                self.failed = from_json(RankEnd, failed)
             waited = time.monotonic() - failed_at[0] if failed_at else 0.0
             return waited > _WORD_SECONDS and shortage_of_ranks(self.directory) is None
 

@@ -5,7 +5,6 @@ of them anew. Then the last COMMIT says where they go on, whatever Ray remembers
 """
 
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from fitune.spec.rank_status import LAUNCHER, RankStatus, read_statuses
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Restart, RunReport, StepReport
 from fitune.spec.run_directory import LOGS
-from fitune.spec.serial import to_data
+from fitune.spec.serial import to_data, to_json
 from fitune.track.metrics import read_metrics
 
 _REPORT_SECONDS = 2.0
@@ -112,7 +111,7 @@ def _end_at_once(desk: Any, end: RankEnd) -> None:
     closes while they wait in a collective."""
     ray = loaded_ray()
     with suppress(ray.exceptions.RayError):
-        ray.get(desk.fail.remote(pickle.dumps(end)))
+        ray.get(desk.fail.remote(to_json(end)))
     os._exit(end.exit_code)
 
 
@@ -210,7 +209,7 @@ def _await_owner_gone(plan: Plan) -> None:
 
 def _desk_teller(desk: Any) -> Tell:
     def tell(event: Event) -> None:
-        desk.tell.remote(pickle.dumps(event))
+        desk.tell.remote(event)
 
     return tell
 
