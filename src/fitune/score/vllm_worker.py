@@ -1,8 +1,8 @@
 """A program of its own, in the environment that has vLLM: requests as lines of JSON in, answers as such lines out.
 
 It imports nothing of fitune, so that environment needs vLLM alone. The first line read says what to load; the first
-line written says how many positions there are. Answers go to a copy of standard output that libraries cannot reach:
-what they print goes to standard error.
+line written says how many positions and tokens the model has, or why vLLM refuses the adapter. Answers go to a copy of
+standard output that libraries cannot reach: what they print goes to standard error.
 """
 
 import json
@@ -14,6 +14,11 @@ from typing import Any
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    sys.path.pop(0)  # this file's folder: vLLM's imports must not find the files beside it
+    # By default vLLM computes in a child: slower to start, and it stays in memory when this process is killed.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # GiB of keys and values on a CPU, where vLLM would ask for 92 % of all memory; a GPU does not look at it.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     opened = json.loads(sys.stdin.readline())
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -33,7 +38,14 @@ def main() -> None:
         prompts = [{"prompt_token_ids": entry["ids"]} for entry in entries]
         return llm.generate(prompts, parameters, lora_request=lora_request, use_tqdm=False)
 
-    say({"context": llm.llm_engine.model_config.max_model_len})
+    if lora is not None:
+        try:
+            llm.llm_engine.add_lora(lora)
+        except Exception as error:  # which class depends on vLLM's version
+            say({"refused": f"{error}"})
+            return
+    loaded = llm.llm_engine.model_config
+    say({"context": loaded.max_model_len, "vocabulary": loaded.get_vocab_size()})
     for text in sys.stdin:
         asked = json.loads(text)
         entries = asked["entries"]
