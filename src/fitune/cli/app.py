@@ -519,7 +519,7 @@ def check(
 
 
 def _fleet(file: Path | None, *wishes: Any, picture: Path | None = None) -> "FleetRequest | None":
-    """What is asked of a fleet; None without one. Raises RecipeError for wishes that only a fleet can keep."""
+    """The question to a fleet; None without one. Raises RecipeError for wishes that only a fleet can keep."""
     if file is None:
         if any(wish for wish in (*wishes[1:], picture)):
             options = "--deadline, --budget, --rows, --live and --picture"

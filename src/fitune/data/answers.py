@@ -124,7 +124,7 @@ def _names(message: Message) -> list[str]:
 
 
 def _spans_of_calls(renderer: Renderer, messages: Messages, rendered: Rendered, where: str) -> list[Span]:
-    """Of every answer in a conversation with calls: from the end of its prompt to its end token.
+    """The spans of all answers in a conversation with calls: each from the end of its prompt to its end token.
 
     Stand-ins do not find them: templates write calls instead of the content, or other words around it.
     """

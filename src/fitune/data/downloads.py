@@ -260,7 +260,7 @@ class _Https(urllib.request.HTTPSHandler):
 
 
 def _connecting(connection: Callable[..., Any], req: urllib.request.Request, allow_private: bool) -> Any:
-    """What opens the connection of a request. Through a proxy, which the user set, the proxy finds the address."""
+    """A function that opens a connection. Through a proxy, which the user set, the proxy finds the address."""
     target = urlsplit(req.full_url).hostname or ""
     through_proxy = req.host != urlsplit(req.full_url).netloc
     if not allow_private and through_proxy:
@@ -287,7 +287,7 @@ class _HttpsConnection(http.client.HTTPSConnection):
 
 
 def _connect_checked(connection: _HttpConnection | _HttpsConnection, connect: Callable[[], None]) -> None:
-    """Nothing is sent to an address that was not looked at: a name may lead elsewhere when it is asked again."""
+    """Look at the address before anything is sent to it: a name may lead elsewhere when it is asked again."""
     if connection._is_checked:
         _require_public(connection.host, resolve=True)
     connect()

@@ -63,7 +63,7 @@ class _Counted(io.RawIOBase):
 
 
 class _Unpacked(io.RawIOBase):
-    """What is inside a compressed stream. ``on_bytes`` is called for every block: a few bytes may stand for GiB."""
+    """The content of a compressed stream. ``on_bytes`` is called for every block: a few bytes may stand for GiB."""
 
     def __init__(self, raw: BinaryIO, codec: Codec, on_bytes: OnBytes) -> None:
         self._on_bytes = on_bytes

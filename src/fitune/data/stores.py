@@ -64,7 +64,7 @@ def look_up(url: str, *, is_pattern: bool) -> Found:
 
 
 def identity(url: str) -> str | None:
-    """What the store says of a file's content: a hash and size, or else size and time of change; None for neither."""
+    """The identity that the store gives a file's content: hash and size, or else size and time of change; or None."""
     with _asking(url):
         filesystem, inner = _open_store(url)
         return _identity_of(filesystem.info(inner))

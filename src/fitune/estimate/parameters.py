@@ -168,7 +168,7 @@ def stored_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int, c
 
 
 def packed_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int, copies: int = 1) -> int:
-    """The same without what scales it."""
+    """Bytes of ``weights`` as ``base`` packs them, ``copies`` of a matrix, without scales."""
     return (
         weights * element_bytes if isinstance(base, Dense) else copies * base.packed_bytes(weights // copies)
     )

@@ -182,7 +182,7 @@ class Site:
         return self.full or (bool(self.adapted(linears)) and self.dropout == 0)
 
     def quantised(self, linears: Sequence[Linear]) -> tuple[Linear, ...]:
-        """Those that are packed, but for stacks of experts."""
+        """The packed ones of ``linears``, stacks of experts left out."""
         return tuple(m for m in linears if not m.stacked and is_packed(m, base_of(self.plan)))
 
     def whole_stack_bytes(self, linears: Sequence[Linear]) -> int:

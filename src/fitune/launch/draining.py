@@ -1,4 +1,4 @@
-"""What a worker pod of KubeRay does before it is stopped: Ray is told that its node goes away, and the ranks save.
+"""A worker pod of KubeRay before it is stopped: it tells Ray that its node goes away, and the ranks save.
 
     python -m fitune.launch.draining SECONDS
 

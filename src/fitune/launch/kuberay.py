@@ -15,7 +15,7 @@ _SHM = 2 * GIB
 _OBJECT_STORE = GIB
 """Ray would take 30 % of a pod's memory for objects, and training keeps next to none."""
 _END_SECONDS = 15
-"""Of the grace period, for Ray's own end."""
+"""Seconds of the grace period that Ray's own end takes."""
 _TOKEN_SINCE = (2, 52)
 
 

@@ -256,7 +256,7 @@ class Desk:
         self._events.append(event)
 
     async def take(self) -> tuple[list[Any], str]:
-        """What was laid down since the last call, and the end of the rank that failed first by itself; empty while
+        """The events since the last call, and the end of the rank that failed first by itself, as JSON; empty while
         none has."""
         events, self._events = self._events, []
         return events, self._failed

@@ -54,7 +54,7 @@ class Effort:
     few_trials: int
     """Where one call is a trial: it takes long enough to find a quiet moment of its own."""
     rounds: int
-    """What disturbs a machine for a second or two spoils one of them."""
+    """More than one: other work of a second or two spoils one round alone."""
     products: int
     """Of PRODUCTS_TDF_CPU, the small ones first."""
     row_lengths: tuple[int, ...]
