@@ -115,7 +115,7 @@ def test_before_the_first_step_one_signal_stops(
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("fitune.score.run.load_model", ("score", "--out", "{tmp}/out")),
+        ("fitune.score.opening.load_model", ("score", "--out", "{tmp}/out")),
         ("fitune.session.demo.write_demo", ("demo", "--out", "{tmp}/demo")),
         ("fitune.session.results.report_run", ("report", "{tmp}")),
     ],

@@ -1,5 +1,6 @@
 """Two machines on one: network namespaces that a cable (a veth pair) joins. Needs root."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -8,7 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-NAMES = ("fitune-a", "fitune-b")
+NAMES = (f"fitune-{os.getpid()}-a", f"fitune-{os.getpid()}-b")
+"""Two runs of the tests at once do not meet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def test_an_error_of_rank_0_is_named_on_both_nodes(start: Start) -> None:
     assert first[1].count("error:") == 1
     assert "a fault of the test" in first[1]
     assert "error: node 0 (" in second[1]
-    assert "rank 0 failed: ValueError (loss, step 3): a fault of the test" in second[1]
+    assert "): ValueError (loss, step 3): a fault of the test" in second[1]
 
 
 def test_a_folder_that_is_not_shared_is_refused_on_both(start: Start, tmp_path: Path) -> None:
