@@ -92,6 +92,18 @@ def test_the_models_own_tokenizer_counts(model_folder: Path, data_file: Path) ->
     assert epoch.guess.endswith("bytes a token")
 
 
+@pytest.mark.parametrize("content", ["[[[", "[]", '{"added_tokens": [{"id": 1, "content": "a"}]}'])
+def test_a_damaged_tokenizer_is_left_to_training_to_refuse(
+    tmp_path: Path, data_file: Path, content: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    plan = DataPlan(sources=(DataSource(path=str(data_file)),))
+    batch = Batch(micro_batch_size=2, accumulation=1, seq_len=256, packing=False)
+    epoch = guess_epoch(plan, batch, tokenizer_folder=tmp_path)
+    assert epoch is not None
+    assert epoch.guess.endswith("(tokenizer.json cannot be read)")
+
+
 def test_what_lies_elsewhere_is_not_guessed() -> None:
     batch = Batch(micro_batch_size=2, accumulation=1, seq_len=256, packing=False)
     for path in ("owner/name", "s3://bucket/rows.jsonl"):

@@ -199,7 +199,12 @@ def _bytes_per_token(samples: Sequence[_Sample], folder: Path) -> tuple[float, s
         size += len(shown[-1])
         if size > _SHOWN_TO_TOKENIZER:
             break
-    encoded = Tokenizer.from_file(str(file)).encode_batch(shown, add_special_tokens=False)
+    try:
+        encoded = Tokenizer.from_file(str(file)).encode_batch(shown, add_special_tokens=False)
+    except BaseException as error:  # the library raises Exception itself, and a panic of Rust is not even one
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        return BYTES_PER_TOKEN, f"{BYTES_PER_TOKEN:g} bytes a token (tokenizer.json cannot be read)"
     tokens, size = sum(len(each) for each in encoded), sum(len(text.encode()) for text in shown)
     return size / max(1, tokens), f"{size / max(1, tokens):.1f} bytes a token"
 
