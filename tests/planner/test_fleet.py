@@ -88,8 +88,10 @@ def test_objectives_order_by_what_they_name(ranked: Callable[..., Ranking]) -> N
 def test_nothing_beats_the_frontier_in_both(ranked: Callable[..., Ranking]) -> None:
     ranking = ranked()
     for offer in ranking.offers:
+        assert offer.cost is not None
+        cost = offer.cost
         beaten = any(
-            each.seconds < offer.seconds and each.cost < offer.cost  # type: ignore[operator]  # all have prices
+            each.seconds < offer.seconds and each.cost is not None and each.cost < cost
             for each in ranking.offers
         )
         assert (offer in ranking.frontier) is not beaten

@@ -135,29 +135,25 @@ class _Stream(io.RawIOBase):
         return len(block)
 
     def _read(self, size: int) -> bytes:
-        try:
-            return bytes(self._file.read(size))
-        except FituneError:
-            raise
-        except (
-            Exception
-        ) as error:  # a store's client raises what it likes: this is a cut, until tries have failed
-            return self._read_again(size, error)
-
-    def _read_again(self, size: int, error: Exception) -> bytes:
-        for wait_s in _WAITS_S:
-            time.sleep(wait_s)
+        """The next bytes, at most ``size``. Raises DataError when the store still fails after the last try."""
+        cause: Exception | None = None
+        for wait_s in (0.0, *_WAITS_S):
             try:
-                self._reopen()
+                if cause is not None:
+                    time.sleep(wait_s)
+                    self._reopen()
                 return bytes(self._file.read(size))
-            except FituneError:
+            except (FituneError, MemoryError):
                 raise
-            except Exception as again:  # as above
-                error = again
+            except (
+                Exception
+            ) as error:  # clients of stores have no error in common; the last try tells its own
+                cause = error
+        assert cause is not None
         whole = f" of {format_bytes(self._size)}" if self._size else ""
         raise DataError(
             f"{self._url}: the connection was cut after {format_bytes(self._at)}{whole}, and {len(_WAITS_S)} tries "
-            f"to go on failed: {_cause(error)}",
+            f"to go on failed: {_cause(cause)}",
             hint="run it again when the store answers; nothing half-made is kept",
         )
 
@@ -182,7 +178,7 @@ def _asking(url: str) -> Iterator[None]:
     scheme = url.partition("://")[0].lower()
     try:
         yield
-    except FituneError:
+    except (FituneError, MemoryError):
         raise
     except ImportError as error:
         package = _CLIENTS.get(scheme, scheme)

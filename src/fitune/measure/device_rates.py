@@ -56,7 +56,7 @@ class Effort:
     rounds: int
     """More than one: other work of a second or two spoils one round alone."""
     products: int
-    """Of PRODUCTS_TDF_CPU, the small ones first."""
+    """How many of PRODUCTS_TDF_CPU are measured, the small ones first."""
     row_lengths: tuple[int, ...]
     tensor_mib: tuple[float, ...]
     pool_bytes: int

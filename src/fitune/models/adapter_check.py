@@ -109,7 +109,7 @@ def stack_shapes(model: nn.Module) -> dict[str, Stack]:
 
 
 def stacks_of(base: ModelSpec | Shapes) -> dict[str, Stack]:
-    """Those that a ModelSpec knows, by the name from the block's number on."""
+    """The stacks of experts that a ModelSpec knows, by their names from the block's number on; none of bare shapes."""
     if not isinstance(base, ModelSpec):
         return {}
     return {

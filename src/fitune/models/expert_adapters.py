@@ -17,7 +17,7 @@ from fitune.models.experts import STACKS, Pair, is_experts, packed_stack_of, run
 
 
 def stacks_among(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Those of ``targets`` that are stacks of experts somewhere in ``model``."""
+    """The ``targets`` that are stacks of experts somewhere in ``model``."""
     found = {
         f"{name}.{stack}"
         for name, module in model.named_modules()

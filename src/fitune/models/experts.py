@@ -146,7 +146,7 @@ def _has_kernel(x_SI: Tensor, weight_EIO: Tensor) -> bool:
 
 
 def _one_by_one(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """The same where the GPU has no kernel for it: one product for each expert."""
+    """The grouped product as one product for each expert, where the GPU has no kernel for it."""
     ends = ends_E.tolist()
     begins = [0, *ends[:-1]]
     return torch.cat([x_SI[a:b] @ weight_EIO[e] for e, (a, b) in enumerate(zip(begins, ends, strict=True))])

@@ -122,7 +122,7 @@ class _Pack(ConversionOps):
                 name: self.packer.pack(name, value[0] if isinstance(value, list) else value)
                 for name, value in input_dict.items()
             }
-        except Exception as error:  # kept and raised again
+        except Exception as error:  # raised again, and kept: transformers keeps only its text
             config = self.packer.quantization_config
             config.failure = config.failure or error
             raise

@@ -20,7 +20,7 @@ class Place(ABC):
 
     parent: nn.Module
     name: str
-    """Of the linear, or of the parameter, in ``parent``."""
+    """The name of the linear, or of the parameter, in ``parent``."""
 
     @property
     @abstractmethod

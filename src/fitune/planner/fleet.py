@@ -30,7 +30,7 @@ EpochOf = Callable[[Plan], Epoch]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is asked of the job, beside its recipe."""
+    """The wishes for a job beside its recipe: what it should be best at, and its limits."""
 
     objective: Objective = "fastest"
     deadline_seconds: float | None = None
@@ -76,7 +76,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offers:
-    """What the clusters of a fleet can do with a recipe, whatever is wanted of it."""
+    """A recipe planned on every cluster of a fleet, before wishes choose between them."""
 
     recipe: Recipe
     model: ModelSpec
@@ -236,7 +236,7 @@ def _key(offer: Offer, objective: Objective) -> tuple[float, float]:
 
 
 def _broken(offer: Offer, wanted: Wanted) -> Iterator[str]:
-    """What is wanted and not kept, in words."""
+    """The wishes that ``offer`` does not keep, each as a sentence."""
     end = offer.end_seconds
     if end is None and (wanted.objective == "soonest" or wanted.deadline_seconds is not None):
         yield f"{offer.cluster.free_nodes} of {offer.nodes} nodes are free, and nobody knows when the others are (wait)"

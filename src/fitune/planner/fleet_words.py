@@ -127,7 +127,7 @@ def _losers(ranking: Ranking) -> Iterator[str]:
 
 
 def _against(offer: Offer, best: Offer) -> str:
-    """What an offer lacks beside the best one: time, cost, and where they come from."""
+    """Why ``offer`` loses to the best one, in words: its time and cost as factors, and where they come from."""
     plan, taken = offer.priced.plan, best.priced.plan
     words = []
     if method_name(plan.tuning) != method_name(taken.tuning):
@@ -174,7 +174,7 @@ def _time_and_cost(offer: Offer) -> str:
 
 
 def _assumed(ranking: Ranking) -> Iterator[str]:
-    """What nobody said of the clusters, in one line for each thing."""
+    """Lines that name what was assumed because the fleet file does not say it."""
     clusters = {offer.cluster.name: offer.cluster for offer in ranking.all_offers}.values()
     missing: list[tuple[str, list[str]]] = [
         (

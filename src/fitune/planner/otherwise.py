@@ -1,4 +1,4 @@
-"""What the same model would gain elsewhere or otherwise, for the user to decide: other quality, fewer machines."""
+"""Faster and cheaper ways for the same model that the user has to decide about: lesser quality, fewer machines."""
 
 from collections.abc import Iterator
 from dataclasses import replace

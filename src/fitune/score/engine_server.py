@@ -95,7 +95,7 @@ class ServerEngine:
             )
 
     def close(self) -> None:
-        """Nothing: each request has its own connection."""
+        """Does nothing: each request has its own connection."""
 
     def _answer(self, request: Request) -> Completion:
         sampling = request.sampling

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from fitune.errors import CheckpointError, MissingExtra, ScoringFailed
 from fitune.models.adapter_config import WEIGHTS
@@ -205,5 +205,4 @@ def _last_words(lines: Sequence[str]) -> str:
 
 def _is_zero(adapter: Path) -> bool:
     """True for an adapter that cannot change anything: each B is zero."""
-    with safe_open(adapter / WEIGHTS, framework="pt") as file:
-        return not any(file.get_tensor(key).any() for key in file.keys() if ".lora_B" in key)  # noqa: SIM118  (not a dict)
+    return not any(tensor.any() for key, tensor in load_file(adapter / WEIGHTS).items() if ".lora_B" in key)
