@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,10 +71,14 @@ def kill(folder: Path, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Faulty:
-    """A worker's function with a fault on rank 1, in its ``call``-th loss: ``error`` or ``kill``."""
+    """A worker's function with a fault on rank 1, in its ``call``-th loss: ``error`` or ``kill``.
+
+    ``is_unnoticed`` keeps rank 0 from its next look at rank 1, until Ray ends it.
+    """
 
     fault: str
     call: int
+    is_unnoticed: bool = False
 
     def __call__(self, config: dict[str, Any]) -> RankEnd:
         from fitune.models.language_model import LanguageModel
@@ -84,6 +89,8 @@ class Faulty:
             calls[0] += 1
             if calls[0] == self.call and os.environ.get("RANK") == "1":
                 self.happen()
+            if calls[0] == self.call and self.is_unnoticed:
+                time.sleep(120)
             return real(*words, **named)
 
         LanguageModel.loss_and_gradient = failing

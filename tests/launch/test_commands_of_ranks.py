@@ -13,6 +13,7 @@ from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import HardwareError, PeerGone, RecipeError
 from fitune.launch.command import machine_commands
 from fitune.launch.torchrun import Ended, Exit, ended
+from fitune.session.ray_ranks import cause_of_loss, write_losses
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import RankError, RankStatus, read_statuses, write_status
 from fitune.spec.run_directory import LOGS, log_of
@@ -164,7 +165,27 @@ def test_a_peer_that_was_killed_is_known_by_its_process(tmp_path: Path, tell: Ca
     tell(1, pid=2**22 + 1, step=3, doing="backward")  # above the largest number of a process
     error = PeerGone("another rank is gone")
     name_the_cause(error, tmp_path / LOGS)
-    assert "rank 1 (process 4194305) ended without a word (backward, step 3)" in error.message
+    assert "ended without a word (backward, step 3)" in error.message
+    assert error.message.startswith("rank 1 (process 4194305 on ")
+
+
+def test_a_peer_that_another_process_found_ended_is_known_on_every_machine(
+    tmp_path: Path, tell: Callable[..., None]
+) -> None:
+    tell(1, host="elsewhere", step=3, doing="backward")
+    write_losses(tmp_path / LOGS, [1])
+    error = PeerGone("another rank is gone")
+    name_the_cause(error, tmp_path / LOGS)
+    assert "on elsewhere) ended without a word (backward, step 3)" in error.message
+    assert cause_of_loss(read_statuses(tmp_path / LOGS)) == error.message
+
+
+def test_a_rank_that_said_why_it_ended_is_not_said_to_be_silent(
+    tmp_path: Path, tell: Callable[..., None]
+) -> None:
+    tell(1, "DataError", step=3)
+    write_losses(tmp_path / LOGS, [0, 1])
+    assert cause_of_loss(read_statuses(tmp_path / LOGS)) == "rank 1 failed: DataError of 1"
 
 
 @pytest.mark.parametrize(

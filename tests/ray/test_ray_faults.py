@@ -35,10 +35,11 @@ def test_a_rank_that_fails_by_itself_is_named_and_not_restarted(
     assert not report.restarts
 
 
+@pytest.mark.parametrize("is_unnoticed", [False, True])
 def test_a_worker_killed_beyond_the_limit_is_the_cause(
-    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, is_unnoticed: bool
 ) -> None:
-    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("kill", call=5))
+    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("kill", call=5, is_unnoticed=is_unnoticed))
     with pytest.raises(TrainingFailed, match=r"^rank 1 .*ended without a word") as failed:
         train_on_ray(recipe(zero=0), TWO, overwrite=False, tell=Heard())
     assert failed.value.exit_code == 1

@@ -308,15 +308,16 @@ def run_workers(
     directory: Path,
     name: str,
     watch: Callable[[], bool],
+    lost: Callable[[list[int]], None],
     timeout_s: float,
 ) -> WorkersEnd:
     """Run ``function(config)`` in every worker of a TorchTrainer. ``watch`` is called several times a second, until it
-    says that Ray's end is not worth waiting for."""
+    says that Ray's end is not worth waiting for; ``lost`` in a process of Ray on this node, with ranks that ended."""
     loaded_ray()
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    from fitune.launch.ray_backend import OwnInterface
+    from fitune.launch.ray_backend import LossesTold, OwnInterface
 
     gpus = bool(each.get("GPU"))
     trainer = TorchTrainer(
@@ -337,6 +338,7 @@ def run_workers(
                 max_preemption_failures=place.restarts,
             ),
             logging_config=LoggingConfig(log_level="CRITICAL"),
+            callbacks=[LossesTold(lost)],
         ),
     )
     end = WorkersEnd()

@@ -1,9 +1,12 @@
-"""Ray's set-up of torch's process group, over the network interface that Ray itself uses. Needs ray."""
+"""Parts of fitune that Ray Train calls: its set-up of torch's process group, over the network interface that Ray
+itself uses, and its word of lost workers. Needs ray."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import psutil
+from ray.train import UserCallback
 from ray.train.torch import TorchConfig
 
 import ray
@@ -28,3 +31,13 @@ class OwnInterface(TorchConfig):  # type: ignore[misc]  # ray does not type it
     @property
     def backend_cls(self) -> type:
         return OwnInterfaceBackend
+
+
+class LossesTold(UserCallback):  # type: ignore[misc]  # ray does not type it
+    """Calls ``told`` with the ranks that Ray found ended, on the driver's node, before Ray ends the others."""
+
+    def __init__(self, told: Callable[[list[int]], None]) -> None:
+        self._told = told
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        self._told(sorted(worker_exceptions))

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from fitune.session.events import Note, RanOutOfMemory, StepsBegin, Tell
 from fitune.session.handover import packed
 from fitune.session.planning import plan_for, wanted_hardware
 from fitune.session.ranks_of_nodes import LOST, owned_directory
-from fitune.session.ray_ranks import Orders, RankEnd, cause_of_loss, train_as_rank
+from fitune.session.ray_ranks import Orders, RankEnd, cause_of_loss, train_as_rank, write_losses
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
 from fitune.session.training import Attempt, first_attempt, next_attempt, shortage_of_ranks
 from fitune.spec.hardware import Hardware
@@ -292,7 +293,7 @@ class _Job:
             return run_workers(
                 train_as_rank, {"orders": orders}, place=self.place, each=self.each,
                 directory=self.directory / _STORAGE, name=uuid.uuid4().hex, watch=watch,
-                timeout_s=WAIT.total_seconds(),
+                lost=partial(write_losses, self.directory / LOGS), timeout_s=WAIT.total_seconds(),
             )  # fmt: skip
 
     def _resume(self) -> None:

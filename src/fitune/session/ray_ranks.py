@@ -22,7 +22,7 @@ from fitune.session.handover import unpacked
 from fitune.session.ranks_of_nodes import nobody
 from fitune.session.training import Attempt, run_attempt
 from fitune.spec.plan import Plan
-from fitune.spec.rank_status import LAUNCHER, RankStatus, read_statuses
+from fitune.spec.rank_status import LAUNCHER, RankStatus, error_of, read_statuses, write_status
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Restart, RunReport, StepReport
 from fitune.spec.run_directory import LOGS
@@ -166,6 +166,16 @@ def _restarts(directory: Path, *, after_step: int, workers: int) -> tuple[Restar
     return (*(one for step in lost for one in step.restarts), present)
 
 
+def write_losses(logs: Path, ranks: list[int]) -> None:
+    """Write into the statuses of ``ranks``, which Ray found ended, that they ended without a word, where they said
+    none: Ray ends the others at once, often before one of them has noticed."""
+    statuses = read_statuses(logs)
+    for status in (statuses[rank] for rank in ranks if rank in statuses):
+        if status.error is None:
+            error = error_of(PeerGone(status.loss), exit_code=PeerGone.exit_code)
+            write_status(logs, replace(status, error=replace(error, is_by_another=True)))
+
+
 def cause_of_loss(statuses: dict[int, RankStatus]) -> str:
     """Which rank ended first and why, as far as it or another one wrote it down."""
     failed = [s for s in statuses.values() if s.error is not None and s.error.kind != PeerGone.__name__]
@@ -181,9 +191,7 @@ def cause_of_loss(statuses: dict[int, RankStatus]) -> str:
         return named[0]
     silent = [s for s in statuses.values() if s.error is None]
     if 0 < len(silent) < len(statuses):
-        lost = silent[0]
-        where = f"process {lost.pid} on {lost.host}"
-        return f"rank {lost.rank} ({where}) ended without a word ({lost.doing}, step {lost.step})"
+        return silent[0].loss
     return "the workers were lost"
 
 

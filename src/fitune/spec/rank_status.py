@@ -25,6 +25,8 @@ class RankError:
     exit_code: int
     at: float
     """``time.time`` when it happened."""
+    is_by_another: bool = False
+    """Another process found the rank ended without a word, and wrote this for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,17 @@ class RankStatus:
     def is_gone(self) -> bool:
         """True if its process ran on this machine and no longer does."""
         return self.host == socket.gethostname() and not process_lives(self.pid)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if it is known to have ended without a word."""
+        return self.is_gone if self.error is None else self.error.is_by_another
+
+    @property
+    def loss(self) -> str:
+        """The sentence of a rank that ended without a word."""
+        where = f"process {self.pid} on {self.host}"
+        return f"rank {self.rank} ({where}) ended without a word ({self.doing}, step {self.step})"
 
 
 def status_of(rank: int) -> str:

@@ -84,7 +84,7 @@ def name_the_cause(error: PeerGone, logs: Path) -> None:
     while True:
         statuses = [status for status in read_statuses(logs).values() if status.pid != os.getpid()]
         failed = [s for s in statuses if s.error is not None and s.error.kind != PeerGone.__name__]
-        gone = [s for s in statuses if s.error is None and s.is_gone]
+        gone = [s for s in statuses if s.is_lost]
         if failed or gone or time.monotonic() > until:
             break
         time.sleep(0.05)
@@ -94,10 +94,7 @@ def name_the_cause(error: PeerGone, logs: Path) -> None:
         error.message = f"rank {first.rank} failed: {first.error.message}"
         error.hint = first.error.hint or f"what it said is in {logs.parent / log_of(first.rank)}"
     elif gone:
-        last = gone[0]
-        error.message = (
-            f"rank {last.rank} (process {last.pid}) ended without a word ({last.doing}, step {last.step})"
-        )
+        error.message = gone[0].loss
         error.hint = "it was killed, or it crashed: `dmesg` tells of processes killed for want of memory"
 
 
