@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fitune.cli.keys import RecipeCommand, complete_value
-from fitune.errors import RecipeError, ScoringFailed
+from fitune.errors import RecipeError
 
 if TYPE_CHECKING:
+    from fitune.cli.terminal import Terminal
     from fitune.session.fleet import FleetRequest
     from fitune.session.results import Result
     from fitune.spec.recipe import Recipe
@@ -56,6 +57,10 @@ Rows = Annotated[
 ]
 Live = Annotated[bool, typer.Option("--live", help="With --fleet: ask the clusters what is free.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Picture = Annotated[
+    Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw a ranking or a matrix, too.")
+]
+Run = Annotated[Path, typer.Argument(help="Directory of a run.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -86,16 +91,10 @@ def init(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
     """Write a commented recipe: answer five questions, or give --model, --data, --tuning, --gpu and --output-dir."""
-    from fitune.session import new_recipe
-    from fitune.session.typed_words import split_words
+    from fitune.session.new_recipe import ask_and_write
 
-    path, given = split_words(words or [])
-    path = path or Path("recipe.yaml")
-    new_recipe.refuse_existing(path, overwrite=overwrite)
     ask = input if sys.stdin.isatty() and sys.stdout.isatty() else None
-    keys = new_recipe.asked_keys(given, ask=ask, say=print)
-    report = new_recipe.write_recipe(path, keys, overwrite=overwrite)
-    print(new_recipe.explain_new_recipe(path, report))
+    print(ask_and_write(words or [], overwrite=overwrite, ask=ask, say=print))
 
 
 @app.command(**_RECIPE)
@@ -117,9 +116,7 @@ def plan(
     budget: Budget = None,
     rows: Rows = None,
     live: Live = False,
-    picture: Annotated[
-        Path | None, typer.Option("--picture", metavar="FILE.svg", help="With --fleet: time against cost.")
-    ] = None,
+    picture: Picture = None,
     json: Json = False,
 ) -> None:
     """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
@@ -166,9 +163,7 @@ def matrix(
     context: Annotated[str, typer.Option("--context", help="Lengths of rows in tokens: 512,1024,2048.")],
     words: Words = None,
     settings: Settings = None,
-    picture: Annotated[
-        Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw it into a file, too.")
-    ] = None,
+    picture: Picture = None,
     json: Json = False,
 ) -> None:
     """Models × lengths of rows: the plan taken for each, and which of DDP, ZeRO, recompute and offload fit."""
@@ -227,7 +222,6 @@ def train(
     ray_restarts: Annotated[int, typer.Option(help="How often lost workers are replaced.")] = 3,
 ) -> None:
     """Plan, train exactly that, and show what was measured next to what was predicted."""
-    from fitune.cli.terminal import Terminal
     from fitune.session.fresh_process import speaks_to_people, train_program
     from fitune.session.on_ray import place_on_ray
     from fitune.session.ranks_of_nodes import place_in
@@ -235,9 +229,10 @@ def train(
     recipe = _recipe(words, settings, quiet=not speaks_to_people())
     on_ray = place_on_ray(recipe, on, address=ray_address, workers=workers, restarts=ray_restarts)
     place = place_in(recipe, node=node_rank, rendezvous=rendezvous, timeout_s=rendezvous_timeout)
-    with Terminal() as terminal:
-        code = train_program(recipe, overwrite=overwrite, tell=terminal, place=place, on_ray=on_ray)
-    raise typer.Exit(code)
+    with _terminal() as terminal:
+        raise typer.Exit(
+            train_program(recipe, overwrite=overwrite, tell=terminal, place=place, on_ray=on_ray)
+        )
 
 
 @app.command(**_RECIPE)
@@ -249,11 +244,10 @@ def data(
     json: Json = False,
 ) -> None:
     """Show the data as the model sees it: rows in the template, what is learned, cut or dropped, and lengths."""
-    from fitune.cli.terminal import Terminal
     from fitune.session.data_view import explain_data, view_data, write_data_page
     from fitune.spec.serial import to_data
 
-    with Terminal(lines=sys.stderr, quiet=json) as terminal:
+    with _terminal(lines=sys.stderr, quiet=json) as terminal:
         shown = view_data(_recipe(words, settings), rows=rows, tell=terminal)
     if html is not None:
         write_data_page(shown, html)
@@ -297,31 +291,25 @@ def launch(
     live: Live = False,
 ) -> None:
     """Print what starts a plan: commands for each machine, a manifest for Kubernetes, a script for SLURM."""
-    from fitune.session.launching import launch_file, split_settings
-    from fitune.session.planning import deepspeed_configuration, launch_commands
-
     request = _fleet(fleet, objective, deadline, budget, rows, live)
-    if request is not None:
-        from fitune.session.fleet import launch_on_fleet
+    if request is not None or on is not None:
+        from fitune.session.fleet import launch_text
+        from fitune.session.launching import split_settings
 
         of_recipe, of_job = split_settings(settings or [])
-        text, place = launch_on_fleet(_recipe(words, of_recipe), request, of_job, on=on, job_file=job)
-        print(place, file=sys.stderr)
+        text, place = launch_text(_recipe(words, of_recipe), request, of_job, on=on, job_file=job)
+        if place:
+            print(place, file=sys.stderr)
         print(text, end="")
         return
-    if on is not None:
-        of_recipe, of_job = split_settings(settings or [])
-        print(launch_file(_recipe(words, of_recipe), on, job_file=job, settings=of_job)[1], end="")
-        return
+    from fitune.session.planning import deepspeed_configuration, launch_lines
 
     if configuration:
         print(deepspeed_configuration(_recipe(words, settings)))
-        return
-    if not show:
+    elif show:
+        print(launch_lines(_recipe(words, settings), words or [], settings or [], rendezvous=rendezvous))
+    else:
         raise RecipeError("launch prints commands and starts nothing", hint="launch --print, or fitune train")
-    typed = [*(words or []), *(part for setting in settings or [] for part in ("--set", setting))]
-    for command in launch_commands(_recipe(words, settings), typed, rendezvous=rendezvous):
-        print(f"# machine {command.machine}\n{command}")
 
 
 @app.command(**_RECIPE)
@@ -337,14 +325,14 @@ def compare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Train anew what is there already.")] = False,
 ) -> None:
     """Train one recipe by several methods on the same data and seed; one page lays them side by side."""
-    from fitune.cli.terminal import Terminal
     from fitune.session.comparing import compare_methods
 
     names = [name.strip() for name in tunings.split(",") if name.strip()]
     recipe = _recipe(words, settings)
-    with Terminal() as terminal:
-        code = compare_methods(recipe, names, score_data=score_data, overwrite=overwrite, tell=terminal)
-    raise typer.Exit(code)
+    with _terminal() as terminal:
+        raise typer.Exit(
+            compare_methods(recipe, names, score_data=score_data, overwrite=overwrite, tell=terminal)
+        )
 
 
 @app.command()
@@ -380,11 +368,9 @@ def score(
     json: Json = False,
 ) -> None:
     """Answer a dataset with a model and grade the answers."""
-    from fitune.cli.options import columns_of
-    from fitune.cli.terminal import Terminal
-    from fitune.session.scoring import compare_scores, score_dataset
+    from fitune.session.scoring import columns_of, compare_scores, score_dataset, why_not_all
 
-    with Terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone
+    with _terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone
         report = score_dataset(
             model=model, adapter=adapter, data=data, out=out, columns=columns_of(columns or []), graders=grader or [],
             sampling={"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
@@ -393,30 +379,23 @@ def score(
             allow_private_addresses=allow_private_addresses,
         )  # fmt: skip
     _show(report, json=json)
-    answers = out / "answers.jsonl"
     if not json:
-        print(f"answers: {answers}")
+        print(f"answers: {out / 'answers.jsonl'}")
     if against:
         print(compare_scores(out, Path(against)), file=sys.stderr if json else sys.stdout)
-    if report.failed:
-        failed = ScoringFailed(
-            f"{report.failed} of {report.rows} rows have no answer; they are graded 0",
-            hint=f"see the error of those rows in {answers}",
-        )
-        print(f"error: {failed}", file=sys.stderr)
+    if failed := why_not_all(report, out):
+        print(f"error: {failed}", file=sys.stderr)  # the report is printed, and is the one JSON object
         raise typer.Exit(failed.exit_code)
 
 
 @app.command(name="go-on", hidden=True)
-def go_on(run: Annotated[Path, typer.Argument(help="Directory of a run.")]) -> None:
+def go_on(run: Run) -> None:
     """Go on with the attempt that waits in a run's directory: after one that ran out of memory, or as one of several
     ranks."""
-    from fitune.cli.terminal import Terminal
     from fitune.session import fresh_process
 
-    with Terminal() as terminal:
-        code = fresh_process.go_on(run, tell=terminal)
-    raise typer.Exit(code)
+    with _terminal() as terminal:
+        raise typer.Exit(fresh_process.go_on(run, tell=terminal))
 
 
 @app.command()
@@ -429,10 +408,9 @@ def export(
     ] = None,
 ) -> None:
     """Export what a run trained, without training again: an adapter folded into its base, or an export that failed."""
-    from fitune.cli.terminal import Terminal
     from fitune.session.exporting import export_run
 
-    with Terminal() as terminal:
+    with _terminal() as terminal:
         export_run(run, out, kind, tell=terminal)
 
 
@@ -449,7 +427,7 @@ def convert(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="Directory of a run.")], json: Json = False) -> None:
+def report(run: Run, json: Json = False) -> None:
     """Lay predicted and measured side by side, and write the run's report.html."""
     from fitune.session.results import report_run
 
@@ -486,10 +464,9 @@ def demo(
     ] = 1,
 ) -> None:
     """See everything work in three minutes, without network or GPU: a small model learns a task."""
-    from fitune.cli.terminal import Terminal
     from fitune.session.demo import run_demo
 
-    with Terminal() as terminal:
+    with _terminal() as terminal:
         run_demo(out, gpus=gpus, tell=terminal)
 
 
@@ -520,16 +497,17 @@ def check(
 
 def _fleet(file: Path | None, *wishes: Any, picture: Path | None = None) -> "FleetRequest | None":
     """The question to a fleet; None without one. Raises RecipeError for wishes that only a fleet can keep."""
-    if file is None:
-        if any(wish for wish in (*wishes[1:], picture)):
-            options = "--deadline, --budget, --rows, --live and --picture"
-            raise RecipeError(
-                f"{options} choose among clusters, and none are listed", hint="--fleet FILE.yaml"
-            )
+    if file is None and not any((*wishes[1:], picture)):  # an objective is any plan's
         return None
-    from fitune.session.fleet import FleetRequest
+    from fitune.session.fleet import fleet_request
 
-    return FleetRequest(file, *wishes)
+    return fleet_request(file, *wishes)
+
+
+def _terminal(**settings: Any) -> "Terminal":
+    from fitune.cli.terminal import Terminal  # rich, for those who see something happen
+
+    return Terminal(**settings)
 
 
 def _recipe(words: list[str] | None, settings: list[str] | None, *, quiet: bool = False) -> "Recipe":

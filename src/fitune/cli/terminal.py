@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from fitune.session.events import Event, Reading, RowsAnswered, StepsBegin, StepsEnd, WeightsRead
-from fitune.session.step_words import StepPace, details, step_line
+from fitune.session.reading_words import ReadingPace, Show, at_most_every
+from fitune.session.step_words import StepPace, details, is_worth_a_line, step_line
 from fitune.spec.reports import StepReport
-from fitune.units import format_bytes, format_count, format_seconds
 
 
 class Terminal:
@@ -109,17 +109,13 @@ class Progress:
         if self._bar is not None:
             note = details(report, memory_bytes=self._memory_bytes, remaining=remaining)
             self._bar.update(report, note=note, line=line)
-        elif self._first or self._is_worth_a_line(report):
+        elif self._first or is_worth_a_line(report, log_every=self._log_every):
             print(line, file=self._stream, flush=True)
         self._first = False
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-    def _is_worth_a_line(self, report: StepReport) -> bool:
-        due = report.step % self._log_every == 0 or report.step == report.total_steps
-        return due or report.skipped or report.eval_loss is not None
 
 
 class _LiveBar:
@@ -155,117 +151,73 @@ class _LiveBar:
         self._live.stop()
 
 
-Show = Callable[[Reading], None]
-
 _BAR_EVERY_S, _LINE_EVERY_S = 0.2, 30.0
-_SHOWN_AFTER_S = 1.0
-"""Small data is read before there is anything to see."""
 
 
 @contextmanager
 def loading_bar(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A bar with bytes on standard error, from the first tensor to the last. Yields what is told bytes read and in all.
-
-    The terminal is given back when loading fails half-way, too.
-    """
+    """A bar with bytes on standard error while weights are read. Yields what is told bytes that were read, and all."""
     stream = sys.stderr if stream is None else stream
     if quiet or not stream.isatty():
         yield lambda done, total: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
-    text = TextColumn("reading weights")
-    bar = Progress(
-        text, BarColumn(30), DownloadColumn(binary_units=True), TransferSpeedColumn(),
-        console=Console(file=stream), transient=True,
-    )  # fmt: skip
-    task = bar.add_task("", total=None)
+    columns = (
+        TextColumn("reading weights"),
+        BarColumn(30),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    with _transient_bar(stream, *columns) as (bar, task):
 
-    def show(done: int, total: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
-        if done >= total:
-            bar.stop()
+        def show(done: int, total: int) -> None:
+            bar.start()
+            bar.update(task, completed=done, total=total)
+            if done >= total:
+                bar.stop()
 
-    try:
         yield show
-    finally:
-        bar.stop()
 
 
 @contextmanager
 def reading_bar(
     *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Show]:
-    """Yields what is told how far it is. The bar is on standard error, and gone when the data is read.
-
-    The terminal is given back when reading fails half-way, too.
-    """
+    """Yields what is told how far it is. The bar is on standard error, and gone when the data is read."""
     stream, pace = sys.stderr if stream is None else stream, ReadingPace(clock)
 
     def print_line(reading: Reading) -> None:
-        what = "tokenised" if reading.doing == "done" else reading.doing
-        print(f"{what}: {pace.words(reading)}", file=stream, flush=True)
+        print(pace.line(reading), file=stream, flush=True)
 
     if not stream.isatty():
-        yield _at_most_every(_LINE_EVERY_S, print_line, clock)
+        yield at_most_every(_LINE_EVERY_S, print_line, clock)
         return
+    from rich.progress import BarColumn, TextColumn
+
+    doing, note = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}"))
+    with _transient_bar(stream, doing, BarColumn(10), note) as (bar, task):
+
+        def show(reading: Reading) -> None:
+            if reading.doing == "done":
+                bar.stop()
+                return
+            bar.start()
+            share, words = pace.share(reading), pace.words(reading)
+            total = 1.0 if share else None
+            bar.update(task, description=reading.doing, completed=share, total=total, note=words)
+
+        yield at_most_every(_BAR_EVERY_S, show, clock)
+
+
+@contextmanager
+def _transient_bar(stream: TextIO, *columns: Any) -> Iterator[tuple[Any, Any]]:
+    """A bar that leaves nothing on the screen, and its one task. The terminal is given back after an error, too."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import Progress
 
-    bar = Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(10), TextColumn("{task.fields[note]}", markup=False),
-        console=Console(file=stream), transient=True,
-    )  # fmt: skip
-    task = bar.add_task("", total=None, note="")
-
-    def show(reading: Reading) -> None:
-        if reading.doing == "done":
-            bar.stop()
-            return
-        bar.start()
-        share = pace.share(reading)
-        bar.update(
-            task, description=reading.doing, completed=share, total=1.0 if share else None, note=pace.words(reading)
-        )  # fmt: skip
-
+    bar = Progress(*columns, console=Console(file=stream), transient=True)
     try:
-        yield _at_most_every(_BAR_EVERY_S, show, clock)
+        yield bar, bar.add_task("", total=None, note="")
     finally:
         bar.stop()
-
-
-class ReadingPace:
-    """Rows a second and the time that is left, since the first row."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._began = clock, clock()
-
-    @staticmethod
-    def share(reading: Reading) -> float:
-        """Share of all bytes that was read, 0 where the whole is not known; their rows may wait to be tokenised."""
-        return min(1.0, reading.bytes_read / reading.bytes_in_all) if reading.bytes_in_all else 0.0
-
-    def words(self, reading: Reading) -> str:
-        """``400,000 rows, 21.0 M tokens, 12,345 rows/s, 2 min left``."""
-        if not reading.rows:
-            return format_bytes(reading.bytes_read)
-        passed = max(self._clock() - self._began, 1e-9)
-        share = self.share(reading)
-        left = f", {format_seconds(passed / share - passed)} left" if 0 < share < 1 else ""
-        rate = f"{reading.rows / passed:,.0f} rows/s"
-        return f"{reading.rows:,} rows, {format_count(reading.tokens)} tokens, {rate}{left}"
-
-
-def _at_most_every(seconds: float, show: Show, clock: Callable[[], float]) -> Show:
-    """``show`` at most once in so many seconds, and not at once."""
-    due, shown = clock() + max(seconds, _SHOWN_AFTER_S), False
-
-    def told(reading: Reading) -> None:
-        nonlocal due, shown
-        if clock() >= due or (reading.doing == "done" and shown):
-            due, shown = clock() + seconds, True
-            show(reading)
-
-    return told

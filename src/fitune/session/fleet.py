@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.estimate.predict import largest_batch
 from fitune.planner.fleet import EpochOf, Ranking, Wanted, rank_fleet, where
 from fitune.planner.whole_job import Offer
-from fitune.session.launching import is_fetched, render
+from fitune.session.launching import is_fetched, launch_file, render
 from fitune.spec.fleet import Objective, read_fleet
 from fitune.spec.job import System
 from fitune.spec.job_settings import read_job_settings
@@ -34,6 +35,14 @@ class FleetRequest:
     """Ask the clusters which nodes are free."""
 
 
+def fleet_request(file: Path | None, *wishes: Any) -> FleetRequest:
+    """The question to the fleet of ``file``. Raises RecipeError without one."""
+    if file is None:
+        options = "--deadline, --budget, --rows, --live and --picture"
+        raise RecipeError(f"{options} choose among clusters, and none are listed", hint="--fleet FILE.yaml")
+    return FleetRequest(file, *wishes)
+
+
 def plan_on_fleet(recipe: Recipe, request: FleetRequest) -> Ranking:
     """The ranking of the fleet's clusters. Raises RecipeError, HardwareError or NothingFits."""
     fleet = read_fleet(request.file)
@@ -51,6 +60,21 @@ def plan_on_fleet(recipe: Recipe, request: FleetRequest) -> Ranking:
         recipe, fleet, wanted, model=load_model_spec(recipe.model), epoch_of=_epochs(recipe, request.rows),
         fetches_model=is_fetched(recipe.model),
     )  # fmt: skip
+
+
+def launch_text(
+    recipe: Recipe,
+    request: FleetRequest | None,
+    settings: Sequence[str],
+    *,
+    on: System | None,
+    job_file: Path | None,
+) -> tuple[str, str]:
+    """The file that starts the recipe's plan on a cluster; and the cluster, where a fleet was asked."""
+    if request is not None:
+        return launch_on_fleet(recipe, request, settings, on=on, job_file=job_file)
+    assert on is not None
+    return launch_file(recipe, on, job_file=job_file, settings=settings)[1], ""
 
 
 def launch_on_fleet(

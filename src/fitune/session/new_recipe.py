@@ -1,7 +1,7 @@
 """A first recipe: five questions, and a commented file that trains as it is."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from fitune.files import write_atomically
 from fitune.planner.defaults import data_of
 from fitune.planner.explain import wrapped
 from fitune.session.planning import plan_on_data
+from fitune.session.typed_words import split_words
 from fitune.spec.gpus import find_gpu
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.predictions import PlanReport
@@ -69,6 +70,17 @@ QUESTIONS = (
     ),
     Question(key="output_dir", usual=AUTO, text=f"Where to: a folder, or {AUTO} (runs/MODEL-TUNING)"),
 )  # fmt: skip
+
+
+def ask_and_write(
+    words: Sequence[str], *, overwrite: bool, ask: Callable[[str], str] | None, say: Callable[[str], object]
+) -> str:
+    """Write the recipe that ``words`` and the answers make, and return what is said of it."""
+    path, given = split_words(words)
+    path = path or Path("recipe.yaml")
+    refuse_existing(path, overwrite=overwrite)
+    keys = asked_keys(given, ask=ask, say=say)
+    return explain_new_recipe(path, write_recipe(path, keys, overwrite=overwrite))
 
 
 def asked_keys(

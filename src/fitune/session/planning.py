@@ -156,6 +156,13 @@ def launch_commands(recipe: Recipe, words: Sequence[str], *, rendezvous: str) ->
     return machine_commands(report.chosen.plan, words, rendezvous=rendezvous)
 
 
+def launch_lines(recipe: Recipe, words: Sequence[str], settings: Sequence[str], *, rendezvous: str) -> str:
+    """The commands as text, each below the number of its machine; the recipe is named as it was typed."""
+    typed = [*words, *(part for setting in settings for part in ("--set", setting))]
+    commands = launch_commands(recipe, typed, rendezvous=rendezvous)
+    return "\n".join(f"# machine {command.machine}\n{command}" for command in commands)
+
+
 def deepspeed_configuration(recipe: Recipe) -> str:
     """The ds_config.json, as text, of the recipe's plan. Raises RecipeError when it is another's."""
     plan = plan_for(recipe).chosen.plan

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import RecipeError
+from fitune.errors import RecipeError, ScoringFailed
 from fitune.files import write_atomically
 from fitune.models.adapter_config import CONFIG
 from fitune.score.answers import CHANGED
@@ -73,6 +73,27 @@ def _engine(name: str) -> EngineName:
     if found is None:
         raise RecipeError(f"unknown engine {name!r}", hint=f"engines: {', '.join(ENGINES)}")
     return found
+
+
+def columns_of(words: Sequence[str]) -> dict[str, str]:
+    """``prompt=question`` -> {"prompt": "question"}. Raises RecipeError for anything else."""
+    columns: dict[str, str] = {}
+    for word in words:
+        role, equals, column = word.partition("=")
+        if not (role and equals and column) or role in columns:
+            raise RecipeError(f"--columns {word!r} is not role=column", hint="--columns prompt=question")
+        columns[role] = column
+    return columns
+
+
+def why_not_all(report: ScoreReport, out: Path) -> ScoringFailed | None:
+    """The error of a score in which rows have no answer; None when each has one."""
+    if not report.failed:
+        return None
+    return ScoringFailed(
+        f"{report.failed} of {report.rows} rows have no answer; they are graded 0",
+        hint=f"see the error of those rows in {out / 'answers.jsonl'}",
+    )
 
 
 def compare_scores(directory: Path, other: Path) -> str:

@@ -28,6 +28,12 @@ class StepPace:
         return max(report.total_steps - report.step, 0) * sum(self._seconds) / len(self._seconds)
 
 
+def is_worth_a_line(report: StepReport, *, log_every: int) -> bool:
+    """True for each ``log_every``-th step, the last, a skipped and an evaluated one."""
+    due = report.step % log_every == 0 or report.step == report.total_steps
+    return due or report.skipped or report.eval_loss is not None
+
+
 def step_line(report: StepReport, *, memory_bytes: int, remaining: float) -> str:
     """``step 12/200  loss 2.314  lr 1.9e-04  grad 0.820  1,234 tok/s  412.0 MiB  42.0 s left``."""
     step = f"step {report.step:>{len(str(report.total_steps))}}/{report.total_steps}"
