@@ -8,8 +8,8 @@ import pytest
 
 from checkpoint.killed_saves import same, state_of
 from fitune.checkpoint import commit, resume
-from fitune.checkpoint.commit import Attempt, Descent, is_on, read_commit
-from fitune.checkpoint.resume import Found, begin_line, last_saved, load_checkpoint, newest_checkpoint
+from fitune.checkpoint.commit import Attempt, Descent, is_on, last_saved, read_commit
+from fitune.checkpoint.resume import Found, begin_line, load_checkpoint, newest_checkpoint
 from fitune.checkpoint.save import save_checkpoint
 
 

@@ -216,7 +216,7 @@ def test_the_report_says_when_a_run_has_not_ended(call: Call, train: Call, tmp_p
     (tmp_path / "run" / "report.json").unlink()  # as a kill leaves it
     code, out, _ = call("report", tmp_path / "run")
     assert code == 0
-    assert "has not ended" in out
+    assert "nobody runs it, and it wrote no report" in out
 
 
 # Data (rows 10 to 12)

@@ -241,3 +241,28 @@ def _require_hash(file: Path, stored: Stored) -> None:
         raise CheckpointError(
             f"{file}: damaged, sha256 {found.sha256[:12]}… instead of {stored.sha256[:12]}…", hint=_OLDER
         )
+
+
+def last_saved(root: Path) -> Commit | None:
+    """The newest checkpoint of the present line by what the COMMITs say, nothing hashed: for messages."""
+    folder = root / FOLDER
+    line, _ = present_line(folder, any_saved=True)
+    for path in reversed(step_folders(folder)):
+        try:
+            commit = read_commit(path)
+        except CheckpointError:
+            continue
+        if line is None or is_on(line, saved_on=commit.line, step=commit.step):
+            return commit
+    return None
+
+
+def present_line(folder: Path, *, any_saved: bool) -> tuple[Line | None, list[str]]:
+    """The line as it is now. None, and a warning, when checkpoints are there and the line is not: the newest valid one
+    is then on it."""
+    if not any_saved and not (folder / LINE).exists():
+        return None, []
+    try:
+        return read_line(folder), []
+    except CheckpointError as error:
+        return None, [f"{error.message}; the newest valid checkpoint is taken to be of the present line"]

@@ -7,7 +7,6 @@ from fitune.checkpoint.commit import (
     ABANDONED,
     DAMAGED,
     FOLDER,
-    LINE,
     LOG,
     STATE,
     Attempt,
@@ -17,8 +16,8 @@ from fitune.checkpoint.commit import (
     OnNote,
     Parent,
     is_on,
+    present_line,
     read_commit,
-    read_line,
     set_aside,
     step_folders,
     verify,
@@ -46,7 +45,7 @@ def newest_checkpoint(root: Path) -> Found:
     """The newest valid one of the present line in ``root/checkpoints``; every file of it was hashed."""
     folder = root / FOLDER
     folders = step_folders(folder)
-    line, warnings = _present_line(folder, any_saved=bool(folders))
+    line, warnings = present_line(folder, any_saved=bool(folders))
     damaged: list[Path] = []
     for path in reversed(folders):
         try:
@@ -63,20 +62,6 @@ def newest_checkpoint(root: Path) -> Found:
             path=path, warnings=(*warnings, *_lost(line, commit.step, folders)), damaged=tuple(damaged)
         )
     return Found(path=None, warnings=(*warnings, *_lost(line, 0, folders)), damaged=tuple(damaged))
-
-
-def last_saved(root: Path) -> Commit | None:
-    """The newest checkpoint of the present line by what the COMMITs say, nothing hashed: for messages."""
-    folder = root / FOLDER
-    line, _ = _present_line(folder, any_saved=True)
-    for path in reversed(step_folders(folder)):
-        try:
-            commit = read_commit(path)
-        except CheckpointError:
-            continue
-        if line is None or is_on(line, saved_on=commit.line, step=commit.step):
-            return commit
-    return None
 
 
 def begin_line(
@@ -142,16 +127,6 @@ def load_checkpoint(path: Path, *, verified: bool = False) -> TrainState:
         facts=_read_facts(path / STATE, step=commit.step),
         log=_read_log(path / LOG, commit),
     )
-
-
-def _present_line(folder: Path, *, any_saved: bool) -> tuple[Line | None, list[str]]:
-    """None, and a warning, when checkpoints are there and the line is not: the newest valid one is then on it."""
-    if not any_saved and not (folder / LINE).exists():
-        return None, []
-    try:
-        return read_line(folder), []
-    except CheckpointError as error:
-        return None, [f"{error.message}; the newest valid checkpoint is taken to be of the present line"]
 
 
 def _lost(line: Line | None, found_step: int, folders: list[Path]) -> list[str]:

@@ -427,11 +427,16 @@ def convert(
 
 
 @app.command()
-def report(run: Run, json: Json = False) -> None:
+def report(
+    run: Run,
+    watch: Annotated[bool, typer.Option("--watch", help="Until the run ends, every 5 s anew.")] = False,
+    json: Json = False,
+) -> None:
     """Lay predicted and measured side by side, and write the run's report.html."""
-    from fitune.session.results import report_run
+    from fitune.session.results import report_run, watched_run
 
-    _show(report_run(run), json=json)
+    watched = watched_run(run, tell=lambda line: print(line, file=sys.stderr)) if watch else None
+    _show(watched or report_run(run), json=json)
 
 
 @app.command()

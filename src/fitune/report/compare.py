@@ -71,8 +71,9 @@ class RunFiles:
         return None if self.prediction is None else self.prediction.estimate
 
 
-def read_run(directory: Path) -> RunFiles:
-    """Read a run directory. Raises RunDirectoryError naming the file that is missing or damaged."""
+def read_run(directory: Path, *, steps: Sequence[StepReport] | None = None) -> RunFiles:
+    """Read a run directory; ``steps`` where its metrics.jsonl was read already. Raises RunDirectoryError naming the
+    file that is missing or damaged."""
     if fault := path_fault(str(directory)):
         raise RunDirectoryError(fault, hint="the output_dir of a fitune run")
     if not directory.is_dir():
@@ -88,7 +89,7 @@ def read_run(directory: Path) -> RunFiles:
         directory=directory,
         plan=plan,
         prediction=_read(Prediction, directory / "estimate.json"),
-        steps=tuple(read_metrics(directory / "metrics.jsonl")),
+        steps=tuple(read_metrics(directory / "metrics.jsonl") if steps is None else steps),
         run=_read(RunReport, directory / "report.json"),
         recipe=_read_text(directory / "recipe.yaml") or "",
     )

@@ -24,7 +24,9 @@ from fitune.report.compare import (
     row_texts,
 )
 from fitune.report.ranks import RANK_HEADINGS, long_steps, rank_rows
-from fitune.spec.reports import Ledger, RunReport
+from fitune.report.under_way import SIGN_HEADINGS, UnderWay, clock, restart_summary, sign_rows, state_line
+from fitune.report.under_way import tiles as under_way_tiles
+from fitune.spec.reports import Ledger, Restart, RunReport
 from fitune.units import (
     format_bytes,
     format_count,
@@ -55,19 +57,27 @@ def write_page(path: Path, text: str) -> Path:
 
 
 def write_report(directory: Path) -> Path:
-    """Write ``report.html`` into a run directory.
+    """Write ``report.html`` into the directory of a run that has ended. Raises RunDirectoryError."""
+    return write_page(directory / "report.html", page_of(read_run(directory)))
 
-    Without matplotlib the page says how to get the pictures. Raises RunDirectoryError.
+
+def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int = 0) -> str:
+    """The page of a run; a browser loads it again every ``refresh_s`` seconds, 0 for never.
+
+    Without matplotlib the page says how to get the pictures.
     """
-    run = read_run(directory)
     pictures, advice = _pictures_or_advice(run)
     told = run.run.retries if run.run else tuple(retry for step in run.steps for retry in step.retries)
-    page = render(
+    restarts = [one for step in run.steps for one in step.restarts]
+    return render(
         "run.html",
         title=f"{run.plan.model.name}: fitune report",
+        refresh_s=refresh_s,
         plan=run.plan,
-        directory=directory.name,
-        **_head(run, measure(run.run, run.steps)),
+        directory=run.directory.name,
+        **_head(run, measure(run.run, run.steps), under_way, restarts),
+        sign_headings=SIGN_HEADINGS,
+        signs=sign_rows(under_way.signs) if under_way else [],
         **_prediction(run),
         pictures=pictures,
         advice=advice,
@@ -76,7 +86,8 @@ def write_report(directory: Path) -> Path:
         curve_ends=_curve_ends(run),
         skipped=sum(step.skipped for step in run.steps),
         retries=[line for retry in told for line in describe_retry(retry).splitlines()],
-        restarts=[describe_restart(one) for step in run.steps for one in step.restarts],
+        restarts=[describe_restart(one) for one in restarts],
+        restart_summary=restart_summary(restarts) if restarts else "",
         samples=run.run.samples if run.run else (),
         sentences=plan_words.sentences(run.plan),
         settings=plan_words.settings(run.plan),
@@ -86,7 +97,6 @@ def write_report(directory: Path) -> Path:
         ledgers=list(_ledgers(run)),
         **_reproduction(run),
     )
-    return write_page(directory / "report.html", page)
 
 
 def draw_pictures(run: RunFiles) -> dict[str, Any]:
@@ -113,14 +123,21 @@ def _pictures_or_advice(run: RunFiles) -> tuple[dict[str, Any], str]:
         return {"memory": ""}, f"No {error.what}: {error.hint}"
 
 
-def _head(run: RunFiles, measured: Measured) -> dict[str, Any]:
+def _head(
+    run: RunFiles, measured: Measured, under_way: UnderWay | None, restarts: Sequence[Restart]
+) -> dict[str, Any]:
     """Status, plan in one line, verdict, and the figures that people ask for first."""
+    is_running = under_way is not None and under_way.is_alive
+    tiles = list(_tiles(run, measured))
+    if under_way is not None:
+        tiles += [_Tile(*texts) for texts in under_way_tiles(under_way, restarts)]
     return {
-        "status": run.run.status if run.run else "unfinished",
+        "status": run.run.status if run.run else "running" if is_running else "unfinished",
         "headline": plan_words.headline(run.plan),
         "verdict": _verdict(run, measured),
-        "reason": run.run.reason if run.run else _without_report(run),
-        "tiles": list(_tiles(run, measured)),
+        "reason": run.run.reason if run.run else "" if is_running else _without_report(under_way),
+        "seen": f"As of {clock(under_way.at, at=under_way.at)}." if is_running and under_way else "",
+        "tiles": tiles,
     }
 
 
@@ -149,11 +166,11 @@ def _where(run: RunFiles) -> str:
     )
 
 
-def _without_report(run: RunFiles) -> str:
-    return (
-        "There is no report.json: the run is still going, or it was stopped before it could write one. "
-        f"The page shows the {len(run.steps):,} steps recorded so far."
-    )
+def _without_report(under_way: UnderWay | None) -> str:
+    if under_way is None:
+        return "There is no report.json: the run is still going, or it was stopped before it could write one."
+    line = state_line(under_way)
+    return f"{line[0].upper()}{line[1:]}."
 
 
 @dataclass(frozen=True, slots=True)

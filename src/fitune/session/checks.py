@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fitune.checkpoint.commit import FOLDER as CHECKPOINTS
-from fitune.checkpoint.commit import step_folders
+from fitune.checkpoint.commit import last_saved, step_folders
 from fitune.checkpoint.differences import compare_plans, difference_table, with_unsaid_fields
 from fitune.checkpoint.durable import require_space
-from fitune.checkpoint.resume import last_saved
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.parameters import embedding_parameters, trained_parameters

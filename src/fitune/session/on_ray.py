@@ -13,8 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fitune.checkpoint.commit import Commit
-from fitune.checkpoint.resume import last_saved
+from fitune.checkpoint.commit import Commit, last_saved
 from fitune.engine.ranks import WAIT
 from fitune.errors import (
     FituneError,

@@ -9,8 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from fitune.checkpoint.commit import Commit
-from fitune.checkpoint.resume import last_saved
+from fitune.checkpoint.commit import Commit, last_saved
 from fitune.engine.ranks import Ranks
 from fitune.errors import HardwareError, TrainingFailed
 from fitune.estimate.predict import predict

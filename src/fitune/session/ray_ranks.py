@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fitune.checkpoint.commit import Commit
-from fitune.checkpoint.resume import last_saved
+from fitune.checkpoint.commit import Commit, last_saved
 from fitune.errors import FituneError, PeerGone, RankFailed, RunDirectoryError, exit_code_of
 from fitune.launch.ray import loaded_ray
 from fitune.session.events import Event, Note, Tell

@@ -1,5 +1,6 @@
 """Results as text for people and as data for programs: what the commands print, and what ``fitune.explain`` returns."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ class Reported:
     page: Path
     remarks: tuple[str, ...] = ()
     """Steps that took much longer than the others."""
+    state: str = ""
+    """How far a run without a report is, and whether anybody goes on with it; empty for one with a report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +120,30 @@ def _interval(report: ScoreReport, name: str) -> str:
 
 def report_run(directory: Path) -> Reported:
     """Compare predicted and measured, and write report.html. Raises RunDirectoryError."""
-    from fitune.report.compare import compare, read_run
-    from fitune.report.html import write_report
+    from fitune.report.compare import compare
+    from fitune.report.html import page_of, write_page
     from fitune.report.ranks import long_steps
+    from fitune.report.under_way import state_line
+    from fitune.session.watching import RunView
 
-    page, files = write_report(directory), read_run(directory)
+    files, under_way = RunView(directory).look()
+    page = write_page(directory / "report.html", page_of(files, under_way))
     rows = tuple(compare(files.estimate, files.run, files.steps))
     remarks = tuple(long_steps(files.steps, files.run))
-    return Reported(directory=directory, rows=rows, run=files.run, page=page, remarks=remarks)
+    state = "" if under_way is None else state_line(under_way)
+    return Reported(directory=directory, rows=rows, run=files.run, page=page, remarks=remarks, state=state)
+
+
+def watched_run(directory: Path, *, tell: Callable[[str], None], every_s: float = 5.0) -> Reported:
+    """Write report.html again and again until the run has ended, then like ``report_run``. A signal ends it with a page
+    that is not loaded again, and the program with it."""
+    from fitune.session.watching import watch_run
+
+    has_ended = watch_run(directory, tell=tell, every_s=every_s)
+    reported = report_run(directory)
+    if not has_ended:
+        raise SystemExit(0)
+    return reported
 
 
 def comparison_text(reported: Reported) -> str:
@@ -143,7 +162,7 @@ def _explain_reported(reported: Reported) -> str:
     lines = [comparison_text(reported)]
     run = reported.run
     if run is None:
-        lines.append("the run has not ended: it is still going, or was killed (fitune train … --resume)")
+        lines.append(reported.state)
     elif run.reason:
         lines.append(f"the run is {run.status}: {run.reason}")
     return "\n".join([*lines, f"report: {reported.page}"])
@@ -162,6 +181,7 @@ def _reported_data(reported: Reported) -> dict[str, Any]:
         "comparison": rows,
         "ranks": ranks,
         "remarks": list(reported.remarks),
+        "state": reported.state,
     }
 
 

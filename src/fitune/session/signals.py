@@ -89,6 +89,14 @@ def exits_on_signals() -> Iterator[None]:
 
 
 @contextmanager
+def quiet_stop() -> Iterator[threading.Event]:
+    """Inside, a signal only sets the event that this gives: for what has nothing to finish and nothing to say."""
+    stopped = threading.Event()
+    with _handled_by(lambda number, frame: stopped.set(), EXIT_CODES):
+        yield stopped
+
+
+@contextmanager
 def _handled_by(handler: Handler | signal.Handlers, numbers: dict[signal.Signals, int]) -> Iterator[None]:
     """A signal that is ignored (nohup) stays so; outside the main thread Python handles none."""
     if threading.current_thread() is not threading.main_thread():

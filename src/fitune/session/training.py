@@ -5,8 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fitune.checkpoint.commit import Commit
-from fitune.checkpoint.resume import last_saved
+from fitune.checkpoint.commit import Commit, last_saved
 from fitune.data.formats import Conversation
 from fitune.data.loader import Loader
 from fitune.data.preparing import PreparedData

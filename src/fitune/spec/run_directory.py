@@ -10,6 +10,8 @@ import math
 import os
 import socket
 import stat
+import struct
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -75,6 +77,60 @@ def attempt_in(directory: Path) -> str:
         return _owner(handle).get("attempt", "")
     finally:
         os.close(handle)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A process that took a run directory and has not let go of it."""
+
+    pid: int
+    host: str
+    since: float
+    """``time.time`` when it took the directory."""
+    is_alive: bool
+    """False: it was killed, and its name is all that is left."""
+
+    @property
+    def name(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def owners_of(directory: Path) -> tuple[Owner, ...]:
+    """Owners of ``directory``: the program that starts the ranks, then the first rank; for one process only that."""
+    found = [_owner_by(directory.resolve() / lock) for lock in (LAUNCH_LOCK, LOCK)]
+    return tuple(owner for owner in found if owner is not None)
+
+
+def _owner_by(file: Path) -> Owner | None:
+    if file in _held:  # closing the file once more would give up this process's lock
+        return Owner(pid=os.getpid(), host=socket.gethostname(), since=file.stat().st_mtime, is_alive=True)
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        said = _owner(handle)
+        pid = str(said.get("pid"))
+        if not pid.isdecimal():
+            return None
+        host = str(said.get("host"))
+        locked = _is_locked(handle)
+        lives = locked if locked is not None else host != socket.gethostname() or _owner_lives(said)
+        return Owner(pid=int(pid), host=host, since=os.fstat(handle).st_mtime, is_alive=lives)
+    finally:
+        os.close(handle)
+
+
+def _is_locked(handle: int) -> bool | None:
+    """True if another process has the lock, of this machine or over NFS; None where the system does not say."""
+    if sys.platform != "linux":
+        return None
+    asked = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock, man 2 fcntl
+    try:
+        answer = fcntl.fcntl(handle, fcntl.F_GETLK, asked)
+    except OSError:  # a file system without locks
+        return None
+    return bool(struct.unpack("hhqqi0q", answer)[0] != fcntl.F_UNLCK)
 
 
 def _make_directory(path: Path) -> Path:

@@ -131,11 +131,11 @@ def read_metrics(path: Path) -> list[StepReport]:
         except ValueError as error:  # bad JSON and bad UTF-8 alike
             if number == len(lines):
                 break
-            raise _unreadable(where, error) from None
+            raise unreadable_line(where, error) from None
         try:
             reports.append(from_data(StepReport, data))
         except ValueError as error:
-            raise _unreadable(where, error) from None
+            raise unreadable_line(where, error) from None
     return reports
 
 
@@ -204,7 +204,8 @@ def _is_json(raw: bytes) -> bool:
     return True
 
 
-def _unreadable(where: str, error: ValueError) -> RunDirectoryError:
+def unreadable_line(where: str, error: ValueError) -> RunDirectoryError:
+    """The error of a line at ``where`` (``file:line``) that is no step."""
     return RunDirectoryError(
         f"{where}: not a line of metrics: {error}",
         hint="--resume puts the lines back from a checkpoint; without the file, reports are made without its steps",

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fitune.checkpoint.resume import last_saved
+from fitune.checkpoint.commit import last_saved
 from fitune.credentials import without_credentials
 from fitune.engine.ranks import Ranks, is_peer_gone, local_part
 from fitune.errors import FituneError, OutOfMemory, PeerGone, Shortage, TrainingFailed, is_out_of_memory

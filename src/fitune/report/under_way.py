@@ -1,0 +1,129 @@
+"""A run without a report yet, in words: who runs it, how far it is, and when each process gave its last sign."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fitune.spec.rank_status import RankStatus
+from fitune.spec.reports import Restart
+from fitune.spec.run_directory import Owner
+from fitune.units import format_seconds
+
+SIGN_HEADINGS = ("", "where", "was doing", "in step", "last sign")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """The last that is known of one rank."""
+
+    status: RankStatus
+    seconds: float
+    """Since its last sign: while it makes progress, a rank gives one every ten seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderWay:
+    """A run as its directory shows it at one moment."""
+
+    at: float
+    """``time.time`` of this look."""
+    owners: tuple[Owner, ...]
+    last_sign_s: float
+    """Seconds since any file that tells of progress was written."""
+    step: int = 0
+    total_steps: int = 0
+    remaining_s: float = 0.0
+    """Of the steps that are left; 0 before the first."""
+    saved_step: int | None = None
+    """Of the last checkpoint."""
+    signs: tuple[Sign, ...] = ()
+    """One for each of several ranks."""
+
+    @property
+    def is_alive(self) -> bool:
+        return any(owner.is_alive for owner in self.owners)
+
+    @property
+    def since(self) -> float:
+        """``time.time`` when the present attempt began."""
+        return min((owner.since for owner in self.owners), default=self.at)
+
+
+def state_line(run: UnderWay) -> str:
+    """One sentence: since when the run goes on and how far it is, or that its process is gone."""
+    saved = "no checkpoint yet" if run.saved_step is None else f"last checkpoint at step {run.saved_step:,}"
+    done = f"step {run.step:,} of {run.total_steps:,}" if run.step else "no step is done yet"
+    if run.is_alive:
+        left = f", {format_seconds(run.remaining_s)} left" if run.remaining_s else ""
+        since = f"running since {clock(run.since, at=run.at)} ({format_seconds(run.at - run.since)})"
+        return f"{since}: {done}{left}; {saved}; last sign {_ago(run.last_sign_s)}"
+    goes_on = "; fitune train … --resume goes on" if run.saved_step is not None else ""
+    if not run.owners:
+        return f"nobody runs it, and it wrote no report: {done}; {saved}{goes_on}"
+    gone = " and ".join(owner.name for owner in run.owners)
+    verb = "are" if len(run.owners) > 1 else "is"
+    return f"no sign for {format_seconds(run.last_sign_s)}; {gone} {verb} gone: {done}; {saved}{goes_on}"
+
+
+def sign_rows(signs: Sequence[Sign]) -> list[tuple[str, ...]]:
+    """Of each rank: its process, what it did last, in which step, and how long ago."""
+    return [
+        (
+            f"rank {sign.status.rank}",
+            f"process {sign.status.pid} on {sign.status.host}",
+            _doing(sign.status),
+            f"{sign.status.step:,}",
+            _ago(sign.seconds),
+        )
+        for sign in signs
+    ]
+
+
+def _doing(status: RankStatus) -> str:
+    if status.error is not None:
+        return status.loss if status.error.is_by_another else f"failed: {status.error.message}"
+    if status.is_gone:
+        return f"{status.doing}; its process is gone"
+    return f"{status.doing}; stands still" if status.stalled else status.doing
+
+
+def tiles(run: UnderWay, restarts: Sequence[Restart]) -> Iterator[tuple[str, str, str]]:
+    """Name, figure and what is written below it, of all that only a run under way has."""
+    if run.is_alive:
+        yield "Running for", format_seconds(run.at - run.since), f"since {clock(run.since, at=run.at)}"
+        left = format_seconds(run.remaining_s) if run.remaining_s else "–"
+        yield "Time left", left, "as the last steps go" if run.remaining_s else "known after a step"
+    if run.saved_step is None:
+        yield "Last checkpoint", "none", ""
+    else:
+        lost = max(run.step - run.saved_step, 0)
+        yield "Last checkpoint", f"step {run.saved_step:,}", f"{lost:,} steps after it"
+    yield "Last sign", _ago(run.last_sign_s), f"at {clock(run.at - run.last_sign_s, at=run.at)}"
+    if run.signs:
+        hosts = len({sign.status.host for sign in run.signs})
+        below = f"on {hosts} machine{'s' * (hosts != 1)}"
+        yield "Workers", f"{len(run.signs)}", below + (f", {_times(len(restarts))}" if restarts else "")
+
+
+def restart_summary(restarts: Sequence[Restart]) -> str:
+    """``2 restarts, 41 s lost and 7 steps done again; workers: 4 → 3 → 4``."""
+    lost = sum(one.lost_seconds for one in restarts if one.again_at)
+    steps = sum(one.lost_steps for one in restarts)
+    again = f" and {steps:,} step{'s' * (steps != 1)} done again" if steps else ""
+    workers = [restarts[0].workers_before, *(one.workers for one in restarts)]
+    changed = f"; workers: {' → '.join(map(str, workers))}" if len(set(workers)) > 1 else ""
+    return f"{_times(len(restarts))}, {format_seconds(lost)} lost{again}{changed}"
+
+
+def clock(moment: float, *, at: float) -> str:
+    """The local time of ``moment``, with the day where that is another one than ``at``'s."""
+    then, now = time.localtime(moment), time.localtime(at)
+    return time.strftime("%H:%M:%S" if then[:3] == now[:3] else "%Y-%m-%d %H:%M:%S", then)
+
+
+def _times(restarts: int) -> str:
+    return f"{restarts} restart{'s' * (restarts != 1)}"
+
+
+def _ago(seconds: float) -> str:
+    return "just now" if seconds < 1 else f"{seconds:,.0f} s ago"

@@ -1,0 +1,185 @@
+"""`fitune report RUN --watch`: a page while the run goes on, and the truth about a run that is gone."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fitune.errors import RunDirectoryError
+from fitune.report.html import page_of
+from fitune.report.under_way import Sign, UnderWay, restart_summary, state_line
+from fitune.session.results import report_run, text_of, watched_run
+from fitune.session.watching import RunView, watch_run
+from fitune.spec.rank_status import RankError, RankStatus, write_status
+from fitune.spec.reports import Restart
+from fitune.spec.run_directory import LOGS, Owner, lock_directory, owners_of
+from report.conftest import write_run
+
+_HOLD = """
+import sys
+from pathlib import Path
+from fitune.spec.run_directory import lock_directory
+
+with lock_directory(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+class _Trainer:
+    """Another process that owns a run directory until it is told to end, or is killed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _HOLD, str(directory)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "held\n"
+
+    def end(self) -> None:
+        self.process.communicate()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that has no report yet: 120 steps of it are done."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # pictures cost a second
+    directory = write_run(tmp_path / "run")
+    (directory / "report.json").rename(tmp_path / "report.json")
+    return directory
+
+
+@pytest.fixture
+def trainer(run: Path) -> Iterator[_Trainer]:
+    found = _Trainer(run)
+    yield found
+    found.kill()
+
+
+def _page(run: Path) -> str:
+    return (run / "report.html").read_text()
+
+
+def test_the_watch_ends_with_the_run(run: Path, trainer: _Trainer) -> None:
+    told: list[str] = []
+
+    def tell(line: str) -> None:  # after the first page
+        told.append(line)
+        assert 'http-equiv="refresh" content="1"' in _page(run)
+        assert "running" in _page(run)
+        (run.parent / "report.json").rename(run / "report.json")
+        trainer.end()
+
+    reported = watched_run(run, tell=tell, every_s=0.1)
+    assert "step 120 of 120" in told[0]
+    assert "running since " in told[0]
+    assert reported.run is not None
+    assert reported.run.status == "complete"
+    assert "refresh" not in _page(run)
+
+
+def test_a_killed_run_is_said_to_be_gone(run: Path, trainer: _Trainer) -> None:
+    assert "running since" in text_of(report_run(run))
+    assert watch_run(run, tell=lambda line: trainer.kill(), every_s=0.1, sure_s=0.3)
+    pid = trainer.process.pid
+    assert f"process {pid} on {os.uname().nodename} is gone: step 120 of 120" in text_of(report_run(run))
+    assert f"process {pid}" in _page(run)
+
+
+def test_a_signal_ends_the_watch_quietly(
+    run: Path, trainer: _Trainer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        watched_run(run, tell=lambda line: os.kill(os.getpid(), signal.SIGINT), every_s=60.0)
+    assert exit_info.value.code == 0
+    assert capfd.readouterr() == ("", "")
+    assert "refresh" not in _page(run)
+    assert trainer.process.poll() is None
+
+
+def test_a_run_that_still_reads_its_data_is_waited_for(run: Path, trainer: _Trainer) -> None:
+    (run / "plan.json").rename(run.parent / "plan.json")
+    looks: list[int] = []
+
+    def is_alive(view: RunView) -> bool:
+        looks.append(1)
+        if len(looks) == 5:
+            (run.parent / "plan.json").rename(run / "plan.json")
+        return bool(owners_of(view.directory))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunView, "is_alive", property(is_alive))
+        assert not watch_run(run, tell=lambda line: os.kill(os.getpid(), signal.SIGTERM), every_s=0.05)
+    assert len(looks) >= 5
+
+
+def test_where_no_run_is_there_is_nothing_to_watch(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="no such run directory"):
+        watch_run(tmp_path / "nowhere", tell=print)
+
+
+def test_looking_at_a_lock_does_not_give_it_up(run: Path) -> None:
+    with lock_directory(run):
+        (owner,) = owners_of(run)
+        assert owner.pid == os.getpid()
+        assert owner.is_alive
+        held = subprocess.run(
+            [sys.executable, "-c", _HOLD, str(run)], input="", capture_output=True, text=True
+        )
+        assert "is in use by process" in held.stderr
+    assert owners_of(run) == ()
+
+
+def test_ranks_and_restarts_are_on_the_page(run: Path) -> None:
+    logs = run / LOGS
+    logs.mkdir()
+    killed = RankError(kind="RankFailed", message="ended", exit_code=1, at=0.0, is_by_another=True)
+    write_status(logs, RankStatus(rank=0, pid=7, host="alpha", step=119, doing="backward"))
+    write_status(logs, RankStatus(rank=1, pid=8, host="beta", step=118, doing="forward", error=killed))
+    files, under_way = RunView(run).look()
+    assert under_way is not None
+    page = page_of(files, under_way)
+    for words in (
+        "process 7 on alpha", "119", "rank 1 (process 8 on beta) ended without a word (forward, step 118)",
+        "on 2 machines",
+    ):  # fmt: skip
+        assert words in page
+
+
+def test_time_lost_and_elastic_changes_are_summed_up() -> None:
+    first = Restart(
+        cause="a", workers_before=4, workers=3, after_step=10, lost_steps=2, lost_at=100.0, repeated_seconds=4.0,
+        again_at=130.0,
+    )  # fmt: skip
+    second = Restart(
+        cause="b", workers_before=3, workers=4, after_step=20, lost_steps=5, lost_at=200.0, repeated_seconds=6.0,
+        again_at=201.0,
+    )  # fmt: skip
+    assert (
+        restart_summary([first, second])
+        == "2 restarts, 41.0 s lost and 7 steps done again; workers: 4 → 3 → 4"
+    )
+
+
+def test_the_state_names_what_is_left() -> None:
+    owner = Owner(pid=4711, host="alpha", since=1000.0, is_alive=True)
+    going = UnderWay(
+        at=1720.0, owners=(owner,), last_sign_s=3.2, step=120, total_steps=600, remaining_s=2880.0, saved_step=100
+    )  # fmt: skip
+    assert state_line(going).endswith(
+        "(12 min 0 s): step 120 of 600, 48 min 0 s left; last checkpoint at step 100; last sign 3 s ago"
+    )
+    sign = Sign(status=RankStatus(rank=0), seconds=1.0)
+    nobody = UnderWay(at=1720.0, owners=(), last_sign_s=9.0, signs=(sign,))
+    assert (
+        state_line(nobody) == "nobody runs it, and it wrote no report: no step is done yet; no checkpoint yet"
+    )
