@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fitune.errors import RecipeError
+from fitune.errors import RecipeError, ScoringFailed
 from fitune.score.engine import Completion, Continuation, EngineDied, Request, Sampling
 from fitune.score.engine_server import ServerEngine, require_url
 from fitune.score.plan import ScorePlan
@@ -199,3 +199,20 @@ def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp
     assert (first.answered, first.failed, first.grades) == (3, 1, {"number": 0.75})
     assert (second.answered, second.failed, second.grades) == (4, 0, {"number": 1.0})
     assert (asked, len(bodies), bodies[-1]["prompt"]) == (4, 5, prompts[2])
+
+
+def test_a_server_that_tells_nothing_of_a_prompt_is_refused_before_the_first_row(
+    tiny, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "q", "choices": ["x", "y"], "answer": 1}\n' * 3)
+    with serving(lambda body, before: said("x")) as (url, bodies):
+        plan = ScorePlan(
+            model=str(tiny.folder), data=DataSource(path=str(rows)), output_dir=str(tmp_path / "out"), engine="server",
+            url=url, graders=("choice", "perplexity"),
+        )  # fmt: skip
+        with pytest.raises(
+            ScoringFailed, match="cannot weigh given answers, which grader choice, perplexity needs"
+        ):
+            score(plan, say=lambda line: None)
+    assert len(bodies) == 1

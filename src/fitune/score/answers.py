@@ -13,12 +13,16 @@ from fitune.errors import RunDirectoryError
 from fitune.files import write_atomically
 from fitune.models.weight_files import identity
 from fitune.score.engine import Sampling
-from fitune.score.tasks import Answer
+from fitune.score.likelihoods import likeliest
+from fitune.score.tasks import Answer, Task
 from fitune.spec.plan import DataSource
 from fitune.spec.run_directory import LOCK
 from fitune.spec.serial import read_object
 
 Line = dict[str, Any]
+
+LIKELIHOODS = "likelihoods"
+"""The object of a line whose given texts were weighed, in place of chat.completion."""
 
 
 def answer_line(answer: Answer, *, model: str) -> Line:
@@ -32,6 +36,8 @@ def answer_line(answer: Answer, *, model: str) -> Line:
         return line | {
             "error": {"code": answer.code, "message": answer.error, "request_id": task.fingerprint}
         }
+    if answer.likelihoods:
+        return line | {"response": _response(task, _weighed_body(answer, model))}
     prompt, completion = len(task.prompt_ids), answer.completion_tokens
     known = {} if answer.logprob is None else {"logprob": round(answer.logprob, 6)}
     body = {
@@ -52,21 +58,65 @@ def answer_line(answer: Answer, *, model: str) -> Line:
             "total_tokens": prompt + completion,
         },
     }
-    return line | {"response": {"status_code": 200, "request_id": task.fingerprint, "body": body}}
+    return line | {"response": _response(task, body)}
+
+
+def _response(task: Task, body: Line) -> Line:
+    return {"status_code": 200, "request_id": task.fingerprint, "body": body}
+
+
+def _weighed_body(answer: Answer, model: str) -> Line:
+    """Of each given text the log-probabilities, in nats, of itself and of the tokens that end the answer."""
+    choices = []
+    for index, (given, found) in enumerate(zip(answer.task.given, answer.likelihoods, strict=True)):
+        border = len(given.token_ids) - given.end_tokens
+        choices.append(
+            {
+                "index": index, "text": given.text, "tokens": border, "end_tokens": given.end_tokens,
+                "logprob": round(sum(found.logprobs[:border]), 6),
+                "end_logprob": round(sum(found.logprobs[border:]), 6), "is_greedy": found.is_greedy,
+            }
+        )  # fmt: skip
+    prompt = len(answer.task.prompt_ids)
+    weighed = sum(len(given.token_ids) for given in answer.task.given)
+    return {
+        "object": LIKELIHOODS, "model": model, "choices": choices, "right": answer.task.right,
+        "usage": {
+            "prompt_tokens": prompt, "completion_tokens": 0, "weighed_tokens": weighed,
+            "total_tokens": prompt + weighed,
+        },
+    }  # fmt: skip
 
 
 def answer_text(line: Line) -> str | None:
-    """The model's answer, or None where the row carries an error."""
-    return line["response"]["body"]["choices"][0]["message"]["content"] if line["response"] else None
+    """The model's answer: of several given texts the likeliest. None where the row carries an error, and where one
+    text was weighed."""
+    if not line["response"]:
+        return None
+    body = line["response"]["body"]
+    if body["object"] != LIKELIHOODS:
+        text: str = body["choices"][0]["message"]["content"]
+        return text
+    return body["choices"][likeliest(body)]["text"] if len(body["choices"]) > 1 else None
 
 
-def completion_tokens(line: Line) -> int:
-    return line["response"]["body"]["usage"]["completion_tokens"] if line["response"] else 0
+def answer_logprob(line: Line) -> float | None:
+    """Nats of the answer, or of the right one of those that were weighed; None where they are not known."""
+    body = line["response"]["body"] if line["response"] else None
+    if body is None:
+        return None
+    choice = body["choices"][body.get("right", 0)]
+    return choice.get("logprob")
+
+
+def tokens_of(line: Line, what: str) -> int:
+    """``what`` of the line's usage; 0 where the row carries an error."""
+    return line["response"]["body"]["usage"].get(what, 0) if line["response"] else 0
 
 
 def is_cut_off(line: Line) -> bool:
     """True if the answer ended because it had as many tokens as it may have."""
-    return bool(line["response"]) and line["response"]["body"]["choices"][0]["finish_reason"] == "length"
+    return bool(line["response"]) and line["response"]["body"]["choices"][0].get("finish_reason") == "length"
 
 
 MANIFEST = "manifest.json"
@@ -83,11 +133,13 @@ def manifest(
     adapter: str,
     template: str,
     data: DataSource,
-    sampling: Sampling,
+    sampling: Sampling | None,
     dtype: str,
 ) -> dict[str, Any]:
-    """The settings that an answer depends on. Rows are hashed one by one, in the shards themselves: so a dataset may
-    grow, and a changed prompt still shows. The tokenizer's files are among the model's.
+    """The settings that an answer depends on; ``sampling`` None: given answers are weighed, none is written.
+
+    Rows are hashed one by one, in the shards themselves: so a dataset may grow, and a changed prompt still shows. The
+    tokenizer's files are among the model's.
     """
     return {
         "engine": engine,
@@ -96,7 +148,7 @@ def manifest(
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],
         "data": f"{Path(data.path).name}, split {data.split}, sample {data.sample}",
         "dtype": dtype,
-        "sampling": dataclasses.asdict(sampling),
+        "sampling": dataclasses.asdict(sampling) if sampling else "none: given answers are weighed",
     }
 
 

@@ -1,26 +1,110 @@
 """Tasks to answers through an engine: one row that fails fails alone."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from fitune.errors import ScoringFailed
 from fitune.score.engine import Completion, Engine, EngineDied, Request, Sampling, failed
 from fitune.score.tasks import Answer, Task, to_answer
 
 
+class _Named(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+Asked = TypeVar("Asked", bound=_Named)
+Found = TypeVar("Found", bound=_Named)
+
+
+class Restarted:
+    """An engine that is opened when it is first asked, and again when it died, at most ``restarts`` times in all."""
+
+    def __init__(self, open_engine: Callable[[], Engine], *, restarts: int = 3) -> None:
+        self._open = open_engine
+        self._engine: Engine | None = None
+        self._restarts = restarts
+
+    def each(
+        self,
+        asked: Sequence[Asked],
+        call: Callable[[Engine, Sequence[Asked]], Iterator[Found]],
+        fail: Callable[[Asked, str], Found],
+    ) -> Iterator[Found]:
+        """Each id once; those that a dead engine left are asked of a new one. ``fail`` makes the error of one.
+
+        Raises ScoringFailed when the engine died too often, or failed for every row.
+        """
+        left = {one.id: one for one in asked}
+        while left:
+            try:
+                for found in self._some(list(left.values()), call, fail):
+                    del left[found.id]
+                    yield found
+                if left:
+                    raise EngineDied(f"it returned nothing for {len(left)} rows")
+            except EngineDied as death:
+                self.close()
+                if not self._restarts:
+                    raise ScoringFailed(
+                        f"the engine died: {death}",
+                        hint="start again: rows that have an answer keep it",
+                    ) from None
+                self._restarts -= 1
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _some(
+        self,
+        asked: Sequence[Asked],
+        call: Callable[[Engine, Sequence[Asked]], Iterator[Found]],
+        fail: Callable[[Asked, str], Found],
+    ) -> Iterator[Found]:
+        """All together; where that raises, those that are left one by one, so that only the row that fails fails."""
+        if self._engine is None:
+            self._engine = self._open()
+        engine, left = self._engine, {one.id: one for one in asked}
+        try:
+            for found in call(engine, asked):
+                del left[found.id]
+                yield found
+        except (RuntimeError, ValueError, IndexError, KeyError) as error:
+            yield from _one_by_one(engine, list(left.values()), call, fail, error)
+
+
+def _one_by_one(
+    engine: Engine,
+    asked: Sequence[Asked],
+    call: Callable[[Engine, Sequence[Asked]], Iterator[Found]],
+    fail: Callable[[Asked, str], Found],
+    error: Exception,
+) -> Iterator[Found]:
+    has_answer = False
+    for one in asked:
+        try:
+            found = next(iter(call(engine, [one])))
+            has_answer = True
+        except (RuntimeError, ValueError, IndexError, KeyError) as fault:
+            if len(asked) > 1 and not has_answer and one is asked[-1]:
+                raise ScoringFailed(f"the engine fails for every row: {fault}") from error
+            found = fail(one, f"{type(fault).__name__}: {fault}"[:500])
+        yield found
+
+
 class Asker:
-    """Asks an engine; ``reopen`` starts it again when it died, at most ``restarts`` times in all."""
+    """Asks an engine to write answers."""
 
     def __init__(
         self, open_engine: Callable[[], Engine], tokenizer: Any, *, sampling: Sampling, stop_ids: frozenset[int],
         restarts: int = 3,
     ) -> None:  # fmt: skip
-        self._open = open_engine
-        self._engine: Engine | None = None
+        self._engine = Restarted(open_engine, restarts=restarts)
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._stop_ids = stop_ids
-        self._restarts = restarts
 
     def ask(self, tasks: Sequence[Task], *, on_answer: Callable[[], None]) -> list[Answer]:
         """An answer or an error for each task, in their order. ``on_answer`` is called after each.
@@ -38,56 +122,15 @@ class Asker:
                 on_answer()
             else:
                 requests.append(request)
-        for completion in self._complete(requests):
+        completions = self._engine.each(
+            requests,
+            lambda engine, some: engine.answer(some),
+            lambda request, error: failed(request, "engine_failed", error),
+        )
+        for completion in completions:
             found[completion.id] = completion
             on_answer()
         return [to_answer(task, found[task.id], self._tokenizer, self._stop_ids) for task in tasks]
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
-    def _complete(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Each request once; those that a dead engine left are asked of a new one."""
-        left = {request.id: request for request in requests}
-        while left:
-            try:
-                for completion in self._answered(list(left.values())):
-                    del left[completion.id]
-                    yield completion
-                if left:
-                    raise EngineDied(f"it returned nothing for {len(left)} rows")
-            except EngineDied as death:
-                self.close()
-                if not self._restarts:
-                    raise ScoringFailed(
-                        f"the engine died: {death}",
-                        hint="start again: rows that have an answer keep it",
-                    ) from None
-                self._restarts -= 1
-
-    def _answered(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """All together; where that raises, those that are left one by one, so that only the row that fails fails."""
-        if self._engine is None:
-            self._engine = self._open()
-        left = {request.id: request for request in requests}
-        try:
-            for completion in self._engine.answer(requests):
-                del left[completion.id]
-                yield completion
-        except (RuntimeError, ValueError, IndexError, KeyError) as error:
-            yield from self._one_by_one(list(left.values()), error)
-
-    def _one_by_one(self, requests: Sequence[Request], error: Exception) -> Iterator[Completion]:
-        assert self._engine is not None
-        has_answer = False
-        for request in requests:
-            try:
-                completion = next(iter(self._engine.answer([request])))
-                has_answer = True
-            except (RuntimeError, ValueError, IndexError, KeyError) as fault:
-                if len(requests) > 1 and not has_answer and request is requests[-1]:
-                    raise ScoringFailed(f"the engine fails for every row: {fault}") from error
-                completion = failed(request, "engine_failed", f"{type(fault).__name__}: {fault}"[:500])
-            yield completion
+        self._engine.close()

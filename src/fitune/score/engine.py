@@ -87,6 +87,7 @@ class Likelihood:
     id: str
     logprobs: tuple[float, ...] = ()
     is_greedy: bool = False
+    code: str = ""
     error: str = ""
 
 

@@ -118,12 +118,22 @@ class ServerEngine:
         try:
             body = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1, "echo": True}
             found = self._ask(ids, body, lambda choice: choice["logprobs"])
+            if not self.takes_ids:
+                raise _Refused(
+                    "the server takes no token ids, so its tokens may be others than those asked about"
+                )
             logprobs = found["token_logprobs"][len(asked.prompt_ids) : len(ids)]
             best = found.get("top_logprobs", [])[len(asked.prompt_ids) : len(ids)]
             if len(logprobs) != len(asked.token_ids) or not all(map(_is_number, logprobs)):
                 raise _Refused("the server does not tell log-probabilities of the prompt")
         except (_Refused, _Spoiled, KeyError, TypeError) as error:
-            return Likelihood(id=asked.id, error=str(error) or "the server does not tell log-probabilities")
+            return Likelihood(
+                id=asked.id,
+                code="server_failed" if isinstance(error, _Spoiled) else "server_refused",
+                error=str(error)
+                if isinstance(error, _Refused | _Spoiled)
+                else "the server does not tell log-probabilities of the prompt",
+            )
         greedy = [max(top.values()) <= logprob for top, logprob in zip(best, logprobs, strict=False) if top]
         return Likelihood(
             id=asked.id, logprobs=tuple(logprobs), is_greedy=len(greedy) == len(logprobs) and all(greedy)

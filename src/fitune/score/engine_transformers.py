@@ -95,7 +95,7 @@ class TransformersEngine:
             for c, row in zip(batch, rows, strict=True)
         ]
         good = [place for place, fit in enumerate(fits) if fit]
-        found = [Likelihood(id=c.id, error=_no_room(c, context)) for c in batch]
+        found = [Likelihood(id=c.id, code="prompt_too_long", error=_no_room(c, context)) for c in batch]
         if not good:
             return found
         width = max(len(rows[place]) for place in good)

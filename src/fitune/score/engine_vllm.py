@@ -118,10 +118,11 @@ class VllmEngine:
         for asked in continuations:
             ids = (*asked.prompt_ids, *asked.token_ids)
             if not asked.prompt_ids:
-                yield Likelihood(id=asked.id, error="the prompt has no tokens")
+                yield Likelihood(id=asked.id, code="empty_prompt", error="the prompt has no tokens")
             elif len(ids) >= self._context:  # vLLM writes a token behind them
                 yield Likelihood(
                     id=asked.id,
+                    code="prompt_too_long",
                     error=f"prompt {len(asked.prompt_ids)} + continuation {len(asked.token_ids)} + 1 written = "
                     f"{len(ids) + 1} tokens, the model has room for {self._context}",
                 )

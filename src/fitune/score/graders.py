@@ -1,4 +1,4 @@
-"""Grades of answers: a number in 0..1 for an answer and its reference."""
+"""Grades of answers: a number for an answer and its reference, most of them in 0..1."""
 
 import hashlib
 import json
@@ -13,19 +13,28 @@ from typing import Any
 
 from fitune.errors import MissingExtra, RecipeError, did_you_mean
 from fitune.files import read_text
+from fitune.score import likelihoods
+from fitune.score.likelihoods import Graded, Weighed
+from fitune.spec.reports import Scale
 
 SHORT_ANSWER_WORDS = 20
 """References up to this long are compared word for word; longer ones by what they have in common."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     """One row of GRADERS. ``argument``: what stands after the colon of ``name:argument``; empty, nothing may."""
 
-    grade: Callable[[str, str], float] | None
-    """Of the answer and the reference; None: in a process of its own (score/grader_process.py)."""
+    measures: str
+    """The mean over the rows, in words."""
+    grade: Callable[[str, str], float] | None = None
+    """Of the answer and the reference."""
+    weigh: Callable[[Weighed], Graded] | None = None
+    """Of a row whose given answers were weighed. Without both: in a process of its own (score/grader_process.py)."""
     argument: str = ""
     needs_reference: bool = True
+    needs_choices: bool = False
+    scale: Scale = "share"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +48,28 @@ class Grader:
     """A hash of all that its grades depend on, files included."""
 
     @property
-    def needs_reference(self) -> bool:
-        return GRADERS[self.kind].needs_reference
+    def row(self) -> Kind:
+        """The row of GRADERS."""
+        return GRADERS[self.kind]
+
+    @property
+    def scale(self) -> Scale:
+        return self.row.scale
+
+    @property
+    def measures(self) -> str:
+        return self.row.measures
+
+
+def require_one_way(graders: Sequence[Grader]) -> None:
+    """Raises RecipeError where some graders need written answers and others weigh given ones."""
+    weighing = [grader.name for grader in graders if grader.row.weigh]
+    writing = [grader.name for grader in graders if not grader.row.weigh]
+    if weighing and writing:
+        raise RecipeError(
+            f"{', '.join(weighing)} weigh given answers, {', '.join(writing)} need answers that the model writes",
+            hint="score twice, into two folders",
+        )
 
 
 def open_graders(names: Sequence[str]) -> tuple[Grader, ...]:
@@ -83,7 +112,7 @@ def grade(name: str, answer: str, expected: str) -> float:
     """The grade in 0..1 of one answer by a grader that compares texts. Raises RecipeError for an unknown one."""
     (grader,) = open_graders((name,))
     function = GRADERS[grader.kind].grade
-    assert function is not None, f"{name} runs in a process of its own"
+    assert function is not None, f"{name} does not compare two texts"
     return function(answer, expected)
 
 
@@ -91,10 +120,12 @@ class References:
     """Facts of the references seen so far, one after another: enough to choose graders by."""
 
     def __init__(self) -> None:
-        self.missing = self.longest = 0
+        self.rows = self.missing = self.longest = self.without_choices = 0
         self._are_numbers = True
 
-    def add(self, reference: str | None) -> None:
+    def add(self, reference: str | None, *, has_choices: bool = False) -> None:
+        self.rows += 1
+        self.without_choices += not has_choices
         if reference is None:
             self.missing += 1
             return
@@ -105,8 +136,11 @@ class References:
         """Graders that suit the references, and why, in words to print.
 
         Every reference a number or ending in GSM8K's ``#### 18``: number. All of at most SHORT_ANSWER_WORDS words:
-        exact_match and contains. Otherwise rouge. Rows without a reference are not graded.
+        exact_match and contains. Otherwise rouge. Rows without a reference are not graded. Rows that all have choices:
+        choice and choice_norm.
         """
+        if self.rows and not self.without_choices:
+            return CHOICE_GRADERS, "every row has choices, of which the likeliest counts"
         if self.missing:
             return (), f"{self.missing} rows have no reference"
         if self._are_numbers:
@@ -176,17 +210,43 @@ def json_schema(answer: str, schema: str) -> float:
 
 
 GRADERS: dict[str, Kind] = {
-    "exact_match": Kind(grade=exact_match),
-    "contains": Kind(grade=contains),
-    "number": Kind(grade=number),
-    "f1": Kind(grade=f1),
-    "rouge": Kind(grade=rouge),
-    "bleu": Kind(grade=bleu),
-    "chrf": Kind(grade=chrf),
-    "regex": Kind(grade=None, argument="PATTERN", needs_reference=False),
-    "json_schema": Kind(grade=None, argument="FILE.json", needs_reference=False),
-    "python": Kind(grade=None, argument="FILE.py:FUNCTION", needs_reference=False),
-}
+    "exact_match": Kind("answers that are the reference, white space aside", exact_match),
+    "contains": Kind("answers that hold the reference", contains),
+    "number": Kind("answers whose last number is that of the reference", number),
+    "f1": Kind("mean F1 of the words", f1),
+    "rouge": Kind("mean ROUGE-L F-measure", rouge),
+    "bleu": Kind("mean BLEU of single answers", bleu),
+    "chrf": Kind("mean chrF2 of single answers", chrf),
+    "regex": Kind("answers in which the pattern is found", argument="PATTERN", needs_reference=False),
+    "json_schema": Kind(
+        "answers that are JSON of the schema", argument="FILE.json", needs_reference=False
+    ),
+    "python": Kind(
+        "mean of what the function returns", argument="FILE.py:FUNCTION", needs_reference=False, scale="value"
+    ),
+    "choice": Kind(
+        "rows whose likeliest choice is the right one", weigh=likelihoods.choice, needs_choices=True
+    ),
+    "choice_norm": Kind(
+        "rows whose likeliest choice per character is the right one", weigh=likelihoods.choice_norm,
+        needs_choices=True,
+    ),
+    "choice_norm_tokens": Kind(
+        "rows whose likeliest choice per token is the right one", weigh=likelihoods.choice_norm_tokens,
+        needs_choices=True,
+    ),
+    "loglikelihood": Kind(
+        "mean log-probability of the reference", weigh=likelihoods.loglikelihood, scale="nats"
+    ),
+    "perplexity": Kind(
+        "perplexity per token of the references, their ends included", weigh=likelihoods.perplexity,
+        scale="perplexity",
+    ),
+    "byte_perplexity": Kind(
+        "perplexity per byte of the references", weigh=likelihoods.byte_perplexity, scale="perplexity"
+    ),
+}  # fmt: skip
+CHOICE_GRADERS = ("choice", "choice_norm")
 
 _NUMBER = re.compile(r"(?:(?<!\w)[-−]\$?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 """A minus belongs to the number only when no word or digit stands before it: 10-5 ends in 5."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from fitune.errors import RecipeError
 from fitune.score.answers import Line, answer_text
 from fitune.score.grader_process import GradeFailed, GuardedGrader
-from fitune.score.graders import GRADERS, Grader
+from fitune.score.graders import Grader, Kind
 from fitune.score.shards import Shards
 from fitune.spec.serial import parse_json
 
@@ -38,18 +38,32 @@ def grade_shards(shards: Shards, graders: Sequence[Grader]) -> None:
 
 
 def _guarded(grader: Grader) -> GuardedGrader | None:
-    return GuardedGrader(grader.kind, grader.argument) if GRADERS[grader.kind].grade is None else None
+    row = grader.row
+    return GuardedGrader(grader.kind, grader.argument) if row.grade is None and row.weigh is None else None
 
 
 def _grades(shards: Shards, number: int, grader: Grader, guarded: GuardedGrader | None) -> Iterator[Line]:
     for answered, asked in zip(shards.lines(number), shards.lines(number, "tasks"), strict=True):
-        text, task = answer_text(parse_json(answered)), parse_json(asked)
-        if text is None:
+        line, task = parse_json(answered), parse_json(asked)
+        text = answer_text(line)
+        if grader.row.weigh:
+            yield _weighed_grade(grader.row, line)
+        elif text is None:
             yield {"grade": 0.0}
         elif guarded is not None:
             yield _guarded_grade(guarded, text, task)
-        elif function := GRADERS[grader.kind].grade:
+        elif function := grader.row.grade:
             yield {"grade": function(text, task["expected"])}
+
+
+def _weighed_grade(kind: Kind, line: Line) -> Line:
+    """A row that could not be weighed has not chosen the right one; of its likelihood nothing is known."""
+    assert kind.weigh is not None
+    if not line["response"]:
+        return {"grade": 0.0 if kind.needs_choices else None}
+    found = kind.weigh(line["response"]["body"])
+    weight = {"weight": found.weight} if kind.scale == "perplexity" else {}
+    return {"grade": found.grade, **weight}
 
 
 def _guarded_grade(guarded: GuardedGrader, text: str, task: Line) -> Line:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.files import sync_folder, temporary_sibling, write_synced
-from fitune.score.answers import answer_text
+from fitune.score.answers import answer_logprob, answer_text
 from fitune.score.index import Index
 from fitune.score.shards import Shards, groups
 from fitune.spec.serial import parse_json
@@ -28,9 +28,9 @@ def read_lines(index: Index, shards: Shards) -> Iterator[dict[str, Any]]:
     return (parse_json(shards.line(*place)) for place in index.places())
 
 
-def read_grades(index: Index, shards: Shards, key: str) -> Iterator[float]:
-    """What one grader gave, in the order of the input."""
-    return (float(parse_json(shards.grade(number, key, place))["grade"]) for number, place in index.places())
+def read_grades(index: Index, shards: Shards, key: str) -> Iterator[dict[str, Any]]:
+    """Lines of one grader, in the order of the input."""
+    return (parse_json(shards.grade(number, key, place)) for number, place in index.places())
 
 
 def _grade_lines(index: Index, shards: Shards, keys: Mapping[str, str]) -> Iterator[bytes]:
@@ -42,8 +42,9 @@ def _grade_lines(index: Index, shards: Shards, keys: Mapping[str, str]) -> Itera
             "expected": task["expected"],
             "grades": {name: found["grade"] for name, found in given.items()},
         }
-        if errors := {name: found["error"] for name, found in given.items() if found.get("error")}:
-            row["errors"] = errors
+        for field, named in (("errors", "error"), ("weights", "weight"), ("said", "said")):
+            if told := {name: found[named] for name, found in given.items() if found.get(named)}:
+                row[field] = told
         yield f"{json.dumps(row, ensure_ascii=False)}\n".encode()
 
 
@@ -51,19 +52,19 @@ def _records(index: Index, shards: Shards, keys: Mapping[str, str]) -> Iterator[
     for number, place in index.places():
         line, task = parse_json(shards.line(number, place)), parse_json(shards.line(number, place, "tasks"))
         body = line["response"]["body"] if line["response"] else None
-        choice = body["choices"][0] if body else {}
+        finish = body["choices"][0].get("finish_reason") if body else None
         yield {
             "custom_id": line["custom_id"],
             "prompt": task["prompt"],
             "expected": task["expected"],
             "answer": answer_text(line),
-            "finish_reason": choice.get("finish_reason"),
+            "finish_reason": finish,
             "prompt_tokens": body["usage"]["prompt_tokens"] if body else None,
             "completion_tokens": body["usage"]["completion_tokens"] if body else None,
-            "logprob": choice.get("logprob"),
+            "logprob": answer_logprob(line),
             "error": line["error"]["message"] if line["error"] else None,
             **{
-                f"grade_{name}": float(parse_json(shards.grade(number, key, place))["grade"])
+                f"grade_{name}": parse_json(shards.grade(number, key, place))["grade"]
                 for name, key in keys.items()
             },
         }

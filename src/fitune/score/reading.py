@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
+from fitune.data.sources import read_rows
 from fitune.errors import DataError
+from fitune.score.choices import has_choices
 from fitune.score.graders import References
 from fitune.score.index import Index
 from fitune.score.tasks import Question, id_column_of, read_questions
@@ -12,7 +14,9 @@ _SHOWN = 5
 """How many faulty rows an error lists."""
 
 
-def index_input(source: DataSource, index: Index, *, id_column: str = "") -> References:
+def index_input(
+    source: DataSource, index: Index, *, id_column: str = "", weighed: bool = False
+) -> References:
     """Put every row of ``source`` into ``index``; returns facts of the references.
 
     Raises DataError when ids are missing or appear twice, listing the first ones; when a line is no row; and when there
@@ -21,9 +25,9 @@ def index_input(source: DataSource, index: Index, *, id_column: str = "") -> Ref
     references = References()
 
     def rows() -> Iterator[tuple[int, str, str]]:
-        for number, question in enumerate(read_questions(source, id_column=id_column), 1):
+        for number, question in enumerate(read_questions(source, id_column=id_column, weighed=weighed), 1):
             if not question.problem:
-                references.add(question.expected)
+                references.add(question.expected, has_choices=bool(question.choices))
             yield number, question.id, question.content
 
     index.add_rows(rows())
@@ -35,10 +39,17 @@ def index_input(source: DataSource, index: Index, *, id_column: str = "") -> Ref
     return references
 
 
-def read_numbered(source: DataSource, numbers: Iterator[int], *, id_column: str = "") -> Iterator[Question]:
+def first_row_has_choices(source: DataSource) -> bool:
+    first = next(iter(read_rows(source)), None)
+    return first is not None and has_choices(first, source.columns)
+
+
+def read_numbered(
+    source: DataSource, numbers: Iterator[int], *, id_column: str = "", weighed: bool = False
+) -> Iterator[Question]:
     """The rows of these numbers, which come in ascending order."""
     wanted = next(numbers, 0)
-    for number, question in enumerate(read_questions(source, id_column=id_column), 1):
+    for number, question in enumerate(read_questions(source, id_column=id_column, weighed=weighed), 1):
         if not wanted:
             return
         if number == wanted:
@@ -73,7 +84,7 @@ def _refuse_repeated(source: DataSource, index: Index, id_column: str) -> None:
 def _places(source: DataSource, numbers: list[int], id_column: str) -> dict[int, str]:
     """Number of a row -> its id and where it stands."""
     wanted = sorted(set(numbers))
-    found = read_numbered(source, iter(wanted), id_column=id_column)
+    found = read_numbered(source, iter(wanted), id_column=id_column, weighed=True)
     return {
         number: f"{question.id!r} at {question.where}" if question.id else question.where
         for number, question in zip(wanted, found, strict=True)

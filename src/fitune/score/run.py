@@ -1,7 +1,8 @@
 """Score a model on a dataset: ask, answer, grade, report; stopped at any moment, it goes on where it was."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,20 @@ from fitune.models.adapter_check import check_adapter
 from fitune.models.door import notes_on
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_tokenizer
-from fitune.score.answers import OURS, claim, completion_tokens, is_cut_off, manifest
+from fitune.score.answers import OURS, claim, is_cut_off, manifest, tokens_of
 from fitune.score.asking import Asker
 from fitune.score.engine import listed_stop_ids
-from fitune.score.graders import Grader, References, open_graders
+from fitune.score.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
 from fitune.score.grading import grade_shards, try_graders
 from fitune.score.index import Index, open_index
-from fitune.score.intervals import mean_interval
+from fitune.score.intervals import scaled_interval
 from fitune.score.opening import check_engine, choose_device, choose_dtype, open_engine, tokenizer_folder
 from fitune.score.output import read_grades, read_lines, write_outputs
 from fitune.score.plan import ScorePlan
-from fitune.score.reading import index_input, read_numbered
+from fitune.score.reading import first_row_has_choices, index_input, read_numbered
 from fitune.score.shards import FOLDER, Shards, groups
-from fitune.score.tasks import to_tasks
+from fitune.score.tasks import Question, Task, to_tasks
+from fitune.score.weighing import Weigher, to_given_tasks
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.reports import ScoreReport
 from fitune.spec.run_directory import lock_directory, require_real_files
@@ -60,8 +62,10 @@ def score(
     CheckpointError for an adapter that does not fit, ModelError for weights that are no numbers, ScoringFailed when the
     engine fails for every row.
     """
-    graders = open_graders(plan.graders)
+    graders = open_graders(plan.graders or _choice_graders(plan, say))
+    require_one_way(graders)
     try_graders(graders)
+    weighed = any(grader.row.weigh for grader in graders)
     for note in notes_on(plan.model):
         say(f"note: {note}")
     check_engine(plan)
@@ -71,19 +75,21 @@ def score(
     template = load_template(tokenizer, plan.chat_template)
     ears = Ears(say=say, progress=progress, on_bytes=on_bytes)
     with _temporary_index() as index:
-        references = index_input(plan.data, index, id_column=plan.id_column)
+        references = index_input(plan.data, index, id_column=plan.id_column, weighed=weighed)
         graders = graders or _chosen_graders(references, say)
         _require_references(graders, references, plan.data.path)
         with lock_directory(directory := Path(plan.output_dir)):
-            shards = _shards_in(directory, plan, template, index)
+            shards = _shards_in(directory, plan, template, index, weighed=weighed)
             if index.count_pending():
-                _answer_pending(plan, index, shards, tokenizer, template, ears)
+                asks = _weighing if weighed else _writing
+                asking = asks(plan, graders, tokenizer, template, ears)
+                _answer_pending(plan, index, shards, asking, ears)
             else:
                 progress(index.count_rows(), index.count_rows())
             grade_shards(shards, graders)
             keys = {grader.name: grader.key for grader in graders}
             write_outputs(directory, index, shards, keys)
-            report = _report(plan, index, shards, keys, seconds=time.perf_counter() - started)
+            report = _report(plan, index, shards, graders, seconds=time.perf_counter() - started)
             write_atomically(directory / "report.json", to_json(report))
             return report
 
@@ -108,8 +114,23 @@ def _chosen_graders(references: References, say: Callable[[str], None]) -> tuple
     return open_graders(names)
 
 
+def _choice_graders(plan: ScorePlan, say: Callable[[str], None]) -> tuple[str, ...]:
+    """Those for rows with choices where the first row has some and no grader is named; else none."""
+    if not first_row_has_choices(plan.data):
+        return ()
+    say(f"graders: {', '.join(CHOICE_GRADERS)} (the first row has choices)")
+    return CHOICE_GRADERS
+
+
 def _require_references(graders: Sequence[Grader], references: References, path: str) -> None:
-    needy = [grader.name for grader in graders if grader.needs_reference]
+    choosing = [grader.name for grader in graders if grader.row.needs_choices]
+    if choosing and references.without_choices:
+        raise RecipeError(
+            f"{', '.join(choosing)}: {references.without_choices} rows of {path} have no choices",
+            hint="rows with choices have question, choices and answer (docs/scoring.md), or map "
+            "choices=COLUMN beside prompt and completion; perplexity and loglikelihood take any reference",
+        )
+    needy = [grader.name for grader in graders if grader.row.needs_reference]
     if needy and references.missing:
         raise RecipeError(
             f"{', '.join(needy)}: {references.missing} rows of {path} have no reference",
@@ -117,12 +138,14 @@ def _require_references(graders: Sequence[Grader], references: References, path:
         )
 
 
-def _shards_in(directory: Path, plan: ScorePlan, template: ChatTemplate, index: Index) -> Shards:
+def _shards_in(
+    directory: Path, plan: ScorePlan, template: ChatTemplate, index: Index, *, weighed: bool
+) -> Shards:
     """The shards that are there, checked and in the index, in a directory that belongs to these settings."""
     served = f"{plan.engine}: {plan.served_model or plan.model}" if plan.engine == "server" else plan.engine
     wanted = manifest(
         engine=served, model=plan.model, adapter=plan.adapter, template=template.source, data=plan.data,
-        sampling=plan.sampling, dtype=str(choose_dtype(choose_device())),
+        sampling=None if weighed else plan.sampling, dtype=str(choose_dtype(choose_device())),
     )  # fmt: skip
     require_real_files(directory, names=(*OURS, FOLDER))
     for folder in (directory, directory / FOLDER):
@@ -142,9 +165,43 @@ def _shards_in(directory: Path, plan: ScorePlan, template: ChatTemplate, index: 
     return shards
 
 
-def _answer_pending(
-    plan: ScorePlan, index: Index, shards: Shards, tokenizer: Any, template: ChatTemplate, ears: Ears
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """How pending rows become answers: written, or given ones weighed."""
+
+    questions: Callable[[Iterator[int]], Iterator[Question]]
+    """The rows of these numbers."""
+    to_tasks: Callable[[Sequence[Question]], list[Task]]
+    asker: Asker | Weigher
+
+
+def _writing(
+    plan: ScorePlan, graders: Sequence[Grader], tokenizer: Any, template: ChatTemplate, ears: Ears
+) -> Asking:
+    return Asking(
+        questions=lambda numbers: read_numbered(plan.data, numbers, id_column=plan.id_column),
+        to_tasks=lambda group: to_tasks(group, template=template, sampling=plan.sampling),
+        asker=Asker(
+            lambda: open_engine(plan, tokenizer, template, ears.on_bytes), tokenizer, sampling=plan.sampling,
+            stop_ids=template.stop_ids | listed_stop_ids(plan.model),
+        ),
+    )  # fmt: skip
+
+
+def _weighing(
+    plan: ScorePlan, graders: Sequence[Grader], tokenizer: Any, template: ChatTemplate, ears: Ears
+) -> Asking:
+    return Asking(
+        questions=lambda numbers: read_numbered(plan.data, numbers, id_column=plan.id_column, weighed=True),
+        to_tasks=lambda group: to_given_tasks(group, template=template),
+        asker=Weigher(
+            lambda: open_engine(plan, tokenizer, template, ears.on_bytes),
+            wanted_by=", ".join(grader.name for grader in graders),
+        ),
+    )
+
+
+def _answer_pending(plan: ScorePlan, index: Index, shards: Shards, asking: Asking, ears: Ears) -> None:
     """Answer the pending rows in stretches of the input's order, each a shard on the disk before the next begins."""
     total = index.count_rows()
     done = total - index.count_pending()
@@ -157,45 +214,69 @@ def _answer_pending(
 
     size = plan.shard_rows or plan.batch_size * _BATCHES_PER_SHARD
     number = max(shards.numbers(), default=-1) + 1
-    stop_ids = template.stop_ids | listed_stop_ids(plan.model)
-    asker = Asker(
-        lambda: open_engine(plan, tokenizer, template, ears.on_bytes),
-        tokenizer,
-        sampling=plan.sampling,
-        stop_ids=stop_ids,
-    )
     try:
-        questions = read_numbered(plan.data, index.pending(), id_column=plan.id_column)
-        for group in groups(questions, size):
-            tasks = to_tasks(group, template=template, sampling=plan.sampling)
-            shards.write(number, asker.ask(tasks, on_answer=count), model=plan.model)
+        for group in groups(asking.questions(index.pending()), size):
+            tasks = asking.to_tasks(group)
+            shards.write(number, asking.asker.ask(tasks, on_answer=count), model=plan.model)
             number += 1
     finally:
-        asker.close()
+        asking.asker.close()
     shards.add_to(index)
 
 
 def _report(
-    plan: ScorePlan, index: Index, shards: Shards, keys: dict[str, str], *, seconds: float
+    plan: ScorePlan, index: Index, shards: Shards, graders: Sequence[Grader], *, seconds: float
 ) -> ScoreReport:
-    """Means over all rows. Rows without an answer are graded 0: a failure is not left out."""
-    rows = answered = tokens = cut_off = 0
+    """Means over all rows. Rows without an answer are graded 0: a failure is not left out. Rows without a grade are."""
+    counts: Counter[str] = Counter()
     for line in read_lines(index, shards):
-        rows += 1
-        answered += line["response"] is not None
-        tokens += completion_tokens(line)
-        cut_off += is_cut_off(line)
-    means = {name: mean_interval(read_grades(index, shards, key)) for name, key in keys.items()}
+        counts["rows"] += 1
+        counts["answered"] += line["response"] is not None
+        counts["cut_off"] += is_cut_off(line)
+        for what in ("completion_tokens", "weighed_tokens", "prompt_tokens"):
+            counts[what] += tokens_of(line, what)
+    means = {grader.name: _mean(index, shards, grader) for grader in graders}
     return ScoreReport(
         model=plan.model,
         adapter=plan.adapter,
         data=plan.data.path,
-        rows=rows,
-        answered=answered,
-        failed=rows - answered,
-        grades={name: mean for name, (mean, _, _) in means.items()},
-        intervals={name: (low, high) for name, (_, low, high) in means.items()},
+        rows=counts["rows"],
+        answered=counts["answered"],
+        failed=counts["rows"] - counts["answered"],
+        grades={name: found.mean for name, found in means.items()},
+        intervals={name: (found.low, found.high) for name, found in means.items()},
         seconds=seconds,
-        generated_tokens=tokens,
-        cut_off=cut_off,
+        generated_tokens=counts["completion_tokens"],
+        cut_off=counts["cut_off"],
+        scales={grader.name: grader.scale for grader in graders},
+        measures={grader.name: grader.measures for grader in graders},
+        ungraded={name: found.ungraded for name, found in means.items() if found.ungraded},
+        grader_errors={name: found.errors for name, found in means.items() if found.errors},
+        weighed_tokens=counts["weighed_tokens"],
+        prompt_tokens=counts["prompt_tokens"],
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mean:
+    mean: float
+    low: float
+    high: float
+    ungraded: int
+    errors: int
+
+
+def _mean(index: Index, shards: Shards, grader: Grader) -> _Mean:
+    ungraded = errors = 0
+
+    def rows() -> Iterator[tuple[float, float]]:
+        nonlocal ungraded, errors
+        for line in read_grades(index, shards, grader.key):
+            errors += bool(line.get("error"))
+            if line["grade"] is None:
+                ungraded += 1
+            else:
+                yield float(line["grade"]), line.get("weight", 1.0)
+
+    mean, low, high = scaled_interval(rows(), grader.scale)
+    return _Mean(mean=mean, low=low, high=high, ungraded=ungraded, errors=errors)

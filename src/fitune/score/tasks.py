@@ -15,7 +15,8 @@ from fitune.data.rows import BadRow, Row
 from fitune.data.sources import read_rows
 from fitune.data.templates import ChatTemplate
 from fitune.errors import DataError
-from fitune.score.engine import Completion, Sampling
+from fitune.score.choices import has_choices, read_choices
+from fitune.score.engine import Completion, Likelihood, Sampling
 from fitune.spec.plan import DataSource
 
 ID_COLUMNS = ("custom_id", "id")
@@ -44,6 +45,9 @@ class Question:
     expected: str | None = None
     own: tuple[tuple[str, Any], ...] = ()
     """Sampling that the row brings itself."""
+    choices: tuple[str, ...] = ()
+    """Texts to choose from; ``expected`` is the one at ``right``."""
+    right: int = 0
     problem: str = ""
 
     @property
@@ -51,13 +55,24 @@ class Question:
         """A hash of everything an answer and its grade depend on but the id."""
         said = [(str(message.role), message.text) for message in self.messages]
         said += [("tools", self.tools)] if self.tools else []
-        told = json.dumps([said, self.expected, self.own, self.problem])
+        choices = [[self.choices, self.right]] if self.choices else []
+        told = json.dumps([said, self.expected, self.own, self.problem, *choices])
         return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A text that is weighed behind its prompt. The last ``end_tokens`` of ``token_ids`` end the answer."""
+
+    text: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    end_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One prompt to be answered."""
+    """One prompt to be answered, or with ``given`` texts to be weighed: the one at ``right`` is the right one."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -68,6 +83,8 @@ class Task:
     """The row's own; None: that of the run."""
     content: str = ""
     problem: str = ""
+    given: tuple[Given, ...] = ()
+    right: int = 0
 
     @property
     def fingerprint(self) -> str:
@@ -89,11 +106,15 @@ class Answer:
     shape of the batch."""
     code: str = ""
     error: str = ""
+    likelihoods: tuple[Likelihood, ...] = ()
+    """Of the given texts, where they were weighed."""
 
 
-def read_questions(source: DataSource, *, id_column: str = "") -> Iterator[Question]:
-    """Every row of ``source``, in order. The id is from ``id_column``, from the first of ID_COLUMNS that the first row
-    has, or the row's number; it is empty where that column holds neither a text nor a whole number.
+def read_questions(source: DataSource, *, id_column: str = "", weighed: bool = False) -> Iterator[Question]:
+    """Every row of ``source``, in order. ``weighed``: rows with choices, and plain texts, are questions too.
+
+    The id is from ``id_column``, from the first of ID_COLUMNS that the first row has, or the row's number; it is empty
+    where that column holds neither a text nor a whole number.
 
     A row that is read but cannot be asked is a Question with a problem. Raises DataError when a line is no row.
     """
@@ -101,7 +122,7 @@ def read_questions(source: DataSource, *, id_column: str = "") -> Iterator[Quest
     for number, row in enumerate(read_rows(source), 1):
         if number == 1 and not column:
             column = next((name for name in ID_COLUMNS if name in row.fields), "")
-        yield _question(row, _id_text(row.fields.get(column)) if column else str(number), source)
+        yield _question(row, _id_text(row.fields.get(column)) if column else str(number), source, weighed)
 
 
 def id_column_of(source: DataSource, id_column: str = "") -> str:
@@ -148,14 +169,18 @@ def to_answer(task: Task, completion: Completion, tokenizer: Any, stop_ids: froz
     )
 
 
-def _question(row: Row, id_: str, source: DataSource) -> Question:
+def _question(row: Row, id_: str, source: DataSource, weighed: bool) -> Question:
     try:
+        if weighed and has_choices(row, source.columns):
+            return _of_choices(row, id_, source)
         if "body" in row.fields and not source.columns:
             return _of_batch_line(row, id_)
         example = to_example(row, format=source.format, columns=source.columns)
     except BadRow as bad:
         return Question(id=id_, where=row.where, problem=str(bad))
     if not isinstance(example, Conversation):
+        if weighed:
+            return Question(id=id_, where=row.where, expected=example.text)
         raise DataError(
             f"{example.where}: plain text has no question to answer and no answer to compare with",
             hint=f"name the columns of {source.path} that hold the prompt and the expected answer",
@@ -164,6 +189,15 @@ def _question(row: Row, id_: str, source: DataSource) -> Question:
     return Question(
         id=id_, where=row.where, messages=tuple(prompt), tools=example.tools, expected=answer.text
     )
+
+
+def _of_choices(row: Row, id_: str, source: DataSource) -> Question:
+    found = read_choices(row, source.columns)
+    system = (Message("system", found.system),) if found.system else ()
+    return Question(
+        id=id_, where=row.where, messages=(*system, Message("user", found.question)),
+        expected=found.choices[found.right], choices=found.choices, right=found.right,
+    )  # fmt: skip
 
 
 def _of_batch_line(row: Row, id_: str) -> Question:

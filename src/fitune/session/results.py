@@ -13,7 +13,7 @@ from fitune.session.planning import LargestThatFit, Rehearsed, WithChange
 from fitune.spec.predictions import Estimate, PlanReport, Rehearsal
 from fitune.spec.reports import RunReport, ScoreReport
 from fitune.spec.serial import to_data
-from fitune.spec.words import describe_plan
+from fitune.spec.words import describe_grade, describe_plan
 from fitune.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:  # those who only plan load no reports and no fleets
@@ -99,23 +99,35 @@ def data_of(result: Result) -> dict[str, Any]:
 
 
 def _explain_score(report: ScoreReport) -> str:
-    grades = "  ".join(
-        f"{name} {format_percent(value)}{_interval(report, name)}" for name, value in report.grades.items()
-    )
+    grades = "\n".join(_explain_grade(report, name) for name in report.grades)
     failed = f", {report.failed} failed" if report.failed else ""
     cut = ""
     if report.cut_off:
         share = format_percent(report.cut_off / report.rows)
         cut = f"\n{report.cut_off:,} answers ({share}) were cut off at max_new_tokens; --max-new-tokens allows more"
+    done = "weighed" if report.weighed_tokens else "answered"
+    tokens = (
+        f"{report.weighed_tokens:,} tokens of given answers weighed, none written"
+        if report.weighed_tokens
+        else f"{report.generated_tokens:,} tokens generated"
+    )
     return (
-        f"{grades}\n{report.answered} of {report.rows} rows answered{failed} in {format_seconds(report.seconds)}, "
-        f"{report.generated_tokens:,} tokens generated{cut}"
+        f"{grades}\n{report.answered} of {report.rows} rows {done}{failed} in {format_seconds(report.seconds)}, "
+        f"{tokens}{cut}"
     )
 
 
-def _interval(report: ScoreReport, name: str) -> str:
+def _explain_grade(report: ScoreReport, name: str) -> str:
+    """``choice 45.0 % (38.1 % to 52.0 %): rows whose likeliest choice is the right one; 2 of 100 not graded``."""
+    scale = report.scales.get(name, "share")
     low, high = report.intervals.get(name, (0.0, 0.0))
-    return f" ({format_percent(low)} to {format_percent(high)})" if high > low else ""
+    interval = f" ({describe_grade(low, scale)} to {describe_grade(high, scale)})" if high > low else ""
+    measures = f": {report.measures[name]}" if name in report.measures else ""
+    left = f"; {report.ungraded[name]} of {report.rows} rows not graded" if name in report.ungraded else ""
+    errors = (
+        f"; the grader failed for {report.grader_errors[name]} rows" if name in report.grader_errors else ""
+    )
+    return f"{name} {describe_grade(report.grades[name], scale)}{interval}{measures}{left}{errors}"
 
 
 def report_run(directory: Path) -> Reported:

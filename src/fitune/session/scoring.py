@@ -26,7 +26,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
 }
 """The smallest and the largest value of every number."""
 
-_ROLES = ("system", "prompt", "completion")
+_ROLES = ("system", "prompt", "completion", "choices")
 
 
 def score_dataset(
@@ -103,10 +103,11 @@ def compare_scores(directory: Path, other: Path) -> str:
     write_atomically(directory / CHANGED, "".join(lines))
     shown = []
     for found in paired:
+        lower = ", lower is better" if found.scale == "perplexity" else ""
         chance = "" if found.p_value is None else f", McNemar p = {found.p_value:.3g}"
         shown.append(
             f"{found.grader}: {found.mean:.4f} here, {found.other:.4f} there, difference {found.difference:+.4f} "
-            f"(95 %: {found.low:+.4f} to {found.high:+.4f}) over {found.rows} rows; "
+            f"(95 %: {found.low:+.4f} to {found.high:+.4f}) over {found.rows} rows{lower}; "
             f"{found.better} better, {found.worse} worse{chance}"
         )
     return "\n".join([*shown, f"changed rows: {directory / CHANGED}"])

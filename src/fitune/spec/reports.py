@@ -274,6 +274,10 @@ class RunReport:
         return bool(self.exported) or (self.failure is not None and self.failure.doing in AFTER_TRAINING)
 
 
+Scale = Literal["share", "points", "nats", "perplexity", "value"]
+"""Of a grader's mean: a share of 1, points of a judge, nats of a row, a perplexity (lower is better), any number."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreReport:
     """Grades of a model's answers to a dataset."""
@@ -285,10 +289,40 @@ class ScoreReport:
     answered: int
     failed: int
     grades: dict[str, float]
-    """Grader -> mean in 0..1."""
+    """Grader -> mean, on its scale."""
     seconds: float
     generated_tokens: int
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Grader -> ends of the 95 % interval of the mean."""
     cut_off: int = 0
     """Answers that reached max_new_tokens and did not end by themselves."""
+    scales: dict[str, Scale] = field(default_factory=dict)
+    """Grader -> scale of its mean; a share where it is not named."""
+    measures: dict[str, str] = field(default_factory=dict)
+    """Grader -> its mean in words."""
+    ungraded: dict[str, int] = field(default_factory=dict)
+    """Grader -> rows that are not in its mean."""
+    grader_errors: dict[str, int] = field(default_factory=dict)
+    """Grader -> rows for which the grader itself failed."""
+    weighed_tokens: int = 0
+    """Tokens of given answers, where they were weighed and none were written."""
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedScore:
+    """Two scorings of the same rows by one grader: ``difference`` is this one minus the other, with its interval."""
+
+    grader: str
+    rows: int
+    mean: float
+    other: float
+    difference: float
+    low: float
+    high: float
+    better: int
+    """Rows that this scoring grades better."""
+    worse: int
+    p_value: float | None
+    """McNemar's exact test, two-sided; None where grades are not all 0 or 1."""
+    scale: Scale = "share"

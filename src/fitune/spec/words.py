@@ -25,7 +25,8 @@ from fitune.spec.plan import (
     Tuning,
     Zero,
 )
-from fitune.units import as_ranges, format_bytes
+from fitune.spec.reports import Scale
+from fitune.units import as_ranges, format_bytes, format_number, format_percent
 
 
 def describe_plan(plan: Plan) -> str:
@@ -170,6 +171,15 @@ def describe_optimizer(optimizer: Optimizer) -> str:
 
 def describe_loss(loss: Loss) -> str:
     return f"chunked loss ({loss.chunk_tokens})" if isinstance(loss, ChunkedLoss) else "plain loss"
+
+
+def describe_grade(grade: float, scale: Scale) -> str:
+    """``45.0 %`` of a share, ``7.31`` points, ``-12.40 nats``, ``5.213`` of a perplexity or any other number."""
+    if scale == "share":
+        return format_percent(grade)
+    if scale == "nats":
+        return f"{grade:,.2f} nats"
+    return f"{grade:.2f}" if scale == "points" else format_number(grade)
 
 
 def describe_devices(hardware: Hardware) -> str:

@@ -1,0 +1,157 @@
+"""Rows with choices: a question, the texts to choose from, and which of them is right.
+
+| layout         | fields                                                                                 |
+|----------------|----------------------------------------------------------------------------------------|
+| MMLU           | question, choices: [...], answer: 2, "C" or the text of a choice                       |
+| ARC            | question, choices: {"label": [...], "text": [...]}, answerKey: "B" (CommonsenseQA too) |
+| OpenBookQA     | question_stem in the place of question                                                 |
+| HellaSwag      | ctx, endings: [...], label: 3                                                          |
+| MedQA          | question, options: {"A": ..., "B": ...}, answer_idx: "B"; also options: [...]          |
+| PIQA           | goal, sol1, sol2, label: 0                                                             |
+| columns        | prompt, choices and completion (which one is right) named by the column mapping        |
+
+A number counts from 0, a letter from A; labels that the row brings itself go before both.
+"""
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fitune.data.formats import Columns
+from fitune.data.rows import BadRow, Row, require_characters
+
+CHOICES_ROLE = "choices"
+"""The column mapping's word for the column that holds the choices."""
+
+_QUESTIONS = ("question", "question_stem", "ctx", "goal", "prompt", "query")
+_LISTS = ("choices", "endings", "options")
+_PAIRS = (("sol1", "sol2"),)
+_KEYS = ("answerKey", "answer_idx", "answer", "label", "gold")
+_MOST = len(string.ascii_uppercase)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """One row: ``right`` is the place of the right one among ``choices``, from 0."""
+
+    question: str
+    system: str
+    choices: tuple[str, ...]
+    right: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fields:
+    """Names of the row's fields."""
+
+    question: str
+    choices: tuple[str, ...]
+    key: str
+    system: str = ""
+
+
+def has_choices(row: Row, columns: Columns = ()) -> bool:
+    """True for a row in one of the layouts above."""
+    return _fields(row, columns) is not None
+
+
+def read_choices(row: Row, columns: Columns = ()) -> Chosen:
+    """The row's question and choices. Raises BadRow naming field and value where it is unclear which is right."""
+    fields = _fields(row, columns)
+    if fields is None:
+        raise BadRow(f"{row.where}: the row has no choices", reason="no choices")
+    labels, choices = _choices(row, fields.choices)
+    return Chosen(
+        question=_text(row, fields.question),
+        system=_text(row, fields.system) if fields.system else "",
+        choices=choices,
+        right=_right(row, fields.key, labels, choices),
+    )
+
+
+def _fields(row: Row, columns: Columns) -> _Fields | None:
+    mapping = dict(columns)
+    if mapping:
+        if CHOICES_ROLE not in mapping or not {"prompt", "completion"} <= mapping.keys():
+            return None
+        return _Fields(
+            question=mapping["prompt"], choices=(mapping[CHOICES_ROLE],), key=mapping["completion"],
+            system=mapping.get("system", ""),
+        )  # fmt: skip
+    names = row.fields
+    question = next((name for name in _QUESTIONS if name in names), "")
+    key = next((name for name in _KEYS if names.get(name) is not None), "")
+    listed = next((name for name in _LISTS if isinstance(names.get(name), list | dict)), "")
+    pair = next((pair for pair in _PAIRS if all(name in names for name in pair)), ())
+    if not question or not key or not (listed or pair):
+        return None
+    return _Fields(question=question, choices=(listed,) if listed else pair, key=key)
+
+
+def _choices(row: Row, fields: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Labels, empty where the row brings none, and texts."""
+    found = row.fields.get(fields[0]) if len(fields) == 1 else [row.fields[name] for name in fields]
+    labels: Sequence[Any] = ()
+    if isinstance(found, Mapping):
+        if {"label", "text"} <= found.keys():
+            labels, found = found["label"], found["text"]
+        else:
+            labels, found = list(found), list(found.values())
+    where = f"{row.where}: {' and '.join(fields)}"
+    if not isinstance(found, list) or not all(isinstance(text, str) and text.strip() for text in found):
+        raise BadRow(f"{where}: {found!r:.80} is not a list of texts", reason="wrong type")
+    if not 2 <= len(found) <= _MOST:
+        raise BadRow(
+            f"{where}: {len(found)} choices, there must be 2 to {_MOST}", reason="wrong number of choices"
+        )
+    if labels and (
+        not isinstance(labels, list) or len(labels) != len(found) or len(set(map(str, labels))) != len(found)
+    ):
+        raise BadRow(
+            f"{where}: labels {labels!r:.80} do not name {len(found)} choices", reason="wrong labels"
+        )
+    for text in found:
+        require_characters(row, fields[0], text, hint="write it as UTF-8")
+    return tuple(str(label).strip() for label in labels), tuple(found)
+
+
+def _right(row: Row, field: str, labels: Sequence[str], choices: Sequence[str]) -> int:
+    """The place that ``field`` means. A text that is a choice and a number of another one is refused."""
+    value = row.fields.get(field)
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise _unclear(row, field, value, labels, choices, "names no choice")
+    said = str(value).strip()
+    if said in labels:
+        return list(labels).index(said)
+    meant = set()
+    if said.isascii() and said.isdecimal() and int(said) < len(choices) and not labels:
+        meant.add(int(said))
+    if isinstance(value, str):
+        letter = string.ascii_uppercase.find(said.upper()) if len(said) == 1 else -1
+        if 0 <= letter < len(choices) and not labels:
+            meant.add(letter)
+        meant |= {place for place, text in enumerate(choices) if text.strip() == said}
+    if len(meant) != 1:
+        raise _unclear(
+            row, field, value, labels, choices, "may be one choice or another" if meant else "names no choice"
+        )
+    return meant.pop()
+
+
+def _unclear(
+    row: Row, field: str, value: object, labels: Sequence[str], choices: Sequence[str], fault: str
+) -> BadRow:
+    known = ", ".join(labels) or f"0 to {len(choices) - 1}, A to {string.ascii_uppercase[len(choices) - 1]}"
+    return BadRow(
+        f"{row.where}: {field} = {value!r:.40} {fault}; known are {known} and the texts of the choices",
+        reason="right choice unclear",
+    )
+
+
+def _text(row: Row, field: str) -> str:
+    value = row.fields.get(field)
+    if not isinstance(value, str) or not value.strip():
+        raise BadRow(f"{row.where}: {field} = {value!r:.40} is not a text", reason="wrong type")
+    require_characters(row, field, value, hint="write it as UTF-8")
+    return value

@@ -1,0 +1,223 @@
+"""Given answers are weighed with training's ids, behind prompts that count nowhere."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fitune.data.formats import Conversation, Message
+from fitune.data.rows import BadRow, Row
+from fitune.errors import RecipeError
+from fitune.measure.memory import LiveTensors
+from fitune.score.choices import has_choices, read_choices
+from fitune.score.engine import Continuation
+from fitune.score.engine_transformers import TransformersEngine
+from fitune.score.intervals import compare
+from fitune.score.likelihoods import byte_perplexity, choice, choice_norm, choice_norm_tokens, perplexity
+from fitune.score.plan import ScorePlan
+from fitune.score.run import score
+from fitune.session.results import text_of
+from fitune.spec.plan import DataSource
+from fitune.spec.predictions import Phase
+
+QUESTIONS = ("Which city?", "What colour is the lamp?", "How many?")
+CHOICES = (["Oslo", "a town by the sea", "no"], ["red", "green, I think"], ["1", "12", "two", "none at all"])
+RIGHT = (1, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "right"),
+    [
+        ({"question": "q", "choices": ["x", "y", "z"], "answer": 2}, 2),
+        ({"question": "q", "choices": ["x", "y", "z"], "answer": "b"}, 1),
+        ({"question": "q", "choices": ["red", "green"], "answer": "green"}, 1),
+        ({"question": "q", "choices": {"label": ["A", "B"], "text": ["x", "y"]}, "answerKey": "B"}, 1),
+        ({"question_stem": "q", "choices": {"label": ["1", "2"], "text": ["x", "y"]}, "answerKey": "1"}, 0),
+        ({"ctx": "q", "endings": ["x", "y", "z", "w"], "label": "3"}, 3),
+        ({"question": "q", "options": {"A": "x", "B": "y"}, "answer_idx": "B", "answer": "y"}, 1),
+        ({"goal": "q", "sol1": "x", "sol2": "y", "label": 1}, 1),
+    ],
+)  # fmt: skip
+def test_choices_are_read_as_people_write_them(fields: dict[str, Any], right: int) -> None:
+    found = read_choices(Row("f:1", fields))
+    assert (found.question, found.right) == ("q", right)
+    assert len(found.choices) >= 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "choices", "named"),
+    [
+        (3, ["x", "y"], "answer = 3 names no choice"),
+        ("D", ["x", "y"], "answer = 'D' names no choice"),
+        (True, ["x", "y"], "answer = True names no choice"),
+        ("1", ["1", "2"], "answer = '1' may be one choice or another"),
+        (0, ["x"], "1 choices, there must be 2 to 26"),
+        (0, ["x", ""], "is not a list of texts"),
+    ],
+)
+def test_a_row_that_does_not_say_which_is_right_is_refused(answer: object, choices: list, named: str) -> None:
+    with pytest.raises(BadRow, match=named):
+        read_choices(Row("f:1", {"question": "q", "choices": choices, "answer": answer}))
+
+
+def test_a_column_mapping_names_the_choices_and_other_rows_have_none() -> None:
+    columns = (("prompt", "frage"), ("choices", "wahl"), ("completion", "nummer"))
+    found = read_choices(Row("f:1", {"frage": "q", "wahl": ["x", "y"], "nummer": 1}), columns)
+    assert (found.question, found.choices, found.right) == ("q", ("x", "y"), 1)
+    assert not has_choices(Row("f:1", {"question": "q", "answer": "#### 3"}))
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> DataSource:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataSource(path=str(path))
+
+
+@pytest.fixture
+def plan(tiny, tmp_path: Path) -> ScorePlan:
+    rows = [
+        {"question": q, "choices": c, "answer": a}
+        for q, c, a in zip(QUESTIONS * 4, CHOICES * 4, RIGHT * 4, strict=True)
+    ]
+    return ScorePlan(
+        model=str(tiny.folder), data=write_rows(tmp_path / "rows.jsonl", rows), output_dir=str(tmp_path / "out"),
+        graders=("choice", "choice_norm", "choice_norm_tokens", "perplexity", "byte_perplexity", "loglikelihood"),
+        batch_size=2, shard_rows=5,
+    )  # fmt: skip
+
+
+def quietly(plan: ScorePlan, **more: Any) -> Any:
+    return score(plan, say=lambda line: None, **more)
+
+
+def lines(plan: ScorePlan, name: str = "answers.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (Path(plan.output_dir) / name).read_text().splitlines()]
+
+
+@torch.no_grad()
+def by_hand(tiny, question: str, answer: str) -> tuple[list[float], int]:
+    """Log-probabilities of the answer's tokens in training's own ids, and how many of them end it."""
+    row = tiny.template.encode(
+        Conversation((Message("user", question), Message("assistant", answer)), "here")
+    )
+    start = row.supervised.index(True)
+    logits = tiny.model(input_ids=torch.tensor([row.ids])).logits[0].log_softmax(-1)
+    end = sum(id_ in tiny.template.stop_ids for id_ in row.ids[start:])
+    return [float(logits[at - 1, row.ids[at]]) for at in range(start, len(row.ids))], end
+
+
+def test_grades_follow_from_the_softmax_of_trainings_own_ids(tiny, plan: ScorePlan) -> None:
+    report = quietly(plan)
+    grades = lines(plan, "grades.jsonl")
+    nats = tokens = size = 0.0
+    for place, (line, graded) in enumerate(zip(lines(plan), grades, strict=True)):
+        question, texts, right = QUESTIONS[place % 3], CHOICES[place % 3], RIGHT[place % 3]
+        weighed = [by_hand(tiny, question, text) for text in texts]
+        sums = [sum(logprobs[: len(logprobs) - end]) for logprobs, end in weighed]
+        counts = [len(logprobs) - end for logprobs, end in weighed]
+        body = line["response"]["body"]
+        assert [choice["logprob"] for choice in body["choices"]] == pytest.approx(sums, abs=1e-4)
+        assert [choice["tokens"] for choice in body["choices"]] == counts
+        assert body["usage"]["weighed_tokens"] == sum(len(logprobs) for logprobs, _ in weighed)
+        per_character = [total / len(text) for total, text in zip(sums, texts, strict=True)]
+        per_token = [total / count for total, count in zip(sums, counts, strict=True)]
+        wanted = {"choice": sums, "choice_norm": per_character, "choice_norm_tokens": per_token}
+        for name, scores in wanted.items():
+            assert graded["grades"][name] == float(scores.index(max(scores)) == right)
+        nats -= sum(weighed[right][0])
+        tokens += len(weighed[right][0])
+        size += len(texts[right].encode())
+    assert report.grades["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert report.grades["byte_perplexity"] == pytest.approx(math.exp(nats / size), rel=1e-4)
+    assert report.grades["loglikelihood"] == pytest.approx(-nats / 12, rel=1e-4)
+    low, high = report.intervals["perplexity"]
+    assert low < report.grades["perplexity"] < high
+    assert (report.generated_tokens, report.cut_off, report.answered) == (0, 0, 12)
+    told = text_of(report)
+    assert "rows whose likeliest choice per character is the right one" in told
+    assert "tokens of given answers weighed, none written" in told
+
+
+def test_the_normalised_choices_differ_where_lengths_do() -> None:
+    """-4 over 2 characters and 1 token; -6 over 12 characters and 2 tokens; -5 over 4 characters and 4 tokens."""
+    choices = [
+        {"text": "ab", "logprob": -4.0, "end_logprob": -1.0, "tokens": 1, "end_tokens": 1},
+        {"text": "abcdefghijkl", "logprob": -6.0, "end_logprob": -1.0, "tokens": 2, "end_tokens": 1},
+        {"text": "äöüß", "logprob": -5.0, "end_logprob": -1.0, "tokens": 4, "end_tokens": 1},
+    ]
+    graders = (choice, choice_norm, choice_norm_tokens)
+    bodies = [{"choices": choices, "right": right} for right in range(3)]
+    assert [grader(body).grade for grader in graders for body in bodies] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
+    assert perplexity(bodies[2]).grade == pytest.approx(math.exp(6 / 5))
+    assert byte_perplexity(bodies[2]).grade == pytest.approx(math.exp(6 / 8))
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_killed_anywhere_the_bytes_are_those_of_an_undisturbed_run(plan: ScorePlan) -> None:
+    quietly(plan)
+    undisturbed = replace(plan, output_dir=f"{plan.output_dir}-killed")
+    for after in (3, 6, 11):
+
+        def kill(done: int, total: int, after: int = after) -> None:
+            if done >= after:
+                raise Killed
+
+        with pytest.raises(Killed):
+            quietly(undisturbed, progress=kill)
+    quietly(undisturbed)
+    for name in ("answers.jsonl", "grades.jsonl", "answers.parquet"):
+        assert (Path(undisturbed.output_dir) / name).read_bytes() == (
+            Path(plan.output_dir) / name
+        ).read_bytes()
+
+
+def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perplexity(
+    plan: ScorePlan, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    report = score(replace(plan, graders=()), say=told.append)
+    assert list(report.grades) == ["choice", "choice_norm"]
+    assert "the first row has choices" in told[0]
+    rows = [{"text": "item: lamp | city: Oslo"}, {"text": "item: lamp"}, {"text": "item " * 300}]
+    texts = write_rows(tmp_path / "texts.jsonl", rows)
+    report = quietly(replace(plan, data=texts, graders=("perplexity",), output_dir=str(tmp_path / "texts")))
+    assert (report.answered, report.failed, report.ungraded) == (2, 1, {"perplexity": 1})
+    (paired,), changed = compare(tmp_path / "texts", tmp_path / "texts")
+    assert (paired.rows, paired.difference, paired.scale, changed) == (2, 0.0, "perplexity", [])
+    assert paired.mean == pytest.approx(report.grades["perplexity"])
+
+
+def test_what_does_not_go_together_is_refused_before_anything_is_weighed(
+    plan: ScorePlan, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match="choice weigh given answers, number need answers"):
+        quietly(replace(plan, graders=("choice", "number")))
+    data = write_rows(tmp_path / "plain.jsonl", [{"question": "q", "answer": "a"}])
+    with pytest.raises(RecipeError, match="choice: 1 rows of .* have no choices"):
+        quietly(replace(plan, data=data, graders=("choice",)))
+
+
+def test_logits_exist_for_some_tokens_at_a_time(tiny) -> None:
+    """2,001 tokens, 30,000 words: whole logits would take 229 MiB, a chunk of 256 tokens takes 29 MiB."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=30_000, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        max_position_embeddings=2_048,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    engine = TransformersEngine(model=model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=2)
+    asked = [Continuation(id=str(n), prompt_ids=(1,), token_ids=(7,) * (1_000 + n)) for n in range(2)]
+    with LiveTensors(model.parameters()) as live:
+        live.enter(Phase.FORWARD)
+        assert len(list(engine.weigh(asked))) == 2
+        peak = max(live.peaks.values())
+    chunk = 256 * 30_000 * 4
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert weights < peak < weights + 4 * chunk < weights + 2_001 * 30_000 * 4
