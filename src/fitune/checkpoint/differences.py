@@ -90,6 +90,7 @@ _FREE = {
     "run.async_save": "changes what is written, not what is learned",
     "run.export": "changes what is written, not what is learned",
     "run.report_to": "changes what is written, not what is learned",
+    "run.tracking": "changes what is written, not what is learned",
     "run.samples": "changes what is written, not what is learned",
     "data.cache_dir": "only a place",
     "recompute": "same arithmetic, done twice",

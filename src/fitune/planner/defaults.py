@@ -20,6 +20,7 @@ from fitune.spec.plan import (
     Schedule,
     Sgd,
     Steps,
+    Tracking,
     Tuning,
 )
 from fitune.spec.recipe import Recipe, SourceRecipe
@@ -171,6 +172,14 @@ def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
         async_save=recipe.async_save or False,
         export=recipe.export or ("adapter" if isinstance(tuning, Lora) else "full"),
         report_to=tuple(recipe.report_to),
+        tracking=Tracking(
+            run_name=recipe.run_name,
+            project=recipe.track_project,
+            team=recipe.track_team,
+            server=recipe.track_server,
+            run_id=recipe.track_id,
+            offline=recipe.track_offline,
+        ),
         samples=recipe.samples,
     )
 

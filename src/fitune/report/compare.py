@@ -18,6 +18,7 @@ from fitune.spec.reports import RankReport, Restart, Retry, RunReport, StepRepor
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
+from fitune.track.record import Tracked, read_tracked
 from fitune.units import format_bytes, format_percent, format_rate, format_seconds
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class RunFiles:
     """None while the run is going, and when it was killed."""
     recipe: str
     """YAML text, empty when there is none."""
+    trackers: tuple[Tracked, ...] = ()
 
     @property
     def estimate(self) -> Estimate | None:
@@ -92,6 +94,7 @@ def read_run(directory: Path, *, steps: Sequence[StepReport] | None = None) -> R
         steps=tuple(read_metrics(directory / "metrics.jsonl") if steps is None else steps),
         run=_read(RunReport, directory / "report.json"),
         recipe=_read_text(directory / "recipe.yaml") or "",
+        trackers=read_tracked(directory),
     )
 
 

@@ -27,6 +27,7 @@ from fitune.report.ranks import RANK_HEADINGS, long_steps, rank_rows
 from fitune.report.under_way import SIGN_HEADINGS, UnderWay, clock, restart_summary, sign_rows, state_line
 from fitune.report.under_way import tiles as under_way_tiles
 from fitune.spec.reports import Ledger, Restart, RunReport
+from fitune.track.record import Tracked
 from fitune.units import (
     format_bytes,
     format_count,
@@ -95,6 +96,7 @@ def page_of(run: RunFiles, under_way: UnderWay | None = None, *, refresh_s: int 
         alternatives=list(_alternatives(run)),
         rejected=[(item.what, item.why) for item in run.prediction.rejected] if run.prediction else [],
         ledgers=list(_ledgers(run)),
+        trackers=[_tracker_row(one) for one in run.trackers],
         **_reproduction(run),
     )
 
@@ -300,6 +302,18 @@ def ledger_table(title: str, ledger: Ledger, seq_len: int) -> dict[str, Any]:
 
 def _amount(value: int | None) -> str:
     return "" if value is None else f"{value:,}".replace("-", "−")
+
+
+def _tracker_row(tracked: Tracked) -> tuple[str, str, str]:
+    """Name with its link, steps that arrived and were lost, and how else to see them or what went wrong."""
+    from markupsafe import Markup
+
+    name = tracked.tracker
+    if tracked.link.startswith(("https://", "http://")):
+        name = Markup('<a href="{}">{}</a>').format(tracked.link, name)
+    steps = f"{tracked.sent:,}" + (f", {tracked.lost:,} lost" if tracked.lost else "")
+    failure = f"failed: {tracked.failure}" if tracked.failure else ""
+    return name, steps, "; ".join(part for part in (failure, tracked.note, tracked.command) if part)
 
 
 def _reproduction(run: RunFiles) -> dict[str, Any]:

@@ -123,8 +123,15 @@ class RecipeKeys(TypedDict, total=False):
     keep_checkpoints: int
     async_save: bool | None
     export: Literal["adapter", "merged", "full"] | None
-    report_to: Names
     samples: int
+
+    report_to: Names
+    run_name: str
+    track_project: str
+    track_team: str
+    track_server: str
+    track_id: str
+    track_offline: bool
 
 
 def recipe_of(recipe: RecipeLike | None, settings: Mapping[str, Any]) -> Recipe:

@@ -19,6 +19,7 @@ from fitune.units import format_bytes, format_percent, format_seconds
 if TYPE_CHECKING:  # those who only plan load no reports and no fleets
     from fitune.planner.fleet import Ranking
     from fitune.report.compare import Row
+    from fitune.track.record import Tracked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Reported:
     """Steps that took much longer than the others."""
     state: str = ""
     """How far a run without a report is, and whether anybody goes on with it; empty for one with a report."""
+    trackers: "tuple[Tracked, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +145,15 @@ def report_run(directory: Path) -> Reported:
     rows = tuple(compare(files.estimate, files.run, files.steps))
     remarks = tuple(long_steps(files.steps, files.run))
     state = "" if under_way is None else state_line(under_way)
-    return Reported(directory=directory, rows=rows, run=files.run, page=page, remarks=remarks, state=state)
+    return Reported(
+        directory=directory,
+        rows=rows,
+        run=files.run,
+        page=page,
+        remarks=remarks,
+        state=state,
+        trackers=files.trackers,
+    )
 
 
 def watched_run(directory: Path, *, tell: Callable[[str], None], every_s: float = 5.0) -> Reported:
@@ -177,6 +187,7 @@ def _explain_reported(reported: Reported) -> str:
         lines.append(reported.state)
     elif run.reason:
         lines.append(f"the run is {run.status}: {run.reason}")
+    lines += [one.describe() for one in reported.trackers]
     return "\n".join([*lines, f"report: {reported.page}"])
 
 
@@ -194,6 +205,7 @@ def _reported_data(reported: Reported) -> dict[str, Any]:
         "ranks": ranks,
         "remarks": list(reported.remarks),
         "state": reported.state,
+        "trackers": to_data(reported.trackers),
     }
 
 

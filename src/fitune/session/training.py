@@ -41,6 +41,7 @@ from fitune.session.exporting import export_run
 from fitune.session.first_use import measure_on_first_use
 from fitune.session.planning import plan_for, saving_in_time, wanted_hardware
 from fitune.session.results import report_run
+from fitune.session.tracking import require_trackers, tracked
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase, PlanReport, Priced
@@ -50,7 +51,7 @@ from fitune.spec.run_directory import SHORTAGE
 from fitune.spec.schedule import total_steps
 from fitune.spec.serial import from_data, read_json, to_json
 from fitune.spec.words import describe_plan
-from fitune.track.metrics import Sink, open_sinks
+from fitune.track.metrics import Sink
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
 from fitune.train.export import FOLDERS, TITLES
@@ -107,6 +108,7 @@ def first_attempt(
     tell(Planned(report=report))
     directory = Path(plan.run.output_dir)
     require_own_directory(plan)
+    require_trackers(plan)
     complete = None if overwrite else complete_run(directory, plan, resume=recipe.resume)
     if complete is not None:
         if ranks.is_first:
@@ -127,12 +129,14 @@ def run_attempt(
     ranks: Ranks = ALONE,
 ) -> RunReport | Attempt:
     """Run the attempt and compare it with its prediction. Returns the next attempt when memory ran out in a step."""
-    ended = _run_or_report(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
-    if isinstance(ended, Attempt) or not ranks.is_first:
-        return ended
     plan = attempt.plan
-    with work_under_way():
-        tell(Compared(reported=report_run(Path(plan.run.output_dir))))
+    with tracked(plan, tell=tell, ranks=ranks) as trackers:
+        sinks = [*sinks, *trackers]
+        ended = _run_or_report(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
+        if isinstance(ended, Attempt) or not ranks.is_first:
+            return ended
+        with work_under_way():
+            tell(Compared(reported=report_run(Path(plan.run.output_dir))))
     if ended.exported:
         tell(
             Exported(title=TITLES[plan.run.export], path=Path(ended.exported), merged_loss=ended.merged_loss)
@@ -216,7 +220,7 @@ def run_once(
         tell(Predicted(prediction=prediction, plan=plan))
         write_atomically(directory / "estimate.json", to_json(prediction))
 
-    told = (StepTeller(tell), *open_sinks(plan.run.report_to, directory)) if ranks.is_first else ()
+    told = (StepTeller(tell),) if ranks.is_first else ()
     return run(
         plan,
         callbacks=Callbacks(
@@ -227,7 +231,7 @@ def run_once(
             on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
             on_reading=tell,
         ),
-        sinks=[*sinks, *told],
+        sinks=[*told, *sinks],
         resume=attempt.resume,
         overwrite=attempt.overwrite,
         files={"recipe.yaml": dump_recipe(recipe)},

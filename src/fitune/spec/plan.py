@@ -8,6 +8,7 @@ union of small types stands where other programs keep flags that contradict each
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import PurePath
 from typing import Literal
 
 from fitune.spec.choices import (
@@ -198,6 +199,23 @@ class DataPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tracking:
+    """Where the trackers of ``report_to`` put the run; empty: as the tracker's own environment variables say."""
+
+    run_name: str = ""
+    """Empty: the name of output_dir."""
+    project: str = ""
+    """Project of wandb and Comet, experiment of MLflow."""
+    team: str = ""
+    """Entity of wandb, workspace of Comet."""
+    server: str = ""
+    """Tracking URI of MLflow."""
+    run_id: str = ""
+    """A run there to go on with; empty: a new one."""
+    offline: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """Directory of the run and what it writes. 0 means never for the ``every`` and ``per_epoch`` settings."""
 
@@ -213,8 +231,14 @@ class RunPlan:
     """True if a checkpoint is copied to the host between two steps and written while the next ones run."""
     export: Literal["adapter", "merged", "full"] = "adapter"
     report_to: tuple[str, ...] = ()
+    tracking: Tracking = field(default_factory=Tracking)
     samples: int = 4
     """Held-out prompts answered before and after training, for the report."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run for people."""
+        return self.tracking.run_name or PurePath(self.output_dir).name
 
     @property
     def saves(self) -> bool:

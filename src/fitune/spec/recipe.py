@@ -192,8 +192,16 @@ class Recipe(_Strict):
     keep_checkpoints: PositiveInt = 2
     async_save: bool | None = None
     export: Literal["adapter", "merged", "full"] | None = None
-    report_to: Names = []
     samples: CountInt = 4
+
+    # who else is told
+    report_to: Names = []
+    run_name: str = ""
+    track_project: str = ""
+    track_team: str = ""
+    track_server: str = ""
+    track_id: str = ""
+    track_offline: bool = False
 
     @property
     def quantization_is_asked_for(self) -> bool:

@@ -109,8 +109,16 @@ GROUPS: dict[str, dict[str, str]] = {
         "keep_checkpoints": "How many of the newest stay",
         "async_save": "Write checkpoints beside the steps",
         "export": "What is written at the end",
-        "report_to": "Also log to: tensorboard",
         "samples": "Answers before and after training shown in the report",
+    },
+    "Trackers": {
+        "report_to": "Also log to: wandb, mlflow, comet, tensorboard",
+        "run_name": "Name of the run there; chosen: that of output_dir",
+        "track_project": "Project (wandb, Comet) or experiment (MLflow); chosen: fitune",
+        "track_team": "Entity (wandb) or workspace (Comet)",
+        "track_server": "Tracking URI of MLflow",
+        "track_id": "A run there to go on with",
+        "track_offline": "wandb and Comet: keep everything in output_dir, to be sent later",
     },
 }  # fmt: skip
 """Group -> key -> what it is, in the order of Recipe."""

@@ -251,7 +251,7 @@ FILES = (
     "traceback.txt", RETRY, LOCK, LAUNCH_LOCK,
 )  # fmt: skip
 FOLDERS = (
-    "checkpoints", "adapter", "adapter-unverified", "merged", "model", "model-unverified", "tensorboard",
+    "checkpoints", "adapter", "adapter-unverified", "merged", "model", "model-unverified", "tensorboard", "trackers",
 )  # fmt: skip
 """Names that a run writes into its directory; --overwrite removes these and nothing else."""
 LOGS = "rank-logs"

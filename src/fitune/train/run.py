@@ -245,7 +245,7 @@ def _train(current: Run, start: Start) -> bool:
         current.where.doing = "answering samples"
         answer_before(current.directory, current.model, current.samples, current.callbacks.answer)
     for sink in current.sinks:
-        sink.start(current.plan, current.directory.name)
+        sink.start(current.plan, current.plan.run.name)
     with saving(current) as saver:
         stopped = _do_steps(current, saver, start.step)
     if not stopped:

@@ -1,0 +1,256 @@
+"""Trackers fed beside the steps: a thread each, a queue of bounded length, and an end that is waited for so long only.
+
+A step never waits for a tracker. Steps that find the queue full are lost to this tracker, and counted; metrics.jsonl
+has them all. A tracker that fails begins again after a pause, a few times, and is left out then.
+"""
+
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from fitune.spec.plan import Plan
+from fitune.spec.reports import RunReport, StepReport
+from fitune.spec.serial import to_json
+from fitune.track.metrics import to_line
+from fitune.track.process import TrackerFailed, TrackerProcess
+from fitune.track.protocol import Beginning, End, Where
+from fitune.track.record import Tracked, read_tracked, write_tracked
+from fitune.track.trackers import Row
+
+MOST_WAITING = 10_000
+"""Steps in the queue of one tracker: some 6 MB."""
+_MOST_AT_ONCE = 500
+PAUSES_S = (5.0, 60.0, 300.0)
+"""Before a tracker that failed begins again."""
+SETTLE_S = 5.0
+"""For the last steps to arrive, before the report says how many did."""
+END_S = 30.0
+"""For all of the end: a tracker that takes longer is ended."""
+
+
+class Trackers:
+    """All trackers of a run, as one of its sinks. ``say`` is told lines for people, in the thread of the run."""
+
+    def __init__(
+        self,
+        rows: Mapping[str, Row],
+        directory: Path,
+        *,
+        say: Callable[[str], None],
+        end_s: float = END_S,
+        pauses_s: Sequence[float] = PAUSES_S,
+        most_waiting: int = MOST_WAITING,
+    ) -> None:
+        self._rows, self._directory, self._say = rows, directory, say
+        self._end_s, self._pauses_s, self._most_waiting = end_s, pauses_s, most_waiting
+        self._feeds: list[Feed] = []
+        self._lock = threading.Lock()
+        self._until = 0.0
+        self._earlier: tuple[Tracked, ...] = ()
+
+    @property
+    def tracked(self) -> tuple[Tracked, ...]:
+        """What each tracker has of the run so far, those of earlier attempts too."""
+        now = [feed.tracked for feed in self._feeds]
+        named = {one.tracker for one in now}
+        return (*now, *(one for one in self._earlier if one.tracker not in named))
+
+    def start(self, plan: Plan, run_name: str) -> None:
+        self._earlier = read_tracked(self._directory)
+        known = {one.tracker: one for one in self._earlier}
+        for name, row in self._rows.items():
+            before = known.get(name) or Tracked(
+                tracker=name, run_id=plan.run.tracking.run_id or uuid.uuid4().hex
+            )
+            beginning = Beginning(
+                run_id=before.run_id,
+                is_new=not (before.has_begun or plan.run.tracking.run_id),
+                name=run_name,
+                tracking=plan.run.tracking,
+                directory=str(self._directory.absolute()),
+                plan=to_json(plan),
+            )
+            self._feeds.append(
+                Feed(
+                    row, beginning, replace(before, failure=""), self._directory, on_change=self._write,
+                    pauses_s=self._pauses_s, most_waiting=self._most_waiting,
+                )
+            )  # fmt: skip
+        self._write()
+        for feed in self._feeds:
+            feed.begin()
+
+    def step(self, report: StepReport) -> None:
+        line = to_line(report)
+        for feed in self._feeds:
+            feed.put(line)
+        self._say_news()
+
+    def finish(self, report: RunReport | None) -> None:
+        """Wait a moment for the last steps, so that what the report says of the trackers is true."""
+        self._until = time.monotonic() + self._end_s
+        settled = min(self._until, time.monotonic() + SETTLE_S)
+        for feed in self._feeds:
+            feed.settle(settled)
+        self._write()
+        self._say_news()
+
+    def close(self, end: End) -> bool:
+        """Attach what ``end`` has and end all trackers, within the time that is left; True if one did not take it."""
+        until = self._until or time.monotonic() + self._end_s
+        for feed in self._feeds:
+            feed.end(end)
+        for feed in self._feeds:
+            feed.join(until, waited_s=self._end_s)
+        self._write()
+        for feed in self._feeds:
+            self._say(feed.tracked.describe())
+        return any(feed.tracked.failure for feed in self._feeds)
+
+    def _say_news(self) -> None:
+        for feed in self._feeds:
+            if news := feed.take_news():
+                self._say(f"tracker {feed.tracked.tracker}: {news}")
+
+    def _write(self) -> None:
+        with self._lock, suppress(OSError):  # a record that cannot be written is not worth the run
+            write_tracked(self._directory, self.tracked)
+
+
+class Feed:
+    """One tracker: its queue, its thread, and what has become of it."""
+
+    def __init__(
+        self,
+        row: Row,
+        beginning: Beginning,
+        before: Tracked,
+        directory: Path,
+        *,
+        on_change: Callable[[], None],
+        pauses_s: Sequence[float],
+        most_waiting: int,
+    ) -> None:
+        self._row, self._beginning, self._before, self._directory = row, beginning, before, directory
+        self._on_change, self._pauses_s, self._most_waiting = on_change, list(pauses_s), most_waiting
+        self._changed = threading.Condition()
+        self._waiting: deque[bytes] = deque()
+        self._end: End | None = None
+        self._told = self._sent = 0
+        self._is_over = False
+        self._news = ""
+        self._process: TrackerProcess | None = None
+        self._state = before
+        self._thread = threading.Thread(target=self._feed, name=before.tracker, daemon=True)
+
+    @property
+    def tracked(self) -> Tracked:
+        unsent = self._told - self._sent if self._is_over else self._told - self._sent - len(self._waiting)
+        return replace(
+            self._state, sent=self._before.sent + self._sent, lost=self._before.lost + max(0, unsent)
+        )
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def put(self, line: bytes) -> None:
+        with self._changed:
+            self._told += 1
+            if not self._is_over and len(self._waiting) < self._most_waiting:
+                self._waiting.append(line)
+                self._changed.notify_all()
+
+    def take_news(self) -> str:
+        news, self._news = self._news, ""
+        return news
+
+    def settle(self, until: float) -> None:
+        """Wait until nothing waits, at most until then."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_over or not self._waiting, timeout=max(0.0, until - time.monotonic())
+            )
+
+    def end(self, end: End) -> None:
+        with self._changed:
+            self._end = end
+            self._changed.notify_all()
+
+    def join(self, until: float, *, waited_s: float) -> None:
+        """Wait for the end, at most until then; a tracker that is late is ended."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._state = replace(self._state, failure=f"no answer within {waited_s:g} s of the run's end")
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+            if self._process is not None:
+                self._process.kill()
+            self._thread.join(1.0)
+
+    def _feed(self) -> None:
+        while not self._is_over:
+            try:
+                self._attempt()
+                failure = ""
+            except (TrackerFailed, OSError) as error:
+                failure = str(error)
+            if self._is_over:  # given up meanwhile, and that is the cause
+                return
+            self._state = replace(self._state, failure=failure)
+            if not failure or not self._pauses_s or self._end is not None:
+                self._is_over = True
+            pause = "" if self._is_over else f"; begins again in {self._pauses_s[0]:g} s"
+            self._news = f"failed: {failure}{pause or ' and is left out from here on'}" if failure else ""
+            self._on_change()
+            with self._changed:
+                self._changed.notify_all()
+                if not self._is_over:
+                    self._changed.wait_for(
+                        lambda: self._end is not None or self._is_over, timeout=self._pauses_s.pop(0)
+                    )
+
+    def _attempt(self) -> None:
+        """From the beginning to the end in one process. Raises TrackerFailed, OSError."""
+        self._process = process = TrackerProcess(self._state.tracker, self._row, self._directory)
+        try:
+            beginning = replace(
+                self._beginning,
+                run_id=self._state.run_id,
+                is_new=self._beginning.is_new and not self._state.has_begun,
+            )
+            self._found(process.start(beginning))
+            self._news = self._state.link or self._state.note
+            while batch := self._next():
+                process.steps(batch)
+                with self._changed:
+                    self._sent += len(batch)
+                    for _ in batch:
+                        self._waiting.popleft()
+                    self._changed.notify_all()
+            assert self._end is not None, "only the end ends the batches"
+            self._found(process.finish(self._end))
+        finally:
+            process.close()
+
+    def _found(self, where: Where) -> None:
+        self._state = replace(
+            self._state,
+            run_id=where.run_id,
+            has_begun=True,
+            link=where.link,
+            command=where.command,
+            note=where.note,
+        )
+        self._on_change()
+
+    def _next(self) -> list[bytes]:
+        """The next steps, which stay in the queue until the tracker has them; none at the end of the run."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._waiting) or self._end is not None)
+            return [self._waiting[place] for place in range(min(len(self._waiting), _MOST_AT_ONCE))]

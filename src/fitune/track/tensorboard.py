@@ -1,0 +1,71 @@
+"""TensorBoard's event files, by its own writer: no torch, no TensorFlow."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fitune.spec.reports import StepReport
+from fitune.track.protocol import Beginning, End, Where, markdown, scalars
+
+
+class TensorBoard:
+    """Scalars of every step in the run's folder ``tensorboard``; texts for what is no curve.
+
+    Not-a-number values are written as they are; TensorBoard marks them in the curve.
+    """
+
+    def start(self, beginning: Beginning) -> Where:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event: Any = event_pb2.Event
+        self._session_log: Any = event_pb2.SessionLog
+        folder = Path(beginning.directory) / "tensorboard"
+        self._writer: Any = EventFileWriter(
+            str(folder), flush_secs=10
+        )  # its own 120 hide a step for two minutes
+        self._started = False
+        self._where = Where(run_id=beginning.run_id, command=f"tensorboard --logdir {folder}")
+        self._texts({"run": beginning.name, "plan": f"```json\n{beginning.plan}```"})
+        return self._where
+
+    def steps(self, reports: Sequence[StepReport]) -> None:
+        for report in reports:
+            if not self._started:
+                self._forget_steps_from(report.step)
+            event = self._event(wall_time=time.time(), step=report.step)
+            for tag, number in scalars(report):
+                event.summary.value.add(tag=tag, simple_value=number)
+            self._writer.add_event(event)
+        self._writer.flush()
+
+    def finish(self, end: End) -> Where:
+        texts: dict[str, str] = {"status": end.status}
+        if end.table:
+            texts["predicted and measured"] = markdown(end.table)
+        for file in map(Path, end.files):
+            if file.name == "report.json":
+                report = json.loads(file.read_text(encoding="utf-8"))
+                ledgers = {name: report[name] for name in ("train_data", "eval_data") if report.get(name)}
+                texts["data"] = f"```json\n{json.dumps(ledgers, indent=1)}\n```"
+        self._texts(texts)
+        self._writer.close()
+        return self._where
+
+    def _texts(self, texts: dict[str, str]) -> None:
+        event = self._event(wall_time=time.time(), step=0)
+        for tag, text in texts.items():
+            value = event.summary.value.add(tag=tag)
+            value.metadata.plugin_data.plugin_name = "text"
+            value.tensor.dtype = 7  # DT_STRING
+            value.tensor.tensor_shape.dim.add(size=1)
+            value.tensor.string_val.append(text.encode())
+        self._writer.add_event(event)
+
+    def _forget_steps_from(self, step: int) -> None:
+        """A resumed run writes some steps again: tell TensorBoard to purge the older ones."""
+        self._started = True
+        start = self._session_log(status=self._session_log.START)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, session_log=start))
