@@ -118,7 +118,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "track_team": "Entity (wandb) or workspace (Comet)",
         "track_server": "Tracking URI of MLflow",
         "track_id": "A run there to go on with",
-        "track_offline": "wandb and Comet: keep everything in output_dir, to be sent later",
+        "track_offline": "Keep what wandb and Comet would get, to be sent later",
     },
 }  # fmt: skip
 """Group -> key -> what it is, in the order of Recipe."""

@@ -32,7 +32,6 @@ class Comet:
         given = os.environ.get("COMET_OFFLINE_DIRECTORY", "")
         self._folder = Path(given or Path(beginning.directory) / "comet").absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._before = set(self._folder.iterdir())
         offline_mode = "create" if beginning.is_new else "get"
         self._experiment: Any = comet_ml.start(
             online=not self._offline,
@@ -74,8 +73,7 @@ class Comet:
         key = str(self._experiment.get_key())
         if not self._offline:
             return Where(run_id=key, link=self._experiment.url or "")
-        made = sorted(str(file) for file in set(self._folder.glob("*.zip")) - self._before)
-        command = f"comet upload {shlex.join(made)}" if made else ""
+        command = f"comet upload {shlex.quote(str(self._folder))}/{key}*.zip"
         return Where(run_id=key, command=command, note=self._note)
 
 

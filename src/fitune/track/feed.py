@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from fitune.credentials import without_credentials
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.serial import to_json
@@ -73,7 +74,7 @@ class Trackers:
                 name=run_name,
                 tracking=plan.run.tracking,
                 directory=str(self._directory.absolute()),
-                plan=to_json(plan),
+                plan=without_credentials(to_json(plan)),
             )
             self._feeds.append(
                 Feed(

@@ -13,7 +13,7 @@ from fitune.track.protocol import Beginning, End, Where, scalars
 _PROJECT = "fitune"
 _TELLS_OF_THE_MACHINE = {
     "console": "off", "disable_git": True, "disable_code": True, "save_code": False, "x_disable_meta": True,
-    "x_disable_machine_info": True, "x_save_requirements": False,
+    "x_disable_machine_info": True, "x_save_requirements": False, "host": "",
 }  # fmt: skip
 """Off: the command line, the host's and the user's name, the git remote and the list of packages, any of which may
 have a token in it."""
@@ -79,7 +79,8 @@ class Wandb:
 
     def _place(self, note: str) -> Where:
         if self._run.offline:
-            command = f"wandb sync {shlex.quote(str(self._run.settings.sync_dir))}"
+            folder = Path(self._run.settings.sync_dir).parent
+            command = f"wandb sync {shlex.quote(str(folder))}/offline-run-*-{self._run.id}"
             return Where(run_id=self._run.id, command=command, note=note or "offline")
         if self._run.disabled:
             return Where(run_id=self._run.id, note="WANDB_MODE is disabled")

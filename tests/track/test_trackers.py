@@ -1,0 +1,219 @@
+"""A tracker is told every step beside the run, under one id, and can neither stop nor slow it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.errors import MissingExtra, RecipeError
+from fitune.files import process_lives
+from fitune.spec.plan import Plan
+from fitune.spec.reports import StepReport
+from fitune.track.feed import Trackers
+from fitune.track.protocol import End, markdown, scalars
+from fitune.track.record import log_of, read_tracked
+from fitune.track.trackers import TRACKERS, Row, settings_of_environment, wanted_trackers
+
+MakeStep = Callable[..., StepReport]
+TESTS = Path(__file__).parents[1]
+COMPLETE = End(status="complete", figures={"predicted/peak": 3.0})
+
+
+def row(name: str) -> Row:
+    return Row(tracker=f"track.toy_trackers:{name}", library="json", extra="toy")
+
+
+@pytest.fixture(autouse=True)
+def toys_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    )
+
+
+@pytest.fixture
+def open_toy(tmp_path: Path, plan: Plan) -> Callable[..., Any]:
+    """A started toy tracker by its class, and the lines it says to people."""
+
+    def opened(name: str, **settings: Any) -> tuple[Trackers, list[str]]:
+        said: list[str] = []
+        trackers = Trackers({"toy": row(name)}, tmp_path, say=said.append, **{"end_s": 60.0, **settings})
+        trackers.start(plan, "a run")
+        return trackers, said
+
+    return opened
+
+
+def told(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "toy.jsonl").read_text().splitlines()]
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_every_step_arrives_in_order_and_a_resumed_run_has_the_same_id(
+    open_toy: Callable[..., Any], tmp_path: Path, make_step: MakeStep
+) -> None:
+    report = tmp_path / "report.html"
+    report.write_text("from s3://me:hunter2@host/rows")
+    for steps in (range(1, 41), range(31, 51)):
+        trackers, said = open_toy("Toy")
+        for step in steps:
+            trackers.step(make_step(step, loss=1 / step))
+        trackers.finish(None)
+        assert not trackers.close(End(status="complete", figures={"a": 1.0}, files=(str(report),)))
+    first, second = (place for place, line in enumerate(told(tmp_path)) if "begun" in line)
+    begun, again = told(tmp_path)[first], told(tmp_path)[second]
+    assert (begun["new"], again["new"]) == (True, False)
+    assert begun["begun"] == again["begun"]
+    assert begun["settings"]["tuning.kind"]
+    assert [line["step"] for line in told(tmp_path)[:second] if "step" in line] == list(range(1, 41))
+    assert [line["step"] for line in told(tmp_path)[second:] if "step" in line] == list(range(31, 51))
+    end = told(tmp_path)[-1]
+    assert (end["ended"], end["figures"]) == ("complete", {"a": 1.0})
+    assert end["files"] == {"report.html": "from s3://[hidden]@host/rows"}
+    (tracked,) = read_tracked(tmp_path)
+    assert (tracked.sent, tracked.lost, tracked.failure) == (60, 0, "")
+    assert said[-1] == f"tracker toy: 60 steps; https://toy.example/{begun['begun']}"
+    assert "words of a library" in log_of(tmp_path, "toy").read_text()
+
+
+def test_a_tracker_that_hangs_holds_nothing_up_and_is_ended(
+    open_toy: Callable[..., Any], tmp_path: Path, make_step: MakeStep
+) -> None:
+    trackers, said = open_toy("Hangs", end_s=0.5, most_waiting=10)
+    until((tmp_path / "toy.jsonl").is_file)
+    began = time.monotonic()
+    for step in range(1, 101):
+        trackers.step(make_step(step))
+    trackers.finish(None)
+    assert trackers.close(COMPLETE)
+    assert time.monotonic() - began < 30
+    (tracked,) = read_tracked(tmp_path)
+    assert (tracked.sent, tracked.lost) == (0, 100)
+    assert tracked.failure == "no answer within 0.5 s of the run's end"
+    assert "100 lost" in said[-1]
+    until(lambda: not process_lives(told(tmp_path)[0]["pid"]))
+
+
+def test_a_tracker_that_hangs_at_the_end_has_the_steps(
+    open_toy: Callable[..., Any], tmp_path: Path, make_step: MakeStep
+) -> None:
+    trackers, _ = open_toy("HangsAtTheEnd", end_s=2.0)
+    until(lambda: (tmp_path / "toy.jsonl").is_file())
+    trackers.step(make_step(1))
+    until(lambda: len(told(tmp_path)) == 2)
+    trackers.finish(None)
+    assert trackers.close(COMPLETE)
+    (tracked,) = read_tracked(tmp_path)
+    assert (tracked.sent, tracked.lost) == (1, 0)
+    assert "no answer" in tracked.failure
+
+
+def test_a_tracker_that_fails_begins_again_and_misses_nothing(
+    open_toy: Callable[..., Any], tmp_path: Path, make_step: MakeStep
+) -> None:
+    trackers, said = open_toy("FailsOnce", pauses_s=(0.0,))
+    for step in range(1, 6):
+        trackers.step(make_step(step))
+    until(lambda: trackers.tracked[0].sent == 5)
+    trackers.finish(None)
+    assert not trackers.close(COMPLETE)
+    assert {line["step"] for line in told(tmp_path) if "step" in line} == {1, 2, 3, 4, 5}
+    assert len({line["begun"] for line in told(tmp_path) if "begun" in line}) == 1
+    assert "hunter2" not in " ".join(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("Refuses", "PermissionError: no such project"), ("Dies", "its process ended (signal SIGKILL)")],
+)
+def test_a_tracker_that_keeps_failing_is_left_out_and_says_why(
+    name: str, cause: str, open_toy: Callable[..., Any], tmp_path: Path, make_step: MakeStep
+) -> None:
+    trackers, said = open_toy(name, pauses_s=(0.0,))
+    trackers.step(make_step(1))
+    until(lambda: trackers.tracked[0].lost == 1)
+    trackers.step(make_step(2))
+    trackers.finish(None)
+    assert trackers.close(COMPLETE)
+    assert any(f"failed: {cause} and is left out from here on" in line for line in said)
+    assert said[-1].startswith("tracker toy: 0 steps, 2 lost; ")
+    assert said[-1].endswith(f"failed: {cause}")
+    assert sum("begun" in line for line in told(tmp_path)) == 2
+
+
+def test_the_tracker_of_a_killed_run_is_ended(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from plans import plan_for, small_llama;"
+        "from fitune.track.feed import Trackers; from fitune.track.trackers import Row;"
+        "row = Row(tracker='track.toy_trackers:Toy', library='json', extra='toy');"
+        "Trackers({'toy': row}, Path(sys.argv[1]), say=print).start(plan_for(small_llama()), 'run'); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as run:
+        until(lambda: [one for one in read_tracked(tmp_path) if one.has_begun])
+        os.kill(run.pid, signal.SIGKILL)
+    until(lambda: told(tmp_path)[-1].get("ended") == "interrupted")
+    until(lambda: not process_lives(told(tmp_path)[0]["pid"]))
+
+
+def test_a_tracker_is_one_class_and_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRACKERS, "toy", row("Toy"))
+    assert wanted_trackers(["Toy"]) == {"toy": TRACKERS["toy"]}
+
+
+def test_none_and_nothing_are_no_tracker() -> None:
+    assert wanted_trackers([]) == wanted_trackers(["none"]) == {}
+    with pytest.raises(RecipeError, match="none goes with no other"):
+        wanted_trackers(["none", "wandb"])
+
+
+def test_an_unknown_tracker_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(RecipeError, match="unknown tracker 'tensorbord'") as caught:
+        wanted_trackers(["tensorbord"])
+    assert caught.value.hint == "did you mean 'tensorboard'?"
+
+
+def test_a_tracker_without_its_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRACKERS, "away", Row(tracker="a:B", library="no_such_library", extra="away"))
+    with pytest.raises(MissingExtra, match="fitune\\[away\\]"):
+        wanted_trackers(["away"])
+    assert "away" not in wanted_trackers(["all"])
+
+
+def test_the_table_names_extras_that_pyproject_has() -> None:
+    import tomllib
+
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
+    assert {row.extra for row in TRACKERS.values()} <= set(project["optional-dependencies"])
+
+
+def test_keys_and_passwords_of_trackers_stay_on_this_machine() -> None:
+    environment = {
+        "WANDB_PROJECT": "p", "WANDB_API_KEY": "k" * 40, "MLFLOW_TRACKING_URI": "https://me:hunter2@host",
+        "MLFLOW_TRACKING_TOKEN": "t", "COMET_WORKSPACE": "w", "HOME": "/root",
+    }  # fmt: skip
+    assert dict(settings_of_environment(environment)) == {"WANDB_PROJECT": "p", "COMET_WORKSPACE": "w"}
+
+
+def test_every_number_of_a_step_is_a_curve(make_step: MakeStep) -> None:
+    report = make_step(7, eval_loss=2.5)
+    curves = dict(scalars(report))
+    assert curves["train/loss"] == report.loss
+    assert curves["eval/loss"] == 2.5
+    assert curves["memory_bytes/backward"] == 412 * 1024**2
+    assert "eval/loss" not in dict(scalars(make_step(8)))
+
+
+def test_a_table_in_markdown() -> None:
+    assert markdown((("", "predicted"), ("peak", "3"))) == "|  | predicted |\n| --- | --- |\n| peak | 3 |"
