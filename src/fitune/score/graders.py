@@ -14,6 +14,7 @@ from typing import Any
 from fitune.errors import MissingExtra, RecipeError, did_you_mean
 from fitune.files import read_text
 from fitune.score import likelihoods
+from fitune.score.judge_settings import judge_content, read_judge
 from fitune.score.likelihoods import Graded, Weighed
 from fitune.spec.reports import Scale
 
@@ -34,6 +35,8 @@ class Kind:
     argument: str = ""
     needs_reference: bool = True
     needs_choices: bool = False
+    judges: bool = False
+    """A model that is asked (score/judging.py); scale and words follow from its settings."""
     scale: Scale = "share"
 
 
@@ -46,19 +49,14 @@ class Grader:
     argument: str
     key: str
     """A hash of all that its grades depend on, files included."""
+    scale: Scale
+    measures: str
+    """Its mean in words."""
 
     @property
     def row(self) -> Kind:
         """The row of GRADERS."""
         return GRADERS[self.kind]
-
-    @property
-    def scale(self) -> Scale:
-        return self.row.scale
-
-    @property
-    def measures(self) -> str:
-        return self.row.measures
 
 
 def require_one_way(graders: Sequence[Grader]) -> None:
@@ -89,7 +87,8 @@ def _open(name: str) -> Grader:
             f"grader {name!r}: " + (f"needs {wanted}" if wanted else f"{kind} takes nothing after a colon"),
             hint=f"{kind}:{wanted}" if wanted else kind,
         )
-    content = ""
+    row = GRADERS[kind]
+    content, scale, measures = "", row.scale, row.measures
     if kind == "json_schema":
         content = argument = _file(argument, name)
     elif kind == "python":
@@ -97,8 +96,13 @@ def _open(name: str) -> Grader:
         if not path or not function.isidentifier():
             raise RecipeError(f"grader {name!r}: needs {wanted}", hint=f"{kind}:{wanted}")
         content = _file(path, name)
+    elif kind == "judge":
+        content = _file(argument, name)
+        judge = read_judge(argument)
+        content += judge_content(judge)
+        scale, measures = judge.scale, judge.measures
     key = hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:12]
-    return Grader(name=name, kind=kind, argument=argument, key=key)
+    return Grader(name=name, kind=kind, argument=argument, key=key, scale=scale, measures=measures)
 
 
 def _file(path: str, name: str) -> str:
@@ -224,6 +228,7 @@ GRADERS: dict[str, Kind] = {
     "python": Kind(
         "mean of what the function returns", argument="FILE.py:FUNCTION", needs_reference=False, scale="value"
     ),
+    "judge": Kind("", argument="FILE.yaml", needs_reference=False, judges=True),
     "choice": Kind(
         "rows whose likeliest choice is the right one", weigh=likelihoods.choice, needs_choices=True
     ),

@@ -1,4 +1,7 @@
-"""Grades of whole shards: each shard is graded once by each grader, whatever is killed and whenever."""
+"""Grades of whole shards: each shard is graded once by each grader, whatever is killed and whenever.
+
+Of a judge's shard the rows that it did not answer are asked again by the next run.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,52 +9,80 @@ from fitune.errors import RecipeError
 from fitune.score.answers import Line, answer_text
 from fitune.score.grader_process import GradeFailed, GuardedGrader
 from fitune.score.graders import Grader, Kind
+from fitune.score.judging import Judging
 from fitune.score.shards import Shards
 from fitune.spec.serial import parse_json
 
+Helper = GuardedGrader | Judging | None
+"""Who grades where a function of two texts does not do: a process, or a judge."""
+
 
 def try_graders(graders: Sequence[Grader]) -> None:
-    """Start each grader that runs in a process of its own. Raises RecipeError for one that cannot be loaded."""
+    """Start each grader that runs in a process of its own, and try each judge.
+
+    Raises RecipeError for one that cannot be loaded or asked.
+    """
     for grader in graders:
-        guarded = _guarded(grader)
+        helper = _helper(grader)
         try:
-            if guarded is not None:
-                guarded.start()
+            if isinstance(helper, GuardedGrader):
+                helper.start()
+            elif helper is not None:
+                helper.try_out()
         except GradeFailed as failed:
             raise RecipeError(f"grader {grader.name!r}: {failed}") from None
         finally:
-            if guarded is not None:
-                guarded.close()
+            if helper is not None:
+                helper.close()
 
 
 def grade_shards(shards: Shards, graders: Sequence[Grader]) -> None:
-    """Grade what is not graded yet. A grader that raises or hangs leaves an error in its row, and the grade 0."""
+    """Grade what is not graded yet. A grader that raises or hangs leaves an error in its row, and the grade 0; a judge
+    that does not answer, or says nothing that can be read, an error and no grade."""
     for grader in graders:
-        guarded = _guarded(grader)
+        helper = _helper(grader)
         try:
             for number in shards.numbers():
-                if not shards.has_grades(number, grader.key):
-                    shards.write_grades(number, grader.key, _grades(shards, number, grader, guarded))
+                earlier = _earlier(shards, number, grader)
+                if earlier is None or any(line.get("retry") for line in earlier):
+                    shards.write_grades(
+                        number, grader.key, _grades(shards, number, grader, helper, earlier or ())
+                    )
         finally:
-            if guarded is not None:
-                guarded.close()
+            if helper is not None:
+                helper.close()
 
 
-def _guarded(grader: Grader) -> GuardedGrader | None:
+def _helper(grader: Grader) -> Helper:
     row = grader.row
+    if row.judges:
+        return Judging(grader.argument)
     return GuardedGrader(grader.kind, grader.argument) if row.grade is None and row.weigh is None else None
 
 
-def _grades(shards: Shards, number: int, grader: Grader, guarded: GuardedGrader | None) -> Iterator[Line]:
-    for answered, asked in zip(shards.lines(number), shards.lines(number, "tasks"), strict=True):
-        line, task = parse_json(answered), parse_json(asked)
+def _earlier(shards: Shards, number: int, grader: Grader) -> list[Line] | None:
+    """What a judge gave the shard, or nothing of another grader, which is not asked twice; None: not graded."""
+    if not shards.has_grades(number, grader.key):
+        return None
+    return [parse_json(line) for line in shards.grades(number, grader.key)] if grader.row.judges else []
+
+
+def _grades(
+    shards: Shards, number: int, grader: Grader, helper: Helper, earlier: Sequence[Line]
+) -> Iterator[Line]:
+    rows = zip(shards.lines(number), shards.lines(number, "tasks"), strict=True)
+    read = ((parse_json(answered), parse_json(asked)) for answered, asked in rows)
+    if isinstance(helper, Judging):
+        yield from helper.grades(list(read), earlier)
+        return
+    for line, task in read:
         text = answer_text(line)
         if grader.row.weigh:
             yield _weighed_grade(grader.row, line)
         elif text is None:
             yield {"grade": 0.0}
-        elif guarded is not None:
-            yield _guarded_grade(guarded, text, task)
+        elif helper is not None:
+            yield _guarded_grade(helper, text, task)
         elif function := grader.row.grade:
             yield {"grade": function(text, task["expected"])}
 

@@ -133,9 +133,14 @@ class Shards:
         """True if the shard was graded under ``key``, for these very answers."""
         return self._path(number, f".{self._grades(number, key)}.jsonl").is_file()
 
+    def grades(self, number: int, key: str) -> list[bytes]:
+        return self.lines(number, self._grades(number, key))
+
     def write_grades(self, number: int, key: str, grades: Iterable[Line]) -> None:
         """One line for each line of the shard."""
-        write_atomically(self._path(number, f".{self._grades(number, key)}.jsonl"), _text(grades))
+        name = self._grades(number, key)
+        write_atomically(self._path(number, f".{name}.jsonl"), _text(grades))
+        self._lines.pop((number, name), None)
 
     def grade(self, number: int, key: str, place: int) -> bytes:
         return self.lines(number, self._grades(number, key))[place]

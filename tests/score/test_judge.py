@@ -1,0 +1,214 @@
+"""A judge's verdicts are read strictly, its words are kept, and each answer is judged exactly once."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.errors import RecipeError
+from fitune.score.engine import Sampling
+from fitune.score.graders import open_graders
+from fitune.score.intervals import compare
+from fitune.score.judge_settings import fill, read_verdict
+from fitune.score.plan import ScorePlan
+from fitune.score.run import score
+from fitune.score.shards import Shards
+from fitune.session.results import text_of
+from fitune.spec.plan import DataSource
+from servers import Reply, said, serving
+
+ROWS = 6
+
+
+@pytest.mark.parametrize(
+    ("verdict", "words", "grade"),
+    [
+        ("points", "It is right.\nVerdict: 7", 7.0),
+        ("points", "Verdict: 3\nNo, on second thought\n**Verdict: 8/10**", 8.0),
+        ("points", "9", 9.0),
+        ("points", "Verdict: 11", None),
+        ("points", "Verdict: 0", None),
+        ("points", "I would give 7 of 10", None),
+        ("yes_no", "Verdict: **Yes**.", 1.0),
+        ("yes_no", "no.", 0.0),
+        ("yes_no", "yes, it is", None),
+        ("prefer", "Verdict: Answer B", 0.0),
+        ("prefer", "Verdict: tie", 0.5),
+        ("prefer", "", None),
+    ],
+)
+def test_a_verdict_is_read_or_it_is_none(verdict: Any, words: str, grade: float | None) -> None:
+    assert read_verdict(words, verdict) == grade
+
+
+def test_an_answer_that_names_a_place_of_the_template_stays_as_it_is() -> None:
+    texts = {"answer": "say {expected}", "expected": "4", "prompt": "{answer}"}
+    assert fill("{prompt}|{answer}|{expected}", texts) == "{answer}|say {expected}|4"
+
+
+@pytest.fixture
+def plan(tiny, tmp_path: Path) -> ScorePlan:
+    data = tmp_path / "rows.jsonl"
+    rows = [{"id": f"r{n}", "prompt": f"item {n}", "completion": f"lamp {n}"} for n in range(ROWS)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ScorePlan(
+        model=str(tiny.folder), data=DataSource(path=str(data)), output_dir=str(tmp_path / "out"),
+        sampling=Sampling(max_new_tokens=6), batch_size=2, shard_rows=2,
+    )  # fmt: skip
+
+
+def judge_file(plan: ScorePlan, **keys: Any) -> str:
+    path = Path(plan.output_dir).parent / "judge.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in {"model": plan.model, **keys}.items()))
+    return f"judge:{path}"
+
+
+def quietly(plan: ScorePlan) -> Any:
+    return score(plan, say=lambda line: None)
+
+
+def graded(plan: ScorePlan) -> list[dict]:
+    return [json.loads(line) for line in (Path(plan.output_dir) / "grades.jsonl").read_text().splitlines()]
+
+
+def reads(tiny, answer: Callable[[str], str]) -> Callable[[dict[str, Any], int], Reply]:
+    """A judge that is shown its prompt as text, and says what ``answer`` says of it."""
+    return lambda body, before: said(answer(tiny.tokenizer.decode(body["prompt"])))
+
+
+def test_points_are_read_words_are_kept_and_what_cannot_be_read_is_counted(tiny, plan: ScorePlan) -> None:
+    def verdict(prompt: str) -> str:
+        if "item 4" in prompt:
+            return "I cannot say."
+        return "Fine.\nVerdict: 9" if "item 0" in prompt else "Poor.\nVerdict: 2"
+
+    with serving(reads(tiny, verdict)) as (url, bodies):
+        name = judge_file(plan, url=url, served_model="wise")
+        report = quietly(replace(plan, graders=(name,)))
+    assert len(bodies) == ROWS + 1  # one to try it
+    assert bodies[1]["model"] == "wise"
+    assert report.grades[name] == pytest.approx((9 + 4 * 2) / 5)
+    assert (report.ungraded, report.grader_errors) == ({name: 1}, {name: 1})
+    assert "mean points of wise, 1 to 10; 1 of 6 rows not graded; the grader failed for 1 rows" in text_of(
+        report
+    )
+    rows = graded(plan)
+    assert rows[0]["said"] == {name: "Fine.\nVerdict: 9"}
+    assert rows[4]["grades"] == {name: None}
+    assert rows[4]["errors"] == {name: "the judge's verdict cannot be read"}
+
+
+def test_two_scorings_are_judged_in_both_orders(tiny, plan: ScorePlan, tmp_path: Path) -> None:
+    """The judge likes the longer answer; of row 1 it always takes the first; row 2 the other scoring does not have."""
+    quietly(plan)
+    other = tmp_path / "other"
+    other.mkdir()
+    lines = [json.loads(line) for line in (Path(plan.output_dir) / "answers.jsonl").read_text().splitlines()]
+    for place, line in enumerate(lines):
+        line["response"]["body"]["choices"][0]["message"]["content"] = "short" if place == 0 else "long " * 20
+    del lines[2]
+    (other / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def verdict(prompt: str) -> str:
+        if "item 1" in prompt or "Answer A:" not in prompt:
+            return "Verdict: A"
+        first = prompt.split("Answer A:")[1].split("Answer B:")[0]
+        other_first, mine_better = "short" in first or "long long" in first, "short" in prompt
+        return f"Verdict: {'A' if other_first != mine_better else 'B'}"
+
+    with serving(reads(tiny, verdict)) as (url, bodies):
+        name = judge_file(plan, url=url, verdict="prefer", against=other)
+        report = quietly(replace(plan, graders=(name,)))
+    assert [row["grades"][name] for row in graded(plan)] == [1.0, 0.5, None, 0.0, 0.0, 0.0]
+    assert report.grades[name] == pytest.approx(1.5 / 5)
+    assert len(graded(plan)[0]["said"][name]) == 2
+    assert len(bodies) == 2 * (ROWS - 1) + 1
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_killed_between_shards_and_asked_again_where_it_failed_each_answer_is_judged_once(
+    tiny, plan: ScorePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = Shards.write_grades, []
+
+    def write_one(shards: Shards, number: int, key: str, grades: Any) -> None:
+        write(shards, number, key, grades)
+        written.append(number)
+        if len(written) == 2:
+            raise Killed
+
+    broken = {"item 5"}
+
+    def reply(body: dict[str, Any], before: int) -> Reply:
+        prompt = tiny.tokenizer.decode(body["prompt"])
+        if any(name in prompt for name in broken):
+            return 400, b"no", {}
+        return said("Verdict: yes" if "item 3" in prompt else "Verdict: no")
+
+    with serving(reply) as (url, bodies):
+        plan = replace(plan, graders=(judge_file(plan, url=url, verdict="yes_no"),))
+        with monkeypatch.context() as patched:
+            patched.setattr(Shards, "write_grades", write_one)
+            with pytest.raises(Killed):
+                quietly(plan)
+        assert len(bodies) == 5  # two shards of two rows, and the one to try it
+        report = quietly(plan)
+        assert (report.ungraded, len(bodies)) == ({plan.graders[0]: 1}, 8)
+        broken.clear()
+        assert quietly(plan).ungraded == {}
+        assert len(bodies) == 10  # the trial and the row that failed
+        before = (Path(plan.output_dir) / "grades.jsonl").read_bytes()
+        again = replace(plan, output_dir=f"{plan.output_dir}-undisturbed")
+        assert quietly(again).grades == {plan.graders[0]: pytest.approx(1 / ROWS)}
+    assert (Path(again.output_dir) / "grades.jsonl").read_bytes() == before
+    (paired,), changed = compare(Path(plan.output_dir), Path(again.output_dir))
+    assert (paired.difference, changed) == (0.0, [])
+
+
+def test_a_model_in_this_process_judges_too(plan: ScorePlan, tmp_path: Path) -> None:
+    template = tmp_path / "ask.txt"
+    template.write_text("{answer}?")
+    name = judge_file(plan, max_new_tokens=4, template=template)
+    report = quietly(replace(plan, graders=(name,)))
+    assert report.ungraded == {name: ROWS}
+    assert "cut off at 4 tokens" in graded(plan)[0]["errors"][name]
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"verdict": "stars"}, "verdict = 'stars' is not known"),
+        ({"verdit": "points"}, "unknown key 'verdit'"),
+        ({"verdict": "prefer"}, "verdict prefer with against ''"),
+        ({"temperature": "hot"}, "temperature = 'hot': must be a number"),
+        ({"max_new_tokens": 0}, "max_new_tokens = 0: must be from 1"),
+        ({"template": "/no/such"}, "template /no/such cannot be read"),
+        ({"model": "''"}, "model is missing"),
+    ],
+)
+def test_a_judge_that_is_not_described_well_is_refused(
+    plan: ScorePlan, keys: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(RecipeError, match=named):
+        open_graders((judge_file(plan, **keys),))
+
+
+def test_the_key_of_a_judge_follows_from_template_sampling_and_model(plan: ScorePlan, tmp_path: Path) -> None:
+    template = tmp_path / "ask.txt"
+    template.write_text("Is {answer} right?")
+    keys = {}
+    for change in ({}, {"temperature": 0.5}, {"template": template}, {"verdict": "yes_no"}):
+        (grader,) = open_graders((judge_file(plan, **change),))
+        keys[grader.key] = change
+    template.write_text("Is {answer} good?")
+    (grader,) = open_graders((judge_file(plan, template=template),))
+    assert len({*keys, grader.key}) == 5
+    template.write_text("Is {anser} good?")
+    with pytest.raises(RecipeError, match="{anser} is not known"):
+        open_graders((judge_file(plan, template=template),))
