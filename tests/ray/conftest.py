@@ -15,7 +15,7 @@ from ray_runs import CORES, node_args
 def cluster() -> Iterator[Any]:
     """A head node, which this process is a driver of; tests may add others."""
     ray = pytest.importorskip("ray", reason="needs ray: fitune[ray]")
-    from fitune.launch.ray import loaded_ray
+    from fitune.launch.ray_cluster import loaded_ray
 
     patched = pytest.MonkeyPatch()
     patched.setenv("RAY_AUTH_MODE", "disabled")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fitune.errors import HardwareError, RecipeError, TrainingFailed
-from fitune.launch.ray import RayPlace, ask_nodes, connected, ray_place
+from fitune.launch.ray_cluster import RayPlace, ask_nodes, connected, ray_place
 from fitune.session import on_ray
 from fitune.session.on_ray import facts_of_node, require_same_versions, train_on_ray, versions_here
 from fitune.spec.recipe import Recipe

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fitune.errors import HardwareError
-from fitune.launch.ray import RayPlace
+from fitune.launch.ray_cluster import RayPlace
 from fitune.session.on_ray import train_on_ray
 from fitune.spec.recipe import Recipe
 from ray_runs import Heard, by_one_process, kill, losses, report_of

@@ -13,7 +13,7 @@ from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import FituneError, RecipeError, exit_code_of
 from fitune.launch.command import require_one_machine
 from fitune.launch.nodes import ONE_NODE, Place
-from fitune.launch.ray import RayPlace
+from fitune.launch.ray_cluster import RayPlace
 from fitune.session.events import Note, Tell
 from fitune.session.handover import hand_over, program_again, take_over
 from fitune.session.on_ray import train_on_ray

@@ -24,19 +24,18 @@ from fitune.errors import (
     TrainingFailed,
 )
 from fitune.launch.command import command_of
-from fitune.launch.ray import (
+from fitune.launch.ray_cluster import (
     RayCluster,
     RayPlace,
-    WorkersEnd,
     ask_nodes,
     connected,
     loaded_ray,
-    open_desk,
     ray_place,
     require_room,
-    run_workers,
     spread,
 )
+from fitune.launch.ray_desk import open_desk
+from fitune.launch.ray_workers import WorkersEnd, run_workers
 from fitune.launch.torchrun import Ended, ended, fresh_logs
 from fitune.session.events import Note, RanOutOfMemory, StepsBegin, Tell
 from fitune.session.handover import packed

@@ -15,7 +15,7 @@ from typing import Any
 
 from fitune.checkpoint.commit import Commit, last_saved
 from fitune.errors import FituneError, PeerGone, RankFailed, RunDirectoryError, exit_code_of
-from fitune.launch.ray import loaded_ray
+from fitune.launch.ray_cluster import loaded_ray
 from fitune.session.events import Event, Note, Tell
 from fitune.session.handover import unpacked
 from fitune.session.ranks_of_nodes import nobody

@@ -1,17 +1,12 @@
-"""Ray as a launcher: a cluster is reached, what it has is asked, and a function runs in the workers of a TorchTrainer.
-
-Restarts of lost workers are Ray's (FailureConfig, Train V2); which checkpoint counts is never asked of Ray.
-"""
+"""A Ray cluster: where it is, reached as a driver, what it has, what is free there, and questions to each node."""
 
 import os
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from fitune.errors import HardwareError, MissingExtra, RecipeError
@@ -19,7 +14,6 @@ from fitune.errors import HardwareError, MissingExtra, RecipeError
 _REACHING_SECONDS = 5.0
 _ASKING_SECONDS = 60.0
 """A node starts a process of its own to answer: seconds where the disk is cold."""
-_LOOK_SECONDS = 0.2
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STORE_BYTES = 100 * 2**20
 """The object store of a cluster that is started here: only plans and events go through it."""
@@ -203,6 +197,19 @@ def require_room(cluster: RayCluster, place: RayPlace, each: Mapping[str, float]
     )
 
 
+def spread(world: int, slots: Sequence[int]) -> tuple[int, int]:
+    """Nodes × workers a node that ``world`` workers are planned for, where nodes have room for ``slots``, and those
+    that may come have as much as the largest.
+
+    One node where one has room for all; else as many a node as leave no node with fewer.
+    """
+    slots = [*slots, *[max(slots, default=1)] * world]
+    for each in range(min(world, max(slots)), 1, -1):
+        if world % each == 0 and sum(room >= each for room in slots) >= world // each:
+            return world // each, each
+    return world, 1
+
+
 def ask_nodes(question: Callable[..., Any], *words: Any) -> dict[str, Any]:
     """The answer of every living node's own process to ``question(*words)``, by node id.
 
@@ -235,152 +242,13 @@ def ask_nodes(question: Callable[..., Any], *words: Any) -> dict[str, Any]:
             ) from error
         except ray.exceptions.RayError as error:
             raise HardwareError(
-                f"node {node.host} cannot run fitune: {_last_words(error)}",
+                f"node {node.host} cannot run fitune: {last_words(error)}",
                 hint="install the same fitune, torch and transformers on every node",
             ) from error
     return answers
 
 
-class Desk:
-    """An actor beside the driver: ranks lay down there what is to be told, and learn that they are to stop."""
-
-    def __init__(self) -> None:
-        import asyncio
-
-        self._events: list[Any] = []
-        self._is_stopping = asyncio.Event()
-        self._begun: dict[int, int] = {}
-        self._failed = ""
-
-    async def tell(self, event: Any) -> None:
-        self._events.append(event)
-
-    async def take(self) -> tuple[list[Any], str]:
-        """The events since the last call, and the end of the rank that failed first by itself, as JSON; empty while
-        none has."""
-        events, self._events = self._events, []
-        return events, self._failed
-
-    async def fail(self, end: str) -> None:
-        """A rank fails by an error of its own, which would come again."""
-        self._failed = self._failed or end
-
-    async def begin(self, rank: int) -> int:
-        """Count a group of workers that begins; returns how many times this rank began before."""
-        self._begun[rank] = self._begun.get(rank, -1) + 1
-        return self._begun[rank]
-
-    async def stop(self) -> None:
-        self._is_stopping.set()
-
-    async def stop_asked(self) -> None:
-        """Returns when the ranks are to stop."""
-        await self._is_stopping.wait()
-
-
-def open_desk() -> Any:
-    ray = loaded_ray()
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = ray.get_runtime_context().get_node_id()
-    return (
-        ray.remote(Desk)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
-        .remote()
-    )
-
-
-@dataclass(slots=True)
-class WorkersEnd:
-    """How ``fit`` ended: what rank 0 returned, or the errors of the workers of the last group, by rank."""
-
-    returned: Any = None
-    failures: dict[int, str] = field(default_factory=dict)
-    error: str = ""
-
-
-def run_workers(
-    function: Callable[[dict[str, Any]], Any],
-    config: dict[str, Any],
-    *,
-    place: RayPlace,
-    each: Mapping[str, float],
-    directory: Path,
-    name: str,
-    watch: Callable[[], bool],
-    lost: Callable[[list[int]], None],
-    timeout_s: float,
-) -> WorkersEnd:
-    """Run ``function(config)`` in every worker of a TorchTrainer. ``watch`` is called several times a second, until it
-    says that Ray's end is not worth waiting for; ``lost`` in a process of Ray on this node, with ranks that ended."""
-    loaded_ray()
-    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
-
-    from fitune.launch.ray_backend import LossesTold, OwnInterface
-
-    gpus = bool(each.get("GPU"))
-    trainer = TorchTrainer(
-        function,
-        train_loop_config=config,
-        torch_config=OwnInterface(backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=int(timeout_s)),
-        scaling_config=ScalingConfig(
-            num_workers=(place.fewest, place.most) if place.is_elastic else place.most,
-            use_gpu=gpus,
-            resources_per_worker=dict(each),
-        ),
-        run_config=RunConfig(
-            name=name,
-            storage_path=str(directory),
-            failure_config=FailureConfig(
-                max_failures=place.restarts,
-                controller_failure_limit=place.restarts,
-                max_preemption_failures=place.restarts,
-            ),
-            logging_config=LoggingConfig(log_level="CRITICAL"),
-            callbacks=[LossesTold(lost)],
-        ),
-    )
-    end = WorkersEnd()
-    thread = threading.Thread(target=_fit, args=(trainer, end), name="fit", daemon=True)
-    thread.start()
-    while not watch() and thread.is_alive():
-        thread.join(_LOOK_SECONDS)
-    watch()
-    return end
-
-
-def _fit(trainer: Any, end: WorkersEnd) -> None:
-    """In a thread: Ray's own handler of SIGINT would take the place of ours."""
-    from ray.exceptions import RayError
-    from ray.train import TrainingFailedError
-
-    try:
-        end.returned = trainer.fit().return_value
-    except TrainingFailedError as error:
-        failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
-        end.failures = {rank: _last_words(failure) for rank, failure in failures.items()}
-        end.error = "; ".join(f"rank {rank}: {words}" for rank, words in end.failures.items()) or _last_words(
-            getattr(error, "controller_failure", error)
-        )
-    except RayError as error:  # the cluster is gone
-        end.error = _last_words(error)
-
-
-def _last_words(error: Exception) -> str:
+def last_words(error: Exception) -> str:
     """The last line of Ray's error, which has the traceback of the worker before it."""
     lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
-
-
-def spread(world: int, slots: Sequence[int]) -> tuple[int, int]:
-    """Nodes × workers a node that ``world`` workers are planned for, where nodes have room for ``slots``, and those
-    that may come have as much as the largest.
-
-    One node where one has room for all; else as many a node as leave no node with fewer.
-    """
-    slots = [*slots, *[max(slots, default=1)] * world]
-    for each in range(min(world, max(slots)), 1, -1):
-        if world % each == 0 and sum(room >= each for room in slots) >= world // each:
-            return world // each, each
-    return world, 1

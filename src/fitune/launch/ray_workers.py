@@ -1,0 +1,91 @@
+"""A function in every worker of Ray's TorchTrainer.
+
+Restarts of lost workers are Ray's (FailureConfig, Train V2); which checkpoint counts is never asked of Ray.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fitune.launch.ray_cluster import RayPlace, last_words, loaded_ray
+
+_LOOK_SECONDS = 0.2
+
+
+@dataclass(slots=True)
+class WorkersEnd:
+    """How ``fit`` ended: what rank 0 returned, or the errors of the workers of the last group, by rank."""
+
+    returned: Any = None
+    failures: dict[int, str] = field(default_factory=dict)
+    error: str = ""
+
+
+def run_workers(
+    function: Callable[[dict[str, Any]], Any],
+    config: dict[str, Any],
+    *,
+    place: RayPlace,
+    each: Mapping[str, float],
+    directory: Path,
+    name: str,
+    watch: Callable[[], bool],
+    lost: Callable[[list[int]], None],
+    timeout_s: float,
+) -> WorkersEnd:
+    """Run ``function(config)`` in every worker of a TorchTrainer. ``watch`` is called several times a second, until it
+    says that Ray's end is not worth waiting for; ``lost`` in a process of Ray on this node, with ranks that ended."""
+    loaded_ray()
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from fitune.launch.ray_backend import LossesTold, OwnInterface
+
+    gpus = bool(each.get("GPU"))
+    trainer = TorchTrainer(
+        function,
+        train_loop_config=config,
+        torch_config=OwnInterface(backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=int(timeout_s)),
+        scaling_config=ScalingConfig(
+            num_workers=(place.fewest, place.most) if place.is_elastic else place.most,
+            use_gpu=gpus,
+            resources_per_worker=dict(each),
+        ),
+        run_config=RunConfig(
+            name=name,
+            storage_path=str(directory),
+            failure_config=FailureConfig(
+                max_failures=place.restarts,
+                controller_failure_limit=place.restarts,
+                max_preemption_failures=place.restarts,
+            ),
+            logging_config=LoggingConfig(log_level="CRITICAL"),
+            callbacks=[LossesTold(lost)],
+        ),
+    )
+    end = WorkersEnd()
+    thread = threading.Thread(target=_fit, args=(trainer, end), name="fit", daemon=True)
+    thread.start()
+    while not watch() and thread.is_alive():
+        thread.join(_LOOK_SECONDS)
+    watch()
+    return end
+
+
+def _fit(trainer: Any, end: WorkersEnd) -> None:
+    """In a thread: Ray's own handler of SIGINT would take the place of ours."""
+    from ray.exceptions import RayError
+    from ray.train import TrainingFailedError
+
+    try:
+        end.returned = trainer.fit().return_value
+    except TrainingFailedError as error:
+        failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
+        end.failures = {rank: last_words(failure) for rank, failure in failures.items()}
+        end.error = "; ".join(f"rank {rank}: {words}" for rank, words in end.failures.items()) or last_words(
+            getattr(error, "controller_failure", error)
+        )
+    except RayError as error:  # the cluster is gone
+        end.error = last_words(error)
