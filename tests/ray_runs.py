@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import DataError
+from fitune.errors import DataError, ScoringFailed
+from fitune.score.worker import ScoringWorker
 from fitune.session.events import Event
 from fitune.session.ray_ranks import RankEnd, train_as_rank
 from fitune.session.training import train_recipe
@@ -19,7 +20,7 @@ from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.run_directory import LOGS
 from fitune.spec.serial import from_data
 
-CORES = 4
+CORES = 2
 """Workers that have room on the head; a core of Ray is a number and no core."""
 
 
@@ -65,13 +66,21 @@ def rank_of(folder: Path, rank: int) -> RankStatus:
     return read_statuses(folder / LOGS)[rank]
 
 
-def kill(folder: Path, rank: int) -> None:
-    os.kill(rank_of(folder, rank).pid, signal.SIGKILL)
+def wait_for(condition: Callable[[], bool], *, what: str, seconds: float = 240.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"{what} for {seconds:g} s in vain"
+        time.sleep(0.05)
+
+
+def is_committed(folder: Path, step: int) -> bool:
+    return (folder / "checkpoints" / f"step-{step}" / "COMMIT").exists()
 
 
 @dataclass(frozen=True, slots=True)
 class Faulty:
-    """A worker's function with a fault on rank 1, in its ``call``-th loss: ``error`` or ``kill``.
+    """A worker's function with a fault on rank 1, in its ``call``-th loss: ``error``, ``kill``, ``memory`` or ``hold``,
+    which keeps the rank until it is killed. With a file ``marker``, which says that it happened, it happens once.
 
     ``is_unnoticed`` keeps rank 0 from its next look at rank 1, until Ray ends it.
     """
@@ -79,6 +88,7 @@ class Faulty:
     fault: str
     call: int
     is_unnoticed: bool = False
+    marker: str = ""
 
     def __call__(self, config: dict[str, Any]) -> RankEnd:
         from fitune.models.language_model import LanguageModel
@@ -97,6 +107,58 @@ class Faulty:
         return train_as_rank(config)
 
     def happen(self) -> None:
-        if self.fault == "error":
-            raise DataError("row 7 of the test cannot be read", hint="another row")
+        import torch
+
+        if self.marker and os.path.exists(self.marker):
+            return
+        if self.marker:
+            Path(self.marker).touch()
+        match self.fault:
+            case "error":
+                raise DataError("row 7 of the test cannot be read", hint="another row")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "memory":
+                raise torch.OutOfMemoryError("device out of memory: 4096 bytes more than its 1048576")
+            case "hold":
+                time.sleep(3600)
+
+
+class Squarer:
+    """A worker of a pool that squares numbers. Files in ``folder`` say what happens at a piece: ``die-N`` once,
+    ``always-N``, ``refuse-N``, ``hold-N`` until it is gone; and which were done."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def hello(self) -> str:
+        return f"process {os.getpid()} here"
+
+    def done(self) -> int:
+        return 0
+
+    def work(self, piece: int) -> int:
+        if (self.folder / f"die-{piece}").exists():
+            (self.folder / f"die-{piece}").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (self.folder / f"always-{piece}").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (self.folder / f"refuse-{piece}").exists():
+            raise ScoringFailed(f"piece {piece} cannot be done", hint="another piece")
+        if (self.folder / f"hold-{piece}").exists():
+            (self.folder / f"held-{piece}").touch()
+        wait_for(lambda: not (self.folder / f"hold-{piece}").exists(), what=f"piece {piece} was held")
+        (self.folder / f"did-{piece}").touch()
+        return piece**2
+
+
+class KilledOnce(ScoringWorker):
+    """The first worker that has answered a row is killed: the file FITUNE_TEST_KILLED says that it was."""
+
+    def _count(self) -> None:
+        super()._count()
+        try:
+            os.close(os.open(os.environ["FITUNE_TEST_KILLED"], os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
         os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any
 import pytest
 
 from fitune.errors import HardwareError, RecipeError, TrainingFailed
+from fitune.files import process_lives
 from fitune.launch.ray_cluster import RayPlace, ask_nodes, connected, ray_place
 from fitune.session import on_ray
-from fitune.session.on_ray import facts_of_node, require_same_versions, train_on_ray, versions_here
-from fitune.spec.recipe import Recipe
-from ray_runs import Faulty, Heard, by_one_process, losses, report_of
+from fitune.session.on_ray import train_on_ray
+from fitune.session.ray_nodes import facts_of_node, require_same_versions, versions_here
+from fitune.spec.recipe import Recipe, dump_recipe
+from ray_runs import Faulty, Heard, by_one_process, is_committed, losses, rank_of, report_of, wait_for
 
 pytestmark = pytest.mark.ray
 TWO = RayPlace(fewest=2, most=2, restarts=0)
@@ -62,6 +66,48 @@ def test_a_signal_lets_the_workers_save_and_one_process_goes_on(
     assert losses(folder) == pytest.approx(losses(one), rel=1e-4)
 
 
+def test_a_driver_killed_and_started_again_ends_with_the_losses_of_one_process(
+    cluster: Any, recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    one = by_one_process(recipe("one"))
+    settings = {"zero": 2, "backend": "deepspeed"}
+    file, held, folder = tmp_path / "recipe.yaml", tmp_path / "held", tmp_path / "two"
+    file.write_text(dump_recipe(recipe("two", **settings)))
+    words = ["train", str(file), "--on", "ray", "--ray-address", cluster.address, "--workers", "2"]
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here.parent), *sys.path])
+    driver = subprocess.Popen(
+        [sys.executable, str(here / "held_driver.py"), *words],
+        env={**os.environ, "HELD": str(held), "PYTHONPATH": paths},
+    )
+    try:
+        wait_for(
+            lambda: (held.exists() and is_committed(folder, 4)) or driver.poll() is not None,
+            what="waited for the checkpoint",
+        )
+        assert held.exists()
+        workers = [rank_of(folder, rank).pid for rank in (0, 1)]
+    finally:
+        driver.kill()
+        driver.wait()
+    wait_for(lambda: not any(map(process_lives, workers)), what="the workers outlived their driver")
+    assert train_on_ray(recipe("two", resume=True, **settings), TWO, overwrite=False, tell=Heard()) == 0
+    assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
+
+
+def test_a_rank_without_memory_lets_the_next_attempt_take_less(
+    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one = by_one_process(recipe("one"))
+    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("memory", call=5, marker=str(tmp_path / "happened")))
+    two = recipe("two", zero=0)
+    assert train_on_ray(two, TWO, overwrite=False, tell=Heard()) == 0
+    folder = Path(str(two.output_dir))
+    [retry] = report_of(folder).retries
+    assert "rank 1" in retry.reason
+    assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
+
+
 def test_an_address_where_nobody_answers_is_an_error_at_once(cluster: Any) -> None:
     began = time.monotonic()
     with pytest.raises(HardwareError, match=r"no Ray cluster at 127\.0\.0\.1:9"), connected("127.0.0.1:9"):
@@ -80,11 +126,4 @@ def test_other_versions_on_a_node_are_named(cluster: Any) -> None:
 @pytest.mark.parametrize("workers", ["two", "3..2", "0", "2..", "-1"])
 def test_numbers_of_workers_that_cannot_be_are_refused(workers: str) -> None:
     with pytest.raises(RecipeError, match="--workers"):
-        ray_place(address="", workers=workers, default=1)
-
-
-def test_a_global_batch_that_some_number_of_workers_does_not_divide_is_refused(
-    cluster: Any, recipe: Callable[..., Recipe]
-) -> None:
-    with pytest.raises(RecipeError, match=r"with 3 workers, and the global batch of 8 rows"):
-        train_on_ray(recipe(), RayPlace(fewest=2, most=4), overwrite=False, tell=Heard())
+        ray_place(address="", workers=workers)

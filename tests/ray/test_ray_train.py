@@ -8,14 +8,14 @@ import pytest
 
 from fitune.errors import HardwareError
 from fitune.launch.ray_cluster import RayPlace
+from fitune.session import on_ray
 from fitune.session.on_ray import train_on_ray
 from fitune.spec.recipe import Recipe
-from ray_runs import Heard, by_one_process, kill, losses, report_of
+from ray_runs import Faulty, Heard, by_one_process, losses, report_of
 
 pytestmark = pytest.mark.ray
 TWO = RayPlace(fewest=2, most=2)
-LONG = {"max_steps": 40, "save_steps": 4}
-"""Steps enough for a fault in the middle."""
+LONG = {"max_steps": 20, "save_steps": 4}
 
 
 def test_two_workers_train_the_model_of_one_process(cluster: Any, recipe: Callable[..., Recipe]) -> None:
@@ -36,13 +36,13 @@ def test_two_workers_train_the_model_of_one_process(cluster: Any, recipe: Callab
 
 
 def test_a_killed_worker_is_replaced_and_the_losses_stay_equal(
-    cluster: Any, recipe: Callable[..., Recipe]
+    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     one = by_one_process(recipe("one", **LONG))
     two = recipe("two", zero=3, backend="fsdp", **LONG)
     folder = Path(str(two.output_dir))
-    heard = Heard(at_step={5: lambda: kill(folder, 1)})
-    assert train_on_ray(two, TWO, overwrite=False, tell=heard) == 0
+    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("kill", call=25, marker=str(tmp_path / "killed")))
+    assert train_on_ray(two, TWO, overwrite=False, tell=Heard()) == 0
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
     [restart] = report_of(folder).restarts
     assert restart.cause.startswith("rank 1")
@@ -57,7 +57,7 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused(
     cluster: Any, recipe: Callable[..., Recipe]
 ) -> None:
     with pytest.raises(
-        HardwareError, match=r"9 workers ask for 9 CPU; free on 1 node: 4 of 4 CPU"
+        HardwareError, match=r"9 workers ask for 9 CPU; free on 1 node: 2 of 2 CPU"
     ) as refused:
         train_on_ray(recipe(), RayPlace(fewest=9, most=9), overwrite=False, tell=Heard())
-    assert "--workers 4" in str(refused.value.hint)
+    assert "--workers 2" in str(refused.value.hint)

@@ -61,6 +61,9 @@ Picture = Annotated[
     Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw a ranking or a matrix, too.")
 ]
 Run = Annotated[Path, typer.Argument(help="Directory of a run.")]
+OnRay = Annotated[Literal["here", "ray"], typer.Option("--on", help="ray: by workers of a Ray cluster.")]
+RayAddress = Annotated[str, typer.Option(help="HOST:PORT. Default: RAY_ADDRESS or this machine.")]
+Workers = Annotated[str, typer.Option(metavar="N|N..M", help="With --on ray: the fewest and most.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -216,9 +219,9 @@ def train(
     rendezvous_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long this node waits for the others.")
     ] = 600.0,
-    on: Annotated[Literal["here", "ray"], typer.Option(help="ray: by workers of a Ray cluster.")] = "here",
-    ray_address: Annotated[str, typer.Option(help="HOST:PORT. Default: RAY_ADDRESS or this machine.")] = "",
-    workers: Annotated[str, typer.Option(metavar="N|N..M", help="With --on ray: the fewest and most.")] = "",
+    on: OnRay = "here",
+    ray_address: RayAddress = "",
+    workers: Workers = "",
     ray_restarts: Annotated[int, typer.Option(help="How often lost workers are replaced.")] = 3,
 ) -> None:
     """Plan, train exactly that, and show what was measured next to what was predicted."""
@@ -365,18 +368,23 @@ def score(
         bool, typer.Option("--allow-private-addresses", help="Also from private addresses and http://.")
     ] = False,
     against: Annotated[str, typer.Option(metavar="OUT", help="Compare with an earlier score.")] = "",
+    on: OnRay = "here",
+    ray_address: RayAddress = "",
+    workers: Workers = "",
     json: Json = False,
 ) -> None:
     """Answer a dataset with a model and grade the answers."""
+    from fitune.session.score_on_ray import place_of_scoring
     from fitune.session.scoring import columns_of, compare_scores, score_dataset, why_not_all
 
+    place = place_of_scoring(on, address=ray_address, workers=workers)
     with _terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone
         report = score_dataset(
             model=model, adapter=adapter, data=data, out=out, columns=columns_of(columns or []), graders=grader or [],
             sampling={"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
             batch_size=batch_size, chat_template=chat_template, id_column=id_column, tell=terminal,
             engine=engine, url=url, served_model=served_model, allow_https=allow_https,
-            allow_private_addresses=allow_private_addresses,
+            allow_private_addresses=allow_private_addresses, place=place,
         )  # fmt: skip
     _show(report, json=json)
     if not json:

@@ -77,10 +77,12 @@ class Terminal:
 
 
 def _count_rows(rows: RowsAnswered) -> None:
-    """Rows done on one line of a terminal; nothing where nobody watches."""
+    """Rows done on one line of a terminal; a line now and then in a log."""
     if sys.stderr.isatty():
         end = "\n" if rows.done == rows.total else ""
-        print(f"\r{rows.done}/{rows.total} rows", end=end, file=sys.stderr, flush=True)
+        print(f"\r{rows!s:<72}", end=end, file=sys.stderr, flush=True)
+    elif rows.is_due:
+        print(rows, file=sys.stderr, flush=True)
 
 
 class Progress:

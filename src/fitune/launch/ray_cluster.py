@@ -21,6 +21,7 @@ _STORE_BYTES = 100 * 2**20
 _SETTINGS = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # ranks go to the folder of the driver instead
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",  # a worker's end is seen by polling; the others need a moment to say why
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",  # an elastic group is first asked for on a node that was just lost
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_worker_niceness": "0",  # of a cluster started here: Ray's 15 leave the cores to whatever else runs
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "3",  # after a death the others wait for it in vain
@@ -43,9 +44,9 @@ class RayPlace:
         return self.fewest != self.most
 
 
-def ray_place(*, address: str, workers: str, default: int, restarts: int = 3) -> RayPlace:
+def ray_place(*, address: str, workers: str, restarts: int = 3) -> RayPlace:
     """The place that the command line says. Raises RecipeError for one that cannot be."""
-    first, dots, last = (workers or str(default)).partition("..")
+    first, dots, last = workers.partition("..")
     if not first.isdecimal() or (dots and not last.isdecimal()):
         raise RecipeError(
             f"--workers {workers!r} is no number of workers", hint="--workers 2, or --workers 2..4"
@@ -67,6 +68,17 @@ def ray_place(*, address: str, workers: str, default: int, restarts: int = 3) ->
     return RayPlace(address=address, fewest=fewest, most=most, restarts=restarts)
 
 
+def asked_place(on: str, *, address: str, workers: str, default: str, restarts: int = 3) -> RayPlace | None:
+    """The place where the command line says --on ray, None where it says ``here``. Raises RecipeError."""
+    if on == "ray":
+        return ray_place(address=address, workers=workers or default, restarts=restarts)
+    if address or workers:
+        raise RecipeError(
+            "--ray-address and --workers are of --on ray", hint="add --on ray, or leave them out"
+        )
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     id: str
@@ -84,6 +96,14 @@ class RayCluster:
     @property
     def has_gpus(self) -> bool:
         return any(node.resources.get("GPU", 0) >= 1 for node in self.nodes)
+
+    def nodes_for(self, each: Mapping[str, float]) -> tuple["Node", ...]:
+        """Nodes that have room for a worker that needs ``each`` when they are idle; a head may be without work."""
+        return tuple(
+            node
+            for node in self.nodes
+            if all(node.resources.get(name, 0.0) >= amount for name, amount in each.items())
+        )
 
     def slots(self, each: Mapping[str, float]) -> list[int]:
         """How many workers that need ``each`` every node has room for when it is idle, the largest first."""
@@ -211,7 +231,8 @@ def spread(world: int, slots: Sequence[int]) -> tuple[int, int]:
 
 
 def ask_nodes(question: Callable[..., Any], *words: Any) -> dict[str, Any]:
-    """The answer of every living node's own process to ``question(*words)``, by node id.
+    """The answer of every living node's own process to ``question(*words)``, by node id. Ray lists a node that is lost
+    for some seconds more: it has no answer.
 
     Raises HardwareError for a node that cannot answer.
     """
@@ -236,6 +257,8 @@ def ask_nodes(question: Callable[..., Any], *words: Any) -> dict[str, Any]:
     for node, answer in asked:
         try:
             answers[node.id] = ray.get(answer, timeout=max(until - time.monotonic(), 1.0))
+        except ray.exceptions.TaskUnschedulableError:
+            continue  # it was lost a moment ago
         except ray.exceptions.GetTimeoutError as error:
             raise HardwareError(
                 f"node {node.host} did not answer within {_ASKING_SECONDS:g} s", hint="ray status"

@@ -12,6 +12,9 @@ from typing import Any
 from fitune.launch.ray_cluster import RayPlace, last_words, loaded_ray
 
 _LOOK_SECONDS = 0.2
+_TRIES_FOR_ROOM = 5
+"""Times that Ray looks for room, 20 s each, for every restart: a lost node may come back, and for up to 20 s Ray counts
+on one that is gone."""
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ def run_workers(
             storage_path=str(directory),
             failure_config=FailureConfig(
                 max_failures=place.restarts,
-                controller_failure_limit=place.restarts,
+                controller_failure_limit=_TRIES_FOR_ROOM * place.restarts,
                 max_preemption_failures=place.restarts,
             ),
             logging_config=LoggingConfig(log_level="CRITICAL"),

@@ -24,5 +24,7 @@ class ScorePlan:
     engine: EngineName = "transformers"
     url: str = ""
     """Of a server, without /completions."""
+    dtype: str = ""
+    """Of the answers' arithmetic, where it is not that of this machine's device."""
     served_model: str = ""
     """The name under which the server knows the model; empty: ``model``."""

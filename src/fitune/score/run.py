@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,18 @@ from fitune.models.door import notes_on
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_tokenizer
 from fitune.score.answers import OURS, claim, is_cut_off, manifest, tokens_of
-from fitune.score.asking import Asker
-from fitune.score.engine import listed_stop_ids
 from fitune.score.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
 from fitune.score.grading import grade_shards, try_graders
 from fitune.score.index import Index, open_index
 from fitune.score.intervals import scaled_interval
-from fitune.score.opening import check_engine, choose_device, choose_dtype, open_engine, tokenizer_folder
+from fitune.score.opening import check_engine, choose_device, choose_dtype, tokenizer_folder
 from fitune.score.output import read_grades, read_lines, write_outputs
 from fitune.score.plan import ScorePlan
 from fitune.score.reading import first_row_has_choices, index_input, read_numbered
 from fitune.score.shards import FOLDER, Shards, groups
-from fitune.score.tasks import Question, Task, to_tasks
-from fitune.score.weighing import Weigher, to_given_tasks
+from fitune.score.tasks import Answer, Question, Task, to_tasks
+from fitune.score.weighing import to_given_tasks
+from fitune.score.worker import open_asker
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.reports import ScoreReport
 from fitune.spec.run_directory import lock_directory, require_real_files
@@ -39,11 +39,17 @@ _BATCHES_PER_SHARD = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ears:
-    """Who is told: notes in words, rows done and in all, bytes of weights read and in all."""
+    """Who is told: notes in words; rows done and in all; tokens of each shard; bytes of weights read and in all."""
 
     say: Callable[[str], None]
     progress: Callable[[int, int], None]
+    on_tokens: Callable[[int], None]
     on_bytes: OnBytes
+
+
+Elsewhere = Callable[[str, Iterator[list[Task]], Callable[[int], None]], Iterator[list[Answer]]]
+"""Answers groups of tasks in other processes, in the order of the groups. It is told which graders weigh given answers,
+empty where answers are written, and may tell how many rows are done of those that it works at."""
 
 
 def score(
@@ -51,12 +57,15 @@ def score(
     *,
     say: Callable[[str], None] = print,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    on_tokens: Callable[[int], None] = lambda tokens: None,
     on_bytes: OnBytes = nobody,
+    elsewhere: Elsewhere | None = None,
 ) -> ScoreReport:
     """Answer and grade every row; write answers.jsonl, answers.parquet, grades.jsonl and report.json.
 
     The same settings go on where they stopped: a row that has an answer keeps it, a row whose engine failed is asked
-    again. ``progress`` is told the rows done and the rows in all.
+    again. ``progress`` is told the rows done and the rows in all, ``on_tokens`` the tokens of each shard.
+    Rows are answered in this process unless ``elsewhere`` does it.
 
     Raises DataError for rows or ids that cannot be used, RunDirectoryError for a directory of other settings,
     CheckpointError for an adapter that does not fit, ModelError for weights that are no numbers, ScoringFailed when the
@@ -73,7 +82,7 @@ def score(
     started = time.perf_counter()
     tokenizer = load_tokenizer(tokenizer_folder(plan))
     template = load_template(tokenizer, plan.chat_template)
-    ears = Ears(say=say, progress=progress, on_bytes=on_bytes)
+    ears = Ears(say=say, progress=progress, on_tokens=on_tokens, on_bytes=on_bytes)
     with _temporary_index() as index:
         references = index_input(plan.data, index, id_column=plan.id_column, weighed=weighed)
         graders = graders or _chosen_graders(references, say)
@@ -81,9 +90,12 @@ def score(
         with lock_directory(directory := Path(plan.output_dir)):
             shards = _shards_in(directory, plan, template, index, weighed=weighed)
             if index.count_pending():
-                asks = _weighing if weighed else _writing
-                asking = asks(plan, graders, tokenizer, template, ears)
-                _answer_pending(plan, index, shards, asking, ears)
+                weighed_by = ", ".join(grader.name for grader in graders) if weighed else ""
+                asked = partial(
+                    elsewhere or partial(_asked_here, plan, tokenizer, template, ears.on_bytes), weighed_by
+                )
+                asking = (_weighing if weighed else _writing)(plan, template)
+                _answer_pending(plan, index, shards, asking, asked, ears)
             else:
                 progress(index.count_rows(), index.count_rows())
             grade_shards(shards, graders)
@@ -145,7 +157,7 @@ def _shards_in(
     served = f"{plan.engine}: {plan.served_model or plan.model}" if plan.engine == "server" else plan.engine
     wanted = manifest(
         engine=served, model=plan.model, adapter=plan.adapter, template=template.source, data=plan.data,
-        sampling=None if weighed else plan.sampling, dtype=str(choose_dtype(choose_device())),
+        sampling=None if weighed else plan.sampling, dtype=plan.dtype or str(choose_dtype(choose_device())),
     )  # fmt: skip
     require_real_files(directory, names=(*OURS, FOLDER))
     for folder in (directory, directory / FOLDER):
@@ -167,61 +179,74 @@ def _shards_in(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """How pending rows become answers: written, or given ones weighed."""
+    """How pending rows become tasks: of answers to be written, or of given ones to be weighed."""
 
     questions: Callable[[Iterator[int]], Iterator[Question]]
     """The rows of these numbers."""
     to_tasks: Callable[[Sequence[Question]], list[Task]]
-    asker: Asker | Weigher
 
 
-def _writing(
-    plan: ScorePlan, graders: Sequence[Grader], tokenizer: Any, template: ChatTemplate, ears: Ears
-) -> Asking:
+def _writing(plan: ScorePlan, template: ChatTemplate) -> Asking:
     return Asking(
         questions=lambda numbers: read_numbered(plan.data, numbers, id_column=plan.id_column),
         to_tasks=lambda group: to_tasks(group, template=template, sampling=plan.sampling),
-        asker=Asker(
-            lambda: open_engine(plan, tokenizer, template, ears.on_bytes), tokenizer, sampling=plan.sampling,
-            stop_ids=template.stop_ids | listed_stop_ids(plan.model),
-        ),
-    )  # fmt: skip
-
-
-def _weighing(
-    plan: ScorePlan, graders: Sequence[Grader], tokenizer: Any, template: ChatTemplate, ears: Ears
-) -> Asking:
-    return Asking(
-        questions=lambda numbers: read_numbered(plan.data, numbers, id_column=plan.id_column, weighed=True),
-        to_tasks=lambda group: to_given_tasks(group, template=template),
-        asker=Weigher(
-            lambda: open_engine(plan, tokenizer, template, ears.on_bytes),
-            wanted_by=", ".join(grader.name for grader in graders),
-        ),
     )
 
 
-def _answer_pending(plan: ScorePlan, index: Index, shards: Shards, asking: Asking, ears: Ears) -> None:
-    """Answer the pending rows in stretches of the input's order, each a shard on the disk before the next begins."""
+def _weighing(plan: ScorePlan, template: ChatTemplate) -> Asking:
+    return Asking(
+        questions=lambda numbers: read_numbered(plan.data, numbers, id_column=plan.id_column, weighed=True),
+        to_tasks=lambda group: to_given_tasks(group, template=template),
+    )
+
+
+Asked = Callable[[Iterator[list[Task]], Callable[[int], None]], Iterator[list[Answer]]]
+
+
+def _answer_pending(
+    plan: ScorePlan, index: Index, shards: Shards, asking: Asking, asked: Asked, ears: Ears
+) -> None:
+    """Answer the pending rows in stretches of the input's order, each a shard on the disk before the next one's."""
     total = index.count_rows()
-    done = total - index.count_pending()
-    ears.progress(done, total)
+    written = told = total - index.count_pending()
+    ears.progress(written, total)
+
+    def look(rows: int) -> None:
+        nonlocal told
+        told = written + rows
+        ears.progress(told, total)
+
+    size = plan.shard_rows or plan.batch_size * _BATCHES_PER_SHARD
+    first = max(shards.numbers(), default=-1) + 1
+    tasks = map(asking.to_tasks, groups(asking.questions(index.pending()), size))
+    for number, answers in enumerate(asked(tasks, look), first):
+        shards.write(number, answers, model=plan.model)
+        written += len(answers)
+        ears.on_tokens(sum(answer.tokens for answer in answers))
+        if told != written:
+            look(0)
+    shards.add_to(index)
+
+
+def _asked_here(
+    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_bytes: OnBytes, weighed_by: str,
+    tasks: Iterator[list[Task]], look: Callable[[int], None],
+) -> Iterator[list[Answer]]:  # fmt: skip
+    """The answers of each group by an engine of this process."""
+    asker = open_asker(plan, tokenizer, template, on_bytes, weighed_by=weighed_by)
+    done = 0
 
     def count() -> None:
         nonlocal done
         done += 1
-        ears.progress(done, total)
+        look(done)
 
-    size = plan.shard_rows or plan.batch_size * _BATCHES_PER_SHARD
-    number = max(shards.numbers(), default=-1) + 1
     try:
-        for group in groups(asking.questions(index.pending()), size):
-            tasks = asking.to_tasks(group)
-            shards.write(number, asking.asker.ask(tasks, on_answer=count), model=plan.model)
-            number += 1
+        for group in tasks:
+            done = 0
+            yield asker.ask(group, on_answer=count)
     finally:
-        asking.asker.close()
-    shards.add_to(index)
+        asker.close()
 
 
 def _report(

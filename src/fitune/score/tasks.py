@@ -109,6 +109,11 @@ class Answer:
     likelihoods: tuple[Likelihood, ...] = ()
     """Of the given texts, where they were weighed."""
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that were written or weighed."""
+        return self.completion_tokens + sum(len(each.logprobs) for each in self.likelihoods)
+
 
 def read_questions(source: DataSource, *, id_column: str = "", weighed: bool = False) -> Iterator[Question]:
     """Every row of ``source``, in order. ``weighed``: rows with choices, and plain texts, are questions too.

@@ -14,7 +14,7 @@ from fitune.session.results import Reported, comparison_text
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport
 from fitune.spec.reports import Ledger, MergedLoss, Retry, RunReport, StepReport
-from fitune.units import format_bytes
+from fitune.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +84,24 @@ class WeightsRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsAnswered:
-    """Rows that a scored model has answered, and rows in all."""
+    """Rows that a scored model has answered, and rows in all; how many of them in these ``seconds``, and the tokens of
+    those that are on the disk."""
 
     done: int
     total: int
+    new: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    is_due: bool = False
+    """A log takes a line now and then."""
+
+    def __str__(self) -> str:
+        told = f"{self.done:,}/{self.total:,} rows"
+        if not self.new or not self.seconds:
+            return told
+        left = format_seconds((self.total - self.done) * self.seconds / self.new)
+        tokens = f", {self.tokens / self.seconds:,.0f} tokens/s" if self.tokens else ""
+        return f"{told}, {self.new / self.seconds:,.1f} rows/s{tokens}, {left} left"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,36 +1,29 @@
 """Training on a Ray cluster: this process plans, asks the nodes, and tells people what the workers say."""
 
 import os
-import platform
-import socket
 import time
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from fitune.checkpoint.commit import Commit, last_saved
 from fitune.engine.ranks import WAIT
 from fitune.errors import (
     FituneError,
-    HardwareError,
     OutOfMemory,
     RecipeError,
-    RunDirectoryError,
     TrainingFailed,
 )
 from fitune.launch.command import command_of
 from fitune.launch.ray_cluster import (
     RayCluster,
     RayPlace,
-    ask_nodes,
+    asked_place,
     connected,
     loaded_ray,
-    ray_place,
     require_room,
     spread,
 )
@@ -39,8 +32,9 @@ from fitune.launch.ray_workers import WorkersEnd, run_workers
 from fitune.launch.torchrun import Ended, ended, fresh_logs
 from fitune.session.events import Note, RanOutOfMemory, StepsBegin, Tell
 from fitune.session.handover import packed
-from fitune.session.planning import plan_for, wanted_hardware
+from fitune.session.planning import plan_for
 from fitune.session.ranks_of_nodes import LOST, owned_directory
+from fitune.session.ray_nodes import hardware_of_workers, require_shared
 from fitune.session.ray_ranks import Orders, RankEnd, cause_of_loss, train_as_rank, write_losses
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
 from fitune.session.training import Attempt, first_attempt, next_attempt, shortage_of_ranks
@@ -53,7 +47,6 @@ from fitune.spec.serial import from_json
 
 _WORD_SECONDS = 3.0
 """After the error of a rank the first one has so long to write it into the report."""
-_LIBRARIES = ("fitune", "torch", "transformers")
 _STORAGE = f"{LOGS}/ray"
 """Folder in the run directory for what Ray Train writes; nothing is read from it."""
 
@@ -61,14 +54,8 @@ _STORAGE = f"{LOGS}/ray"
 def place_on_ray(recipe: Recipe, on: str, *, address: str, workers: str, restarts: int) -> RayPlace | None:
     """The place that the command line says, None for this machine; as many workers as the recipe has GPUs unless
     ``workers`` says another number."""
-    if on == "ray":
-        default = recipe.gpus * recipe.nodes
-        return ray_place(address=address, workers=workers, default=default, restarts=restarts)
-    if address or workers:
-        raise RecipeError(
-            "--ray-address and --workers are of --on ray", hint="add --on ray, or leave them out"
-        )
-    return None
+    default = str(recipe.gpus * recipe.nodes)
+    return asked_place(on, address=address, workers=workers, default=default, restarts=restarts)
 
 
 def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell) -> int:
@@ -80,17 +67,17 @@ def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell
         each = each_worker(recipe, cluster)
         require_room(cluster, place, each)
         slots = cluster.slots(each)
-        place = (
-            replace(place, most=min(place.most, max(place.fewest, sum(slots)))) if place.is_elastic else place
-        )
+        if place.is_elastic:  # Ray counts on the whole cluster, also on what others hold
+            place = replace(place, most=min(place.most, max(place.fewest, cluster.free_slots(each))))
         worlds = range(place.fewest, place.most + 1)
         shapes = {world: shaped(recipe, spread(world, slots)) for world in worlds}
-        found = _nodes_asked(shapes)
+        found = hardware_of_workers(shapes)
         largest = shapes[place.most]
         attempt = first_attempt(largest, overwrite=overwrite, tell=tell, hardware=found[place.most])
         if not isinstance(attempt, Attempt):
             return 0
-        _require_shared(attempt.plan)
+        sources = [source.path for source in attempt.plan.data.sources]
+        require_shared(Path(attempt.plan.run.output_dir), [attempt.plan.model_path, *sources])
         attempts = {place.most: (attempt, largest)}
         for world in worlds[:-1]:
             attempts[world] = _of_fewer(world, attempt, shapes[world], found[world])
@@ -126,94 +113,6 @@ def _of_fewer(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) -> 
         ) from error
     chosen = replace(report.chosen, plan=replace(report.chosen.plan, run=most.plan.run))
     return replace(most, report=replace(report, chosen=chosen)), recipe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _NodeFacts:
-    host: str
-    versions: dict[str, str]
-    hardware: dict[int, Hardware | str]
-    """By the number of workers; in words where it cannot be had."""
-
-
-def facts_of_node(shapes: Mapping[int, Recipe]) -> _NodeFacts:
-    """Versions and hardware of the node whose process runs this."""
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from what asks for none
-    hardware: dict[int, Hardware | str] = {}
-    for world, recipe in shapes.items():
-        try:
-            hardware[world] = wanted_hardware(recipe)
-        except HardwareError as error:
-            hardware[world] = error.message
-    return _NodeFacts(host=socket.gethostname(), versions=versions_here(), hardware=hardware)
-
-
-def versions_here() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
-
-
-def _nodes_asked(shapes: Mapping[int, Recipe]) -> dict[int, Hardware]:
-    """The hardware of the workers, for each number of them. Raises HardwareError where versions differ."""
-    answers: dict[str, _NodeFacts] = ask_nodes(facts_of_node, dict(shapes))
-    require_same_versions(versions_here(), answers.values())
-    found: dict[int, Hardware] = {}
-    for world in shapes:
-        there = [facts.hardware[world] for facts in answers.values()]
-        fitting = [hardware for hardware in there if isinstance(hardware, Hardware)]
-        if not fitting:
-            raise HardwareError(f"no node of the cluster can have {world} workers: {there[0]}")
-        found[world] = min(
-            fitting, key=lambda hardware: (hardware.gpu.memory_bytes, hardware.host_memory_bytes)
-        )
-    return found
-
-
-def require_same_versions(here: Mapping[str, str], nodes: Any) -> None:
-    for facts in nodes:
-        for name, own in here.items():
-            theirs = facts.versions.get(name, "none")
-            if theirs != own:
-                raise HardwareError(
-                    f"{name} differs: {own} on {socket.gethostname()}, where fitune was started, {theirs} on node "
-                    f"{facts.host}",
-                    hint="the same versions on every node",
-                )
-
-
-def _require_shared(plan: Plan) -> None:
-    """Raises RunDirectoryError where a node does not see the run directory, the model or the data of this machine."""
-    directory = Path(plan.run.output_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    mark = directory / f".fitune-{uuid.uuid4().hex}.tmp"
-    wanted = [plan.model_path, *(source.path for source in plan.data.sources)]
-    paths = [str(Path(path).absolute()) for path in wanted if Path(path).exists()]
-    mark.touch()
-    try:
-        answers: dict[str, tuple[str, list[str]]] = ask_nodes(missing_here, [str(mark.absolute()), *paths])
-    finally:
-        mark.unlink(missing_ok=True)
-    for host, missing in answers.values():
-        if str(mark.absolute()) in missing:
-            raise RunDirectoryError(
-                f"output_dir {directory} is a folder of {socket.gethostname()} that node {host} does not see",
-                hint="a folder that all nodes share (NFS or the like)",
-            )
-        if missing:
-            raise RunDirectoryError(
-                f"node {host} has no {missing[0]}",
-                hint="put model and data into a folder that all nodes share",
-            )
-
-
-def missing_here(paths: list[str]) -> tuple[str, list[str]]:
-    """This machine's name, and those of ``paths`` that it does not have."""
-    return socket.gethostname(), [path for path in paths if not os.path.exists(path)]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,12 +1,15 @@
 """A model answers a dataset, and the answers are graded."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import RecipeError, ScoringFailed
 from fitune.files import write_atomically
+from fitune.launch.ray_cluster import RayPlace
 from fitune.models.adapter_config import CONFIG
 from fitune.score.answers import CHANGED
 from fitune.score.engine import ENGINES, EngineName, Sampling
@@ -26,6 +29,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
 }
 """The smallest and the largest value of every number."""
 
+_LINE_SECONDS = 30.0
 _ROLES = ("system", "prompt", "completion", "choices")
 
 
@@ -34,10 +38,12 @@ def score_dataset(
     graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None, batch_size: int = 16,
     chat_template: str = "", id_column: str = "", engine: str = "transformers", url: str = "",
     served_model: str = "", allow_https: bool = False, allow_private_addresses: bool = False,
+    place: RayPlace | None = None,
 ) -> ScoreReport:  # fmt: skip
     """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into ``out``.
 
     ``columns`` maps system, prompt and completion to columns; ``sampling`` are fields of ``Sampling``.
+    ``place``: on a Ray cluster.
     Raises RecipeError for a number out of its limits and a role that is none.
     """
     _require_allowed({"batch_size": batch_size, **(sampling or {})}, columns or {})
@@ -60,12 +66,45 @@ def score_dataset(
         url=url,
         served_model=served_model,
     )
-    return score(
-        plan,
-        say=lambda line: tell(Note(line)),
-        progress=lambda done, total: tell(RowsAnswered(done=done, total=total)),
-        on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
-    )
+    with ExitStack() as stack:
+        elsewhere = None
+        if place is not None:
+            from fitune.session.score_on_ray import scoring_on_ray
+
+            plan, elsewhere = stack.enter_context(scoring_on_ray(plan, place, tell=tell))
+        pace = _Pace(tell)
+        return score(
+            plan,
+            say=lambda line: tell(Note(line)),
+            progress=pace.rows,
+            on_tokens=pace.add,
+            on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
+            elsewhere=elsewhere,
+        )
+
+
+class _Pace:
+    """Tells how far a scoring is, and how fast since it began."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell, self._tokens, self._before = tell, 0, 0
+        self._began = self._told = 0.0
+
+    def add(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    def rows(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if not self._began:
+            self._before, self._began, self._told = done, now, now
+        is_due = now - self._told >= _LINE_SECONDS
+        self._told = now if is_due else self._told
+        self._tell(
+            RowsAnswered(
+                done=done, total=total, new=done - self._before, tokens=self._tokens, seconds=now - self._began,
+                is_due=is_due,
+            )
+        )  # fmt: skip
 
 
 def _engine(name: str) -> EngineName:

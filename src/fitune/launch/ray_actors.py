@@ -1,0 +1,191 @@
+"""A pool of actors on a Ray cluster: each takes one piece of work after the other; results come in the pieces' order.
+
+A piece whose actor died is given back and done by another one. Pieces are taken from their source only while somebody
+is free for them, and nobody runs far ahead of the oldest piece that is not done.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from fitune.errors import FituneError, HardwareError
+from fitune.launch.ray_cluster import last_words, loaded_ray
+
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
+
+_LOOK_SECONDS = 1.0
+_SHOWN_SECONDS = 2.0
+_ANSWER_SECONDS = 0.2
+_ROOM_SECONDS = 300.0
+"""So long may no actor have a place on the cluster: a lost node may come back."""
+_AHEAD = 4
+"""Pieces for each actor that are begun or done while the oldest one is not."""
+
+
+class Worker(Protocol):
+    """What an actor is."""
+
+    def hello(self) -> str:
+        """Where it runs, in words."""
+        ...
+
+    def work(self, piece: Any) -> Any:
+        """The result of a piece."""
+        ...
+
+    def done(self) -> int:
+        """Parts of the present piece that are done; asked beside ``work``."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Member(Generic[Piece]):
+    actor: Any
+    promise: Any
+    """Of the call that it is in; None while it is free."""
+    where: str = ""
+    """Empty until it has a place."""
+    task: tuple[int, Piece] | None = None
+    """Number and piece that it works at."""
+
+
+class ActorPool(Generic[Piece, Result]):
+    """``workers`` actors, each ``kind(*words)`` with the resources ``each``; ``restarts`` of them may die in all.
+
+    ``told`` hears of each death in words. As a context manager it ends them all.
+    """
+
+    def __init__(
+        self, kind: Callable[..., Worker], words: tuple[Any, ...], *, workers: int, each: Mapping[str, float],
+        restarts: int, told: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        ray = loaded_ray()
+        asked = {"CPU": "num_cpus", "GPU": "num_gpus"}
+        resources = {asked[name]: amount for name, amount in each.items()}
+        options = ray.remote(kind).options(**resources, max_restarts=0, max_concurrency=2)
+        self._start: Callable[[], Any] = partial(options.remote, *words)
+        self._restarts, self._told, self._ahead = restarts, told, _AHEAD * workers
+        self._given_back: deque[tuple[int, Piece]] = deque()
+        self._members = [self._member() for _ in range(workers)]
+        self._had_place = self._looked = time.monotonic()
+
+    def __enter__(self) -> "ActorPool[Piece, Result]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray = loaded_ray()
+        for member in self._members:
+            ray.kill(member.actor)
+
+    def results(self, pieces: Iterator[Piece], *, look: Callable[[int], None]) -> Iterator[Result]:
+        """The result of each piece, in their order. ``look`` is told every other second how many parts are done of the
+        pieces that are worked at.
+
+        Raises HardwareError when more died than may be replaced, or none finds a place.
+        """
+        source, finished, following, is_over = enumerate(pieces), dict[int, Result](), 0, False
+        while True:
+            for member in self._free():
+                if self._given_back:
+                    self._hand_out(member, self._given_back.popleft())
+                elif not is_over and self._begun(finished) < self._ahead:
+                    task = next(source, None)
+                    is_over = task is None
+                    if task is not None:
+                        self._hand_out(member, task)
+            if is_over and not self._begun(finished):
+                return
+            finished.update(self._arrived())
+            while following in finished:
+                yield finished.pop(following)
+                following += 1
+            self._show(look)
+
+    def _member(self) -> _Member[Piece]:
+        actor = self._start()
+        return _Member(actor=actor, promise=actor.hello.remote())
+
+    def _free(self) -> list[_Member[Piece]]:
+        return [member for member in self._members if member.promise is None]
+
+    def _begun(self, finished: Mapping[int, Result]) -> int:
+        """Pieces that were taken from the source and whose results were not given out."""
+        busy = sum(member.task is not None for member in self._members)
+        return busy + len(self._given_back) + len(finished)
+
+    @staticmethod
+    def _hand_out(member: _Member[Piece], task: tuple[int, Piece]) -> None:
+        member.task, member.promise = task, member.actor.work.remote(task[1])
+
+    def _arrived(self) -> dict[int, Result]:
+        """Results that came within a second, by the numbers of their pieces."""
+        ray = loaded_ray()
+        busy = {member.promise: member for member in self._members if member.promise is not None}
+        came, _ = ray.wait(list(busy), num_returns=len(busy), timeout=0)
+        if not came:
+            came, _ = ray.wait(list(busy), num_returns=1, timeout=_LOOK_SECONDS)
+        found: dict[int, Result] = {}
+        for member in map(busy.__getitem__, came):
+            try:
+                value = ray.get(member.promise)
+            except ray.exceptions.RayTaskError as error:  # it lives, and says why not
+                cause = (
+                    error.cause if isinstance(error.cause, FituneError) else HardwareError(last_words(error))
+                )
+                raise cause from None
+            except ray.exceptions.RayError as error:
+                self._replace(member, last_words(error))
+                continue
+            if member.task is None:
+                member.where = value
+            else:
+                found[member.task[0]] = value
+            member.promise = member.task = None
+        self._require_place()
+        return found
+
+    def _replace(self, member: _Member[Piece], why: str) -> None:
+        """Give back the piece of a member that died, and start another one."""
+        ray = loaded_ray()
+        ray.kill(member.actor)  # one that only cannot be reached must not go on
+        self._members.remove(member)
+        if member.task is not None:
+            self._given_back.append(member.task)
+        lost = f"the worker {member.where}" if member.where else "a worker that was starting"
+        if not self._restarts:
+            raise HardwareError(
+                f"{lost} ended, and no more are replaced: {why}",
+                hint="start again: what is done stays done; fewer workers a node have more memory each",
+            )
+        self._restarts -= 1
+        self._told(f"{lost} ended ({why}); another one takes over")
+        self._members.append(self._member())
+
+    def _require_place(self) -> None:
+        if any(member.where for member in self._members):
+            self._had_place = time.monotonic()
+        elif time.monotonic() - self._had_place > _ROOM_SECONDS:
+            raise HardwareError(
+                f"no worker has found a place for {_ROOM_SECONDS:g} s", hint="ray status says what is free"
+            )
+
+    def _show(self, look: Callable[[int], None]) -> None:
+        if time.monotonic() - self._looked >= _SHOWN_SECONDS:
+            look(self._parts_done())
+            self._looked = time.monotonic()
+
+    def _parts_done(self) -> int:
+        """Of those that answer at once: it is for people to see."""
+        ray = loaded_ray()
+        asked = [member.actor.done.remote() for member in self._members if member.task is not None]
+        came, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])
+        parts = 0
+        for answer in came:
+            with suppress(ray.exceptions.RayError):  # it died: seen by its piece
+                parts += ray.get(answer)
+        return parts

@@ -1,0 +1,72 @@
+"""What answers groups of tasks, one group after the other: by an engine of this process, or in a process of its own."""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fitune.data.templates import ChatTemplate, load_template
+from fitune.errors import FituneError, ScoringFailed, exit_code_of
+from fitune.models.weight_files import OnBytes, nobody
+from fitune.models.weights import load_tokenizer
+from fitune.score.asking import Asker
+from fitune.score.engine import Engine, listed_stop_ids
+from fitune.score.opening import open_engine, tokenizer_folder
+from fitune.score.plan import ScorePlan
+from fitune.score.tasks import Answer, Task
+from fitune.score.weighing import Weigher
+
+
+def open_asker(
+    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_bytes: OnBytes, *, weighed_by: str
+) -> Asker | Weigher:
+    """Asks the engine of ``plan``, which is opened with the first tasks, to write answers; to weigh given ones where
+    the graders ``weighed_by`` want that."""
+
+    def engine() -> Engine:
+        return open_engine(plan, tokenizer, template, on_bytes)
+
+    if weighed_by:
+        return Weigher(engine, wanted_by=weighed_by)
+    stop_ids = template.stop_ids | listed_stop_ids(plan.model)
+    return Asker(engine, tokenizer, sampling=plan.sampling, stop_ids=stop_ids)
+
+
+class ScoringWorker:
+    """Opens the engine of ``plan`` with its first group, on ``threads`` threads."""
+
+    def __init__(
+        self, plan: ScorePlan, folder: str, environment: Mapping[str, str], threads: int, weighed_by: str
+    ) -> None:
+        os.environ.update(environment)
+        if os.path.isdir(folder):
+            os.chdir(folder)  # paths of the plan begin there
+        torch.set_num_threads(threads)
+        self._plan, self._weighed_by = plan, weighed_by
+        self._asker: Asker | Weigher | None = None
+        self._done = 0
+
+    def hello(self) -> str:
+        return f"process {os.getpid()} on {socket.gethostname()}"
+
+    def work(self, tasks: Sequence[Task]) -> list[Answer]:
+        """Raises ScoringFailed with the words and the exit code of whatever error of fitune's it met."""
+        self._done = 0
+        try:
+            if self._asker is None:
+                tokenizer = load_tokenizer(tokenizer_folder(self._plan))
+                template = load_template(tokenizer, self._plan.chat_template)
+                self._asker = open_asker(self._plan, tokenizer, template, nobody, weighed_by=self._weighed_by)
+            return self._asker.ask(tasks, on_answer=self._count)
+        except FituneError as error:
+            told = ScoringFailed(error.message, hint=error.hint)  # it travels: others have other arguments
+            told.exit_code = exit_code_of(error)
+            raise told from None
+
+    def done(self) -> int:
+        return self._done
+
+    def _count(self) -> None:
+        self._done += 1

@@ -1,0 +1,60 @@
+"""Row 30 of the fault table: a node that is lost while its workers train."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fitune.errors import RecipeError
+from fitune.launch.ray_cluster import RayPlace
+from fitune.session import on_ray
+from fitune.session.on_ray import train_on_ray
+from fitune.spec.recipe import Recipe
+from ray_runs import Faulty, Heard, by_one_process, is_committed, losses, node_args, report_of, wait_for
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def second_node(cluster: Any) -> Iterator[Any]:
+    """A node with room for one worker more."""
+    node = cluster.add_node(**node_args(num_cpus=1))
+    cluster.wait_for_nodes()
+    yield node
+    if node in cluster.list_all_nodes():
+        cluster.remove_node(node, allow_graceful=False)
+
+
+def test_a_global_batch_that_some_number_of_workers_does_not_divide_is_refused(
+    second_node: Any, recipe: Callable[..., Recipe]
+) -> None:
+    wanted = recipe(micro_batch_size=1, global_batch_size=9)
+    with pytest.raises(RecipeError, match=r"with 2 workers, and the global batch of 9 rows"):
+        train_on_ray(wanted, RayPlace(fewest=2, most=4), overwrite=False, tell=Heard())
+
+
+def test_a_removed_node_leaves_fewer_workers_with_equal_losses(
+    cluster: Any,
+    second_node: Any,
+    recipe: Callable[..., Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    one = by_one_process(recipe("one", global_batch_size=12))
+    some, folder = recipe("some", zero=0, global_batch_size=12), tmp_path / "some"
+    held = tmp_path / "held"
+    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("hold", call=7, marker=str(held)))  # in step 4
+
+    def remove() -> None:
+        wait_for(lambda: held.exists() and is_committed(folder, 2), what="waited for the checkpoint")
+        cluster.remove_node(second_node, allow_graceful=False)
+
+    removing = threading.Thread(target=remove)
+    removing.start()
+    assert train_on_ray(some, RayPlace(fewest=2, most=3), overwrite=False, tell=Heard()) == 0
+    removing.join()
+    assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
+    [restart] = report_of(folder).restarts
+    assert (restart.workers_before, restart.workers, restart.after_step) == (3, 2, 2)

@@ -1,0 +1,57 @@
+"""Scoring on Ray's workers writes the bytes of a scoring in one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fitune.demo.text import training_exercises
+from fitune.launch.ray_cluster import RayPlace
+from fitune.session import score_on_ray
+from fitune.session.scoring import score_dataset
+from fitune.spec.reports import ScoreReport
+from ray_runs import Heard, KilledOnce
+
+pytestmark = pytest.mark.ray
+ROWS = 40
+"""Three shards of 16."""
+
+
+def rows_in(path: Path) -> Path:
+    rows = [{"prompt": r.prompt, "completion": r.completion} for r in training_exercises(ROWS, seed=2)]
+    rows[3] = {"prompt": "1 + " * 400, "completion": "1"}  # longer than the context
+    path.write_text(
+        "".join(json.dumps({"id": f"row-{number}", **row}) + "\n" for number, row in enumerate(rows))
+    )
+    return path
+
+
+def test_a_killed_worker_leaves_every_id_once_and_the_bytes_of_one_process(
+    cluster: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("FITUNE_TEST_KILLED", str(tmp_path / "killed"))
+    monkeypatch.setattr(score_on_ray, "ScoringWorker", KilledOnce)
+    data, heard = rows_in(tmp_path / "rows.jsonl"), Heard()
+
+    def scored(out: str, place: RayPlace | None) -> ScoreReport:
+        return score_dataset(
+            model=str(model_folder), data=str(data), out=tmp_path / out, tell=heard, graders=["contains"],
+            sampling={"max_new_tokens": 6}, batch_size=1, place=place,
+        )  # fmt: skip
+
+    here = scored("here", None)
+    there = scored("there", RayPlace(fewest=2, most=2))
+    assert (tmp_path / "killed").exists()
+    assert "another one takes over" in heard.text
+    assert "2 workers on Ray" in heard.text
+    lines = (tmp_path / "there" / "answers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["custom_id"] for line in lines] == [f"row-{number}" for number in range(ROWS)]
+    assert there.failed == here.failed == 1
+    for file in sorted((tmp_path / "here").rglob("*")):
+        twin = tmp_path / "there" / file.relative_to(tmp_path / "here")
+        if file.is_file() and file.name not in ("report.json", "score.html"):
+            assert twin.read_bytes() == file.read_bytes(), file.name
