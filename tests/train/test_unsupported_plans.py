@@ -31,7 +31,7 @@ def any_plan() -> Plan:
 
 BY_VALUE = Lomo(adaptive=False, clip=ClipByValue(value=1.0))
 QLORA = Lora(rank=2, alpha=4, dropout=0.0, targets=("q_proj",), base=Nf4())
-ON_NVME = Offload(optimizer="nvme", nvme_path="n")
+ON_NVME = Offload(parameters="nvme", optimizer="nvme", nvme_path="n")
 BY_NORM = Lomo(adaptive=True, clip=ClipByNorm(max_norm=1.0))
 
 
@@ -41,7 +41,7 @@ BY_NORM = Lomo(adaptive=True, clip=ClipByNorm(max_norm=1.0))
         ({"tuning": BY_VALUE}, "LOMO is an optimizer itself"),
         ({"tuning": BY_NORM, "precision": Precision.BF16_MASTER}, "AdaLomo .* no fp32 masters"),
         ({"sharding": Zero(stage=3, backend="deepspeed"), "tuning": QLORA}, "packed weights are divided by FSDP2"),
-        ({"sharding": Zero(stage=3, backend="deepspeed"), "offload": ON_NVME}, "NVMe is not in checkpoints yet"),
+        ({"sharding": Zero(stage=3, backend="deepspeed"), "offload": ON_NVME}, "weights on NVMe are planned"),
         ({"sharding": Zero(stage=3, backend="fsdp")}, "there is 1 process: nothing to divide"),
         ({"tuning": BY_NORM, "optimizer": Sgd(), "kernels": "liger"}, "second backward"),
         ({"tuning": BY_VALUE, "optimizer": Sgd(), "compile_blocks": True}, "all of its gradients at once"),

@@ -23,7 +23,7 @@ from fitune.engine.gradient_scale import LossScale
 from fitune.engine.optimizers import build_torch_optimizer, set_learning_rate
 from fitune.engine.plain import NOT_FINITE_HINT
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
-from fitune.errors import TrainingFailed, require_library
+from fitune.errors import HardwareError, TrainingFailed, require_library
 from fitune.spec.deepspeed import tell_deepspeed_where
 from fitune.spec.plan import Optimizer, Precision
 from fitune.spec.predictions import Phase
@@ -48,6 +48,28 @@ def import_deepspeed() -> Any:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)
     return deepspeed
+
+
+def require_nvme(folder: str) -> None:
+    """Raises HardwareError where DeepSpeed cannot write to ``folder``, or has no asynchronous reads and writes."""
+    import_deepspeed()
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not os.access(folder, os.W_OK):
+        raise HardwareError(
+            f"nvme_path {folder} is no folder that can be written", hint="make it, or name another"
+        )
+    try:
+        if AsyncIOBuilder().is_compatible(verbose=False):
+            AsyncIOBuilder().load(verbose=False)
+            return
+        reason = "libaio is not installed"
+    except (RuntimeError, OSError) as error:  # of the compiler and of the loader
+        reason = str(error).splitlines()[0]
+    raise HardwareError(
+        f"DeepSpeed cannot use NVMe here: {reason}",
+        hint="apt install libaio-dev g++ and pip install ninja on every node; or offload_optimizer: cpu",
+    )
 
 
 class Trunk(nn.Module):

@@ -9,7 +9,8 @@ of it on the host.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -47,37 +48,53 @@ class DeepSpeedShares(ABC):
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
         """Give weights and their masters the values of ``weights``."""
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                self._put_weight(parameter, weights[name])
-                self._master(name).copy_(self._own(name, weights[name]))
+            for group, names in self._groups().items():
+                with self._in_memory(group, is_changed=True):
+                    for name in names:
+                        self._put_weight(self.parameters[name], weights[name])
+                        self._master(name).copy_(self._own(name, weights[name]))
 
     def states(self) -> dict[str, Tensor]:
         """``master/<weight>``, and ``<state>/<weight>`` once there are states; called by every rank."""
         found: dict[str, Tensor] = {}
-        for name, piece in self.pieces.items():
-            found[f"master/{name}"] = self._by_rows(name, self._master(name))
-            for key, value in self._state(piece.group).items():
-                if not isinstance(value, Tensor):
-                    continue
+        for group, names in self._groups().items():
+            with self._in_memory(group):
+                for name in names:
+                    found |= self._states_of(name)
+        return found
+
+    def _states_of(self, name: str) -> dict[str, Tensor]:
+        piece = self.pieces[name]
+        found = {f"master/{name}": self._by_rows(name, self._master(name))}
+        for key, value in self._state(piece.group).items():
+            if isinstance(value, Tensor):
                 flat = value.dim() > 0
                 found[f"{key}/{name}"] = self._by_rows(name, _cut(value, piece)) if flat else value
         return found
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
         """A state without masters is of an optimizer that stepped the weights themselves."""
+        of_group: dict[int, dict[str, Tensor]] = {}
+        for key, whole in states.items():
+            of_group.setdefault(self.pieces[key.partition("/")[2]].group, {})[key] = whole
         with torch.no_grad():
-            for key, whole in states.items():
-                kind, _, name = key.partition("/")
-                if kind == "master":
-                    self._master(name).copy_(self._own(name, whole))
-                    continue
-                state, flat = self._state(self.pieces[name].group), self._flats[self.pieces[name].group]
-                if whole.dim() == 0:
-                    state[kind] = whole.to(flat.device).clone()
-                    continue
-                if kind not in state:
-                    state[kind] = torch.zeros_like(flat, dtype=whole.dtype, requires_grad=False)
-                _cut(state[kind], self.pieces[name]).copy_(self._own(name, whole))
+            for group, own in of_group.items():
+                with self._in_memory(group, is_changed=True):
+                    for key, whole in own.items():
+                        self._restore(key, whole)
+
+    def _restore(self, key: str, whole: Tensor) -> None:
+        kind, _, name = key.partition("/")
+        if kind == "master":
+            self._master(name).copy_(self._own(name, whole))
+            return
+        state, flat = self._state(self.pieces[name].group), self._flats[self.pieces[name].group]
+        if whole.dim() == 0:
+            state[kind] = whole.to(flat.device).clone()
+            return
+        if kind not in state:
+            state[kind] = torch.zeros_like(flat, dtype=whole.dtype, requires_grad=False)
+        _cut(state[kind], self.pieces[name]).copy_(self._own(name, whole))
 
     def resident(self) -> list[Tensor]:
         """Flat tensors that stay between two steps."""
@@ -94,6 +111,17 @@ class DeepSpeedShares(ABC):
 
     @abstractmethod
     def _put_weight(self, parameter: Parameter, whole: Tensor) -> None: ...
+
+    def _in_memory(self, group: int, *, is_changed: bool = False) -> AbstractContextManager[None]:
+        """Inside, masters and states of flat tensor ``group`` are in memory; they always are, but on NVMe."""
+        return nullcontext()
+
+    def _groups(self) -> dict[int, list[str]]:
+        """Names of the weights in each flat tensor."""
+        found: dict[int, list[str]] = {}
+        for name, piece in self.pieces.items():
+            found.setdefault(piece.group, []).append(name)
+        return found
 
     def _state(self, group: int) -> dict[str, Any]:
         return cast(dict[str, Any], self.optimizer.state[self._flats[group]])
@@ -165,6 +193,24 @@ class TensorShares(DeepSpeedShares):
     @property
     def _flats(self) -> list[Tensor]:
         return cast(list[Tensor], self.optimizer.fp32_partitioned_groups_flat)
+
+    @contextmanager
+    def _in_memory(self, group: int, *, is_changed: bool = False) -> Iterator[None]:
+        """Small shares are never written to NVMe: DeepSpeed's swapper does not know them."""
+        swapper, flat = getattr(self.optimizer, "optimizer_swapper", None), self._flats[group]
+        if swapper is None or not swapper.is_swappable_tensor(
+            numel=self.optimizer.fp16_partitioned_groups_flat_numel[group]
+        ):
+            yield
+            return
+        swapper.swap_in_optimizer_state(flat)
+        try:
+            yield
+        finally:
+            if is_changed:
+                swapper.swap_out_optimizer_state(flat)
+            else:
+                swapper.release_swap_buffers(flat)
 
     def _piece(self, parameter: Parameter) -> Piece:
         group, offset, elements = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]

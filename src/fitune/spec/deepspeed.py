@@ -4,10 +4,12 @@ Buffers are chosen here and not left at DeepSpeed's defaults, which are made for
 elements stands ready however little is trained. The estimate counts what is chosen here (estimate/buffers.py).
 """
 
+import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
-from fitune.spec.choices import Offload, Place, Zero
+from fitune.spec.choices import Place, Zero
 from fitune.spec.counts import count_parameters, lora_parameters
 from fitune.spec.plan import Lora, Plan, Precision, trains_embeddings, trains_head
 
@@ -48,9 +50,15 @@ def deepspeed_config(plan: Plan) -> Config:
                 _stage_3(plan) if zero.stage == 3 else {"allgather_bucket_size": reduce_bucket_elements(plan)}
             ),
             **dict(zero.settings),
-            **_offload(plan.offload),
+            **_offload(plan),
         },
     }
+
+
+def nvme_folder(plan: Plan) -> Path:
+    """The run's own folder in ``nvme_path``: two runs may share a disk."""
+    run = hashlib.sha256(str(Path(plan.run.output_dir).absolute()).encode()).hexdigest()
+    return Path(plan.offload.nvme_path) / f"fitune-{run[:12]}"
 
 
 def tell_deepspeed_where(*, has_gpu: bool) -> None:
@@ -118,16 +126,16 @@ def _stage_3(plan: Plan) -> Config:
     }
 
 
-def _offload(offload: Offload) -> Config:
+def _offload(plan: Plan) -> Config:
     places: dict[str, Place] = {
-        "offload_param": offload.parameters,
-        "offload_optimizer": offload.optimizer,
+        "offload_param": plan.offload.parameters,
+        "offload_optimizer": plan.offload.optimizer,
     }
     return {
         key: {
             "device": place,
             "pin_memory": True,
-            **({"nvme_path": offload.nvme_path} if place == "nvme" else {}),
+            **({"nvme_path": str(nvme_folder(plan))} if place == "nvme" else {}),
         }
         for key, place in places.items()
         if place != "device"

@@ -628,9 +628,9 @@ NOT_BUILT = (
         binds=("train",),
     ),
     Rule(
-        broken=lambda plan: _on(plan, "deepspeed") and "nvme" in plan.offload.places,
-        why=lambda plan: "what DeepSpeed keeps on NVMe is not in checkpoints yet, so it is not trained",
-        instead="cpu in place of nvme; `fitune launch --print-deepspeed-config` shows the configuration",
+        broken=lambda plan: _on(plan, "deepspeed") and plan.offload.parameters == "nvme",
+        why=lambda plan: "weights on NVMe are planned, and not trained yet; an optimizer on NVMe is",
+        instead="offload_parameters: cpu, offload_optimizer: nvme",
         settings=_STATES,
         binds=("train",),
     ),

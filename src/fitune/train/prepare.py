@@ -1,5 +1,7 @@
 """A Plan becomes a model and an engine: one line per transformation, in the order that matters."""
 
+import shutil
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -30,7 +32,7 @@ from fitune.models.offload import before_backward, offload_blocks
 from fitune.models.packing import quantise_blocks
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import add_rows, compute_dtype, load_model
-from fitune.spec.deepspeed import deepspeed_config
+from fitune.spec.deepspeed import deepspeed_config, nvme_folder
 from fitune.spec.plan import (
     Ddp,
     Full,
@@ -244,8 +246,10 @@ def _divided_by_deepspeed(plan: Plan) -> bool:
 
 
 def _by_deepspeed(plan: Plan, parts: LanguageModel) -> Prepared:
-    from fitune.engine.deepspeed import DeepSpeedEngine, Head
+    from fitune.engine.deepspeed import DeepSpeedEngine, Head, require_nvme
 
+    if "nvme" in plan.offload.places:
+        require_nvme(plan.offload.nvme_path)
     head = Head(parts.head)
     trained = parts.trained
     parts = replace(parts, head=head)
@@ -259,6 +263,8 @@ def _by_deepspeed(plan: Plan, parts: LanguageModel) -> Prepared:
         config=deepspeed_config(plan),
         device=parts.device,
     )
+    if "nvme" in plan.offload.places:  # checkpoints have all of it
+        weakref.finalize(engine, shutil.rmtree, nvme_folder(plan), ignore_errors=True)
     return Prepared(model=parts, engine=engine)
 
 

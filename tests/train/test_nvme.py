@@ -1,0 +1,111 @@
+"""An optimizer on NVMe under DeepSpeed (ZeRO-Infinity, arXiv 2104.07857): two processes train the model of one.
+
+DeepSpeed reads and writes by libaio, in an operation that it compiles when it is first asked: a minute or two.
+"""
+
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from conftest import plan_of
+from fitune.spec.choices import Offload
+from fitune.spec.plan import Plan
+from fitune.train.run import run
+from optional_libraries import NEEDS_DEEPSPEED
+from several import Job, train_on
+from train.test_run import callbacks
+from train.test_several_processes import LOSS, divided, largest_difference, losses
+
+pytestmark = [pytest.mark.slow, pytest.mark.deepspeed, NEEDS_DEEPSPEED]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reads_and_writes() -> None:
+    """Skip where DeepSpeed has no libaio or no compiler."""
+    from fitune.engine.deepspeed import require_nvme
+    from fitune.errors import HardwareError
+
+    try:
+        require_nvme("/tmp")
+    except HardwareError as error:
+        pytest.skip(error.message)
+
+
+@pytest.fixture
+def plan(model_folder: Path, data_file: Path, tmp_path: Path) -> Plan:
+    """Full training of a model whose share is over 1 MiB: DeepSpeed keeps less in memory."""
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    for file in model_folder.glob("*token*"):
+        shutil.copy(file, wide)
+    config = LlamaConfig.from_pretrained(model_folder, hidden_size=128, intermediate_size=512, head_dim=32)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(wide)
+    settings = {"tuning": "full", "learning_rate": 1e-3, "max_steps": 6, "save_steps": 2}
+    return plan_of(wide, data_file, tmp_path / "unused", **settings)
+
+
+def on_nvme(plan: Plan, folder: Path, nvme: Path) -> Plan:
+    nvme.mkdir(exist_ok=True)
+    planned = divided(plan, 2, 3, folder, by="deepspeed")
+    return replace(planned, offload=Offload(optimizer="nvme", nvme_path=str(nvme)))
+
+
+class Seen:
+    """Counts the largest number of swap files below ``folder`` while the block runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.most, self._over = folder, 0, threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def _look(self) -> None:
+        while not self._over.is_set():
+            self.most = max(self.most, len(list(self.folder.rglob("*.swp"))))
+            time.sleep(0.02)
+
+    def __enter__(self) -> "Seen":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def test_states_on_nvme_train_and_resume_the_same_model_as_states_on_the_host(
+    plan: Plan, tmp_path: Path
+) -> None:
+    alone, on_host, straight, stopped = (tmp_path / name for name in ("alone", "host", "straight", "stopped"))
+    run(divided(plan, 1, 3, alone), callbacks=callbacks())
+    nvme = tmp_path / "nvme"
+    host = replace(divided(plan, 2, 3, on_host, by="deepspeed"), offload=Offload(optimizer="cpu"))
+    jobs = [
+        Job(plan=host),
+        Job(plan=on_nvme(plan, straight, nvme)),
+        Job(plan=on_nvme(plan, stopped, nvme), stop_after=3),
+        Job(plan=on_nvme(plan, stopped, nvme), resume=True),
+    ]
+    with Seen(nvme) as seen:
+        first, second = train_on(2, jobs, tmp_path / "jobs")
+    assert first == second
+    assert [each["status"] for each in first] == ["complete", "complete", "interrupted", "complete"]
+    assert seen.most >= 2 * 3  # of each rank the masters and both moments
+    assert losses(on_host) == pytest.approx(losses(alone), abs=LOSS)
+    for folder in (straight, stopped):
+        assert losses(folder) == losses(on_host)
+        assert largest_difference(folder, on_host) == 0.0
+    assert not list(nvme.iterdir())  # checkpoints have it
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_name(plan: Plan, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    planned = divided(plan, 2, 3, tmp_path / "run", by="deepspeed")
+    planned = replace(planned, offload=Offload(optimizer="nvme", nvme_path=str(missing)))
+    [first, _] = train_on(2, [Job(plan=planned)], tmp_path / "jobs")
+    assert str(missing) in first[0]["error"]
