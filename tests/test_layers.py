@@ -18,26 +18,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     "track": {"spec"},
     "foreign": {"spec"},
     "report": {"spec", "track"},
+    "stores": set(),
     # below this line torch is allowed
-    "data": {"spec"},
+    "data": {"spec", "stores"},
     "models": {"spec"},
     "measure": {"spec"},
     "engine": {"spec"},
-    "checkpoint": {"spec", "models"},
-    "train": {"spec", "data", "models", "engine", "checkpoint", "measure", "track"},
+    "checkpoint": {"spec", "models", "stores"},
+    "train": {"spec", "stores", "data", "models", "engine", "checkpoint", "measure", "track"},
     "rehearse": {"spec", "models", "engine", "train", "measure"},  # measure: one counter of live storages
     "score": {"spec", "data", "models"},
     "demo": {"spec", "data"},
     # one use of the program, for the command line and for Python
     "session": {
-        "spec", "estimate", "planner", "records", "launch", "track", "report", "data", "models", "measure", "engine",
-        "checkpoint", "train", "rehearse", "score", "demo", "foreign",
+        "spec", "stores", "estimate", "planner", "records", "launch", "track", "report", "data", "models", "measure",
+        "engine", "checkpoint", "train", "rehearse", "score", "demo", "foreign",
     },
     "cli": {"session", "spec", "report"},
 }  # fmt: skip
 MOST_CLI_LINES = 1_000
-WITHOUT_TORCH = {"spec", "foreign", "estimate", "planner", "records", "launch", "track", "report"}
-OPEN_TO_ALL = {"units", "errors", "files", "credentials"}
+WITHOUT_TORCH = {"spec", "stores", "foreign", "estimate", "planner", "records", "launch", "track", "report"}
+OPEN_TO_ALL = {"units", "errors", "files", "credentials", "threads"}
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "safetensors"}
 FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "base"}
 

@@ -63,6 +63,10 @@ class RunDirectoryError(FituneError):
     """The output directory cannot be used."""
 
 
+class StoreError(FituneError):
+    """A store behind a URL cannot be written to, or does not hold what it should."""
+
+
 class RankFailed(FituneError):
     """Another process of the same job failed, and this one cannot go on without it."""
 

@@ -1,19 +1,42 @@
-"""A real S3 server in this process, behind a wire that tests cut."""
+"""A real S3 server in this process, behind a wire that tests cut, slow down and answer in its place."""
 
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
+
+import pytest
+
+from fitune.stores import opening
+
+_VERBS = (b"GET", b"HEAD", b"PUT", b"POST", b"DELETE")
+
+
+def refusal(status: str, code: str) -> bytes:
+    body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}"
+    return head.encode() + b"\r\nConnection: close\r\n\r\n" + body
+
+
+UNAVAILABLE = refusal("503 Service Unavailable", "ServiceUnavailable")
+DENIED = refusal("403 Forbidden", "AccessDenied")
 
 
 class Wire:
-    """Forwards connections to a server. It cuts them after ``cut_after`` bytes of answers, and refuses while down."""
+    """Forwards connections to a server: cuts them after ``cut_after`` bytes of answers or ``cut_sent_after`` bytes of
+    what is sent, refuses while down, waits ``slow_s`` before each block that is sent, and answers the next ``refused``
+    requests that write by ``refusal``."""
 
     def __init__(self, host: str, port: int) -> None:
         self._server = (host, port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.cut_after: int | None = None
+        self.cut_sent_after: int | None = None
+        self.slow_s = 0.0
+        self.refused = 0
+        self.refusal = UNAVAILABLE
         self.stays_down = False
         self.is_down = False
         self.requests: list[bytes] = []
@@ -39,8 +62,19 @@ class Wire:
                 if answers and self.cut_after is not None:
                     data = data[: self.cut_after]
                     self.cut_after -= len(data)
-                if not answers:
+                if not answers and data.startswith(_VERBS):
                     self.requests.append(data.split(b"\r\n", 1)[0])
+                    if self.refused and data.startswith((b"PUT", b"POST", b"DELETE")):
+                        self.refused -= 1
+                        source.sendall(self.refusal)
+                        break
+                if not answers:
+                    time.sleep(self.slow_s)
+                    if self.cut_sent_after is not None and data.find(b"HTTP/1.1") < 0:
+                        self.cut_sent_after -= len(data)
+                        if self.cut_sent_after < 0:
+                            self.cut_sent_after = None
+                            break
                 sink.sendall(data)
                 if answers and self.cut_after == 0:
                     self.cut_after, self.is_down = None, self.stays_down
@@ -63,3 +97,51 @@ def running_server() -> Iterator[Wire]:
     finally:
         wire.close()
         server.stop()
+
+
+SECRET = "a-secret-of-the-tests"
+
+
+def environment_of(wire: Wire) -> dict[str, str]:
+    """What a client of the server behind ``wire`` finds in its environment."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}", "AWS_ACCESS_KEY_ID": "tests",
+        "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_EC2_METADATA_DISABLED": "true", "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": "/nowhere", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
+    }  # fmt: skip
+
+
+def use_server(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process use the server, whose wire is whole, and try again at once."""
+    import s3fs
+
+    for name, value in environment_of(wire).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(opening, "WAITS_S", (0.01, 0.01))
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    wire.cut_after = wire.cut_sent_after = None
+    wire.is_down = wire.stays_down = False
+    wire.refused, wire.slow_s, wire.refusal = 0, 0.0, UNAVAILABLE
+
+
+def make_bucket(name: str) -> None:
+    import boto3
+
+    boto3.client("s3").create_bucket(Bucket=name)
+
+
+def names(bucket: str) -> set[str]:
+    """The names in a bucket."""
+    import boto3
+
+    return {one["Key"] for one in boto3.client("s3").list_objects_v2(Bucket=bucket).get("Contents", [])}
+
+
+def objects(bucket: str) -> dict[str, bytes]:
+    """Everything in a bucket, as the server itself has it."""
+    import boto3
+
+    client = boto3.client("s3")
+    found = client.list_objects_v2(Bucket=bucket).get("Contents", [])
+    return {one["Key"]: client.get_object(Bucket=bucket, Key=one["Key"])["Body"].read() for one in found}

@@ -193,10 +193,10 @@ def test_a_redirection_is_looked_at_like_an_address(
     server: _Server, monkeypatch, target: str, said: str
 ) -> None:
     server.redirect = target
-    real = downloads._require_public
+    real = downloads.require_public
     monkeypatch.setattr(downloads, "_require_allowed", lambda *_, **__: None)
     monkeypatch.setattr(
-        downloads, "_require_public", lambda host, **how: None if host == "127.0.0.1" else real(host, **how)
+        downloads, "require_public", lambda host, **how: None if host == "127.0.0.1" else real(host, **how)
     )
     with pytest.raises(DataError, match=said):
         list(read_rows(source(server.url, allow_private_addresses=False)))

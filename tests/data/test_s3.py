@@ -9,20 +9,19 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.s3_server import Wire, running_server
+from data.s3_server import SECRET, Wire, running_server, use_server
 from data.tiny_tokenizers import byte_tokenizer
-from fitune.data import stores
 from fitune.data.preparing import prepare_data
 from fitune.data.sources import content_key, read_rows
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
+from fitune.stores import opening, reading
 from optional_libraries import NEEDS_S3
 
 pytestmark = NEEDS_S3
 
 ROWS = [{"prompt": f"what is {i}?", "completion": f"it is {i}"} for i in range(3000)]
-SECRET = "a-secret-of-the-tests"
 
 
 def lines(rows: list[dict]) -> bytes:
@@ -37,18 +36,7 @@ def wire() -> Iterator[Wire]:
 
 @pytest.fixture(autouse=True)
 def environment(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    import s3fs
-
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}", "AWS_ACCESS_KEY_ID": "tests",
-        "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_EC2_METADATA_DISABLED": "true", "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_CONFIG_FILE": "/nowhere", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(stores, "_WAITS_S", (0.01, 0.01))
-    s3fs.S3FileSystem.clear_instance_cache()
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    wire.cut_after, wire.is_down, wire.stays_down = None, False, False
+    use_server(wire, monkeypatch)
 
 
 def put(key: str, content: bytes, *, bucket: str = "data") -> str:
@@ -143,14 +131,14 @@ def test_a_store_that_refuses_is_named_without_the_secret(monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise translate_boto_error(denied)
 
-    monkeypatch.setattr(stores, "_open_store", refuse)
+    monkeypatch.setattr(reading, "open_store", refuse)
     with pytest.raises(DataError, match="does not let you read it") as caught:
         read("s3://data/rows.jsonl")
     assert SECRET not in str(caught.value)
 
 
 def test_a_cut_connection_is_taken_up_again(wire: Wire, monkeypatch) -> None:
-    monkeypatch.setattr(stores, "_BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(reading, "_BLOCK_BYTES", 20_000)
     url = put("cut/rows.jsonl", lines(ROWS))
     rows = read_rows(DataSource(path=url))
     taken = [next(rows).fields for _ in range(10)]
@@ -161,8 +149,8 @@ def test_a_cut_connection_is_taken_up_again(wire: Wire, monkeypatch) -> None:
 
 
 def test_a_store_that_stays_away_says_how_far_it_came(wire: Wire, monkeypatch) -> None:
-    monkeypatch.setattr(stores, "_BLOCK_BYTES", 20_000)
-    monkeypatch.setitem(stores._OPTIONS, "s3fs", {"config_kwargs": {"retries": {"max_attempts": 0}}})
+    monkeypatch.setattr(reading, "_BLOCK_BYTES", 20_000)
+    monkeypatch.setitem(opening.OPTIONS, "s3fs", {"config_kwargs": {"retries": {"max_attempts": 0}}})
     url = put("cut/rows.jsonl", lines(ROWS))
     rows = read_rows(DataSource(path=url))
     taken = [next(rows)]
@@ -176,7 +164,7 @@ def test_a_store_that_stays_away_says_how_far_it_came(wire: Wire, monkeypatch) -
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(wire: Wire, monkeypatch) -> None:
-    monkeypatch.setattr(stores, "_BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(reading, "_BLOCK_BYTES", 20_000)
     url = put("changed/rows.jsonl", lines(ROWS))
     rows = read_rows(DataSource(path=url))
     next(rows)

@@ -242,11 +242,15 @@ def test_what_pods_cannot_see_is_refused() -> None:
     ):
         with pytest.raises(RecipeError, match=f"{setting} = .* is not on the shared folder"):
             documents(recipe_of(**{**RECIPES["one device"], setting: path}))
-    with pytest.raises(RecipeError, match="no bucket"):
-        documents(recipe_of(**{**RECIPES["one device"], "output_dir": "s3://bucket/run"}))
     paths = ["s3://b/x.jsonl", "org/set:main#50", "/mnt/fitune/y.jsonl"]
     seen = recipe_below(recipe_of(model="a/b", data=paths), "/mnt/fitune")
     assert [source.path for source in seen.data] == paths
+
+
+def test_a_run_that_goes_to_a_bucket_is_staged_on_the_shared_folder() -> None:
+    text = str(documents(recipe_of(**{**RECIPES["one device"], "output_dir": "s3://bucket/run"})))
+    assert "output_dir: /mnt/fitune/runs/run-" in text
+    assert "upload_to: s3://bucket/run" in text
 
 
 def test_settings_of_job_and_recipe_are_told_apart() -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fitune.checkpoint.durable import Stored, hash_file, inside, read_sealed, sealed
+from fitune.checkpoint.durable import Stored, hash_file, inside, parse_sealed, read_sealed, sealed
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.files import sync_folder, write_atomically
 from fitune.spec.serial import to_json
@@ -70,7 +70,7 @@ def is_on(line: Line, *, saved_on: Line, step: int) -> bool:
 
 def write_line(folder: Path, line: Line) -> None:
     """Raises OSError."""
-    write_atomically(folder / LINE, to_json(sealed(_LineFile(line=line))))
+    write_atomically(folder / LINE, line_bytes(line))
 
 
 def keep_line(folder: Path, line: Line) -> None:
@@ -88,6 +88,17 @@ def read_line(folder: Path) -> Line:
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{folder / LINE}: cannot be read: {cause}") from error
+
+
+def parse_line(content: bytes) -> Line:
+    """The line in the content of a ``LINE``. Raises ValueError when it is damaged."""
+    return parse_sealed(_LineFile, content).line
+
+
+def line_bytes(line: Line) -> bytes:
+    """The content of a ``LINE``."""
+    text: str = to_json(sealed(_LineFile(line=line)))
+    return text.encode()
 
 
 OnNote = Callable[[str], None]

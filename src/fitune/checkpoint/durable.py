@@ -75,8 +75,12 @@ def sealed(value: Any) -> Any:
 
 
 def read_sealed(cls: type[T], path: Path) -> T:
-    """Raises OSError, and ValueError when the file is not, byte for byte, what was written."""
-    content = read_bytes(path, follow_links=False)
+    """As ``parse_sealed``, of a file. Raises OSError, too."""
+    return parse_sealed(cls, read_bytes(path, follow_links=False))
+
+
+def parse_sealed(cls: type[T], content: bytes) -> T:
+    """Raises ValueError when ``content`` is not, byte for byte, what was written."""
     data = parse_object(content)
     if "digest" not in data:
         raise ValueError("it is of an older format, without a digest of itself")

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from fitune.checkpoint.commit import (
@@ -20,11 +21,12 @@ from fitune.errors import CheckpointError
 from fitune.files import remove, temporary_sibling
 
 
-def prune(folder: Path, line: Line, *, keep: int, on_note: OnNote) -> None:
+def prune(folder: Path, line: Line, *, keep: int, on_note: OnNote, spare: Collection[str] = ()) -> None:
     """Remove checkpoints on ``line`` but the newest ``keep`` valid ones and the best valid one; link the best.
 
     What counts is hashed, unless this process did so before and the files were not touched since: after a resume that
-    is each of the kept ones once. What is damaged is set aside, and what is on another line is left alone.
+    is each of the kept ones once. What is damaged is set aside, and what is on another line is left alone. ``spare``
+    names others that stay for now.
     Raises OSError.
     """
     members: list[tuple[Path, Commit]] = []
@@ -35,11 +37,13 @@ def prune(folder: Path, line: Line, *, keep: int, on_note: OnNote) -> None:
             _set_damaged_aside(path, error, on_note)
     members = [(path, c) for path, c in members if is_on(line, saved_on=c.line, step=c.step)]
     newest = _first_valid(members, keep, on_note)
-    by_loss = sorted((m for m in members if _loss(m[1]) < math.inf), key=lambda m: (_loss(m[1]), m[1].step))
+    by_loss = sorted(
+        (m for m in members if loss_of(m[1]) < math.inf), key=lambda m: (loss_of(m[1]), m[1].step)
+    )
     best = _first_valid(by_loss, 1, on_note)
     _link_best(folder, best)
     for path, _ in members:
-        if path not in newest and path not in best and path.exists():
+        if path not in newest and path not in best and path.name not in spare and path.exists():
             doomed = temporary_sibling(path.with_name(f"pruned-{path.name}"))
             os.rename(path, doomed)  # a half-removed folder must not look like a damaged checkpoint
             remove(doomed)
@@ -64,7 +68,7 @@ def _set_damaged_aside(path: Path, error: CheckpointError, on_note: OnNote) -> N
         on_note(f"{error.message}: {set_aside(path, DAMAGED)}")
 
 
-def _loss(commit: Commit) -> float:
+def loss_of(commit: Commit) -> float:
     """Infinite for what is no candidate for the best; the earlier one of two equals is taken."""
     loss = commit.eval_loss
     return loss if loss is not None and math.isfinite(loss) else math.inf

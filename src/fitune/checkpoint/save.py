@@ -10,7 +10,7 @@ The first rank begins and commits; in between each rank writes its share, all at
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,9 +132,11 @@ def commit_save(
     keep: int,
     eval_loss: float | None,
     on_note: OnNote,
+    spare: Collection[str] = (),
 ) -> Path:
     """Make a checkpoint of what all ranks have ``written`` and return its folder. Called by the first rank.
 
+    ``spare`` names older ones that stay for now, whatever ``keep`` says.
     Raises CheckpointError when the disk fails, or a file or a part of a tensor is not there.
     """
     target = root / FOLDER / f"step-{share.step}"
@@ -149,7 +151,7 @@ def commit_save(
         raise
     descent.parent = Parent(step=commit.step, digest=commit.digest)
     note_as_known(target, commit.files)
-    _tidy(target, descent, keep, on_note)
+    _tidy(target, descent, keep, on_note, spare)
     return target
 
 
@@ -212,11 +214,11 @@ def save_failed(root: Path, cause: str, *, needed_bytes: int) -> CheckpointError
     )
 
 
-def _tidy(newest: Path, descent: Descent, keep: int, on_note: OnNote) -> None:
+def _tidy(newest: Path, descent: Descent, keep: int, on_note: OnNote, spare: Collection[str]) -> None:
     folder = newest.parent
     try:
         link_atomically(folder / "latest", newest.name)
-        prune(folder, descent.line, keep=keep, on_note=on_note)
+        prune(folder, descent.line, keep=keep, on_note=on_note, spare=spare)
     except OSError as error:
         raise CheckpointError(
             f"checkpoint {newest} is saved, but {folder} could not be tidied: {error.strerror}",

@@ -7,11 +7,9 @@ to and after, and again for every redirection.
 
 import hashlib
 import http.client
-import ipaddress
 import json
 import os
 import shutil
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +23,7 @@ from urllib.parse import urlsplit
 from fitune.credentials import without_credentials
 from fitune.errors import DataError
 from fitune.files import cache_folder, read_text, temporary_sibling, write_atomically
+from fitune.stores.addresses import PrivateAddress, require_public
 from fitune.units import GIB, MIB, format_bytes
 
 SCHEMES = ("https", "http")
@@ -80,10 +79,6 @@ def _require_allowed(url: str, *, allow_https: bool, allow_private: bool) -> Non
         raise DataError(f"{url}: http:// is not encrypted", hint=f"https://{url.partition('://')[2]}")
 
 
-class _Refused(Exception):
-    """The address may not be connected to."""
-
-
 class _Cut(Exception):
     """The connection ended before the file did."""
 
@@ -113,7 +108,7 @@ class _Download:
             try:
                 self._try(known)
                 return
-            except _Refused as refused:
+            except PrivateAddress as refused:
                 raise DataError(
                     f"{self._url}: {refused}",
                     hint="allow_private_addresses: true opens addresses of this machine and network",
@@ -237,7 +232,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
         if urlsplit(newurl).scheme != "https" and not self._allow_private:
-            raise _Refused(f"redirected to {newurl}, which is not https://")
+            raise PrivateAddress(f"redirected to {newurl}, which is not https://")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
@@ -264,7 +259,7 @@ def _connecting(connection: Callable[..., Any], req: urllib.request.Request, all
     target = urlsplit(req.full_url).hostname or ""
     through_proxy = req.host != urlsplit(req.full_url).netloc
     if not allow_private and through_proxy:
-        _require_public(target, resolve=False)
+        require_public(target, resolve=False)
     return partial(connection, is_checked=not allow_private and not through_proxy)
 
 
@@ -289,23 +284,7 @@ class _HttpsConnection(http.client.HTTPSConnection):
 def _connect_checked(connection: _HttpConnection | _HttpsConnection, connect: Callable[[], None]) -> None:
     """Look at the address before anything is sent to it: a name may lead elsewhere when it is asked again."""
     if connection._is_checked:
-        _require_public(connection.host, resolve=True)
+        require_public(connection.host, resolve=True)
     connect()
     if connection._is_checked:
-        _require_public(connection.sock.getpeername()[0], resolve=False)
-
-
-def _require_public(host: str, *, resolve: bool) -> None:
-    try:
-        found = [ipaddress.ip_address(host.strip("[]"))]
-    except ValueError:
-        if host.lower().rstrip(".").endswith(("localhost", ".local", ".internal")):
-            raise _Refused(f"{host} is a name of this machine or network") from None
-        if not resolve:
-            return
-        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        found = [ipaddress.ip_address(str(answer[4][0]).partition("%")[0]) for answer in answers]
-    for address in found:
-        inner = getattr(address, "ipv4_mapped", None) or address
-        if not inner.is_global or inner.is_multicast:
-            raise _Refused(f"{host} leads to {address}, a private address")
+        require_public(connection.sock.getpeername()[0], resolve=False)

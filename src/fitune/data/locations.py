@@ -10,11 +10,12 @@ from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from fitune.credentials import CREDENTIALS_ELSEWHERE, credential_in
-from fitune.data import downloads, stores
+from fitune.data import downloads
 from fitune.data.kinds import ACCEPTED_FILES, READABLE, data_files, require_one_kind, require_readable
 from fitune.errors import DataError
 from fitune.files import open_regular
 from fitune.spec.plan import DataSource
+from fitune.stores import reading
 
 _SPLIT_NAMES = {
     "train": ("train",),
@@ -78,7 +79,7 @@ def open_binary(path: str) -> BinaryIO:
             return open_regular(downloads.cached(path))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return stores.open_stream(path)
+    return reading.open_stream(path)
 
 
 def _on_disk(path: str, *, split: str) -> tuple[str, ...] | HubDataset:
@@ -100,7 +101,7 @@ def _on_disk(path: str, *, split: str) -> tuple[str, ...] | HubDataset:
 
 
 def _in_store(url: str, *, split: str) -> tuple[str, ...]:
-    found = stores.look_up(url, is_pattern=bool(_PATTERN.search(url)))
+    found = reading.look_up(url, is_pattern=bool(_PATTERN.search(url)))
     if found.kind == "file":
         require_readable(url)
         return found.files

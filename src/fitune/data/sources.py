@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fitune.data import stores
 from fitune.data.downloads import SCHEMES
 from fitune.data.files import Rows, read_file
 from fitune.data.locations import HubDataset, locate, open_binary, sample_size
@@ -16,6 +15,7 @@ from fitune.data.rows import BadRow, Row
 from fitune.errors import DataError
 from fitune.spec.hub import no_waiting_for_the_hub
 from fitune.spec.plan import DataSource
+from fitune.stores import reading
 from fitune.units import MIB
 
 _CHUNK_BYTES = 4 * MIB
@@ -77,7 +77,7 @@ def content_key(source: DataSource, *, on_bytes: Callable[[int], None] = _ignore
 
 def _file_key(path: str, on_bytes: Callable[[int], None]) -> bytes:
     if "://" in path and path.partition("://")[0] not in SCHEMES:
-        return (stores.identity(path) or stores.hash_stream(path, on_bytes)).encode()
+        return (reading.identity(path) or reading.hash_stream(path, on_bytes)).encode()
     with open_binary(path) as file:
         digest = hashlib.blake2b(digest_size=16)
         while chunk := file.read(_CHUNK_BYTES):

@@ -283,7 +283,9 @@ def _idle(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def _output(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    if recipe.output_dir is None:
+    if plan.run.upload_to:
+        yield f"output: {plan.run.output_dir}, and from there {plan.run.upload_to}"
+    elif recipe.output_dir is None:
         yield f"output: {plan.run.output_dir}"
 
 

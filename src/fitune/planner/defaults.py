@@ -1,5 +1,7 @@
 """Defaults: the number that is taken where the recipe leaves it open, and why."""
 
+import hashlib
+import re
 from dataclasses import replace
 
 from fitune.errors import RecipeError
@@ -160,8 +162,13 @@ def _source(source: SourceRecipe, recipe: Recipe, *, weight: float) -> DataSourc
 
 
 def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
+    directory, upload_to = recipe.output_dir or default_output_dir(model, tuning), recipe.upload_to
+    if "://" in directory:
+        directory, upload_to = staging_of(directory), directory
     return RunPlan(
-        output_dir=recipe.output_dir or default_output_dir(model, tuning),
+        output_dir=directory,
+        upload_to=upload_to,
+        allow_private_addresses=bool(upload_to) and recipe.allow_private_addresses,
         seed=recipe.seed,
         log_every=recipe.log_steps,
         eval_every=recipe.eval_steps,
@@ -194,6 +201,13 @@ def _saves_per_epoch(recipe: Recipe) -> int:
 def default_output_dir(model: ModelSpec, tuning: Tuning) -> str:
     short = model.name.rstrip("/").rsplit("/", 1)[-1].lower()
     return f"runs/{short}-{method_name(tuning)}"
+
+
+def staging_of(url: str) -> str:
+    """The folder of this machine in which a run is written that goes to ``url``; the same for every start of it."""
+    url = url.rstrip("/")
+    mark = hashlib.sha256(url.encode(errors="surrogatepass")).hexdigest()[:6]
+    return f"runs/{re.sub('[^A-Za-z0-9._-]+', '-', url.rsplit('/', 1)[-1])[:64].strip('.') or 'run'}-{mark}"
 
 
 PRICES = {

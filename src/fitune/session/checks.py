@@ -31,8 +31,12 @@ _SMALL_FILES_BYTES = 48 * MIB
 """Logs, report, tokenizer; the exporter alone keeps 32 MiB for its texts."""
 
 
-def complete_run(directory: Path, plan: Plan, *, resume: bool | str) -> RunReport | None:
+def complete_run(
+    directory: Path, plan: Plan, *, resume: bool | str, saved_elsewhere: bool = False
+) -> RunReport | None:
     """The report of this very run if ``directory`` holds it complete, else None. A longer one is left to ``resume``.
+
+    ``saved_elsewhere``: its checkpoints are in a store.
 
     Raises RunDirectoryError when it holds a complete run of other settings that nobody asked to continue, or one
     that is trained and lacks its export only.
@@ -48,7 +52,7 @@ def complete_run(directory: Path, plan: Plan, *, resume: bool | str) -> RunRepor
     ]
     if not differences and ended.status == "complete":
         return ended
-    has_checkpoint = last_saved(directory) is not None
+    has_checkpoint = saved_elsewhere or last_saved(directory) is not None
     if resume and has_checkpoint:
         return None
     if ended.lacks_export:
@@ -134,11 +138,12 @@ def _stored_bytes(plan: Plan) -> int:
 
 
 def _checkpoints_at_once(plan: Plan) -> int:
-    """The newest k, the best one, and the one being written; one is written when the run is interrupted."""
+    """The newest k, the best one, the one being sent and the one being written; one is written when the run is
+    interrupted."""
     if not plan.run.saves:
         return 1
     has_evaluation = bool(plan.data.eval_sources or plan.data.val_fraction)
-    return plan.run.keep_checkpoints + has_evaluation + 1
+    return plan.run.keep_checkpoints + has_evaluation + 1 + bool(plan.run.upload_to)
 
 
 def _already_written(directory: Path) -> int:

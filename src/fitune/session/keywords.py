@@ -114,6 +114,7 @@ class RecipeKeys(TypedDict, total=False):
     torch_compile: bool
 
     output_dir: PathLike | None
+    upload_to: PathLike
     resume: bool | PathLike
     log_steps: int
     eval_steps: int

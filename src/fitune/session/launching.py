@@ -106,11 +106,6 @@ def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool = False) -> Recip
             ]
     if not is_fetched(recipe.model):
         changes["model"] = place(recipe.model, "model")
-    if "://" in str(changes.get("output_dir", "")):
-        raise RecipeError(
-            f"output_dir = {recipe.output_dir!r}: a run is written into a folder with locks and renames, no bucket",
-            hint="a folder of the claim; data may be read from a bucket",
-        )
     return recipe.model_copy(update={**changes, "resume": recipe.resume or True})
 
 

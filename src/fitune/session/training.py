@@ -11,7 +11,15 @@ from fitune.data.loader import Loader
 from fitune.data.preparing import PreparedData
 from fitune.data.templates import load_template
 from fitune.engine.ranks import ALONE, Ranks
-from fitune.errors import CheckpointError, FituneError, OutOfMemory, RecipeError, Shortage, work_under_way
+from fitune.errors import (
+    CheckpointError,
+    FituneError,
+    OutOfMemory,
+    RecipeError,
+    Shortage,
+    StoreError,
+    work_under_way,
+)
 from fitune.estimate.predict import predict
 from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
@@ -57,6 +65,7 @@ from fitune.train.directory import require_own_directory
 from fitune.train.export import FOLDERS, TITLES
 from fitune.train.failure import release
 from fitune.train.run import put_metrics_back, run
+from fitune.train.uploading import examined_store, send_run
 from fitune.units import format_bytes
 
 _SAMPLE_TOKENS = 128
@@ -109,10 +118,14 @@ def first_attempt(
     directory = Path(plan.run.output_dir)
     require_own_directory(plan)
     require_trackers(plan)
-    complete = None if overwrite else complete_run(directory, plan, resume=recipe.resume)
+    is_fetched = ranks.from_first(lambda: examined_store(plan.run, overwrite=overwrite))
+    complete = (
+        None if overwrite else complete_run(directory, plan, resume=recipe.resume, saved_elsewhere=is_fetched)
+    )
     if complete is not None:
-        if ranks.is_first:
+        if ranks.is_first and not is_fetched:
             make_up_for_missing(directory, plan, complete, tell=tell)
+            send_end(plan, tell=tell)
         tell(Note(f"{directory}: already complete; --overwrite starts anew"))
         return complete
     require_room_on_disk(plan)
@@ -141,6 +154,7 @@ def run_attempt(
         tell(
             Exported(title=TITLES[plan.run.export], path=Path(ended.exported), merged_loss=ended.merged_loss)
         )
+    send_end(plan, tell=tell, has_other_end=ended.status == "interrupted")
     return ended
 
 
@@ -163,6 +177,18 @@ def make_up_for_missing(directory: Path, plan: Plan, report: RunReport, *, tell:
             tell(Note(f"note: {error.message}"))
     if owes_page:
         tell(Note(f"report: {write_report(directory)}"))
+
+
+def send_end(plan: Plan, *, tell: Tell, has_other_end: bool = False) -> None:
+    """Send what the store of the run lacks, if it has one. Raises StoreError, or where the run ends by something else
+    tells it."""
+    try:
+        with work_under_way():
+            send_run(plan.run, lambda line: tell(Note(line)))
+    except StoreError as error:
+        if not has_other_end:
+            raise
+        tell(Note(f"warning: {error.message}"))
 
 
 def _run_or_report(
@@ -192,6 +218,7 @@ def _run_or_report(
         if error.exit_code != FituneError.exit_code and ranks.is_first:
             with suppress(FituneError, OSError):  # the cause is worth more than the page
                 tell(Note(f"report: {write_report(Path(attempt.plan.run.output_dir))}"))
+                send_end(attempt.plan, tell=tell, has_other_end=True)
         raise
 
 

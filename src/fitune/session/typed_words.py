@@ -10,7 +10,7 @@ from fitune.spec.recipe import Recipe, canonical_keys
 from fitune.spec.recipe_values import as_sources
 from fitune.spec.recipe_words import ALIASES, SWITCHES, parse_value
 
-_TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "chat_template"}
+_TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "upload_to", "chat_template"}
 """Kept as typed: ``--gpu 4090`` is a name, not a number."""
 
 _REPEATABLE = {"data", "eval_data"}

@@ -20,11 +20,14 @@ def pinned(recipe: Recipe, plan: Plan) -> Recipe:
         "tuning": method_name(plan.tuning), "precision": plan.precision.value, "gpus": hardware.gpus_per_node,
         "nodes": hardware.nodes, "seq_len": batch.seq_len, "attn_implementation": plan.attention,
         "global_batch_size": batch.global_batch_size * hardware.num_gpus,
-        "learning_rate": plan.schedule.learning_rate, "output_dir": plan.run.output_dir, "export": plan.run.export,
+        "learning_rate": plan.schedule.learning_rate, "output_dir": plan.run.output_dir,
+        "export": plan.run.export,
         "async_save": plan.run.async_save, "offload_parameters": plan.offload.parameters,
         "offload_optimizer": plan.offload.optimizer, "offload_activations": plan.offload.activations,
         **_quantiser(plan), **_sharding(plan),
     }  # fmt: skip
+    if plan.run.upload_to:
+        pins["upload_to"] = plan.run.upload_to
     if recipe.objective == "cheapest":  # it chose how many devices; now they are said
         pins["objective"] = "fastest"
     return recipe.model_copy(update=pins)

@@ -220,6 +220,10 @@ class RunPlan:
     """Directory of the run and what it writes. 0 means never for the ``every`` and ``per_epoch`` settings."""
 
     output_dir: str
+    upload_to: str = ""
+    """URL of a folder in a store that is sent what ``output_dir`` holds; empty for none."""
+    allow_private_addresses: bool = False
+    """True if that URL may name a host of this machine or network."""
     seed: int = 42
     log_every: int = 1
     eval_every: int = 0

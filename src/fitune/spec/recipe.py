@@ -183,6 +183,7 @@ class Recipe(_Strict):
 
     # where to
     output_dir: PathText | None = None
+    upload_to: PathText = ""
     resume: bool | PathText = False
     log_steps: PositiveInt = 1
     eval_steps: CountInt = 0

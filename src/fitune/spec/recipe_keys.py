@@ -53,7 +53,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "on_long_row": "When a row is longer than seq_len",
         "cache_dir": "Where tokenised rows are kept",
         "allow_https": "Fetch data from https:// addresses",
-        "allow_private_addresses": "Fetch it from this machine and network, too, and over http://",
+        "allow_private_addresses": "Open addresses of this machine and network, too, and http://",
     },
     "Batches": {
         "seq_len": "Longest row in tokens",
@@ -99,8 +99,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "torch_compile": "Compile the blocks",
     },
     "Output": {
-        "output_dir": "Folder of the run; chosen: runs/MODEL-TUNING",
-        "resume": "Go on from the newest checkpoint, or from a path",
+        "output_dir": "Folder of the run, or a URL; chosen: runs/MODEL-TUNING",
+        "upload_to": "A URL that gets checkpoints, export and report, too",
+        "resume": "Go on from the newest checkpoint, or from a path or URL",
         "log_steps": "A line every so many steps",
         "eval_steps": "Evaluate every so many steps; 0 is not",
         "evals_per_epoch": "Evaluate so often an epoch",

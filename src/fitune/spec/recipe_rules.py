@@ -101,6 +101,14 @@ def _others(r: Recipe) -> Iterator[tuple[str, str]]:
         )
     if r.zero == 0 and r.backend is not None:
         yield f"zero: 0 is DDP, which needs no backend, and backend = {r.backend}", "zero: 1, 2 or 3"
+    if "://" in (r.output_dir or "") and r.upload_to:
+        why = f"output_dir = {r.output_dir} is a URL, and upload_to = {r.upload_to} names another"
+        yield why, "output_dir: a folder of this machine, or no upload_to"
+    if r.upload_to and "://" not in r.upload_to:
+        yield (
+            f"upload_to = {r.upload_to} is no URL",
+            "upload_to: s3://bucket/runs/x; output_dir: for a folder",
+        )
     for steps, parts in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
         if getattr(r, steps) and getattr(r, parts):
             why = f"{steps} = {getattr(r, steps)} and {parts} = {getattr(r, parts)} both say how often"

@@ -23,6 +23,7 @@ from fitune.track.metrics import MetricsLog, Sink
 from fitune.train.evaluate import Answer
 from fitune.train.failure import Whereabouts
 from fitune.train.prepare import Prepared
+from fitune.train.uploading import Uploads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,8 @@ class Run:
     """``time.perf_counter`` when the run was asked for."""
     steps_of_other_plan: int = 0
     """Done before a resume that changed what memory and speed depend on: they are not measured for this one."""
+    uploads: Uploads | None = None
+    """Sends checkpoints to the run's store, where it has one; the first rank's."""
     retries: tuple[Retry, ...] = ()
     """Attempts before this one that ran out of memory and that no step in the log tells of yet."""
     restarts: tuple[Restart, ...] = ()

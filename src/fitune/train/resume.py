@@ -6,8 +6,16 @@ from pathlib import Path
 
 import torch
 
-from fitune.checkpoint.commit import FOLDER, step_folders
+from fitune.checkpoint.commit import COMMIT, FOLDER, OnNote, read_commit, step_folders
 from fitune.checkpoint.differences import Difference, difference_table, require_resumable, with_unsaid_fields
+from fitune.checkpoint.remote import (
+    adopt_line,
+    complete_checkpoints,
+    fetch_checkpoint,
+    is_run,
+    newest_in_store,
+    remote_checkpoint,
+)
 from fitune.checkpoint.resume import Found, load_checkpoint, newest_checkpoint
 from fitune.checkpoint.saved import SavedTensors
 from fitune.checkpoint.state import TrainState
@@ -18,7 +26,10 @@ from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.models.weight_files import weights_identity
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.serial import from_data, to_data
+from fitune.stores.opening import is_url
+from fitune.stores.writing import Store
 from fitune.train.prepare import Prepared
+from fitune.train.uploading import store_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,23 +82,39 @@ class Start:
         return (*self.warnings, f"going on under other settings\n{difference_table(list(self.differences))}")
 
 
-def where_to_start(directory: Path, plan: Plan, *, resume: bool | str) -> Start:
-    """The checkpoint to go on from, checked and compatible with ``plan``.
+def nobody_told(_note: str) -> None:
+    """For callers that tell nobody."""
+
+
+def where_to_start(
+    directory: Path,
+    plan: Plan,
+    *,
+    resume: bool | str,
+    store: Store | None = None,
+    on_note: OnNote = nobody_told,
+) -> Start:
+    """The checkpoint to go on from, checked and compatible with ``plan``: of ``directory``, or of the run's ``store``
+    where that has a later one, which is then fetched.
 
     Raises CheckpointError when it is damaged or the plan changed too much, and RunDirectoryError when there
     are steps of an earlier run that nobody asked to continue.
     """
+    if isinstance(resume, str) and is_url(resume):
+        path = _fetched(resume, plan, directory, on_note)
+        return _compatible(path, plan, Found(path=path))
     if isinstance(resume, str):
         return _compatible(Path(resume), plan, Found(path=None))
     if resume:
-        found = newest_checkpoint(directory)
+        found = newest_checkpoint(directory) if store is None else _newest_of_both(directory, store, on_note)
         if found.path is None and found.warnings:
             raise CheckpointError(
                 f"no checkpoint of {directory} can be used:\n  " + "\n  ".join(found.warnings),
                 hint="put the files back, name another checkpoint (--resume PATH), or --overwrite to start anew",
             )
         if found.path is None:
-            note = f"nothing to resume: no checkpoint in {directory}; starting from the beginning"
+            places = f"{directory}" if store is None else f"{directory} and {store.url}"
+            note = f"nothing to resume: no checkpoint in {places}; starting from the beginning"
             return Start(state=None, warnings=(note,))
         return _compatible(found.path, plan, found)
     if step_folders(directory / FOLDER) or _has_steps(directory / "metrics.jsonl"):
@@ -95,7 +122,36 @@ def where_to_start(directory: Path, plan: Plan, *, resume: bool | str) -> Start:
             f"output_dir {directory} holds an earlier run",
             hint="resume: true to continue it, --overwrite to start anew, or another output_dir",
         )
+    if store is not None and is_run(store):
+        raise RunDirectoryError(
+            f"{store.url} holds an earlier run",
+            hint="resume: true to continue it, --overwrite to start anew, or another URL",
+        )
     return Start(state=None)
+
+
+def _newest_of_both(directory: Path, store: Store, on_note: OnNote) -> Found:
+    """The newest valid checkpoint here, or a later one from the store, which was hashed while it was fetched."""
+    line = adopt_line(store, directory, on_note)
+    found = newest_checkpoint(directory)
+    after = 0 if found.path is None else read_commit(found.path).step
+    fetched = newest_in_store(store, directory, line, after=after, on_note=on_note)
+    if fetched is None:
+        return found
+    return replace(found, path=fetched, damaged=tuple(path for path in found.damaged if path != fetched))
+
+
+def _fetched(url: str, plan: Plan, directory: Path, on_note: OnNote) -> Path:
+    """The checkpoint behind ``url``, brought into ``directory``. Raises CheckpointError when there is none."""
+    store = Store(url, allow_private=plan.run.allow_private_addresses)
+    try:
+        if store.read(COMMIT) is None and (there := complete_checkpoints(store)):
+            raise CheckpointError(
+                f"{url} is the directory of a run, not a checkpoint", hint=f"resume: {there[0].url}"
+            )
+        return fetch_checkpoint(remote_checkpoint(store), directory, on_note)
+    finally:
+        store.close()
 
 
 def _has_steps(metrics: Path) -> bool:
@@ -160,12 +216,19 @@ def require_same_base(start: Start, plan: Plan, *, base: str) -> None:
         )
 
 
-def where_all_start(directory: Path, plan: Plan, *, ranks: Ranks, resume: bool | str) -> Start:
+def where_all_start(
+    directory: Path, plan: Plan, *, ranks: Ranks, resume: bool | str, on_note: OnNote
+) -> Start:
     """``where_to_start``, as the first rank finds it; the others read the checkpoint that it names."""
     found: list[Start] = []
 
     def first() -> Path | None:
-        found.append(where_to_start(directory, plan, resume=resume))
+        store = store_of(plan.run)
+        try:
+            found.append(where_to_start(directory, plan, resume=resume, store=store, on_note=on_note))
+        finally:
+            if store is not None:
+                store.close()
         return found[0].path
 
     path = ranks.from_first(first)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from fitune.checkpoint.commit import FOLDER as CHECKPOINTS
 from fitune.checkpoint.commit import Descent
 from fitune.checkpoint.resume import begin_line
 from fitune.data.loader import Loader
@@ -56,6 +57,7 @@ from fitune.train.together import (
     require_shared_directory,
     rows_of_ranks,
 )
+from fitune.train.uploading import Uploads, begin_in_store, sent_beside
 
 
 def run(
@@ -72,7 +74,8 @@ def run(
 ) -> RunReport:
     """Execute ``plan`` in its output directory. ``files`` (name -> text) are written beside plan.json.
 
-    ``resume``: True for the newest valid checkpoint (from the start when there is none), or a checkpoint's path.
+    ``resume``: True for the newest valid checkpoint (from the start when there is none), or a checkpoint's path or
+    URL.
     ``overwrite``: remove an earlier run once the data of this one was read.
     ``retries``: attempts before this one that ran out of memory; the first step and report.json tell of them.
     ``restarts``: how these ranks came to replace lost ones.
@@ -94,7 +97,7 @@ def run(
         require_shared_directory(ranks, directory, attempt=owner.attempt)
         start = Start(state=None)
         if not overwrite:
-            start = where_all_start(directory, plan, ranks=ranks, resume=resume)
+            start = where_all_start(directory, plan, ranks=ranks, resume=resume, on_note=callbacks.on_note)
         for note in start.notes:
             callbacks.on_note(note)
         base = base_identity(plan)
@@ -102,23 +105,32 @@ def run(
         tokenizer, data, loader = ranks.in_turn(lambda: _read_data(plan, start, callbacks, ranks))
         require_same_on_all(ranks, plan, rows=data.train.fingerprint, base=base)
 
+        uploads: list[Uploads | None] = [None]
+
         def begin() -> Descent:
             if overwrite:  # only now: what was there is untouched until the data is known
                 remove_run(directory)
             _begin(directory, {"plan.json": to_json(plan), **(files or {})})
-            return begin_line(
+            if plan.run.upload_to:
+                (directory / CHECKPOINTS).mkdir(
+                    exist_ok=True
+                )  # the line is written there, also before a save
+            descent = begin_line(
                 directory,
                 attempt=owner.attempt,
                 base=start.path,
                 damaged=start.damaged,
                 on_note=callbacks.on_note,
             )
+            uploads[0] = begin_in_store(plan.run, descent.line, callbacks.on_note, overwrite=overwrite)
+            return descent
 
         descent = ranks.from_first(begin)
+        owned.enter_context(sent_beside(uploads[0]))
         current = Run(
             plan=plan, callbacks=callbacks, ranks=ranks, tokenizer=tokenizer, data=data, loader=loader, log=None,
             sinks=sinks, base=base, descent=descent, began=began, steps_of_other_plan=start.steps_of_other_plan,
-            where=where,
+            where=where, uploads=uploads[0],
         )  # fmt: skip
         if not ranks.is_alone:
             current.waits = owned.enter_context(waits_measured())

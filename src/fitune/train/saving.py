@@ -1,11 +1,10 @@
 """Saves of a run by all its ranks: every one writes its share at the same time, and the first one commits."""
 
 import math
-import os
 import threading
 from collections import ChainMap
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,14 +23,11 @@ from fitune.checkpoint.slices import Share, share_of
 from fitune.engine.ranks import Ranks
 from fitune.errors import FituneError
 from fitune.spec.reports import StepReport
+from fitune.threads import give_way
 from fitune.train.current import Run
 from fitune.train.ending import keep_log
 from fitune.train.failure import require_finite_step
 from fitune.train.resume import Facts, capture
-
-NICENESS = 10
-"""Of the thread that writes (man 2 setpriority: Linux has it by thread): hashing and writing take a core, and where all
-are busy the steps come first. On two busy cores a matrix product slowed by half beside the writing, so by a tenth."""
 
 
 class Saver:
@@ -83,8 +79,7 @@ class Saver:
             raise problem
 
     def _write_beside(self, copied: Copied, eval_loss: float | None) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        give_way()
         try:
             copied.arrived()
             self._write(copied.share, eval_loss)
@@ -105,7 +100,10 @@ class Saver:
             keep=current.plan.run.keep_checkpoints,
             eval_loss=eval_loss,
             on_note=current.callbacks.on_note,
+            spare=() if current.uploads is None else current.uploads.sending,
         )
+        if current.uploads is not None:
+            current.uploads.saved()
 
 
 @contextmanager
@@ -163,8 +161,10 @@ def save_together(
     keep: int,
     eval_loss: float | None,
     on_note: OnNote,
+    spare: Collection[str] = (),
 ) -> None:
     """Save what all ranks hold, each its ``share``, as ``save_checkpoint`` does for one. Called by every rank.
+    ``spare`` names older checkpoints that stay for now.
 
     Raises CheckpointError on every rank, naming the one whose disk is full or fails.
     """
@@ -175,8 +175,9 @@ def save_together(
 
         def commit() -> None:
             commit_save(
-                root, folder, share, written, descent=descent, keep=keep, eval_loss=eval_loss, on_note=on_note
-            )
+                root, folder, share, written, descent=descent, keep=keep, eval_loss=eval_loss, on_note=on_note,
+                spare=spare,
+            )  # fmt: skip
 
         ranks.from_first(commit)
     except FituneError:

@@ -1,0 +1,132 @@
+"""Stores behind URLs, opened by fsspec; what their clients raise becomes an error for people.
+
+Credentials come from where the store's own client looks for them: the environment, or its file. None stands in a path.
+"""
+
+import ftplib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from fitune.credentials import without_credentials
+from fitune.errors import DataError, FituneError
+from fitune.stores.addresses import PrivateAddress, require_public
+
+CLIENTS = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "hdfs": "pyarrow",
+    "memory": "fsspec",
+}  # fmt: skip
+"""Scheme of a URL -> the package that reads it. memory:// is the memory of this process."""
+HOSTS = {"ftp": "fsspec"}
+"""As CLIENTS, for schemes whose URL names a host to connect to. Runs are written there; data is not read from there."""
+_PROBE_S, _READ_S = 10, 60
+"""Seconds until a store that does not answer, or stops in the middle, counts as cut off."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "s3fs": {
+        "config_kwargs": {
+            "connect_timeout": _PROBE_S,
+            "read_timeout": _READ_S,
+            "retries": {"max_attempts": 3},
+        }
+    }
+}
+WRITTEN = {**CLIENTS, **HOSTS}
+WAITS_S = (0.5, 2.0, 8.0)
+"""Before each try to go on after a cut."""
+
+
+def scheme_of(url: str) -> str:
+    return url.partition("://")[0].lower()
+
+
+def is_url(path: str) -> bool:
+    """True for what is behind a URL, False for a path of this machine."""
+    return "://" in path
+
+
+def open_store(
+    url: str, clients: Mapping[str, str] = CLIENTS, *, error: type[FituneError] = DataError
+) -> tuple[Any, str]:
+    """fsspec's file system for ``url``, and the path in it. Raises ``error`` for a scheme that has no client."""
+    import fsspec
+
+    scheme = scheme_of(url)
+    if scheme not in clients or "::" in url:
+        known = ", ".join(f"{name}://" for name in (*(("https",) if error is DataError else ()), *clients))
+        instead = "download the file and give its path, or use" if error is DataError else "a folder, or"
+        raise error(f"{url}: {scheme}:// addresses are not opened", hint=f"{instead} {known}")
+    filesystem, inner = fsspec.core.url_to_fs(url, **OPTIONS.get(clients[scheme], {}))
+    return filesystem, inner
+
+
+def require_allowed(url: str, *, allow_private: bool, error: type[FituneError]) -> None:
+    """Raises ``error`` for a URL that names a host of this machine or network, unless that is allowed."""
+    if allow_private or scheme_of(url) not in HOSTS:
+        return
+    try:
+        require_public(urlsplit(url).hostname or "", resolve=True)
+    except PrivateAddress as refused:
+        raise error(
+            f"{url}: {refused}",
+            hint="allow_private_addresses: true opens addresses of this machine and network",
+        ) from None
+    except OSError as problem:
+        raise error(
+            f"{url}: {problem.strerror or problem}", hint="look at the spelling of the host"
+        ) from None
+
+
+_DONE = {"read": "read", "write": "written"}
+
+
+@contextmanager
+def asking(
+    url: str, *, error: type[FituneError] = DataError, doing: Literal["read", "write"] = "read"
+) -> Iterator[None]:
+    """Raises ``error`` in place of what a store's client raises."""
+    scheme = scheme_of(url)
+    try:
+        yield
+    except (FituneError, MemoryError):
+        raise
+    except ImportError as problem:
+        package = WRITTEN.get(scheme, scheme)
+        extra = "'fitune[remote]'" if package == "s3fs" else package
+        raise error(f"{url}: {problem}", hint=f"pip install {extra}") from None
+    except FileNotFoundError:
+        endpoint = ", and at AWS_ENDPOINT_URL where the store is not Amazon's" if "s3" in scheme else ""
+        raise error(
+            f"{url}: nothing there: no such file, folder or bucket", hint=f"look at the spelling{endpoint}"
+        ) from None
+    except (PermissionError, ftplib.error_perm) as problem:
+        raise error(
+            f"{url}: the store does not let you {doing} it: {cause_of(problem)}",
+            hint=f"look at whose credentials the environment holds, and whether they may list and {doing} there",
+        ) from None
+    except (
+        Exception
+    ) as problem:  # botocore, google.auth, aiohttp …: each has errors of its own under Exception
+        if lacks_credentials(problem):
+            raise error(
+                f"{url}: no credentials for {scheme}://: {cause_of(problem)}", hint=_credentials_hint(scheme)
+            ) from None
+        raise error(f"{url}: cannot be {_DONE[doing]}: {cause_of(problem)}") from None
+
+
+def lacks_credentials(problem: Exception) -> bool:
+    return "credential" in f"{type(problem).__name__} {problem}".lower()
+
+
+def _credentials_hint(scheme: str) -> str:
+    if CLIENTS.get(scheme) == "s3fs":
+        return (
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) in the environment; a public bucket: "
+            "FSSPEC_S3_ANON=true"
+        )
+    return "put them where the store's own client looks for them, never into the path"
+
+
+def cause_of(problem: Exception) -> str:
+    text = str(problem) or type(problem).__name__
+    return without_credentials(text.splitlines()[0])

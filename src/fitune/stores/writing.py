@@ -1,0 +1,241 @@
+"""A folder in a store that is written: files sent in parallel, tried again, and compared with what the store holds."""
+
+import hashlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fitune.errors import FituneError, StoreError
+from fitune.files import open_regular
+from fitune.stores import opening
+from fitune.stores.digests import is_same, part_bytes
+from fitune.stores.opening import (
+    CLIENTS,
+    HOSTS,
+    WRITTEN,
+    asking,
+    lacks_credentials,
+    open_store,
+    require_allowed,
+    scheme_of,
+)
+from fitune.threads import give_way
+from fitune.units import MIB, format_bytes
+
+T = TypeVar("T")
+
+AT_ONCE = 4
+"""Files that are sent at the same time."""
+_PARTS_AT_ONCE = 2
+"""Of one file; a part is 16 MiB, so sending takes 128 MiB of the host at most."""
+_BLOCK_BYTES = 8 * MIB
+_SMALL_BYTES = 64 * MIB
+
+
+def nobody_stops() -> bool:
+    return False
+
+
+class Store:
+    """A folder behind a URL. Names below it have ``/`` between their parts. All methods raise StoreError."""
+
+    def __init__(self, url: str, *, allow_private: bool = False) -> None:
+        self.url = url.rstrip("/")
+        require_allowed(url, allow_private=allow_private, error=StoreError)
+        self._shared: tuple[Any, str] | None = None
+        self._making = threading.Lock()
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sending", initializer=give_way)
+
+    def below(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def infos(self, folder: str = "", *, again: bool = True) -> dict[str, Mapping[str, Any]]:
+        """Every file below ``folder`` by its name there, with the store's words about it; none where it is not."""
+        url = self.below(folder)
+
+        def ask() -> dict[str, Mapping[str, Any]]:
+            filesystem, inner = self._open(folder)
+            filesystem.invalidate_cache()
+            found = filesystem.find(inner, detail=True) if filesystem.exists(inner) else {}
+            return {name[len(inner.rstrip("/")) + 1 :]: said for name, said in found.items() if name != inner}
+
+        return self._tried(url, ask, doing="read", waits=opening.WAITS_S if again else ())
+
+    def read(self, name: str, *, limit: int = _SMALL_BYTES) -> bytes | None:
+        """The content of a small file; None where there is none. Raises StoreError for one larger than ``limit``."""
+
+        def ask() -> bytes | None:
+            filesystem, inner = self._open(name)
+            filesystem.invalidate_cache()
+            try:
+                size = filesystem.info(inner)["size"]
+            except FileNotFoundError:
+                return None
+            if size is not None and size > limit:
+                raise StoreError(
+                    f"{self.below(name)}: {format_bytes(size)}, larger than {format_bytes(limit)}"
+                )
+            return bytes(filesystem.cat_file(inner))
+
+        return self._tried(self.below(name), ask, doing="read")
+
+    def write(self, name: str, content: bytes, *, again: bool = True) -> None:
+        """Put a small file there; afterwards it has this content."""
+
+        def put() -> None:
+            filesystem, inner = self._open_in_folder(name)
+            filesystem.pipe_file(inner, content)
+
+        self._tried(self.below(name), put, doing="write", waits=opening.WAITS_S if again else ())
+        if self.read(name) != content:
+            raise StoreError(f"{self.below(name)}: the store does not hold what was written")
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files; those that are not there are no error."""
+        self._all(self._remove, names)
+
+    def require_writable(self) -> None:
+        """Write a small file, read it back and remove it: what a run needs a store to allow."""
+        name = f"fitune-probe-{uuid.uuid4().hex[:12]}"
+        self.write(name, self.url.encode(), again=False)
+        self._remove(name)
+
+    def put_folder(
+        self,
+        folder: Path,
+        name: str,
+        files: Iterable[str],
+        *,
+        last: str = "",
+        stop: Callable[[], bool] = nobody_stops,
+    ) -> int:
+        """Let ``name`` in the store hold the ``files`` of ``folder`` and no others; returns the bytes that were sent.
+
+        What is there already, by size and hash, is not sent again. ``last`` is sent when the others are there, and
+        removed before one of them changes. Raises StoreError, and OSError where a file here cannot be read.
+        """
+        there = self.infos(name)
+        wanted = sorted((set(files)) - {last}, key=lambda each: -(folder / each).stat().st_size)
+        holds = self._all(lambda each: self._holds(folder / each, f"{name}/{each}", there.get(each)), wanted)
+        fitting = dict(zip(wanted, holds, strict=True))
+        missing = [each for each in wanted if not fitting[each]]
+        others = sorted(there.keys() - set(wanted) - {last})
+        if last and last in there and (missing or others):
+            self._remove(f"{name}/{last}")
+            del there[last]
+        self.remove(f"{name}/{each}" for each in others)
+
+        def send(each: str) -> int:
+            if stop():
+                raise StoreError(f"{self.below(name)}: sending was stopped")
+            return self._put(folder / each, f"{name}/{each}")
+
+        sent = sum(self._all(send, missing))
+        if last and not self._holds(folder / last, f"{name}/{last}", there.get(last)):
+            sent += self._put(folder / last, f"{name}/{last}")
+        return sent
+
+    def put_file(self, file: Path, name: str) -> int:
+        """Let ``name`` in the store hold ``file``; returns the bytes that were sent."""
+        parent, _, base = name.rpartition("/")
+        said = self.infos(parent).get(base) if file.stat().st_size > MIB else None
+        return 0 if said is not None and self._holds(file, name, said) else self._put(file, name)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _all(self, action: Callable[[str], T], names: Iterable[str]) -> list[T]:
+        """What ``action`` returns for each name, several at once. Raises the first error when all have ended."""
+        begun = [self._pool.submit(action, name) for name in names]
+        wait(begun)
+        return [one.result() for one in begun]
+
+    def _open(self, name: str) -> tuple[Any, str]:
+        """The client and the path in it. One that works by asyncio may be asked by several threads, another may not."""
+        url = self.below(name)
+        if self._shared is not None:
+            filesystem, root = self._shared
+            return filesystem, f"{root}/{name}" if name else root
+        filesystem, inner = open_store(url, WRITTEN, error=StoreError)
+        if getattr(filesystem, "async_impl", False):
+            self._shared = filesystem, filesystem._strip_protocol(self.url).rstrip("/")
+        return filesystem, inner.rstrip("/")
+
+    def _open_in_folder(self, name: str) -> tuple[Any, str]:
+        """As ``_open``, the folder of ``name`` being there. Stores of objects have none, and theirs would make a
+        bucket."""
+        filesystem, inner = self._open(name)
+        if self._shared is None:
+            with self._making:
+                filesystem.makedirs(filesystem._parent(inner), exist_ok=True)
+        return filesystem, inner
+
+    def _remove(self, name: str) -> None:
+        def remove() -> None:
+            filesystem, inner = self._open(name)
+            with suppress(FileNotFoundError):
+                filesystem.rm_file(inner)
+
+        self._tried(self.below(name), remove, doing="write")
+
+    def _put(self, file: Path, name: str) -> int:
+        """Send the file until the store holds it."""
+        size = file.stat().st_size
+
+        def put() -> None:
+            filesystem, inner = self._open_in_folder(name)
+            filesystem.put_file(str(file), inner, **self._how(size))
+            filesystem.invalidate_cache()
+            if not self._holds(file, name, filesystem.info(inner)):
+                raise OSError("the store does not hold what was sent")
+
+        with open_regular(file, follow_links=False):
+            self._tried(self.below(name), put, doing="write")
+        return size
+
+    def _how(self, size: int) -> dict[str, Any]:
+        if CLIENTS.get(scheme_of(self.url)) == "s3fs":
+            return {"chunksize": part_bytes(size), "max_concurrency": _PARTS_AT_ONCE}
+        return {"block_size": _BLOCK_BYTES} if scheme_of(self.url) in HOSTS else {}
+
+    def _holds(self, file: Path, name: str, said: Mapping[str, Any] | None) -> bool:
+        """True if the store holds this very file: by its hash, or where it gives none by reading it back."""
+        if said is None:
+            return False
+        same = is_same(file, said)
+        return self._reads_as(file, name) if same is None else same
+
+    def _reads_as(self, file: Path, name: str) -> bool:
+        with open_regular(file) as own:
+            here = hashlib.file_digest(own, "sha256").digest()
+        filesystem, inner = self._open(name)
+        with filesystem.open(inner, "rb", block_size=_BLOCK_BYTES) as there:
+            return _digest(there) == here
+
+    def _tried(
+        self, url: str, action: Callable[[], T], *, doing: Any, waits: Iterable[float] | None = None
+    ) -> T:
+        """What ``action`` returns, tried again after each of the waits; what no waiting changes is raised at once."""
+        with asking(url, error=StoreError, doing=doing):
+            for wait_s in opening.WAITS_S if waits is None else waits:
+                try:
+                    return action()
+                except (FituneError, MemoryError, PermissionError, FileNotFoundError, ImportError):
+                    raise
+                except Exception as problem:  # clients of stores have no error in common
+                    if lacks_credentials(problem):
+                        raise
+                time.sleep(wait_s)
+            return action()
+
+
+def _digest(stream: Any) -> bytes:
+    digest = hashlib.sha256()
+    while block := stream.read(_BLOCK_BYTES):
+        digest.update(block)
+    return digest.digest()

@@ -1,0 +1,225 @@
+"""A run in a store: its checkpoints are sent beside the steps, and the rest when it has ended.
+
+The store never stops the steps. What could not be sent is said, tried again with the next checkpoint and at the end;
+what is here stays here.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fitune.checkpoint.commit import FOLDER, Line, OnNote, is_on, read_commit, read_line, step_folders
+from fitune.checkpoint.prune import prune
+from fitune.checkpoint.remote import (
+    prune_store,
+    remove_remote_run,
+    require_line,
+    send_checkpoint,
+    take_line,
+)
+from fitune.errors import CheckpointError, FituneError, RunDirectoryError, StoreError
+from fitune.files import write_atomically
+from fitune.spec.plan import RunPlan
+from fitune.spec.run_directory import FILES, FOLDERS
+from fitune.spec.serial import parse_object
+from fitune.stores.writing import Store, nobody_stops
+from fitune.threads import give_way
+from fitune.units import format_bytes
+
+PAPERS = ("plan.json", "recipe.yaml", "estimate.json", "samples_before.json", "metrics.jsonl")
+_LAST_PAPERS = ("traceback.txt", "report.html", "report.json")
+"""report.json is sent last: where it says that the run is complete, all else is there."""
+_EXPORTS = {
+    "adapter": "adapter_config.json",
+    "merged": "config.json",
+    "model": "config.json",
+    "tensorboard": "",
+}
+"""Folder of a run -> the file that makes it one, which is sent last."""
+
+
+def store_of(run: RunPlan) -> Store | None:
+    """The store that the run is sent to; None for a run that stays here. Raises StoreError."""
+    return Store(run.upload_to, allow_private=run.allow_private_addresses) if run.upload_to else None
+
+
+class Uploads:
+    """Sends the checkpoints of a run in a thread of its own, the newest first, then the best."""
+
+    def __init__(self, store: Store, root: Path, line: Line, *, keep: int, on_note: OnNote) -> None:
+        self._store, self._root, self._line = store, root, line
+        self._keep, self._on_note = keep, on_note
+        self._saved, self._is_over, self._has_failed = threading.Event(), threading.Event(), False
+        self.sending: tuple[str, ...] = ()
+        """Names of the checkpoints that are being sent: they must stay."""
+        self._thread = threading.Thread(target=self._work, name="sending", daemon=True)
+        self._thread.start()
+
+    def saved(self) -> None:
+        """There is a new checkpoint."""
+        self._saved.set()
+
+    def close(self) -> None:
+        """Stop after the files that are on the way; ``send_run`` sends what is missing."""
+        self._is_over.set()
+        self._saved.set()
+        self._thread.join()
+        self._store.close()
+
+    def tidy(self) -> None:
+        """Remove what stayed here only because it was being sent."""
+        if (self._root / FOLDER / "latest").is_symlink():
+            prune(self._root / FOLDER, self._line, keep=self._keep, on_note=self._on_note)
+
+    def _work(self) -> None:
+        give_way()
+        while self._saved.wait() and not self._is_over.is_set():
+            self._saved.clear()
+            try:
+                self._send()
+            except FituneError as error:
+                if self._is_over.is_set():
+                    return
+                self._has_failed = True
+                self._on_note(
+                    f"not sent: {error.message}; the run goes on, and it is tried again with the next checkpoint"
+                )
+
+    def _send(self) -> None:
+        try:
+            for path in kept_checkpoints(self._root, self._line):
+                self.sending = (path.name,)
+                send_one(self._store, path, self._line, stop=self._is_over.is_set)
+                if self._saved.is_set():
+                    return  # a newer one comes first
+        finally:
+            self.sending = ()
+        send_papers(self._store, self._root, PAPERS)
+        prune_store(self._store, self._line, keep=self._keep)
+        if self._has_failed:
+            self._has_failed = False
+            self._on_note(f"{self._store.url} has the newest checkpoint again")
+
+
+def kept_checkpoints(root: Path, line: Line) -> list[Path]:
+    """The checkpoints of ``line`` that are here: the newest, then the best, then older ones."""
+    found: list[Path] = []
+    for path in reversed(step_folders(root / FOLDER)):
+        with suppress(CheckpointError):
+            commit = read_commit(path)
+            if is_on(line, saved_on=commit.line, step=commit.step):
+                found.append(path)
+    best = root / FOLDER / "best"
+    target = os.readlink(best) if best.is_symlink() else ""
+    return sorted(found, key=lambda path: (path != found[0], path.name != target))
+
+
+def send_one(store: Store, path: Path, line: Line, *, stop: Callable[[], bool] = nobody_stops) -> int:
+    """Send one checkpoint of ``line``; returns the bytes sent. One that was removed meanwhile is left out."""
+    require_line(store, line)
+    try:
+        return send_checkpoint(store, path, stop=stop)
+    except CheckpointError:
+        if path.is_dir():
+            raise
+        return 0
+
+
+def send_papers(store: Store, root: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        if (root / name).is_file():
+            store.put_file(root / name, name)
+
+
+def send_run(run: RunPlan, on_note: OnNote) -> None:
+    """Send all that the run left here and that the store lacks: checkpoints, exports, reports.
+
+    Raises StoreError, with what is missing and what to do.
+    """
+    store, root = store_of(run), Path(run.output_dir)
+    if store is None:
+        return
+    try:
+        line = read_line(root / FOLDER)
+        sent = sum(send_one(store, path, line) for path in kept_checkpoints(root, line))
+        prune_store(store, line, keep=run.keep_checkpoints)
+        for name, last in _EXPORTS.items():
+            if (root / name).is_dir():
+                sent += send_export(store, root / name, name, last=last)
+        send_papers(store, root, (*PAPERS, *_LAST_PAPERS))
+    except FituneError as error:
+        raise StoreError(
+            f"the end of the run is not in {store.url}: {error.message}; all of it is in {root}",
+            hint=f"the same command with --resume sends what is missing; {error.hint or ''}".rstrip("; "),
+        ) from error
+    finally:
+        store.close()
+    on_note(f"sent: {store.url}" + (f" ({format_bytes(sent)} since the steps ended)" if sent else ""))
+
+
+def send_export(store: Store, folder: Path, name: str, *, last: str) -> int:
+    """Let ``name`` in the store hold the files of ``folder``; returns the bytes that were sent. Raises StoreError."""
+    files = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
+    try:
+        return store.put_folder(folder, name, files, last=last if last in files else "")
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be read: {error.strerror or error}") from error
+
+
+def examined_store(run: RunPlan, *, overwrite: bool) -> bool:
+    """True if the run is complete in its store and not here, and its papers were fetched.
+
+    Raises StoreError where the store cannot be written to: a small file is put there and removed.
+    """
+    store, root = store_of(run), Path(run.output_dir)
+    if store is None:
+        return False
+    try:
+        store.require_writable()
+        if overwrite or (root / "report.json").exists() or (root / "metrics.jsonl").exists():
+            return False
+        report = store.read("report.json")
+        if report is None or parse_object(report).get("status") != "complete":
+            return False
+        root.mkdir(parents=True, exist_ok=True)
+        for name in (*PAPERS, *_LAST_PAPERS):
+            content = store.read(name)
+            if content is not None:
+                write_atomically(root / name, content)
+        return True
+    except ValueError as error:
+        raise StoreError(f"{store.below('report.json')}: damaged: {error}", hint="--overwrite") from error
+    except OSError as error:
+        raise RunDirectoryError(f"output_dir {root} cannot be written: {error.strerror or error}") from error
+    finally:
+        store.close()
+
+
+def begin_in_store(run: RunPlan, line: Line, on_note: OnNote, *, overwrite: bool) -> Uploads | None:
+    """Make this attempt the one that writes to the store, and start to send; None for a run that stays here.
+
+    ``overwrite``: remove an earlier run there first.
+    """
+    store = store_of(run)
+    if store is None:
+        return None
+    if overwrite:
+        remove_remote_run(store, (*FILES, *FOLDERS))
+    take_line(store, line)
+    return Uploads(store, Path(run.output_dir), line, keep=run.keep_checkpoints, on_note=on_note)
+
+
+@contextmanager
+def sent_beside(uploads: Uploads | None) -> Iterator[None]:
+    """Inside, checkpoints are sent; after it the thread has ended. Who is stopped at once by a signal does not wait."""
+    try:
+        yield
+    except Exception:
+        if uploads is not None:
+            uploads.close()
+        raise
+    if uploads is not None:
+        uploads.close()
+        uploads.tidy()

@@ -1,0 +1,224 @@
+"""Runs whose checkpoints, export and report go to a real S3 server: stores that refuse, fail, and machines that die."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpoint.killed_runs import without_pictures
+from data.s3_server import (
+    DENIED,
+    SECRET,
+    Wire,
+    environment_of,
+    make_bucket,
+    names,
+    objects,
+    running_server,
+    use_server,
+)
+from fitune.report import html
+from fitune.stores import opening
+from fitune.stores.writing import Store
+from fitune.track.metrics import read_metrics
+from optional_libraries import NEEDS_S3
+
+pytestmark = NEEDS_S3
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def wire() -> Iterator[Wire]:
+    with running_server() as wire:
+        yield wire
+
+
+@pytest.fixture
+def bucket(wire: Wire, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    use_server(wire, monkeypatch)
+    monkeypatch.setitem(opening.OPTIONS, "s3fs", {"config_kwargs": {"retries": {"max_attempts": 0}}})
+    name = f"b{abs(hash(request.node.name))}"
+    make_bucket(name)
+    wire.requests.clear()
+    return name
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(html, "draw_pictures", without_pictures)
+    return folder
+
+
+def losses(file: Path) -> list[tuple[int, float]]:
+    return [(step.step, step.loss) for step in read_metrics(file)]
+
+
+def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
+    train: Call, bucket: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, words = f"s3://{bucket}/runs/x", {"save_steps": 1, "keep_checkpoints": 2}
+    code, out, err = train(output_dir=url, max_steps=3, **words)
+    assert code == 0, err
+    (run,) = (here / "runs").iterdir()
+    assert f"output: runs/{run.name}, and from there {url}" in out
+    assert f"sent: {url}" in out
+    there = objects(bucket)
+    kept = {
+        str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*")
+        if file.is_file() and not file.is_symlink() and file.name not in ("run.lock", "calibration.json")
+    }  # fmt: skip
+    assert there == {f"runs/x/{name}": content for name, content in kept.items()}
+    assert {name.split("/")[3] for name in there if "/step-" in name} == {"step-2", "step-3"}
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    code, out, _ = train(output_dir=url, max_steps=3, **words)
+    assert (code, "already complete" in out) == (0, True)
+    assert objects(bucket) == there
+    code, _, err = train(output_dir=url, max_steps=3, learning_rate=2e-2, **words)
+    assert (code, "holds a complete run of other settings" in err) == (2, True)
+    shutil.rmtree(other / "runs")
+    code, out, err = train("--resume", output_dir=url, max_steps=4, **words)
+    assert code == 0, err
+    assert f"{url}/checkpoints/step-3 is fetched" in out
+    assert "resuming from" in out
+    (again,) = (other / "runs").iterdir()
+    assert losses(again / "metrics.jsonl")[:3] == losses(run / "metrics.jsonl")
+    assert {name.split("/")[3] for name in objects(bucket) if "/step-" in name} == {"step-3", "step-4"}
+    assert not any(SECRET.encode() in content for content in objects(bucket).values())
+    code, out, err = train(
+        "--resume", f"{url}/checkpoints/step-3", output_dir=tmp_path / "third", max_steps=4
+    )
+    assert code == 0, err
+    assert losses(tmp_path / "third/metrics.jsonl") == losses(again / "metrics.jsonl")
+    code, _, err = train("--resume", url, output_dir=tmp_path / "fourth")
+    assert (code, f"resume: {url}/checkpoints/step-4" in err) == (2, True)
+
+
+def test_a_store_that_cannot_be_written_to_is_refused_before_anything(
+    train: Call, bucket: str, wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import s3fs
+
+    run = tmp_path / "run"
+    code, _, err = train(upload_to="s3://not-there/x")
+    assert (code, "no such file, folder or bucket" in err) == (2, True)
+    wire.refused, wire.refusal = 1, DENIED
+    code, _, err = train(upload_to=f"s3://{bucket}/x")
+    assert (code, "does not let you write it" in err) == (2, True)
+    code, _, err = train(upload_to="ftp://127.0.0.1:1/x")
+    assert (code, "private address" in err) == (2, True)
+    code, _, err = train(upload_to="runs/x")
+    assert (code, "is no URL" in err) == (2, True)
+    code, _, err = train(upload_to=f"s3://{bucket}/x", output_dir="s3://other/y")
+    assert (code, "names another" in err) == (2, True)
+    code, _, err = train(upload_to=f"s3://me:{SECRET}@{bucket}/x")
+    assert (code, SECRET in err) == (2, False)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    s3fs.S3FileSystem.clear_instance_cache()
+    code, _, err = train(upload_to=f"s3://{bucket}/x")
+    assert (code, "no credentials for s3://" in err, "AWS_ACCESS_KEY_ID" in err) == (2, True, True)
+    assert not (run / "metrics.jsonl").exists()
+
+
+def test_an_earlier_run_in_the_store_is_neither_continued_nor_replaced_unasked(
+    train: Call, bucket: str, tmp_path: Path
+) -> None:
+    url = f"s3://{bucket}/x"
+    Store(url).write("checkpoints/step-1/COMMIT", b"of somebody")
+    code, _, err = train(upload_to=url)
+    assert (code, f"{url} holds an earlier run" in err) == (2, True)
+    code, _, err = train("--overwrite", upload_to=url)
+    assert code == 0, err
+    assert "x/report.json" in names(bucket)
+    assert "x/checkpoints/step-1/COMMIT" not in names(bucket)
+
+
+def test_a_store_that_fails_on_the_way_costs_no_step_and_is_made_up_for(
+    train: Call, bucket: str, wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, run = f"s3://{bucket}/x", tmp_path / "run"
+    begun = Store.write
+
+    def failing_from_now(store: Store, name: str, content: bytes, **words: bool) -> None:
+        begun(store, name, content, **words)
+        if name.endswith("LINE"):
+            wire.refused = 10**6
+
+    monkeypatch.setattr(Store, "write", failing_from_now)
+    code, out, err = train(upload_to=url, max_steps=3, save_steps=1)
+    assert code == 1
+    assert "the run goes on, and it is tried again with the next checkpoint" in out
+    assert f"the end of the run is not in {url}" in err
+    assert "--resume sends what is missing" in err
+    assert json.loads((run / "report.json").read_text())["status"] == "complete"
+    assert (run / "adapter/adapter_model.safetensors").is_file()
+    assert not any(name.endswith("COMMIT") for name in objects(bucket))
+    monkeypatch.setattr(Store, "write", begun)
+    wire.refused = 0
+    code, out, err = train("--resume", upload_to=url, max_steps=3, save_steps=1)
+    assert code == 0, err
+    assert "already complete" in out
+    there = objects(bucket)
+    assert {"x/report.json", "x/report.html", "x/adapter/adapter_config.json"} <= there.keys()
+    assert there["x/checkpoints/step-3/COMMIT"] == (run / "checkpoints/step-3/COMMIT").read_bytes()
+
+
+STEPS = 40
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_from_the_store_in_a_fresh_directory_the_losses_are_those_of_an_undisturbed_run(
+    bucket: str, wire: Wire, model_folder: Path, data_file: Path, tmp_path: Path
+) -> None:
+    """Three machines, each killed once its checkpoint is in the store, and a fourth that ends."""
+    settings = {
+        "model": model_folder, "data": data_file, "tuning": "lora", "lora_r": 4, "lora_dropout": 0.1, "gpu": "cpu",
+        "precision": "fp32", "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "samples": 0,
+        "learning_rate": 1e-2, "max_steps": STEPS, "save_steps": 2, "val_fraction": 0.2, "eval_steps": 4,
+    }  # fmt: skip
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "fitune", "train", *words]
+    environment = {**os.environ, **environment_of(wire)}
+    straight = tmp_path / "straight"
+    subprocess.run(
+        [*command, "--set", f"output_dir={straight}"], env=environment, check=True, capture_output=True, timeout=300
+    )  # fmt: skip
+    command += ["--set", f"output_dir=s3://{bucket}/runs/x", "--resume"]
+    wire.slow_s = 0.02  # the link is slower than the steps
+    for number in range(3):
+        machine = tmp_path / f"machine-{number}"
+        machine.mkdir()
+        had = names(bucket)
+        process = subprocess.Popen(
+            command, cwd=machine, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        until = time.monotonic() + 120
+        while not any(name.endswith("COMMIT") for name in names(bucket) - had):
+            assert process.poll() is None, "it ended before it was killed"
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    last = tmp_path / "last"
+    last.mkdir()
+    done = subprocess.run(
+        command, cwd=last, env=environment, check=True, capture_output=True, text=True, timeout=300
+    )
+    assert "is fetched" in done.stdout
+    (run,) = (last / "runs").iterdir()
+    assert losses(run / "metrics.jsonl") == losses(straight / "metrics.jsonl")
+    adapter = "adapter/adapter_model.safetensors"
+    assert objects(bucket)[f"runs/x/{adapter}"] == (straight / adapter).read_bytes()

@@ -1,0 +1,184 @@
+"""Folders that are sent to a real S3 server: what is there is not sent again, the last file comes last, and faults."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data.s3_server import (
+    DENIED,
+    SECRET,
+    Wire,
+    make_bucket,
+    objects,
+    running_server,
+    use_server,
+)
+from fitune.errors import StoreError
+from fitune.stores import digests, opening, writing
+from fitune.stores.writing import Store
+from optional_libraries import NEEDS_S3
+
+pytestmark = NEEDS_S3
+
+FILES = {"one.bin": b"1" * 200_000, "two.bin": b"2" * 100_000, "state.json": b"{}", "COMMIT": b"all"}
+
+
+@pytest.fixture(scope="module")
+def wire() -> Iterator[Wire]:
+    with running_server() as wire:
+        yield wire
+
+
+@pytest.fixture
+def bucket(wire: Wire, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    use_server(wire, monkeypatch)
+    monkeypatch.setitem(opening.OPTIONS, "s3fs", {"config_kwargs": {"retries": {"max_attempts": 0}}})
+    name = f"b{abs(hash(request.node.name))}"
+    make_bucket(name)
+    wire.requests.clear()
+    return name
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def put(store: Store, folder: Path) -> int:
+    return store.put_folder(folder, "step-1", FILES, last="COMMIT")
+
+
+def sent(wire: Wire) -> list[str]:
+    """Names of the files that were sent, in their order."""
+    lines = [line.decode().split() for line in wire.requests if line.startswith((b"PUT", b"POST"))]
+    return [line[1].partition("?")[0].rpartition("/")[2] for line in lines]
+
+
+def test_a_folder_is_sent_once_and_its_last_file_last(wire: Wire, bucket: str, folder: Path) -> None:
+    store = Store(f"s3://{bucket}/runs/x")
+    assert put(store, folder) == sum(map(len, FILES.values()))
+    assert objects(bucket) == {f"runs/x/step-1/{name}": content for name, content in FILES.items()}
+    assert sorted(sent(wire)) == sorted(FILES)
+    assert sent(wire)[-1] == "COMMIT"
+    wire.requests.clear()
+    assert put(store, folder) == 0
+    assert sent(wire) == []
+
+
+def test_a_changed_folder_loses_its_last_file_first_and_only_the_change_is_sent(
+    wire: Wire, bucket: str, folder: Path
+) -> None:
+    store = Store(f"s3://{bucket}/runs/x")
+    put(store, folder)
+    (folder / "two.bin").write_bytes(b"3" * 100_000)
+    store.write("step-1/of-another-rank.bin", b"left over")
+    wire.requests.clear()
+    assert put(store, folder) == 100_000 + len(FILES["COMMIT"])
+    assert sent(wire) == ["two.bin", "COMMIT"]
+    lines = [line for line in wire.requests if line.startswith((b"PUT", b"DELETE"))]
+    assert lines[0].startswith(b"DELETE")
+    assert b"COMMIT" in lines[0]
+    assert set(objects(bucket)) == {f"runs/x/step-1/{name}" for name in FILES}
+
+
+def test_a_store_that_is_busy_twice_gets_the_file_at_the_third_try(
+    wire: Wire, bucket: str, folder: Path
+) -> None:
+    wire.refused = 2
+    put(Store(f"s3://{bucket}/x"), folder)
+    assert wire.refused == 0
+    assert objects(bucket) == {f"x/step-1/{name}": content for name, content in FILES.items()}
+
+
+def test_a_cut_in_the_middle_of_a_file_is_mended(wire: Wire, bucket: str, folder: Path) -> None:
+    wire.cut_sent_after = 120_000
+    put(Store(f"s3://{bucket}/x"), folder)
+    assert wire.cut_sent_after is None, "the wire was cut"
+    assert objects(bucket) == {f"x/step-1/{name}": content for name, content in FILES.items()}
+
+
+def test_a_store_that_stays_away_gets_no_last_file_and_the_rest_later(
+    wire: Wire, bucket: str, folder: Path
+) -> None:
+    store = Store(f"s3://{bucket}/x")
+    wire.cut_sent_after, wire.is_down = 1, True
+    with pytest.raises(StoreError, match="cannot be") as caught:
+        put(store, folder)
+    assert SECRET not in str(caught.value)
+    wire.is_down = False
+    assert "x/step-1/COMMIT" not in objects(bucket)
+    put(store, folder)
+    assert objects(bucket) == {f"x/step-1/{name}": content for name, content in FILES.items()}
+
+
+def test_files_that_killed_uploads_left_are_not_sent_again(wire: Wire, bucket: str, folder: Path) -> None:
+    store = Store(f"s3://{bucket}/x")
+    store.put_file(folder / "one.bin", "step-1/one.bin")
+    wire.requests.clear()
+    assert put(store, folder) == sum(map(len, FILES.values())) - len(FILES["one.bin"])
+    assert "one.bin" not in sent(wire)
+
+
+def test_a_large_file_is_sent_in_parts_and_known_by_the_hash_of_its_parts(
+    wire: Wire, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "_PART_BYTES", 5 * 2**20)
+    file = tmp_path / "large.bin"
+    file.write_bytes(bytes(range(256)) * 2**12 * 11)  # 11 MiB: parts of 5, 5 and 1
+    store = Store(f"s3://{bucket}/x")
+    monkeypatch.setattr(Store, "_reads_as", lambda *_: pytest.fail("read back, though the store gave a hash"))
+    assert store.put_folder(tmp_path, "big", ["large.bin"]) == 11 * 2**20
+    assert store.put_folder(tmp_path, "big", ["large.bin"]) == 0
+    assert store.infos("big")["large.bin"]["ETag"].strip('"').endswith("-3")
+    assert objects(bucket)["x/big/large.bin"] == file.read_bytes()
+
+
+def test_where_the_store_gives_no_hash_the_file_is_read_back(
+    bucket: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "is_same", lambda file, said: None)
+    store = Store(f"s3://{bucket}/x")
+    put(store, folder)
+    assert put(store, folder) == 0
+    store.write("step-1/two.bin", b"4" * 100_000)
+    assert put(store, folder) == 100_000 + len(FILES["COMMIT"])
+
+
+def test_a_slow_link_only_takes_longer(wire: Wire, bucket: str, folder: Path) -> None:
+    wire.slow_s = 0.005
+    put(Store(f"s3://{bucket}/x"), folder)
+    assert objects(bucket) == {f"x/step-1/{name}": content for name, content in FILES.items()}
+
+
+def test_what_a_run_needs_is_asked_for_by_a_small_file(wire: Wire, bucket: str) -> None:
+    Store(f"s3://{bucket}/x").require_writable()
+    assert objects(bucket) == {}
+    with pytest.raises(StoreError, match="nothing there: no such file, folder or bucket"):
+        Store("s3://not-there/x").require_writable()
+    wire.refused, wire.refusal = 1, DENIED
+    with pytest.raises(StoreError, match="does not let you write it") as caught:
+        Store(f"s3://{bucket}/x").require_writable()
+    assert SECRET not in str(caught.value)
+
+
+def test_credentials_that_are_absent_are_named_and_schemes_that_are_unknown(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with pytest.raises(StoreError, match="no credentials for s3://") as caught:
+        Store(f"s3://{bucket}/x").require_writable()
+    assert "AWS_ACCESS_KEY_ID" in str(caught.value.hint)
+    with pytest.raises(StoreError, match="smb:// addresses are not opened"):
+        Store("smb://host/x").require_writable()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.1.2.3", "[::1]"])
+def test_a_host_of_this_machine_or_network_is_opened_only_where_that_is_allowed(host: str) -> None:
+    with pytest.raises(StoreError, match="private address|this machine") as caught:
+        Store(f"ftp://{host}/runs/x")
+    assert "allow_private_addresses" in str(caught.value.hint)
+    Store(f"ftp://{host}/runs/x", allow_private=True)
