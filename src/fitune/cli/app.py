@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from fitune.cli.keys import RecipeCommand, complete_value
 from fitune.errors import RecipeError
@@ -32,38 +33,34 @@ _RECIPE: dict[str, Any] = {"cls": RecipeCommand, "context_settings": {"ignore_un
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(
+    Argument(
         metavar="[RECIPE.yaml] [--KEY VALUE]...",
         help="A recipe file, and any key of a recipe as an option.",
         autocompletion=complete_value,
     ),
 ]
 Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="A.B=C", help="Change one setting of the recipe; repeatable."),
+    list[str] | None, Option("--set", metavar="A.B=C", help="Change one setting of the recipe; repeatable.")
 ]
 
 
-FleetFile = Annotated[
-    Path | None, typer.Option("--fleet", metavar="FILE.yaml", help="Clusters to choose from.")
-]
-Objective = Annotated[
-    str, typer.Option("--objective", help="fastest, cheapest, least-memory; of clusters also soonest.")
-]
-Deadline = Annotated[str, typer.Option("--deadline", metavar="12h", help="With --fleet: over by then.")]
-Budget = Annotated[float | None, typer.Option("--budget", help="With --fleet: US dollars at most.")]
-Rows = Annotated[
-    int | None, typer.Option("--rows", min=1, help="With --fleet: rows of data that is elsewhere.")
-]
-Live = Annotated[bool, typer.Option("--live", help="With --fleet: ask the clusters what is free.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Picture = Annotated[
-    Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw a ranking or a matrix, too.")
-]
-Run = Annotated[Path, typer.Argument(help="Directory of a run.")]
-OnRay = Annotated[Literal["here", "ray"], typer.Option("--on", help="ray: by workers of a Ray cluster.")]
-RayAddress = Annotated[str, typer.Option(help="HOST:PORT. Default: RAY_ADDRESS or this machine.")]
-Workers = Annotated[str, typer.Option(metavar="N|N..M", help="With --on ray: the fewest and most.")]
+FleetFile = Annotated[Path | None, Option(metavar="FILE.yaml", help="Clusters to choose from.")]
+Objective = Annotated[str, Option(help="fastest, cheapest, least-memory; of clusters also soonest.")]
+Deadline = Annotated[str, Option(metavar="12h", help="With --fleet: over by then.")]
+Budget = Annotated[float | None, Option(help="With --fleet: US dollars at most.")]
+Rows = Annotated[int | None, Option(min=1, help="With --fleet: rows of data that is elsewhere.")]
+Live = Annotated[bool, Option("--live", help="With --fleet: ask the clusters what is free.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
+Picture = Annotated[Path | None, Option(metavar="FILE.svg", help="Draw a ranking or a matrix, too.")]
+Run = Annotated[Path, Argument(help="Directory of a run.")]
+MaxNewTokens = Annotated[int, Option(help="Of one answer.")]
+Temperature = Annotated[float, Option(help="0 is greedy.")]
+TopP = Annotated[float, Option(help="Draw from the likeliest tokens of this share.")]
+Seed = Annotated[int, Option(help="Of the draws; idle at temperature 0.")]
+Template = Annotated[str, Option(help="Jinja file; default: the tokenizer's own.")]
+OnRay = Annotated[Literal["here", "ray"], Option("--on", help="ray: by workers of a Ray cluster.")]
+RayAddress = Annotated[str, Option(help="HOST:PORT. Default: RAY_ADDRESS or this machine.")]
+Workers = Annotated[str, Option(metavar="N|N..M", help="With --on ray: the fewest and most.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -75,7 +72,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def fitune(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Fine-tune large language models within the memory you have: predicted, trained, measured."""
@@ -85,13 +82,13 @@ def fitune(
 def init(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[NEW.yaml] [--KEY VALUE]...",
             help="The file to write (recipe.yaml), and keys that are not asked for then.",
             autocompletion=complete_value,
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
     """Write a commented recipe: answer five questions, or give --model, --data, --tuning, --gpu and --output-dir."""
     from fitune.session.new_recipe import ask_and_write
@@ -104,15 +101,8 @@ def init(
 def plan(
     words: Words = None,
     settings: Settings = None,
-    why: Annotated[
-        str, typer.Option("--why", metavar="CHANGE", help='What another choice would cost: --why "zero: 3".')
-    ] = "",
-    largest: Annotated[
-        str,
-        typer.Option(
-            "--largest", metavar="WHAT", help="The largest seq_len, micro_batch or model that fits."
-        ),
-    ] = "",
+    why: Annotated[str, Option(metavar="CHANGE", help='What another choice costs: --why "zero: 3".')] = "",
+    largest: Annotated[str, Option(metavar="WHAT", help="The largest seq_len, micro_batch or model.")] = "",
     fleet: FleetFile = None,
     objective: Objective = "",
     deadline: Deadline = "",
@@ -146,7 +136,7 @@ def plan(
 
 @app.command(**_RECIPE)
 def why(
-    change: Annotated[str, typer.Argument(help='Settings as in a recipe: "zero: 3, backend: fsdp".')],
+    change: Annotated[str, Argument(help='Settings as in a recipe: "zero: 3, backend: fsdp".')],
     words: Words = None,
     settings: Settings = None,
     json: Json = False,
@@ -160,10 +150,9 @@ def why(
 @app.command(**_RECIPE)
 def matrix(
     models: Annotated[
-        str,
-        typer.Option("--models", help="Models, with commas between; 13b alone: the one before in that size."),
+        str, Option(help="Models, with commas between; 13b alone: the one before in that size.")
     ],
-    context: Annotated[str, typer.Option("--context", help="Lengths of rows in tokens: 512,1024,2048.")],
+    context: Annotated[str, Option(help="Lengths of rows in tokens: 512,1024,2048.")],
     words: Words = None,
     settings: Settings = None,
     picture: Picture = None,
@@ -189,9 +178,7 @@ def rehearse(
     words: Words = None,
     settings: Settings = None,
     json: Json = False,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Trace every block instead of a few that stand for all.")
-    ] = False,
+    exact: Annotated[bool, Option("--exact", help="Trace every block, not a few for all.")] = False,
 ) -> None:
     """Plan, then run the plan's own step on tensors without content: every allocation, no GPU, no weights."""
     from fitune.session.planning import rehearse_recipe
@@ -203,26 +190,20 @@ def rehearse(
 def train(
     words: Words = None,
     settings: Settings = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove an earlier run in output_dir first.")
-    ] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Remove an earlier run in output_dir.")] = False,
     node_rank: Annotated[
-        int | None,
-        typer.Option(metavar="K", help="With --nodes N: which of them this machine is, 0 to N - 1."),
+        int | None, Option(metavar="K", help="With --nodes N: this machine's number, from 0.")
     ] = None,
     rendezvous: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT", help="With --nodes N: an address of node 0, and a free port there."
-        ),
+        str, Option(metavar="HOST:PORT", help="With --nodes N: node 0, and a free port there.")
     ] = "",
     rendezvous_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long this node waits for the others.")
+        float, Option(metavar="SECONDS", help="How long to wait for the others.")
     ] = 600.0,
     on: OnRay = "here",
     ray_address: RayAddress = "",
     workers: Workers = "",
-    ray_restarts: Annotated[int, typer.Option(help="How often lost workers are replaced.")] = 3,
+    ray_restarts: Annotated[int, Option(help="How often lost workers are replaced.")] = 3,
 ) -> None:
     """Plan, train exactly that, and show what was measured next to what was predicted."""
     from fitune.session.fresh_process import speaks_to_people, train_program
@@ -242,8 +223,8 @@ def train(
 def data(
     words: Words = None,
     settings: Settings = None,
-    rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page, too.")] = None,
+    rows: Annotated[int, Option(min=1, help="How many rows to show.")] = 3,
+    html: Annotated[Path | None, Option(metavar="FILE", help="Write a page, too.")] = None,
     json: Json = False,
 ) -> None:
     """Show the data as the model sees it: rows in the template, what is learned, cut or dropped, and lengths."""
@@ -254,37 +235,28 @@ def data(
         shown = view_data(_recipe(words, settings), rows=rows, tell=terminal)
     if html is not None:
         write_data_page(shown, html)
-    if json:
-        _print_json(to_data(shown))
-    else:
-        print(explain_data(shown))
-        if html is not None:
-            print(f"page: {html}")
+    _print(explain_data(shown), to_data(shown), json=json)
+    if html is not None and not json:
+        print(f"page: {html}")
 
 
 @app.command(**_RECIPE)
 def launch(
     words: Words = None,
     settings: Settings = None,
-    show: Annotated[
-        bool, typer.Option("--print", help="Print the commands; `fitune train` runs them.")
-    ] = False,
+    show: Annotated[bool, Option("--print", help="Print the commands; `fitune train` runs them.")] = False,
     rendezvous: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="The first of several machines, and a free port there.")
+        str, Option(metavar="HOST:PORT", help="The first of several machines, and a free port there.")
     ] = "HOST:PORT",
     configuration: Annotated[
-        bool,
-        typer.Option("--print-deepspeed-config", help="Print the ds_config.json of a plan for DeepSpeed."),
+        bool, Option("--print-deepspeed-config", help="Print the ds_config.json of a plan for DeepSpeed.")
     ] = False,
     on: Annotated[
         Literal["kuberay", "kubernetes", "slurm"] | None,
-        typer.Option("--on", help="Print the manifest or script that starts the plan there."),
+        Option(help="Print the manifest or script that starts the plan there."),
     ] = None,
     job: Annotated[
-        Path | None,
-        typer.Option(
-            "--job", metavar="FILE.yaml", help="Image, claim, queue, …; or --set job.image=NAME:TAG."
-        ),
+        Path | None, Option(metavar="FILE.yaml", help="Image, claim, queue, …; or --set job.image=NAME:TAG.")
     ] = None,
     fleet: FleetFile = None,
     objective: Objective = "",
@@ -320,12 +292,10 @@ def compare(
     words: Words = None,
     settings: Settings = None,
     tunings: Annotated[
-        str, typer.Option(help="Methods: full, lora, qlora, hqq, dora, lomo, adalomo; comma-separated.")
+        str, Option(help="Methods: full, lora, qlora, hqq, dora, lomo, adalomo; comma-separated.")
     ] = "full,lora,qlora",
-    score_data: Annotated[
-        str, typer.Option("--score-data", help="Questions with reference answers, to score every result on.")
-    ] = "",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Train anew what is there already.")] = False,
+    score_data: Annotated[str, Option(help="Questions with references, to score each result on.")] = "",
+    overwrite: Annotated[bool, Option("--overwrite", help="Train anew what is there already.")] = False,
 ) -> None:
     """Train one recipe by several methods on the same data and seed; one page lays them side by side."""
     from fitune.session.comparing import compare_methods
@@ -340,34 +310,30 @@ def compare(
 
 @app.command()
 def score(
-    model: Annotated[str, typer.Option(help="Model folder or Hub id.")],
-    data: Annotated[str, typer.Option(help="Questions with reference answers: a file, folder or Hub id.")],
-    out: Annotated[Path, typer.Option(help="Folder for answers.jsonl, grades.jsonl and report.json.")],
-    adapter: Annotated[str, typer.Option(help="Adapter folder to put on the model.")] = "",
-    columns: Annotated[
-        list[str] | None, typer.Option(help="role=column, e.g. prompt=question; repeatable.")
-    ] = None,
+    model: Annotated[str, Option(help="Model folder or Hub id.")],
+    data: Annotated[str, Option(help="Questions with reference answers: a file, folder or Hub id.")],
+    out: Annotated[Path, Option(help="Folder for answers.jsonl, grades.jsonl and report.json.")],
+    adapter: Annotated[str, Option(help="Adapter folder to put on the model.")] = "",
+    columns: Annotated[list[str] | None, Option(help="role=column: prompt=question; repeatable.")] = None,
     grader: Annotated[
         list[str] | None,
-        typer.Option(help="exact_match, number, f1, rouge, regex:…, … (docs/scoring.md); repeatable."),
+        Option(help="exact_match, number, f1, rouge, regex:…, … (docs/scoring.md); repeatable."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 256,
-    batch_size: Annotated[int, typer.Option(help="Rows answered together.")] = 16,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the draws; idle at temperature 0.")] = 0,
-    chat_template: Annotated[str, typer.Option(help="Jinja file; default: the tokenizer's own.")] = "",
-    id_column: Annotated[
-        str, typer.Option(help="Column that names each row; default: custom_id, id, or its number.")
-    ] = "",
-    engine: Annotated[str, typer.Option(help="transformers, server (at --url) or vllm.")] = "transformers",
-    url: Annotated[str, typer.Option(help="OpenAI-compatible server: http://localhost:8000/v1.")] = "",
-    served_model: Annotated[str, typer.Option(help="The model's name there; default: --model.")] = "",
-    allow_https: Annotated[bool, typer.Option("--allow-https", help="Fetch --data from https://.")] = False,
+    max_new_tokens: MaxNewTokens = 256,
+    batch_size: Annotated[int, Option(help="Rows answered together.")] = 16,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    chat_template: Template = "",
+    id_column: Annotated[str, Option(help="Column of the rows' names; default: custom_id or id.")] = "",
+    engine: Annotated[str, Option(help="transformers, server (at --url) or vllm.")] = "transformers",
+    url: Annotated[str, Option(help="OpenAI-compatible server: http://localhost:8000/v1.")] = "",
+    served_model: Annotated[str, Option(help="The model's name there; default: --model.")] = "",
+    allow_https: Annotated[bool, Option("--allow-https", help="Fetch --data from https://.")] = False,
     allow_private_addresses: Annotated[
-        bool, typer.Option("--allow-private-addresses", help="Also from private addresses and http://.")
+        bool, Option("--allow-private-addresses", help="Also from private addresses and http://.")
     ] = False,
-    against: Annotated[str, typer.Option(metavar="OUT", help="Compare with an earlier score.")] = "",
+    against: Annotated[str, Option(metavar="OUT", help="Compare with an earlier score.")] = "",
     on: OnRay = "here",
     ray_address: RayAddress = "",
     workers: Workers = "",
@@ -396,6 +362,33 @@ def score(
         raise typer.Exit(failed.exit_code)
 
 
+@app.command()
+def chat(
+    models: Annotated[
+        list[str],
+        Argument(metavar="MODEL|RUN [SECOND]", help="Folder or Hub id of a model, an adapter, or a run."),
+    ],
+    system: Annotated[str, Option(help="What the models are told first.")] = "",
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    chat_template: Template = "",
+    json: Annotated[bool, Option("--json", help="Print one JSON object for each question.")] = False,
+) -> None:
+    """Talk to a model, or to two side by side; of a pipe each line is a question. /reset begins anew, /exit ends."""
+    from fitune.session.chat import open_chat
+
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    with _terminal(lines=sys.stderr) as terminal:
+        opened = open_chat(
+            models, system=system, sampling=sampling, chat_template=chat_template, tell=terminal
+        )
+    from fitune.cli.chat import talk
+
+    talk(opened, as_json=json)
+
+
 @app.command(name="go-on", hidden=True)
 def go_on(run: Run) -> None:
     """Go on with the attempt that waits in a run's directory: after one that ran out of memory, or as one of several
@@ -408,11 +401,11 @@ def go_on(run: Run) -> None:
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="Directory of a run whose training is done.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write; default: a folder in RUN.")] = None,
+    run: Annotated[Path, Argument(help="Directory of a run whose training is done.")],
+    out: Annotated[Path | None, Option(help="Where to write; default: a folder in RUN.")] = None,
     kind: Annotated[
         Literal["merged", "adapter", "full"] | None,
-        typer.Option("--as", help="Default: what the run was to export, if that failed; else merged."),
+        Option("--as", help="Default: what the run was to export, if that failed; else merged."),
     ] = None,
 ) -> None:
     """Export what a run trained, without training again: an adapter folded into its base, or an export that failed."""
@@ -424,9 +417,7 @@ def export(
 
 @app.command()
 def convert(
-    recipe: Annotated[
-        Path, typer.Argument(help="A recipe of axolotl, LLaMA-Factory, TRL, torchtune or Unsloth.")
-    ],
+    recipe: Annotated[Path, Argument(help="A recipe of axolotl, LLaMA-Factory, TRL, torchtune or Unsloth.")],
 ) -> None:
     """Print another trainer's recipe as one of fitune's, with a comment on each line."""
     from fitune.session.foreign_recipes import convert_recipe
@@ -437,7 +428,7 @@ def convert(
 @app.command()
 def report(
     run: Run,
-    watch: Annotated[bool, typer.Option("--watch", help="Until the run ends, every 5 s anew.")] = False,
+    watch: Annotated[bool, Option("--watch", help="Until the run ends, every 5 s anew.")] = False,
     json: Json = False,
 ) -> None:
     """Lay predicted and measured side by side, and write the run's report.html."""
@@ -451,9 +442,7 @@ def report(
 def doctor(
     calibrate: Annotated[
         bool,
-        typer.Option(
-            "--calibrate", help="Measure this device in one to two minutes; plans use it from then on."
-        ),
+        Option("--calibrate", help="Measure this device in one to two minutes; plans use it from then on."),
     ] = False,
     json: Json = False,
 ) -> None:
@@ -463,18 +452,13 @@ def doctor(
     if calibrate and not calibrate_device(tell=lambda line: None if json else print(line)):
         return
     examined = examine()
-    if json:
-        _print_json(examined_data(examined))
-    else:
-        print(describe_examined(examined))
+    _print(describe_examined(examined), examined_data(examined), json=json)
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where to write the demo's files.")] = Path("demo"),
-    gpus: Annotated[
-        int, typer.Option(min=1, max=2, help="2: train once more by two processes, on a CPU too.")
-    ] = 1,
+    out: Annotated[Path, Option(help="Where to write the demo's files.")] = Path("demo"),
+    gpus: Annotated[int, Option(min=1, max=2, help="2: train once more by two processes, on a CPU too.")] = 1,
 ) -> None:
     """See everything work in three minutes, without network or GPU: a small model learns a task."""
     from fitune.session.demo import run_demo
@@ -486,26 +470,22 @@ def demo(
 @records.command()
 def check(
     files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILE...", help="Rows, one JSON object a line; or files of results/."),
+        list[Path], Argument(metavar="FILE...", help="Rows, one JSON object a line; or files of results/.")
     ],
     confidence: Annotated[
-        str, typer.Option(help="The least confidence that counts as evidence: high, medium, low or any.")
+        str, Option(help="The least confidence that counts as evidence: high, medium, low or any.")
     ] = "medium",
     leave_one_out: Annotated[
-        bool, typer.Option("--leave-one-out", help="Predict each source without what was learnt from it.")
+        bool, Option("--leave-one-out", help="Predict each source without what was learnt from it.")
     ] = False,
-    rows: Annotated[bool, typer.Option("--rows", help="Print every row, too.")] = False,
+    rows: Annotated[bool, Option("--rows", help="Print every row, too.")] = False,
     json: Json = False,
 ) -> None:
     """Predict every run of the files and print how far off memory, speed and verdicts are."""
     from fitune.session.records import check_data, check_records, check_text
 
     found = check_records(files, confidence=confidence, leave_one_out=leave_one_out)
-    if json:
-        _print_json(check_data(found))
-    else:
-        print(check_text(found, rows=rows))
+    _print(check_text(found, rows=rows), check_data(found), json=json)
 
 
 def _fleet(file: Path | None, *wishes: Any, picture: Path | None = None) -> "FleetRequest | None":
@@ -537,10 +517,10 @@ def _show(result: "Result", *, json: bool) -> None:
     from fitune.session.results import data_of, text_of
 
     if json:
-        _print_json(data_of(result))
+        _print("", data_of(result), json=True)
     else:
         print(text_of(result))
 
 
-def _print_json(data: dict[str, Any]) -> None:
-    print(json_text.dumps(data, indent=2, ensure_ascii=False))
+def _print(text: str, data: dict[str, Any], *, json: bool) -> None:
+    print(json_text.dumps(data, indent=2, ensure_ascii=False) if json else text)

@@ -3,7 +3,7 @@
 Shapes: B rows, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,7 +46,15 @@ class Row:
         )
 
 
-def choose(logits_BV: Tensor, rows: Sequence[Row]) -> Tensor:
+OnToken = Callable[[Row], None]
+"""Called when a token was written for a row; of rows that start and end together, also behind a row's end."""
+
+
+def nobody(_row: Row) -> None:
+    """An OnToken for callers that wait for whole answers."""
+
+
+def choose(logits_BV: Tensor, rows: Sequence[Row], *, on_token: OnToken = nobody) -> Tensor:
     """The next token of each row [B], also appended to the rows with its log-probability."""
     logits_BV = logits_BV.float()
     chosen_B = logits_BV.argmax(-1)
@@ -57,6 +65,7 @@ def choose(logits_BV: Tensor, rows: Sequence[Row]) -> Tensor:
     for row, token, logprob in zip(rows, chosen_B.tolist(), logprobs_B.tolist(), strict=True):
         row.token_ids.append(token)
         row.logprobs.append(logprob)
+        on_token(row)
     return chosen_B
 
 

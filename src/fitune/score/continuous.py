@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from fitune.models.attention import longrope_boundary
-from fitune.score.choosing import Row, choose
+from fitune.score.choosing import OnToken, Row, choose, nobody
 from fitune.score.engine import Completion, Request
 
 _PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
@@ -47,11 +47,16 @@ def can_join(model: Any) -> bool:
 
 
 def answer_continuously(
-    model: Any, requests: Sequence[Request], *, stop_ids: frozenset[int], batch_size: int
+    model: Any,
+    requests: Sequence[Request],
+    *,
+    stop_ids: frozenset[int],
+    batch_size: int,
+    on_token: OnToken = nobody,
 ) -> Iterator[Completion]:
     """Completions as they end. ``requests`` fit into the model's context."""
     waiting = deque(sorted(requests, key=lambda request: len(request.prompt_ids), reverse=True))
-    batch = _Batch(model)
+    batch = _Batch(model, on_token)
     while waiting or batch.rows:
         free = batch_size - len(batch.rows)
         if waiting and (not batch.rows or free >= max(1, batch_size // _ENTER_TOGETHER)):
@@ -64,9 +69,9 @@ def answer_continuously(
 class _Batch:
     """Rows that are being written, and their cache: ``gaps[row]`` columns of it are padding."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, on_token: OnToken) -> None:
         self.rows: list[Row] = []
-        self._model = model
+        self._model, self._on_token = model, on_token
         self._cache = DynamicCache()
         self._gaps: list[int] = []
 
@@ -118,7 +123,7 @@ class _Batch:
             logits_to_keep=1,
             return_dict=True,
         )
-        choose(output.logits[:, -1], rows)
+        choose(output.logits[:, -1], rows, on_token=self._on_token)
 
     def _width(self) -> int:
         return self.rows[0].length - 1 + self._gaps[0] if self.rows else 0

@@ -21,6 +21,7 @@ from fitune.models.adapters import saved_rows
 from fitune.models.attention import use_cached_attention
 from fitune.models.language_model import language_model
 from fitune.models.weights import require_rows
+from fitune.score.choosing import OnToken, nobody
 from fitune.score.continuous import answer_continuously, can_join
 from fitune.score.engine import Completion, Continuation, Likelihood, Request, Sampling, no_effect, refusal
 from fitune.score.tasks import Answer, Task, to_answer
@@ -49,10 +50,16 @@ class TransformersEngine:
     template: ChatTemplate
     tokenizer_folder: str = "the tokenizer"
     batch_size: int = 16
+    on_token: OnToken = nobody
 
     @property
     def context_tokens(self) -> int:
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 0)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer: those of the template, and those that the model's makers listed."""
+        return self.template.stop_ids | _listed_stop_ids(self.model)
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
         fitting = []
@@ -67,12 +74,12 @@ class TransformersEngine:
         with _ready_to_answer(self) as stop_ids, _threads_for(self.model):
             if can_join(self.model):
                 yield from answer_continuously(
-                    self.model, fitting, stop_ids=stop_ids, batch_size=self.batch_size
+                    self.model, fitting, stop_ids=stop_ids, batch_size=self.batch_size, on_token=self.on_token
                 )
             else:
                 yield from answer_together(
                     self.model, fitting, stop_ids=stop_ids, pad_id=_pad_id(self.tokenizer),
-                    batch_size=self.batch_size,
+                    batch_size=self.batch_size, on_token=self.on_token,
                 )  # fmt: skip
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
@@ -183,8 +190,7 @@ def answer_all(
     for completion in engine.answer(requests):
         completions[completion.id] = completion
         on_answers(1)
-    stop_ids = template.stop_ids | _listed_stop_ids(model)
-    return [to_answer(task, completions[task.id], tokenizer, stop_ids) for task in tasks]
+    return [to_answer(task, completions[task.id], tokenizer, engine.stop_ids) for task in tasks]
 
 
 @contextmanager
@@ -197,7 +203,7 @@ def _ready_to_answer(engine: TransformersEngine) -> Iterator[frozenset[int]]:
     model, tokenizer = engine.model, engine.tokenizer
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     training, attention, settings = model.training, base.config._attn_implementation, base.generation_config
-    stop_ids = engine.template.stop_ids | _listed_stop_ids(model)
+    stop_ids = engine.stop_ids
     try:
         model.eval()
         use_cached_attention(base)

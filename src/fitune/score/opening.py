@@ -69,7 +69,7 @@ def why_merged_first(config: AdapterConfig) -> str:
             f"adapters on stacked experts ({', '.join(config.target_parameters or [])})",
         ),
         (
-            _changes_the_base(config),
+            changes_the_base(config),
             f"init_lora_weights {config.init_lora_weights}, which changes the base weights",
         ),
         (bool(config.modules_to_save), f"modules trained whole ({', '.join(config.modules_to_save or [])})"),
@@ -80,7 +80,7 @@ def why_merged_first(config: AdapterConfig) -> str:
     return "; ".join(words for holds, words in reasons if holds)
 
 
-def _changes_the_base(config: AdapterConfig) -> bool:
+def changes_the_base(config: AdapterConfig) -> bool:
     """True for an adapter that PEFT takes off the base weights when it is loaded; vLLM leaves them as they are."""
     return str(config.init_lora_weights).startswith(("pissa", "olora"))
 
@@ -110,10 +110,7 @@ def open_engine(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_byte
         )  # fmt: skip
     from fitune.score.engine_transformers import TransformersEngine, require_effect
 
-    model = load_model(plan.model, dtype=choose_dtype(device), device=device, on_bytes=on_bytes)
-    require_finite(model, plan.model)
-    if plan.adapter:
-        model = load_adapter(model, plan.adapter).to(device)
+    model = load_adapted(plan.model, plan.adapter, on_bytes=on_bytes)
     engine = TransformersEngine(
         model=model, tokenizer=tokenizer, template=template, tokenizer_folder=tokenizer_folder(plan),
         batch_size=plan.batch_size,
@@ -121,6 +118,14 @@ def open_engine(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_byte
     if plan.adapter:
         require_effect(engine, plan.adapter)
     return engine
+
+
+def load_adapted(model: str, adapter: str, *, on_bytes: OnBytes) -> Any:
+    """The model on its device, and the adapter on it. Raises ModelError for weights that are no numbers."""
+    device = choose_device()
+    loaded = load_model(model, dtype=choose_dtype(device), device=device, on_bytes=on_bytes)
+    require_finite(loaded, model)
+    return load_adapter(loaded, adapter).to(device) if adapter else loaded
 
 
 def tokenizer_folder(plan: ScorePlan) -> str:

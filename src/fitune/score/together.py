@@ -16,17 +16,23 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from fitune.models.attention import longrope_boundary
-from fitune.score.choosing import Row, choose
+from fitune.score.choosing import OnToken, Row, choose, nobody
 from fitune.score.engine import Completion, Request
 
 
 def answer_together(
-    model: Any, requests: Sequence[Request], *, stop_ids: frozenset[int], pad_id: int, batch_size: int
+    model: Any,
+    requests: Sequence[Request],
+    *,
+    stop_ids: frozenset[int],
+    pad_id: int,
+    batch_size: int,
+    on_token: OnToken = nobody,
 ) -> Iterator[Completion]:
     """Completions, batch after batch. ``requests`` fit into the model's context."""
     by_length = sorted(requests, key=lambda request: len(request.prompt_ids))
     for batch in _batches(by_length, batch_size, longrope_boundary(model.config)):
-        yield from _answer_batch(model, batch, stop_ids, pad_id)
+        yield from _answer_batch(model, batch, stop_ids, pad_id, on_token)
 
 
 def _batches(requests: Sequence[Request], batch_size: int, boundary: int) -> Iterator[list[Request]]:
@@ -48,7 +54,7 @@ def _batches(requests: Sequence[Request], batch_size: int, boundary: int) -> Ite
 
 @torch.inference_mode()
 def _answer_batch(
-    model: Any, requests: Sequence[Request], stop_ids: frozenset[int], pad_id: int
+    model: Any, requests: Sequence[Request], stop_ids: frozenset[int], pad_id: int, on_token: OnToken
 ) -> list[Completion]:
     rows = [Row(request=request) for request in requests]
     prompts_BT, mask_BT = _padded_left(requests, pad_id, model.device)
@@ -56,7 +62,7 @@ def _answer_batch(
         input_ids=prompts_BT,
         attention_mask=mask_BT,
         max_new_tokens=max(request.sampling.max_new_tokens for request in requests),
-        logits_processor=LogitsProcessorList([_Chosen(rows)]),
+        logits_processor=LogitsProcessorList([_Chosen(rows, on_token)]),
     )
     return [_ended(row, stop_ids) for row in rows]
 
@@ -73,11 +79,11 @@ def _padded_left(requests: Sequence[Request], pad_id: int, device: torch.device)
 class _Chosen(LogitsProcessor):
     """Scores whose largest is the token that ``choose`` takes: ``generate`` itself only follows."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Sequence[Row], on_token: OnToken) -> None:
+        self._rows, self._on_token = rows, on_token
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        chosen_B = choose(scores, self._rows)
+        chosen_B = choose(scores, self._rows, on_token=self._on_token)
         return torch.full_like(scores, float("-inf")).scatter_(1, chosen_B[:, None], 0.0)
 
 

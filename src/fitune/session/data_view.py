@@ -240,11 +240,11 @@ def _headline(row: ShownRow) -> str:
 
 def _body(row: ShownRow, colours: bool) -> list[str]:
     on, off = ("\033[32m", "\033[0m") if colours else ("»", "«")
-    text = "".join(f"{on}{_harmless(p.text)}{off}" if p.is_learned else _harmless(p.text) for p in row.parts)
+    text = "".join(f"{on}{harmless(p.text)}{off}" if p.is_learned else harmless(p.text) for p in row.parts)
     return [f"  {line}" for line in text.splitlines()]
 
 
-def _harmless(text: str) -> str:
+def harmless(text: str) -> str:
     """``text`` without the characters that steer a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 

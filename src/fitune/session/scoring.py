@@ -46,7 +46,7 @@ def score_dataset(
     ``place``: on a Ray cluster.
     Raises RecipeError for a number out of its limits and a role that is none.
     """
-    _require_allowed({"batch_size": batch_size, **(sampling or {})}, columns or {})
+    require_allowed({"batch_size": batch_size, **(sampling or {})}, columns or {})
     plan = ScorePlan(
         model=model,
         adapter=adapter,
@@ -157,7 +157,7 @@ def model_and_adapter(exported: Path, *, base: str) -> tuple[str, str]:
     return (base, str(exported)) if (exported / CONFIG).is_file() else (str(exported), "")
 
 
-def _require_allowed(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
+def require_allowed(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
     for name, value in numbers.items():
         least, most = _LIMITS[name]
         if not least <= value <= most:

@@ -97,6 +97,13 @@ def quiet_stop() -> Iterator[threading.Event]:
 
 
 @contextmanager
+def keyboard_interrupts() -> Iterator[None]:
+    """Inside, SIGINT raises KeyboardInterrupt, for programs that go on after it."""
+    with _handled_by(signal.default_int_handler, {signal.SIGINT: EXIT_CODES[signal.SIGINT]}):
+        yield
+
+
+@contextmanager
 def _handled_by(handler: Handler | signal.Handlers, numbers: dict[signal.Signals, int]) -> Iterator[None]:
     """A signal that is ignored (nohup) stays so; outside the main thread Python handles none."""
     if threading.current_thread() is not threading.main_thread():

@@ -1,0 +1,99 @@
+"""A conversation on a terminal, or line by line through a pipe."""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+from fitune.errors import ScoringFailed
+from fitune.session.chat import Chat, Reply, converse
+from fitune.session.chat_columns import side_by_side
+from fitune.session.data_view import harmless
+from fitune.session.signals import keyboard_interrupts
+
+_WIDE = 100
+"""Columns of a terminal from which two answers stand beside each other."""
+
+
+class ChatScreen:
+    """A ``Screen``. Answers go to standard output, notes to standard error; ``as_json``: one object for each turn."""
+
+    def __init__(self, titles: Sequence[str], *, as_json: bool) -> None:
+        from rich.console import Console
+
+        self._titles, self._json, self._console = titles, as_json, Console(highlight=False)
+        self._is_live = not as_json and self._console.is_terminal
+        self._columns = self._is_live and len(titles) > 1 and self._console.width >= _WIDE
+        self._texts: list[str] = []
+        self._live: Any = None
+        self._open = ExitStack()
+
+    def note(self, text: str) -> None:
+        print(harmless(text), file=sys.stderr)
+
+    def piece(self, place: int, text: str) -> None:
+        if self._columns:
+            self._texts += [""] * (place + 1 - len(self._texts))
+            self._texts[place] += text
+            self._draw()
+        elif not self._json:
+            if place == len(self._texts):
+                self._texts.append("")
+                print(f"── {self._titles[place]}\n" if len(self._titles) > 1 else "", end="")
+            print(harmless(text) if self._is_live else text, end="", flush=True)
+
+    def answered(self, place: int, reply: Reply) -> None:
+        if reply.error and not self._json:
+            self.note(f"{reply.model}: {reply.error}")
+        elif not (self._json or self._columns):
+            print(flush=True)
+            if self._is_live:
+                self._console.print(f"[{reply.words}]", style="dim", markup=False)
+
+    def turn(self, question: str, replies: Sequence[Reply]) -> None:
+        if self._json:
+            answers = [asdict(reply) for reply in replies]
+            print(json.dumps({"question": question, "answers": answers}, ensure_ascii=False), flush=True)
+        self._open.close()  # what was drawn while it grew goes
+        if self._columns and replies:
+            print(self._beside([f"[{reply.words}]" for reply in replies]))
+        self._texts, self._live = [], None
+
+    def _draw(self) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
+        if self._live is None:
+            live = Live(console=self._console, transient=True, refresh_per_second=8)
+            self._live = self._open.enter_context(live)
+        self._live.update(Text(self._beside([], most_lines=self._console.height - 3), no_wrap=True))
+
+    def _beside(self, notes: Sequence[str], *, most_lines: int = 0) -> str:
+        texts = [harmless(text) for text in self._texts]
+        width = self._console.width
+        return side_by_side(self._titles, texts, notes, width=width, most_lines=most_lines)
+
+
+def talk(chat: Chat, *, as_json: bool) -> None:
+    """Answer questions from standard input until it ends. Raises ScoringFailed for a pipe's that have no answer."""
+    screen = ChatScreen(chat.titles, as_json=as_json)
+    for note in chat.notes:
+        screen.note(note)
+    is_person = sys.stdin.isatty()
+    with keyboard_interrupts() if is_person else nullcontext():
+        unanswered = converse(chat, read=read_line, screen=screen)
+    if unanswered and not is_person:
+        raise ScoringFailed(f"{unanswered} questions have no answer", hint="see what is said of them above")
+
+
+def read_line() -> str | None:
+    """The next line; None at the end. Ctrl-C at the prompt gives up what was typed."""
+    try:
+        return input("> ") if sys.stdin.isatty() else next(sys.stdin)
+    except (EOFError, StopIteration):
+        return None
+    except KeyboardInterrupt:
+        print("\n(/exit or Ctrl-D ends)", file=sys.stderr)
+        return ""

@@ -1,0 +1,93 @@
+"""``fitune chat`` as people have it: keys on a terminal, lines through a pipe."""
+
+import fcntl
+import json
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+CHAT = [sys.executable, "-m", "fitune", "chat"]
+
+
+@pytest.fixture
+def endless(model_folder: Path, tmp_path: Path) -> Path:
+    """The tiny model with positions for an answer of several minutes."""
+    folder = Path(shutil.copytree(model_folder, tmp_path / "endless"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 200_000}))
+    return folder
+
+
+class Keyboard:
+    """A person at a terminal of 80 columns."""
+
+    def __init__(self, *words: object) -> None:
+        self._terminal, theirs = pty.openpty()
+        self._process = subprocess.Popen(
+            [*CHAT, *map(str, words)], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+        )  # fmt: skip
+        os.close(theirs)
+        self.seen, self._waited = b"", 0
+
+    def wait_for(self, text: bytes, *, seconds: float = 120) -> None:
+        """Read until ``text`` has come behind what was waited for before."""
+        until = time.monotonic() + seconds
+        while (place := self.seen.find(text, self._waited)) < 0:
+            assert time.monotonic() < until, self.seen.decode()
+            if select.select([self._terminal], [], [], 1)[0]:
+                try:
+                    self.seen += os.read(self._terminal, 65_536)
+                except OSError:
+                    pytest.fail(f"it ended: {self.seen.decode()}")
+        self._waited = place + len(text)
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._terminal, keys)
+
+    def ended(self) -> int:
+        while True:
+            try:
+                self.seen += os.read(self._terminal, 65_536)
+            except OSError:  # closed on the other side
+                os.close(self._terminal)
+                return self._process.wait()
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless: Path) -> None:
+    person = Keyboard(endless, "--max-new-tokens", "100000")
+    person.wait_for(b"> ")
+    person.press(b"What is 2 plus 3?\n")
+    person.wait_for(b"plus 3?\r\n")
+    person.wait_for(b" ")
+    person.press(b"\x03")
+    person.wait_for(b", stopped]")
+    person.wait_for(b"> ")
+    person.press(b"half\x03")
+    person.wait_for(b"Ctrl-D ends")
+    person.press(b"\x04")
+    assert person.ended() == 0
+    assert b"Traceback" not in person.seen
+
+
+def test_lines_of_a_pipe_are_answered(model_folder: Path) -> None:
+    words = [*CHAT, str(model_folder), str(model_folder), "--max-new-tokens", "8", "--json"]
+    lines = f"What is 2 plus 3?\n\n{'plus ' * 400}\n"
+    done = subprocess.run(words, input=lines, capture_output=True, text=True, timeout=300, check=False)
+    first, second, error = [part for part in done.stdout.replace("\n{\n", "\n\x00{\n").split("\n", 2)]
+    answers = json.loads(first)["answers"]
+    assert answers[0]["text"] == answers[1]["text"] != ""
+    assert "not asked" in json.loads(second)["answers"][0]["error"]
+    assert json.loads(error.strip("\x00"))["error"]["message"] == "1 questions have no answer"
+    assert done.returncode == 1

@@ -1,0 +1,205 @@
+"""A conversation: the ids of training, answers of the scoring engine, one load for a base and its adapter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+import fitune
+from fitune.data.formats import Conversation, Message
+from fitune.data.templates import PLAIN_TEMPLATE, load_template
+from fitune.errors import ModelError, RunDirectoryError
+from fitune.models.weights import load_tokenizer
+from fitune.score import engine_transformers
+from fitune.score.engine import Request
+from fitune.session.chat import Chat, Reply, converse, open_chat
+from fitune.session.chat_columns import side_by_side
+from fitune.session.named_models import find_model
+
+TEMPLATE = PLAIN_TEMPLATE.replace("### User", "### Customer").replace("### Assistant", "### Shop")
+SAMPLING = {"max_new_tokens": 12, "temperature": 0.7, "top_p": 0.9, "seed": 5}
+
+
+@dataclass
+class Heard:
+    """A screen that remembers; ``stop_after`` pieces somebody presses Ctrl-C."""
+
+    stop_after: int = -1
+    notes: list[str] = field(default_factory=list)
+    pieces: dict[int, list[str]] = field(default_factory=dict)
+    turns: list[list[Reply]] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def piece(self, place: int, text: str) -> None:
+        self.pieces.setdefault(place, []).append(text)
+        self.stop_after -= 1
+        if self.stop_after == 0:
+            raise KeyboardInterrupt
+
+    def answered(self, place: int, reply: Reply) -> None:
+        if not reply.error:
+            assert "".join(self.pieces.pop(place)) == reply.text
+
+    def turn(self, question: str, replies: Sequence[Reply]) -> None:
+        self.turns.append(list(replies))
+
+
+@pytest.fixture(scope="module")
+def run(model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA run whose template is its own, and whose adapter changes what is answered."""
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "shop.jinja").write_text(TEMPLATE)
+    fitune.train(
+        model=str(model_folder), data=str(data_file), tuning="lora", lora_r=4, learning_rate=0.05, max_steps=3,
+        seq_len=64, precision="fp32", micro_batch_size=4, chat_template=str(folder / "shop.jinja"),
+        output_dir=str(folder / "run"), save_steps=0, gpu="cpu",
+    )  # fmt: skip
+    (folder / "shop.jinja").unlink()  # the run has it
+    return folder / "run"
+
+
+def opened(*names: object, system: str = "", **changed: object) -> Chat:
+    return open_chat([str(name) for name in names], system=system, sampling={**SAMPLING, **changed})
+
+
+def answers(chat: Chat, *questions: str) -> list[list[Reply]]:
+    heard = Heard()
+    for question in questions:
+        chat.ask(question, heard)
+    return [[replace(reply, seconds=0.0) for reply in turn] for turn in heard.turns]
+
+
+def test_the_ids_of_a_chat_are_those_of_training(run: Path, model_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(model_folder))
+    training = load_template(tokenizer)
+    training = type(training)(tokenizer, TEMPLATE, name="the run's")
+    chat = opened(run, system="You sell </s> hats.")
+    (side,) = chat.sides
+    asked: list[tuple[int, ...]] = []
+    side.engine = _noting(side.engine, asked)
+    heard = Heard()
+    for question in ("What is 2 plus 3?", "And 4\nplus 5?"):
+        chat.ask(question, heard)
+    messages = (Message("system", "You sell </s> hats."), *side.history)
+    first = training.encode(Conversation(messages[:3], "here"))
+    whole = training.encode(Conversation(messages, "here"))
+    for ids, encoded in zip(asked, (first, whole), strict=True):
+        assert list(ids) == encoded.ids[: len(ids)]
+        assert not any(encoded.supervised[: len(ids)]) or ids is asked[1]
+        assert encoded.supervised[len(ids)], "the answer begins there"
+
+
+def _noting(engine, asked: list[tuple[int, ...]]):
+    class Noting(type(engine)):
+        def answer(self, requests: Sequence[Request]):
+            asked.extend(request.prompt_ids for request in requests)
+            return engine_transformers.TransformersEngine.answer(self, requests)
+
+    words = {name: getattr(engine, name) for name in engine.__dataclass_fields__}
+    return Noting(**words)
+
+
+def test_a_base_and_its_adapter_are_loaded_once_and_answer_as_each_alone(
+    run: Path, model_folder: Path
+) -> None:
+    questions = ("What is 2 plus 3?", "What is 7 plus 8?")
+    both = opened(model_folder, run)
+    assert both.sides[0].engine.model is both.sides[1].engine.model
+    together = answers(both, *questions)
+    base, tuned = answers(opened(model_folder), *questions), answers(opened(run), *questions)
+    assert together == [[*one, *other] for one, other in zip(base, tuned, strict=True)]
+    assert [turn[0].text for turn in together] != [turn[1].text for turn in together]
+    both.reset()
+    assert answers(both, *questions) == together
+    assert answers(opened(run, model_folder), *questions) == [turn[::-1] for turn in together]
+
+
+def test_an_adapter_with_tables_of_its_own_does_not_share_its_base(
+    run: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("fitune.session.chat.saved_rows", lambda folder: 384)
+    chat = opened(run / "adapter", find_model(str(run)).model)
+    assert chat.sides[0].engine.model is not chat.sides[1].engine.model
+
+
+def test_models_that_cannot_be_entered_one_by_one_are_streamed_too(run: Path, monkeypatch) -> None:
+    expected = answers(opened(run), "What is 2 plus 3?")
+    monkeypatch.setattr(engine_transformers, "can_join", lambda model: False)
+    assert answers(opened(run), "What is 2 plus 3?") == expected
+
+
+def test_a_full_context_drops_the_oldest_turns_and_a_question_beyond_it_is_not_asked(run: Path) -> None:
+    chat, heard = opened(run, max_new_tokens=60, temperature=0.0), Heard()
+    for number in range(6):
+        chat.ask(f"What is {number} plus 3?", heard)
+    assert any(
+        "the context of 256 tokens is full: its oldest turns are dropped, 1 now" in note
+        for note in heard.notes
+    )
+    (side,) = chat.sides
+    assert side.history[-2] == Message("user", "What is 5 plus 3?")
+    assert len(side.prompt_ids(side.history)) <= 256
+    before = list(side.history)
+    (reply,) = chat.ask("plus " * 400, heard)
+    assert "the model has room for 256: not asked" in reply.error
+    assert side.history == before
+    unanswered = converse(chat, read=iter(["plus " * 400, "What is 2 plus 2?", None]).__next__, screen=heard)
+    assert unanswered == 1
+    chat.ask("plus " * 200, heard)
+    assert "leaves room for" in heard.notes[-1]
+
+
+def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(run: Path, model_folder: Path) -> None:
+    chat, heard = opened(run, model_folder, temperature=0.0), Heard(stop_after=3)
+    (only,) = chat.ask("What is 2 plus 3?", heard)
+    assert (only.ended, only.tokens) == ("interrupted", 3)
+    assert chat.sides[0].history[1:] == [Message("assistant", only.text)]
+    assert [reply.ended == "interrupted" for reply in chat.ask("And 4 plus 5?", Heard())] == [False, False]
+
+
+def test_lines_are_questions_and_commands(run: Path) -> None:
+    chat, heard = opened(run), Heard()
+    lines = ["", "What is\\", "2 plus 3?", "/rest", "/reset", "What is\n", "/exit", "never asked"]
+    assert converse(chat, read=iter(lines).__next__, screen=heard) == 0
+    assert chat.sides[0].history[0] == Message("user", "What is")
+    assert len(heard.turns) == 2
+    assert heard.notes == ["/rest is unknown; /reset begins anew, /exit ends", "the conversation begins anew"]
+
+
+def test_names_of_models(run: Path, model_folder: Path, tmp_path: Path) -> None:
+    named = find_model(str(run))
+    assert (named.model, named.adapter, named.title) == (str(model_folder), str(run / "adapter"), "run")
+    assert find_model(str(run / "adapter")).base == named.base == str(model_folder.resolve())
+    assert find_model("owner/name").model == "owner/name"
+    with pytest.raises(ModelError, match="neither a model .* nor a run"):
+        find_model(str(tmp_path))
+    with pytest.raises(ModelError, match="no such folder"):
+        find_model("./absent")
+    (tmp_path / "plan.json").write_text((run / "plan.json").read_text())
+    with pytest.raises(RunDirectoryError, match="has exported nothing yet"):
+        find_model(str(tmp_path))
+
+
+def test_a_model_without_a_template_is_said(model_folder: Path, run: Path) -> None:
+    assert (
+        "the tokenizer has no chat template, so fitune's plain template is used"
+        in opened(model_folder).notes[0]
+    )
+    assert not any("chat template" in note for note in opened(run).notes)
+
+
+def test_columns_keep_within_their_width() -> None:
+    text = side_by_side(
+        ["a", "b"], ["word " * 30, "漢" * 70 + "\n\nend"], ["[1]", "[2]"], width=83, most_lines=4
+    )
+    lines = text.splitlines()
+    assert lines[0].split() == ["──", "a", "──", "b"]
+    assert lines[-1].split() == ["[1]", "[2]"]
+    assert len(lines) == 1 + 4 + 1
+    assert lines[-2].endswith("end")
+    from rich.cells import cell_len
+
+    assert max(map(cell_len, lines)) <= 83
