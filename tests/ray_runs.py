@@ -73,6 +73,17 @@ def wait_for(condition: Callable[[], bool], *, what: str, seconds: float = 240.0
         time.sleep(0.05)
 
 
+def wait_until_idle() -> None:
+    """Wait until nobody holds a core of the cluster, and no node that is gone is counted."""
+    from fitune.launch.ray_cluster import cluster_now
+
+    def is_idle() -> bool:
+        cluster = cluster_now()
+        return cluster.free.get("CPU") == sum(node.resources.get("CPU", 0.0) for node in cluster.nodes)
+
+    wait_for(is_idle, what="somebody held cores of the cluster")
+
+
 def is_committed(folder: Path, step: int) -> bool:
     return (folder / "checkpoints" / f"step-{step}" / "COMMIT").exists()
 

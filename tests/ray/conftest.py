@@ -8,11 +8,11 @@ import pytest
 
 import ray_runs
 from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
-from ray_runs import CORES, node_args
+from ray_runs import CORES, node_args, wait_until_idle
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
+def started_cluster() -> Iterator[Any]:
     """A head node, which this process is a driver of; tests may add others."""
     ray = pytest.importorskip("ray", reason="needs ray: fitune[ray]")
     from fitune.launch.ray_cluster import loaded_ray
@@ -30,6 +30,13 @@ def cluster() -> Iterator[Any]:
     ray.shutdown()
     started.shutdown()
     patched.undo()
+
+
+@pytest.fixture
+def cluster(started_cluster: Any) -> Any:
+    """The cluster, once what the last test started has ended."""
+    wait_until_idle()
+    return started_cluster
 
 
 @pytest.fixture

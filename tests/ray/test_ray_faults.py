@@ -18,7 +18,17 @@ from fitune.session import on_ray
 from fitune.session.on_ray import train_on_ray
 from fitune.session.ray_nodes import facts_of_node, require_same_versions, versions_here
 from fitune.spec.recipe import Recipe, dump_recipe
-from ray_runs import Faulty, Heard, by_one_process, is_committed, losses, rank_of, report_of, wait_for
+from ray_runs import (
+    Faulty,
+    Heard,
+    by_one_process,
+    is_committed,
+    losses,
+    rank_of,
+    report_of,
+    wait_for,
+    wait_until_idle,
+)
 
 pytestmark = pytest.mark.ray
 TWO = RayPlace(fewest=2, most=2, restarts=0)
@@ -91,6 +101,7 @@ def test_a_driver_killed_and_started_again_ends_with_the_losses_of_one_process(
         driver.kill()
         driver.wait()
     wait_for(lambda: not any(map(process_lives, workers)), what="the workers outlived their driver")
+    wait_until_idle()
     assert train_on_ray(recipe("two", resume=True, **settings), TWO, overwrite=False, tell=Heard()) == 0
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
 

@@ -18,17 +18,17 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def second_node(cluster: Any) -> Iterator[Any]:
+def second_node(started_cluster: Any) -> Iterator[Any]:
     """A node with room for one worker more."""
-    node = cluster.add_node(**node_args(num_cpus=1))
-    cluster.wait_for_nodes()
+    node = started_cluster.add_node(**node_args(num_cpus=1))
+    started_cluster.wait_for_nodes()
     yield node
-    if node in cluster.list_all_nodes():
-        cluster.remove_node(node, allow_graceful=False)
+    if node in started_cluster.list_all_nodes():
+        started_cluster.remove_node(node, allow_graceful=False)
 
 
 def test_a_global_batch_that_some_number_of_workers_does_not_divide_is_refused(
-    second_node: Any, recipe: Callable[..., Recipe]
+    cluster: Any, second_node: Any, recipe: Callable[..., Recipe]
 ) -> None:
     wanted = recipe(micro_batch_size=1, global_batch_size=9)
     with pytest.raises(RecipeError, match=r"with 2 workers, and the global batch of 9 rows"):

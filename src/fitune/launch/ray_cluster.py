@@ -14,6 +14,8 @@ from fitune.errors import HardwareError, MissingExtra, RecipeError
 _REACHING_SECONDS = 5.0
 _ASKING_SECONDS = 60.0
 """A node starts a process of its own to answer: seconds where the disk is cold."""
+_ROOM_SECONDS = 8.0
+_LOOK_SECONDS = 0.5
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STORE_BYTES = 100 * 2**20
 """The object store of a cluster that is started here: only plans and events go through it."""
@@ -195,9 +197,21 @@ def cluster_now() -> RayCluster:
     return RayCluster(nodes=nodes, free=ray.available_resources())
 
 
-def require_room(cluster: RayCluster, place: RayPlace, each: Mapping[str, float]) -> None:
-    """Raises HardwareError, with what is asked and what is free, where the fewest workers find no room: Ray itself
-    would wait for them without an end."""
+def with_room(cluster: RayCluster, place: RayPlace, each: Mapping[str, float]) -> RayCluster:
+    """The cluster as it is once the fewest workers have room: what ended a moment ago holds its resources for seconds.
+
+    Raises HardwareError, with what is asked and what is free, where they find none: Ray itself would wait for them
+    without an end.
+    """
+    until = time.monotonic() + _ROOM_SECONDS
+    while cluster.free_slots(each) < place.fewest <= sum(cluster.slots(each)) and time.monotonic() < until:
+        time.sleep(_LOOK_SECONDS)
+        cluster = cluster_now()
+    _require_room(cluster, place, each)
+    return cluster
+
+
+def _require_room(cluster: RayCluster, place: RayPlace, each: Mapping[str, float]) -> None:
     idle, free = sum(cluster.slots(each)), cluster.free_slots(each)
     if free >= place.fewest:
         return

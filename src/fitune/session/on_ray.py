@@ -24,8 +24,8 @@ from fitune.launch.ray_cluster import (
     asked_place,
     connected,
     loaded_ray,
-    require_room,
     spread,
+    with_room,
 )
 from fitune.launch.ray_desk import open_desk
 from fitune.launch.ray_workers import WorkersEnd, run_workers
@@ -65,7 +65,7 @@ def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell
     """
     with connected(place.address) as cluster:
         each = each_worker(recipe, cluster)
-        require_room(cluster, place, each)
+        cluster = with_room(cluster, place, each)
         slots = cluster.slots(each)
         if place.is_elastic:  # Ray counts on the whole cluster, also on what others hold
             place = replace(place, most=min(place.most, max(place.fewest, cluster.free_slots(each))))

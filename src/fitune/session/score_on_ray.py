@@ -13,8 +13,8 @@ from fitune.launch.ray_cluster import (
     ask_nodes,
     asked_place,
     connected,
-    require_room,
     spread,
+    with_room,
 )
 from fitune.score.opening import choose_device, choose_dtype
 from fitune.score.plan import ScorePlan
@@ -42,7 +42,7 @@ def scoring_on_ray(plan: ScorePlan, place: RayPlace, *, tell: Tell) -> Iterator[
     """
     with connected(place.address) as cluster:
         each = {"CPU": 1.0, "GPU": 1.0} if cluster.has_gpus else {"CPU": 1.0}
-        require_room(cluster, place, each)
+        cluster = with_room(cluster, place, each)
         require_same_versions(versions_here(), ask_nodes(versions_of_node).values())
         require_paths([plan.model, plan.adapter, plan.chat_template])
         workers = min(place.most, cluster.free_slots(each))
