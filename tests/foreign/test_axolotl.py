@@ -151,3 +151,36 @@ def test_every_weight_over_sharded_devices_keeps_fp32_masters() -> None:
     full = {**PLAIN, "adapter": None, "load_in_4bit": False, "deepspeed": "configs/zero3_bf16.json"}
     read = recipe_of_keys(full, where="t", folder=Path("nowhere"), options={"gpus": 8}).recipe
     assert (read.precision, read.zero) == ("bf16-master", 3)
+
+
+def test_the_trackers_of_a_recipe_track_here() -> None:
+    read = recipe(
+        wandb_project="mine", wandb_entity="team", wandb_name="first", wandb_run_id="abc", wandb_mode="offline",
+        wandb_watch="gradients", wandb_log_model="checkpoint",
+    )  # fmt: skip
+    assert (read.report_to, read.track_project, read.track_team) == (["wandb"], "mine", "team")
+    assert (read.run_name, read.track_id, read.track_offline) == ("first", "abc", True)
+    both = recipe(
+        use_mlflow=True, mlflow_tracking_uri="http://host:5000", mlflow_experiment_name="mine", use_comet=True,
+        comet_project_name="other",
+    )  # fmt: skip
+    assert (both.report_to, both.track_server, both.track_project) == (
+        ["mlflow", "comet"],
+        "http://host:5000",
+        "mine",
+    )
+    (line,) = [one for one in reading(use_mlflow=True, mlflow_experiment_name="a", use_comet=True,
+                                      comet_project_name="b").lines if one.key == "comet_project_name"]  # fmt: skip
+    assert line.said == "track_project is a already: it is one for all trackers"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"wandb_project": ""},
+        {"wandb_project": "mine", "wandb_mode": "disabled"},
+        {"use_wandb": False, "mlflow_experiment_name": "mine"},
+    ],
+)
+def test_a_tracker_that_is_off_there_is_off_here(changes: dict[str, Any]) -> None:
+    assert recipe(**changes).report_to == []

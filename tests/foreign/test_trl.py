@@ -89,3 +89,20 @@ def test_the_arguments_of_an_unsloth_notebook() -> None:
     assert (read.model, read.tuning, read.lora_r, read.quantization) == ("unsloth/m", "qlora", 16, "nf4")
     assert (read.seed, read.optimizer, read.max_steps, read.warmup_steps) == (3407, "adamw-8bit", 60, 5)
     assert (read.gradient_checkpointing, read.lora_target_modules) == (True, ["q_proj", "k_proj"])
+
+
+@pytest.mark.parametrize(
+    ("named", "here"),
+    [
+        (["wandb", "tensorboard"], ["wandb", "tensorboard"]),
+        ("comet_ml", ["comet"]),
+        ("mlflow,swanlab", ["mlflow"]),
+        ("all", ["all"]),
+        ("none", []),
+        ("trackio", []),
+    ],
+)
+def test_the_trackers_are_the_same(named: object, here: list[str]) -> None:
+    read = recipe(PLAIN, report_to=named, run_name="first")
+    assert read.report_to == here
+    assert read.run_name == ("first" if here else "")

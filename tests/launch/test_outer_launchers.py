@@ -10,6 +10,7 @@ import pytest
 
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
+from fitune.track.record import read_tracked
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +20,7 @@ def words(tmp_path: Path, model_folder: Path, data_file: Path) -> list[str]:
     settings = {
         "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "gpus": 2, "zero": 3,
         "backend": "fsdp", "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2,
-        "samples": 0, "output_dir": tmp_path / "run",
+        "samples": 0, "output_dir": tmp_path / "run", "report_to": "tensorboard",
     }  # fmt: skip
     return ["-m", "fitune", "train", *(part for k, v in settings.items() for part in ("--set", f"{k}={v}"))]
 
@@ -35,6 +36,9 @@ def test_torchrun_starts_a_run(words: list[str], tmp_path: Path) -> None:
     report = report_of(tmp_path)
     assert (report.status, [row.rank for row in report.ranks]) == ("complete", [0, 1])
     assert ended.stdout.count("report: ") == 1
+    (tracked,) = read_tracked(tmp_path / "run")
+    assert (tracked.sent, tracked.lost) == (2, 0)  # by the first rank alone
+    assert len(list((tmp_path / "run/tensorboard").iterdir())) == 1
 
 
 def started(environments: list[dict[str, str]], words: list[str]) -> list[tuple[int, str]]:

@@ -11,6 +11,7 @@ from fitune.launch.ray_cluster import RayPlace
 from fitune.session import on_ray
 from fitune.session.on_ray import train_on_ray
 from fitune.spec.recipe import Recipe
+from fitune.track.record import read_tracked
 from ray_runs import Faulty, Heard, by_one_process, losses, report_of
 
 pytestmark = pytest.mark.ray
@@ -39,10 +40,12 @@ def test_a_killed_worker_is_replaced_and_the_losses_stay_equal(
     cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     one = by_one_process(recipe("one", **LONG))
-    two = recipe("two", zero=3, backend="fsdp", **LONG)
+    two = recipe("two", zero=3, backend="fsdp", report_to="tensorboard", **LONG)
     folder = Path(str(two.output_dir))
     monkeypatch.setattr(on_ray, "train_as_rank", Faulty("kill", call=25, marker=str(tmp_path / "killed")))
     assert train_on_ray(two, TWO, overwrite=False, tell=Heard()) == 0
+    (tracked,) = read_tracked(folder)  # by the first rank alone, and by its successor under the same id
+    assert (tracked.failure, tracked.has_begun, tracked.sent > 0) == ("", True, True)
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
     [restart] = report_of(folder).restarts
     assert restart.cause.startswith("rank 1")

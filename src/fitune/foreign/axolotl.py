@@ -4,9 +4,9 @@ import re
 from typing import Any
 
 from fitune.foreign.axolotl_data import read_datasets
-from fitune.foreign.reading import Reading
+from fitune.foreign.reading import Reading, is_on
 from fitune.foreign.sharding_files import read_deepspeed, read_fsdp
-from fitune.foreign.trainer_keys import SPEED_SAID, is_on, read_precision, read_trainer_keys
+from fitune.foreign.trainer_keys import SPEED_SAID, read_precision, read_trainer_keys
 
 _SAME = {
     "base_model": "model",

@@ -6,11 +6,10 @@ from typing import Any
 
 from fitune.errors import RecipeError
 from fitune.files import read_text
-from fitune.foreign.reading import Reading
+from fitune.foreign.reading import Reading, is_on
 from fitune.foreign.sharding_files import find_file, read_deepspeed, read_fsdp
 from fitune.foreign.trainer_keys import (
     SPEED_SAID,
-    is_on,
     read_precision,
     read_trainer_keys,
 )

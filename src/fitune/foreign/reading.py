@@ -21,6 +21,11 @@ SHARDING = ("zero", "hybrid_sharding", "offload_parameters", "offload_optimizer"
 """Settings that divide states over devices or move them away: on one device the plan decides them."""
 
 
+def is_on(value: Any) -> bool:
+    """True unless the value of a switch is absent, false, none or 0."""
+    return value is not None and str(value).lower() not in ("false", "no", "none", "0", "0.0")
+
+
 def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 

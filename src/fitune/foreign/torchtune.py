@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fitune.foreign.reading import Reading
-from fitune.foreign.trainer_keys import SPEED_SAID, is_on
+from fitune.foreign.reading import Reading, is_on
+from fitune.foreign.tracker_keys import read_metric_logger
+from fitune.foreign.trainer_keys import SPEED_SAID
 
 _SAME = {
     "output_dir": "output_dir",
@@ -18,7 +19,7 @@ _SAME = {
     "optimizer_in_bwd": "optimizer_in_backward",
 }
 _BOOKKEEPING = (
-    "tokenizer checkpointer shuffle device metric_logger log_level log_peak_memory_stats profiler batch_size_val "
+    "tokenizer checkpointer shuffle device log_level log_peak_memory_stats profiler batch_size_val "
     "run_val_every_n_steps save_adapter_weights_only resume_from_checkpoint enable_async_checkpointing "
     "cudnn_deterministic_mode save_every_n_steps loss"
 )
@@ -72,6 +73,7 @@ def read_torchtune(r: Reading) -> None:
     _rate(r)
     _precision(r)
     _length(r)
+    read_metric_logger(r)
     _sharding(r)
     r.refuse_if_on(_REFUSED)
     if is_on(r.take("enable_activation_offloading")):

@@ -1,8 +1,7 @@
 """Keys of transformers' Trainer, which axolotl, LLaMA-Factory and TRL all pass on: optimizers, rates, bookkeeping."""
 
-from typing import Any
-
-from fitune.foreign.reading import Reading
+from fitune.foreign.reading import Reading, is_on
+from fitune.foreign.tracker_keys import read_trackers
 
 SAME = {
     "output_dir": "output_dir",
@@ -79,14 +78,10 @@ def read_trainer_keys(r: Reading, *, optimizer: str, scheduler: str, refused: di
     _length(r)
     read_checkpointing(r)
     _how_often(r)
-    _trackers(r)
+    read_trackers(r)
     r.refuse_if_on({**REFUSED, **refused})
     r.pass_over(BOOKKEEPING)
     r.pass_over(SPEED, SPEED_SAID)
-
-
-def is_on(value: Any) -> bool:
-    return value is not None and str(value).lower() not in ("false", "no", "none", "0", "0.0")
 
 
 def _optimizer(r: Reading, key: str) -> None:
@@ -180,15 +175,6 @@ def _how_often(r: Reading) -> None:
 
 def _holds_out(r: Reading) -> bool:
     return bool(r.settings.get("val_fraction") or r.settings.get("eval_data"))
-
-
-def _trackers(r: Reading) -> None:
-    named = r.take("report_to")
-    names = named if isinstance(named, list) else [name.strip() for name in str(named or "").split(",")]
-    if "tensorboard" in names:
-        r.put("report_to", ["tensorboard"], key="report_to")
-    else:
-        r.passed("report_to", "metrics.jsonl in output_dir has every step; tensorboard is the tracker here")
 
 
 def read_precision(r: Reading, *, whole: str, default: str) -> None:

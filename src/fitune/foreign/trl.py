@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.foreign.reading import Reading
+from fitune.foreign.reading import Reading, is_on
 from fitune.foreign.sharding_files import read_accelerate, read_deepspeed, read_fsdp
-from fitune.foreign.trainer_keys import SPEED_SAID, is_on, read_precision, read_trainer_keys
+from fitune.foreign.trainer_keys import SPEED_SAID, read_precision, read_trainer_keys
 
 _SAME = {
     "model_name_or_path": "model",

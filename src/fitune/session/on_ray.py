@@ -44,6 +44,7 @@ from fitune.spec.rank_status import read_statuses
 from fitune.spec.recipe import Recipe
 from fitune.spec.run_directory import LOGS
 from fitune.spec.serial import from_json
+from fitune.track.trackers import settings_of_environment
 
 _WORD_SECONDS = 3.0
 """After the error of a rank the first one has so long to write it into the report."""
@@ -163,7 +164,10 @@ class _Job:
             attempts={world: packed(*each) for world, each in self.attempts.items()},
             had=self.had,
             folder=os.getcwd(),
-            environment={name: value for name, value in os.environ.items() if name.startswith("FITUNE_")},
+            environment={
+                **{name: value for name, value in os.environ.items() if name.startswith("FITUNE_")},
+                **dict(settings_of_environment()),
+            },
             threads=int(command.environment["OMP_NUM_THREADS"]),
             desk=desk,
         )

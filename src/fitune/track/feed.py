@@ -26,12 +26,16 @@ from fitune.track.trackers import Row
 MOST_WAITING = 10_000
 """Steps in the queue of one tracker: some 6 MB."""
 _MOST_AT_ONCE = 500
+_WRITE_S = 10.0
+"""How often the record is brought up to date: a run that is killed has counted what it sent until then."""
 PAUSES_S = (5.0, 60.0, 300.0)
 """Before a tracker that failed begins again."""
 SETTLE_S = 5.0
 """For the last steps to arrive, before the report says how many did."""
 END_S = 30.0
 """For all of the end: a tracker that takes longer is ended."""
+UNFINISHED_END_S = 10.0
+"""The same for a run that was stopped or failed: whoever stopped it may not wait long."""
 
 
 class Trackers:
@@ -94,6 +98,8 @@ class Trackers:
 
     def finish(self, report: RunReport | None) -> None:
         """Wait a moment for the last steps, so that what the report says of the trackers is true."""
+        if report is None or report.status != "complete":
+            self._end_s = min(self._end_s, UNFINISHED_END_S)
         self._until = time.monotonic() + self._end_s
         settled = min(self._until, time.monotonic() + SETTLE_S)
         for feed in self._feeds:
@@ -227,6 +233,7 @@ class Feed:
             )
             self._found(process.start(beginning))
             self._news = self._state.link or self._state.note
+            written = time.monotonic()
             while batch := self._next():
                 process.steps(batch)
                 with self._changed:
@@ -234,6 +241,9 @@ class Feed:
                     for _ in batch:
                         self._waiting.popleft()
                     self._changed.notify_all()
+                if time.monotonic() > written + _WRITE_S:
+                    self._on_change()
+                    written = time.monotonic()
             assert self._end is not None, "only the end ends the batches"
             self._found(process.finish(self._end))
         finally:

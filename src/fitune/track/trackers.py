@@ -69,15 +69,16 @@ def wanted_trackers(names: Sequence[str]) -> dict[str, Row]:
                 hint=did_you_mean(name, known),
             )
         if not _is_installed(TRACKERS[name].library):
-            raise MissingExtra(f"report_to: {name}", extra=TRACKERS[name].extra)
+            error = MissingExtra(f"report_to: {name}", extra=TRACKERS[name].extra)
+            error.hint = f"{error.hint}, or report_to: none; metrics.jsonl has every step in any case"
+            raise error
     return {name: TRACKERS[name] for name in named}
 
 
 def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ValueError:  # what an import put there has no spec
-        return True
+    """False also for a mere folder of that name: wandb makes one where it runs."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def settings_of_environment(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,100 @@
+"""A run and its trackers from start to end: one id over resumes and attempts, the report attached, the page says so."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fitune
+from faults.budgets import Budget
+from fitune.engine.ranks import ALONE
+from fitune.errors import MissingExtra, RecipeError
+from fitune.session.events import Event, Note
+from fitune.session.tracking import tracked
+from fitune.track.metrics import read_metrics
+from fitune.track.record import read_tracked
+from fitune.track.trackers import TRACKERS, Row
+from fitune.train.directory import remove_run
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def settings(
+    model_folder: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    )
+    monkeypatch.setitem(TRACKERS, "toy", Row(tracker="track.toy_trackers:Toy", library="json", extra="toy"))
+    return {
+        "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "gpu": "cpu", "seq_len": 64,
+        "micro_batch_size": 16, "gradient_accumulation_steps": 1, "loss": "plain", "samples": 0, "save_steps": 1,
+        "max_steps": 2, "output_dir": tmp_path / "run", "report_to": "toy", "run_name": "first",
+    }  # fmt: skip
+
+
+def told(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "toy.jsonl").read_text().splitlines()]
+
+
+def test_a_tracked_run_is_one_run_over_resumes_and_attempts(settings: dict[str, Any], tmp_path: Path) -> None:
+    directory, notes = tmp_path / "run", list[str]()
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    with Budget() as device:
+        fitune.train(progress=tell, **settings)
+    with Budget(int(0.9 * device.peak_bytes)) as smaller:
+        fitune.train(progress=tell, **settings | {"max_steps": 4, "resume": True})
+    assert smaller.refusals == 1
+
+    lines = told(directory)
+    begun = [line for line in lines if "begun" in line]
+    assert [line["new"] for line in begun] == [True, *(False for _ in begun[1:])]
+    assert {line["begun"] for line in begun} == {read_tracked(directory)[0].run_id}
+    assert begun[0]["name"] == "first"
+    losses = {line["step"]: line["loss"] for line in lines if "step" in line}
+    assert losses == {step.step: step.loss for step in read_metrics(directory / "metrics.jsonl")}
+
+    end = lines[-1]
+    assert end["ended"] == "complete"
+    assert end["figures"]["measured/peak_of_tensors"] > 0
+    assert end["figures"]["predicted/peak_of_tensors"] > 0
+    assert json.loads(end["files"]["report.json"])["train_data"]["rows_kept"] == 56
+    link = f"https://toy.example/{begun[0]['begun']}"
+    page = end["files"]["report.html"]
+    assert f'<a href="{link}">toy</a>' in page
+    assert re.sub(r"\s", "", page) == re.sub(r"\s", "", (directory / "report.html").read_text())
+    assert any(link in note for note in notes)
+    assert link in fitune.explain(fitune.report(directory))
+
+    remove_run(directory)  # as --overwrite does
+    assert read_tracked(directory) == ()
+
+
+def test_only_the_first_rank_tracks(settings: dict[str, Any]) -> None:
+    plan = fitune.plan(**settings).chosen.plan
+
+    class Second:
+        is_first = False
+
+    with tracked(plan, tell=print, ranks=Second()) as sinks:  # type: ignore[arg-type]
+        assert sinks == ()
+    with tracked(plan, tell=print, ranks=ALONE) as sinks:
+        assert len(sinks) == 1  # and a run that never came to a step tells it nothing
+    assert read_tracked(Path(plan.run.output_dir)) == ()
+
+
+@pytest.mark.parametrize(("name", "error"), [("tensorbord", RecipeError), ("away", MissingExtra)])
+def test_a_tracker_that_cannot_be_is_refused_before_the_data_is_read(
+    name: str, error: type[Exception], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TRACKERS, "away", Row(tracker="a:B", library="no_such_library", extra="away"))
+    with pytest.raises(error):
+        fitune.train(**settings | {"report_to": name, "data": "nowhere.jsonl"})
