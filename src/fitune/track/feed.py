@@ -257,6 +257,7 @@ class Feed:
             link=where.link,
             command=where.command,
             note=where.note,
+            failure="",
         )
         self._on_change()
 
