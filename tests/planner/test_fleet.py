@@ -106,10 +106,29 @@ def test_deadline_and_budget_leave_offers_out_and_say_why(ranked: Callable[..., 
     cheap = ranked(budget=all_of_them.offers[1].cost)
     assert ("hopper", 2) not in names(cheap.offers)
     assert "costs $" in dict((offer.nodes, why) for offer, why in cheap.refused)[2]
-    with pytest.raises(
-        NothingFits, match=r"no cluster keeps what is wanted; the nearest is .*: ends in .* after the"
-    ):
-        ranked(deadline_seconds=60.0)
+
+
+def test_what_nothing_keeps_is_said_of_the_nearest(ranked: Callable[..., Ranking]) -> None:
+    """A deadline names the fastest, a budget the cheapest, both together the nearest to each."""
+    fast, cheap = ranked().best, ranked(objective="cheapest").best
+
+    def said(**wanted: Any) -> str:
+        with pytest.raises(NothingFits) as caught:
+            ranked(**wanted)
+        return caught.value.message
+
+    late = said(deadline_seconds=60.0)
+    assert f"none is in time; the fastest is {fast.cluster.name}, 1 node: ends in" in late
+    assert "budget" not in late
+    dear = said(budget=0.01)
+    assert (
+        f"none is within the budget; the cheapest is {cheap.cluster.name}, 1 node: costs ${cheap.cost:,.2f}"
+        in dear
+    )
+    assert fast.cluster.name not in dear
+    both = said(deadline_seconds=cheap.seconds / 2, budget=cheap.cost)
+    assert "the cheapest in time is hopper, 1 node: costs" in both
+    assert f"the fastest within the budget is {cheap.cluster.name}, 1 node: ends in" in both
 
 
 def test_the_text_says_what_is_taken_and_why_not_the_others(ranked: Callable[..., Ranking]) -> None:

@@ -27,6 +27,7 @@ from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_by
 from fitune.spec.counts import lora_parameters
 from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.plan import Lora, Plan, Zero, trains_head, updates_in_backward
+from fitune.spec.remembered import remembered_by
 
 REDUCE_BUCKET = 500_000_000
 GATHER_BUCKET = 500_000_000
@@ -86,6 +87,7 @@ def buffers_of(plan: Plan) -> Buffers:
     return replace(_streamed(plan) if streamed else Buffers(), reduce=carried)
 
 
+@remembered_by("model", "tuning", "precision")
 def block_weight_bytes(plan: Plan) -> int:
     """The largest decoder block as it is gathered: packed where quantised; adapters included."""
     if plan.model.is_traced:
@@ -107,6 +109,7 @@ def _kind_weight_bytes(plan: Plan, kind: int) -> int:
     return gathered_bytes(kind_tensors(plan.model, kind), plan) + adapters
 
 
+@remembered_by("model", "tuning", "precision")
 def root_weight_bytes(plan: Plan) -> int:
     """Embedding, final norm and head: FSDP2's root group."""
     return base_bytes([t for t in base_tensors(plan.model) if not t.in_block], plan)

@@ -4,12 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 from fitune.spec.counts import adapted_blocks, count_parameters, lora_parameters
 from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.plan import Ddp, Dense, Lora, Plan, Quantiser, Single, Zero, base_of
 from fitune.spec.quantisers import is_packed
+from fitune.spec.remembered import remembered, remembered_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class ParameterTensor:
         return -(-self.rows // parts) * self.row_elements
 
 
-@lru_cache(maxsize=64)
+@remembered
 def base_tensors(model: ModelSpec) -> tuple[ParameterTensor, ...]:
     """All parameters of the model without adapters; their sum is count_parameters(model).total."""
     return (*_block_tensors(model), *_root_tensors(model))
@@ -65,6 +65,7 @@ def adapter_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
     return adapters_of(plan.model, plan.tuning)
 
 
+@remembered_by("model", "tuning")
 def trained_tensors(plan: Plan) -> tuple[ParameterTensor, ...]:
     if not isinstance(plan.tuning, Lora):
         return base_tensors(plan.model)
@@ -82,7 +83,7 @@ def trained_tables(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
     return (*embedding, *head, *((bias,) if model.head_bias else ()))
 
 
-@lru_cache(maxsize=64)
+@remembered
 def adapters_of(model: ModelSpec, lora: Lora) -> tuple[ParameterTensor, ...]:
     return tuple(_adapters(model, lora))
 
@@ -98,7 +99,7 @@ def _adapters(model: ModelSpec, lora: Lora) -> Iterator[ParameterTensor]:
             yield ParameterTensor(rows=m.out_features, count=layers, in_block=True)
 
 
-@lru_cache(maxsize=256)
+@remembered
 def kind_tensors(model: ModelSpec, kind: int) -> tuple[ParameterTensor, ...]:
     """All parameters of one block of that kind, of a traced model."""
     return tuple(_block_tensors(model, (model.kinds[kind].example,)))
@@ -253,6 +254,7 @@ def share_elements(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
     return -(-sum(t.elements * t.count for t in tensors) // parts)
 
 
+@remembered_by("model", "tuning", "sharding", "hardware")
 def trained_share(plan: Plan) -> int:
     """Trained elements whose masters and optimizer states one rank holds and steps."""
     return share_elements(trained_tensors(plan), plan)
@@ -273,6 +275,7 @@ def gathered_bytes(tensors: Iterable[ParameterTensor], plan: Plan) -> int:
     return base_bytes(tensors, plan) - _table_bytes(tensors, base_of(plan))
 
 
+@remembered_by("model", "tuning", "precision", "sharding", "hardware")
 def base_share_bytes(plan: Plan) -> int:
     """The base's weights on the rank that holds most: words and scales are divided like long rows, tables are whole."""
     base, e, parts = base_of(plan), plan.precision.compute_bytes, num_shares(plan)
@@ -288,6 +291,7 @@ def base_share_bytes(plan: Plan) -> int:
     return divided + table_bytes(plan) + share_elements(dense, plan) * e
 
 
+@remembered_by("model", "tuning")
 def table_bytes(plan: Plan) -> int:
     """Tables beside packed matrices, which every rank holds whole."""
     return _table_bytes(base_tensors(plan.model), base_of(plan))
@@ -313,6 +317,7 @@ def base_parameters(model: ModelSpec) -> int:
     return count_parameters(model).total
 
 
+@remembered_by("model", "tuning")
 def trained_parameters(plan: Plan) -> int:
     """Parameters that get a gradient: all of them, or adapters and what is trained whole beside them."""
     if not isinstance(plan.tuning, Lora):
@@ -326,6 +331,7 @@ def blocks_trained(plan: Plan) -> int:
     return adapted_blocks(plan.model, plan.tuning) if isinstance(plan.tuning, Lora) else plan.model.num_layers
 
 
+@remembered_by("model", "tuning", "precision")
 def weights_bytes(plan: Plan) -> int:
     """P · e: the model in the compute type; e = 4 for fp32, 2 for bf16 and fp16. Rotary tables are not in it.
 
@@ -343,6 +349,7 @@ def weights_share_bytes(plan: Plan) -> int:
     return weights_bytes(plan)
 
 
+@remembered_by("model", "tuning", "precision", "sharding", "offload", "hardware")
 def weights_on_device_bytes(plan: Plan) -> int:
     """Between two steps. Of offloaded ones embedding, final norm and head stay on one device, tables on several."""
     if plan.offload.parameters == "device":
@@ -352,6 +359,7 @@ def weights_on_device_bytes(plan: Plan) -> int:
     return table_bytes(plan)
 
 
+@remembered_by("model", "tuning", "precision", "sharding", "offload", "hardware")
 def weights_away_bytes(plan: Plan) -> int:
     """What of a rank's share waits on the host or on NVMe."""
     if plan.offload.parameters == "device":
@@ -360,6 +368,7 @@ def weights_away_bytes(plan: Plan) -> int:
     return weights_share_bytes(plan) - weights_on_device_bytes(plan) + adapters
 
 
+@remembered_by("model", "tuning", "precision", "sharding", "offload", "hardware")
 def adapters_bytes(plan: Plan) -> int:
     """Adapters in the compute type, P_lora · e (models/adapters.py keeps PEFT from casting them to fp32).
 
@@ -385,6 +394,7 @@ def weights_read_bytes(plan: Plan) -> int:
     return weights_bytes(plan) * (3 if uses_fsdp(plan) else 1)
 
 
+@remembered_by("model", "tuning", "precision")
 def unpacking_bytes(plan: Plan) -> int:
     """2·e per packed weight: it is written in the compute type and read back by the product, in every pass."""
     base, e = base_of(plan), plan.precision.compute_bytes

@@ -4,8 +4,6 @@ A gradient is born whole in backward. Then it stays (one device, DDP, ZeRO-1), i
 the host (offloaded optimizer) or is used on the spot (LOMO, and any optimizer that steps in backward).
 """
 
-from functools import lru_cache
-
 from fitune.estimate.parameters import (
     ParameterTensor,
     accumulates_whole,
@@ -42,6 +40,7 @@ from fitune.spec.plan import (
     trains_head,
     updates_in_backward,
 )
+from fitune.spec.remembered import remembered
 
 
 def resting_gradient_bytes(plan: Plan) -> int:
@@ -249,7 +248,7 @@ def update_temporaries_bytes(plan: Plan) -> int:
     return _converted_bytes(plan.model, plan.tuning) if plan.tuning.modules_to_save else half_converted
 
 
-@lru_cache(maxsize=64)
+@remembered
 def _converted_bytes(model: ModelSpec, lora: Lora) -> int:
     """The most that fp32 copies of gradients are more than the 16-bit ones gone by then, bucket by bucket.
 

@@ -46,6 +46,7 @@ from fitune.spec.plan import (
     trains_head,
     updates_in_backward,
 )
+from fitune.spec.remembered import remembered
 from fitune.spec.tracing import profile_for
 
 Terms = dict[str, int]
@@ -258,7 +259,8 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
     A search over ways to divide the states hands in the ``profile`` that all of them share.
     """
     profile = profile or model_profile(plan, shape)
-    blocks = _summed_up(profile, gradients_exist=one_gradient_at_a_time(plan))
+    blocks = _summed_up(profile, one_gradient_at_a_time(plan))
+    forward, backward = _work(profile)
     return StepStages(
         plan=plan,
         shape=shape,
@@ -267,10 +269,8 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         blocks=blocks,
         kept_by_blocks=(0, *accumulate(block.kept for block in blocks)),
         gradients_of_blocks=(0, *accumulate(block.gradients for block in blocks)),
-        forward=in_all((each.forward, times) for each, times in _kinds(profile.blocks)),
-        backward=in_all(
-            (each.backward, times) for each, times in _kinds(profile.blocks[profile.untouched :])
-        ),
+        forward=forward,
+        backward=backward,
         attention=profile.blocks[0].attention,
         untouched=profile.untouched,
         run_ends=_run_ends(blocks),
@@ -293,6 +293,16 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
     )
 
 
+@remembered
+def _work(profile: ModelProfile) -> tuple[Pass, Pass]:
+    """Per token: forward of all blocks, backward of those that a gradient goes back through."""
+    behind = profile.blocks[profile.untouched :]
+    return (
+        in_all((each.forward, times) for each, times in _kinds(profile.blocks)),
+        in_all((each.backward, times) for each, times in _kinds(behind)),
+    )
+
+
 def _kinds(blocks: tuple[BlockProfile, ...]) -> list[tuple[BlockProfile, int]]:
     """Each kind and how many there are of it; those of one kind are the same object."""
     kinds = {id(each): each for each in blocks}
@@ -300,7 +310,8 @@ def _kinds(blocks: tuple[BlockProfile, ...]) -> list[tuple[BlockProfile, int]]:
     return [(each, counts[key]) for key, each in kinds.items()]
 
 
-def _summed_up(profile: ModelProfile, *, gradients_exist: bool) -> tuple[Block, ...]:
+@remembered
+def _summed_up(profile: ModelProfile, gradients_exist: bool) -> tuple[Block, ...]:
     """The blocks of one kind are one object here, too."""
     kinds: dict[int, Block] = {}
     blocks = []

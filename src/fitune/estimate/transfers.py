@@ -25,6 +25,7 @@ from fitune.spec.deepspeed import reduce_bucket_elements
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Ddp, Lomo, Offload, Plan, Single, Zero
 from fitune.spec.predictions import Phase
+from fitune.spec.remembered import remembered_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ def backward_passes(plan: Plan) -> int:
     return plan.batch.accumulation * (2 if plan.goes_back_twice else 1)
 
 
+@remembered_by("model", "tuning", "precision", "sharding", "hardware", "batch")
 def communication_of(plan: Plan) -> Communication:
     """A ring sends (n−1)/n of a buffer to gather or reduce-scatter it, twice that to all-reduce it.
 

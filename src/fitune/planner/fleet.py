@@ -1,6 +1,6 @@
 """Where a recipe trains best: a plan on every cluster of a fleet, ranked by the time and the cost of the whole job."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import cpu_count
@@ -199,20 +199,55 @@ def _why_not(priced: Priced, cluster: Cluster, *, fetches_model: bool) -> str:
 
 def ranked(offers: Offers, wanted: Wanted) -> Ranking:
     """The offers in the order of what is wanted. Raises NothingFits when none keeps the deadline and the budget."""
-    broken = [(offer, "; ".join(_broken(offer, wanted))) for offer in offers.found]
+    broken = [
+        (offer, "; ".join(filter(None, (_late(offer, wanted), _dear(offer, wanted)))))
+        for offer in offers.found
+    ]
     kept = [offer for offer, why in broken if not why]
     refused = tuple((offer, why) for offer, why in broken if why)
     if not kept:
-        nearest, why = min(refused, key=lambda each: each[0].end_seconds or each[0].seconds)
-        raise NothingFits(
-            f"no cluster keeps what is wanted; the nearest is {where(nearest)}: {why}",
-            hint="a later --deadline, a larger --budget, or fewer epochs",
-        )
+        raise _none_kept(offers.found, wanted)
     preference = _preference(offers)
     kept.sort(key=lambda offer: (preference(offer), *_key(offer, wanted.objective)))
     return Ranking(
         recipe=offers.recipe, wanted=wanted, offers=tuple(kept), refused=refused, without=offers.without
     )
+
+
+def _none_kept(offers: Sequence[Offer], wanted: Wanted) -> NothingFits:
+    """The error of a deadline or a budget that no offer keeps: it names the offer that comes nearest to each."""
+    in_time = [offer for offer in offers if not _late(offer, wanted)]
+    in_budget = [offer for offer in offers if not _dear(offer, wanted)]
+    lines = []
+    if in_time and in_budget:
+        cheapest, first = min(in_time, key=_by_cost), min(in_budget, key=_by_end)
+        lines.append(f"the cheapest in time is {where(cheapest)}: {_dear(cheapest, wanted)}")
+        lines.append(f"the fastest within the budget is {where(first)}: {_late(first, wanted)}")
+    if not in_time:
+        first = min(offers, key=_by_end)
+        cost = "" if first.cost is None else f", for ${first.cost:,.2f}"
+        lines.append(f"none is in time; the fastest is {where(first)}: {_late(first, wanted)}{cost}")
+    if not in_budget:
+        cheapest = min(offers, key=_by_cost)
+        lines.append(
+            f"none is within the budget; the cheapest is {where(cheapest)}: {_dear(cheapest, wanted)}, for "
+            f"{format_seconds(cheapest.seconds)}"
+        )
+    ways = ["a later --deadline"] * bool(wanted.deadline_seconds) + ["a larger --budget"] * bool(
+        wanted.budget
+    )
+    return NothingFits(
+        "\n  ".join(["no cluster keeps what is wanted:", *lines]), hint=", ".join([*ways, "or fewer epochs"])
+    )
+
+
+def _by_cost(offer: Offer) -> tuple[float, float]:
+    return float("inf") if offer.cost is None else offer.cost, offer.seconds
+
+
+def _by_end(offer: Offer) -> tuple[float, float]:
+    """Of offers that nobody knows the end of the shortest is the last."""
+    return float("inf") if offer.end_seconds is None else offer.end_seconds, offer.seconds
 
 
 def _preference(offers: Offers) -> Callable[[Offer], int]:
@@ -225,25 +260,29 @@ def _preference(offers: Offers) -> Callable[[Offer], int]:
 
 
 def _key(offer: Offer, objective: Objective) -> tuple[float, float]:
-    cost = float("inf") if offer.cost is None else offer.cost
     match objective:
         case "fastest":
-            return offer.seconds, cost
+            return offer.seconds, _by_cost(offer)[0]
         case "cheapest":
-            return cost, offer.seconds
+            return _by_cost(offer)
         case "soonest":
-            return offer.end_seconds or 0.0, cost
+            return _by_end(offer)[0], _by_cost(offer)[0]
 
 
-def _broken(offer: Offer, wanted: Wanted) -> Iterator[str]:
-    """The wishes that ``offer`` does not keep, each as a sentence."""
-    end = offer.end_seconds
-    if end is None and (wanted.objective == "soonest" or wanted.deadline_seconds is not None):
-        yield f"{offer.cluster.free_nodes} of {offer.nodes} nodes are free, and nobody knows when the others are (wait)"
-    if end is not None and wanted.deadline_seconds is not None and end > wanted.deadline_seconds:
-        yield f"ends in {format_seconds(end)}, after the deadline of {format_seconds(wanted.deadline_seconds)}"
-    if wanted.budget is not None and offer.cost is not None and offer.cost > wanted.budget:
-        yield f"costs ${offer.cost:,.2f}, more than ${wanted.budget:,.2f}"
+def _late(offer: Offer, wanted: Wanted) -> str:
+    end, deadline = offer.end_seconds, wanted.deadline_seconds
+    if end is None and (wanted.objective == "soonest" or deadline is not None):
+        free = f"{offer.cluster.free_nodes} of {offer.nodes} nodes are free"
+        return f"{free}, and the fleet file does not say when the others are (wait)"
+    if end is not None and deadline is not None and end > deadline:
+        return f"ends in {format_seconds(end)}, after the deadline of {format_seconds(deadline)}"
+    return ""
+
+
+def _dear(offer: Offer, wanted: Wanted) -> str:
+    if wanted.budget is None or offer.cost is None or offer.cost <= wanted.budget:
+        return ""
+    return f"costs ${offer.cost:,.2f}, more than ${wanted.budget:,.2f}"
 
 
 def require_prices(fleet: Fleet, wanted: Wanted) -> None:

@@ -141,7 +141,14 @@ class MethodSearch:
         return fits(self._least(step))
 
     def draft(self, placement: Placement) -> Plan:
-        return draft(self.request, self.method, placement)
+        """One for each placement: what is estimated of equal plans is remembered by the objects that they hold."""
+        if placement not in self._drafts:
+            self._drafts[placement] = draft(self.request, self.method, placement)
+        return self._drafts[placement]
+
+    @cached_property
+    def _drafts(self) -> dict[Placement, Plan]:
+        return {}
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:

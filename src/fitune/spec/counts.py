@@ -6,12 +6,12 @@ definition for both. A multiply-add counts as two.
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 from fitune.spec.choices import trains_embeddings
 from fitune.spec.hardware import Gpu
 from fitune.spec.model import Linear, ModelSpec, ParameterCounts
 from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, Tuning, trains_head
+from fitune.spec.remembered import remembered
 
 
 def rows_of_share(rows: int, shares: int, rank: int) -> tuple[int, int]:
@@ -21,7 +21,7 @@ def rows_of_share(rows: int, shares: int, rank: int) -> tuple[int, int]:
     return min(rank * size, rows), min((rank + 1) * size, rows)
 
 
-@lru_cache(maxsize=64)  # a search asks hundreds of times
+@remembered
 def count_parameters(model: ModelSpec) -> ParameterCounts:
     """Parameters by component: blocks × (linears + norms) + embeddings + final norm + head.
 
@@ -37,7 +37,7 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
     return ParameterCounts(**parts, norms=norms, embeddings=embeddings, head=head, active=total - idle)
 
 
-@lru_cache(maxsize=64)
+@remembered
 def lora_parameters(model: ModelSpec, lora: Lora) -> int:
     """Trainable parameters of LoRA: Σ rank · (in + out), + out with DoRA, over the adapted linears of adapted blocks.
 

@@ -7,6 +7,7 @@ may have asked for it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from fitune.errors import FituneError, HardwareError, RecipeError
@@ -59,13 +60,16 @@ class Rule:
 
 def broken_rules(plan: Plan, *purposes: Purpose) -> tuple[Rule, ...]:
     """Every rule that ``plan`` breaks, of those that bind any of the purposes; empty when it can be done."""
-    return tuple(
-        rule for rule in RULES if any(purpose in rule.binds for purpose in purposes) and rule.broken(plan)
-    )
+    return tuple(rule for rule in _binding(purposes) if rule.broken(plan))
 
 
 def keeps_rules(plan: Plan, *purposes: Purpose) -> bool:
-    return not broken_rules(plan, *purposes)
+    return not any(rule.broken(plan) for rule in _binding(purposes))
+
+
+@cache
+def _binding(purposes: tuple[Purpose, ...]) -> tuple[Rule, ...]:
+    return tuple(rule for rule in RULES if any(purpose in rule.binds for purpose in purposes))
 
 
 def require_rules(plan: Plan, *purposes: Purpose) -> None:

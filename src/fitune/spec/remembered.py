@@ -1,0 +1,61 @@
+"""Answers of pure functions, remembered for the very objects that they were asked about.
+
+A search asks the same of the same frozen values thousands of times. ``lru_cache`` hashes them, a whole model for each
+question, which takes longer than most of the answers. Their identity costs nothing. Whatever was asked about is kept
+with the answer, so no other object gets its identity.
+"""
+
+from collections.abc import Callable, Hashable
+from functools import wraps
+from operator import attrgetter
+from typing import Any, ParamSpec, TypeVar
+
+from fitune.spec.plan import Plan
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_MOST = 2048
+"""Answers of one function; then it begins anew."""
+
+
+def remembered(function: Callable[P, T]) -> Callable[P, T]:
+    """``function`` of frozen values, called once for the same objects; what is given by name is not remembered."""
+    known: dict[Hashable, tuple[Any, T]] = {}
+
+    @wraps(function)
+    def answer(*values: P.args, **named: P.kwargs) -> T:
+        if named:
+            return function(*values, **named)
+        key = tuple(map(id, values))
+        found = known.get(key)
+        if found is None:
+            if len(known) >= _MOST:
+                known.clear()
+            found = known[key] = (values, function(*values, **named))
+        return found[1]
+
+    return answer
+
+
+def remembered_by(*fields: str) -> Callable[[Callable[[Plan], T]], Callable[[Plan], T]]:
+    """``function`` of a plan that depends on nothing but these ``fields`` of it: two or more."""
+    parts_of = attrgetter(*fields)
+
+    def decorated(function: Callable[[Plan], T]) -> Callable[[Plan], T]:
+        known: dict[Hashable, tuple[Any, T]] = {}
+
+        @wraps(function)
+        def answer(plan: Plan) -> T:
+            parts = parts_of(plan)
+            key = tuple(map(id, parts))
+            found = known.get(key)
+            if found is None:
+                if len(known) >= _MOST:
+                    known.clear()
+                found = known[key] = (parts, function(plan))
+            return found[1]
+
+        return answer
+
+    return decorated
