@@ -219,7 +219,8 @@ def test_a_finished_run_changes_nothing_when_started_again(plan: ScorePlan) -> N
     again = quietly(plan, progress=lambda done, total: seen.append(done))
     assert seen == [ROWS]
     assert answers(plan).read_bytes() == before
-    assert replace(again, seconds=first.seconds) == first
+    assert (first.rows_asked, again.rows_asked) == (ROWS, 0)
+    assert replace(again, seconds=first.seconds, rows_asked=ROWS) == first
 
 
 def test_data_that_grew_is_answered_where_it_grew(finished: ScorePlan) -> None:

@@ -122,7 +122,8 @@ def is_cut_off(line: Line) -> bool:
 MANIFEST = "manifest.json"
 CHANGED = "changed.jsonl"
 """Rows whose grade differs from another scoring's."""
-OURS = (MANIFEST, CHANGED, "answers.jsonl", "answers.parquet", "grades.jsonl", "report.json", LOCK)
+PAGES = ("score.html", "comparison.html")
+OURS = (MANIFEST, CHANGED, *PAGES, "answers.jsonl", "answers.parquet", "grades.jsonl", "report.json", LOCK)
 """The files that scoring writes into its directory; shards stand in a folder beside them."""
 
 

@@ -89,7 +89,7 @@ def score(
         _require_references(graders, references, plan.data.path)
         with lock_directory(directory := Path(plan.output_dir)):
             shards = _shards_in(directory, plan, template, index, weighed=weighed)
-            if index.count_pending():
+            if pending := index.count_pending():
                 weighed_by = ", ".join(grader.name for grader in graders) if weighed else ""
                 asked = partial(
                     elsewhere or partial(_asked_here, plan, tokenizer, template, ears.on_bytes), weighed_by
@@ -101,7 +101,8 @@ def score(
             grade_shards(shards, graders)
             keys = {grader.name: grader.key for grader in graders}
             write_outputs(directory, index, shards, keys)
-            report = _report(plan, index, shards, graders, seconds=time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            report = _report(plan, index, shards, graders, seconds=seconds, rows_asked=pending)
             write_atomically(directory / "report.json", to_json(report))
             return report
 
@@ -250,7 +251,13 @@ def _asked_here(
 
 
 def _report(
-    plan: ScorePlan, index: Index, shards: Shards, graders: Sequence[Grader], *, seconds: float
+    plan: ScorePlan,
+    index: Index,
+    shards: Shards,
+    graders: Sequence[Grader],
+    *,
+    seconds: float,
+    rows_asked: int,
 ) -> ScoreReport:
     """Means over all rows. Rows without an answer are graded 0: a failure is not left out. Rows without a grade are."""
     counts: Counter[str] = Counter()
@@ -279,6 +286,7 @@ def _report(
         grader_errors={name: found.errors for name, found in means.items() if found.errors},
         weighed_tokens=counts["weighed_tokens"],
         prompt_tokens=counts["prompt_tokens"],
+        rows_asked=rows_asked,
     )
 
 

@@ -11,6 +11,8 @@ from fitune.errors import RecipeError, ScoringFailed
 from fitune.files import write_atomically
 from fitune.launch.ray_cluster import RayPlace
 from fitune.models.adapter_config import CONFIG
+from fitune.report.score_comparison import write_comparison
+from fitune.report.score_page import write_score_page
 from fitune.score.answers import CHANGED
 from fitune.score.engine import ENGINES, EngineName, Sampling
 from fitune.score.intervals import compare
@@ -73,7 +75,7 @@ def score_dataset(
 
             plan, elsewhere = stack.enter_context(scoring_on_ray(plan, place, tell=tell))
         pace = _Pace(tell)
-        return score(
+        report = score(
             plan,
             say=lambda line: tell(Note(line)),
             progress=pace.rows,
@@ -81,6 +83,8 @@ def score_dataset(
             on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
             elsewhere=elsewhere,
         )
+    tell(Note(f"page: {write_score_page(out)}"))
+    return report
 
 
 class _Pace:
@@ -149,7 +153,8 @@ def compare_scores(directory: Path, other: Path) -> str:
             f"(95 %: {found.low:+.4f} to {found.high:+.4f}) over {found.rows} rows{lower}; "
             f"{found.better} better, {found.worse} worse{chance}"
         )
-    return "\n".join([*shown, f"changed rows: {directory / CHANGED}"])
+    page = write_comparison(directory, other, paired, changed)
+    return "\n".join([*shown, f"changed rows: {directory / CHANGED}", f"page: {page}"])
 
 
 def model_and_adapter(exported: Path, *, base: str) -> tuple[str, str]:

@@ -307,6 +307,8 @@ class ScoreReport:
     weighed_tokens: int = 0
     """Tokens of given answers, where they were weighed and none were written."""
     prompt_tokens: int = 0
+    rows_asked: int = 0
+    """In ``seconds``: a scoring that was stopped asks in its last start only what was missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,182 @@
+"""comparison.html: two scorings of the same rows: the difference with its interval, the rows that changed both ways."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from pathlib import Path
+from typing import Any
+
+from fitune.errors import MissingExtra
+from fitune.report.html import render, write_page
+from fitune.report.plots import Axes, colour, draw_svg
+from fitune.report.score_page import shown
+from fitune.report.score_rows import ScoredRow, read_score, read_scored_rows
+from fitune.spec.reports import PairedScore, Scale, ScoreReport
+from fitune.spec.words import describe_grade
+from fitune.units import format_seconds
+
+COMPARISON_PAGE = "comparison.html"
+_SHOWN = 8
+"""Rows of each direction."""
+_SURE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Changed:
+    """Rows of one direction by the first grader, the largest changes first."""
+
+    title: str
+    count: int
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+def write_comparison(
+    directory: Path, other: Path, paired: Sequence[PairedScore], changed: Sequence[dict[str, Any]]
+) -> Path:
+    """Write ``comparison.html`` into ``directory``. Raises RunDirectoryError when a folder's rows cannot be read."""
+    mine, theirs = read_score(directory), read_score(other)
+    first = paired[0]
+    sign = -1 if first.scale == "perplexity" else 1
+    better = _largest(changed, first.grader, sign)
+    worse = _largest(changed, first.grader, -sign)
+    wanted = {*better, *worse}
+    here, there = _rows(directory, wanted), _rows(other, wanted)
+
+    def pairs(ids: Sequence[str]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        return [
+            (shown(here[id_], mine), shown(there[id_], theirs)) for id_ in ids if id_ in here and id_ in there
+        ]
+
+    pictures, advice = _pictures(paired)
+    page = render(
+        "comparison.html",
+        title=f"{directory.name} and {other.name}: fitune score",
+        names=(directory.name, other.name),
+        verdicts=[_verdict(found) for found in paired],
+        table_rows=[_cells(found) for found in paired],
+        counts=[_counts(found) for found in paired if found.p_value is not None],
+        pictures=pictures,
+        advice=advice,
+        first=first.grader,
+        changed=[
+            _Changed(title="Better here", count=first.better, pairs=pairs(better)),
+            _Changed(title="Worse here", count=first.worse, pairs=pairs(worse)),
+        ],
+        unchanged=first.rows - first.better - first.worse,
+        runs=_runs(mine, theirs),
+        file="changed.jsonl",
+    )
+    return write_page(directory / COMPARISON_PAGE, page)
+
+
+def _largest(changed: Sequence[dict[str, Any]], grader: str, sign: int) -> list[str]:
+    """Ids of the rows that changed most in one direction."""
+    moved = (
+        (-sign * (row["grades"][grader] - row["other"][grader]), place, row["id"])
+        for place, row in enumerate(changed)
+        if row["grades"].get(grader) is not None and row["other"].get(grader) is not None
+    )
+    return [id_ for _, _, id_ in nsmallest(_SHOWN, (one for one in moved if one[0] < 0))]
+
+
+def _rows(directory: Path, wanted: set[str]) -> dict[str, ScoredRow]:
+    return {row.id: row for row in read_scored_rows(directory) if row.id in wanted}
+
+
+def difference_text(value: float, scale: Scale) -> str:
+    """``+4.0 points`` of a share in percent, else the signed number."""
+    if scale == "share":
+        return f"{100 * value:+.1f} points".replace("-", "−")
+    return f"{value:+.4g}{' nats' if scale == 'nats' else ''}".replace("-", "−")
+
+
+def _verdict(found: PairedScore) -> str:
+    """One sentence a grader: the difference, and if it may be chance."""
+    interval = f"{difference_text(found.low, found.scale)} to {difference_text(found.high, found.scale)}"
+    is_sure = found.low > 0 or found.high < 0
+    if found.p_value is not None:
+        is_sure = found.p_value < _SURE
+    chance = (
+        "more than chance" if is_sure else "may be chance" if found.better + found.worse else "no row changed"
+    )
+    lower = " (lower is better)" if found.scale == "perplexity" else ""
+    p = "" if found.p_value is None else f", McNemar p = {found.p_value:.3g}"
+    return (
+        f"{found.grader}: {describe_grade(found.mean, found.scale)} here, "
+        f"{describe_grade(found.other, found.scale)} there{lower}: {difference_text(found.difference, found.scale)} "
+        f"(95 %: {interval}{p}): {chance}."
+    )
+
+
+def _cells(found: PairedScore) -> Sequence[str]:
+    return (
+        found.grader,
+        describe_grade(found.mean, found.scale),
+        describe_grade(found.other, found.scale),
+        difference_text(found.difference, found.scale),
+        f"{difference_text(found.low, found.scale)} to {difference_text(found.high, found.scale)}",
+        "–" if found.p_value is None else f"{found.p_value:.3g}",
+        f"{found.better:,}",
+        f"{found.worse:,}",
+        f"{found.rows:,}",
+    )
+
+
+def _counts(found: PairedScore) -> Sequence[str]:
+    """Rows right in both, only here, only there, in neither."""
+    both = round(found.mean * found.rows) - found.better
+    counts = (both, found.better, found.worse, found.rows - both - found.better - found.worse)
+    return (found.grader, *(f"{count:,}" for count in counts))
+
+
+def _runs(mine: ScoreReport, theirs: ScoreReport) -> list[Sequence[str]]:
+    names = (
+        "model", "adapter", "data", "rows", "without an answer", "tokens written", "cut off at the token limit",
+        "time of the last start",
+    )  # fmt: skip
+    return list(zip(names, _facts(mine), _facts(theirs), strict=True))
+
+
+def _facts(report: ScoreReport) -> Sequence[str]:
+    counts = (report.rows, report.failed, report.generated_tokens, report.cut_off)
+    texts = (report.model, report.adapter or "–", report.data, *(f"{count:,}" for count in counts))
+    return (*texts, format_seconds(report.seconds))
+
+
+def _pictures(paired: Sequence[PairedScore]) -> tuple[list[tuple[str, Any]], str]:
+    """A picture for each scale that occurs: the differences with their intervals."""
+    from markupsafe import Markup
+
+    drawn = []
+    try:
+        for scale in dict.fromkeys(found.scale for found in paired):
+            some = [found for found in paired if found.scale == scale]
+            title = f"Difference by {', '.join(found.grader for found in some)}, top to bottom"
+            drawn.append((title, Markup(_intervals(some, scale))))
+    except MissingExtra as error:
+        return [], f"No {error.what}: {error.hint}"
+    return drawn, ""
+
+
+def _intervals(some: Sequence[PairedScore], scale: Scale) -> str:
+    factor = 100.0 if scale == "share" else 1.0
+
+    def draw(axes: Axes) -> None:
+        for place, found in enumerate(some):
+            axes.plot(
+                [factor * found.low, factor * found.high], [place, place], color=colour("series-1"), linewidth=5,
+                alpha=0.4, solid_capstyle="butt",
+            )  # fmt: skip
+            axes.plot([factor * found.difference], [place], color=colour("series-1"), marker="o")
+        axes.axvline(0, color=colour("ink"), linewidth=1)
+        axes.set_yticks([])
+        axes.set_ylim(len(some) - 0.5, -0.5)
+        axes.set_xlabel({"share": "percentage points", "perplexity": "perplexity"}.get(scale, scale))
+
+    return draw_svg(
+        draw,
+        name=f"difference-{scale}",
+        label=f"Differences in {scale}",
+        grid="x",
+        height_in=0.8 + 0.4 * len(some),
+    )

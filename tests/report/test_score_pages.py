@@ -1,0 +1,134 @@
+"""score.html and comparison.html: what was measured, in words, with strangers' texts escaped."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fitune.errors import RunDirectoryError
+from fitune.report.score_comparison import write_comparison
+from fitune.report.score_page import write_score_page
+from fitune.report.score_rows import read_scored_rows
+from fitune.score.intervals import compare
+from fitune.spec.reports import ScoreReport
+from fitune.spec.serial import to_json
+
+HOSTILE = "</p></style><script>alert(1)</script>"
+GRADER = "regex:<b>$x^2$"
+
+
+def write_folder(
+    folder: Path, grades: Sequence[float | None], *, scale: Any = "share", tokens: int = 7
+) -> Path:
+    """A finished scoring as score() leaves it, with one row for each grade; the last row has no answer."""
+    folder.mkdir()
+    rows, lines = [], []
+    for place, grade in enumerate(grades):
+        failed = place == len(grades) - 1
+        rows.append(
+            {
+                "custom_id": f"row {place}", "prompt": f"question {place} {HOSTILE}", "expected": HOSTILE,
+                "answer": None if failed else f"answer {place} of {folder.name}", "completion_tokens": tokens + place,
+                "finish_reason": None if failed else "length" if place % 2 else "stop",
+                "error": "prompt 9 + 9 = 18 tokens, the model has room for 8" if failed else None,
+            }
+        )  # fmt: skip
+        line: dict[str, Any] = {"id": f"row {place}", "expected": HOSTILE, "grades": {GRADER: grade}}
+        if grade is None:
+            line |= {
+                "errors": {GRADER: "the verdict cannot be read"},
+                "said": {GRADER: "I <i>cannot</i> say"},
+            }
+        lines.append(json.dumps(line) + "\n")
+    pq.write_table(pa.Table.from_pylist(rows), folder / "answers.parquet")
+    (folder / "grades.jsonl").write_text("".join(lines))
+    known = [grade for grade in grades if grade is not None]
+    report = ScoreReport(
+        model=f"models/{HOSTILE}", adapter="", data="rows.jsonl", rows=len(grades), answered=len(grades) - 1, failed=1,
+        grades={GRADER: sum(known) / len(known)}, intervals={GRADER: (0.1, 0.9)}, scales={GRADER: scale},
+        measures={GRADER: "answers in which the pattern is found"}, seconds=2.0, rows_asked=len(grades),
+        generated_tokens=50, cut_off=2, prompt_tokens=100, ungraded={GRADER: grades.count(None)},
+        grader_errors={GRADER: grades.count(None)},
+    )  # fmt: skip
+    (folder / "report.json").write_text(to_json(report))
+    return folder
+
+
+def text_of(page: Path) -> str:
+    """What a reader sees, on one line."""
+    body = page.read_text().partition("<main>")[2]
+    return " ".join(re.sub(r"<svg.*?</svg>|<[^>]*>", " ", body, flags=re.DOTALL).split())
+
+
+def require_harmless(page: Path) -> None:
+    """Nothing is loaded or executed, and strangers' texts are text."""
+    text = page.read_text()
+    assert "<script" not in text
+    assert "<i>cannot" not in text
+    assert "<b>" not in text
+    assert "&lt;script&gt;" in text
+    assert not re.search(r"\s(src|onload|onclick)=|@import|url\((?!#)", text)
+    assert "default-src 'none'" in text
+
+
+def test_the_page_says_what_was_measured_and_shows_the_worst_rows(tmp_path: Path) -> None:
+    page = write_score_page(write_folder(tmp_path / "one", [1.0, 0.0, None, 1.0, 0.0]))
+    require_harmless(page)
+    text = text_of(page)
+    assert "50.0 %: answers in which the pattern is found, over 4 rows (95 %: 10.0 % to 90.0 %)" in text
+    assert "Rows 5 1 without an answer" in text
+    assert "Cut off 2 40.0 % hit max_new_tokens" in text
+    assert "2.5 rows/s" in text
+    assert "prompt 9 + 9 = 18 tokens" in text
+    assert "the verdict cannot be read I &lt;i&gt;cannot&lt;/i&gt; say" in text
+    worst = text.partition("Worst rows")[2].partition("Samples")[0]
+    assert worst.index("row 1:") < worst.index("row 0:") < worst.index("row 3:")
+    assert "cut off at the token limit" in worst
+    assert page.read_text().count("<svg") == 2
+
+
+def test_the_worst_perplexities_are_the_highest(tmp_path: Path) -> None:
+    page = write_score_page(write_folder(tmp_path / "one", [3.0, 900.0, 5.0, 0.0], scale="perplexity"))
+    worst = text_of(page).partition("Worst rows")[2]
+    assert worst.index("row 1:") < worst.index("row 2:") < worst.index("row 0:")
+
+
+def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path: Path) -> None:
+    mine = write_folder(tmp_path / "mine", [1.0, 1.0, 0.0, 1.0, 0.0, None, 0.0])
+    other = write_folder(tmp_path / "other", [0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
+    paired, changed = compare(mine, other)
+    page = write_comparison(mine, other, paired, changed)
+    require_harmless(page)
+    text = text_of(page)
+    assert "50.0 % here, 33.3 % there: +16.7 points (95 %:" in text
+    assert "McNemar p = 1): may be chance." in text
+    assert "in both only here only there in neither regex:&lt;b&gt;$x^2$ 1 2 1 2" in text
+    better, _, rest = text.partition("Better here: 2 rows")[2].partition("Worse here: 1 rows")
+    assert "answer 0 of mine" in better
+    assert "answer 0 of other" in better
+    assert "answer 1 of mine" in better
+    assert "answer 2 of mine" in rest
+    assert "answer 2 of other" in rest
+    assert "3 rows have the same grade in both" in text
+
+
+def test_without_matplotlib_the_page_says_how_to_get_the_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    text = text_of(write_score_page(write_folder(tmp_path / "one", [1.0, 0.0])))
+    assert "pip install &#39;fitune[plots]&#39;" in text
+
+
+def test_a_folder_that_is_no_scoring_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"report\.json: cannot be read"):
+        write_score_page(tmp_path)
+    folder = write_folder(tmp_path / "one", [1.0, 0.0])
+    (folder / "grades.jsonl").write_text("{}\n")
+    with pytest.raises(RunDirectoryError, match="its rows cannot be read"):
+        list(read_scored_rows(folder))
