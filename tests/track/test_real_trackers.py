@@ -21,6 +21,7 @@ from fitune.track.feed import Trackers
 from fitune.track.protocol import End
 from fitune.track.record import Tracked, read_tracked
 from fitune.track.trackers import wanted_trackers
+from report.conftest import make_run_report
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def _attempts(directory: Path, store: Path, make_step: Callable[..., StepReport]
         trackers.start(changed, "a name")
         for step in steps:
             trackers.step(make_step(step, loss=LOSSES[step], eval_loss=1.5 if step == 5 else None))
-        trackers.finish(None)
+        trackers.finish(make_run_report())
         trackers.close(replace(END, files=tuple(str(directory / name) for name in NAMES)))
         assert not [one for one in trackers.tracked if one.failure]
 

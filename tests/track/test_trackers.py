@@ -20,6 +20,7 @@ from fitune.track.feed import Trackers
 from fitune.track.protocol import End, markdown, scalars
 from fitune.track.record import log_of, read_tracked
 from fitune.track.trackers import TRACKERS, Row, settings_of_environment, wanted_trackers
+from report.conftest import make_run_report
 
 MakeStep = Callable[..., StepReport]
 TESTS = Path(__file__).parents[1]
@@ -70,7 +71,7 @@ def test_every_step_arrives_in_order_and_a_resumed_run_has_the_same_id(
         trackers, said = open_toy("Toy")
         for step in steps:
             trackers.step(make_step(step, loss=1 / step))
-        trackers.finish(None)
+        trackers.finish(make_run_report())
         assert not trackers.close(End(status="complete", figures={"a": 1.0}, files=(str(report),)))
     first, second = (place for place, line in enumerate(told(tmp_path)) if "begun" in line)
     begun, again = told(tmp_path)[first], told(tmp_path)[second]
@@ -96,7 +97,7 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_is_ended(
     began = time.monotonic()
     for step in range(1, 101):
         trackers.step(make_step(step))
-    trackers.finish(None)
+    trackers.finish(make_run_report())
     assert trackers.close(COMPLETE)
     assert time.monotonic() - began < 30
     (tracked,) = read_tracked(tmp_path)
@@ -113,7 +114,7 @@ def test_a_tracker_that_hangs_at_the_end_has_the_steps(
     until(lambda: (tmp_path / "toy.jsonl").is_file())
     trackers.step(make_step(1))
     until(lambda: len(told(tmp_path)) == 2)
-    trackers.finish(None)
+    trackers.finish(make_run_report())
     assert trackers.close(COMPLETE)
     (tracked,) = read_tracked(tmp_path)
     assert (tracked.sent, tracked.lost) == (1, 0)
@@ -127,7 +128,7 @@ def test_a_tracker_that_fails_begins_again_and_misses_nothing(
     for step in range(1, 6):
         trackers.step(make_step(step))
     until(lambda: trackers.tracked[0].sent == 5)
-    trackers.finish(None)
+    trackers.finish(make_run_report())
     assert not trackers.close(COMPLETE)
     assert {line["step"] for line in told(tmp_path) if "step" in line} == {1, 2, 3, 4, 5}
     assert len({line["begun"] for line in told(tmp_path) if "begun" in line}) == 1
@@ -145,9 +146,9 @@ def test_a_tracker_that_keeps_failing_is_left_out_and_says_why(
     trackers.step(make_step(1))
     until(lambda: trackers.tracked[0].lost == 1)
     trackers.step(make_step(2))
-    trackers.finish(None)
+    trackers.finish(make_run_report())
     assert trackers.close(COMPLETE)
-    assert any(f"failed: {cause} and is left out from here on" in line for line in said)
+    assert any(f"failed: {cause}; it is left out from here on" in line for line in said)
     assert said[-1].startswith("tracker toy: 0 steps, 2 lost; ")
     assert said[-1].endswith(f"failed: {cause}")
     assert sum("begun" in line for line in told(tmp_path)) == 2

@@ -210,10 +210,13 @@ class Feed:
             if self._is_over:  # given up meanwhile, and that is the cause
                 return
             self._state = replace(self._state, failure=failure)
-            if not failure or not self._pauses_s or self._end is not None:
-                self._is_over = True
-            pause = "" if self._is_over else f"; begins again in {self._pauses_s[0]:g} s"
-            self._news = f"failed: {failure}{pause or ' and is left out from here on'}" if failure else ""
+            is_over = not failure or not self._pauses_s or self._end is not None
+            if failure:
+                next_time = (
+                    "is left out from here on" if is_over else f"begins again in {self._pauses_s[0]:g} s"
+                )
+                self._news = f"failed: {failure}; it {next_time}"
+            self._is_over = is_over
             self._on_change()
             with self._changed:
                 self._changed.notify_all()
