@@ -125,10 +125,13 @@ def export(
     kind: "Kind | None" = None,
     progress: "Callable[[Event], object] | None" = None,
 ) -> "Exported":
-    """Export what a run trained, without training again: an adapter merged into its base, or an export that failed."""
-    from fitune.session.exporting import export_run
+    """Export what a run trained, without training again: an adapter merged into its base, or an export that failed.
 
-    return export_run(Path(run), None if out is None else Path(out), kind, tell=_told(progress))
+    Each of ``run`` and ``out`` may be a URL.
+    """
+    from fitune.session.exporting import export_anywhere
+
+    return export_anywhere(str(run), "" if out is None else str(out), kind, tell=_told(progress))
 
 
 @system_failures()

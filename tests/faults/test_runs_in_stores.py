@@ -106,6 +106,29 @@ def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
     assert (code, f"resume: {url}/checkpoints/step-4" in err) == (2, True)
 
 
+def test_a_run_in_a_store_is_exported_from_there_and_into_another_folder_of_it(
+    train: Call, call: Call, bucket: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://{bucket}/runs/x"
+    assert train(output_dir=url)[0] == 0
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    code, out, err = call("export", url, "--out", f"s3://{bucket}/models/y")
+    assert code == 0, err
+    assert f"sent: s3://{bucket}/models/y" in out
+    there = objects(bucket)
+    merged = {name.rpartition("/")[2] for name in there if name.startswith("models/y/")}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= merged
+    code, _, err = call("export", url, "--out", f"s3://{bucket}/models/y")
+    assert (code, "holds a model already" in err) == (2, True)
+    code, out, err = call("export", url)
+    assert code == 0, err
+    assert objects(bucket)["runs/x/merged/model.safetensors"] == there["models/y/model.safetensors"]
+    code, _, err = call("export", f"s3://{bucket}/nothing")
+    assert (code, "no run of fitune" in err) == (2, True)
+
+
 def test_a_store_that_cannot_be_written_to_is_refused_before_anything(
     train: Call, bucket: str, wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -401,18 +401,18 @@ def go_on(run: Run) -> None:
 
 @app.command()
 def export(
-    run: Annotated[Path, Argument(help="Directory of a run whose training is done.")],
-    out: Annotated[Path | None, Option(help="Where to write; default: a folder in RUN.")] = None,
+    run: Annotated[str, Argument(help="Directory or URL of a run whose training is done.")],
+    out: Annotated[str, Option(help="Folder or URL to write; default: a folder in RUN.")] = "",
     kind: Annotated[
         Literal["merged", "adapter", "full"] | None,
         Option("--as", help="Default: what the run was to export, if that failed; else merged."),
     ] = None,
 ) -> None:
     """Export what a run trained, without training again: an adapter folded into its base, or an export that failed."""
-    from fitune.session.exporting import export_run
+    from fitune.session.exporting import export_anywhere
 
     with _terminal() as terminal:
-        export_run(run, out, kind, tell=terminal)
+        export_anywhere(run, out, kind, tell=terminal)
 
 
 @app.command()

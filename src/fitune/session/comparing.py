@@ -19,6 +19,7 @@ from fitune.spec.plan import Full, Sgd, Tuning
 from fitune.spec.recipe import Recipe, parse_recipe
 from fitune.spec.rules import adds_gradients_up
 from fitune.spec.words import describe_plan
+from fitune.stores.opening import is_url
 
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"tuning": "full"},
@@ -42,6 +43,11 @@ def compare_methods(
     """
     _refuse_unknown(names)
     directory = Path(recipe.output_dir or "runs/compare")
+    if recipe.upload_to or is_url(recipe.output_dir or ""):
+        raise RecipeError(
+            f"a comparison is written into a folder, not to {recipe.upload_to or recipe.output_dir}",
+            hint="output_dir: a folder, without upload_to",
+        )
     base = (
         _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite, tell=tell)
         if score_data

@@ -1,15 +1,17 @@
 """Export what a run trained, without training again."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fitune.data.preparing import PreparedData, prepare_data
-from fitune.errors import RecipeError
-from fitune.files import write_atomically
+from fitune.errors import RecipeError, RunDirectoryError, work_under_way
+from fitune.files import cache_folder, remove, write_atomically
 from fitune.models.weights import planned_tokenizer
+from fitune.planner.defaults import staging_of
 from fitune.report.compare import RunFiles, read_run
 from fitune.report.html import write_report
 from fitune.session.events import Exported, Note, Tell, WeightsRead, tell_nobody
@@ -17,10 +19,62 @@ from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import Ownership, lock_directory
 from fitune.spec.serial import to_json
+from fitune.stores.opening import is_url
+from fitune.stores.writing import Store
 from fitune.train.again import find_source, load_trained, require_trained
 from fitune.train.ending import summarise
 from fitune.train.export import FOLDERS, TITLES, Handover, Kind
 from fitune.train.streamed import stored_weights, streamed_handover
+from fitune.train.uploading import CONFIGS, fetch_run, send_export
+
+
+def export_anywhere(run: str, out: str, kind: Kind | None, *, tell: Tell = tell_nobody) -> Exported:
+    """``export_run`` of a run, and into a folder, that may each be behind a URL.
+
+    A run in a store is fetched into the folder where its training would write it, and without ``out`` its export goes
+    back to the store. Raises FituneError.
+    """
+    if not is_url(run) and not is_url(out):
+        return export_run(Path(run), Path(out) if out else None, kind, tell=tell)
+    directory = Path(staging_of(run)) if is_url(run) else Path(run)
+    with _opened(run) as source, _opened(out) as target:
+        local = (
+            cache_folder() / "exports" / staging_of(out) if target is not None else Path(out) if out else None
+        )
+        if target is not None:
+            _require_free(target)
+            remove(cache_folder() / "exports" / staging_of(out))
+        if source is not None:
+            fetch_run(source, directory, lambda line: tell(Note(line)))
+        exported = export_run(directory, local, kind, tell=tell)
+        with work_under_way():
+            if target is not None:
+                send_export(target, exported.path, "", keeps_others=True)
+                tell(Note(f"sent: {target.url}"))
+            elif source is not None and not out:
+                send_export(source, exported.path, exported.path.name)
+                tell(Note(f"sent: {source.below(exported.path.name)}"))
+    return exported
+
+
+@contextmanager
+def _opened(url: str) -> Iterator[Store | None]:
+    """The store behind ``url``, which was typed here and is in nobody's recipe; None for a folder of this machine."""
+    if not is_url(url):
+        yield None
+        return
+    store = Store(url, allow_private=True)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _require_free(store: Store) -> None:
+    """Raises RunDirectoryError where a model is there already, StoreError where nothing can be written."""
+    store.require_writable()
+    if any(name in CONFIGS for name in store.infos()):
+        raise RunDirectoryError(f"{store.url} holds a model already", hint="choose another URL")
 
 
 def export_run(run: Path, out: Path | None, kind: Kind | None, *, tell: Tell = tell_nobody) -> Exported:

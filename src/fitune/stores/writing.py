@@ -1,17 +1,19 @@
 """A folder in a store that is written: files sent in parallel, tried again, and compared with what the store holds."""
 
+import ftplib
 import hashlib
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
-from pathlib import Path
+from contextlib import closing
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from fitune.errors import FituneError, StoreError
-from fitune.files import open_regular
+from fitune.files import open_regular, temporary_sibling, write_synced
 from fitune.stores import opening
 from fitune.stores.digests import is_same, part_bytes
 from fitune.stores.opening import (
@@ -24,6 +26,7 @@ from fitune.stores.opening import (
     require_allowed,
     scheme_of,
 )
+from fitune.stores.reading import open_stream
 from fitune.threads import give_way
 from fitune.units import MIB, format_bytes
 
@@ -112,32 +115,36 @@ class Store:
         files: Iterable[str],
         *,
         last: str = "",
+        keeps_others: bool = False,
         stop: Callable[[], bool] = nobody_stops,
     ) -> int:
-        """Let ``name`` in the store hold the ``files`` of ``folder`` and no others; returns the bytes that were sent.
+        """Let ``name`` in the store hold the ``files`` of ``folder`` and, unless ``keeps_others``, no others; returns
+        the bytes that were sent.
 
         What is there already, by size and hash, is not sent again. ``last`` is sent when the others are there, and
         removed before one of them changes. Raises StoreError, and OSError where a file here cannot be read.
         """
         there = self.infos(name)
         wanted = sorted((set(files)) - {last}, key=lambda each: -(folder / each).stat().st_size)
-        holds = self._all(lambda each: self._holds(folder / each, f"{name}/{each}", there.get(each)), wanted)
+        holds = self._all(
+            lambda each: self._holds(folder / each, _inside(name, each), there.get(each)), wanted
+        )
         fitting = dict(zip(wanted, holds, strict=True))
         missing = [each for each in wanted if not fitting[each]]
-        others = sorted(there.keys() - set(wanted) - {last})
+        others = [] if keeps_others else sorted(there.keys() - set(wanted) - {last})
         if last and last in there and (missing or others):
-            self._remove(f"{name}/{last}")
+            self._remove(_inside(name, last))
             del there[last]
-        self.remove(f"{name}/{each}" for each in others)
+        self.remove(_inside(name, each) for each in others)
 
         def send(each: str) -> int:
             if stop():
                 raise StoreError(f"{self.below(name)}: sending was stopped")
-            return self._put(folder / each, f"{name}/{each}")
+            return self._put(folder / each, _inside(name, each))
 
         sent = sum(self._all(send, missing))
-        if last and not self._holds(folder / last, f"{name}/{last}", there.get(last)):
-            sent += self._put(folder / last, f"{name}/{last}")
+        if last and not self._holds(folder / last, _inside(name, last), there.get(last)):
+            sent += self._put(folder / last, _inside(name, last))
         return sent
 
     def put_file(self, file: Path, name: str) -> int:
@@ -145,6 +152,31 @@ class Store:
         parent, _, base = name.rpartition("/")
         said = self.infos(parent).get(base) if file.stat().st_size > MIB else None
         return 0 if said is not None and self._holds(file, name, said) else self._put(file, name)
+
+    def get_folder(self, name: str, folder: Path) -> int:
+        """Bring every file below ``name`` into ``folder``; returns how many. Raises StoreError, DataError and OSError.
+
+        A file that does not fit to the store's words about it is an error.
+        """
+        there = self.infos(name)
+
+        def get(each: str) -> None:
+            if ".." in PurePosixPath(each).parts or "\\" in each or each.startswith("/"):
+                raise StoreError(f"{self.below(name)}: {each!r} is no name inside a folder")
+            file = folder / each
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = temporary_sibling(file)
+            try:
+                with closing(open_stream(self.below(_inside(name, each)), clients=WRITTEN)) as stream:
+                    write_synced(temporary, iter(partial(stream.read, _BLOCK_BYTES), b""))
+                if is_same(temporary, there[each]) is False:
+                    raise StoreError(f"{self.below(name)}/{each}: what came is not what the store holds")
+                temporary.replace(file)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+        self._all(get, there)
+        return len(there)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -178,8 +210,12 @@ class Store:
     def _remove(self, name: str) -> None:
         def remove() -> None:
             filesystem, inner = self._open(name)
-            with suppress(FileNotFoundError):
+            try:
                 filesystem.rm_file(inner)
+            except (FileNotFoundError, ftplib.error_perm):
+                filesystem.invalidate_cache()
+                if filesystem.exists(inner):
+                    raise
 
         self._tried(self.below(name), remove, doing="write")
 
@@ -232,6 +268,10 @@ class Store:
                         raise
                 time.sleep(wait_s)
             return action()
+
+
+def _inside(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
 
 
 def _digest(stream: Any) -> bytes:

@@ -13,6 +13,8 @@ from pathlib import Path
 from fitune.checkpoint.commit import FOLDER, Line, OnNote, is_on, read_commit, read_line, step_folders
 from fitune.checkpoint.prune import prune
 from fitune.checkpoint.remote import (
+    adopt_line,
+    newest_in_store,
     prune_store,
     remove_remote_run,
     require_line,
@@ -31,13 +33,9 @@ from fitune.units import format_bytes
 PAPERS = ("plan.json", "recipe.yaml", "estimate.json", "samples_before.json", "metrics.jsonl")
 _LAST_PAPERS = ("traceback.txt", "report.html", "report.json")
 """report.json is sent last: where it says that the run is complete, all else is there."""
-_EXPORTS = {
-    "adapter": "adapter_config.json",
-    "merged": "config.json",
-    "model": "config.json",
-    "tensorboard": "",
-}
-"""Folder of a run -> the file that makes it one, which is sent last."""
+_EXPORTS = ("adapter", "merged", "model", "tensorboard")
+CONFIGS = ("adapter_config.json", "config.json")
+"""Sent last: without one of them a folder is no adapter and no model."""
 
 
 def store_of(run: RunPlan) -> Store | None:
@@ -145,9 +143,9 @@ def send_run(run: RunPlan, on_note: OnNote) -> None:
         line = read_line(root / FOLDER)
         sent = sum(send_one(store, path, line) for path in kept_checkpoints(root, line))
         prune_store(store, line, keep=run.keep_checkpoints)
-        for name, last in _EXPORTS.items():
+        for name in _EXPORTS:
             if (root / name).is_dir():
-                sent += send_export(store, root / name, name, last=last)
+                sent += send_export(store, root / name, name)
         send_papers(store, root, (*PAPERS, *_LAST_PAPERS))
     except FituneError as error:
         raise StoreError(
@@ -159,11 +157,15 @@ def send_run(run: RunPlan, on_note: OnNote) -> None:
     on_note(f"sent: {store.url}" + (f" ({format_bytes(sent)} since the steps ended)" if sent else ""))
 
 
-def send_export(store: Store, folder: Path, name: str, *, last: str) -> int:
-    """Let ``name`` in the store hold the files of ``folder``; returns the bytes that were sent. Raises StoreError."""
+def send_export(store: Store, folder: Path, name: str, *, keeps_others: bool = False) -> int:
+    """Let ``name`` in the store hold the files of ``folder``, its config last; returns the bytes that were sent.
+
+    Raises StoreError.
+    """
     files = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
     try:
-        return store.put_folder(folder, name, files, last=last if last in files else "")
+        last = next((config for config in CONFIGS if config in files), "")
+        return store.put_folder(folder, name, files, last=last, keeps_others=keeps_others)
     except OSError as error:
         raise StoreError(f"{folder}: cannot be read: {error.strerror or error}") from error
 
@@ -183,11 +185,7 @@ def examined_store(run: RunPlan, *, overwrite: bool) -> bool:
         report = store.read("report.json")
         if report is None or parse_object(report).get("status") != "complete":
             return False
-        root.mkdir(parents=True, exist_ok=True)
-        for name in (*PAPERS, *_LAST_PAPERS):
-            content = store.read(name)
-            if content is not None:
-                write_atomically(root / name, content)
+        fetch_papers(store, root)
         return True
     except ValueError as error:
         raise StoreError(f"{store.below('report.json')}: damaged: {error}", hint="--overwrite") from error
@@ -195,6 +193,32 @@ def examined_store(run: RunPlan, *, overwrite: bool) -> bool:
         raise RunDirectoryError(f"output_dir {root} cannot be written: {error.strerror or error}") from error
     finally:
         store.close()
+
+
+def fetch_papers(store: Store, root: Path) -> None:
+    """Bring what a run says of itself into ``root``. Raises StoreError, OSError."""
+    root.mkdir(parents=True, exist_ok=True)
+    for name in (*PAPERS, *_LAST_PAPERS):
+        content = store.read(name)
+        if content is not None:
+            write_atomically(root / name, content)
+
+
+def fetch_run(store: Store, root: Path, on_note: OnNote) -> None:
+    """Bring a run from its store into ``root``, to be exported: what it says of itself, and its weights.
+
+    Those are its adapter or model, or where it has none its newest checkpoint. Raises FituneError.
+    """
+    try:
+        fetch_papers(store, root)
+        if not (root / "plan.json").is_file():
+            raise RunDirectoryError(f"{store.url}: no plan.json there, so this is no run of fitune")
+        if store.get_folder("adapter", root / "adapter") or store.get_folder("model", root / "model"):
+            on_note(f"{store.url} is fetched into {root}")
+            return
+        newest_in_store(store, root, adopt_line(store, root, on_note), after=0, on_note=on_note)
+    except OSError as error:
+        raise RunDirectoryError(f"{root} cannot be written: {error.strerror or error}") from error
 
 
 def begin_in_store(run: RunPlan, line: Line, on_note: OnNote, *, overwrite: bool) -> Uploads | None:

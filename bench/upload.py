@@ -1,0 +1,152 @@
+"""What sending checkpoints to a store costs the loop: a run that saves 1 GB every 50 steps, here and to S3.
+
+    python bench/upload.py --json results/upload.json      two sides in turn: local, s3
+
+A Llama of 85 M parameters in fp32 with AdamW on the CPU: 12 bytes a parameter, 1.02 GB a checkpoint. Both sides save
+it in the same way; one then sends it to a local S3 server (moto's, a process of its own on the same cores, which also
+takes part in what is measured). The loop's wall-clock seconds are those of 50 steps with one save behind the first of
+them; its CPU seconds are those of this process. The run is stopped behind the last step that counts, and what was sent
+until then is told.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import uuid
+import warnings
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from async_save import SHAPE
+from rows_from_s3 import ENVIRONMENT, s3_server
+
+from fitune.demo.files import write_base_model
+from fitune.demo.text import pretraining_texts, training_exercises
+from fitune.planner.search import find_plan
+from fitune.spec.gpus import cpu_gpu, hardware_for
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.plan import Plan
+from fitune.spec.recipe import canonical_keys, parse_recipe
+from fitune.spec.reports import StepReport
+from fitune.stores.writing import Store
+from fitune.train.current import Callbacks
+from fitune.train.run import run
+from fitune.units import GIB
+
+BUCKET = "bench"
+
+
+class Clock:
+    """Wall-clock and CPU seconds of this process when each step's report came."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, tuple[float, float]] = {}
+
+    def start(self, plan: Plan, name: str) -> None: ...
+
+    def step(self, report: StepReport) -> None:
+        self.at[report.step] = time.perf_counter(), time.process_time()
+
+    def finish(self, report: object) -> None: ...
+
+
+def plan_of(work: Path, tokens: int, steps: int, url: str) -> Plan:
+    settings: dict[str, Any] = {
+        "model": str(work / "model"), "data": [str(work / "rows.jsonl")], "precision": "fp32", "tuning": "full",
+        "seq_len": tokens, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "packing": True,
+        "max_steps": 2 * steps, "save_steps": steps, "samples": 0, "keep_checkpoints": 1, "upload_to": url,
+        "output_dir": str(work / "run"),
+    }  # fmt: skip
+    recipe = parse_recipe(canonical_keys(settings, where="bench/upload.py"))
+    hardware = hardware_for(
+        gpu=cpu_gpu(memory_bytes=12 * GIB, cores=os.cpu_count() or 1), host_memory_bytes=12 * GIB
+    )
+    return find_plan(recipe, model=load_model_spec(recipe.model), hardware=hardware).chosen.plan
+
+
+def one_run(work: Path, tokens: int, steps: int, url: str) -> dict[str, float]:
+    """Seconds of the loop, bytes of the checkpoint, and bytes of it that the store has when the loop ends."""
+    clock, last = Clock(), 2 * steps - 1
+    sent: list[int] = []
+
+    def stop() -> bool:
+        if last in clock.at and not sent:
+            sent.append(bytes_in(url) if url else 0)
+        return last in clock.at
+
+    callbacks = Callbacks(
+        on_data=lambda data, loader, done: None,
+        on_note=print,
+        stop_asked=stop,
+        answer=lambda model, conversations: ["" for _ in conversations],
+    )
+    report = run(plan_of(work, tokens, steps, url), callbacks=callbacks, sinks=[clock])
+    assert report.status == "interrupted"
+    size = sum(file.stat().st_size for file in (work / "run/checkpoints/latest").iterdir())
+    shutil.rmtree(work / "run")
+    (wall, cpu), (wall_end, cpu_end) = clock.at[steps - 1], clock.at[last]
+    return {
+        "wall_s": wall_end - wall, "cpu_s": cpu_end - cpu, "checkpoint_bytes": size, "sent_bytes": sent[0]
+    }  # fmt: skip
+
+
+def bytes_in(url: str) -> int:
+    store = Store(url)
+    try:
+        return sum(int(said["size"]) for said in store.infos("checkpoints").values())
+    finally:
+        store.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=50, help="between two saves")
+    parser.add_argument("--tokens", type=int, default=128, help="of a step")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path)
+    wanted = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(wanted.threads)
+    found: dict[str, list[dict[str, float]]] = {"local": [], "s3": []}
+    with s3_server() as address, tempfile.TemporaryDirectory() as folder:
+        os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=address, FITUNE_CACHE=f"{folder}/cache")
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir(BUCKET)
+        work = Path(folder)
+        write_base_model(work / "model", pretraining_texts(50, seed=0), shape=SHAPE, seed=0)
+        rows = (json.dumps(dataclasses.asdict(each)) for each in training_exercises(2_000, seed=0))
+        (work / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+        for number in range(wanted.rounds):
+            for side in list(found) if number % 2 == 0 else list(found)[::-1]:
+                url = f"s3://{BUCKET}/{uuid.uuid4().hex}" if side == "s3" else ""
+                found[side].append(one_run(work, wanted.tokens, wanted.steps, url))
+                print(f"round {number + 1}, {side}: {found[side][-1]}", flush=True)
+    result = {
+        "date": date.today().isoformat(), "cores": os.cpu_count(), "threads": wanted.threads, "steps": wanted.steps,
+        "tokens": wanted.tokens, "load_1_min": os.getloadavg()[0], "sides": found,
+        "wall_ratio": ratio(found, "wall_s"), "cpu_ratio": ratio(found, "cpu_s"),
+    }  # fmt: skip
+    print(json.dumps(result, indent=1))
+    if wanted.json is not None:
+        wanted.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def ratio(found: dict[str, list[dict[str, float]]], clock: str) -> float:
+    """Seconds of the loop that sends over those of the one that does not, medians of the rounds."""
+    local, s3 = (statistics.median(one[clock] for one in found[side]) for side in ("local", "s3"))
+    return s3 / local
+
+
+if __name__ == "__main__":
+    main()
