@@ -112,6 +112,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=50, help="between two saves")
     parser.add_argument("--tokens", type=int, default=128, help="of a step")
+    parser.add_argument(
+        "--layers", type=int, default=SHAPE.num_hidden_layers, help="of the model: fewer, smaller"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
@@ -123,8 +126,8 @@ def main() -> None:
         import s3fs
 
         s3fs.S3FileSystem().mkdir(BUCKET)
-        work = Path(folder)
-        write_base_model(work / "model", pretraining_texts(50, seed=0), shape=SHAPE, seed=0)
+        work, shape = Path(folder), dataclasses.replace(SHAPE, num_hidden_layers=wanted.layers)
+        write_base_model(work / "model", pretraining_texts(50, seed=0), shape=shape, seed=0)
         rows = (json.dumps(dataclasses.asdict(each)) for each in training_exercises(2_000, seed=0))
         (work / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
         for number in range(wanted.rounds):
@@ -134,7 +137,7 @@ def main() -> None:
                 print(f"round {number + 1}, {side}: {found[side][-1]}", flush=True)
     result = {
         "date": date.today().isoformat(), "cores": os.cpu_count(), "threads": wanted.threads, "steps": wanted.steps,
-        "tokens": wanted.tokens, "load_1_min": os.getloadavg()[0], "sides": found,
+        "tokens": wanted.tokens, "layers": wanted.layers, "load_1_min": os.getloadavg()[0], "sides": found,
         "wall_ratio": ratio(found, "wall_s"), "cpu_ratio": ratio(found, "cpu_s"),
     }  # fmt: skip
     print(json.dumps(result, indent=1))
