@@ -30,8 +30,9 @@ from fitune.stores.writing import Store, nobody_stops
 from fitune.threads import give_way
 from fitune.units import format_bytes
 
-PAPERS = ("plan.json", "recipe.yaml", "estimate.json", "samples_before.json", "metrics.jsonl")
-_LAST_PAPERS = ("traceback.txt", "report.html", "report.json")
+_FIRST_PAPERS = ("plan.json", "recipe.yaml", "estimate.json", "samples_before.json")
+"""Written before the steps. metrics.jsonl grows with each of them: a checkpoint holds it as it was."""
+_LAST_PAPERS = ("metrics.jsonl", "traceback.txt", "report.html", "report.json")
 """report.json is sent last: where it says that the run is complete, all else is there."""
 _EXPORTS = ("adapter", "merged", "model", "tensorboard")
 CONFIGS = ("adapter_config.json", "config.json")
@@ -94,7 +95,7 @@ class Uploads:
                     return  # a newer one comes first
         finally:
             self.sending = ()
-        send_papers(self._store, self._root, PAPERS)
+        send_papers(self._store, self._root, _FIRST_PAPERS)
         prune_store(self._store, self._line, keep=self._keep)
         if self._has_failed:
             self._has_failed = False
@@ -146,7 +147,7 @@ def send_run(run: RunPlan, on_note: OnNote) -> None:
         for name in _EXPORTS:
             if (root / name).is_dir():
                 sent += send_export(store, root / name, name)
-        send_papers(store, root, (*PAPERS, *_LAST_PAPERS))
+        send_papers(store, root, (*_FIRST_PAPERS, *_LAST_PAPERS))
     except FituneError as error:
         raise StoreError(
             f"the end of the run is not in {store.url}: {error.message}; all of it is in {root}",
@@ -198,7 +199,7 @@ def examined_store(run: RunPlan, *, overwrite: bool) -> bool:
 def fetch_papers(store: Store, root: Path) -> None:
     """Bring what a run says of itself into ``root``. Raises StoreError, OSError."""
     root.mkdir(parents=True, exist_ok=True)
-    for name in (*PAPERS, *_LAST_PAPERS):
+    for name in (*_FIRST_PAPERS, *_LAST_PAPERS):
         content = store.read(name)
         if content is not None:
             write_atomically(root / name, content)
