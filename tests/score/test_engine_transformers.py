@@ -199,3 +199,29 @@ def test_likelihoods_are_those_of_the_whole_softmax(tiny, family: str) -> None:
         assert found[str(place)].logprobs == pytest.approx(expected, abs=1e-4)
         best = [int(logprobs[at - 1].argmax()) for at in range(3, len(row))]
         assert found[str(place)].is_greedy == (best == row[3:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_texts_behind_one_prompt_share_it_and_weigh_what_they_weigh_alone(tiny, family: str) -> None:
+    """Four prompts of other lengths with 2 to 4 texts of 1 to 20 tokens; alone, the same texts share nothing."""
+    model = tiny_model(family).eval()
+    engine = TransformersEngine(model=model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=5)
+    prompts = [row.tolist() for row in make_rows([5, 40, 11, 80])]
+    texts = [row.tolist() for row in make_rows([1, 9, 20, 3])]
+    asked = [
+        Continuation(id=f"{p} {t}", prompt_ids=tuple(prompt), token_ids=tuple(texts[t]))
+        for p, prompt in enumerate(prompts)
+        for t in range(2 + p % 3)
+    ]
+    widths: list[int] = []
+    handle = model.get_input_embeddings().register_forward_hook(
+        lambda _, ids, __: widths.append(ids[0].numel())
+    )
+    together = {found.id: found for found in engine.weigh(asked)}
+    handle.remove()
+    assert len(together) == len(asked)
+    assert sum(widths) < sum(len(one.prompt_ids) + len(one.token_ids) for one in asked)
+    for one in asked:
+        (alone,) = engine.weigh([one])
+        assert together[one.id].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        assert together[one.id].is_greedy == alone.is_greedy

@@ -135,7 +135,7 @@ class _Batch:
             return
         here, there = self._width(), entering.get_seq_length()
         width = max(here, there)
-        for mine, new in zip(_layers(self._cache), _layers(entering), strict=True):
+        for mine, new in zip(filled_layers(self._cache), filled_layers(entering), strict=True):
             mine.keys = torch.cat([_widened(mine.keys, width), _widened(new.keys, width)])
             mine.values = torch.cat([_widened(mine.values, width), _widened(new.values, width)])
         self._gaps = [gap + width - here for gap in self._gaps] + [gap + width - there for gap in gaps]
@@ -147,13 +147,13 @@ class _Batch:
         if not places:
             self._cache = DynamicCache()
             return
-        for layer in _layers(self._cache):
+        for layer in filled_layers(self._cache):
             chosen = torch.tensor(places, device=layer.keys.device)
             layer.keys = layer.keys[:, :, unused:].index_select(0, chosen)
             layer.values = layer.values[:, :, unused:].index_select(0, chosen)
 
 
-def _layers(cache: DynamicCache) -> list[Any]:
+def filled_layers(cache: DynamicCache) -> list[Any]:
     """The layers that hold keys; some models share keys between layers and leave the rest empty."""
     layers: list[Any] = cache.layers
     return [layer for layer in layers if layer.get_seq_length()]

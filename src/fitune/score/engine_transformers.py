@@ -24,6 +24,7 @@ from fitune.models.weights import require_rows
 from fitune.score.choosing import OnToken, nobody
 from fitune.score.continuous import answer_continuously, can_join
 from fitune.score.engine import Completion, Continuation, Likelihood, Request, Sampling, no_effect, refusal
+from fitune.score.shared_prompts import batches_of, prompts_shared, weigh_behind
 from fitune.score.tasks import Answer, Task, to_answer
 from fitune.score.together import answer_together
 from fitune.spec.plan import ChunkedLoss
@@ -83,8 +84,16 @@ class TransformersEngine:
                 )  # fmt: skip
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
-        by_length = sorted(continuations, key=lambda c: len(c.prompt_ids) + len(c.token_ids), reverse=True)
+        shared: list[list[Continuation]] = []
+        alone = list(continuations)
+        if can_join(self.model):
+            fits = [one for one in continuations if not self._no_room(one)]
+            shared, alone = prompts_shared(fits)
+            alone += [one for one in continuations if self._no_room(one)]
+        by_length = sorted(alone, key=lambda c: len(c.prompt_ids) + len(c.token_ids), reverse=True)
         with _ready_to_answer(self), _threads_for(self.model):
+            for batch in batches_of(shared, self.batch_size):
+                yield from self._weigh_sharing(batch)
             size = self.batch_size if can_join(self.model) else 1
             for start in range(0, len(by_length), size):
                 yield from self._weigh_batch(by_length[start : start + size])
@@ -92,16 +101,22 @@ class TransformersEngine:
     def close(self) -> None:
         """Nothing: the model belongs to the caller."""
 
+    def _weigh_sharing(self, batch: Sequence[Sequence[Continuation]]) -> list[Likelihood]:
+        parts = language_model(self.model, ChunkedLoss(chunk_tokens=_HEAD_TOKENS))
+        return weigh_behind(
+            parts.body, batch, lambda hidden_SD, ids: _weights_of(hidden_SD, ids, parts), parts.device
+        )
+
+    def _no_room(self, one: Continuation) -> bool:
+        total = len(one.prompt_ids) + len(one.token_ids)
+        return not one.prompt_ids or 0 < self.context_tokens < total
+
     @torch.inference_mode()
     def _weigh_batch(self, batch: Sequence[Continuation]) -> list[Likelihood]:
         """One pass of the body, padded on the right; only the hidden states before the continuations reach the head."""
         context = self.context_tokens
         rows = [(*c.prompt_ids, *c.token_ids) for c in batch]
-        fits = [
-            bool(c.prompt_ids) and (not context or len(row) <= context)
-            for c, row in zip(batch, rows, strict=True)
-        ]
-        good = [place for place, fit in enumerate(fits) if fit]
+        good = [place for place, one in enumerate(batch) if not self._no_room(one)]
         found = [Likelihood(id=c.id, code="prompt_too_long", error=_no_room(c, context)) for c in batch]
         if not good:
             return found
