@@ -20,6 +20,7 @@ def started_cluster() -> Iterator[Any]:
     patched = pytest.MonkeyPatch()
     patched.setenv("RAY_AUTH_MODE", "disabled")
     patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    patched.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "6")  # for a place on a node that is gone
     loaded_ray()
     from ray.cluster_utils import Cluster
 

@@ -35,20 +35,6 @@ TWO = RayPlace(fewest=2, most=2, restarts=0)
 LONGER = {"max_steps": 200, "save_steps": 50}
 
 
-def test_a_rank_that_fails_by_itself_is_named_and_not_restarted(
-    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("error", call=5))
-    wanted = recipe(zero=0)
-    with pytest.raises(TrainingFailed, match=r"^rank 1 failed: row 7 of the test cannot be read") as failed:
-        train_on_ray(wanted, RayPlace(fewest=2, most=2, restarts=3), overwrite=False, tell=Heard())
-    assert failed.value.exit_code == 1
-    report = report_of(Path(str(wanted.output_dir)))
-    assert report.status == "failed"
-    assert "rank 1 failed: row 7" in report.reason
-    assert not report.restarts
-
-
 @pytest.mark.parametrize("is_unnoticed", [False, True])
 def test_a_worker_killed_beyond_the_limit_is_the_cause(
     cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, is_unnoticed: bool

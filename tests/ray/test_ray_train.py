@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fitune.errors import HardwareError
+from fitune.errors import HardwareError, TrainingFailed
 from fitune.launch.ray_cluster import RayPlace
 from fitune.session import on_ray
 from fitune.session.on_ray import train_on_ray
@@ -64,3 +64,18 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused(
     ) as refused:
         train_on_ray(recipe(), RayPlace(fewest=9, most=9), overwrite=False, tell=Heard())
     assert "--workers 2" in str(refused.value.hint)
+
+
+def test_a_rank_that_fails_by_itself_is_named_and_not_restarted(
+    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test: Ray starts its workers once more behind it, and they end at once."""
+    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("error", call=5))
+    wanted = recipe(zero=0)
+    with pytest.raises(TrainingFailed, match=r"^rank 1 failed: row 7 of the test cannot be read") as failed:
+        train_on_ray(wanted, RayPlace(fewest=2, most=2, restarts=3), overwrite=False, tell=Heard())
+    assert failed.value.exit_code == 1
+    report = report_of(Path(str(wanted.output_dir)))
+    assert report.status == "failed"
+    assert "rank 1 failed: row 7" in report.reason
+    assert not report.restarts
