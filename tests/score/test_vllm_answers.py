@@ -3,6 +3,7 @@
 ``FITUNE_VLLM_PYTHON`` names the python of an environment that has vLLM; `make vllm` makes one for a CPU.
 """
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from fitune.models.weights import load_model, load_tokenizer
 from fitune.score.engine import Continuation, Engine, Request, Sampling, listed_stop_ids
 from fitune.score.engine_transformers import TransformersEngine
 from fitune.score.engine_vllm import VllmEngine
+from fitune.session.events import tell_nobody
+from fitune.session.scoring import score_dataset
 from score.conftest import Tiny
 
 pytestmark = [
@@ -193,3 +196,26 @@ def test_an_adapter_whose_b_is_zero_answers_as_the_base(small: Tiny, tmp_path: P
 def test_what_vllm_says_of_an_adapter_it_refuses_is_shown(small: Tiny, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"vLLM refuses the adapter: .*DoRA"):
         theirs(small, adapter=save_adapter(small, tmp_path, use_dora=True), rank=5)
+
+
+def test_an_adapter_that_has_to_be_merged_is_scored_as_by_transformers(
+    small: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
+    adapter = save_adapter(small, tmp_path / "adapter", use_dora=True)
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt": row.prompt, "completion": row.completion} for row in training_exercises(60, seed=1)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {}
+    for engine in ("transformers", "vllm"):
+        score_dataset(
+            model=str(small.folder), adapter=adapter, data=str(data), out=tmp_path / engine, engine=engine,
+            sampling={"max_new_tokens": 12}, tell=tell_nobody,
+        )  # fmt: skip
+        lines = (tmp_path / engine / "answers.jsonl").read_text().splitlines()
+        found[engine] = [json.loads(line)["response"]["body"]["choices"] for line in lines]
+    same = sum(
+        one[0]["message"] == other[0]["message"]
+        for one, other in zip(found["transformers"], found["vllm"], strict=True)
+    )
+    assert same >= 0.95 * len(rows)

@@ -50,7 +50,8 @@ def check_engine(plan: ScorePlan) -> None:
         from fitune.score.engine_vllm import python_of_vllm
 
         python_of_vllm()
-        if plan.adapter and (why := why_merged_first(read_adapter_config(Path(plan.adapter)))):
+        is_left = plan.adapter and not plan.merged
+        if is_left and (why := why_merged_first(read_adapter_config(Path(plan.adapter)))):
             raise RecipeError(
                 f"{plan.adapter}: vLLM cannot take this adapter as it is: {why}",
                 hint="merge it first: fitune export RUN --as merged, and score that folder",
@@ -99,14 +100,15 @@ def open_engine(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_byte
     if plan.engine == "vllm":
         from fitune.score.engine_vllm import VllmEngine
 
-        rank = read_adapter_config(Path(plan.adapter)).r if plan.adapter else 0
+        adapter = "" if plan.merged else plan.adapter
+        rank = read_adapter_config(Path(adapter)).r if adapter else 0
         settings = {
             "dtype": str(choose_dtype(device)).removeprefix("torch."),
             "enforce_eager": device.type == "cpu",
         }
         return VllmEngine(
-            model=plan.model, tokenizer=tokenizer_folder(plan), stop_ids=stop_ids, adapter=plan.adapter, rank=rank,
-            settings=settings,
+            model=plan.merged or plan.model, tokenizer=plan.merged or tokenizer_folder(plan), stop_ids=stop_ids,
+            adapter=adapter, rank=rank, settings=settings,
         )  # fmt: skip
     from fitune.score.engine_transformers import TransformersEngine, require_effect
 

@@ -14,6 +14,8 @@ class ScorePlan:
     data: DataSource
     output_dir: str
     adapter: str = ""
+    merged: str = ""
+    """Folder of the adapter merged into the model, for an engine that cannot take it as it is."""
     graders: tuple[str, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     chat_template: str = ""

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,14 @@ def score_dataset(
         url=url,
         served_model=served_model,
     )
+    if (
+        plan.engine == "vllm" and adapter and place is None
+    ):  # workers of a cluster do not see this machine's cache
+        from fitune.score.engine_vllm import python_of_vllm
+        from fitune.session.merging import merged_where_needed
+
+        python_of_vllm()  # refuses before anything is merged
+        plan = replace(plan, merged=merged_where_needed(model, adapter, tell=tell))
     with ExitStack() as stack:
         elsewhere = None
         if place is not None:

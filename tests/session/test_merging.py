@@ -1,0 +1,85 @@
+"""Adapters that vLLM cannot take: merged, they answer as they do on their base."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from fitune.data.templates import load_template
+from fitune.models.adapters import load_adapter
+from fitune.models.weights import load_model, load_tokenizer
+from fitune.score.engine import Request, Sampling
+from fitune.score.engine_transformers import TransformersEngine
+from fitune.session import merging
+from fitune.session.events import Event, tell_nobody
+from fitune.session.merging import merged_where_needed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
+
+
+def save_adapter(model_folder: Path, folder: Path, **settings: Any) -> str:
+    """A and B random, tables that train moved a little."""
+    torch.manual_seed(1)
+    model = load_model(str(model_folder), dtype=torch.float32, device=CPU)
+    words = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    adapted = get_peft_model(model, LoraConfig(**words | settings))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name or (parameter.requires_grad and "modules_to_save" in name):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    adapted.save_pretrained(folder)
+    return str(folder)
+
+
+def answers(model: Any, model_folder: Path) -> dict[str, tuple[int, ...]]:
+    tokenizer = load_tokenizer(str(model_folder))
+    engine = TransformersEngine(model=model, tokenizer=tokenizer, template=load_template(tokenizer))
+    asked = [
+        Request(id=str(n), prompt_ids=tuple(range(5, 15 + n)), sampling=Sampling(max_new_tokens=8))
+        for n in range(9)
+    ]
+    return {completion.id: completion.token_ids for completion in engine.answer(asked)}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_dora": True}, {"modules_to_save": ["embed_tokens", "lm_head"]}, {"rank_pattern": {"q_proj": 2}}],
+    ids=["DoRA", "tables", "ranks"],
+)
+def test_a_merged_model_answers_as_the_adapter_does(
+    settings: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
+    adapter = save_adapter(model_folder, tmp_path / "adapter", **settings)
+    merged = merged_where_needed(str(model_folder), adapter, tell=tell_nobody)
+    base = load_model(str(model_folder), dtype=torch.float32, device=CPU)
+    plain = answers(base, model_folder)
+    expected = answers(load_adapter(base, adapter), model_folder)
+    found = answers(load_model(merged, dtype=torch.float32, device=CPU), model_folder)
+    assert found == expected != plain
+
+
+def test_it_is_merged_once_for_each_content(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = save_adapter(model_folder, tmp_path / "adapter", use_dora=True)
+    said: list[Event] = []
+    merged = merged_where_needed(str(model_folder), adapter, tell=said.append)
+    assert any("cannot take" in str(line) and "(DoRA)" in str(line) for line in said)
+    with monkeypatch.context() as patched:
+        patched.setattr(merging, "_merge", None)
+        assert merged_where_needed(str(model_folder), adapter, tell=tell_nobody) == merged
+    other = save_adapter(model_folder, tmp_path / "adapter", use_dora=True, lora_alpha=16)
+    assert merged_where_needed(str(model_folder), other, tell=tell_nobody) != merged
+
+
+def test_what_vllm_takes_is_not_merged(model_folder: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(model_folder, tmp_path / "adapter", use_rslora=True)
+    assert merged_where_needed(str(model_folder), adapter, tell=tell_nobody) == ""
+    assert not (tmp_path / "cache" / "merged").exists()
