@@ -1,6 +1,7 @@
 """The commands. Each parses its words, calls a session, and prints what it answers."""
 
 import json as json_text
+import os
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -52,6 +53,7 @@ Rows = Annotated[int | None, Option(min=1, help="With --fleet: rows of data that
 Live = Annotated[bool, Option("--live", help="With --fleet: ask the clusters what is free.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Picture = Annotated[Path | None, Option(metavar="FILE.svg", help="Draw a ranking or a matrix, too.")]
+_NAMED = "A folder or Hub id of a model, an adapter, or the directory of a run."
 Run = Annotated[Path, Argument(help="Directory of a run.")]
 MaxNewTokens = Annotated[int, Option(help="Of one answer.")]
 Temperature = Annotated[float, Option(help="0 is greedy.")]
@@ -364,10 +366,7 @@ def score(
 
 @app.command()
 def chat(
-    models: Annotated[
-        list[str],
-        Argument(metavar="MODEL|RUN [SECOND]", help="Folder or Hub id of a model, an adapter, or a run."),
-    ],
+    models: Annotated[list[str], Argument(metavar="MODEL|RUN [SECOND]", help=_NAMED)],
     system: Annotated[str, Option(help="What the models are told first.")] = "",
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
@@ -387,6 +386,26 @@ def chat(
     from fitune.cli.chat import talk
 
     talk(opened, as_json=json)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, Argument(metavar="MODEL|RUN", help=_NAMED)],
+    server: Annotated[
+        Literal["vllm", "transformers"] | None, Option(help="Default: vLLM if it is here.")
+    ] = None,
+    host: Annotated[str, Option(help="Address to listen at.")] = "localhost",
+    port: Annotated[int, Option(help="Port to listen at.")] = 8000,
+    context: Annotated[int, Option(help="Tokens of prompt and answer, for vLLM; 0: the model's.")] = 0,
+    show: Annotated[bool, Option("--print", help="Print the command, start nothing.")] = False,
+) -> None:
+    """Start vLLM's or transformers' own OpenAI-compatible server with the arguments that this model needs."""
+    from fitune.session.serving import serve_command
+
+    served = serve_command(model, server=server, host=host, port=port, context=context, only_print=show)
+    print(served.words, flush=True)
+    if not show:
+        os.execv(served.argv[0], served.argv)  # the server is this process from now on, and gets its signals
 
 
 @app.command(name="go-on", hidden=True)

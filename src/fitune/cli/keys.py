@@ -6,8 +6,6 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from fitune.spec.recipe_words import ALIASES
-
 
 class RecipeCommand(TyperCommand):
     """A command that takes every key of a recipe as an option."""
@@ -31,24 +29,10 @@ _click = TyperCommand.__mro__[1].__module__.rpartition(".")[0]
 
 def complete_value(ctx: typer.Context, incomplete: str) -> list[str]:
     """Values of the key before the cursor: known models, cards, or the few that a key takes; else none."""
-    from fitune.spec.recipe_keys import all_keys
+    from fitune.spec.recipe_keys import values_of
 
     words = ctx.params.get("words") or [""]
-    name = words[-1].lstrip("-").replace("-", "_")
-    values = {key.name: key.values for key in all_keys()}
-    return [value for value in _names(ALIASES.get(name, name), values) if value.startswith(incomplete)]
-
-
-def _names(key: str, values: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    if key == "model":
-        from fitune.spec.model_config import known_model_names
-
-        return known_model_names()
-    if key == "gpu":
-        from fitune.spec.gpus import gpu_names
-
-        return gpu_names()
-    return values.get(key, ())
+    return [value for value in values_of(words[-1]) if value.startswith(incomplete)]
 
 
 def _print_keys() -> None:

@@ -6,6 +6,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from fitune.spec.recipe import Recipe
+from fitune.spec.recipe_words import ALIASES
 
 GROUPS: dict[str, dict[str, str]] = {
     "Model and method": {
@@ -177,3 +178,18 @@ def _default(field: Any) -> str:
             return ", ".join(field.default)
         case _:
             return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+
+
+def values_of(option: str) -> tuple[str, ...]:
+    """Values of the key that is typed as ``--gpu``: known models, cards, or the few that it takes; else none."""
+    name = option.lstrip("-").replace("-", "_")
+    name = ALIASES.get(name, name)
+    if name == "model":
+        from fitune.spec.model_config import known_model_names
+
+        return known_model_names()
+    if name == "gpu":
+        from fitune.spec.gpus import gpu_names
+
+        return gpu_names()
+    return {key.name: key.values for key in all_keys()}.get(name, ())

@@ -1,0 +1,76 @@
+"""The commands that serve a model: what they name, and what is refused with the next step."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import fitune
+from fitune.errors import CheckpointError, RecipeError
+from fitune.session import serving
+from fitune.session.serving import Served, serve_command
+
+
+@pytest.fixture(scope="module")
+def run(model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "shop"
+    fitune.train(
+        model=str(model_folder), data=str(data_file), tuning="lora", lora_r=5, max_steps=1, seq_len=64,
+        precision="fp32", micro_batch_size=4, output_dir=str(folder), save_steps=0, gpu="cpu",
+    )  # fmt: skip
+    return folder
+
+
+def command(word: object, server: serving.Server | None = None, **changed: object) -> Served:
+    words = {"host": "localhost", "port": 8000, "context": 0, "only_print": True, **changed}
+    return serve_command(str(word), server=server, **words)  # type: ignore[arg-type]
+
+
+def value_of(served: Served, option: str) -> str:
+    return served.argv[served.argv.index(option) + 1]
+
+
+def test_vllm_gets_base_adapter_rank_template_type_and_length(run: Path, model_folder: Path) -> None:
+    served = command(run, "vllm")
+    assert served.argv[4] == str(model_folder)
+    assert value_of(served, "--lora-modules") == f"shop={run / 'adapter'}"
+    assert value_of(served, "--max-lora-rank") == "8"
+    assert value_of(served, "--chat-template") == str(run / "adapter" / "chat_template.jinja")
+    assert value_of(served, "--dtype") == "float32"
+    assert value_of(served, "--max-model-len") == "256"
+    assert value_of(command(run, "vllm", context=128), "--max-model-len") == "128"
+    assert (served.name, served.url) == ("shop", "http://localhost:8000/v1")
+
+
+def test_a_whole_model_is_served_under_its_own_name(model_folder: Path) -> None:
+    served = command(model_folder, "vllm")
+    assert "--enable-lora" not in served.argv
+    assert value_of(served, "--served-model-name") == model_folder.name
+
+
+def test_what_a_server_cannot_take_names_the_export(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    with pytest.raises(CheckpointError, match="transformers' server takes whole models") as caught:
+        command(copy, "transformers")
+    assert caught.value.hint == f"fitune export {copy} --as merged, and serve {copy / 'merged'}"
+    config = copy / "adapter" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"use_dora": false', '"use_dora": true'))
+    with pytest.raises(CheckpointError, match="vLLM cannot take this adapter as it is: DoRA"):
+        command(copy, "vllm")
+    fitune.export(run, tmp_path / "copy" / "merged", kind="merged")
+    merged = command(copy, "vllm")
+    assert merged.argv[4] == str(copy / "merged")
+    assert "--enable-lora" not in merged.argv
+    assert command(copy, "transformers").name == str((copy / "merged").resolve())
+
+
+def test_without_a_server_both_ways_to_one_are_named(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FITUNE_VLLM_PYTHON", "/no/such/python")
+    monkeypatch.setattr(serving, "_NEEDED", ("no_such_library",))
+    with pytest.raises(RecipeError, match="transformers' own needs no_such_library"):
+        command(model_folder, only_print=False)
+    assert "serve" in command(model_folder).argv
+    with pytest.raises(RecipeError, match="--port 0 is no port"):
+        command(model_folder, port=0)
