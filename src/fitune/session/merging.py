@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ def _merge(model: str, adapter: str, folder: Path, *, tell: Tell) -> tuple[str, 
         on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
     )
     adapted = load_adapter(base, adapter)
-    settings = adapted.peft_config[adapted.active_adapter]
+    settings: Any = adapted.peft_config[adapted.active_adapter]
     settings.modules_to_save = None  # load_adapter has put the tables in place
     train_tables(base, read_adapter_config(Path(adapter)).modules_to_save or ())
     tokenizer = load_tokenizer(NamedModel(title="", model=model, adapter=adapter).texts)
