@@ -32,7 +32,7 @@ def value_of(served: Served, option: str) -> str:
 
 def test_vllm_gets_base_adapter_rank_template_type_and_length(run: Path, model_folder: Path) -> None:
     served = command(run, "vllm")
-    assert served.argv[4] == str(model_folder)
+    assert value_of(served, "--model") == str(model_folder)
     assert value_of(served, "--lora-modules") == f"shop={run / 'adapter'}"
     assert value_of(served, "--max-lora-rank") == "8"
     assert value_of(served, "--chat-template") == str(run / "adapter" / "chat_template.jinja")
@@ -59,7 +59,7 @@ def test_what_a_server_cannot_take_names_the_export(run: Path, tmp_path: Path) -
         command(copy, "vllm")
     fitune.export(run, tmp_path / "copy" / "merged", kind="merged")
     merged = command(copy, "vllm")
-    assert merged.argv[4] == str(copy / "merged")
+    assert value_of(merged, "--model") == str(copy / "merged")
     assert "--enable-lora" not in merged.argv
     assert command(copy, "transformers").name == str((copy / "merged").resolve())
 

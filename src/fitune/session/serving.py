@@ -13,7 +13,7 @@ from fitune.models.adapter_config import read_adapter_config
 from fitune.models.door import read_config
 from fitune.models.weights import stored_dtype
 from fitune.score.engine_vllm import python_of_vllm, rounded_rank
-from fitune.score.opening import why_merged_first
+from fitune.score.opening import choose_device, why_merged_first
 from fitune.session.named_models import NamedModel, find_model
 from fitune.train.export import FOLDERS
 
@@ -64,7 +64,11 @@ def _by_vllm(named: NamedModel, python: str, *, host: str, port: int, context: i
     model, adapter = named.model, named.adapter
     if adapter and (why := why_merged_first(read_adapter_config(Path(adapter)))):
         model, adapter = _merged(named, f"vLLM cannot take this adapter as it is: {why}"), ""
-    argv = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", host, "--port", str(port)]
+    # not `vllm serve`, which asks for a distribution named vllm: builds for a CPU have another name
+    argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    argv += ["--host", host, "--port", str(port)]
+    if choose_device().type == "cpu":
+        argv.append("--enforce-eager")
     if dtype := stored_dtype(model):
         argv += ["--dtype", str(dtype).removeprefix("torch.")]
     if length := context or getattr(read_config(model).get_text_config(), "max_position_embeddings", 0):
