@@ -182,7 +182,7 @@ def test_words_that_are_no_options_are_an_error_object_too(call, words: list[str
     error = json.loads(out)["error"]
     assert (code, err) == (2, "")
     assert said in error["message"]
-    assert "--help" in error["hint"]
+    assert "--help" in error["hint"] or "did you mean" in error["hint"]
 
 
 def test_a_command_under_json_keeps_its_exit_code(call, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from fitune.cli.app import app
-from fitune.errors import FituneError, RecipeError, exit_code_of, system_failures
+from fitune.errors import FituneError, exit_code_of, system_failures
 from fitune.session.signals import exits_on_signals
 
 
@@ -36,20 +36,18 @@ def main() -> None:
 
 
 def _run_command() -> None:
-    """A word typer does not know is told to people by typer itself, to programs like every other error."""
-    if "--json" not in sys.argv:
-        app(prog_name="fitune")
-        return
+    """Words that typer does not take are refused like all others."""
     # typer brings its own click since 0.26 and does not export this
     usage_error: Any = typer.BadParameter.__base__
     try:
         sys.exit(app(prog_name="fitune", standalone_mode=False))
     except usage_error as error:
-        raise RecipeError(error.format_message(), hint=f"{_command_of(error)} --help") from None
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            sys.exit(error.exit_code)
+        from fitune.session.usage_errors import refusal_of
 
-
-def _command_of(error: Any) -> str:
-    return "fitune" if error.ctx is None else str(error.ctx.command_path)
+        raise refusal_of(error) from None
 
 
 def _print_error(error: FituneError) -> None:

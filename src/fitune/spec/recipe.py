@@ -4,6 +4,7 @@
 keys are refused with a did-you-mean.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -361,7 +362,8 @@ def _in_words(item: Any) -> str:
         case "less_than":
             return f"must be less than {context['lt']}"
         case "literal_error":
-            return f"must be {context['expected']}"
+            near = did_you_mean(str(item["input"]), re.findall(r"'([^']*)'", context["expected"]))
+            return f"must be {context['expected']}" + (f"; {near}" if near else "")
         case "bool_parsing" | "bool_type":
             return "must be true or false"
         case "string_unicode":

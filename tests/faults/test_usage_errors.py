@@ -1,0 +1,36 @@
+"""Words that a command does not take: the option, the value, what may stand there, the nearest of it; never a box."""
+
+import pytest
+
+from faults.conftest import Call
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        (["train", "r.yaml", "--on", "slurm"], "--on = 'slurm': must be 'here' or 'ray'", "fitune launch … --on slurm"),
+        (
+            ["launch", "r.yaml", "--on", "slrm"], "--on = 'slrm': must be 'kuberay', 'kubernetes' or 'slurm'",
+            "did you mean 'slurm'?",
+        ),
+        (["export", "run", "--as", "mergd"], "--as = 'mergd': must be 'merged', 'adapter' or 'full'", "'merged'?"),
+        (["demo", "--gpus", "5"], "--gpus = '5': must be at most 2", ""),
+        (["plan", "--rows", "many"], "--rows = 'many': must be a whole number", ""),
+        (["doctor", "--calibrat"], "--calibrat is not an option of fitune doctor", "did you mean '--calibrate'?"),
+        (["plan", "--fleet"], "--fleet has no value", "--help"),
+        (["trian"], "fitune: no such command 'trian'", "did you mean 'train'?"),
+        (["report"], "fitune report: missing argument", "fitune report --help"),
+        (["plan", "--model", "gpt2", "--tuning", "lorra"], "tuning = 'lorra': must be 'full', 'lora'", "did you mean 'lora'?"),
+        (["plan", "--model", "gpt2", "--objective", "fastet"], "objective = 'fastet': must be 'fastest',", "did you mean 'fastest'?"),
+    ],
+)  # fmt: skip
+def test_a_word_that_is_not_taken_is_refused_in_words(
+    call: Call, words: list[str], said: str, hint: str
+) -> None:
+    code, out, told = call(*words)
+    assert code == 2
+    assert told.startswith("error: ")
+    assert said in told
+    assert hint in told
+    assert not set("╭│╰") & set(out + told)
+    assert "Value error" not in told
