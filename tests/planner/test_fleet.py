@@ -133,7 +133,7 @@ def test_what_nothing_keeps_is_said_of_the_nearest(ranked: Callable[..., Ranking
 
 def test_the_text_says_what_is_taken_and_why_not_the_others(ranked: Callable[..., Ranking]) -> None:
     text = " ".join(explain_ranking(ranked()).split())
-    assert "volta, 1 node: takes" in text
+    assert "volta, 1 node: the whole job takes" in text
     assert "8 devices instead of 16, each with" in text
     assert "(no bf16" in text
     assert "node_network 100 Gbit/s: hopper" in text

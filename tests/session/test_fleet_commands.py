@@ -116,8 +116,8 @@ def test_the_picture_has_a_point_for_every_offer(tmp_path: Path) -> None:
     ranking = plan_on_fleet(recipe_of(), request_of(tmp_path))
     draw_ranking(ranking, tmp_path / "fleet.svg")
     drawn = (tmp_path / "fleet.svg").read_text()
-    assert "fast, 1 node (taken)" in drawn
-    assert "slow, 1 node" in drawn
+    assert "fast (taken)" in drawn
+    assert "slow" in drawn
     with pytest.raises(RecipeError, match="must end in .svg"):
         draw_ranking(ranking, tmp_path / "fleet.png")
     unpriced = plan_on_fleet(recipe_of(), request_of(tmp_path, FLEET.replace("price: 1, ", "")))

@@ -7,7 +7,7 @@ from fitune.estimate.parameters import num_ranks
 from fitune.planner.explain import wrapped
 from fitune.planner.fleet import Ranking, where
 from fitune.planner.job import STORAGE_BANDWIDTH
-from fitune.planner.whole_job import START_SECONDS, Offer
+from fitune.planner.whole_job import START_SECONDS, TOKENS_PER_SECOND, Offer
 from fitune.spec.plan import Plan
 from fitune.spec.words import (
     describe_devices,
@@ -134,9 +134,13 @@ def _against(offer: Offer, best: Offer) -> str:
         words.append(
             f"only {method_name(plan.tuning)} fits there, and {method_name(taken.tuning)} comes before it"
         )
-    words.append(f"takes {_ratio(offer.seconds, best.seconds)} the time: {_speed(offer, best)}")
+    whole, training = (
+        _times(offer.seconds, best.seconds),
+        _times(offer.parts["training"], best.parts["training"]),
+    )
+    words.append(f"the whole job takes {whole} as long, its training {training}: {_speed(offer, best)}")
     if offer.cost is not None and best.cost is not None:
-        words.append(f"costs {_ratio(offer.cost, best.cost)} as much")
+        words.append(f"costs {_times(offer.cost, best.cost)} as much")
     if not offer.is_free:
         free = offer.cluster.free_nodes
         words.append(
@@ -146,9 +150,9 @@ def _against(offer: Offer, best: Offer) -> str:
     return "; ".join(words)
 
 
-def _ratio(one: float, other: float) -> str:
+def _times(one: float, other: float) -> str:
     share = one / other
-    return "about" if abs(share - 1) < _SIMILAR else f"{share:,.2f} ×"
+    return "about" if abs(share - 1) < _SIMILAR else f"{share:,.3g} ×"
 
 
 def _speed(offer: Offer, best: Offer) -> str:
@@ -165,7 +169,11 @@ def _speed(offer: Offer, best: Offer) -> str:
     shared = plan.recompute.blocks - taken.recompute.blocks
     why += [f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed"] if shared > 0 else []
     why = [word for word in why if word]
-    speed = "about as fast each" if abs(share - 1) < _SIMILAR else f"each with {share:.0%} of the tokens/s"
+    speed = (
+        "about as fast each"
+        if abs(share - 1) < _SIMILAR
+        else f"each with {share * 100:.0f} % of the tokens/s"
+    )
     return f"{devices}, {speed}" + (f" ({'; '.join(why)})" if why else "")
 
 
@@ -189,6 +197,7 @@ def _assumed(ranking: Ranking) -> Iterator[str]:
             f"storage (a node to the shared file system) {STORAGE_BANDWIDTH / 1e6:g} MB/s",
             [one.name for one in clusters if one.storage is None],
         ),
+        ("all nodes are free", [one.name for one in clusters if one.free is None and one.live is None]),
         (
             "host_memory twice the node's device memory",
             [one.name for one in clusters if one.host_memory is None],
@@ -201,8 +210,9 @@ def _assumed(ranking: Ranking) -> Iterator[str]:
     for name, named in missing:
         if named:
             yield f"{name}: {', '.join(named)}"
+    yield f"tokenising {TOKENS_PER_SECOND:,.0f} tokens/s, once, by one core"
     if any(offer.run.epoch.guess for offer in ranking.all_offers):
-        yield f"the rows of an epoch: guessed {ranking.best.run.epoch.guess}"
+        yield f"the tokens of an epoch: guessed {ranking.best.run.epoch.guess}"
 
 
 def ranking_data(ranking: Ranking) -> dict[str, Any]:

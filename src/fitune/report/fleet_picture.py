@@ -1,6 +1,7 @@
 """The picture of a fleet: time against cost of the whole job, a point for each cluster and number of nodes."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,12 +74,41 @@ def _draw(axes: Any, points: Sequence[Point]) -> None:
         axes.plot(
             point.seconds, point.cost, marker="o", markersize=8 if point.is_taken else 6, color=colour, lw=0
         )
-        axes.annotate(
-            f"{point.name}{' (taken)' if point.is_taken else ''}", (point.seconds, point.cost),
-            xytext=(6, -13 if point.is_on_frontier else 6),
+    axes.figure.legend(loc="outside lower right", frameon=False, labelcolor=_MUTED)
+    _label(axes, points, best)
+
+
+_PLACES = [(7, -3), (7, 6), (7, -12), (-7, -3), (-7, 6), (-7, -12), (7, 15), (7, -21), (-7, 15), (-7, -21), (7, 24),
+           (7, -30)]  # fmt: skip
+"""Where a label may begin, or end to the left of its point, in points of type; the first that is free is taken."""
+
+
+def _label(axes: Any, points: Sequence[Point], best: Sequence[Point]) -> None:
+    """Names beside the points, those of the frontier first: over no other name, point, or line of the frontier."""
+    from matplotlib.transforms import Bbox
+
+    axes.figure.draw_without_rendering()
+    places = {point: axes.transData.transform((point.seconds, point.cost)) for point in points}
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places.values()]
+    for one, other in pairwise(best):
+        (x, y), (to_x, to_y) = places[one], places[other]
+        taken += [Bbox.from_extents(x, y - 1, to_x, y + 1), Bbox.from_extents(to_x - 1, to_y, to_x + 1, y)]
+    for point in sorted(points, key=lambda each: (not each.is_taken, not each.is_on_frontier)):
+        text = axes.annotate(
+            f"{point.name}{' (taken)' if point.is_taken else ''}", (point.seconds, point.cost), xytext=(0, 0),
             textcoords="offset points", color=_INK, fontweight="bold" if point.is_taken else "normal", fontsize=8.5,
         )  # fmt: skip
-    axes.legend(loc="upper right", frameon=False, labelcolor=_MUTED)
+        hits = []
+        for number, offset in enumerate(_PLACES):
+            text.set_ha("left" if offset[0] > 0 else "right")
+            text.set_position(offset)
+            box = text.get_window_extent()
+            outside = not (axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 + 20 and axes.bbox.y0 <= box.y0)
+            hits.append((outside, box.count_overlaps(taken), number))
+        offset = _PLACES[min(hits)[2]]
+        text.set_ha("left" if offset[0] > 0 else "right")
+        text.set_position(offset)
+        taken.append(text.get_window_extent())
 
 
 def _tick(seconds: float) -> str:

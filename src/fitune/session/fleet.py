@@ -195,7 +195,7 @@ def _full_rows(plan: Plan, rows: int | None) -> Epoch:
         rows = round(steps * batch.global_batch_size * plan.hardware.num_gpus)
     return Epoch(
         rows=rows, tokens=rows * batch.seq_len, longest_row=batch.seq_len, units=rows, usual=largest_batch(plan),
-        guess=f"as rows of seq_len {batch.seq_len}",
+        guess=f"as {batch.seq_len:,} tokens (seq_len) in each row",
     )  # fmt: skip
 
 
@@ -214,7 +214,8 @@ def draw_ranking(ranking: Ranking, path: Path) -> None:
         path,
         [
             Point(
-                name=where(offer), seconds=offer.seconds, cost=offer.cost or 0.0,
+                name=where(offer) if offer.cluster.nodes > 1 else offer.cluster.name,
+                seconds=offer.seconds, cost=offer.cost or 0.0,
                 is_on_frontier=offer in ranking.frontier, is_taken=offer is ranking.best,
             )
             for offer in priced
