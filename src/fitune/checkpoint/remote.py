@@ -59,7 +59,7 @@ class Remote:
 
 
 def complete_checkpoints(store: Store) -> list[Remote]:
-    """Those with a COMMIT that is whole, newest first."""
+    """Checkpoints of ``store`` with a COMMIT that is whole, newest first."""
     found = []
     for name in store.infos(FOLDER):
         if match := _COMMIT_FILE.fullmatch(name):

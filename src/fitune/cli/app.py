@@ -55,10 +55,10 @@ Json = Annotated[bool, Option("--json", help="Print one JSON object instead of t
 Picture = Annotated[Path | None, Option(metavar="FILE.svg", help="Draw a ranking or a matrix, too.")]
 _NAMED = "A folder or Hub id of a model, an adapter, or the directory of a run."
 Run = Annotated[Path, Argument(help="Directory of a run.")]
-MaxNewTokens = Annotated[int, Option(help="Of one answer.")]
+MaxNewTokens = Annotated[int, Option(help="Tokens of one answer at most.")]
 Temperature = Annotated[float, Option(help="0 is greedy.")]
 TopP = Annotated[float, Option(help="Draw from the likeliest tokens of this share.")]
-Seed = Annotated[int, Option(help="Of the draws; idle at temperature 0.")]
+Seed = Annotated[int, Option(help="Seed of the draws; idle at temperature 0.")]
 Template = Annotated[str, Option(help="Jinja file; default: the tokenizer's own.")]
 OnRay = Annotated[Literal["here", "ray"], Option("--on", help="ray: by workers of a Ray cluster.")]
 RayAddress = Annotated[str, Option(help="HOST:PORT. Default: RAY_ADDRESS or this machine.")]

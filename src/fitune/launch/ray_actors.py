@@ -28,7 +28,7 @@ _AHEAD = 4
 
 
 class Worker(Protocol):
-    """What an actor is."""
+    """An actor of the pool."""
 
     def hello(self) -> str:
         """Where it runs, in words."""
@@ -47,7 +47,7 @@ class Worker(Protocol):
 class _Member(Generic[Piece]):
     actor: Any
     promise: Any
-    """Of the call that it is in; None while it is free."""
+    """Ray's reference to the result of the actor's present call; None while it is free."""
     where: str = ""
     """Empty until it has a place."""
     task: tuple[int, Piece] | None = None
@@ -180,7 +180,7 @@ class ActorPool(Generic[Piece, Result]):
             self._looked = time.monotonic()
 
     def _parts_done(self) -> int:
-        """Of those that answer at once: it is for people to see."""
+        """Parts that the actors have done, of those actors that answer at once: the number is for people to see."""
         ray = loaded_ray()
         asked = [member.actor.done.remote() for member in self._members if member.task is not None]
         came, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])

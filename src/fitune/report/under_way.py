@@ -33,9 +33,9 @@ class UnderWay:
     step: int = 0
     total_steps: int = 0
     remaining_s: float = 0.0
-    """Of the steps that are left; 0 before the first."""
+    """Seconds that the steps left will take; 0 before the first."""
     saved_step: int | None = None
-    """Of the last checkpoint."""
+    """Step of the last checkpoint."""
     signs: tuple[Sign, ...] = ()
     """One for each of several ranks."""
 
@@ -66,7 +66,7 @@ def state_line(run: UnderWay) -> str:
 
 
 def sign_rows(signs: Sequence[Sign]) -> list[tuple[str, ...]]:
-    """Of each rank: its process, what it did last, in which step, and how long ago."""
+    """A row for each rank: its process, what it did last, in which step, and how long ago."""
     return [
         (
             f"rank {sign.status.rank}",

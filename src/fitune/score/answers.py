@@ -66,7 +66,7 @@ def _response(task: Task, body: Line) -> Line:
 
 
 def _weighed_body(answer: Answer, model: str) -> Line:
-    """Of each given text the log-probabilities, in nats, of itself and of the tokens that end the answer."""
+    """A choice for each given text: log-probabilities, in nats, of the text and of the tokens that end the answer."""
     choices = []
     for index, (given, found) in enumerate(zip(answer.task.given, answer.likelihoods, strict=True)):
         border = len(given.token_ids) - given.end_tokens

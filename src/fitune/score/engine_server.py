@@ -230,7 +230,7 @@ def _choice(response: Any) -> dict[str, Any]:
 
 
 def _completion(request: Request, choice: dict[str, Any]) -> Completion:
-    """What the choice says; token ids only where they are whole, log-probabilities only where there is one for each."""
+    """The answer in ``choice``; with token ids where all are there, with log-probabilities where each token has one."""
     text, reason = choice.get("text"), choice.get("finish_reason")
     if not isinstance(text, str) or reason not in ("stop", "length"):
         raise _Spoiled(f"the server answered text {text!r:.40} and finish_reason {reason!r:.20}")

@@ -99,7 +99,7 @@ class TransformersEngine:
                 yield from self._weigh_batch(by_length[start : start + size])
 
     def close(self) -> None:
-        """Nothing: the model belongs to the caller."""
+        """Does nothing: the model belongs to the caller."""
 
     def _weigh_sharing(self, batch: Sequence[Sequence[Continuation]]) -> list[Likelihood]:
         parts = language_model(self.model, ChunkedLoss(chunk_tokens=_HEAD_TOKENS))

@@ -29,7 +29,7 @@ class Kind:
     measures: str
     """The mean over the rows, in words."""
     grade: Callable[[str, str], float] | None = None
-    """Of the answer and the reference."""
+    """The grade of an answer, beside its reference."""
     weigh: Callable[[Weighed], Graded] | None = None
     """Of a row whose given answers were weighed. Without both: in a process of its own (score/grader_process.py)."""
     argument: str = ""
