@@ -246,7 +246,7 @@ def _by_cost(offer: Offer) -> tuple[float, float]:
 
 
 def _by_end(offer: Offer) -> tuple[float, float]:
-    """Key that sorts offers by their end in seconds; an offer without a known end comes last, the shortest of them first."""
+    """Sort key: offers by their end in seconds, those without a known end last, the shortest of them first."""
     return float("inf") if offer.end_seconds is None else offer.end_seconds, offer.seconds
 
 
