@@ -119,9 +119,9 @@ def format_rate(tokens_per_second: float) -> str:
     return f"{tokens_per_second:,.{digits}f} tokens/s"
 
 
-def format_percent(fraction: float, *, signed: bool = False) -> str:
-    """A fraction as a percentage: ``2.4 %``, ``+0.8 %``; never ``-0.0 %``."""
-    return f"{fraction * 100:{'+' if signed else ''}z.1f} %"
+def format_percent(fraction: float, *, signed: bool = False, digits: int = 1) -> str:
+    """A fraction as a percentage: ``2.4 %``, ``+0.8 %``, without digits ``53 %``; never ``-0.0 %``."""
+    return f"{fraction * 100:{'+' if signed else ''}z.{digits}f} %"
 
 
 def format_number(value: float, *, digits: int = 4) -> str:

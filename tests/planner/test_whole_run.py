@@ -81,7 +81,7 @@ def test_short_rows_are_said_to_be_slow_and_full_ones_are_not() -> None:
     short = replace(USUAL, tokens=40, supervised_tokens=20, rows=1, longest_row=44)
     epoch = replace(epoch_of(800), tokens=40 * 800, usual=short)
     lines = list(run_lines(whole_run(plan, epoch, price_per_gpu_hour=0.0), plan))
-    assert "rows fill 8% of seq_len 512" in lines[-1]
+    assert "rows fill 8 % of seq_len 512" in lines[-1]
     full = replace(USUAL, tokens=512, supervised_tokens=500, rows=1, longest_row=512)
     epoch = replace(epoch_of(800), tokens=512 * 800, usual=full)
     assert "fill" not in list(run_lines(whole_run(plan, epoch, price_per_gpu_hour=0.0), plan))[-1]

@@ -34,7 +34,7 @@ from fitune.spec.words import (
     describe_sharding,
     method_name,
 )
-from fitune.units import format_bytes
+from fitune.units import format_bytes, format_percent
 
 
 def decisions_of(
@@ -132,7 +132,7 @@ def _placement(recipe: Recipe, plan: Plan) -> Iterator[str]:
         host = format_bytes(plan.hardware.host_memory_bytes)
         yield (
             f"note on offload: a node's memory is not known and taken to be {host}, "
-            f"{HOST_PER_DEVICE_MEMORY} × its devices'; host_memory: 128GiB says how much there is"
+            f"{HOST_PER_DEVICE_MEMORY} × its devices'; say how much it has: host_memory: 128GiB"
         )
 
 
@@ -208,7 +208,7 @@ def _recompute(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if blocks == 0:
         yield "recompute: no block, all activations fit"
     else:
-        again = f"{blocks / layers:.0%} of a forward pass more"
+        again = f"{format_percent(blocks / layers, digits=0)} of a forward pass more"
         most = "the fewest that fit with this batch and loss"
         if _is_least(recipe):
             most = "which need least memory"
@@ -307,8 +307,8 @@ def _long_update(chosen: Priced) -> Iterator[str]:
     share = seconds / chosen.estimate.step_seconds
     if share > 0.5:
         yield (
-            f"note on global_batch_size: the update takes {share:.0%} of a step, whatever its batch "
-            f"({chosen.estimate.time.limits[Phase.UPDATE]}); a larger batch pays it less often"
+            f"note on global_batch_size: the update takes {format_percent(share, digits=0)} of a step, whatever its "
+            f"batch ({chosen.estimate.time.limits[Phase.UPDATE]}); a larger batch pays it less often"
         )
 
 

@@ -14,7 +14,7 @@ from fitune.spec.predictions import Estimate, MemoryBreakdown, Phase, PlanReport
 from fitune.spec.rules import broken_rules
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_plan, devices_with_memory
-from fitune.units import GIB, MIB, format_bytes, format_count, format_rate, format_seconds
+from fitune.units import GIB, MIB, format_bytes, format_count, format_percent, format_rate, format_seconds
 
 
 def explain_plan(report: PlanReport) -> str:
@@ -65,7 +65,8 @@ def _only_planned(plan: Plan) -> list[str]:
 def _title(plan: Plan) -> str:
     total = count_parameters(plan.model).total
     trained = trained_parameters(plan)
-    share = f"{format_count(trained)} trained ({trained / total:.2%})" if trained < total else "all trained"
+    percent = format_percent(trained / total, digits=2)
+    share = f"{format_count(trained)} trained ({percent})" if trained < total else "all trained"
     where = devices_with_memory(plan.hardware)
     return f"{plan.model.name} · {format_count(total)} parameters, {share} · on {where}"
 
@@ -146,9 +147,10 @@ def _on_a_slower_board(plan: Plan) -> list[str]:
 def _runner_up(priced: Priced, chosen: Priced) -> list[str]:
     estimate = priced.estimate
     faster = estimate.tokens_per_second / chosen.estimate.tokens_per_second - 1
+    beside = "as fast" if abs(faster) < 0.005 else format_percent(faster, signed=True, digits=0)
     return [
         wrapped(describe_plan(priced.plan)),
-        f"    {format_bytes(estimate.peak_bytes)}, {format_rate(estimate.tokens_per_second)} ({faster:+.0%})",
+        f"    {format_bytes(estimate.peak_bytes)}, {format_rate(estimate.tokens_per_second)} ({beside})",
     ]
 
 

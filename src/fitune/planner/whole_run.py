@@ -12,7 +12,7 @@ from fitune.spec.plan import Plan
 from fitune.spec.predictions import Epoch, WholeRun
 from fitune.spec.recipe import Recipe
 from fitune.spec.schedule import total_steps, warmup_steps
-from fitune.units import format_bytes, format_count, format_learning_rate, format_seconds
+from fitune.units import format_bytes, format_count, format_learning_rate, format_percent, format_seconds
 
 
 def whole_run(plan: Plan, epoch: Epoch, *, price_per_gpu_hour: float) -> WholeRun:
@@ -81,10 +81,10 @@ def _half_empty(run: WholeRun, plan: Plan) -> Iterator[str]:
     per_token = predict_step_time(plan).step_seconds / (full.tokens * batch.accumulation * num_ranks(plan))
     packed = epoch.tokens * per_token * run.epochs
     if run.steps >= run.steps_per_epoch and run.seconds > WORTH_PACKING * packed:
-        share = epoch.tokens / epoch.rows / batch.seq_len
+        share = format_percent(epoch.tokens / epoch.rows / batch.seq_len, digits=0)
         yield (
-            f"rows fill {share:.0%} of seq_len {batch.seq_len}; packing: true would train the same tokens in about "
-            f"{format_seconds(packed)}, in fewer and larger steps"
+            f"rows fill {share} of seq_len {batch.seq_len}; packing: true would train the same "
+            f"tokens in about {format_seconds(packed)}, in fewer and larger steps"
         )
 
 
