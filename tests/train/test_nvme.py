@@ -36,7 +36,7 @@ def reads_and_writes() -> None:
     imports it."""
     asked = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=False)
     if asked.returncode:
-        pytest.skip(asked.stderr.strip().splitlines()[-1])
+        pytest.skip(" ".join(asked.stderr.strip().splitlines()[-2:]))
 
 
 @pytest.fixture
