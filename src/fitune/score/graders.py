@@ -31,7 +31,7 @@ class Kind:
     grade: Callable[[str, str], float] | None = None
     """The grade of an answer, beside its reference."""
     weigh: Callable[[Weighed], Graded] | None = None
-    """Of a row whose given answers were weighed. Without both: in a process of its own (score/grader_process.py)."""
+    """The grade of a row whose given answers were weighed. Without both: in a process of its own."""
     argument: str = ""
     needs_reference: bool = True
     needs_choices: bool = False

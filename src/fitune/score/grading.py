@@ -61,7 +61,7 @@ def _helper(grader: Grader) -> Helper:
 
 
 def _earlier(shards: Shards, number: int, grader: Grader) -> list[Line] | None:
-    """What a judge gave the shard, or nothing of another grader, which is not asked twice; None: not graded."""
+    """The shard's grades by a judge; empty for another grader, which is not asked twice; None: not graded."""
     if not shards.has_grades(number, grader.key):
         return None
     return [parse_json(line) for line in shards.grades(number, grader.key)] if grader.row.judges else []

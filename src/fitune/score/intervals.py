@@ -205,7 +205,7 @@ def _perplexity_difference(pairs: list[Pair]) -> tuple[float, float, float]:
 
 
 def _scales(directory: Path) -> dict[str, Scale]:
-    """What the report says of the graders; nothing where there is none."""
+    """The scale of each grader, by the report; empty where there is none."""
     path = directory / "report.json"
     try:
         return from_json(ScoreReport, read_text(path, follow_links=False)).scales

@@ -27,6 +27,6 @@ class ScorePlan:
     url: str = ""
     """Of a server, without /completions."""
     dtype: str = ""
-    """Of the answers' arithmetic, where it is not that of this machine's device."""
+    """Precision in which the answers are computed, where it is not that of this machine's device."""
     served_model: str = ""
     """The name under which the server knows the model; empty: ``model``."""

@@ -128,7 +128,7 @@ def _chosen_graders(references: References, say: Callable[[str], None]) -> tuple
 
 
 def _choice_graders(plan: ScorePlan, say: Callable[[str], None]) -> tuple[str, ...]:
-    """Those for rows with choices where the first row has some and no grader is named; else none."""
+    """Graders for rows with choices, where the first row has some and no grader is named; else none."""
     if not first_row_has_choices(plan.data):
         return ()
     say(f"graders: {', '.join(CHOICE_GRADERS)} (the first row has choices)")

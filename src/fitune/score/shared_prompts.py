@@ -16,7 +16,7 @@ from fitune.score.continuous import filled_layers
 from fitune.score.engine import Continuation, Likelihood
 
 Weights = Callable[[Tensor, Sequence[int]], tuple[tuple[float, ...], bool]]
-"""Of the hidden states before a text and its ids: log-probabilities, and True if each is the most likely one."""
+"""Takes the hidden states before a text and its ids; gives log-probabilities, and True if each id is the likeliest."""
 
 
 def prompts_shared(

@@ -107,7 +107,7 @@ class Answer:
     code: str = ""
     error: str = ""
     likelihoods: tuple[Likelihood, ...] = ()
-    """Of the given texts, where they were weighed."""
+    """Log-probabilities of the given texts, where they were weighed."""
 
     @property
     def tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""What answers groups of tasks, one group after the other: by an engine of this process, or in a process of its own."""
+"""Answers to groups of tasks, one group after the other: by an engine of this process, or in a process of its own."""
 
 import os
 import socket

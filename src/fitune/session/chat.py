@@ -32,7 +32,7 @@ from fitune.spec.model_config import load_model_spec
 
 _COMMAND = re.compile(r"/[a-z]+")
 _HALF = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes the first bytes of a character to."""
+"""The text that a tokenizer decodes the first bytes of a character to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +264,7 @@ class _Written:
         return "" if self.text.endswith(_HALF) else self.rest()
 
     def rest(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         begin, self._shown = self._shown, len(self.text)
         return self.text[begin:]
 

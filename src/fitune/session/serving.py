@@ -20,7 +20,7 @@ from fitune.train.export import FOLDERS
 Server = Literal["vllm", "transformers"]
 
 _NEEDED = ("fastapi", "uvicorn", "openai")
-"""What `transformers serve` imports (the extra `serving` of transformers)."""
+"""Modules that `transformers serve` imports (the extra `serving` of transformers)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ Tell = Callable[[str], None]
 
 _LOOK_SECONDS = 1.0
 _SHARE = 0.05
-"""Of one core, that watching may take: the page of a long run is written less often."""
+"""Share of one core that watching may take: the page of a long run is written less often."""
 _PACE_STEPS = 51
 _SIGNS = ("metrics.jsonl", "estimate.json", "plan.json", LOCK)
 
