@@ -44,6 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_", "COMET_"))]:
             patch.delenv(name)
+        patch.chdir(folder)  # MLflow keeps files where it runs
         patch.setenv("HOME", str(folder))  # no key of who runs this
         patch.setenv("COMET_INI", str(folder / "none"))
         patch.setenv("SOME_PASSWORD", SECRET)
