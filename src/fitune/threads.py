@@ -5,8 +5,8 @@ import threading
 from contextlib import suppress
 
 NICENESS = 10
-"""Of a thread that writes or sends (man 2 setpriority: Linux has it by thread): hashing and copying take a core, and
-where all are busy the steps come first. On two busy cores a matrix product slowed by half beside the writing of a
+"""Niceness of threads that write or send (man 2 setpriority: Linux has it by thread): hashing and copying take a core,
+and where all are busy the steps come first. On two busy cores a matrix product slowed by half beside the writing of a
 checkpoint, so by a tenth."""
 
 

@@ -275,7 +275,7 @@ class RunReport:
 
 
 Scale = Literal["share", "points", "nats", "perplexity", "value"]
-"""Of a grader's mean: a share of 1, points of a judge, nats of a row, a perplexity (lower is better), any number."""
+"""Kind of a grader's mean: a share of 1, points of a judge, nats of a row, a perplexity (lower is better), a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ T = TypeVar("T")
 AT_ONCE = 4
 """Files that are sent at the same time."""
 _PARTS_AT_ONCE = 2
-"""Of one file; a part is 16 MiB, so sending takes 128 MiB of the host at most."""
+"""Parts of one file that are sent at the same time; a part is 16 MiB, so sending takes 128 MiB of the host at most."""
 _BLOCK_BYTES = 8 * MIB
 _SMALL_BYTES = 64 * MIB
 
@@ -182,7 +182,7 @@ class Store:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _all(self, action: Callable[[str], T], names: Iterable[str]) -> list[T]:
-        """What ``action`` returns for each name, several at once. Raises the first error when all have ended."""
+        """Run ``action`` on several names at once; returns its results. Raises the first error when all have ended."""
         begun = [self._pool.submit(action, name) for name in names]
         wait(begun)
         return [one.result() for one in begun]
@@ -256,7 +256,7 @@ class Store:
     def _tried(
         self, url: str, action: Callable[[], T], *, doing: Any, waits: Iterable[float] | None = None
     ) -> T:
-        """What ``action`` returns, tried again after each of the waits; what no waiting changes is raised at once."""
+        """Run ``action``, again after each of the waits; returns its result. What no waiting changes is raised at once."""
         with asking(url, error=StoreError, doing=doing):
             for wait_s in opening.WAITS_S if waits is None else waits:
                 try:

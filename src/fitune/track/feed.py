@@ -35,7 +35,7 @@ SETTLE_S = 5.0
 END_S = 30.0
 """For all of the end: a tracker that takes longer is ended."""
 UNFINISHED_END_S = 10.0
-"""The same for a run that was stopped or failed: whoever stopped it may not wait long."""
+"""Seconds for all of the end of a run that was stopped or failed: whoever stopped it may not wait long."""
 
 
 class Trackers:
@@ -60,7 +60,7 @@ class Trackers:
 
     @property
     def tracked(self) -> tuple[Tracked, ...]:
-        """What each tracker has of the run so far, those of earlier attempts too."""
+        """The run so far as each tracker has it; trackers of earlier attempts are among them."""
         now = [feed.tracked for feed in self._feeds]
         named = {one.tracker for one in now}
         return (*now, *(one for one in self._earlier if one.tracker not in named))

@@ -11,10 +11,10 @@ from fitune.spec.serial import parse_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """What a tracker is told before the first step."""
+    """Facts that a tracker is told before the first step."""
 
     run_id: str
-    """The same for every attempt at a run. A tracker whose server makes the ids returns its own."""
+    """Id of the run, equal for all its attempts. A tracker whose server makes the ids returns its own."""
     is_new: bool
     """False: an earlier attempt, or another program, has begun this run there."""
     name: str
@@ -32,13 +32,13 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """What a tracker is told after the last step."""
+    """Facts that a tracker is told after the last step."""
 
     status: Status
     figures: dict[str, float]
     """Predicted and measured, each by the name of its curve: ``predicted/peak_of_tensors``, in bytes."""
     table: tuple[tuple[str, str, str, str], ...] = ()
-    """The same in words: what, predicted, measured, error; the first row has the headings."""
+    """Those figures in words: name, predicted, measured, error; the first row has the headings."""
     files: tuple[str, ...] = ()
     """Paths of report.html, report.json with the account of the data, plan.json and recipe.yaml."""
 
@@ -57,7 +57,7 @@ class Where:
     command: str = ""
     """Shows what lies on this disk, or sends it later."""
     note: str = ""
-    """What a user should know: why it is offline."""
+    """A note for the user: why it is offline."""
 
 
 class Tracker(Protocol):
