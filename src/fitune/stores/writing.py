@@ -256,7 +256,7 @@ class Store:
     def _tried(
         self, url: str, action: Callable[[], T], *, doing: Any, waits: Iterable[float] | None = None
     ) -> T:
-        """Run ``action``, again after each of the waits; returns its result. What no waiting changes is raised at once."""
+        """Run ``action``, again after each of the waits; returns its result. Raises at once what no wait changes."""
         with asking(url, error=StoreError, doing=doing):
             for wait_s in opening.WAITS_S if waits is None else waits:
                 try:
