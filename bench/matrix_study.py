@@ -16,7 +16,6 @@ from pathlib import Path
 from fitune.estimate.memory import memory_of
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import with_host_memory
-from fitune.planner.explain import wrapped
 from fitune.planner.matrix import Cell, Matrix, compared, matrix, method_words, short_name
 from fitune.planner.method_search import MethodSearch
 from fitune.spec.counts import count_parameters
@@ -25,7 +24,7 @@ from fitune.spec.model import ModelSpec
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.recipe import Recipe, parse_recipe
 from fitune.spec.words import method_name
-from fitune.units import format_percent
+from fitune.units import format_percent, wrapped
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b")
 LENGTHS = (256, 512, 1024, 2048, 4096)

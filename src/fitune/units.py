@@ -1,7 +1,8 @@
-"""The only place where numbers become text and text becomes numbers."""
+"""The only place where numbers become text, text becomes numbers, and long lines become several."""
 
 import math
 import re
+import textwrap
 from collections.abc import Iterable
 from decimal import Decimal
 
@@ -143,3 +144,15 @@ def as_ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{s[0]}–{s[-1]}" if len(s) > 1 else str(s[0]) for s in runs)
+
+
+def wrapped(text: str, *, indent: int = 2, hanging: int = 0) -> str:
+    """``text`` in lines of at most 100 columns; the lines after the first are indented by ``hanging`` more."""
+    return textwrap.fill(
+        text,
+        width=100,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hanging),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

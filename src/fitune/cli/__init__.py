@@ -6,7 +6,6 @@
 import json
 import os
 import sys
-import textwrap
 from typing import Any
 
 import typer
@@ -14,6 +13,7 @@ import typer
 from fitune.cli.app import app
 from fitune.errors import FituneError, exit_code_of, system_failures
 from fitune.session.signals import exits_on_signals
+from fitune.units import wrapped
 
 
 def main() -> None:
@@ -57,14 +57,7 @@ def _print_error(error: FituneError) -> None:
     else:
         lines = f"error: {error}".splitlines()
         if sys.stderr.isatty():  # a log keeps its lines whole, so that they can be searched
-            lines = [_folded(line) for line in lines]
+            lines = [
+                wrapped(line.strip(), indent=len(line) - len(line.lstrip()), hanging=2) for line in lines
+            ]
         print("\n".join(lines), file=sys.stderr)
-
-
-def _folded(line: str) -> str:
-    """At most 100 columns; what goes on keeps the line's own indentation."""
-    indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.fill(
-        line.strip(), width=100, initial_indent=indent, subsequent_indent=indent + "  ",
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip

@@ -62,6 +62,7 @@ Seed = Annotated[int, Option(help="Seed of the draws; idle at temperature 0.")]
 Template = Annotated[str, Option(help="Jinja file; default: the tokenizer's own.")]
 OnRay = Annotated[Literal["here", "ray"], Option("--on", help="ray: by workers of a Ray cluster.")]
 RayAddress = Annotated[str, Option(help="HOST:PORT. Default: RAY_ADDRESS or this machine.")]
+Rendezvous = Annotated[str, Option(metavar="HOST:PORT", help="With --nodes N: node 0, and a free port.")]
 Workers = Annotated[str, Option(metavar="N|N..M", help="With --on ray: the fewest and most.")]
 
 
@@ -193,15 +194,9 @@ def train(
     words: Words = None,
     settings: Settings = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Remove an earlier run in output_dir.")] = False,
-    node_rank: Annotated[
-        int | None, Option(metavar="K", help="With --nodes N: this machine's number, from 0.")
-    ] = None,
-    rendezvous: Annotated[
-        str, Option(metavar="HOST:PORT", help="With --nodes N: node 0, and a free port there.")
-    ] = "",
-    rendezvous_timeout: Annotated[
-        float, Option(metavar="SECONDS", help="How long to wait for the others.")
-    ] = 600.0,
+    node_rank: Annotated[int | None, Option(metavar="K", help="With --nodes N: 0 to N-1.")] = None,
+    rendezvous: Rendezvous = "",
+    rendezvous_timeout: Annotated[float, Option(metavar="SECONDS", help="To wait for the others.")] = 600.0,
     on: OnRay = "here",
     ray_address: RayAddress = "",
     workers: Workers = "",
@@ -247,12 +242,8 @@ def launch(
     words: Words = None,
     settings: Settings = None,
     show: Annotated[bool, Option("--print", help="Print the commands; `fitune train` runs them.")] = False,
-    rendezvous: Annotated[
-        str, Option(metavar="HOST:PORT", help="The first of several machines, and a free port there.")
-    ] = "HOST:PORT",
-    configuration: Annotated[
-        bool, Option("--print-deepspeed-config", help="Print the ds_config.json of a plan for DeepSpeed.")
-    ] = False,
+    rendezvous: Rendezvous = "HOST:PORT",
+    configuration: Annotated[bool, Option("--print-deepspeed-config", help="Print ds_config.json.")] = False,
     on: Annotated[
         Literal["kuberay", "kubernetes", "slurm"] | None,
         Option(help="Print the manifest or script that starts the plan there."),
@@ -391,9 +382,7 @@ def chat(
 @app.command()
 def serve(
     model: Annotated[str, Argument(metavar="MODEL|RUN", help=_NAMED)],
-    server: Annotated[
-        Literal["vllm", "transformers"] | None, Option(help="Default: vLLM if it is here.")
-    ] = None,
+    server: Annotated[Literal["vllm", "transformers"] | None, Option(help="Default: vLLM if here.")] = None,
     host: Annotated[str, Option(help="Address to listen at.")] = "localhost",
     port: Annotated[int, Option(help="Port to listen at.")] = 8000,
     context: Annotated[int, Option(help="Tokens of prompt and answer, for vLLM; 0: the model's.")] = 0,
@@ -460,8 +449,7 @@ def report(
 @app.command()
 def doctor(
     calibrate: Annotated[
-        bool,
-        Option("--calibrate", help="Measure this device in one to two minutes; plans use it from then on."),
+        bool, Option("--calibrate", help="Measure this device in 1 to 2 minutes; plans use it from then on.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -491,9 +479,7 @@ def check(
     files: Annotated[
         list[Path], Argument(metavar="FILE...", help="Rows, one JSON object a line; or files of results/.")
     ],
-    confidence: Annotated[
-        str, Option(help="The least confidence that counts as evidence: high, medium, low or any.")
-    ] = "medium",
+    confidence: Annotated[str, Option(help="The least that counts: high, medium, low or any.")] = "medium",
     leave_one_out: Annotated[
         bool, Option("--leave-one-out", help="Predict each source without what was learnt from it.")
     ] = False,

@@ -7,12 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any, TextIO
 
 from fitune.session.events import Event, Reading, RowsAnswered, StepsBegin, StepsEnd, WeightsRead
 from fitune.session.reading_words import ReadingPace, Show, at_most_every
-from fitune.session.step_words import StepPace, details, is_worth_a_line, step_line
+from fitune.session.step_words import StepPace, is_worth_a_line
 from fitune.spec.reports import StepReport
 
 
@@ -51,9 +50,7 @@ class Terminal:
     def __enter__(self) -> "Terminal":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._close()
 
     def _read(self, reading: Reading) -> None:
@@ -95,7 +92,6 @@ class Progress:
         self._stream = sys.stdout if stream is None else stream
         self._log_every = max(log_every, 1)
         self._pace = StepPace()
-        self._memory_bytes = 0
         self._first = True
         self._bar = _LiveBar(self._stream) if self._stream.isatty() else None
 
@@ -105,14 +101,10 @@ class Progress:
 
     def step(self, report: StepReport) -> None:
         self._pace.add(report)
-        self._memory_bytes = max(self._memory_bytes, *report.memory_bytes.values(), 0)
-        remaining = self._pace.remaining_seconds(report)
-        line = step_line(report, memory_bytes=self._memory_bytes, remaining=remaining)
         if self._bar is not None:
-            note = details(report, memory_bytes=self._memory_bytes, remaining=remaining)
-            self._bar.update(report, note=note, line=line)
+            self._bar.update(report, note=self._pace.details(report), line=self._pace.line(report))
         elif self._first or is_worth_a_line(report, log_every=self._log_every):
-            print(line, file=self._stream, flush=True)
+            print(self._pace.line(report), file=self._stream, flush=True)
         self._first = False
 
     def close(self) -> None:
@@ -165,13 +157,8 @@ def loading_bar(*, quiet: bool = False, stream: TextIO | None = None) -> Iterato
         return
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
-    columns = (
-        TextColumn("reading weights"),
-        BarColumn(30),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    with _transient_bar(stream, *columns) as (bar, task):
+    doing, size = TextColumn("reading weights"), DownloadColumn(binary_units=True)
+    with _transient_bar(stream, doing, BarColumn(30), size, TransferSpeedColumn()) as (bar, task):
 
         def show(done: int, total: int) -> None:
             bar.start()

@@ -8,6 +8,7 @@ import yaml
 
 from fitune.foreign.reading import Line, Reading
 from fitune.spec.recipe import Recipe
+from fitune.units import wrapped
 
 _WIDTH = 100
 
@@ -90,7 +91,4 @@ def _source(source: Any) -> str:
 def _paragraph(title: str, parts: Sequence[str]) -> list[str]:
     if not parts:
         return []
-    return textwrap.wrap(
-        f"{title}: {', '.join(parts)}", _WIDTH, initial_indent="  ", subsequent_indent="    ",
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+    return wrapped(f"{title}: {', '.join(parts)}", hanging=2).splitlines()

@@ -9,7 +9,7 @@ from fitune.estimate.parameters import num_ranks
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import ROW_STEP
-from fitune.planner.explain import memory_sum, priced_data, wrapped
+from fitune.planner.explain import memory_sum, priced_data
 from fitune.planner.fit import last_true, shortage
 from fitune.planner.less_memory import largest_known_model
 from fitune.planner.method_search import MethodSearch
@@ -22,7 +22,7 @@ from fitune.spec.predictions import Priced
 from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.recipe_words import parse_value
 from fitune.spec.words import describe_base_of, describe_plan, method_name
-from fitune.units import format_bytes, format_rate, format_seconds
+from fitune.units import format_bytes, format_rate, format_seconds, wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

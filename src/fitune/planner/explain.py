@@ -1,6 +1,5 @@
 """Plans and estimates as text for people and as data for programs."""
 
-import textwrap
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,16 @@ from fitune.spec.predictions import Estimate, MemoryBreakdown, Phase, PlanReport
 from fitune.spec.rules import broken_rules
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_plan, devices_with_memory
-from fitune.units import GIB, MIB, format_bytes, format_count, format_percent, format_rate, format_seconds
+from fitune.units import (
+    GIB,
+    MIB,
+    format_bytes,
+    format_count,
+    format_percent,
+    format_rate,
+    format_seconds,
+    wrapped,
+)
 
 
 def explain_plan(report: PlanReport) -> str:
@@ -209,18 +217,6 @@ def moment(phase: Phase) -> str:
         Phase.UPDATE: "in the update",
     }
     return words[phase]
-
-
-def wrapped(text: str, *, indent: int = 2, hanging: int = 0) -> str:
-    """``text`` in lines of at most 100 columns; the lines after the first are indented by ``hanging`` more."""
-    return textwrap.fill(
-        text,
-        width=100,
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + hanging),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def plan_data(report: PlanReport) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fitune.estimate.parameters import num_ranks
-from fitune.planner.explain import wrapped
 from fitune.planner.fleet import Ranking, where
 from fitune.planner.job import STORAGE_BANDWIDTH
 from fitune.planner.whole_job import START_SECONDS, TOKENS_PER_SECOND, Offer
@@ -16,7 +15,7 @@ from fitune.spec.words import (
     describe_sharding,
     method_name,
 )
-from fitune.units import format_bytes, format_count, format_rate, format_seconds
+from fitune.units import format_bytes, format_count, format_rate, format_seconds, wrapped
 
 _SIMILAR = 0.05
 """Speeds and costs that differ by less are called the same."""

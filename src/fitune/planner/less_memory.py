@@ -13,7 +13,7 @@ from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import CHUNK_TOKENS, ROW_STEP, optimizer_of
-from fitune.planner.explain import host_sum, wrapped
+from fitune.planner.explain import host_sum
 from fitune.planner.fit import Known, described, fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lora_of, methods_for, packed_base, to_adapters
@@ -37,7 +37,7 @@ from fitune.spec.predictions import Rejection
 from fitune.spec.recipe import Recipe
 from fitune.spec.rules import adds_gradients_up, keeps_rules
 from fitune.spec.words import describe_offload, describe_plan
-from fitune.units import GIB, format_bytes
+from fitune.units import GIB, format_bytes, wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 from fitune.errors import RecipeError
 from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import with_added_rows
-from fitune.planner.explain import priced_data, wrapped
+from fitune.planner.explain import priced_data
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
 from fitune.planner.search import first_choice, refuse_contradictions
@@ -27,7 +27,7 @@ from fitune.spec.words import (
     devices_with_memory,
     method_name,
 )
-from fitune.units import format_bytes, format_count, format_rate
+from fitune.units import format_bytes, format_count, format_rate, wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

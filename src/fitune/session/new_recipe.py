@@ -11,7 +11,6 @@ import yaml
 from fitune.errors import FituneError, RecipeError
 from fitune.files import write_atomically
 from fitune.planner.defaults import data_of
-from fitune.planner.explain import wrapped
 from fitune.session.planning import plan_on_data
 from fitune.session.typed_words import split_words
 from fitune.spec.gpus import find_gpu
@@ -20,7 +19,7 @@ from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe import canonical_keys, parse_recipe
 from fitune.spec.recipe_keys import GROUPS, Key, keys_of
 from fitune.spec.words import describe_plan
-from fitune.units import format_bytes, format_rate, format_seconds
+from fitune.units import format_bytes, format_rate, format_seconds, wrapped
 
 AUTO = "auto"
 """The answer that leaves a key to the plan."""

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RecipeError
 from fitune.planner.alternatives import alternative_data, explain_alternative, explain_largest, largest_data
-from fitune.planner.explain import explain_plan, plan_data, unit_for, wrapped
+from fitune.planner.explain import explain_plan, plan_data, unit_for
 from fitune.planner.matrix import Matrix, explain_matrix, matrix_data
 from fitune.session.planning import LargestThatFit, Rehearsed, WithChange
 from fitune.spec.predictions import Estimate, PlanReport, Rehearsal
 from fitune.spec.reports import RunReport, ScoreReport
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_grade, describe_plan
-from fitune.units import format_bytes, format_percent, format_seconds
+from fitune.units import format_bytes, format_percent, format_seconds, wrapped
 
 if TYPE_CHECKING:  # those who only plan load no reports and no fleets
     from fitune.planner.fleet import Ranking

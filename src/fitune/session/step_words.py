@@ -10,13 +10,17 @@ WIDTH = 80
 
 
 class StepPace:
-    """How long the rest will take, from the mean of the last steps. The first is left out: it warms up."""
+    """How long the rest will take, from the mean of the last steps. The first is left out: it warms up.
+
+    Beside it the highest peak so far, for what is said of a step.
+    """
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=50)
-        self._steps = 0
+        self._steps = self._memory_bytes = 0
 
     def add(self, report: StepReport) -> None:
+        self._memory_bytes = max(self._memory_bytes, *report.memory_bytes.values(), 0)
         if self._steps == 1:
             self._seconds.clear()
         self._steps += 1
@@ -26,6 +30,14 @@ class StepPace:
         if not self._seconds:
             return 0.0
         return max(report.total_steps - report.step, 0) * sum(self._seconds) / len(self._seconds)
+
+    def line(self, report: StepReport) -> str:
+        """The step, added before, as a line of a log."""
+        return step_line(report, memory_bytes=self._memory_bytes, remaining=self.remaining_seconds(report))
+
+    def details(self, report: StepReport) -> str:
+        """Everything about the step, added before, but its number."""
+        return details(report, memory_bytes=self._memory_bytes, remaining=self.remaining_seconds(report))
 
 
 def is_worth_a_line(report: StepReport, *, log_every: int) -> bool:
