@@ -25,7 +25,7 @@ from fitune.spec.gpus import find_gpu, hardware_for
 from fitune.spec.model_config import load_model_spec, spec_from_config
 from fitune.spec.plan import Nf4, Plan
 from fitune.spec.recipe import canonical_keys, parse_recipe
-from fitune.spec.tracing import trace_with
+from fitune.spec.tracer import trace_with
 from fitune.train.prepare import prepare_loaded
 from fitune.units import format_bytes
 

@@ -34,7 +34,7 @@ from fitune.spec.plan import (
     Steps,
 )
 from fitune.spec.targets import resolve_targets
-from fitune.spec.tracing import trace_with
+from fitune.spec.tracer import trace_with
 from fitune.units import GIB
 
 MODELS = (

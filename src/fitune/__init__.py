@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from fitune.session.events import Event, Exported
     from fitune.session.keywords import PathLike, RecipeKeys, RecipeLike
     from fitune.session.planning import Rehearsed
-    from fitune.session.results import Reported, Result
+    from fitune.session.reported import Reported
+    from fitune.session.results import Result
     from fitune.spec.predictions import PlanReport
     from fitune.spec.reports import RunReport, ScoreReport
     from fitune.train.export import Kind
@@ -137,7 +138,7 @@ def export(
 @system_failures()
 def report(run: "PathLike") -> "Reported":
     """Predicted and measured of a run side by side; writes the run's report.html."""
-    from fitune.session.results import report_run
+    from fitune.session.reported import report_run
 
     return report_run(Path(run))
 

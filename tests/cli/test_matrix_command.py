@@ -9,7 +9,7 @@ import pytest
 
 from fitune.cli import main
 from fitune.errors import RecipeError
-from fitune.session.matrix_axes import full_names, row_lengths
+from fitune.session.matrix import full_names, row_lengths
 
 ON_V100 = ("--gpu", "v100-32gb", "--gpus", "8")
 

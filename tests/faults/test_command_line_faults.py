@@ -396,7 +396,7 @@ def test_an_error_of_the_system_is_no_traceback(call: Call, monkeypatch: pytest.
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "/somewhere/report.html")
 
-    monkeypatch.setattr("fitune.session.results.report_run", full)
+    monkeypatch.setattr("fitune.session.reported.report_run", full)
     code, out, _ = call("report", "run", "--json")
     assert code == SystemFailed.exit_code == 1
     assert json.loads(out)["error"]["message"] == "/somewhere/report.html: No space left on device"

@@ -186,14 +186,14 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_cause(
 def test_no_memory_outside_of_training_is_no_traceback(
     call: Call, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
-    failing(monkeypatch, "fitune.session.results.report_run", error)
+    failing(monkeypatch, "fitune.session.reported.report_run", error)
     code, out, _ = call("report", "run", "--json")
     assert code == 3
     assert json.loads(out)["error"]["message"] == f"out of memory{words}"
 
 
 def test_an_error_of_the_program_is_told_as_it_is(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, "fitune.session.results.report_run", RuntimeError("shapes differ"))
+    failing(monkeypatch, "fitune.session.reported.report_run", RuntimeError("shapes differ"))
     with pytest.raises(RuntimeError, match="shapes differ"):
         call("report", "run")
 

@@ -117,7 +117,7 @@ def test_before_the_first_step_one_signal_stops(
     [
         ("fitune.score.opening.load_model", ("score", "--out", "{tmp}/out")),
         ("fitune.session.demo.write_demo", ("demo", "--out", "{tmp}/demo")),
-        ("fitune.session.results.report_run", ("report", "{tmp}")),
+        ("fitune.session.reported.report_run", ("report", "{tmp}")),
     ],
     ids=["score", "demo", "report"],
 )

@@ -15,7 +15,7 @@ from fitune.spec.model import Linear, ModelSpec
 from fitune.spec.model_config import find_known_model, load_model_spec, names_with_formulas, spec_from_config
 from fitune.spec.plan import Lora
 from fitune.spec.targets import resolve_targets
-from fitune.spec.tracing import trace_with
+from fitune.spec.tracer import trace_with
 
 HAND_COUNTS = {
     # blocks · (q + k + v + o + gate, up, down + norms) + embeddings + final norm + head

@@ -20,6 +20,7 @@ from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import Full, Lora
 from fitune.spec.serial import from_json, to_json
 from fitune.spec.traced_profile import TracedStep
+from fitune.spec.tracer import trace_with
 from plans import CPU, gpu, plan_for
 
 NEOX = {
@@ -37,7 +38,7 @@ DEEPSEEK = {
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
-    tracing.trace_with(TransformersTracer())
+    trace_with(TransformersTracer())
     return tmp_path / "cache" / "traced"
 
 
@@ -102,7 +103,7 @@ def test_a_later_plan_traces_nothing(tmp_path: Path, cache: Path, monkeypatch: p
     first = predict_memory(plan)
     assert len(list(cache.glob("*.json"))) == 2  # shapes, and one way of training
     monkeypatch.setattr(tracing, "_known", {})
-    tracing.trace_with(None)
+    trace_with(None)
     assert load_model_spec(spec.name) == spec
     assert predict_memory(replace(plan, batch=replace(plan.batch, seq_len=96))).peak_bytes > first.peak_bytes
     next(cache.glob("*.shapes.json")).write_text("{")

@@ -201,7 +201,7 @@ def test_what_the_system_refuses_is_an_error_to_catch(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "/somewhere")
 
-    monkeypatch.setattr("fitune.session.results.report_run", full)
+    monkeypatch.setattr("fitune.session.reported.report_run", full)
     with pytest.raises(SystemFailed, match="No space left on device") as failed:
         fitune.report("anywhere")
     assert failed.value.exit_code == 1

@@ -12,7 +12,8 @@ import pytest
 from fitune.errors import RunDirectoryError
 from fitune.report.html import page_of
 from fitune.report.under_way import Sign, UnderWay, restart_summary, state_line
-from fitune.session.results import report_run, text_of, watched_run
+from fitune.session.reported import report_run, watched_run
+from fitune.session.results import text_of
 from fitune.session.watching import RunView, watch_run
 from fitune.spec.rank_status import RankError, RankStatus, write_status
 from fitune.spec.reports import Restart

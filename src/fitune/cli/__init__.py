@@ -21,6 +21,8 @@ def main() -> None:
     # Read when torch is loaded. Threads that spin while they wait make a step on cores that others use, too, 20 to 100
     # times as slow (bench/busy_neighbour.py).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # pydantic would look through all installed packages for plugins, which takes a tenth of a plan.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         with exits_on_signals(), system_failures():
             _run_command()

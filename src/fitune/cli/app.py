@@ -3,7 +3,6 @@
 import json as json_text
 import os
 import sys
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -68,7 +67,9 @@ Workers = Annotated[str, Option(metavar="N|N..M", help="With --on ray: the fewes
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"fitune {installed_version('fitune')}")
+        from importlib.metadata import version
+
+        print(f"fitune {version('fitune')}")
         raise typer.Exit
 
 
@@ -162,8 +163,7 @@ def matrix(
     json: Json = False,
 ) -> None:
     """Models × lengths of rows: the plan taken for each, and which of DDP, ZeRO, recompute and offload fit."""
-    from fitune.session.matrix_axes import full_names, row_lengths
-    from fitune.session.planning import draw_picture, plan_matrix
+    from fitune.session.matrix import draw_picture, full_names, plan_matrix, row_lengths
     from fitune.session.typed_words import matrix_recipe
 
     names, lengths = tuple(full_names(models)), row_lengths(context)
@@ -270,7 +270,7 @@ def launch(
             print(place, file=sys.stderr)
         print(text, end="")
         return
-    from fitune.session.planning import deepspeed_configuration, launch_lines
+    from fitune.session.launching import deepspeed_configuration, launch_lines
 
     if configuration:
         print(deepspeed_configuration(_recipe(words, settings)))
@@ -440,7 +440,7 @@ def report(
     json: Json = False,
 ) -> None:
     """Lay predicted and measured side by side, and write the run's report.html."""
-    from fitune.session.results import report_run, watched_run
+    from fitune.session.reported import report_run, watched_run
 
     watched = watched_run(run, tell=lambda line: print(line, file=sys.stderr)) if watch else None
     _show(watched or report_run(run), json=json)

@@ -33,7 +33,6 @@ from fitune.estimate.states import (
     update_gradient_bytes,
     update_temporaries_bytes,
 )
-from fitune.estimate.traced import traced_blocks, traced_final_norm
 from fitune.spec.block_profile import Attention, BatchShape, BlockProfile, Pass, Stage, in_all
 from fitune.spec.counts import blocks_gone_back_through
 from fitune.spec.plan import (
@@ -47,7 +46,6 @@ from fitune.spec.plan import (
     updates_in_backward,
 )
 from fitune.spec.remembered import remembered
-from fitune.spec.tracing import profile_for
 
 Terms = dict[str, int]
 
@@ -239,6 +237,9 @@ def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
 
 
 def _traced_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
+    from fitune.estimate.traced import traced_blocks, traced_final_norm
+    from fitune.spec.tracing import profile_for
+
     step = profile_for(plan, shape)
     tokens, square = shape.tokens, step.square(shape)
     return ModelProfile(

@@ -177,7 +177,7 @@ def _block(keeping: _Fit, again: _Fit, block: int) -> TracedBlock:
 
 
 class TransformersTracer:
-    """Builds models of transformers without memory: spec/tracing.py's Tracer."""
+    """Builds models of transformers without memory: spec/tracer.py's Tracer."""
 
     def shapes(self, config: Mapping[str, Any], *, name: str, digest: str, dtype: str) -> ModelSpec:
         """Raises ModelError for an architecture that transformers does not have, or that has no decoder blocks."""

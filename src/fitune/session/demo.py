@@ -12,7 +12,7 @@ from fitune.score.shards import remove_scores
 from fitune.session.events import Note, Planned, Tell, tell_nobody
 from fitune.session.fresh_process import train_program
 from fitune.session.planning import plan_for
-from fitune.session.results import Reported, report_run
+from fitune.session.reported import Reported, report_run
 from fitune.session.scoring import model_and_adapter, score_dataset
 from fitune.session.training import Attempt, run_once
 from fitune.spec.recipe import read_recipe

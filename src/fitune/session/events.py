@@ -10,7 +10,7 @@ from fitune.data.ledger import describe_ledger
 from fitune.planner.explain import explain_plan
 from fitune.planner.whole_run import run_lines
 from fitune.report.compare import Prediction, describe_retry
-from fitune.session.results import Reported, comparison_text
+from fitune.session.reported import Reported, comparison_text
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport
 from fitune.spec.reports import Ledger, MergedLoss, Retry, RunReport, StepReport

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RecipeError
-from fitune.foreign.door import read_foreign
-from fitune.foreign.reading import SHARDING, Reading, require_readable
-from fitune.foreign.words import explain_reading, recipe_with_comments
 from fitune.spec.recipe import Recipe, canonical_keys, given_options, layered_recipe
 from fitune.spec.recipe_words import load_yaml
+
+if TYPE_CHECKING:  # a recipe of options alone is no other trainer's
+    from fitune.foreign.reading import Reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +43,15 @@ def recipe_of_keys(
     options: Mapping[str, Any] | None = None,
 ) -> ReadRecipe:  # fmt: skip
     """The recipe of the keys of a file in ``folder``, with settings and options on top."""
+    from fitune.foreign.door import read_foreign
+
     reading = read_foreign(raw, where=where, folder=folder)
     if reading is None:
         own = canonical_keys(raw, where=where)
         return ReadRecipe(recipe=layered_recipe(own, where=where, settings=settings, options=options))
+    from fitune.foreign.reading import SHARDING, require_readable
+    from fitune.foreign.words import explain_reading
+
     require_readable(reading)
     settings = tuple(settings)
     recipe = layered_recipe(reading.settings, where=where, settings=settings, options=options)
@@ -61,6 +66,10 @@ def recipe_of_keys(
 
 def convert_recipe(path: Path) -> str:
     """Another trainer's recipe as one of fitune's, with a comment on each line. Raises RecipeError for one of ours."""
+    from fitune.foreign.door import read_foreign
+    from fitune.foreign.reading import require_readable
+    from fitune.foreign.words import recipe_with_comments
+
     reading = read_foreign(load_yaml(path), where=str(path), folder=path.parent)
     if reading is None:
         raise RecipeError(f"{path} is not recognised as another trainer's recipe", hint=f"fitune plan {path}")
@@ -68,7 +77,7 @@ def convert_recipe(path: Path) -> str:
     return recipe_with_comments(reading, _values(reading))
 
 
-def _values(reading: Reading) -> dict[str, Any]:
+def _values(reading: "Reading") -> dict[str, Any]:
     """The settings that were read, checked and in the order of the Recipe."""
     recipe = layered_recipe(reading.settings, where=reading.where)
     values = recipe.model_dump(include=set(reading.settings), exclude_none=True)

@@ -1,5 +1,7 @@
-"""A recipe becomes what a cluster runs: a manifest of KubeRay or Kubernetes, or a script of SLURM."""
+"""A recipe becomes what a cluster runs: commands for each machine, a manifest of KubeRay or Kubernetes, a script of
+SLURM."""
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -7,17 +9,21 @@ from pathlib import Path, PurePosixPath
 import yaml
 
 from fitune.errors import RecipeError
+from fitune.launch.command import MachineCommand, machine_commands
 from fitune.launch.kuberay import ray_job
 from fitune.launch.kubernetes import one_node_job
 from fitune.launch.pods import manifest_text
 from fitune.launch.slurm import batch_script
 from fitune.planner.job import inside, job_of
 from fitune.session.planning import plan_for
+from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.job import JobSpec, System
 from fitune.spec.job_settings import JobSettings, read_job_settings, require_meaningful
 from fitune.spec.pins import pinned
+from fitune.spec.plan import Zero
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe import Recipe
+from fitune.spec.words import describe_sharding
 
 JOB = "job."
 """``--set job.KEY=VALUE`` is a setting of the job; every other ``--set`` is one of the recipe."""
@@ -127,3 +133,25 @@ def _require_named_hardware(recipe: Recipe) -> None:
             "no GPU is named, and the plan of a cluster is not one of this machine",
             hint="--gpu h100 --gpus 8 --nodes 2; or --fleet FILE chooses among clusters",
         )
+
+
+def launch_commands(recipe: Recipe, words: Sequence[str], *, rendezvous: str) -> list[MachineCommand]:
+    """The command for each machine of the recipe's plan; ``words`` are those that name the recipe."""
+    report = plan_for(recipe, purposes=("plan", "train"))
+    return machine_commands(report.chosen.plan, words, rendezvous=rendezvous)
+
+
+def launch_lines(recipe: Recipe, words: Sequence[str], settings: Sequence[str], *, rendezvous: str) -> str:
+    """The commands as text, each below the number of its machine; the recipe is named as it was typed."""
+    typed = [*words, *(part for setting in settings for part in ("--set", setting))]
+    commands = launch_commands(recipe, typed, rendezvous=rendezvous)
+    return "\n".join(f"# machine {command.machine}\n{command}" for command in commands)
+
+
+def deepspeed_configuration(recipe: Recipe) -> str:
+    """The ds_config.json, as text, of the recipe's plan. Raises RecipeError when it is another's."""
+    plan = plan_for(recipe).chosen.plan
+    if not isinstance(plan.sharding, Zero) or plan.sharding.backend != "deepspeed":
+        by = describe_sharding(plan.sharding) or "one process"
+        raise RecipeError(f"the plan is {by}, not DeepSpeed", hint="backend: deepspeed, gpus: 2 or more")
+    return json.dumps(deepspeed_config(plan), indent=2)

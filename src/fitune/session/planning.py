@@ -1,31 +1,24 @@
 """A recipe becomes a plan on the hardware it names.
 
-Beside it: what a change would cost, the largest that fits, the plans of many models and lengths, and a rehearsal.
+Beside it: what a change would cost, the largest that fits, and a rehearsal.
 """
 
-import json
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fitune.errors import DataError, RecipeError
-from fitune.launch.command import MachineCommand, machine_commands
+from fitune.errors import DataError
 from fitune.measure.hardware import resolve_hardware
 from fitune.planner.alternatives import Alternative, Largest, changed_recipe, compare, largest
 from fitune.planner.defaults import with_host_memory
-from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
 from fitune.planner.search import find_plan
 from fitune.planner.whole_run import whole_run, with_timely_saves
-from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.gpus import GpuFigures
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
-from fitune.spec.plan import Zero
 from fitune.spec.predictions import PlanReport, Rehearsal
 from fitune.spec.recipe import Recipe
 from fitune.spec.rules import Purpose
-from fitune.spec.words import describe_sharding, devices_with_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,47 +119,3 @@ def rehearse_recipe(recipe: Recipe, *, exact: bool = False) -> Rehearsed:
     chosen = report.chosen
     rehearsal = rehearse(chosen.plan, exact=exact, outside=chosen.estimate.memory.outside)
     return Rehearsed(report=report, rehearsal=rehearsal)
-
-
-def plan_matrix(recipe: Recipe, *, models: Sequence[str], seq_lens: Sequence[int]) -> Matrix:
-    """Plan every model with every length of rows. Raises RecipeError for pins that contradict each other."""
-    specs = [load_model_spec(name) for name in models]
-    return matrix(recipe, models=specs, seq_lens=tuple(seq_lens), hardware=wanted_hardware(recipe))
-
-
-def draw_picture(found: Matrix, path: Path) -> None:
-    """Write the matrix as SVG. Raises RecipeError for another ending, MissingExtra without matplotlib."""
-    if path.suffix.lower() != ".svg":
-        raise RecipeError(f"--picture {path} must end in .svg", hint="--picture matrix.svg")
-    from fitune.report.comparison_plots import Card, draw_matrix  # not for those who only plan
-
-    draw_matrix(
-        path,
-        [[Card(*card(cell, found)) for cell in found.row(model)] for model in found.models],
-        title=f"What fits on {devices_with_memory(found.hardware)}",
-        rows=[short_name(model) for model in found.models],
-        columns=[f"{length:,} tokens" for length in found.seq_lens],
-        legend=f"{', '.join(found.shardings)}: {LEGEND}",
-    )
-
-
-def launch_commands(recipe: Recipe, words: Sequence[str], *, rendezvous: str) -> list[MachineCommand]:
-    """The command for each machine of the recipe's plan; ``words`` are those that name the recipe."""
-    report = plan_for(recipe, purposes=("plan", "train"))
-    return machine_commands(report.chosen.plan, words, rendezvous=rendezvous)
-
-
-def launch_lines(recipe: Recipe, words: Sequence[str], settings: Sequence[str], *, rendezvous: str) -> str:
-    """The commands as text, each below the number of its machine; the recipe is named as it was typed."""
-    typed = [*words, *(part for setting in settings for part in ("--set", setting))]
-    commands = launch_commands(recipe, typed, rendezvous=rendezvous)
-    return "\n".join(f"# machine {command.machine}\n{command}" for command in commands)
-
-
-def deepspeed_configuration(recipe: Recipe) -> str:
-    """The ds_config.json, as text, of the recipe's plan. Raises RecipeError when it is another's."""
-    plan = plan_for(recipe).chosen.plan
-    if not isinstance(plan.sharding, Zero) or plan.sharding.backend != "deepspeed":
-        by = describe_sharding(plan.sharding) or "one process"
-        raise RecipeError(f"the plan is {by}, not DeepSpeed", hint="backend: deepspeed, gpus: 2 or more")
-    return json.dumps(deepspeed_config(plan), indent=2)

@@ -1,7 +1,6 @@
 """SIGINT, SIGTERM and SIGHUP: the first lets a step be finished, the next stops at once; the exit code is the signal's
 own."""
 
-import ctypes
 import os
 import signal
 import stat
@@ -155,6 +154,8 @@ def end_with_launcher() -> None:
     Linux only (man 2 prctl, PR_SET_PDEATHSIG); elsewhere the ranks of a launcher that was killed train to their end.
     """
     if sys.platform == "linux":
+        import ctypes  # ranks alone come here
+
         ctypes.CDLL(None, use_errno=True).prctl(1, int(signal.SIGTERM), 0, 0, 0)
         if str(os.getppid()) != os.environ.get(LAUNCHER, str(os.getppid())):  # it died before
             raise SystemExit(EXIT_CODES[signal.SIGTERM])

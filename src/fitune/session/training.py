@@ -48,7 +48,7 @@ from fitune.session.events import (
 from fitune.session.exporting import export_run
 from fitune.session.first_use import measure_on_first_use
 from fitune.session.planning import plan_for, saving_in_time, wanted_hardware
-from fitune.session.results import report_run
+from fitune.session.reported import report_run
 from fitune.session.tracking import require_trackers, tracked
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Plan

@@ -19,7 +19,6 @@ from fitune.spec.hub import HUB_TIMEOUT_S, answers, is_offline
 from fitune.spec.model import ModelSpec
 from fitune.spec.model_names import closest_name
 from fitune.spec.serial import TABLE_BYTES, read_object
-from fitune.spec.tracing import shapes_for
 
 _ADOPTED_FROM_REMOTE_CODE = {
     "falcon": "modeling_falcon.FalconForCausalLM",
@@ -75,6 +74,8 @@ def spec_from_config(config: Mapping[str, Any], *, name: str, where: str | None 
     check_config(fields, traced=model_type not in FAMILIES)
     _refuse_other_tasks(fields)
     if model_type not in FAMILIES:
+        from fitune.spec.tracing import shapes_for
+
         return shapes_for(fields.values, name=name, where=fields.where, dtype=stored_type(fields))
     spec = FAMILIES[model_type](fields, name)
     check_positions(fields, spec)

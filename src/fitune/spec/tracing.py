@@ -7,10 +7,9 @@ the way of training and the versions of the libraries.
 import hashlib
 import json
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fitune.errors import ModelError
 from fitune.files import cache_folder, write_atomically
@@ -30,6 +29,7 @@ from fitune.spec.plan import (
 )
 from fitune.spec.serial import from_json, to_data, to_json
 from fitune.spec.traced_profile import TracedStep
+from fitune.spec.tracer import current_tracer
 
 FORMAT = 3
 """Goes up when what is stored, or how it is counted, changes."""
@@ -62,22 +62,6 @@ class Way:
         return _digest(facts)
 
 
-class Tracer(Protocol):
-    """Builds models without memory; lives where torch may be imported."""
-
-    def shapes(self, config: Mapping[str, Any], *, name: str, digest: str, dtype: str) -> ModelSpec: ...
-
-    def profile(self, way: Way) -> TracedStep: ...
-
-
-_tracer: ContextVar[Tracer | None] = ContextVar("_tracer", default=None)
-
-
-def trace_with(tracer: Tracer | None) -> None:
-    """From now on ``tracer`` is asked for what no cache has; None: nobody."""
-    _tracer.set(tracer)
-
-
 def config_digest(config: Mapping[str, Any]) -> str:
     """Names what a config's shapes and profiles depend on."""
     from importlib.metadata import version  # takes a while, and most plans need none of this
@@ -96,7 +80,7 @@ def shapes_for(config: Mapping[str, Any], *, name: str, where: str, dtype: str) 
     file = _folder() / f"{digest}.shapes.json"
     found = _stored(ModelSpec, file)
     if found is None:
-        tracer = _tracer.get()
+        tracer = current_tracer()
         if tracer is None:
             raise ModelError(
                 f"{where}: model_type = {config.get('model_type')!r}: its shapes are not known here yet",
@@ -116,7 +100,7 @@ def profile_for(plan: Plan, shape: BatchShape) -> TracedStep:
     file = _folder() / f"{plan.model.config_digest}.{way.digest}.json"
     found = _known.get(file) or _stored(TracedStep, file)
     if found is None:
-        tracer = _tracer.get()
+        tracer = current_tracer()
         if tracer is None:
             raise ModelError(f"{way.plan.model.name} has not been traced for this way of training yet")
         found = tracer.profile(way)

@@ -1,5 +1,7 @@
 """Names of a plan's parts, everywhere a person reads: one value, one name."""
 
+from typing import TYPE_CHECKING
+
 from fitune.spec.hardware import Hardware
 from fitune.spec.model import Dropout
 from fitune.spec.plan import (
@@ -25,8 +27,10 @@ from fitune.spec.plan import (
     Tuning,
     Zero,
 )
-from fitune.spec.reports import Scale
 from fitune.units import as_ranges, format_bytes, format_number, format_percent
+
+if TYPE_CHECKING:  # those who only plan load no reports
+    from fitune.spec.reports import Scale
 
 
 def describe_plan(plan: Plan) -> str:
@@ -173,7 +177,7 @@ def describe_loss(loss: Loss) -> str:
     return f"chunked loss ({loss.chunk_tokens})" if isinstance(loss, ChunkedLoss) else "plain loss"
 
 
-def describe_grade(grade: float, scale: Scale) -> str:
+def describe_grade(grade: float, scale: "Scale") -> str:
     """``45.0 %`` of a share, ``7.31`` points, ``-12.40 nats``, ``5.213`` of a perplexity or any other number."""
     if scale == "share":
         return format_percent(grade)

@@ -1,0 +1,140 @@
+"""What a run measured beside the prediction, and the grades of a scoring: as text for people, as data for programs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fitune.spec.reports import RunReport, ScoreReport
+from fitune.spec.serial import to_data
+from fitune.spec.words import describe_grade
+from fitune.units import format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from fitune.report.compare import Row
+    from fitune.track.record import Tracked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reported:
+    """What was predicted and measured of a run, and its page."""
+
+    directory: Path
+    rows: "tuple[Row, ...]"
+    run: RunReport | None
+    """None while the run is going, and when it was killed."""
+    page: Path
+    remarks: tuple[str, ...] = ()
+    """Steps that took much longer than the others."""
+    state: str = ""
+    """How far a run without a report is, and whether anybody goes on with it; empty for one with a report."""
+    trackers: "tuple[Tracked, ...]" = ()
+
+
+def report_run(directory: Path) -> Reported:
+    """Compare predicted and measured, and write report.html. Raises RunDirectoryError."""
+    from fitune.report.compare import compare
+    from fitune.report.html import page_of, write_page
+    from fitune.report.ranks import long_steps
+    from fitune.report.under_way import state_line
+    from fitune.session.watching import RunView
+
+    files, under_way = RunView(directory).look()
+    page = write_page(directory / "report.html", page_of(files, under_way))
+    rows = tuple(compare(files.estimate, files.run, files.steps))
+    remarks = tuple(long_steps(files.steps, files.run))
+    state = "" if under_way is None else state_line(under_way)
+    return Reported(
+        directory=directory,
+        rows=rows,
+        run=files.run,
+        page=page,
+        remarks=remarks,
+        state=state,
+        trackers=files.trackers,
+    )
+
+
+def watched_run(directory: Path, *, tell: Callable[[str], None], every_s: float = 5.0) -> Reported:
+    """Write report.html again and again until the run has ended, then like ``report_run``. A signal ends it with a page
+    that is not loaded again, and the program with it."""
+    from fitune.session.watching import watch_run
+
+    has_ended = watch_run(directory, tell=tell, every_s=every_s)
+    reported = report_run(directory)
+    if not has_ended:
+        raise SystemExit(0)
+    return reported
+
+
+def comparison_text(reported: Reported) -> str:
+    """Predicted beside measured, the time of each rank, and what was unusual."""
+    from fitune.report.compare import comparison_table, text_table
+    from fitune.report.ranks import RANK_HEADINGS, rank_rows
+
+    parts = [comparison_table(reported.rows)]
+    if ranks := rank_rows(() if reported.run is None else reported.run.ranks):
+        parts.append(text_table([RANK_HEADINGS, *ranks]))
+    return "\n".join([*parts, *reported.remarks])
+
+
+def explain_reported(reported: Reported) -> str:
+    """The table, how the run ended if it did not end well, and where its page is."""
+    lines = [comparison_text(reported)]
+    run = reported.run
+    if run is None:
+        lines.append(reported.state)
+    elif run.reason:
+        lines.append(f"the run is {run.status}: {run.reason}")
+    lines += [one.describe() for one in reported.trackers]
+    return "\n".join([*lines, f"report: {reported.page}"])
+
+
+def reported_data(reported: Reported) -> dict[str, Any]:
+    """The object that ``--json`` prints."""
+    rows = [
+        {"what": row.what, "predicted": row.predicted, "measured": row.measured, "error": row.error}
+        for row in reported.rows
+    ]
+    ranks = [] if reported.run is None else to_data(reported.run.ranks)
+    return {
+        "run": str(reported.directory),
+        "report": str(reported.page),
+        "comparison": rows,
+        "ranks": ranks,
+        "remarks": list(reported.remarks),
+        "state": reported.state,
+        "trackers": to_data(reported.trackers),
+    }
+
+
+def explain_score(report: ScoreReport) -> str:
+    grades = "\n".join(_explain_grade(report, name) for name in report.grades)
+    failed = f", {report.failed} failed" if report.failed else ""
+    cut = ""
+    if report.cut_off:
+        share = format_percent(report.cut_off / report.rows)
+        cut = f"\n{report.cut_off:,} answers ({share}) were cut off at max_new_tokens; --max-new-tokens allows more"
+    done = "weighed" if report.weighed_tokens else "answered"
+    tokens = (
+        f"{report.weighed_tokens:,} tokens of given answers weighed, none written"
+        if report.weighed_tokens
+        else f"{report.generated_tokens:,} tokens generated"
+    )
+    return (
+        f"{grades}\n{report.answered} of {report.rows} rows {done}{failed} in {format_seconds(report.seconds)}, "
+        f"{tokens}{cut}"
+    )
+
+
+def _explain_grade(report: ScoreReport, name: str) -> str:
+    """``choice 45.0 % (38.1 % to 52.0 %): rows whose likeliest choice is the right one; 2 of 100 not graded``."""
+    scale = report.scales.get(name, "share")
+    low, high = report.intervals.get(name, (0.0, 0.0))
+    interval = f" ({describe_grade(low, scale)} to {describe_grade(high, scale)})" if high > low else ""
+    measures = f": {report.measures[name]}" if name in report.measures else ""
+    left = f"; {report.ungraded[name]} of {report.rows} rows not graded" if name in report.ungraded else ""
+    errors = (
+        f"; the grader failed for {report.grader_errors[name]} rows" if name in report.grader_errors else ""
+    )
+    return f"{name} {describe_grade(report.grades[name], scale)}{interval}{measures}{left}{errors}"
