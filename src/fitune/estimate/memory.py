@@ -21,17 +21,20 @@ from fitune.estimate.states import (
 from fitune.estimate.step import StepStages, Terms
 from fitune.spec.plan import PlainLoss, trains_embeddings, updates_in_backward
 from fitune.spec.predictions import MemoryBreakdown, Phase
+from fitune.spec.remembered import remembered
 
 
+@remembered
 def memory_of(step: StepStages) -> MemoryBreakdown:
     """The breakdown of a step that is already described; a search varies the description (``varied``)."""
     resident = {**step.resident, "undivided tensors": step.buffers.resident}
+    around = step.around()
     always = step.gradients if gradients_always_exist(step.plan) else 0
     phases = {
         Phase.IDLE: {**resident, "gradients": always},
         Phase.FORWARD: {**resident, **_forward_terms(step)},
-        Phase.LOSS: {**resident, **_loss_terms(step)},
-        Phase.BACKWARD: {**resident, **_backward_terms(step)},
+        Phase.LOSS: {**resident, **around, **_loss_terms(step)},
+        Phase.BACKWARD: {**resident, **around, **_backward_terms(step)},
         Phase.UPDATE: {**resident, **step.update, "reduce buffers": step.buffers.update},
     }
     kept = {phase: {name: size for name, size in terms.items() if size} for phase, terms in phases.items()}
@@ -116,7 +119,6 @@ def _embedded_tokens(step: StepStages) -> int:
 def _loss_terms(step: StepStages) -> Terms:
     """Everything kept, the hidden states, and one chunk of logits at its worst moment."""
     alive: Terms = {
-        **step.around(),
         "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
         "recompute inputs": step.inputs_before(step.num_layers),
         "hidden states": step.hidden,
@@ -141,7 +143,7 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
     head = step.head_gradient
     after_first = gradients if step.adds_in_place else gradients + head
     fresh = {"gradients": after_first, "temporaries": head if step.adds_in_place else 0}
-    if plan.goes_back_twice:
+    if step.goes_back_twice:
         buffers += step.hidden  # the loss runs again while its first gradient waits
     moments: list[Terms] = [
         {"gradients": gradients, "loss": buffers + softmax},
@@ -190,12 +192,11 @@ def _backward_terms(step: StepStages) -> Terms:
         _root_divided_moment(step),
         _root_stepped_moment(step),
     ]
-    around: Terms = {
-        **step.around(),
+    held: Terms = {
         "hidden states": 2 * step.hidden,  # the trainer holds them and their gradient
         "16-bit copies": step.weight_copies * (step.num_layers - step.recomputed) // step.num_layers,
     }
-    return {**around, **_largest(moments)}
+    return {**held, **_largest(moments)}
 
 
 def _head_used_moment(step: StepStages) -> Terms:
@@ -247,7 +248,7 @@ def _block_moment(step: StepStages, index: int) -> Terms:
 
 def _kept_around(step: StepStages, index: int) -> int:
     """What other blocks keep while ``index`` goes back: those before it, or all where backward runs a second time."""
-    if not step.plan.goes_back_twice or step.activations_leave:
+    if not step.goes_back_twice or step.activations_leave:
         return step.kept_before(index)
     own = 0 if index < step.recomputed else step.block(index).peak.kept
     return step.kept_before(step.num_layers) + step.final_norm.kept - own
@@ -255,7 +256,7 @@ def _kept_around(step: StepStages, index: int) -> int:
 
 def _inputs_around(step: StepStages, index: int) -> int:
     """The same of the recomputed ones' inputs, block ``index``'s own among them."""
-    if not step.plan.goes_back_twice or step.activations_leave:
+    if not step.goes_back_twice or step.activations_leave:
         held = (step.num_layers - 1 - index) * step.held_behind
         return step.inputs_before(index) + step.own_input(index) + held
     return step.inputs_before(step.num_layers)
@@ -290,7 +291,7 @@ def _root_sum_moment(step: StepStages) -> Terms:
     return {
         **_kept_for_a_second_pass(step),
         "gradients": _blocks_and_waiting(step) + (0 if step.plan.model.tied_embeddings else table),
-        "gathered weights": step.buffers.root if step.plan.goes_back_twice else 0,
+        "gathered weights": step.buffers.root if step.goes_back_twice else 0,
         "reduce buffers": step.buffers.root_end + _summed_by_nodes(step),
     }
 
@@ -309,7 +310,7 @@ def _root_divided_moment(step: StepStages) -> Terms:
     return {
         **_kept_for_a_second_pass(step),
         "gradients": _blocks_at_rest(step) + shares * step.element_bytes + _last_of_root(step),
-        "gathered weights": step.buffers.root if step.plan.goes_back_twice else 0,
+        "gathered weights": step.buffers.root if step.goes_back_twice else 0,
         "reduce buffers": step.buffers.root_end
         + _summed_by_nodes(step)
         + (shares * width if width > step.element_bytes else 0),
@@ -341,7 +342,7 @@ def _root_shares(step: StepStages) -> list[int]:
 
 def _kept_for_a_second_pass(step: StepStages) -> Terms:
     """All that the blocks keep, where backward runs twice and this moment is in the first one too."""
-    if not step.plan.goes_back_twice:
+    if not step.goes_back_twice:
         return {}
     return {
         "activations": step.kept_before(step.num_layers) + step.final_norm.kept,

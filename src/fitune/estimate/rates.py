@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fitune.spec.counts import peak_flops
 from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.plan import Precision
+from fitune.spec.remembered import remembered
 
 PRODUCT_EFFICIENCY = {
     (7, 0): 0.72, (7, 5): 0.45, (8, 0): 0.78, (8, 6): 0.80, (8, 9): 0.60, (9, 0): 0.60, (10, 0): 0.60, (12, 0): 0.80,
@@ -72,6 +73,7 @@ class Rates:
     """A processor computes only when it is not launching; a GPU does both at once."""
 
 
+@remembered
 def rates_of(hardware: Hardware, precision: Precision) -> Rates:
     numbers = "bf16" if precision is Precision.BF16_MASTER else precision.value
     calibration = hardware.calibration

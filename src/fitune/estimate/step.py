@@ -93,12 +93,18 @@ class StepStages:
     """Elements that this device updates, once backward is through or in it."""
     update: Terms
     """What the update holds beside what stays."""
+    element_bytes: int
+    """e, of one element in the compute type."""
     hidden: int
     """The last hidden state, t · e · h; also the size of a block's input and of their gradients."""
+    head_gradient: int
+    """A whole gradient of the head; 0 where it is frozen."""
+    goes_back_twice: bool
+    """A first backward only measures (``Plan.goes_back_twice``)."""
+    activations_leave: bool
+    """What blocks keep waits on the host."""
     logit_bytes: int = 0
     """Alive for each logit where another trainer makes all of them; 0: fitune's loss."""
-    gradient_bytes: int = 0
-    """Bytes of one element of a fresh gradient; 0: those of the compute type."""
     fp32_stream: bool = False
     """The residual stream is fp32 whatever is computed in; ``hidden`` counts it so."""
     held_behind: int = 0
@@ -109,10 +115,6 @@ class StepStages:
     """Bytes alive around the blocks of a traced model, in backward and in forward; None for a model with formulas."""
     casts: tuple[float, float] = (0.0, 0.0)
     """Bytes per token that casts move beside the model's own operations, forward and backward, in all blocks."""
-
-    @property
-    def element_bytes(self) -> int:
-        return self.plan.precision.compute_bytes
 
     @property
     def full(self) -> bool:
@@ -138,11 +140,6 @@ class StepStages:
         """Whole weights while block ``index`` goes back."""
         ahead = self.buffers.backward_ahead if index > 0 else 0
         return self.buffers.backward + ahead + (index + 1) * self.buffers.backward_per_block
-
-    @property
-    def head_gradient(self) -> int:
-        width = self.gradient_bytes or self.element_bytes
-        return head_parameters(self.plan.model) * width if trains_head(self.plan.tuning) else 0
 
     def block(self, index: int) -> Block:
         return self.blocks[index]
@@ -170,10 +167,6 @@ class StepStages:
         """The input that block ``index`` keeps when it recomputes."""
         return self.hidden if self.untouched <= index < self.recomputed else 0
 
-    @property
-    def activations_leave(self) -> bool:
-        return self.plan.offload.activations != "device"
-
     def around(self, *, in_forward: bool = False) -> Terms:
         """The micro-batch itself, the rotary table that every block reads, and a mask over the stream.
 
@@ -200,10 +193,11 @@ class StepStages:
             "embedding dropout": dropped if trains else 0,
         }
 
-    def varied(self, *, recompute: Recompute, loss: Loss) -> "StepStages":
-        """The same step with other blocks recomputed or another loss: what a search tries most."""
-        plan = replace(self.plan, recompute=recompute, loss=loss)
-        return replace(self, plan=plan, recomputed=min(recompute.blocks, self.num_layers))
+    @remembered
+    def varied(self, blocks: int, loss: Loss) -> "StepStages":
+        """The same step with so many blocks recomputed, or another loss: what a search tries most, again and again."""
+        plan = replace(self.plan, recompute=Recompute(blocks=blocks), loss=loss)
+        return replace(self, plan=plan, recomputed=min(blocks, self.num_layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +256,7 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
     profile = profile or model_profile(plan, shape)
     blocks = _summed_up(profile, one_gradient_at_a_time(plan))
     forward, backward = _work(profile)
+    e = plan.precision.compute_bytes
     return StepStages(
         plan=plan,
         shape=shape,
@@ -288,9 +283,13 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         weights_read=weights_read_bytes(plan),
         unpacked=unpacking_bytes(plan),
         stepped=trained_share(plan) if plan.offload.optimizer == "device" else 0,
+        element_bytes=e,
         hidden=activations.block_input_kept(
-            tokens=shape.tokens, hidden=plan.model.hidden_size, element_bytes=plan.precision.compute_bytes
+            tokens=shape.tokens, hidden=plan.model.hidden_size, element_bytes=e
         ),
+        head_gradient=e * head_parameters(plan.model) if trains_head(plan.tuning) else 0,
+        goes_back_twice=plan.goes_back_twice,
+        activations_leave=plan.offload.activations != "device",
     )
 
 

@@ -15,9 +15,11 @@ from fitune.estimate.rates import NEW_PAGE_BYTES, Rates, rates_of
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages
 from fitune.estimate.transfers import Transfers, backward_passes, forward_passes, transfers_of
+from fitune.spec.block_profile import Attention, BatchShape
 from fitune.spec.counts import head_flops_per_token
 from fitune.spec.plan import AdamW8bit, Lomo, Plan, trains_head, updates_in_backward
 from fitune.spec.predictions import Phase, StepTime
+from fitune.spec.remembered import remembered
 
 MODULE_HOOK_SECONDS = 4e-4
 """DeepSpeed's ZeRO-3 fetches, awaits and releases the weights of every module in Python, once a pass: Qwen's profile of
@@ -57,6 +59,7 @@ class Work:
     """Beside the operations of the blocks."""
 
 
+@remembered
 def step_time_of(step: StepStages) -> StepTime:
     """Seconds by phase of one optimizer step: ``accumulation`` micro-batches and one update."""
     plan = step.plan
@@ -115,7 +118,7 @@ def forward_work(step: StepStages, rates: Rates) -> Work:
     return Work(
         product_flops=tokens * step.forward.flops,
         products=step.forward.products,
-        attention_seconds=layers * attention_seconds(step, rates)[0],
+        attention_seconds=layers * attention_seconds(step.attention, step.shape, rates)[0],
         bytes=tokens * (step.forward.bytes + step.casts[0]),
         tensor_bytes=step.hidden,
         bytes_in_place=step.weights_read + step.unpacked,
@@ -169,7 +172,8 @@ def backward_work(step: StepStages, forward: Work, rates: Rates) -> Work:
     return Work(
         product_flops=tokens * step.backward.flops + again * forward.product_flops,
         products=step.backward.products + again * forward.products,
-        attention_seconds=back * attention_seconds(step, rates)[1] + again * forward.attention_seconds,
+        attention_seconds=back * attention_seconds(step.attention, step.shape, rates)[1]
+        + again * forward.attention_seconds,
         new_bytes=sum(
             count_in_large(each.elements * step.element_bytes) * each.count
             for each in trained_tensors(step.plan)
@@ -250,12 +254,12 @@ def count_in_large(tensor_bytes: float) -> float:
     return tensor_bytes if tensor_bytes >= NEW_PAGE_BYTES else 0.0
 
 
-def attention_seconds(step: StepStages, rates: Rates) -> tuple[float, float]:
+@remembered
+def attention_seconds(attention: Attention, shape: BatchShape, rates: Rates) -> tuple[float, float]:
     """Seconds of one block's attention, forward and backward: as heads were measured, else FLOPs at its rate.
 
     Backward makes the scores again: 5 products to forward's 2 (Dao 2023, arXiv 2307.08691).
     """
-    attention, shape = step.attention, step.shape
     lengths = shape.row_lengths or (shape.row_tokens,) * (shape.tokens // shape.row_tokens)
     there = back = 0.0
     for length in lengths if attention.over == "rows" else ():
@@ -266,16 +270,15 @@ def attention_seconds(step: StepStages, rates: Rates) -> tuple[float, float]:
         back += attention.heads * measured[1]
     if back:
         return there, back
-    forward = attention_flops(step, rates) / 3 / rates.attention_flops
+    forward = attention_flops(attention, shape, rates) / 3 / rates.attention_flops
     return forward, 2.5 * forward
 
 
-def attention_flops(step: StepStages, rates: Rates) -> float:
+def attention_flops(attention: Attention, shape: BatchShape, rates: Rates) -> float:
     """FLOPs of one block's attention both ways: n · (n + row_tokens) / 2 pairs of each row of n.
 
     All of row × row (or stream × stream) where scores are written out.
     """
-    attention, shape = step.attention, step.shape
     pairs = {
         "written stream": shape.tokens**2,
         "written rows": shape.pairs(),

@@ -101,7 +101,7 @@ def describe_step_of(trainer: Trainer, plan: Plan, shape: BatchShape) -> StepSta
         resident=_resident(step, trainer, wide),
         gradients=step.gradients + wide.gradients,
         whole_gradients=step.whole_gradients + wide.fresh,
-        gradient_bytes=_FP32 if wide.fresh else 0,
+        head_gradient=step.head_gradient * (_FP32 // step.element_bytes if wide.fresh else 1),
         update=_update(step, trainer, wide),
         buffers=_buffers(step, trainer),
         hidden=hidden,

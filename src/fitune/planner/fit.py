@@ -11,7 +11,7 @@ from fitune.estimate.predict import largest_batch, predict
 from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.time import step_time_of
 from fitune.planner.candidates import Placement, block_counts, losses
-from fitune.spec.plan import Batch, ChunkedLoss, Loss, Plan, Recompute
+from fitune.spec.plan import Batch, ChunkedLoss, Loss, Plan
 from fitune.spec.predictions import MemoryBreakdown, Phase
 from fitune.spec.recipe import Recipe
 from fitune.spec.rules import adds_gradients_up
@@ -48,7 +48,7 @@ def _bracket(holds: Callable[[int], bool], low: int, high: int, guess: int) -> t
 
 
 def peak_of(step: StepStages, *, blocks: int, loss: Loss) -> int:
-    return memory_of(step.varied(recompute=Recompute(blocks=blocks), loss=loss)).peak_bytes
+    return memory_of(step.varied(blocks, loss)).peak_bytes
 
 
 def fewest_blocks(bytes_of: BytesOf, counts: range, *, usable: int) -> int | None:
@@ -116,7 +116,7 @@ def counts_for_host(step: StepStages, counts: range) -> range | None:
     """The numbers of blocks with which offloaded activations fit the host: they only shrink with every block."""
 
     def fits(blocks: int) -> bool:
-        return host_fits(step.varied(recompute=Recompute(blocks=blocks), loss=step.plan.loss))
+        return host_fits(step.varied(blocks, step.plan.loss))
 
     if fits(counts[0]):
         return counts
@@ -291,18 +291,18 @@ def _fastest(step: StepStages, recipe: Recipe, failed: Plan, *, room: int) -> St
     for loss in _losses(recipe, failed):
         blocks = fewest_blocks(partial(_peak, step, loss), counts, usable=room)
         if blocks is not None:
-            fitting.append(step.varied(recompute=Recompute(blocks=blocks), loss=loss))
+            fitting.append(step.varied(blocks, loss))
     return preferred(fitting, by=lambda one: memory_of(one).tensor_peak_bytes) if fitting else None
 
 
 def _least(step: StepStages, recipe: Recipe, failed: Plan) -> StepStages:
     loss = _losses(recipe, failed)[-1]
     blocks = cheapest_blocks(partial(_peak, step, loss), _counts(recipe, failed))
-    return step.varied(recompute=Recompute(blocks=blocks), loss=loss)
+    return step.varied(blocks, loss)
 
 
 def _peak(step: StepStages, loss: Loss, blocks: int) -> int:
-    return memory_of(step.varied(recompute=Recompute(blocks=blocks), loss=loss)).tensor_peak_bytes
+    return memory_of(step.varied(blocks, loss)).tensor_peak_bytes
 
 
 def _counts(recipe: Recipe, failed: Plan) -> range:

@@ -42,7 +42,7 @@ from fitune.planner.fit import (
     preferred,
     tokens_per_second,
 )
-from fitune.spec.plan import Batch, Loss, Plan, Recompute, Sharding
+from fitune.spec.plan import Batch, Loss, Plan, Sharding
 from fitune.spec.rules import keeps_rules
 
 
@@ -59,15 +59,15 @@ class MethodSearch:
         found = [
             placement
             for placement in every_placement(self.request)
-            if self.batches and self._is_in_tier(placement) and self._keeps_rules(placement)
+            if self._is_in_tier(placement) and self.batches and self._keeps_rules(placement, self.batches[0])
         ]
         return tuple(sorted(found, key=lambda placement: placement.complexity))
 
     def _is_in_tier(self, placement: Placement) -> bool:
         return self.method.tier == "any" or (self.method.tier == "device") == placement.states_stay
 
-    def _keeps_rules(self, placement: Placement) -> bool:
-        return keeps_rules(replace(self.draft(placement), batch=self.batches[0]), *self.request.purposes)
+    def _keeps_rules(self, placement: Placement, batch: Batch) -> bool:
+        return keeps_rules(replace(self.draft(placement), batch=batch), *self.request.purposes)
 
     def fastest(self) -> tuple[Found, ...]:
         """The plan to take, then the best of every other placement and batch looked at; empty when none fits."""
@@ -127,9 +127,9 @@ class MethodSearch:
 
     def fits_at_all(self, placement: Placement) -> bool:
         """True if the placement's smallest batch, with nothing accumulated, has room: if not, none has."""
-        if self._resident_bytes(placement) > self._usable:
-            return False
-        return self._has_room_for(placement, replace(self.batches[-1], accumulation=1))
+        return self._keeps_room(placement) and self._has_room_for(
+            placement, replace(self.batches[-1], accumulation=1)
+        )
 
     def _has_room_for(self, placement: Placement, batch: Batch) -> bool:
         """True if it fits with any loss and number of blocks; the ends that decide most cases are looked at first."""
@@ -154,16 +154,24 @@ class MethodSearch:
     def batches(self) -> tuple[Batch, ...]:
         """Splits of the batch that some placement allows: blocks that carry a state take one row at a time."""
         every = batches(self.request.recipe, self.method, ranks=self.request.hardware.num_gpus)
-        drafts = [self.draft(placement) for placement in every_placement(self.request)]
         return tuple(
             batch
             for batch in every
-            if any(keeps_rules(replace(plan, batch=batch), *self.request.purposes) for plan in drafts)
+            if any(self._keeps_rules(placement, batch) for placement in every_placement(self.request))
         )
 
     def describe(self, placement: Placement, batch: Batch) -> StepStages:
-        plan = replace(self.draft(placement), batch=batch)
-        return describe_step(plan, largest_batch(plan), self._profile(batch, plan))
+        """The step of a placement with a batch, described once: its prices are remembered by the object."""
+        step = self._steps.get((placement, batch))
+        if step is None:
+            plan = replace(self.draft(placement), batch=batch)
+            step = describe_step(plan, largest_batch(plan), self._profile(batch, plan))
+            self._steps[placement, batch] = step
+        return step
+
+    @cached_property
+    def _steps(self) -> dict[tuple[Placement, Batch], StepStages]:
+        return {}
 
     @cached_property
     def _usable(self) -> int:
@@ -188,8 +196,9 @@ class MethodSearch:
             self._known_profiles[rows] = model_profile(plan, largest_batch(plan))
         return self._known_profiles[rows]
 
-    def _resident_bytes(self, placement: Placement) -> int:
-        return sum(resident_terms(self.draft(placement)).values())
+    def _keeps_room(self, placement: Placement) -> bool:
+        """True if what stays between two steps fits: if not, nothing else has to be priced."""
+        return sum(resident_terms(self.draft(placement)).values()) <= self._usable
 
     def _by_bound(self) -> Iterator[tuple[float, Placement, StepStages]]:
         """Every placement that fits at all with every batch, by falling bound. What offloads more than another way of
@@ -198,7 +207,10 @@ class MethodSearch:
         heap: list[tuple[float, int, int, Batch, StepStages | None]] = []
         ceilings: dict[tuple[Sharding, Batch], float] = {}
         fits = cache(lambda place: self.fits_at_all(self.placements[place]))
+        roomy = {placement.sharding for placement in self.placements if self._keeps_room(placement)}
         for place, placement in enumerate(self.placements):
+            if placement.sharding not in roomy:
+                continue
             for batch in self.batches:
                 step = None
                 if (placement.sharding, batch) not in ceilings:
@@ -217,9 +229,7 @@ class MethodSearch:
                 yield -negative, placement, step
 
     def _bound(self, step: StepStages) -> float:
-        return tokens_per_second(
-            step.varied(recompute=Recompute(blocks=self._counts[0]), loss=self._losses[0])
-        )
+        return tokens_per_second(step.varied(self._counts[0], self._losses[0]))
 
     def _fastest_that_fits(self, step: StepStages, *, at_least: float) -> StepStages | None:
         """The fastest way with this placement and batch that fits; None when there is none as fast as ``at_least``.
@@ -233,14 +243,13 @@ class MethodSearch:
         blocks = self._fewest_blocks(step, smallest, counts)
         if blocks is None:
             return None
-        best = step.varied(recompute=Recompute(blocks=blocks), loss=smallest)
-        if tokens_per_second(step.varied(recompute=best.plan.recompute, loss=fastest)) < at_least:
+        if tokens_per_second(step.varied(blocks, fastest)) < at_least:
             return None
-        fitting = [best]
+        fitting = [step.varied(blocks, smallest)]
         for loss in self._losses[:-1]:
             more = self._fewest_blocks(step, loss, counts)
             if more is not None:
-                fitting.append(step.varied(recompute=Recompute(blocks=more), loss=loss))
+                fitting.append(step.varied(more, loss))
         return self._sparing_the_host(preferred(fitting, by=self._peak))
 
     def _sparing_the_host(self, step: StepStages) -> StepStages:
@@ -250,7 +259,7 @@ class MethodSearch:
         enough = INDISTINGUISHABLE * tokens_per_second(step)
 
         def with_blocks(blocks: int) -> StepStages:
-            return step.varied(recompute=Recompute(blocks=blocks), loss=step.plan.loss)
+            return step.varied(blocks, step.plan.loss)
 
         def is_as_fast(blocks: int) -> bool:
             other = with_blocks(blocks)
@@ -263,12 +272,12 @@ class MethodSearch:
         return fewest_blocks(peaks, counts, usable=room_bytes(step.plan))
 
     def _all_recomputed(self, step: StepStages) -> StepStages:
-        return step.varied(recompute=Recompute(blocks=self._counts[-1]), loss=self._losses[-1])
+        return step.varied(self._counts[-1], self._losses[-1])
 
     def _least(self, step: StepStages) -> StepStages:
         loss = self._losses[-1]
         blocks = cheapest_blocks(lambda count: peak_of(step, blocks=count, loss=loss), self._counts)
-        return step.varied(recompute=Recompute(blocks=blocks), loss=loss)
+        return step.varied(blocks, loss)
 
     @staticmethod
     def _peak(step: StepStages) -> int:
