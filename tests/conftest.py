@@ -1,5 +1,6 @@
 """A tiny model folder, a small dataset and a recipe over them: what every training test starts from."""
 
+import gc
 import json
 import os
 import sys
@@ -12,6 +13,8 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from fitune.errors import MissingExtra
+from fitune.report import html
 from fitune.spec.plan import Plan
 
 torch.set_num_threads(1)  # tiny models: threads that wait for one another cost ten times what they bring
@@ -21,6 +24,12 @@ QUESTIONS = [
     for a in range(2, 9)
     for b in range(3, 11)
 ]
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of garbage collection the million objects of the libraries and of the tests that are waiting."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +90,17 @@ os.environ["FITUNE_CALIBRATE"] = "0"  # also for fixtures that outlive a test, a
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without pictures, which take longer than the runs that they show, but for tests marked ``pictures``."""
+
+    def draw(run: object) -> None:
+        raise MissingExtra("pictures", extra="plots")
+
+    if not request.node.get_closest_marker("pictures"):
+        monkeypatch.setattr(html, "draw_pictures", draw)
 
 
 @pytest.fixture(autouse=True)

@@ -93,6 +93,7 @@ def test_mistakes_are_one_readable_error(call, words: list[str], said: str) -> N
     assert "Traceback" not in err + out
 
 
+@pytest.mark.pictures
 def test_train_report_export_score(call, model_folder: Path, data_file: Path, tmp_path: Path) -> None:
     """The commands of the README, one after another."""
     recipe = tmp_path / "recipe.yaml"
@@ -103,7 +104,7 @@ def test_train_report_export_score(call, model_folder: Path, data_file: Path, tm
     code, out, err = call("train", str(recipe))
     assert (code, err) == (0, "")
     assert "predicted" in out
-    assert (tmp_path / "run" / "report.html").is_file()
+    assert (tmp_path / "run" / "report.html").read_text().count("<svg") == 5
 
     code, out, _ = call("train", str(recipe))
     assert code == 0

@@ -18,6 +18,8 @@ from fitune.spec.plan import Batch, Epochs, Full, PlainLoss, Plan, Recompute, Sg
 from fitune.spec.reports import RunReport, Sample
 from fitune.spec.serial import to_json
 
+pytestmark = pytest.mark.pictures
+
 _VOID = {"meta"}
 
 

@@ -99,6 +99,7 @@ def test_a_killed_run_is_said_to_be_gone(run: Path, trainer: _Trainer) -> None:
 def test_a_signal_ends_the_watch_quietly(
     run: Path, trainer: _Trainer, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
     with pytest.raises(SystemExit) as exit_info:
         watched_run(run, tell=lambda line: os.kill(os.getpid(), signal.SIGINT), every_s=60.0)
     assert exit_info.value.code == 0
