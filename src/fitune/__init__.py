@@ -98,7 +98,7 @@ def score(
     model: "PathLike", data: "PathLike", out: "PathLike", *, adapter: "PathLike" = "",
     columns: Mapping[str, str] | None = None, graders: Sequence[str] = (), max_new_tokens: int = 256,
     temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, batch_size: int = 16,
-    chat_template: "PathLike" = "", id_column: str = "", engine: str = "transformers", url: str = "",
+    chat_template: "PathLike" = "", id_column: str = "", engine: str = "", url: str = "",
     served_model: str = "", allow_https: bool = False, allow_private_addresses: bool = False,
     progress: "Callable[[Event], object] | None" = None,
 ) -> "ScoreReport":  # fmt: skip

@@ -48,6 +48,41 @@ def test_planning_imports_no_torch() -> None:
     assert "LoRA" in finished.stdout
 
 
+def test_planning_a_score_imports_no_torch_and_writes_nothing(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n' * 40)
+    words = ["--model", "Qwen/Qwen3-8B", "--data", str(rows), "--out", str(tmp_path / "out"), "--gpu", "h100"]
+    program = (
+        f"import sys; sys.argv = ['fitune', 'score', *{words!r}, '--plan']\n"
+        "from fitune.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'peft', 'datasets', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert "40 rows: prompts of" in finished.stdout
+    assert "peak: weights 15.26 + keys and values" in finished.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_score_that_cannot_fit_is_refused_with_the_arithmetic(call, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n')
+    words = ("score", "--data", str(rows), "--plan", "--gpu", "rtx-4090")
+    code, _, err = call(*words, "--model", "llama-3.1-70b")
+    assert code == 2
+    assert "transformers: weights 131.42 + " in err
+    assert "22.5 usable, " in err
+    code, _, err = call(*words, "--model", "llama-3.1-8b", "--max-new-tokens", "200000")
+    assert code == 2
+    assert "the model has room for 131,072" in err
+    code, _, err = call(*words, "--model", "llama-3.1-8b", "--engine", "server")
+    assert code == 2
+    assert "leave --plan out" in err
+
+
 def test_plan_json_is_one_object(call) -> None:
     code, out, _ = call("plan", *LLAMA_8B, "--tuning", "lora", "--json")
     content = json.loads(out)

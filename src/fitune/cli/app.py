@@ -305,7 +305,9 @@ def compare(
 def score(
     model: Annotated[str, Option(help="Model folder or Hub id.")],
     data: Annotated[str, Option(help="Questions with reference answers: a file, folder or Hub id.")],
-    out: Annotated[Path, Option(help="Folder for answers.jsonl, grades.jsonl and report.json.")],
+    out: Annotated[Path, Option(help="Folder for answers.jsonl, grades.jsonl and report.json.")] = Path(
+        "scores"
+    ),
     adapter: Annotated[str, Option(help="Adapter folder to put on the model.")] = "",
     columns: Annotated[list[str] | None, Option(help="role=column: prompt=question; repeatable.")] = None,
     grader: Annotated[
@@ -319,7 +321,7 @@ def score(
     seed: Seed = 0,
     chat_template: Template = "",
     id_column: Annotated[str, Option(help="Column of the rows' names; default: custom_id or id.")] = "",
-    engine: Annotated[str, Option(help="transformers, server (at --url) or vllm.")] = "transformers",
+    engine: Annotated[str, Option(help="transformers, server (at --url) or vllm.")] = "",
     url: Annotated[str, Option(help="OpenAI-compatible server: http://localhost:8000/v1.")] = "",
     served_model: Annotated[str, Option(help="The model's name there; default: --model.")] = "",
     allow_https: Annotated[bool, Option("--allow-https", help="Fetch --data from https://.")] = False,
@@ -330,11 +332,25 @@ def score(
     on: OnRay = "here",
     ray_address: RayAddress = "",
     workers: Workers = "",
+    plan: Annotated[bool, Option("--plan", help="Predict bytes, time and cost; answer nothing.")] = False,
+    gpu: Annotated[str, Option(help="With --plan: a GPU that is elsewhere.")] = "",
+    gpus: Annotated[int, Option(help="With --plan: how many in the node.")] = 0,
     json: Json = False,
 ) -> None:
     """Answer a dataset with a model and grade the answers."""
+    if plan:
+        from fitune.session.score_plan import plan_scoring
+        from fitune.session.score_words import score_words
+
+        asked = (model, data, adapter, columns, max_new_tokens, batch_size, engine, id_column)
+        _show(
+            plan_scoring(score_words(*asked, allow_https, allow_private_addresses), gpu=gpu, gpus=gpus),
+            json=json,
+        )
+        return
     from fitune.session.score_on_ray import place_of_scoring
-    from fitune.session.scoring import columns_of, compare_scores, score_dataset, why_not_all
+    from fitune.session.score_words import columns_of
+    from fitune.session.scoring import compare_scores, score_dataset, why_not_all
 
     place = place_of_scoring(on, address=ray_address, workers=workers)
     with _terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone

@@ -59,7 +59,7 @@ def guess_epoch(data: DataPlan, batch: Batch, *, tokenizer_folder: Path) -> Epoc
         samples.append(sample)
     for source in data.eval_sources:
         _files_of(source)
-    per_token, counted = _bytes_per_token(samples, tokenizer_folder)
+    per_token, counted = bytes_per_token([text for one in samples for text in one.texts], tokenizer_folder)
     weighted = [
         (sample.places * (1 - data.val_fraction) / len(sample.lengths), lengths)
         for sample in samples
@@ -184,17 +184,15 @@ def _cut(
     return rows
 
 
-def _bytes_per_token(samples: Sequence[_Sample], folder: Path) -> tuple[float, str]:
+def bytes_per_token(all_texts: Sequence[str], folder: Path) -> tuple[float, str]:
     """Bytes of a token, and in words where that is from."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return BYTES_PER_TOKEN, f"{BYTES_PER_TOKEN:g} bytes a token (the tokenizer is not on this machine)"
     from tokenizers import Tokenizer
 
-    share = max(1, sum(len(one.texts) for one in samples) // 500)
-    texts = [text for one in samples for text in islice(one.texts, 0, None, share)]
     shown, size = [], 0
-    for text in texts:
+    for text in _spread(all_texts):
         shown.append(text[:_SHOWN_TO_TOKENIZER])
         size += len(shown[-1])
         if size > _SHOWN_TO_TOKENIZER:
@@ -207,6 +205,11 @@ def _bytes_per_token(samples: Sequence[_Sample], folder: Path) -> tuple[float, s
         return BYTES_PER_TOKEN, f"{BYTES_PER_TOKEN:g} bytes a token (tokenizer.json cannot be read)"
     tokens, size = sum(len(each) for each in encoded), sum(len(text.encode()) for text in shown)
     return size / max(1, tokens), f"{size / max(1, tokens):.1f} bytes a token"
+
+
+def _spread(texts: Sequence[str]) -> Iterator[str]:
+    """About 500 of ``texts``, from all over them."""
+    return islice(texts, 0, None, max(1, len(texts) // 500))
 
 
 def _read_rows(samples: Sequence[_Sample]) -> int:

@@ -78,6 +78,22 @@ def block_passes(plan: Plan, *, has_adapters: bool = True) -> tuple[Pass, Pass]:
     return forward, backward
 
 
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """What lies between the products of one block's forward: bytes of one token, and operations."""
+
+    bytes: float
+    operations: int
+
+
+def elementwise_of(model: ModelSpec, *, element_bytes: int, fused: bool) -> Elementwise:
+    """Forward alone, without adapters."""
+    norm = _Norm(2 * element_bytes, 0, 1, 0) if fused else norm_traffic(model, element_bytes)
+    norms = model.norms_per_block + (2 if model.qk_norm != "none" else 0)
+    operations = _operations(model, fused=fused)[0] + norms * norm.forward_operations
+    return Elementwise(_between(model, norm, element_bytes, fused=fused)[0], operations)
+
+
 def _idle_rows(plan: Plan, linear: Linear) -> float:
     """(r + 64) / r for the products of experts with r rows each: of the last tile of an expert half is idle.
 

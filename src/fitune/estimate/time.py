@@ -79,7 +79,7 @@ def step_time_of(step: StepStages) -> StepTime:
     transfers = transfers_of(step)
     seconds, limits = {}, {}
     for phase, passes in works.items():
-        timed = [(times, *_roofline(rates, work)) for times, work in passes]
+        timed = [(times, *roofline(rates, work)) for times, work in passes]
         own, limit = sum(times * once for times, once, _ in timed), timed[-1][2]
         seconds[phase], limits[phase] = _with_transfers(own, limit, transfers.get(phase))
     return StepTime(phases=seconds, limits=limits)
@@ -224,7 +224,7 @@ def _copies_for_masters(step: StepStages) -> Iterator[tuple[float, float]]:
         yield share * times * each.count * each.elements, share * 4 * each.elements
 
 
-def _roofline(rates: Rates, work: Work) -> tuple[float, str]:
+def roofline(rates: Rates, work: Work) -> tuple[float, str]:
     """Products, attention and everything else one after the other; on a GPU beside the launches, else after them."""
     compute = (
         work.product_flops / rates.flops

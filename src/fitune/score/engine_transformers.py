@@ -27,10 +27,8 @@ from fitune.score.engine import Completion, Continuation, Likelihood, Request, S
 from fitune.score.shared_prompts import batches_of, prompts_shared, weigh_behind
 from fitune.score.tasks import Answer, Task, to_answer
 from fitune.score.together import answer_together
+from fitune.spec.answering import NARROW
 from fitune.spec.plan import ChunkedLoss
-
-_NARROW = 512
-"""Hidden size up to which a second thread brings nothing when tokens are written one by one."""
 
 _PROBE = Conversation((Message("user", "What changes?"), Message("assistant", "-")), "the canary")
 _PROBE_TOKENS = 64
@@ -245,7 +243,7 @@ def _threads_for(model: Any) -> Iterator[None]:
     the demo's model took 2.4 s with two threads on two idle cores, 146 s on busy ones, and 4 s there with one.
     """
     threads = torch.get_num_threads()
-    narrow = model.device.type == "cpu" and model.config.get_text_config().hidden_size <= _NARROW
+    narrow = model.device.type == "cpu" and model.config.get_text_config().hidden_size <= NARROW
     torch.set_num_threads(1 if narrow else threads)
     try:
         yield

@@ -105,6 +105,7 @@ def open_engine(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_byte
         settings = {
             "dtype": str(choose_dtype(device)).removeprefix("torch."),
             "enforce_eager": device.type == "cpu",
+            **({"tensor_parallel_size": plan.devices} if plan.devices > 1 else {}),
         }
         return VllmEngine(
             model=plan.merged or plan.model, tokenizer=plan.merged or tokenizer_folder(plan), stop_ids=stop_ids,

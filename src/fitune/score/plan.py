@@ -24,6 +24,8 @@ class ScorePlan:
     shard_rows: int = 0
     """Rows of a shard; 0: sixteen batches."""
     engine: EngineName = "transformers"
+    devices: int = 1
+    """Of this node, over which vLLM divides the weights."""
     url: str = ""
     """Of a server, without /completions."""
     dtype: str = ""

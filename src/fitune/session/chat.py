@@ -27,7 +27,7 @@ from fitune.score.engine_transformers import TransformersEngine, require_effect
 from fitune.score.opening import changes_the_base, load_adapted
 from fitune.session.events import Tell, WeightsRead, tell_nobody
 from fitune.session.named_models import NamedModel, find_model
-from fitune.session.scoring import require_allowed
+from fitune.session.score_words import require_allowed
 from fitune.spec.model_config import load_model_spec
 
 _COMMAND = re.compile(r"/[a-z]+")

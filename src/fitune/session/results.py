@@ -13,6 +13,7 @@ from fitune.spec.words import describe_plan
 from fitune.units import format_bytes, format_percent, wrapped
 
 if TYPE_CHECKING:  # those who only plan load no reports and no fleets
+    from fitune.planner.answering import AnsweringReport
     from fitune.planner.fleet import Ranking
     from fitune.planner.matrix import Matrix
     from fitune.session.reported import Reported
@@ -27,8 +28,9 @@ class Ranked:
 
 
 Result: TypeAlias = (
-    "PlanReport | Ranked | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport"
-)
+    "PlanReport | Ranked | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport | "
+    "AnsweringReport"
+)  # fmt: skip
 
 
 def text_of(result: Result) -> str:
@@ -46,7 +48,9 @@ def text_of(result: Result) -> str:
             return explain_largest(result.recipe, result.quantity, result.found)
         case Rehearsed():
             return _explain_rehearsal(result)
-    from fitune.planner.matrix import Matrix, explain_matrix  # a plan loads none of these
+    from fitune.planner.answering import AnsweringReport  # a plan loads none of these
+    from fitune.planner.answering_words import explain_answering
+    from fitune.planner.matrix import Matrix, explain_matrix
     from fitune.session.reported import Reported, explain_reported, explain_score
     from fitune.spec.reports import ScoreReport
 
@@ -57,6 +61,8 @@ def text_of(result: Result) -> str:
             return explain_reported(result)
         case ScoreReport():
             return explain_score(result)
+        case AnsweringReport():
+            return explain_answering(result)
         case _:
             raise RecipeError(
                 f"{type(result).__name__} has no text",
@@ -79,6 +85,8 @@ def data_of(result: Result) -> dict[str, Any]:
             return largest_data(result.quantity, result.found)
         case Rehearsed():
             return _rehearsed_data(result)
+    from fitune.planner.answering import AnsweringReport
+    from fitune.planner.answering_words import answering_data
     from fitune.planner.matrix import Matrix, matrix_data
     from fitune.session.reported import Reported, reported_data
 
@@ -87,6 +95,8 @@ def data_of(result: Result) -> dict[str, Any]:
             return matrix_data(result)
         case Reported():
             return reported_data(result)
+        case AnsweringReport():
+            return answering_data(result)
         case _:
             data: dict[str, Any] = to_data(result)
             return data

@@ -20,26 +20,17 @@ from fitune.score.intervals import compare
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
+from fitune.session.score_words import require_allowed
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 
-_LIMITS: dict[str, tuple[float, float]] = {
-    "max_new_tokens": (1, 1_000_000),
-    "batch_size": (1, 65_536),
-    "temperature": (0.0, 1_000.0),
-    "top_p": (0.0, 1.0),
-    "seed": (0, 2**63 - 1),
-}
-"""The smallest and the largest value of every number."""
-
 _LINE_SECONDS = 30.0
-_ROLES = ("system", "prompt", "completion", "choices")
 
 
 def score_dataset(
     *, model: str, data: str, out: Path, tell: Tell, adapter: str = "", columns: Mapping[str, str] | None = None,
     graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None, batch_size: int = 16,
-    chat_template: str = "", id_column: str = "", engine: str = "transformers", url: str = "",
+    chat_template: str = "", id_column: str = "", engine: str = "", url: str = "",
     served_model: str = "", allow_https: bool = False, allow_private_addresses: bool = False,
     place: RayPlace | None = None,
 ) -> ScoreReport:  # fmt: skip
@@ -65,10 +56,12 @@ def score_dataset(
         chat_template=chat_template,
         id_column=id_column,
         batch_size=batch_size,
-        engine=_engine(engine),
+        engine=_engine(engine or "transformers"),
         url=url,
         served_model=served_model,
     )
+    if place is None and plan.engine != "server":
+        plan = _decided(plan, engine, tell)
     if (
         plan.engine == "vllm" and adapter and place is None
     ):  # workers of a cluster do not see this machine's cache
@@ -94,6 +87,17 @@ def score_dataset(
         )
     tell(Note(f"page: {write_score_page(out)}"))
     return report
+
+
+def _decided(plan: ScorePlan, engine: str, tell: Tell) -> ScorePlan:
+    """The plan with the engine that is the fastest here, and devices for vLLM, where there are GPUs to choose for."""
+    from fitune.session.score_plan import engine_and_devices
+
+    chosen = engine_and_devices(plan, engine)
+    if chosen is None:
+        return plan
+    tell(Note(f"engine: {chosen.why}"))
+    return replace(plan, engine=chosen.engine, devices=chosen.devices)
 
 
 class _Pace:
@@ -127,17 +131,6 @@ def _engine(name: str) -> EngineName:
     return found
 
 
-def columns_of(words: Sequence[str]) -> dict[str, str]:
-    """``prompt=question`` -> {"prompt": "question"}. Raises RecipeError for anything else."""
-    columns: dict[str, str] = {}
-    for word in words:
-        role, equals, column = word.partition("=")
-        if not (role and equals and column) or role in columns:
-            raise RecipeError(f"--columns {word!r} is not role=column", hint="--columns prompt=question")
-        columns[role] = column
-    return columns
-
-
 def why_not_all(report: ScoreReport, out: Path) -> ScoringFailed | None:
     """The error of a score in which rows have no answer; None when each has one."""
     if not report.failed:
@@ -169,14 +162,3 @@ def compare_scores(directory: Path, other: Path) -> str:
 def model_and_adapter(exported: Path, *, base: str) -> tuple[str, str]:
     """What ``score_dataset`` is told of an export: a model and "", or ``base`` and an adapter on it."""
     return (base, str(exported)) if (exported / CONFIG).is_file() else (str(exported), "")
-
-
-def require_allowed(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
-    for name, value in numbers.items():
-        least, most = _LIMITS[name]
-        if not least <= value <= most:
-            raise RecipeError(f"{name} = {value!r}: must be from {least:,} to {most:,}")
-    for role, column in columns.items():
-        if role not in _ROLES or not column:
-            fault = f"{role!r} is not a role" if role not in _ROLES else f"{role} names no column"
-            raise RecipeError(f"columns: {fault}", hint=f"roles are {', '.join(_ROLES)}")

@@ -1,0 +1,193 @@
+"""What a scoring takes before it runs: bytes, rows at once, seconds and cost. Neither torch nor the model is loaded."""
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fitune.data.sampling import TOKENS_PER_MESSAGE, bytes_per_token
+from fitune.data.sources import read_rows
+from fitune.errors import CheckpointError, DataError, RecipeError
+from fitune.measure.hardware import resolve_hardware
+from fitune.planner.answering import AnsweringReport, name_of, plan_answering
+from fitune.planner.defaults import price_of
+from fitune.score.choices import has_choices
+from fitune.score.engine import ENGINES
+from fitune.score.plan import ScorePlan
+from fitune.score.tasks import Question, read_questions
+from fitune.session.score_words import ScoreWords
+from fitune.spec.answering import NO_ADAPTER, Adapter, PlannedEngine, Questions
+from fitune.spec.hardware import Hardware
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.plan import DataSource
+from fitune.units import format_seconds
+
+_READ_AT_ONCE = 2**22
+"""Bytes of text of which the tokenizer is shown a part."""
+_MLP_NAMES = (".mlp.", "feed_forward", ".fc1.", ".experts.")
+
+
+def plan_scoring(words: ScoreWords, *, gpu: str = "", gpus: int = 0) -> AnsweringReport:
+    """The fastest way to answer on ``gpus`` of the GPU that is named, else on this machine.
+
+    Raises NothingFits with the arithmetic, RecipeError for what no plan knows, DataError for data without a row.
+    """
+    engines = engines_for(words.engine, elsewhere=bool(gpu))
+    hardware = resolve_hardware(gpu=gpu or None, gpus=gpus or _devices_here(gpu))
+    return plan_on(words, hardware, engines=engines, questions=read_lengths(words))
+
+
+def plan_on(
+    words: ScoreWords, hardware: Hardware, *, engines: Sequence[PlannedEngine], questions: Questions
+) -> AnsweringReport:
+    return plan_answering(
+        load_model_spec(words.model), questions, hardware, engines=engines, batch_size=words.batch_size,
+        adapter=adapter_size(words.adapter), price=price_of(hardware.gpu),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """An engine, its devices, and both in words."""
+
+    engine: PlannedEngine
+    devices: int
+    why: str
+
+
+def engine_and_devices(plan: ScorePlan, engine: str) -> Decided | None:
+    """The plan's engine on this machine's GPUs, chosen as --plan does where ``engine`` is empty.
+
+    None where nothing is to choose: without GPUs, or for transformers alone.
+    """
+    if engine == "transformers" or (not engine and not has_vllm()):
+        return None
+    hardware = resolve_hardware()
+    if hardware.gpu.is_cpu:
+        return None
+    words = ScoreWords(
+        plan.model, plan.data.path, plan.adapter, plan.data.columns, plan.sampling.max_new_tokens, plan.batch_size,
+        engine, plan.id_column, plan.data.allow_https, plan.data.allow_private_addresses,
+    )  # fmt: skip
+    engines = engines_for(engine, elsewhere=False)
+    if (engine == "vllm" and hardware.gpus_per_node == 1) or _weighs(plan.data):
+        return None
+    report = plan_on(words, hardware, engines=engines, questions=read_lengths(words))
+    answering = report.chosen.answering
+    seconds = format_seconds(report.chosen.time.seconds)
+    why = f"{name_of(answering)}, predicted {seconds} (fitune score --plan says more)"
+    return Decided(answering.engine, answering.devices, why)
+
+
+def _devices_here(gpu: str) -> int:
+    return 1 if gpu else resolve_hardware().gpus_per_node
+
+
+def engines_for(name: str, *, elsewhere: bool) -> tuple[PlannedEngine, ...]:
+    """The engine of that name, else those that are here; on hardware ``elsewhere`` all. Raises RecipeError."""
+    match name:
+        case "":
+            return ("transformers", "vllm") if elsewhere or has_vllm() else ("transformers",)
+        case "transformers" | "vllm":
+            return (name,)
+        case "server":
+            raise RecipeError(
+                "--engine server: its memory and speed are the server's own", hint="leave --plan out"
+            )
+        case _:
+            raise RecipeError(f"unknown engine {name!r}", hint=f"engines: {', '.join(ENGINES)}")
+
+
+def has_vllm() -> bool:
+    """True where FITUNE_VLLM_PYTHON names an environment with vLLM, or this one has it."""
+    return bool(os.environ.get("FITUNE_VLLM_PYTHON")) or find_spec("vllm") is not None
+
+
+def read_lengths(words: ScoreWords) -> Questions:
+    """Rows and tokens of the prompts: bytes of text by the bytes of a token, and the marks of a chat template.
+
+    Rows that cannot be asked, or have no room for an answer, are left out.
+    """
+    source, model = words.source, load_model_spec(words.model)
+    if _weighs(source):
+        raise RecipeError(
+            f"{source.path}: rows with choices are weighed, and --plan knows answers that are written",
+            hint="leave --plan out",
+        )
+    sizes: list[tuple[int, int]] = []
+    texts: list[str] = []
+    shown, new = 0, words.max_new_tokens
+    for question in read_questions(source, id_column=words.id_column):
+        if question.problem:
+            continue
+        text = _text(question)
+        sizes.append((len(text.encode("utf-8", "replace")), len(question.messages)))
+        new = max(new, int(dict(question.own).get("max_new_tokens", 0)))
+        if shown < _READ_AT_ONCE:
+            texts.append(text)
+            shown += sizes[-1][0]
+    per_token, counted = bytes_per_token(texts, Path(words.model).expanduser())
+    prompts = [max(1, round(size / per_token) + TOKENS_PER_MESSAGE * (turns + 1)) for size, turns in sizes]
+    fitting = [tokens for tokens in prompts if not model.max_seq_len or tokens + new <= model.max_seq_len]
+    if not fitting:
+        raise _no_room(source.path, max(prompts, default=0), new, model.max_seq_len)
+    left = len(prompts) - len(fitting)
+    without = f"; without {left:,} rows that have no room for an answer" if left else ""
+    return Questions(
+        rows=len(fitting), prompt_tokens=sum(fitting), longest_prompt=max(fitting), new_tokens=new,
+        guess=f"at {counted}{without}",
+    )  # fmt: skip
+
+
+def _weighs(source: DataSource) -> bool:
+    """True where the first row has choices: they are weighed, and nothing is written."""
+    first = next(iter(read_rows(source)), None)
+    return first is not None and has_choices(first, source.columns)
+
+
+def _no_room(path: str, longest: int, new: int, room: int) -> DataError:
+    if not longest:
+        return DataError(f"{path}: no row can be answered")
+    return DataError(
+        f"{path}: no row can be answered: prompt {longest:,} + max_new_tokens {new:,} = {longest + new:,} tokens, "
+        f"the model has room for {room:,}",
+        hint="a smaller --max-new-tokens",
+    )
+
+
+def _text(question: Question) -> str:
+    return "\n".join([*(message.text for message in question.messages), question.tools])
+
+
+def adapter_size(folder: str) -> Adapter:
+    """Elements of a saved adapter, by the header of its file. Raises CheckpointError where there is none."""
+    if not folder:
+        return NO_ADAPTER
+    file = Path(folder) / "adapter_model.safetensors"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        tensors = _header(file)
+        elements = sum(_elements(entry["shape"]) for entry in tensors.values())
+        return Adapter(elements=elements, on_mlp=any(part in name for name in tensors for part in _MLP_NAMES))
+    raise CheckpointError(f"{file} cannot be read", hint="name an adapter's folder, with adapter_config.json")
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Name -> dtype and shape of each tensor of a safetensors file: eight bytes of length, then JSON."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(length)
+        tensors: dict[str, Any] = json.loads(stream.read(length))
+    tensors.pop("__metadata__", None)
+    return tensors
+
+
+def _elements(shape: Sequence[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= int(size)
+    return product

@@ -1,0 +1,75 @@
+"""The options of ``fitune score`` as they are typed. No torch here."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fitune.errors import RecipeError
+from fitune.spec.plan import DataSource
+
+_LIMITS: dict[str, tuple[float, float]] = {
+    "max_new_tokens": (1, 1_000_000),
+    "batch_size": (1, 65_536),
+    "temperature": (0.0, 1_000.0),
+    "top_p": (0.0, 1.0),
+    "seed": (0, 2**63 - 1),
+}
+"""The smallest and the largest value of every number."""
+
+_ROLES = ("system", "prompt", "completion", "choices")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreWords:
+    """The options of ``fitune score`` on which bytes and seconds depend."""
+
+    model: str
+    data: str
+    adapter: str = ""
+    columns: tuple[tuple[str, str], ...] = ()
+    max_new_tokens: int = 256
+    batch_size: int = 16
+    engine: str = ""
+    """Empty: the fastest that fits."""
+    id_column: str = ""
+    allow_https: bool = False
+    allow_private_addresses: bool = False
+
+    @property
+    def source(self) -> DataSource:
+        return DataSource(
+            path=self.data, columns=self.columns, allow_https=self.allow_https,
+            allow_private_addresses=self.allow_private_addresses,
+        )  # fmt: skip
+
+
+def columns_of(words: Sequence[str]) -> dict[str, str]:
+    """``prompt=question`` -> {"prompt": "question"}. Raises RecipeError for anything else."""
+    columns: dict[str, str] = {}
+    for word in words:
+        role, equals, column = word.partition("=")
+        if not (role and equals and column) or role in columns:
+            raise RecipeError(f"--columns {word!r} is not role=column", hint="--columns prompt=question")
+        columns[role] = column
+    return columns
+
+
+def require_allowed(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
+    for name, value in numbers.items():
+        least, most = _LIMITS[name]
+        if not least <= value <= most:
+            raise RecipeError(f"{name} = {value!r}: must be from {least:,} to {most:,}")
+    for role, column in columns.items():
+        if role not in _ROLES or not column:
+            fault = f"{role!r} is not a role" if role not in _ROLES else f"{role} names no column"
+            raise RecipeError(f"columns: {fault}", hint=f"roles are {', '.join(_ROLES)}")
+
+
+def score_words(
+    model: str, data: str, adapter: str, columns: Sequence[str] | None, max_new_tokens: int, batch_size: int,
+    *others: Any,
+) -> ScoreWords:  # fmt: skip
+    """The words, checked. Raises RecipeError for a number out of its limits and a role that is none."""
+    roles = columns_of(columns or [])
+    require_allowed({"batch_size": batch_size, "max_new_tokens": max_new_tokens}, roles)
+    return ScoreWords(model, data, adapter, tuple(roles.items()), max_new_tokens, batch_size, *others)

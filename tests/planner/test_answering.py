@@ -1,0 +1,123 @@
+"""Plans of scoring: hand counts of keys and values, what fits, how many devices, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from fitune.errors import NothingFits
+from fitune.estimate.answering import kv_bytes, memory_of_answering
+from fitune.estimate.key_values import elements_per_token, windowed_tokens
+from fitune.planner.answering import AnsweringReport, plan_answering
+from fitune.planner.answering_words import answering_data, explain_answering
+from fitune.spec.answering import NO_ADAPTER, Adapter, Answering, Questions
+from fitune.spec.plan import Precision
+from plans import CPU, gpu, known, small_llama
+
+QUESTIONS = Questions(rows=1_000, prompt_tokens=200_000, longest_prompt=600, new_tokens=256)
+
+
+def plan(
+    model: str, hardware, *, engines=("transformers", "vllm"), batch_size: int = 16, **more
+) -> AnsweringReport:
+    questions = replace(QUESTIONS, **more)
+    return plan_answering(
+        known(model), questions, hardware, engines=engines, batch_size=batch_size, adapter=NO_ADAPTER
+    )
+
+
+def test_keys_and_values_of_one_token() -> None:
+    """Llama-3.1-8B: 32 blocks · 8 heads · 128 · (key, value). DeepSeek-V3: 61 · 128 heads · (128 + 64 + 128)."""
+    assert elements_per_token(known("llama-3.1-8b")) == 32 * 8 * 128 * 2
+    assert elements_per_token(known("deepseek-ai/DeepSeek-V3")) == 61 * 128 * (128 + 64 + 128)
+    one = Answering(
+        engine="transformers",
+        model=known("llama-3.1-8b"),
+        hardware=gpu("h100"),
+        precision=Precision.BF16,
+        batch_size=1,
+    )
+    assert kv_bytes(one, rows=4, width=1_000) == 4 * 1_000 * 131_072
+
+
+def test_pages_of_a_window_hold_the_window() -> None:
+    gemma = known("gemma-3-1b")
+    kept = list(windowed_tokens(gemma, 10_000))
+    assert set(kept) == {gemma.sliding_window, 10_000}
+    assert kept.count(10_000) == len(gemma.full_attention_layers)
+
+
+def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:
+    report = plan("llama-3.1-8b", gpu("rtx-4090"), engines=("transformers",))
+    rows = report.largest_batch
+    many = replace(QUESTIONS, rows=100_000)
+    fits = [
+        memory_of_answering(replace(report.chosen.answering, batch_size=count), many).fits
+        for count in (rows, rows + 1)
+    ]
+    assert fits == [True, False]
+    assert 16 < rows < 200
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    with pytest.raises(
+        NothingFits, match=r"weights 14\.96 \+ keys and values .* 22\.5 usable, .* short"
+    ) as caught:
+        plan("llama-3.1-8b", gpu("rtx-4090"), engines=("transformers",), batch_size=4_000)
+    rows = int(str(caught.value.hint).split()[-1])
+    assert (
+        plan("llama-3.1-8b", gpu("rtx-4090"), engines=("transformers",), batch_size=rows).largest_batch
+        == rows
+    )
+
+
+def test_weights_that_no_device_holds_are_divided_over_the_node() -> None:
+    """Llama-3.1-70B in bf16 is 131 GiB: two devices of 80 GB at least, and eight write fastest."""
+    report = plan("llama-3.1-70b", gpu("a100-80gb", gpus=8))
+    assert report.chosen.answering.engine == "vllm"
+    counts = {each.answering.devices for each in (report.chosen, *report.others)}
+    assert counts == {2, 4, 8}
+    assert [name for name, _ in report.rejected] == ["transformers", "vllm"]
+    assert "vllm over 8 devices" in explain_answering(report)
+
+
+def test_heads_divide_evenly() -> None:
+    """Qwen2.5-0.5B has 14 heads and 2 of keys: two devices share it, four and eight cannot."""
+    report = plan("qwen2.5-0.5b", gpu("h100", gpus=8), engines=("vllm",))
+    assert {each.answering.devices for each in (report.chosen, *report.others)} == {1, 2}
+
+
+def test_writing_is_bound_by_memory_and_reading_by_products() -> None:
+    """vLLM on one H100: a step of 1 row reads the weights once, 16.06 GB at 80 % of 3.35 TB/s,
+    starts 225 products of 4 µs, and takes 2 ms of its own."""
+    report = plan(
+        "llama-3.1-8b", gpu("h100"), engines=("vllm",), rows=1, prompt_tokens=2_000, longest_prompt=2_000
+    )
+    time = report.chosen.time
+    read = (8_030_261_248 - 128_256 * 4_096) * 2 / (3.35e12 * 0.8) + 225 * 4e-6 + 2e-3
+    assert 1 / time.writing_rate == pytest.approx(read, rel=0.03)
+    assert (time.reading_limit, time.writing_limit) == ("compute", "memory bandwidth")
+
+
+def test_more_of_anything_takes_more() -> None:
+    answering = plan("llama-3.1-8b", gpu("h100"), engines=("transformers",)).chosen.answering
+    peak = memory_of_answering(answering, QUESTIONS).peak_bytes
+    for larger in (
+        memory_of_answering(replace(answering, batch_size=32), QUESTIONS),
+        memory_of_answering(answering, replace(QUESTIONS, new_tokens=2_000)),
+        memory_of_answering(answering, replace(QUESTIONS, longest_prompt=4_000)),
+        memory_of_answering(replace(answering, adapter=Adapter(elements=10**8)), QUESTIONS),
+    ):
+        assert larger.peak_bytes > peak
+
+
+def test_a_processor_answers_in_fp32_and_every_number_is_in_the_data() -> None:
+    report = plan_answering(
+        small_llama(), QUESTIONS, CPU, engines=("transformers",), batch_size=4, adapter=NO_ADAPTER
+    )
+    data = answering_data(report)
+    assert data["chosen"]["precision"] == "fp32"
+    assert data["chosen"]["peak_bytes"] == report.chosen.memory.peak_bytes
+    assert data["cost"] is None
+    text = explain_answering(report)
+    assert "1,000 rows: prompts of 200 tokens on average, the longest 600" in text
+    assert "an upper bound" in text

@@ -1,0 +1,82 @@
+"""Predicted bytes of answering against live tensors: within 5 %, engine and estimate meeting nowhere but here."""
+
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from fitune.estimate.answering import memory_of_answering
+from fitune.measure.memory import LiveTensors
+from fitune.models.attention import use_cached_attention
+from fitune.score.continuous import answer_continuously
+from fitune.score.engine import Request, Sampling
+from fitune.session.score_plan import adapter_size
+from fitune.spec.answering import NO_ADAPTER, Adapter, Answering, Questions
+from fitune.spec.model_config import spec_from_config
+from fitune.spec.plan import Precision
+from models.tiny_models import tiny_model
+from plans import CPU
+
+WIDE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 500, "max_position_embeddings": 2048}
+"""Tiny, but wide enough that weights, keys and values and activations all count."""
+
+
+def measured_and_predicted(
+    model, spec, *, batch: int, prompt: int, new: int, adapter: Adapter
+) -> tuple[int, int]:
+    requests = [
+        Request(
+            id=str(row), prompt_ids=(5,) * max(3, prompt - row % 7), sampling=Sampling(max_new_tokens=new)
+        )
+        for row in range(batch)
+    ]
+    spy = LiveTensors([*model.parameters(), *model.buffers()])
+    with spy:
+        list(answer_continuously(model, requests, stop_ids=frozenset(), batch_size=batch))
+    answering = Answering(
+        engine="transformers",
+        model=spec,
+        hardware=CPU,
+        precision=Precision.FP32,
+        batch_size=batch,
+        adapter=adapter,
+    )
+    asked = Questions(rows=batch, prompt_tokens=batch * prompt, longest_prompt=prompt, new_tokens=new)
+    return max(spy.peaks.values()), memory_of_answering(answering, asked).tensor_peak_bytes
+
+
+OTHERS = [pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3", "gemma3_text", "mixtral", "gpt2", "phi")]
+
+
+@pytest.mark.parametrize(("batch", "prompt", "new"), [(1, 30, 8), (8, 60, 6), (8, 8, 40)])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3_moe", *OTHERS])
+def test_live_tensors_are_predicted(family: str, batch: int, prompt: int, new: int) -> None:
+    model = tiny_model(family, **WIDE).eval()
+    use_cached_attention(model)
+    spec = spec_from_config(model.config.to_dict(), name="tiny")
+    measured, predicted = measured_and_predicted(
+        model, spec, batch=batch, prompt=prompt, new=new, adapter=NO_ADAPTER
+    )
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_live_tensors_with_an_adapter_are_predicted(tmp_path: Path, batch: int) -> None:
+    base = tiny_model("llama", **WIDE).eval()
+    use_cached_attention(base)
+    spec = spec_from_config(base.config.to_dict(), name="tiny")
+    model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear")).eval()
+    model.save_pretrained(tmp_path)
+    size = adapter_size(str(tmp_path))
+    assert size.on_mlp
+    assert size.elements == sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    measured, predicted = measured_and_predicted(model, spec, batch=batch, prompt=60, new=4, adapter=size)
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def test_large_vocabularies_are_logits() -> None:
+    model = tiny_model("llama", **{**WIDE, "vocab_size": 20_000}).eval()
+    use_cached_attention(model)
+    spec = spec_from_config(model.config.to_dict(), name="tiny")
+    measured, predicted = measured_and_predicted(model, spec, batch=8, prompt=20, new=4, adapter=NO_ADAPTER)
+    assert predicted == pytest.approx(measured, rel=0.01)
