@@ -90,21 +90,32 @@ def is_committed(folder: Path, step: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Faulty:
-    """A worker's function with a fault on rank 1, in its ``call``-th loss: ``error``, ``kill``, ``memory`` or ``hold``,
-    which keeps the rank until it is killed. With a file ``marker``, which says that it happened, it happens once.
+    """A worker's function with a fault on rank 1, in its ``call``-th loss: ``error``, ``kill``, ``memory``, ``hold``,
+    which keeps the rank until it is killed, or ``wait``, until somebody makes the file ``marker``. With any other fault
+    the file says that it happened, and it happens once.
 
-    ``is_unnoticed`` keeps rank 0 from its next look at rank 1, until Ray ends it.
+    ``is_unnoticed`` keeps rank 0 from its next look at rank 1, until Ray ends it; ``is_slow`` lets it take seconds to
+    say why it ends, as on a machine with other work.
     """
 
     fault: str
     call: int
     is_unnoticed: bool = False
+    is_slow: bool = False
     marker: str = ""
 
     def __call__(self, config: dict[str, Any]) -> RankEnd:
         from fitune.models.language_model import LanguageModel
+        from fitune.train import run as training
 
-        real, calls = LanguageModel.loss_and_gradient, [0]
+        real, calls, explain = LanguageModel.loss_and_gradient, [0], training.explain
+
+        def slowly(*words: Any, **named: Any) -> Any:
+            if self.is_slow and os.environ.get("RANK") == "0":
+                time.sleep(6)
+            return explain(*words, **named)
+
+        training.explain = slowly
 
         def failing(*words: Any, **named: Any) -> Any:
             calls[0] += 1
@@ -120,6 +131,9 @@ class Faulty:
     def happen(self) -> None:
         import torch
 
+        if self.fault == "wait":
+            wait_for(Path(self.marker).exists, what="nobody let the rank go on")
+            return
         if self.marker and os.path.exists(self.marker):
             return
         if self.marker:

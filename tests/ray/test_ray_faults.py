@@ -47,10 +47,16 @@ def test_a_worker_killed_beyond_the_limit_is_the_cause(
 
 
 def test_a_signal_lets_the_workers_save_and_one_process_goes_on(
-    cluster: Any, recipe: Callable[..., Recipe]
+    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    one = by_one_process(recipe("one", **LONGER))
-    heard = Heard(at_step={5: lambda: os.kill(os.getpid(), signal.SIGTERM)})
+    one, marker = by_one_process(recipe("one", **LONGER)), tmp_path / "signalled"
+
+    def send() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        marker.touch()
+
+    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("wait", call=15, marker=str(marker)))
+    heard = Heard(at_step={5: send})
     two = recipe("two", zero=3, backend="fsdp", **LONGER)
     assert train_on_ray(two, TWO, overwrite=False, tell=heard) == 143
     folder = Path(str(two.output_dir))

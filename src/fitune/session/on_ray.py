@@ -4,7 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,14 @@ from fitune.launch.ray_cluster import (
 from fitune.launch.ray_desk import open_desk
 from fitune.launch.ray_workers import WorkersEnd, run_workers
 from fitune.launch.torchrun import Ended, ended, fresh_logs
+from fitune.report.html import write_report
 from fitune.session.events import Note, RanOutOfMemory, StepsBegin, Tell
 from fitune.session.handover import packed
 from fitune.session.planning import plan_for
 from fitune.session.ranks_of_nodes import LOST, owned_directory
+from fitune.session.ray_losses import WORD_SECONDS, cause_of_loss, has_first_ended, take_down_losses
 from fitune.session.ray_nodes import hardware_of_workers, require_shared
-from fitune.session.ray_ranks import Orders, RankEnd, cause_of_loss, train_as_rank, write_losses
+from fitune.session.ray_ranks import Orders, RankEnd, train_as_rank
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
 from fitune.session.training import Attempt, first_attempt, next_attempt, shortage_of_ranks
 from fitune.spec.hardware import Hardware
@@ -46,8 +48,6 @@ from fitune.spec.run_directory import LOGS
 from fitune.spec.serial import from_json
 from fitune.track.trackers import settings_of_environment
 
-_WORD_SECONDS = 3.0
-"""After the error of a rank the first one has so long to write it into the report."""
 _STORAGE = f"{LOGS}/ray"
 """Folder in the run directory for what Ray Train writes; nothing is read from it."""
 
@@ -186,15 +186,17 @@ class _Job:
             if failed and not failed_at:
                 failed_at.append(time.monotonic())
                 self.failed = from_json(RankEnd, failed)
-            waited = time.monotonic() - failed_at[0] if failed_at else 0.0
-            return waited > _WORD_SECONDS and shortage_of_ranks(self.directory) is None
+            if not failed_at or shortage_of_ranks(self.directory) is not None:
+                return False
+            waited = time.monotonic() - failed_at[0]
+            return has_first_ended(self.directory / LOGS) or waited > WORD_SECONDS
 
         with ExitStack() as stack:
             stack.callback(ray.kill, desk)
             return run_workers(
                 train_as_rank, {"orders": orders}, place=self.place, each=self.each,
                 directory=self.directory / _STORAGE, name=uuid.uuid4().hex, watch=watch,
-                lost=partial(write_losses, self.directory / LOGS), timeout_s=WAIT.total_seconds(),
+                lost=partial(take_down_losses, self.directory / LOGS), timeout_s=WAIT.total_seconds(),
             )  # fmt: skip
 
     def _resume(self) -> None:
@@ -216,7 +218,15 @@ class _Job:
             raise OutOfMemory(
                 shortage.message, hint="--workers with one number: the plan is then made smaller"
             )
+        write_page(self.directory)
         raise cause_of(end, self.failed, self.directory, restarts=self.place.restarts)
+
+
+def write_page(directory: Path) -> None:
+    """Write the page of a run whose first rank was ended between its report and its page."""
+    if (directory / "report.json").is_file() and not (directory / "report.html").is_file():
+        with suppress(FituneError, OSError):  # the cause is worth more than the page
+            write_report(directory)
 
 
 def cause_of(end: WorkersEnd, failed: RankEnd | None, directory: Path, *, restarts: int) -> FituneError:

@@ -19,9 +19,10 @@ from fitune.launch.ray_cluster import loaded_ray
 from fitune.session.events import Event, Note, Tell
 from fitune.session.handover import unpacked
 from fitune.session.ranks_of_nodes import nobody
+from fitune.session.ray_losses import cause_of_loss, has_said_why
 from fitune.session.training import Attempt, run_attempt
 from fitune.spec.plan import Plan
-from fitune.spec.rank_status import LAUNCHER, RankStatus, error_of, read_statuses, write_status
+from fitune.spec.rank_status import LAUNCHER, read_statuses
 from fitune.spec.recipe import Recipe
 from fitune.spec.reports import Restart, RunReport, StepReport
 from fitune.spec.run_directory import LOGS
@@ -83,7 +84,7 @@ def train_as_rank(config: dict[str, Any]) -> RankEnd:
         tell = _desk_teller(orders.desk) if ranks.is_first else nobody
         talker = Talker(orders.desk, is_first=ranks.is_first)
         try:
-            if before and ranks.from_first(lambda: _has_said_why(attempt.plan)):
+            if before and ranks.from_first(lambda: has_said_why(Path(attempt.plan.run.output_dir) / LOGS)):
                 return RankEnd(status="failed")  # the statuses say why: it would fail again
             if before:
                 attempt = ranks.from_first(lambda: going_on(attempt, orders.had, ranks.world))
@@ -95,7 +96,7 @@ def train_as_rank(config: dict[str, Any]) -> RankEnd:
             return RankEnd(status=report.status, is_preempted=talker.is_preempted)
         except FituneError as error:
             talker.abandon()
-            if isinstance(error, PeerGone) and not _has_said_why(attempt.plan):
+            if isinstance(error, PeerGone) and not has_said_why(Path(attempt.plan.run.output_dir) / LOGS):
                 raise RankFailed(error.message) from error
             end = RankEnd(
                 status="failed", message=error.message, hint=error.hint or "", exit_code=exit_code_of(error)
@@ -163,40 +164,6 @@ def _restarts(directory: Path, *, after_step: int, workers: int) -> tuple[Restar
         repeated_seconds=sum(step.step_seconds + step.data_seconds for step in lost),
     )
     return (*(one for step in lost for one in step.restarts), present)
-
-
-def write_losses(logs: Path, ranks: list[int]) -> None:
-    """Write into the statuses of ``ranks``, which Ray found ended, that they ended without a word, where they said
-    none: Ray ends the others at once, often before one of them has noticed."""
-    statuses = read_statuses(logs)
-    for status in (statuses[rank] for rank in ranks if rank in statuses):
-        if status.error is None:
-            error = error_of(PeerGone(status.loss), exit_code=PeerGone.exit_code)
-            write_status(logs, replace(status, error=replace(error, is_by_another=True)))
-
-
-def cause_of_loss(statuses: dict[int, RankStatus]) -> str:
-    """Which rank ended first and why, as far as it or another one wrote it down."""
-    failed = [s for s in statuses.values() if s.error is not None and s.error.kind != PeerGone.__name__]
-    if failed:
-        first = min(failed, key=lambda status: status.error.at if status.error else 0.0)
-        return f"rank {first.rank} failed: {first.error.message if first.error else ''}"
-    named = [
-        s.error.message
-        for s in statuses.values()
-        if s.error is not None and s.error.message.startswith("rank ")
-    ]
-    if named:
-        return named[0]
-    silent = [s for s in statuses.values() if s.error is None]
-    if 0 < len(silent) < len(statuses):
-        return silent[0].loss
-    return "the workers were lost"
-
-
-def _has_said_why(plan: Plan) -> bool:
-    statuses = read_statuses(Path(plan.run.output_dir) / LOGS)
-    return any(s.error is not None and s.error.kind != PeerGone.__name__ for s in statuses.values())
 
 
 def _await_owner_gone(plan: Plan) -> None:

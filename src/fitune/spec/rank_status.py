@@ -57,6 +57,11 @@ class RankStatus:
         return self.is_gone if self.error is None else self.error.is_by_another
 
     @property
+    def has_ended(self) -> bool:
+        """True if it has said why it ends, or its process is known to be gone."""
+        return self.error is not None or self.is_gone
+
+    @property
     def loss(self) -> str:
         """The sentence of a rank that ended without a word."""
         where = f"process {self.pid} on {self.host}"
