@@ -6,13 +6,12 @@ from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.parameters import num_ranks
 from fitune.planner.adapter_decisions import adapter_decisions
 from fitune.planner.candidates import Request
-from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
 from fitune.planner.methods import ORDER, why_on_cpu
+from fitune.planner.placement_decisions import devices_left_idle, placement_decisions
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
     ChunkedLoss,
-    Ddp,
     Dense,
     Full,
     Lomo,
@@ -20,7 +19,6 @@ from fitune.spec.plan import (
     PlainLoss,
     Plan,
     Precision,
-    Zero,
     base_of,
     updates_in_backward,
 )
@@ -30,8 +28,6 @@ from fitune.spec.traits import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.words import (
     describe_base_of,
     describe_loss,
-    describe_offload,
-    describe_sharding,
     method_name,
 )
 from fitune.units import format_bytes, format_percent
@@ -43,11 +39,10 @@ def decisions_of(
     """Lines about the chosen plan; ``asked`` is the recipe as the user wrote it."""
     recipe, plan = request.recipe, chosen.plan
     lines: list[Iterator[str]] = [
-        _devices_left_idle(request, plan),
+        devices_left_idle(request, plan),
         _usual_row(asked, plan),
         _tuning(recipe, plan),
-        _placement(recipe, plan),
-        _network(recipe, plan),
+        placement_decisions(recipe, chosen, runners_up),
         _precision(recipe, plan),
         _clipping_in_backward(recipe, plan),
         _batch(recipe, plan),
@@ -66,19 +61,6 @@ def decisions_of(
         _guessed_rates(plan),
     ]
     return tuple(line for group in lines for line in group)
-
-
-def _devices_left_idle(request: Request, plan: Plan) -> Iterator[str]:
-    used, there = plan.hardware.num_gpus, request.hardware.num_gpus
-    if used < there:
-        objective = request.recipe.objective
-        yield f"devices: {used} of {there}, because a token costs least on them (objective: {objective})"
-
-
-def _network(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    if plan.hardware.nodes > 1 and recipe.node_network is None:
-        speed = plan.hardware.internode_bandwidth * 8 / 1e9
-        yield f"node_network: {speed:g} Gbit/s between nodes, assumed; it decides what sharding over them costs"
 
 
 def _usual_row(asked: Recipe, plan: Plan) -> Iterator[str]:
@@ -105,35 +87,6 @@ def _tuning(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 _NARROWING = ("export", "quantization", "quantization_bits", "dora", "rslora")
-
-
-def _placement(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    """Sharding and offload, and whether the host was checked."""
-    match plan.sharding:
-        case Ddp() if recipe.zero is None:
-            yield "sharding: DDP, every device holds everything; the fastest that fits"
-        case Zero(stage=stage) if recipe.zero is None or recipe.backend is None:
-            ways = {
-                1: "optimizer states are divided",
-                2: "optimizer states and gradients are divided",
-                3: "weights, gradients and optimizer states are divided",
-            }
-            yield (
-                f"sharding: {describe_sharding(plan.sharding)}, {ways[stage]} over {plan.hardware.num_gpus} devices; "
-                "the simplest within 5 % of the fastest that fits (DDP, then FSDP2, then DeepSpeed; lower stages first)"
-            )
-    offloaded = describe_offload(plan.offload)
-    pins = (recipe.offload_parameters, recipe.offload_optimizer, recipe.offload_activations)
-    if offloaded and pins == (None, None, None) and recipe.objective == "least-memory":
-        yield f"offload: {offloaded}, which needs least memory on the device"
-    elif offloaded and pins == (None, None, None):
-        yield f"offload: {offloaded}; without it nothing fits, or nothing that is 80 % as fast"
-    if offloaded and recipe.host_memory is None and recipe.gpu is not None:
-        host = format_bytes(plan.hardware.host_memory_bytes)
-        yield (
-            f"note on offload: a node's memory is not known and taken to be {host}, "
-            f"{HOST_PER_DEVICE_MEMORY} × its devices'; say how much it has: host_memory: 128GiB"
-        )
 
 
 def _saving(recipe: Recipe, plan: Plan) -> Iterator[str]:

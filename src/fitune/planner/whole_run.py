@@ -59,13 +59,13 @@ def with_timely_saves(recipe: Recipe, plan: Plan, run: WholeRun | None, *, step_
 
 
 def run_lines(run: WholeRun, plan: Plan) -> Iterator[str]:
-    """Sentences for people: how long, over which rows, with which schedule, what is saved and evaluated."""
+    """Sentences for people: how long, what would shorten it, over which rows, the schedule, saves and evaluations."""
     yield _duration(run, plan)
+    yield from _half_empty(run, plan)
+    yield from _reserved(run, plan)
     yield _rows(run.epoch, packed=plan.batch.packing)
     yield _schedule(run, plan)
     yield _saved(run, plan)
-    yield from _half_empty(run, plan)
-    yield from _reserved(run, plan)
 
 
 WORTH_PACKING = 1.25
@@ -83,8 +83,8 @@ def _half_empty(run: WholeRun, plan: Plan) -> Iterator[str]:
     if run.steps >= run.steps_per_epoch and run.seconds > WORTH_PACKING * packed:
         share = format_percent(epoch.tokens / epoch.rows / batch.seq_len, digits=0)
         yield (
-            f"rows fill {share} of seq_len {batch.seq_len}; packing: true would train the same "
-            f"tokens in about {format_seconds(packed)}, in fewer and larger steps"
+            f"packing: true would train the same tokens in about {format_seconds(packed)}, in fewer and larger steps: "
+            f"rows fill {share} of seq_len {batch.seq_len}"
         )
 
 
