@@ -91,8 +91,9 @@ def is_committed(folder: Path, step: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class Faulty:
     """A worker's function with a fault on rank 1, in its ``call``-th loss: ``error``, ``kill``, ``memory``, ``hold``,
-    which keeps the rank until it is killed, or ``wait``, until somebody makes the file ``marker``. With any other fault
-    the file says that it happened, and it happens once.
+    which keeps the rank until it is killed, ``wait``, until somebody makes the file ``marker``, or ``notice``, until it
+    knows that a node will be taken away. With any other fault than ``wait`` the file says that it happened, and it
+    happens once.
 
     ``is_unnoticed`` keeps rank 0 from its next look at rank 1, until Ray ends it; ``is_slow`` lets it take seconds to
     say why it ends, as on a machine with other work.
@@ -106,6 +107,7 @@ class Faulty:
 
     def __call__(self, config: dict[str, Any]) -> RankEnd:
         from fitune.models.language_model import LanguageModel
+        from fitune.session import ray_ranks
         from fitune.train import run as training
 
         real, calls, explain = LanguageModel.loss_and_gradient, [0], training.explain
@@ -115,12 +117,19 @@ class Faulty:
                 time.sleep(6)
             return explain(*words, **named)
 
+        class Known(ray_ranks.Talker):
+            def __init__(self, *words: Any, **named: Any) -> None:
+                super().__init__(*words, **named)
+                talkers.append(self)
+
+        talkers: list[Any] = []
+        ray_ranks.Talker = Known  # type: ignore[misc]
         training.explain = slowly
 
         def failing(*words: Any, **named: Any) -> Any:
             calls[0] += 1
             if calls[0] == self.call and os.environ.get("RANK") == "1":
-                self.happen()
+                self.happen(talkers)
             if calls[0] == self.call and self.is_unnoticed:
                 time.sleep(120)
             return real(*words, **named)
@@ -128,7 +137,7 @@ class Faulty:
         LanguageModel.loss_and_gradient = failing
         return train_as_rank(config)
 
-    def happen(self) -> None:
+    def happen(self, talkers: list[Any]) -> None:
         import torch
 
         if self.fault == "wait":
@@ -147,6 +156,8 @@ class Faulty:
                 raise torch.OutOfMemoryError("device out of memory: 4096 bytes more than its 1048576")
             case "hold":
                 time.sleep(3600)
+            case "notice":
+                wait_for(lambda: talkers[-1].is_preempted, what="no node was to be taken away")
 
 
 class Squarer:

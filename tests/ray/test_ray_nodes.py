@@ -1,5 +1,7 @@
 """Row 30 of the fault table: a node that is lost while its workers train."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from ray_runs import Faulty, Heard, by_one_process, is_committed, losses, node_a
 pytestmark = pytest.mark.ray
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def second_node(started_cluster: Any) -> Iterator[Any]:
     """A node with room for one worker more."""
     node = started_cluster.add_node(**node_args(num_cpus=1))
@@ -33,6 +35,37 @@ def test_a_global_batch_that_some_number_of_workers_does_not_divide_is_refused(
     wanted = recipe(micro_batch_size=1, global_batch_size=9)
     with pytest.raises(RecipeError, match=r"with 2 workers, and the global batch of 9 rows"):
         train_on_ray(wanted, RayPlace(fewest=2, most=4), overwrite=False, tell=Heard())
+
+
+def test_a_node_that_will_be_taken_away_is_left_after_a_save(
+    cluster: Any,
+    second_node: Any,
+    recipe: Callable[..., Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Ray gives notice, as a pod does before it is stopped; the run goes on without the node, which then goes."""
+    longer = {"global_batch_size": 12, "max_steps": 20, "save_steps": 50}
+    one = by_one_process(recipe("one", **longer))
+    some, folder, begun = recipe("some", zero=0, **longer), tmp_path / "some", tmp_path / "begun"
+    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("notice", call=7, marker=str(begun)))
+    notice = [
+        "drain-node", "--address", cluster.address, "--node-id", second_node.node_id, "--reason-message", "a test",
+        "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "100",
+    ]  # fmt: skip
+    program = str(Path(sys.executable).parent / "ray")
+
+    def give_notice() -> None:
+        wait_for(begun.exists, what="waited for the run")
+        subprocess.run([program, *notice], check=True, capture_output=True)
+
+    noticing, heard = threading.Thread(target=give_notice), Heard()
+    noticing.start()
+    assert train_on_ray(some, RayPlace(fewest=2, most=3), overwrite=False, tell=heard) == 0
+    noticing.join()
+    assert "a node will be taken away: saved, going on without it" in heard.text
+    assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
+    assert len(report_of(folder).ranks) == 2
 
 
 def test_a_removed_node_leaves_fewer_workers_with_equal_losses(
