@@ -8,17 +8,40 @@ from peft import LoraConfig, get_peft_model
 from fitune.estimate.answering import memory_of_answering
 from fitune.measure.memory import LiveTensors
 from fitune.models.attention import use_cached_attention
+from fitune.report.score_rows import read_score
 from fitune.score.continuous import answer_continuously
 from fitune.score.engine import Request, Sampling
+from fitune.session.results import text_of
 from fitune.session.score_plan import adapter_size
+from fitune.session.scoring import score_dataset
 from fitune.spec.answering import NO_ADAPTER, Adapter, Answering, Questions
 from fitune.spec.model_config import spec_from_config
 from fitune.spec.plan import Precision
 from models.tiny_models import tiny_model
 from plans import CPU
+from score.conftest import Tiny
 
 WIDE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 500, "max_position_embeddings": 2048}
 """Tiny, but wide enough that weights, keys and values and activations all count."""
+
+
+def test_a_scoring_reports_both(tiny: Tiny, tmp_path: Path) -> None:
+    """On the disk and on the page; the batch of 8 is the first of three."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(
+            f'{{"question": "What is {row} plus {row * 77}?", "answer": "{row * 78}"}}\n' for row in range(20)
+        )
+    )
+    report = score_dataset(
+        model=str(tiny.folder), data=str(rows), out=tmp_path / "out", tell=lambda event: None, batch_size=8,
+        sampling={"max_new_tokens": 40},
+    )  # fmt: skip
+    assert report.predicted_bytes == pytest.approx(report.measured_bytes, rel=0.05)
+    assert report.measured_bytes > sum(p.numel() * 4 for p in tiny.model.parameters())
+    assert read_score(tmp_path / "out") == report
+    assert "Peak of tensors" in (tmp_path / "out" / "score.html").read_text()
+    assert "of tensors predicted" in text_of(report)
 
 
 def measured_and_predicted(

@@ -16,7 +16,7 @@ from fitune.report.plots import Axes, colour, draw_svg
 from fitune.report.score_rows import ScoredRow, read_score, read_scored_rows
 from fitune.spec.reports import Scale, ScoreReport
 from fitune.spec.words import describe_grade
-from fitune.units import format_count, format_percent, format_seconds
+from fitune.units import format_bytes, format_count, format_percent, format_seconds
 
 SCORE_PAGE = "score.html"
 _SHOWN = 8
@@ -149,6 +149,10 @@ def _tiles(report: ScoreReport) -> Iterator[_Tile]:
         yield _Tile("Cut off", f"{report.cut_off:,}", f"{share} hit max_new_tokens")
     if report.prompt_tokens:
         yield _Tile("Prompt tokens", format_count(report.prompt_tokens), "read, never graded")
+    if report.measured_bytes:
+        error = format_percent(report.predicted_bytes / report.measured_bytes - 1, signed=True)
+        below = f"{format_bytes(report.predicted_bytes)} predicted ({error}); first batch"
+        yield _Tile("Peak of tensors", format_bytes(report.measured_bytes), below)
     rate = f"{report.rows_asked / report.seconds:,.1f} rows/s" if report.seconds else ""
     asked = rate if report.rows_asked == report.rows else f"last start, {report.rows_asked:,} rows asked"
     yield _Tile("Time", format_seconds(report.seconds), asked)

@@ -9,7 +9,10 @@ Shapes: B rows of the batch, W columns of the cache, n heads, d of a head.
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +27,26 @@ from fitune.score.engine import Completion, Request
 _PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
 _ENTER_TOGETHER = 4
 """Rows enter when one place in this many is free: a pass over one prompt costs nearly as much as over several."""
+
+_WATCHED_STEPS = 32
+"""One step in so many is watched: a counter of tensors makes a step several times as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A pass of the first batch: prompts of at most ``prompt_tokens`` are read, or the cache grows to ``width``."""
+
+    rows: int
+    prompt_tokens: int
+    width: int
+
+
+Watch = Callable[[Moment, Callable[[], Iterable[Tensor]]], AbstractContextManager[None]]
+"""Opened around some passes of the first batch; told which, and the tensors that exist before."""
+
+
+def unwatched(_moment: Moment, _alive: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def can_join(model: Any) -> bool:
@@ -53,17 +76,26 @@ def answer_continuously(
     stop_ids: frozenset[int],
     batch_size: int,
     on_token: OnToken = nobody,
+    watch: Watch = unwatched,
 ) -> Iterator[Completion]:
-    """Completions as they end. ``requests`` fit into the model's context."""
+    """Completions as they end. ``requests`` fit into the model's context. ``watch`` is opened until a row leaves."""
     waiting = deque(sorted(requests, key=lambda request: len(request.prompt_ids), reverse=True))
     batch = _Batch(model, on_token)
+    steps = 0
     while waiting or batch.rows:
         free = batch_size - len(batch.rows)
         if waiting and (not batch.rows or free >= max(1, batch_size // _ENTER_TOGETHER)):
-            batch.enter([Row(request=waiting.popleft()) for _ in range(min(free, len(waiting)))])
+            entering = [Row(request=waiting.popleft()) for _ in range(min(free, len(waiting)))]
+            with watch(batch.moment(entering), batch.tensors) if not steps else nullcontext():
+                batch.enter(entering)
         else:
-            batch.step()
-        yield from batch.leave(stop_ids)
+            is_watched = watch is not unwatched and steps % _WATCHED_STEPS == 1
+            with watch(batch.moment(), batch.tensors) if is_watched else nullcontext():
+                batch.step()
+        steps += 1
+        for completion in batch.leave(stop_ids):
+            watch = unwatched  # rows that enter beside others are another case
+            yield completion
 
 
 class _Batch:
@@ -74,6 +106,17 @@ class _Batch:
         self._model, self._on_token = model, on_token
         self._cache = DynamicCache()
         self._gaps: list[int] = []
+
+    def tensors(self) -> Iterable[Tensor]:
+        """All that live between two passes."""
+        cached = ((layer.keys, layer.values) for layer in filled_layers(self._cache))
+        return chain(self._model.parameters(), self._model.buffers(), chain.from_iterable(cached))
+
+    def moment(self, entering: Sequence[Row] = ()) -> Moment:
+        """Of the pass that follows: over the prompts of ``entering``, else over one token of each row."""
+        rows = entering or self.rows
+        longest = max(len(row.request.prompt_ids) for row in rows)
+        return Moment(len(rows), longest, longest if entering else self._width() + 1)
 
     @torch.inference_mode()
     def enter(self, rows: list[Row]) -> None:

@@ -22,7 +22,7 @@ from fitune.models.attention import use_cached_attention
 from fitune.models.language_model import language_model
 from fitune.models.weights import require_rows
 from fitune.score.choosing import OnToken, nobody
-from fitune.score.continuous import answer_continuously, can_join
+from fitune.score.continuous import Watch, answer_continuously, can_join, unwatched
 from fitune.score.engine import Completion, Continuation, Likelihood, Request, Sampling, no_effect, refusal
 from fitune.score.shared_prompts import batches_of, prompts_shared, weigh_behind
 from fitune.score.tasks import Answer, Task, to_answer
@@ -50,6 +50,7 @@ class TransformersEngine:
     tokenizer_folder: str = "the tokenizer"
     batch_size: int = 16
     on_token: OnToken = nobody
+    watch: Watch = unwatched
 
     @property
     def context_tokens(self) -> int:
@@ -73,8 +74,9 @@ class TransformersEngine:
         with _ready_to_answer(self) as stop_ids, _threads_for(self.model):
             if can_join(self.model):
                 yield from answer_continuously(
-                    self.model, fitting, stop_ids=stop_ids, batch_size=self.batch_size, on_token=self.on_token
-                )
+                    self.model, fitting, stop_ids=stop_ids, batch_size=self.batch_size, on_token=self.on_token,
+                    watch=self.watch,
+                )  # fmt: skip
             else:
                 yield from answer_together(
                     self.model, fitting, stop_ids=stop_ids, pad_id=_pad_id(self.tokenizer),

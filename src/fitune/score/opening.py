@@ -12,6 +12,7 @@ from fitune.models.adapter_config import AdapterConfig, read_adapter_config
 from fitune.models.adapters import load_adapter, saved_rows
 from fitune.models.weight_files import OnBytes
 from fitune.models.weights import load_model, require_finite
+from fitune.score.continuous import Watch, unwatched
 from fitune.score.engine import Engine, listed_stop_ids
 from fitune.score.plan import ScorePlan
 
@@ -86,7 +87,9 @@ def changes_the_base(config: AdapterConfig) -> bool:
     return str(config.init_lora_weights).startswith(("pissa", "olora"))
 
 
-def open_engine(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_bytes: OnBytes) -> Engine:
+def open_engine(
+    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_bytes: OnBytes, watch: Watch = unwatched
+) -> Engine:
     """The engine of ``plan``, ready to answer. Raises CheckpointError for an adapter without effect."""
     stop_ids = template.stop_ids | listed_stop_ids(plan.model)
     if plan.engine == "server":
@@ -116,7 +119,7 @@ def open_engine(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_byte
     model = load_adapted(plan.model, plan.adapter, on_bytes=on_bytes)
     engine = TransformersEngine(
         model=model, tokenizer=tokenizer, template=template, tokenizer_folder=tokenizer_folder(plan),
-        batch_size=plan.batch_size,
+        batch_size=plan.batch_size, watch=watch,
     )  # fmt: skip
     if plan.adapter:
         require_effect(engine, plan.adapter)

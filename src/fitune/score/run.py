@@ -16,6 +16,7 @@ from fitune.models.door import notes_on
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_tokenizer
 from fitune.score.answers import OURS, claim, is_cut_off, manifest, tokens_of
+from fitune.score.continuous import Watch, unwatched
 from fitune.score.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
 from fitune.score.grading import grade_shards, try_graders
 from fitune.score.index import Index, open_index
@@ -39,12 +40,14 @@ _BATCHES_PER_SHARD = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ears:
-    """Who is told: notes in words; rows done and in all; tokens of each shard; bytes of weights read and in all."""
+    """Who is told: notes in words; rows done and in all; tokens of each shard; bytes of weights read and in all; and
+    who watches some passes of the first batch."""
 
     say: Callable[[str], None]
     progress: Callable[[int, int], None]
     on_tokens: Callable[[int], None]
     on_bytes: OnBytes
+    watch: Watch
 
 
 Elsewhere = Callable[[str, Iterator[list[Task]], Callable[[int], None]], Iterator[list[Answer]]]
@@ -59,6 +62,7 @@ def score(
     progress: Callable[[int, int], None] = lambda done, total: None,
     on_tokens: Callable[[int], None] = lambda tokens: None,
     on_bytes: OnBytes = nobody,
+    watch: Watch = unwatched,
     elsewhere: Elsewhere | None = None,
 ) -> ScoreReport:
     """Answer and grade every row; write answers.jsonl, answers.parquet, grades.jsonl and report.json.
@@ -82,7 +86,7 @@ def score(
     started = time.perf_counter()
     tokenizer = load_tokenizer(tokenizer_folder(plan))
     template = load_template(tokenizer, plan.chat_template)
-    ears = Ears(say=say, progress=progress, on_tokens=on_tokens, on_bytes=on_bytes)
+    ears = Ears(say=say, progress=progress, on_tokens=on_tokens, on_bytes=on_bytes, watch=watch)
     with _temporary_index() as index:
         references = index_input(plan.data, index, id_column=plan.id_column, weighed=weighed)
         graders = graders or _chosen_graders(references, say)
@@ -92,7 +96,7 @@ def score(
             if pending := index.count_pending():
                 weighed_by = ", ".join(grader.name for grader in graders) if weighed else ""
                 asked = partial(
-                    elsewhere or partial(_asked_here, plan, tokenizer, template, ears.on_bytes), weighed_by
+                    elsewhere or partial(_asked_here, plan, tokenizer, template, ears), weighed_by
                 )
                 asking = (_weighing if weighed else _writing)(plan, template)
                 _answer_pending(plan, index, shards, asking, asked, ears)
@@ -230,11 +234,11 @@ def _answer_pending(
 
 
 def _asked_here(
-    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_bytes: OnBytes, weighed_by: str,
+    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, ears: Ears, weighed_by: str,
     tasks: Iterator[list[Task]], look: Callable[[int], None],
 ) -> Iterator[list[Answer]]:  # fmt: skip
     """The answers of each group by an engine of this process."""
-    asker = open_asker(plan, tokenizer, template, on_bytes, weighed_by=weighed_by)
+    asker = open_asker(plan, tokenizer, template, ears.on_bytes, weighed_by=weighed_by, watch=ears.watch)
     done = 0
 
     def count() -> None:

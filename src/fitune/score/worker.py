@@ -12,6 +12,7 @@ from fitune.errors import FituneError, ScoringFailed, exit_code_of
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_tokenizer
 from fitune.score.asking import Asker
+from fitune.score.continuous import Watch, unwatched
 from fitune.score.engine import Engine, listed_stop_ids
 from fitune.score.opening import open_engine, tokenizer_folder
 from fitune.score.plan import ScorePlan
@@ -20,13 +21,19 @@ from fitune.score.weighing import Weigher
 
 
 def open_asker(
-    plan: ScorePlan, tokenizer: Any, template: ChatTemplate, on_bytes: OnBytes, *, weighed_by: str
+    plan: ScorePlan,
+    tokenizer: Any,
+    template: ChatTemplate,
+    on_bytes: OnBytes,
+    *,
+    weighed_by: str,
+    watch: Watch = unwatched,
 ) -> Asker | Weigher:
     """Asks the engine of ``plan``, which is opened with the first tasks, to write answers; to weigh given ones where
     the graders ``weighed_by`` want that."""
 
     def engine() -> Engine:
-        return open_engine(plan, tokenizer, template, on_bytes)
+        return open_engine(plan, tokenizer, template, on_bytes, watch)
 
     if weighed_by:
         return Weigher(engine, wanted_by=weighed_by)

@@ -20,6 +20,7 @@ from fitune.score.intervals import compare
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
+from fitune.session.score_memory import ScoreMemory
 from fitune.session.score_words import require_allowed
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
@@ -76,15 +77,17 @@ def score_dataset(
             from fitune.session.score_on_ray import scoring_on_ray
 
             plan, elsewhere = stack.enter_context(scoring_on_ray(plan, place, tell=tell))
-        pace = _Pace(tell)
+        pace, memory = _Pace(tell), ScoreMemory(plan)
         report = score(
             plan,
             say=lambda line: tell(Note(line)),
             progress=pace.rows,
             on_tokens=pace.add,
             on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
+            watch=memory.watch,
             elsewhere=elsewhere,
         )
+    report = memory.added_to(report, out)
     tell(Note(f"page: {write_score_page(out)}"))
     return report
 

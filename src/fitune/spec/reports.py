@@ -309,6 +309,10 @@ class ScoreReport:
     prompt_tokens: int = 0
     rows_asked: int = 0
     """In ``seconds``: a scoring that was stopped asks in its last start only what was missing."""
+    measured_bytes: int = 0
+    """Peak of tensors over the watched passes of each shard's first batch; 0 where none was watched."""
+    predicted_bytes: int = 0
+    """Of the same passes, as they were predicted from their rows and widths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
