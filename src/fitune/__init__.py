@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fitune.session.events import Event, Exported
     from fitune.session.keywords import PathLike, RecipeKeys, RecipeLike
-    from fitune.session.planning import Rehearsed
+    from fitune.session.rehearsing import Rehearsed
     from fitune.session.reported import Reported
     from fitune.session.results import Result
     from fitune.spec.predictions import PlanReport
@@ -64,7 +64,7 @@ def rehearse(
     ``exact`` traces every block instead of a few that stand for all.
     """
     from fitune.session.keywords import recipe_of
-    from fitune.session.planning import rehearse_recipe
+    from fitune.session.rehearsing import rehearse_recipe
 
     return rehearse_recipe(recipe_of(recipe, settings), exact=exact)
 

@@ -42,8 +42,6 @@ Words = Annotated[
 Settings = Annotated[
     list[str] | None, Option("--set", metavar="A.B=C", help="Change one setting of the recipe; repeatable.")
 ]
-
-
 FleetFile = Annotated[Path | None, Option(metavar="FILE.yaml", help="Clusters to choose from.")]
 Objective = Annotated[str, Option(help="fastest, cheapest, least-memory; of clusters also soonest.")]
 Deadline = Annotated[str, Option(metavar="12h", help="With --fleet: over by then.")]
@@ -67,9 +65,9 @@ Workers = Annotated[str, Option(metavar="N|N..M", help="With --on ray: the fewes
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from importlib.metadata import version as installed
 
-        print(f"fitune {version('fitune')}")
+        print(f"fitune {installed('fitune')}")
         raise typer.Exit
 
 
@@ -117,7 +115,7 @@ def plan(
     json: Json = False,
 ) -> None:
     """Predict memory and time of every way to train; print the fastest that fits, and why not the others."""
-    from fitune.session.planning import largest_for, plan_on_data, plan_with
+    from fitune.session.planning import plan_on_data
 
     request = _fleet(fleet, objective, deadline, budget, rows, live, picture=picture)
     if request is not None:
@@ -130,10 +128,10 @@ def plan(
             draw_ranking(ranking, picture)
         return
     recipe = _recipe([*(words or []), *(("--objective", objective) if objective else ())], settings)
-    if why:
-        _show(plan_with(recipe, why), json=json)
-    elif largest:
-        _show(largest_for(recipe, largest), json=json)
+    if why or largest:
+        from fitune.session.alternatives import largest_for, plan_with
+
+        _show(plan_with(recipe, why) if why else largest_for(recipe, largest), json=json)
     else:
         _show(plan_on_data(recipe), json=json)
 
@@ -146,7 +144,7 @@ def why(
     json: Json = False,
 ) -> None:
     """What another choice would cost, in bytes and seconds, beside the plan that is taken."""
-    from fitune.session.planning import plan_with
+    from fitune.session.alternatives import plan_with
 
     _show(plan_with(_recipe(words, settings), change), json=json)
 
@@ -184,7 +182,7 @@ def rehearse(
     exact: Annotated[bool, Option("--exact", help="Trace every block, not a few for all.")] = False,
 ) -> None:
     """Plan, then run the plan's own step on tensors without content: every allocation, no GPU, no weights."""
-    from fitune.session.planning import rehearse_recipe
+    from fitune.session.rehearsing import rehearse_recipe
 
     _show(rehearse_recipe(_recipe(words, settings), exact=exact), json=json)
 

@@ -1,5 +1,7 @@
 """The estimate of one plan: its largest micro-batch, bytes on device, host and disk, seconds of a step."""
 
+from typing import TYPE_CHECKING
+
 from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import (
     checkpoint_bytes,
@@ -11,14 +13,16 @@ from fitune.estimate.overhead import (
 )
 from fitune.estimate.parameters import num_ranks
 from fitune.estimate.site import masks_window
-from fitune.estimate.step import describe_step
+from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.time import step_time_of
-from fitune.estimate.trainer import FITUNE, Trainer, describe_step_of
 from fitune.estimate.transfers import communication_of
 from fitune.spec.block_profile import BatchShape
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Estimate, MemoryBreakdown, StepTime
 from fitune.spec.traits import has_scores
+
+if TYPE_CHECKING:  # plans are fitune's own
+    from fitune.estimate.trainer import Trainer
 
 
 def predict(plan: Plan, *, largest: BatchShape | None = None, usual: BatchShape | None = None) -> Estimate:
@@ -45,15 +49,27 @@ def predict(plan: Plan, *, largest: BatchShape | None = None, usual: BatchShape 
 
 
 def predict_memory(
-    plan: Plan, shape: BatchShape | None = None, *, trainer: Trainer = FITUNE
+    plan: Plan, shape: BatchShape | None = None, *, trainer: "Trainer | None" = None
 ) -> MemoryBreakdown:
     """Bytes by phase and term on one device, for a micro-batch of ``shape`` (the most the plan allows if None)."""
-    return memory_of(describe_step_of(trainer, plan, shape or largest_batch(plan)))
+    return memory_of(_described(plan, shape, trainer))
 
 
-def predict_step_time(plan: Plan, shape: BatchShape | None = None, *, trainer: Trainer = FITUNE) -> StepTime:
+def predict_step_time(
+    plan: Plan, shape: BatchShape | None = None, *, trainer: "Trainer | None" = None
+) -> StepTime:
     """Seconds by phase of one optimizer step: ``accumulation`` micro-batches and one update."""
-    return step_time_of(describe_step_of(trainer, plan, shape or largest_batch(plan)))
+    return step_time_of(_described(plan, shape, trainer))
+
+
+def _described(plan: Plan, shape: BatchShape | None, trainer: "Trainer | None") -> StepStages:
+    """The step as another trainer runs it; None: as fitune does."""
+    shape = shape or largest_batch(plan)
+    if trainer is None:
+        return describe_step(plan, shape)
+    from fitune.estimate.trainer import describe_step_of
+
+    return describe_step_of(trainer, plan, shape)
 
 
 def largest_batch(plan: Plan) -> BatchShape:

@@ -11,7 +11,6 @@ from fitune.planner.decisions import decisions_of
 from fitune.planner.defaults import price_of
 from fitune.planner.explain import memory_sum
 from fitune.planner.fit import Found, fits, host_fits, shortage, tokens_per_second
-from fitune.planner.less_memory import nothing_fits
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods, methods_for
 from fitune.planner.otherwise import notes_on_nodes, notes_on_quality
@@ -42,6 +41,8 @@ def find_plan(
     fitting = [answer for answer in answers if answer.found]
     rejected = _rejections(answers)
     if not fitting:
+        from fitune.planner.less_memory import nothing_fits  # advice: not for those whose plan fits
+
         smallest = [answer.smallest for answer in answers if answer.smallest is not None]
         raise nothing_fits(request, smallest, rejected)
     chosen = _priced(saving_beside_steps(recipe, fitting[0].found[0].plan))

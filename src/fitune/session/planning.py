@@ -1,41 +1,20 @@
-"""A recipe becomes a plan on the hardware it names.
-
-Beside it: what a change would cost, the largest that fits, and a rehearsal.
-"""
+"""A recipe becomes a plan on the hardware it names, and on the data that it names."""
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fitune.errors import DataError
 from fitune.measure.hardware import resolve_hardware
-from fitune.planner.alternatives import Alternative, Largest, changed_recipe, compare, largest
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.search import find_plan
 from fitune.planner.whole_run import whole_run, with_timely_saves
 from fitune.spec.gpus import GpuFigures
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
-from fitune.spec.predictions import PlanReport, Rehearsal
+from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe import Recipe
 from fitune.spec.rules import Purpose
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WithChange:
-    """The plan of a recipe, and beside it the best plan with a change."""
-
-    report: PlanReport
-    alternative: Alternative
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LargestThatFit:
-    """The largest row, micro-batch or model of each method that the recipe leaves open."""
-
-    recipe: Recipe
-    quantity: str
-    found: tuple[Largest, ...]
 
 
 def plan_for(
@@ -83,39 +62,3 @@ def wanted_hardware(recipe: Recipe) -> Hardware:
     )  # fmt: skip
     found = with_host_memory(found)
     return found if recipe.nvme_size is None else replace(found, nvme_bytes=recipe.nvme_size)
-
-
-def plan_with(recipe: Recipe, change: str) -> WithChange:
-    """The plan, and the best plan with the settings of ``zero: 3, backend: fsdp`` on top."""
-    changed = changed_recipe(recipe, change)
-    report = plan_for(recipe)
-    alternative = compare(
-        changed, change, taken=report.chosen,
-        model=load_model_spec(changed.model), hardware=wanted_hardware(changed),
-    )  # fmt: skip
-    return WithChange(report=report, alternative=alternative)
-
-
-def largest_for(recipe: Recipe, quantity: str) -> LargestThatFit:
-    """The largest ``seq_len``, ``micro_batch`` or ``model`` that fits. Raises RecipeError for another quantity."""
-    quantity = quantity.replace("-", "_").removesuffix("_size")
-    found = largest(recipe, quantity, model=load_model_spec(recipe.model), hardware=wanted_hardware(recipe))
-    return LargestThatFit(recipe=recipe, quantity=quantity, found=found)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsed:
-    """A plan, and what its own step took on fake tensors."""
-
-    report: PlanReport
-    rehearsal: Rehearsal
-
-
-def rehearse_recipe(recipe: Recipe, *, exact: bool = False) -> Rehearsed:
-    """Plan among what can be rehearsed, then rehearse what was chosen. ``exact`` traces every block."""
-    report = plan_for(recipe, purposes=("plan", "rehearse"))
-    from fitune.rehearse.step import rehearse
-
-    chosen = report.chosen
-    rehearsal = rehearse(chosen.plan, exact=exact, outside=chosen.estimate.memory.outside)
-    return Rehearsed(report=report, rehearsal=rehearsal)
