@@ -4,7 +4,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +13,11 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from data.s3_server import Wire, make_bucket, running_server, use_server
 from fitune.errors import MissingExtra
 from fitune.report import html
 from fitune.spec.plan import Plan
+from fitune.stores import opening
 
 torch.set_num_threads(1)  # tiny models: threads that wait for one another cost ten times what they bring
 
@@ -24,6 +26,11 @@ QUESTIONS = [
     for a in range(2, 9)
     for b in range(3, 11)
 ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``first`` begin: what they wait for is started by one worker only, and does not end last."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
 def pytest_collection_finish() -> None:
@@ -82,6 +89,24 @@ def plan_of(model_folder: Path, data_file: Path, folder: Path, **settings: objec
         gpu=cpu_gpu(memory_bytes=4 * GIB, cores=2), gpus=1, nodes=1, host_memory_bytes=4 * GIB
     )
     return find_plan(recipe, model=load_model_spec(recipe.model), hardware=hardware).chosen.plan
+
+
+@pytest.fixture(scope="session")
+def wire() -> Iterator[Wire]:
+    """The way to an S3 server of this process; ``use_server`` makes it whole again."""
+    with running_server() as wire:
+        yield wire
+
+
+@pytest.fixture
+def bucket(wire: Wire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """An empty bucket of the test's own, on a server that is asked again only by fitune."""
+    use_server(wire, monkeypatch)
+    monkeypatch.setitem(opening.OPTIONS, "s3fs", {"config_kwargs": {"retries": {"max_attempts": 0}}})
+    name = f"b{abs(hash(tmp_path))}"
+    make_bucket(name)
+    wire.requests.clear()
+    return name
 
 
 os.environ["FITUNE_CALIBRATE"] = "0"  # also for fixtures that outlive a test, and for new processes

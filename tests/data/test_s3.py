@@ -3,13 +3,12 @@
 import gzip
 import io
 import json
-from collections.abc import Iterator
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.s3_server import SECRET, Wire, running_server, use_server
+from data.s3_server import SECRET, Wire, use_server
 from data.tiny_tokenizers import byte_tokenizer
 from fitune.data.preparing import prepare_data
 from fitune.data.sources import content_key, read_rows
@@ -26,12 +25,6 @@ ROWS = [{"prompt": f"what is {i}?", "completion": f"it is {i}"} for i in range(3
 
 def lines(rows: list[dict]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-@pytest.fixture(scope="module")
-def wire() -> Iterator[Wire]:
-    with running_server() as wire:
-        yield wire
 
 
 @pytest.fixture(autouse=True)

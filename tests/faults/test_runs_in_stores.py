@@ -7,25 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from checkpoint.killed_runs import without_pictures
 from data.s3_server import (
     DENIED,
     SECRET,
     Wire,
     environment_of,
-    make_bucket,
     names,
     objects,
-    running_server,
-    use_server,
 )
-from fitune.report import html
-from fitune.stores import opening
 from fitune.stores.writing import Store
 from fitune.track.metrics import read_metrics
 from optional_libraries import NEEDS_S3
@@ -35,28 +29,11 @@ pytestmark = NEEDS_S3
 Call = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module")
-def wire() -> Iterator[Wire]:
-    with running_server() as wire:
-        yield wire
-
-
-@pytest.fixture
-def bucket(wire: Wire, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    use_server(wire, monkeypatch)
-    monkeypatch.setitem(opening.OPTIONS, "s3fs", {"config_kwargs": {"retries": {"max_attempts": 0}}})
-    name = f"b{abs(hash(request.node.name))}"
-    make_bucket(name)
-    wire.requests.clear()
-    return name
-
-
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(html, "draw_pictures", without_pictures)
     return folder
 
 

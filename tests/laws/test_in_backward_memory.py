@@ -51,6 +51,7 @@ def test_estimate_rehearsal_and_real_step_agree(model, optimizer, tuning, precis
     test_rehearsal_real_step.check(plan)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("tuning", "precision", "recompute", "hardware"),

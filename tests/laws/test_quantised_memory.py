@@ -46,6 +46,7 @@ def test_the_estimate_is_the_real_step(model, base, precision, recompute, chunke
     test_memory_prediction.check(plan)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("base", BASES, ids=str)
 @pytest.mark.parametrize(
     ("precision", "recompute", "accumulation"),

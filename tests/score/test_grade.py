@@ -1,5 +1,6 @@
 """Laws of the graders: what counts as the same answer."""
 
+import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -193,3 +194,9 @@ def test_patterns_and_schemas_grade_the_answer_alone(
 def test_a_pattern_that_is_none_is_refused_before_any_row() -> None:
     with pytest.raises(RecipeError, match=r"'regex:\(': .*unterminated subpattern"):
         try_graders(open_graders(("regex:(",)))
+
+
+def test_a_process_of_a_grader_imports_no_torch() -> None:
+    """It starts in a tenth of a second, and anew after every function that hangs."""
+    program = "import sys; import fitune.score.graders; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,43 +1,18 @@
 """Folders that are sent to a real S3 server: what is there is not sent again, the last file comes last, and faults."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from data.s3_server import (
-    DENIED,
-    SECRET,
-    Wire,
-    make_bucket,
-    objects,
-    running_server,
-    use_server,
-)
+from data.s3_server import DENIED, SECRET, Wire, objects
 from fitune.errors import StoreError
-from fitune.stores import digests, opening, writing
+from fitune.stores import digests, writing
 from fitune.stores.writing import Store
 from optional_libraries import NEEDS_S3
 
 pytestmark = NEEDS_S3
 
 FILES = {"one.bin": b"1" * 200_000, "two.bin": b"2" * 100_000, "state.json": b"{}", "COMMIT": b"all"}
-
-
-@pytest.fixture(scope="module")
-def wire() -> Iterator[Wire]:
-    with running_server() as wire:
-        yield wire
-
-
-@pytest.fixture
-def bucket(wire: Wire, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    use_server(wire, monkeypatch)
-    monkeypatch.setitem(opening.OPTIONS, "s3fs", {"config_kwargs": {"retries": {"max_attempts": 0}}})
-    name = f"b{abs(hash(request.node.name))}"
-    make_bucket(name)
-    wire.requests.clear()
-    return name
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from optional_libraries import NEEDS_DEEPSPEED
 from several import Job, train_on
 from train.test_run import callbacks
 
+pytestmark = pytest.mark.first
+
 Backend = Literal["fsdp", "deepspeed"]
 
 LOSS, WEIGHT, FP16_LOSS = 1e-5, 1e-6, 1e-4

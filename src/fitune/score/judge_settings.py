@@ -16,7 +16,6 @@ from typing import Literal, get_args
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.files import open_regular, read_text
-from fitune.models.weight_files import identity
 from fitune.score.engine import ENGINES
 from fitune.spec.recipe_words import load_yaml
 from fitune.spec.reports import Scale
@@ -184,6 +183,9 @@ def fill(question: str, texts: Mapping[str, str]) -> str:
 
 def judge_content(judge: Judge) -> str:
     """All that its grades depend on: template, files of model and adapter, and the answers it compares with."""
+    # Not above: it imports PEFT, which takes seconds, and a grader's process needs none of it.
+    from fitune.models.weight_files import identity
+
     parts = [question_of(judge), identity(judge.model), identity(judge.adapter)]
     if judge.chat_template:
         parts.append(read_text(judge.chat_template))
