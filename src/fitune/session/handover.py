@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fitune.errors import RunDirectoryError
 from fitune.files import write_atomically
-from fitune.session.training import Attempt
+from fitune.session.attempts import Attempt
 from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe
 from fitune.spec.recipe_words import parse_value

@@ -31,6 +31,7 @@ from fitune.launch.ray_desk import open_desk
 from fitune.launch.ray_workers import WorkersEnd, run_workers
 from fitune.launch.torchrun import Ended, ended, fresh_logs
 from fitune.report.html import write_report
+from fitune.session.attempts import Attempt, next_attempt, shortage_of_ranks
 from fitune.session.events import Note, RanOutOfMemory, StepsBegin, Tell
 from fitune.session.handover import packed
 from fitune.session.planning import plan_for
@@ -39,7 +40,7 @@ from fitune.session.ray_losses import WORD_SECONDS, cause_of_loss, has_first_end
 from fitune.session.ray_nodes import hardware_of_workers, require_shared
 from fitune.session.ray_ranks import Orders, RankEnd, train_as_rank
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
-from fitune.session.training import Attempt, first_attempt, next_attempt, shortage_of_ranks
+from fitune.session.training import first_attempt
 from fitune.spec.hardware import Hardware
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import read_statuses

@@ -16,11 +16,12 @@ from fitune.estimate.predict import predict
 from fitune.launch.command import command_of
 from fitune.launch.nodes import Nodes, Place, meeting, place_of
 from fitune.launch.torchrun import Ended, fresh_logs, run_ranks
+from fitune.session.attempts import Attempt, next_attempt, shortage_of_ranks
 from fitune.session.events import Event, Note, RanOutOfMemory, Tell
 from fitune.session.handover import hand_over, program_again
 from fitune.session.planning import wanted_hardware
 from fitune.session.signals import EXIT_CODES
-from fitune.session.training import Attempt, first_attempt, next_attempt, shortage_of_ranks
+from fitune.session.training import first_attempt
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import Recipe
 from fitune.spec.run_directory import LAUNCH_LOCK, LOGS, lock_directory

@@ -16,11 +16,12 @@ from typing import Any
 from fitune.checkpoint.commit import Commit, last_saved
 from fitune.errors import FituneError, PeerGone, RankFailed, RunDirectoryError, exit_code_of
 from fitune.launch.ray_cluster import loaded_ray
+from fitune.session.attempts import Attempt
 from fitune.session.events import Event, Note, Tell
 from fitune.session.handover import unpacked
 from fitune.session.ranks_of_nodes import nobody
 from fitune.session.ray_losses import cause_of_loss, has_said_why
-from fitune.session.training import Attempt, run_attempt
+from fitune.session.training import run_attempt
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import LAUNCHER, read_statuses
 from fitune.spec.recipe import Recipe
