@@ -38,7 +38,7 @@ class End:
     figures: dict[str, float]
     """Predicted and measured, each by the name of its curve: ``predicted/peak_of_tensors``, in bytes."""
     table: tuple[tuple[str, str, str, str], ...] = ()
-    """Those figures in words: name, predicted, measured, error; the first row has the headings."""
+    """The figures in words: name, predicted, measured, error; the first row has the headings."""
     files: tuple[str, ...] = ()
     """Paths of report.html, report.json with the account of the data, plan.json and recipe.yaml."""
 

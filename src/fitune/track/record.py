@@ -44,8 +44,8 @@ class _Record:
 
 
 def read_tracked(directory: Path) -> tuple[Tracked, ...]:
-    """What is known of the trackers of the run in ``directory``; nothing where the record is absent or damaged: a
-    tracker is never worth a run."""
+    """The record of each tracker of the run in ``directory``; none where the file is absent or damaged: a tracker is
+    never worth a run."""
     try:
         return from_json(_Record, read_text(directory / FOLDER / _FILE, follow_links=False)).tracked
     except (OSError, ValueError):

@@ -21,7 +21,7 @@ class Row:
     """The module that has to be installed."""
     extra: str
     prefix: str = ""
-    """Of its environment variables."""
+    """Its environment variables begin so."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """For its process, unless the user has said otherwise: nothing is sent but the run."""
 
