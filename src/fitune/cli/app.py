@@ -333,16 +333,23 @@ def score(
     plan: Annotated[bool, Option("--plan", help="Predict bytes, time and cost; answer nothing.")] = False,
     gpu: Annotated[str, Option(help="With --plan: a GPU that is elsewhere.")] = "",
     gpus: Annotated[int, Option(help="With --plan: how many in the node.")] = 0,
+    fleet: FleetFile = None,
+    objective: Objective = "",
+    deadline: Deadline = "",
+    budget: Budget = None,
+    live: Live = False,
     json: Json = False,
 ) -> None:
     """Answer a dataset with a model and grade the answers."""
-    if plan:
-        from fitune.session.score_plan import plan_scoring
+    request = _fleet(fleet, objective, deadline, budget, None, live)
+    if plan or request is not None:
+        from fitune.session.score_plan import plan_scoring, score_on_fleet
         from fitune.session.score_words import score_words
 
         asked = (model, data, adapter, columns, max_new_tokens, batch_size, engine, id_column)
+        words = score_words(*asked, allow_https, allow_private_addresses)
         _show(
-            plan_scoring(score_words(*asked, allow_https, allow_private_addresses), gpu=gpu, gpus=gpus),
+            score_on_fleet(words, request, gpu=gpu) if request else plan_scoring(words, gpu=gpu, gpus=gpus),
             json=json,
         )
         return

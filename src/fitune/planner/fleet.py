@@ -13,7 +13,7 @@ from fitune.planner.explain import memory_sum
 from fitune.planner.job import disk_bytes, shm_bytes_of
 from fitune.planner.methods import methods_for
 from fitune.planner.search import first_choice, refuse_contradictions
-from fitune.planner.whole_job import Offer, offer_of
+from fitune.planner.whole_job import Offer, Stay, offer_of
 from fitune.planner.whole_run import whole_run
 from fitune.spec.fleet import Cluster, Fleet, Objective
 from fitune.spec.gpus import NODE_NETWORK, find_gpu, hardware_for, shared_host_bytes
@@ -199,38 +199,40 @@ def _why_not(priced: Priced, cluster: Cluster, *, fetches_model: bool) -> str:
 
 def ranked(offers: Offers, wanted: Wanted) -> Ranking:
     """The offers in the order of what is wanted. Raises NothingFits when none keeps the deadline and the budget."""
-    broken = [
-        (offer, "; ".join(filter(None, (_late(offer, wanted), _dear(offer, wanted)))))
-        for offer in offers.found
-    ]
+    broken = [(offer, breach(offer, wanted)) for offer in offers.found]
     kept = [offer for offer, why in broken if not why]
     refused = tuple((offer, why) for offer, why in broken if why)
     if not kept:
-        raise _none_kept(offers.found, wanted)
+        raise none_kept(offers.found, wanted)
     preference = _preference(offers)
-    kept.sort(key=lambda offer: (preference(offer), *_key(offer, wanted.objective)))
+    kept.sort(key=lambda offer: (preference(offer), *order_of(offer, wanted.objective)))
     return Ranking(
         recipe=offers.recipe, wanted=wanted, offers=tuple(kept), refused=refused, without=offers.without
     )
 
 
-def _none_kept(offers: Sequence[Offer], wanted: Wanted) -> NothingFits:
+def breach(offer: Stay, wanted: Wanted) -> str:
+    """Why the offer does not keep what is wanted; empty when it does."""
+    return "; ".join(filter(None, (too_late(offer, wanted), too_dear(offer, wanted))))
+
+
+def none_kept(offers: Sequence[Stay], wanted: Wanted) -> NothingFits:
     """The error of a deadline or a budget that no offer keeps: it names the offer that comes nearest to each."""
-    in_time = [offer for offer in offers if not _late(offer, wanted)]
-    in_budget = [offer for offer in offers if not _dear(offer, wanted)]
+    in_time = [offer for offer in offers if not too_late(offer, wanted)]
+    in_budget = [offer for offer in offers if not too_dear(offer, wanted)]
     lines = []
     if in_time and in_budget:
         cheapest, first = min(in_time, key=_by_cost), min(in_budget, key=_by_end)
-        lines.append(f"the cheapest in time is {where(cheapest)}: {_dear(cheapest, wanted)}")
-        lines.append(f"the fastest within the budget is {where(first)}: {_late(first, wanted)}")
+        lines.append(f"the cheapest in time is {where(cheapest)}: {too_dear(cheapest, wanted)}")
+        lines.append(f"the fastest within the budget is {where(first)}: {too_late(first, wanted)}")
     if not in_time:
         first = min(offers, key=_by_end)
         cost = "" if first.cost is None else f", for ${first.cost:,.2f}"
-        lines.append(f"none is in time; the fastest is {where(first)}: {_late(first, wanted)}{cost}")
+        lines.append(f"none is in time; the fastest is {where(first)}: {too_late(first, wanted)}{cost}")
     if not in_budget:
         cheapest = min(offers, key=_by_cost)
         lines.append(
-            f"none is within the budget; the cheapest is {where(cheapest)}: {_dear(cheapest, wanted)}, for "
+            f"none is within the budget; the cheapest is {where(cheapest)}: {too_dear(cheapest, wanted)}, for "
             f"{format_seconds(cheapest.seconds)}"
         )
     ways = ["a later --deadline"] * bool(wanted.deadline_seconds) + ["a larger --budget"] * bool(
@@ -241,11 +243,11 @@ def _none_kept(offers: Sequence[Offer], wanted: Wanted) -> NothingFits:
     )
 
 
-def _by_cost(offer: Offer) -> tuple[float, float]:
+def _by_cost(offer: Stay) -> tuple[float, float]:
     return float("inf") if offer.cost is None else offer.cost, offer.seconds
 
 
-def _by_end(offer: Offer) -> tuple[float, float]:
+def _by_end(offer: Stay) -> tuple[float, float]:
     """Sort key: offers by their end in seconds, those without a known end last, the shortest of them first."""
     return float("inf") if offer.end_seconds is None else offer.end_seconds, offer.seconds
 
@@ -259,7 +261,8 @@ def _preference(offers: Offers) -> Callable[[Offer], int]:
     return lambda offer: order.get(method_name(offer.priced.plan.tuning), len(order))
 
 
-def _key(offer: Offer, objective: Objective) -> tuple[float, float]:
+def order_of(offer: Stay, objective: Objective) -> tuple[float, float]:
+    """Sort key: the best offer for the objective first."""
     match objective:
         case "fastest":
             return offer.seconds, _by_cost(offer)[0]
@@ -269,7 +272,8 @@ def _key(offer: Offer, objective: Objective) -> tuple[float, float]:
             return _by_end(offer)[0], _by_cost(offer)[0]
 
 
-def _late(offer: Offer, wanted: Wanted) -> str:
+def too_late(offer: Stay, wanted: Wanted) -> str:
+    """Why it does not keep the deadline; empty when it does."""
     end, deadline = offer.end_seconds, wanted.deadline_seconds
     if end is None and (wanted.objective == "soonest" or deadline is not None):
         free = f"{offer.cluster.free_nodes} of {offer.nodes} nodes are free"
@@ -279,7 +283,8 @@ def _late(offer: Offer, wanted: Wanted) -> str:
     return ""
 
 
-def _dear(offer: Offer, wanted: Wanted) -> str:
+def too_dear(offer: Stay, wanted: Wanted) -> str:
+    """Why it does not keep the budget; empty when it does."""
     if wanted.budget is None or offer.cost is None or offer.cost <= wanted.budget:
         return ""
     return f"costs ${offer.cost:,.2f}, more than ${wanted.budget:,.2f}"
@@ -302,6 +307,6 @@ def require_prices(fleet: Fleet, wanted: Wanted) -> None:
         )
 
 
-def where(offer: Offer) -> str:
+def where(offer: Stay) -> str:
     """``hopper, 2 nodes``."""
     return f"{offer.cluster.name}, {offer.nodes} node{'s' * (offer.nodes > 1)}"

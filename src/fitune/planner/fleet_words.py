@@ -6,7 +6,7 @@ from typing import Any
 from fitune.estimate.parameters import num_ranks
 from fitune.planner.fleet import Ranking, where
 from fitune.planner.job import STORAGE_BANDWIDTH
-from fitune.planner.whole_job import START_SECONDS, TOKENS_PER_SECOND, Offer
+from fitune.planner.whole_job import START_SECONDS, TOKENS_PER_SECOND, Offer, Stay
 from fitune.spec.plan import Plan
 from fitune.spec.words import (
     describe_devices,
@@ -61,31 +61,37 @@ def _table(ranking: Ranking) -> list[str]:
     for number, offer in enumerate(ranking.offers, start=1):
         rows.append((str(number), *_row(offer)))
     rows += [("–", *_row(offer)) for offer, _ in ranking.refused]
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a ranking as lines: number, times and cost to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  " + "  ".join(_aligned(row, widths)).rstrip() for row in rows]
+    return ["  " + "  ".join(_cells(row, widths)).rstrip() for row in rows]
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+def _cells(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
     right = {0, 4, 5, 6}
     for column, (text, width) in enumerate(zip(row, widths, strict=True)):
         yield text.rjust(width) if column in right else text.ljust(width)
 
 
 def _row(offer: Offer) -> tuple[str, ...]:
-    free = (
-        "now"
-        if offer.is_free
-        else "full"
-        if offer.wait_seconds is None
-        else f"in {format_seconds(offer.wait_seconds)}"
-    )
     return (
-        offer.cluster.name, describe_devices(offer.priced.plan.hardware), free, format_seconds(offer.seconds),
-        format_seconds(offer.parts["training"]), _cost(offer), _short(offer.priced.plan),
+        offer.cluster.name, describe_devices(offer.priced.plan.hardware), free_words(offer),
+        format_seconds(offer.seconds), format_seconds(offer.parts["training"]), cost_words(offer),
+        _short(offer.priced.plan),
     )  # fmt: skip
 
 
-def _cost(offer: Offer) -> str:
+def free_words(offer: Stay) -> str:
+    """When its nodes are free: ``now``, ``in 2 h 0 min``, ``full``."""
+    if offer.is_free:
+        return "now"
+    return "full" if offer.wait_seconds is None else f"in {format_seconds(offer.wait_seconds)}"
+
+
+def cost_words(offer: Stay) -> str:
     return "–" if offer.cost is None else f"${offer.cost:,.2f}"
 
 
@@ -177,7 +183,7 @@ def _speed(offer: Offer, best: Offer) -> str:
 
 
 def _time_and_cost(offer: Offer) -> str:
-    return f"{format_seconds(offer.seconds)} for {_cost(offer)}"
+    return f"{format_seconds(offer.seconds)} for {cost_words(offer)}"
 
 
 def _assumed(ranking: Ranking) -> Iterator[str]:

@@ -57,17 +57,12 @@ def number_of_saves(plan: Plan, run: WholeRun) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """A plan on some nodes of a cluster: how long the whole job takes there, and what it costs."""
+class Stay:
+    """A job on some nodes of a cluster: how long all of it takes there, and what it costs."""
 
     cluster: Cluster
-    priced: Priced
-    run: WholeRun
+    nodes: int
     parts: Mapping[str, float]
-
-    @property
-    def nodes(self) -> int:
-        return self.priced.plan.hardware.nodes
 
     @property
     def seconds(self) -> float:
@@ -98,5 +93,16 @@ class Offer:
         return None if self.wait_seconds is None else self.wait_seconds + self.seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer(Stay):
+    """A plan of training on some nodes of a cluster."""
+
+    priced: Priced
+    run: WholeRun
+
+
 def offer_of(cluster: Cluster, priced: Priced, run: WholeRun) -> Offer:
-    return Offer(cluster=cluster, priced=priced, run=run, parts=job_seconds(priced, run, cluster))
+    return Offer(
+        cluster=cluster, nodes=priced.plan.hardware.nodes, priced=priced, run=run,
+        parts=job_seconds(priced, run, cluster),
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from fitune.estimate.predict import largest_batch
 from fitune.planner.fleet import EpochOf, Ranking, Wanted, rank_fleet, where
 from fitune.planner.whole_job import Offer
 from fitune.session.launching import is_fetched, launch_file, render
-from fitune.spec.fleet import Objective, read_fleet
+from fitune.spec.fleet import Fleet, Objective, read_fleet
 from fitune.spec.job import System
 from fitune.spec.job_settings import read_job_settings
 from fitune.spec.model_config import load_model_spec
@@ -45,21 +45,32 @@ def fleet_request(file: Path | None, *wishes: Any) -> FleetRequest:
 
 def plan_on_fleet(recipe: Recipe, request: FleetRequest) -> Ranking:
     """The ranking of the fleet's clusters. Raises RecipeError, HardwareError or NothingFits."""
-    fleet = read_fleet(request.file)
-    if request.live:
-        from fitune.session.live_fleet import with_free_nodes  # subprocesses: only for those who ask
-
-        fleet = with_free_nodes(fleet)
+    fleet = fleet_of(request)
     _require_open_hardware(recipe, request)
-    wanted = Wanted(
-        objective=_objective(recipe, request.objective),
-        deadline_seconds=_seconds(request.deadline),
-        budget=request.budget,
-    )
+    wanted = wanted_of(request, recipe.objective)
     return rank_fleet(
         recipe, fleet, wanted, model=load_model_spec(recipe.model), epoch_of=_epochs(recipe, request.rows),
         fetches_model=is_fetched(recipe.model),
     )  # fmt: skip
+
+
+def fleet_of(request: FleetRequest) -> Fleet:
+    """The clusters of the file, with the nodes that are free now where that is asked."""
+    fleet = read_fleet(request.file)
+    if not request.live:
+        return fleet
+    from fitune.session.live_fleet import with_free_nodes  # subprocesses: only for those who ask
+
+    return with_free_nodes(fleet)
+
+
+def wanted_of(request: FleetRequest, objective: str = "fastest") -> Wanted:
+    """Its wishes; ``objective`` where none is typed. Raises RecipeError."""
+    return Wanted(
+        objective=_objective(request.objective or objective),
+        deadline_seconds=_seconds(request.deadline),
+        budget=request.budget,
+    )
 
 
 def launch_text(
@@ -134,8 +145,7 @@ def _require_open_hardware(recipe: Recipe, request: FleetRequest) -> None:
         raise RecipeError(why, hint=f"leave {named[0]} out")
 
 
-def _objective(recipe: Recipe, typed: str) -> Objective:
-    asked = typed or recipe.objective
+def _objective(asked: str) -> Objective:
     for known in ("fastest", "cheapest", "soonest"):
         if asked == known:
             return known

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fitune.planner.answering import AnsweringReport
     from fitune.planner.fleet import Ranking
     from fitune.planner.matrix import Matrix
+    from fitune.planner.score_fleet import ScoreRanking
     from fitune.session.alternatives import LargestThatFit, WithChange
     from fitune.session.rehearsing import Rehearsed
     from fitune.session.reported import Reported
@@ -30,7 +31,7 @@ class Ranked:
 
 Result: TypeAlias = (
     "PlanReport | Ranked | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport | "
-    "AnsweringReport"
+    "AnsweringReport | ScoreRanking"
 )  # fmt: skip
 
 
@@ -43,6 +44,7 @@ def text_of(result: Result) -> str:
     from fitune.planner.answering_words import explain_answering
     from fitune.planner.fleet_words import explain_ranking
     from fitune.planner.matrix import Matrix, explain_matrix
+    from fitune.planner.score_fleet import ScoreRanking, explain_score_ranking
     from fitune.session.alternatives import LargestThatFit, WithChange
     from fitune.session.rehearsing import Rehearsed, explain_rehearsed
     from fitune.session.reported import Reported, explain_reported, explain_score
@@ -65,6 +67,8 @@ def text_of(result: Result) -> str:
             return explain_score(result)
         case AnsweringReport():
             return explain_answering(result)
+        case ScoreRanking():
+            return explain_score_ranking(result)
         case _:
             raise RecipeError(
                 f"{type(result).__name__} has no text",
@@ -81,6 +85,7 @@ def data_of(result: Result) -> dict[str, Any]:
     from fitune.planner.answering_words import answering_data
     from fitune.planner.fleet_words import ranking_data
     from fitune.planner.matrix import Matrix, matrix_data
+    from fitune.planner.score_fleet import ScoreRanking, score_ranking_data
     from fitune.session.alternatives import LargestThatFit, WithChange
     from fitune.session.rehearsing import Rehearsed, rehearsed_data
     from fitune.session.reported import Reported, reported_data
@@ -100,6 +105,8 @@ def data_of(result: Result) -> dict[str, Any]:
             return reported_data(result)
         case AnsweringReport():
             return answering_data(result)
+        case ScoreRanking():
+            return score_ranking_data(result)
         case _:
             data: dict[str, Any] = to_data(result)
             return data

@@ -15,10 +15,12 @@ from fitune.errors import CheckpointError, DataError, RecipeError
 from fitune.measure.hardware import resolve_hardware
 from fitune.planner.answering import AnsweringReport, name_of, plan_answering
 from fitune.planner.defaults import price_of
+from fitune.planner.score_fleet import ScoreRanking, rank_scoring
 from fitune.score.choices import has_choices
 from fitune.score.engine import ENGINES
 from fitune.score.plan import ScorePlan
 from fitune.score.tasks import Question, read_questions
+from fitune.session.fleet import FleetRequest, fleet_of, wanted_of
 from fitune.session.score_words import ScoreWords
 from fitune.spec.answering import NO_ADAPTER, Adapter, PlannedEngine, Questions
 from fitune.spec.hardware import Hardware
@@ -39,6 +41,19 @@ def plan_scoring(words: ScoreWords, *, gpu: str = "", gpus: int = 0) -> Answerin
     engines = engines_for(words.engine, elsewhere=bool(gpu))
     hardware = resolve_hardware(gpu=gpu or None, gpus=gpus or _devices_here(gpu))
     return plan_on(words, hardware, engines=engines, questions=read_lengths(words))
+
+
+def score_on_fleet(words: ScoreWords, request: FleetRequest, *, gpu: str = "") -> ScoreRanking:
+    """The clusters of a fleet in the order of what is wanted. Raises RecipeError, NothingFits or DataError."""
+    if gpu:
+        raise RecipeError(
+            f"--gpu {gpu} is of one machine, and {request.file} lists several", hint="leave --gpu out"
+        )
+    engines = engines_for(words.engine, elsewhere=True)
+    return rank_scoring(
+        fleet_of(request), wanted_of(request), read_lengths(words),
+        lambda node, questions: plan_on(words, node, engines=engines, questions=questions),
+    )  # fmt: skip
 
 
 def plan_on(

@@ -1,0 +1,93 @@
+"""A scoring on the clusters of a fleet: order, shares of the rows, what is refused, in training's words."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fitune.cli import main
+from fitune.errors import NothingFits
+from fitune.planner.answering import plan_answering
+from fitune.planner.fleet import Wanted
+from fitune.planner.score_fleet import ScoreRanking, explain_score_ranking, rank_scoring
+from fitune.spec.answering import NO_ADAPTER, Questions
+from fitune.spec.fleet import Cluster, Fleet
+from plans import known
+
+HOPPER = Cluster(name="hopper", gpu="h100", gpus=8, nodes=2, price=3.0)
+ADA = Cluster(name="ada", gpu="rtx-4090", gpus=4, price=0.7, free=0, wait=7200)
+SMALL = Cluster(name="small", gpu="t4", price=0.5)
+QUESTIONS = Questions(rows=100_000, prompt_tokens=20_000_000, longest_prompt=600, new_tokens=256)
+
+
+def ranking(*clusters: Cluster, model: str = "llama-3.1-8b", **wanted) -> ScoreRanking:
+    return rank_scoring(
+        Fleet(source="fleet.yaml", clusters=clusters), Wanted(**wanted), QUESTIONS,
+        lambda node, questions: plan_answering(
+            known(model), questions, node, engines=("transformers", "vllm"), batch_size=16, adapter=NO_ADAPTER
+        ),
+    )  # fmt: skip
+
+
+def test_clusters_are_ranked_by_time_or_by_cost() -> None:
+    fastest = ranking(HOPPER, ADA, SMALL)
+    assert [(offer.cluster.name, offer.nodes) for offer in fastest.offers] == [
+        ("hopper", 2),
+        ("hopper", 1),
+        ("ada", 1),
+    ]
+    cheapest = ranking(HOPPER, ADA, SMALL, objective="cheapest")
+    costs = [offer.cost for offer in cheapest.offers]
+    assert costs == sorted(costs)
+    assert cheapest.offers[0].cluster.name == "ada"
+    ((name, why),) = fastest.without
+    assert name == "small"
+    assert "14.96" in why
+    assert "short" in why
+
+
+def test_an_engine_on_each_device_answers_its_share() -> None:
+    two, one = ranking(HOPPER).offers
+    assert (two.engines, one.engines) == (16, 8)
+    assert two.report.questions.rows == 6_250
+    assert one.parts["scoring"] == pytest.approx(2 * two.parts["scoring"], rel=0.2)
+
+
+def test_a_model_larger_than_a_device_is_divided_over_one_node() -> None:
+    (offer,) = ranking(HOPPER, model="llama-3.1-70b").offers
+    assert (offer.nodes, offer.engines, offer.report.chosen.answering.devices) == (1, 1, 8)
+
+
+def test_a_budget_refuses_with_the_cost_and_nothing_left_is_an_error() -> None:
+    found = ranking(HOPPER, ADA, budget=ranking(ADA).offers[0].cost + 0.01)
+    assert {offer.cluster.name for offer in found.offers} == {"ada"}
+    assert "more than $" in found.refused[0][1]
+    with pytest.raises(NothingFits, match="none is within the budget; the cheapest is ada"):
+        ranking(HOPPER, ADA, budget=0.01)
+    with pytest.raises(NothingFits, match="nothing fits on any cluster"):
+        ranking(SMALL)
+    assert "in 2 h 0 min" in explain_score_ranking(found)
+
+
+def test_the_command_prints_the_ranking(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, fleet = tmp_path / "rows.jsonl", tmp_path / "fleet.yaml"
+    rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n' * 40)
+    fleet.write_text(
+        "clusters:\n- {name: hopper, gpu: h100, gpus: 8, nodes: 2}\n- {name: ada, gpu: rtx-4090}\n"
+    )
+    words = ["score", "--model", "qwen3-8b", "--data", str(rows), "--fleet", str(fleet)]
+    printed = []
+    for more in ([], ["--json"]):
+        monkeypatch.setattr(sys, "argv", ["fitune", *words, *more])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        printed.append(capsys.readouterr().out)
+    assert "Taken" in printed[0]
+    assert "40 rows: prompts of" in printed[0]
+    offers = json.loads(printed[1])["offers"]
+    assert {offer["cluster"] for offer in offers} == {"hopper", "ada"}
+    assert [offer["seconds"] for offer in offers] == sorted(offer["seconds"] for offer in offers)
