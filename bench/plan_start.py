@@ -1,4 +1,5 @@
-"""Seconds of `fitune plan` from the start of the process, next to starting Python alone and importing torch.
+"""Seconds of `fitune plan` from the start of the process, of one method and of every method over eight devices, next to
+starting Python alone and importing torch.
 
 python bench/plan_start.py
 """
@@ -10,7 +11,23 @@ import time
 
 REPEATS = 7
 PLAN = ["-m", "fitune", "plan", "--model", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--tuning", "lora"]
-CASES = {"python": ["-c", "pass"], "fitune plan": PLAN, "import torch": ["-c", "import torch"]}
+EVERY_METHOD = [
+    "-m",
+    "fitune",
+    "plan",
+    "--model",
+    "meta-llama/Llama-2-70b-hf",
+    "--gpu",
+    "a100-80gb",
+    "--gpus",
+    "8",
+]
+CASES = {
+    "python": ["-c", "pass"],
+    "fitune plan": PLAN,
+    "70 B on 8 GPUs": EVERY_METHOD,
+    "import torch": ["-c", "import torch"],
+}
 
 
 def seconds(arguments: list[str]) -> float:
