@@ -94,8 +94,7 @@ def train_as_rank(config: dict[str, Any]) -> RankEnd:
                     tell(Note("; ".join(one.cause for one in attempt.restarts[-1:]) + ": starting again"))
             report = _train(attempt, recipe, tell=tell, talker=talker, ranks=ranks)
             talker.close(ranks.gathered)
-            noticed = any(ranks.gathered(talker.is_preempted))  # one rank may hear of it before the others
-            return RankEnd(status=report.status, is_preempted=noticed)
+            return RankEnd(status=report.status, is_preempted=talker.is_preempted)
         except FituneError as error:
             talker.abandon()
             if isinstance(error, PeerGone) and not has_said_why(Path(attempt.plan.run.output_dir) / LOGS):
