@@ -22,6 +22,7 @@ from data.s3_server import (
 )
 from fitune.stores.writing import Store
 from fitune.track.metrics import read_metrics
+from fitune.train.uploading import Uploads
 from optional_libraries import NEEDS_S3
 
 pytestmark = NEEDS_S3
@@ -150,15 +151,24 @@ def test_a_store_that_fails_on_the_way_costs_no_step_and_is_made_up_for(
     train: Call, bucket: str, wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, run = f"s3://{bucket}/x", tmp_path / "run"
-    begun = Store.write
+    begun, close = Store.write, Uploads.close
 
     def failing_from_now(store: Store, name: str, content: bytes, **words: bool) -> None:
         begun(store, name, content, **words)
         if name.endswith("LINE"):
             wire.refused = 10**6
 
-    monkeypatch.setattr(Store, "write", failing_from_now)
-    code, out, err = train(upload_to=url, max_steps=3, save_steps=1)
+    def close_after_a_failure(uploads: Uploads) -> None:
+        """The steps may end before the first try does."""
+        until = time.monotonic() + 60
+        while not uploads._has_failed and time.monotonic() < until:
+            time.sleep(0.01)
+        close(uploads)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Store, "write", failing_from_now)
+        broken.setattr(Uploads, "close", close_after_a_failure)
+        code, out, err = train(upload_to=url, max_steps=3, save_steps=1)
     assert code == 1
     assert "the run goes on, and it is tried again with the next checkpoint" in out
     assert f"the end of the run is not in {url}" in err
@@ -166,7 +176,6 @@ def test_a_store_that_fails_on_the_way_costs_no_step_and_is_made_up_for(
     assert json.loads((run / "report.json").read_text())["status"] == "complete"
     assert (run / "adapter/adapter_model.safetensors").is_file()
     assert not any(name.endswith("COMMIT") for name in objects(bucket))
-    monkeypatch.setattr(Store, "write", begun)
     wire.refused = 0
     code, out, err = train("--resume", upload_to=url, max_steps=3, save_steps=1)
     assert code == 0, err
