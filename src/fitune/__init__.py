@@ -104,7 +104,8 @@ def score(
 ) -> "ScoreReport":  # fmt: skip
     """Answer a dataset with a model and grade the answers; answers.jsonl and grades.jsonl are written into ``out``.
 
-    ``engine`` is transformers, server (at ``url``) or vllm. ``columns`` maps system, prompt and completion to columns.
+    ``engine`` is transformers, server (at ``url``) or vllm; left out, the fastest on GPUs with vLLM, else transformers.
+    ``columns`` maps system, prompt and completion to columns.
     Rows without an answer are graded 0 and count as failed.
     """
     from fitune.session.scoring import score_dataset

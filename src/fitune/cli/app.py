@@ -319,7 +319,7 @@ def score(
     seed: Seed = 0,
     chat_template: Template = "",
     id_column: Annotated[str, Option(help="Column of the rows' names; default: custom_id or id.")] = "",
-    engine: Annotated[str, Option(help="transformers, server (at --url) or vllm.")] = "",
+    engine: Annotated[str, Option(help="transformers, server (at --url), vllm; default: the fastest.")] = "",
     url: Annotated[str, Option(help="OpenAI-compatible server: http://localhost:8000/v1.")] = "",
     served_model: Annotated[str, Option(help="The model's name there; default: --model.")] = "",
     allow_https: Annotated[bool, Option("--allow-https", help="Fetch --data from https://.")] = False,
