@@ -86,8 +86,10 @@ def test_the_command_prints_the_ranking(
             main()
         assert not ended.value.code
         printed.append(capsys.readouterr().out)
-    assert "Taken" in printed[0]
     assert "40 rows: prompts of" in printed[0]
     offers = json.loads(printed[1])["offers"]
     assert {offer["cluster"] for offer in offers} == {"hopper", "ada"}
+    engines = offers[0]["engines"]
+    workers = f" --on ray --workers {engines}" if engines > 1 else ""
+    assert f"run there with: --engine {offers[0]['engine']}{workers}\n" in printed[0]
     assert [offer["seconds"] for offer in offers] == sorted(offer["seconds"] for offer in offers)

@@ -134,6 +134,7 @@ def explain_score_ranking(ranking: ScoreRanking) -> str:
         f"{_engines(best)}, {chosen.answering.precision.value}, {chosen.time.rows_at_once:,} rows at once each",
         f"{format_bytes(chosen.memory.peak_bytes)} of {format_bytes(chosen.memory.usable_bytes)} a device, writes "
         f"{format_rate(chosen.time.writing_rate * best.engines)} ({chosen.answering.hardware.rates})",
+        f"run there with: {_options(best)}",
     ]
     title = f"{model} · {rows_line(questions)} · {ranking.wanted.objective} first"
     sections = ["\n".join([wrapped(title, indent=0, hanging=2), "", *aligned(rows)])]
@@ -162,6 +163,12 @@ def _engines(offer: ScoreOffer) -> str:
     """``16 × vllm by Ray``."""
     name = name_of(offer.report.chosen.answering)
     return name if offer.engines == 1 else f"{offer.engines} × {name} by Ray"
+
+
+def _options(offer: ScoreOffer) -> str:
+    """``--engine vllm --on ray --workers 4``: the options that run what was ranked."""
+    engine = f"--engine {offer.report.chosen.answering.engine}"
+    return engine if offer.engines == 1 else f"{engine} --on ray --workers {offer.engines}"
 
 
 def score_ranking_data(ranking: ScoreRanking) -> dict[str, Any]:
