@@ -78,6 +78,15 @@ def test_a_score_that_cannot_fit_is_refused_with_the_arithmetic(call, tmp_path: 
     code, _, err = call(*words, "--model", "llama-3.1-8b", "--max-new-tokens", "200000")
     assert code == 2
     assert "the model has room for 131,072" in err
+    code, _, err = call(*words, "--model", "llama-3.1-8b", "--grader", "perplexity")
+    assert code == 2
+    assert "--grader perplexity weighs references" in err
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 20)
+    code, _, err = call(*words, "--model", "llama-3.1-8b", "--adapter", str(folder))
+    assert code == 2
+    assert "cut short or no safetensors file" in err
     code, _, err = call(*words, "--model", "llama-3.1-8b", "--engine", "server")
     assert code == 2
     assert "leave --plan out" in err

@@ -347,7 +347,7 @@ def score(
         from fitune.session.score_words import score_words
 
         asked = (model, data, adapter, columns, max_new_tokens, batch_size, engine, id_column)
-        words = score_words(*asked, allow_https, allow_private_addresses)
+        words = score_words(*asked, allow_https, allow_private_addresses, graders=grader or ())
         _show(
             score_on_fleet(words, request, gpu=gpu) if request else plan_scoring(words, gpu=gpu, gpus=gpus),
             json=json,

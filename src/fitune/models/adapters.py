@@ -21,7 +21,7 @@ from fitune.models.adapter_check import check_adapter, linear_shapes, stack_shap
 from fitune.models.adapter_config import WEIGHTS, read_adapter_config, settled
 from fitune.models.door import with_adapter
 from fitune.models.expert_adapters import run_with_adapters, stacks_among, stacks_shown
-from fitune.models.weight_files import read_header
+from fitune.models.headers import read_header
 from fitune.models.weights import resized
 from fitune.spec.plan import Lora
 

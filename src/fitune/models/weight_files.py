@@ -1,18 +1,12 @@
-"""The files of a model folder: which tensor is where, checked and then read when used; and a hash of every byte.
-
-A safetensors file begins with the length of its header (8 bytes, little endian) and the header, JSON: name -> dtype,
-shape and the place of its bytes behind the header (https://github.com/huggingface/safetensors#format).
-"""
+"""The files of a model folder: which tensor is where, checked and then read when used; and a hash of every byte."""
 
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from threading import Lock
 from typing import Any
@@ -23,29 +17,11 @@ from torch import Tensor
 from fitune.errors import ModelError
 from fitune.files import cache_folder, open_regular, read_text, write_atomically
 from fitune.models.door import pickled_files
-from fitune.spec.serial import TABLE_BYTES, parse_object, read_object
-from fitune.units import MIB, format_bytes
+from fitune.models.headers import AGAIN, StoredTensor, read_header
+from fitune.spec.serial import TABLE_BYTES, read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-_LARGEST_HEADER = 100 * MIB
-"""As the safetensors library has it."""
-_ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-}  # fmt: skip
-_AGAIN = "the file is damaged or was not fetched whole: fetch it again"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """A tensor in a file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    size_bytes: int
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -58,7 +34,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     for file in files:
         for name, tensor in read_header(file).items():
             if name in found:
-                raise ModelError(f"{name} is both in {found[name].file} and in {file}", hint=_AGAIN)
+                raise ModelError(f"{name} is both in {found[name].file} and in {file}", hint=AGAIN)
             found[name] = tensor
     for name, file in placed.items():
         if name not in found or found[name].file != file:
@@ -93,9 +69,9 @@ def _weight_map(index: Path) -> dict[str, Any]:
     try:
         weight_map = read_object(index, largest_bytes=TABLE_BYTES)["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{index}: no index of weights: {error}", hint=_AGAIN) from None
+        raise ModelError(f"{index}: no index of weights: {error}", hint=AGAIN) from None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index}: its weight_map names no tensor", hint=_AGAIN)
+        raise ModelError(f"{index}: its weight_map names no tensor", hint=AGAIN)
     return weight_map
 
 
@@ -114,56 +90,6 @@ def _shard(folder: Path, tensor: str, name: object) -> Path:
             hint="the model was not fetched whole: fetch it again",
         )
     return file
-
-
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor. Raises ModelError when header or data are cut short or contradict one another."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > size - 8 or length > _LARGEST_HEADER:
-            raise ModelError(
-                f"{file}: cut short or no safetensors file: {format_bytes(size)}, and its first 8 bytes ask for a "
-                f"header of {format_bytes(length)}",
-                hint=_AGAIN,
-            )
-        text = stream.read(length)
-    try:
-        header = parse_object(text)
-    except ValueError as error:
-        raise ModelError(f"{file}: its header is unreadable: {error}", hint=_AGAIN) from None
-    header.pop("__metadata__", None)
-    begin = 8 + length
-    tensors = {name: _stored(file, name, entry, data_bytes=size - begin) for name, entry in header.items()}
-    stored = sum(tensor.size_bytes for tensor in tensors.values())
-    if stored != size - begin:
-        raise ModelError(
-            f"{file}: its tensors take {stored} bytes, and there are {size - begin} behind the header",
-            hint=_AGAIN,
-        )
-    return tensors
-
-
-def _stored(file: Path, name: str, entry: Any, *, data_bytes: int) -> StoredTensor:
-    try:
-        dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-        size = math.prod(shape) * _ITEM_BYTES[dtype]
-        fits = 0 <= begin <= end and end - begin == size
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{file}: {name}: its entry in the header is unreadable: {error!r}", hint=_AGAIN
-        ) from None
-    if not fits:
-        raise ModelError(
-            f"{file}: {name}: {list(shape)} of {dtype} are {size} bytes, and the header gives it {begin} to {end}",
-            hint=_AGAIN,
-        )
-    if end > data_bytes:
-        raise ModelError(
-            f"{file}: cut short: {name} ends at byte {end} of the data, and there are {data_bytes}",
-            hint=_AGAIN,
-        )
-    return StoredTensor(file=file, dtype=dtype, shape=shape, size_bytes=size)
 
 
 OnBytes = Callable[[int, int], None]

@@ -26,9 +26,10 @@ from fitune.models.door import (
     read_tokenizer,
     reading,
 )
+from fitune.models.headers import StoredTensor
 from fitune.models.pack_on_arrival import Keep, PackOnArrival
 from fitune.models.quantised import require_quantiser
-from fitune.models.weight_files import OnBytes, StoredTensor, Unread, nobody, stored_tensors, unread_tensors
+from fitune.models.weight_files import OnBytes, Unread, nobody, stored_tensors, unread_tensors
 from fitune.spec.plan import Dense, Plan, Precision, Quantiser
 
 _DENSE = Dense()

@@ -1,18 +1,17 @@
 """What a scoring takes before it runs: bytes, rows at once, seconds and cost. Neither torch nor the model is loaded."""
 
-import json
+import math
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from fitune.data.sampling import TOKENS_PER_MESSAGE, bytes_per_token
 from fitune.data.sources import read_rows
 from fitune.errors import CheckpointError, DataError, RecipeError
 from fitune.measure.hardware import resolve_hardware
+from fitune.models.headers import read_header
 from fitune.planner.answering import AnsweringReport, name_of, plan_answering
 from fitune.planner.defaults import price_of
 from fitune.planner.score_fleet import ScoreRanking, rank_scoring
@@ -179,30 +178,15 @@ def _text(question: Question) -> str:
 
 
 def adapter_size(folder: str) -> Adapter:
-    """Elements of a saved adapter, by the header of its file. Raises CheckpointError where there is none."""
+    """Elements of a saved adapter, by the header of its file. Raises CheckpointError where there is none, ModelError
+    where it is damaged."""
     if not folder:
         return NO_ADAPTER
     file = Path(folder) / "adapter_model.safetensors"
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        tensors = _header(file)
-        elements = sum(_elements(entry["shape"]) for entry in tensors.values())
-        return Adapter(elements=elements, on_mlp=any(part in name for name in tensors for part in _MLP_NAMES))
-    raise CheckpointError(f"{file} cannot be read", hint="name an adapter's folder, with adapter_config.json")
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """Name -> dtype and shape of each tensor of a safetensors file: eight bytes of length, then JSON."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > file.stat().st_size:
-            raise ValueError(length)
-        tensors: dict[str, Any] = json.loads(stream.read(length))
-    tensors.pop("__metadata__", None)
-    return tensors
-
-
-def _elements(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= int(size)
-    return product
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file} is not there", hint="name an adapter's folder, with adapter_config.json"
+        )
+    tensors = read_header(file)
+    elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    return Adapter(elements=elements, on_mlp=any(part in name for name in tensors for part in _MLP_NAMES))

@@ -65,11 +65,26 @@ def require_allowed(numbers: Mapping[str, float], columns: Mapping[str, str]) ->
             raise RecipeError(f"columns: {fault}", hint=f"roles are {', '.join(_ROLES)}")
 
 
+def _require_written(graders: Sequence[str]) -> None:
+    if not graders:
+        return
+    from fitune.score.graders import open_graders  # its libraries are not for every plan
+
+    weighing = [grader.name for grader in open_graders(graders) if grader.row.weigh]
+    if weighing:
+        raise RecipeError(
+            f"--grader {weighing[0]} weighs references, and --plan and --fleet know answers that are written",
+            hint="leave --plan and --fleet out",
+        )
+
+
 def score_words(
     model: str, data: str, adapter: str, columns: Sequence[str] | None, max_new_tokens: int, batch_size: int,
-    *others: Any,
+    *others: Any, graders: Sequence[str] = (),
 ) -> ScoreWords:  # fmt: skip
-    """The words, checked. Raises RecipeError for a number out of its limits and a role that is none."""
+    """The words, checked. Raises RecipeError for a number out of its limits, a role that is none, and graders for which
+    nothing is written."""
     roles = columns_of(columns or [])
+    _require_written(graders)
     require_allowed({"batch_size": batch_size, "max_new_tokens": max_new_tokens}, roles)
     return ScoreWords(model, data, adapter, tuple(roles.items()), max_new_tokens, batch_size, *others)
