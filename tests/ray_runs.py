@@ -155,7 +155,7 @@ class Faulty:
             case "memory":
                 raise torch.OutOfMemoryError("device out of memory: 4096 bytes more than its 1048576")
             case "hold":
-                time.sleep(3600)
+                time.sleep(600)
             case "notice":
                 wait_for(lambda: talkers[-1].is_preempted, what="no node was to be taken away")
 

@@ -15,7 +15,17 @@ from fitune.launch.ray_cluster import RayPlace
 from fitune.session import on_ray
 from fitune.session.on_ray import train_on_ray
 from fitune.spec.recipe import Recipe
-from ray_runs import Faulty, Heard, by_one_process, is_committed, losses, node_args, report_of, wait_for
+from ray_runs import (
+    Faulty,
+    Heard,
+    by_one_process,
+    is_committed,
+    losses,
+    node_args,
+    report_of,
+    wait_for,
+    wait_until_idle,
+)
 
 pytestmark = pytest.mark.ray
 
@@ -25,6 +35,7 @@ def second_node(started_cluster: Any) -> Iterator[Any]:
     """A node with room for one worker more."""
     node = started_cluster.add_node(**node_args(num_cpus=1))
     started_cluster.wait_for_nodes()
+    wait_until_idle()  # the node is listed before its cores are, and a run takes the workers that have room
     yield node
     if node in started_cluster.list_all_nodes():
         started_cluster.remove_node(node, allow_graceful=False)
