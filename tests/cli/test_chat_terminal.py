@@ -6,6 +6,7 @@ import os
 import pty
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import termios
@@ -28,6 +29,12 @@ def endless(model_folder: Path, tmp_path: Path) -> Path:
     return folder
 
 
+def _sit_at_terminal() -> None:
+    """Let Ctrl-C be a signal, also where the tests run as a shell's background job, which ignores it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Keyboard:
     """A person at a terminal of 80 columns."""
 
@@ -36,7 +43,7 @@ class Keyboard:
         self._process = subprocess.Popen(
             [*CHAT, *map(str, words)], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+            preexec_fn=_sit_at_terminal,
         )  # fmt: skip
         os.close(theirs)
         self.seen, self._waited = b"", 0
