@@ -42,7 +42,7 @@ def machines() -> Iterator[Cable]:
                 subprocess.run(start, env=ENVIRONMENT, check=True, capture_output=True, timeout=180)
             yield cable
         finally:
-            end_all(of=f"{head}:{PORT}")
+            end_all(of=head)
 
 
 def test_workers_of_two_machines_train_the_model_of_one_process(
