@@ -123,7 +123,7 @@ class Faulty:
                 talkers.append(self)
 
         talkers: list[Any] = []
-        ray_ranks.Talker = Known  # type: ignore[misc]
+        vars(ray_ranks)["Talker"] = Known
         training.explain = slowly
 
         def failing(*words: Any, **named: Any) -> Any:

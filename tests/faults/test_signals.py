@@ -2,6 +2,7 @@
 signal's own, whatever the program was doing."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from faults import stopped_programs
 from fitune.session.signals import EXIT_CODES, StopRequest
+from fitune.spec.rank_status import LAUNCHER
 
 Program = Callable[..., "subprocess.Popen[str]"]
 
@@ -146,3 +148,17 @@ def test_the_handler_stops_at_once_where_there_is_no_step_to_finish(
         request.note(INT, None)
     assert (ended.value.code, request.exit_code) == (130, 143)
     assert "stopping after this step" in capfd.readouterr().err
+
+
+def test_a_rank_stopped_where_nothing_can_be_raised_prints_nothing() -> None:
+    """A signal may come inside a callback of C: Python ignores the exit there, and would print its traceback."""
+    code = (
+        "import os, signal\n"
+        "from fitune.session.signals import stop_at_once\n"
+        "class Callback:\n"
+        "    def __del__(self): stop_at_once(signal.SIGTERM, None)\n"
+        "Callback()\n"
+    )
+    environment = {**os.environ, LAUNCHER: "1"}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (said.stdout, said.stderr) == ("", "")

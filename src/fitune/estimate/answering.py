@@ -40,7 +40,7 @@ class AnsweringMemory:
     reading: dict[str, int]
     writing: dict[str, int]
     outside: dict[str, int]
-    """What no tensor explains: contexts, workspaces."""
+    """Bytes that are in no tensor: contexts, workspaces."""
     entering: int
     """More than the peak when rows end early and others enter: their keys and values are joined to the batch's."""
     usable_bytes: int

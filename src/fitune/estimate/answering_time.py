@@ -67,7 +67,7 @@ def time_of_answering(answering: Answering, questions: Questions, memory: Answer
 
 
 def _rates(answering: Answering) -> Rates:
-    """Of one device; a narrow model on a CPU is answered by one thread of the transformers engine."""
+    """Rates of one device; a narrow model on a CPU is answered by one thread of the transformers engine."""
     hardware = answering.hardware
     rates = rates_of(hardware, answering.precision)
     threads = _threads(hardware)
@@ -118,7 +118,7 @@ def _pass(answering: Answering, rates: Rates, *, rows: int, tokens: int, width: 
 
 
 _CACHE_OPERATIONS = 4
-"""Of one block: keys and values joined, and the checks of their cache."""
+"""Operations of one block: keys and values joined, and the checks of their cache."""
 
 
 def _weights_read(answering: Answering, *, rows: int) -> float:

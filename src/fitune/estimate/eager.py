@@ -80,7 +80,7 @@ def block_passes(plan: Plan, *, has_adapters: bool = True) -> tuple[Pass, Pass]:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """What lies between the products of one block's forward: bytes of one token, and operations."""
+    """Bytes of one token and operations between the products of one block's forward."""
 
     bytes: float
     operations: int

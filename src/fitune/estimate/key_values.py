@@ -41,7 +41,7 @@ def _recurrent_elements(kind: BlockKind) -> int:
 
 
 def elements_per_token(model: ModelSpec) -> int:
-    """Of all blocks."""
+    """Elements that the caches of all blocks keep for one token."""
     return sum(elements_of_blocks(model))
 
 

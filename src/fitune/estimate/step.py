@@ -102,7 +102,7 @@ class StepStages:
     goes_back_twice: bool
     """A first backward only measures (``Plan.goes_back_twice``)."""
     activations_leave: bool
-    """What blocks keep waits on the host."""
+    """Activations that blocks keep wait on the host."""
     logit_bytes: int = 0
     """Alive for each logit where another trainer makes all of them; 0: fitune's loss."""
     fp32_stream: bool = False
@@ -195,7 +195,7 @@ class StepStages:
 
     @remembered
     def varied(self, blocks: int, loss: Loss) -> "StepStages":
-        """The same step with so many blocks recomputed, or another loss: what a search tries most, again and again."""
+        """This step with so many blocks recomputed and that loss: a search tries these most, again and again."""
         plan = replace(self.plan, recompute=Recompute(blocks=blocks), loss=loss)
         return replace(self, plan=plan, recomputed=min(blocks, self.num_layers))
 

@@ -113,7 +113,7 @@ class _Batch:
         return chain(self._model.parameters(), self._model.buffers(), chain.from_iterable(cached))
 
     def moment(self, entering: Sequence[Row] = ()) -> Moment:
-        """Of the pass that follows: over the prompts of ``entering``, else over one token of each row."""
+        """The pass that follows: over the prompts of ``entering``, else over one token of each row."""
         rows = entering or self.rows
         longest = max(len(row.request.prompt_ids) for row in rows)
         return Moment(len(rows), longest, longest if entering else self._width() + 1)

@@ -25,7 +25,7 @@ class ScorePlan:
     """Rows of a shard; 0: sixteen batches."""
     engine: EngineName = "transformers"
     devices: int = 1
-    """Of this node, over which vLLM divides the weights."""
+    """GPUs of this node over which vLLM divides the weights."""
     url: str = ""
     """Of a server, without /completions."""
     dtype: str = ""

@@ -31,7 +31,7 @@ class Attempt:
     resume: bool | str
     overwrite: bool
     retries: tuple[Retry, ...] = ()
-    """What came before it."""
+    """Attempts before it that ran out of memory."""
     restarts: tuple[Restart, ...] = ()
     """Why its ranks are not the first ones."""
 
@@ -110,7 +110,7 @@ def _next(
 
 
 def _nothing_smaller(error: OutOfMemory, shortage: Shortage, plan: Plan, recipe: Recipe) -> OutOfMemory:
-    """What was predicted beside what was measured, and what is left to change."""
+    """The error with predicted and measured bytes side by side, and the changes that are left to try."""
     predicted = predict(plan).memory.tensor_peak_bytes
     changes = next_to_try(plan, recipe, shortage)
     hints = [f"{change.words} ({format_bytes(change.peak_bytes)} predicted)" for change in changes]

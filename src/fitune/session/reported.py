@@ -1,4 +1,4 @@
-"""What a run measured beside the prediction, and the grades of a scoring: as text for people, as data for programs."""
+"""Measured beside predicted figures of a run, and the grades of a scoring: as text for people, as data for programs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -69,6 +69,10 @@ def stop_at_once(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGHUP:
         leave_terminal()
     _say("stopped")
+    if (
+        LAUNCHER in os.environ
+    ):  # inside a callback of C nothing can be raised, and Python would print a traceback
+        sys.unraisablehook = lambda ignored: None
     raise SystemExit(EXIT_CODES[signal.Signals(number)])
 
 

@@ -116,7 +116,7 @@ class Rehearsal:
     """At the worst moment of each phase, bytes by kind: weights, optimizer, batch, gradients, activations, loss,
     temporaries."""
     outside: dict[str, int] = field(default_factory=dict)
-    """What no tensor explains, as the estimate has it: a trace cannot see it."""
+    """Bytes that are in no tensor, as the estimate has them: a trace cannot see them."""
     reserved_bytes: int
     """What torch's caching allocator would reserve for the tensors."""
     layers_traced: int
