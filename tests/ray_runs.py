@@ -84,6 +84,19 @@ def wait_until_idle() -> None:
     wait_for(is_idle, what="somebody held cores of the cluster")
 
 
+def count_room() -> None:
+    """Let Ray see at once which nodes there are for an elastic group; by itself it looks every 20 s, and a run that
+    begins before takes fewer workers than have room."""
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+        get_or_create_autoscaling_coordinator,
+    )
+
+    import ray
+
+    coordinator = get_or_create_autoscaling_coordinator()
+    ray.get(coordinator.get_reserved_resources.remote("nobody", recompute=True))
+
+
 def is_committed(folder: Path, step: int) -> bool:
     return (folder / "checkpoints" / f"step-{step}" / "COMMIT").exists()
 
@@ -155,7 +168,8 @@ class Faulty:
             case "memory":
                 raise torch.OutOfMemoryError("device out of memory: 4096 bytes more than its 1048576")
             case "hold":
-                time.sleep(600)
+                time.sleep(240)
+                raise DataError("the rank was held for 240 s and not killed", hint="see which node was lost")
             case "notice":
                 wait_for(lambda: talkers[-1].is_preempted, what="no node was to be taken away")
 

@@ -14,11 +14,14 @@ from fitune.errors import RecipeError
 from fitune.launch.ray_cluster import RayPlace
 from fitune.session import on_ray
 from fitune.session.on_ray import train_on_ray
+from fitune.spec.rank_status import read_statuses
 from fitune.spec.recipe import Recipe
+from fitune.spec.run_directory import LOGS
 from ray_runs import (
     Faulty,
     Heard,
     by_one_process,
+    count_room,
     is_committed,
     losses,
     node_args,
@@ -36,6 +39,7 @@ def second_node(started_cluster: Any) -> Iterator[Any]:
     node = started_cluster.add_node(**node_args(num_cpus=1))
     started_cluster.wait_for_nodes()
     wait_until_idle()  # the node is listed before its cores are, and a run takes the workers that have room
+    count_room()
     yield node
     if node in started_cluster.list_all_nodes():
         started_cluster.remove_node(node, allow_graceful=False)
@@ -93,17 +97,19 @@ def test_a_removed_node_leaves_fewer_workers_with_equal_losses(
 ) -> None:
     one = by_one_process(recipe("one", global_batch_size=12))
     some, folder = recipe("some", zero=0, global_batch_size=12), tmp_path / "some"
-    held = tmp_path / "held"
+    held, workers = tmp_path / "held", list[int]()
     monkeypatch.setattr(on_ray, "train_as_rank", Faulty("hold", call=7, marker=str(held)))  # in step 4
 
     def remove() -> None:
         wait_for(lambda: held.exists() and is_committed(folder, 2), what="waited for the checkpoint")
+        workers.extend(sorted(read_statuses(folder / LOGS)))
         cluster.remove_node(second_node, allow_graceful=False)
 
     removing = threading.Thread(target=remove)
     removing.start()
     assert train_on_ray(some, RayPlace(fewest=2, most=3), overwrite=False, tell=Heard()) == 0
     removing.join()
+    assert workers == [0, 1, 2]
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
     [restart] = report_of(folder).restarts
     assert (restart.workers_before, restart.workers, restart.after_step) == (3, 2, 2)
