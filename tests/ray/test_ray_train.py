@@ -14,7 +14,10 @@ from fitune.spec.recipe import Recipe
 from fitune.track.record import read_tracked
 from ray_runs import Faulty, Heard, by_one_process, losses, report_of
 
-pytestmark = pytest.mark.ray
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"),
+]
 TWO = RayPlace(fewest=2, most=2)
 LONG = {"max_steps": 20, "save_steps": 4}
 

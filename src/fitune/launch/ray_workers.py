@@ -24,6 +24,8 @@ class WorkersEnd:
     returned: Any = None
     failures: dict[int, str] = field(default_factory=dict)
     error: str = ""
+    is_left: bool = False
+    """True once nobody waits for ``fit`` any longer."""
 
 
 def run_workers(
@@ -73,6 +75,7 @@ def run_workers(
     thread.start()
     while not watch() and thread.is_alive():
         thread.join(_LOOK_SECONDS)
+    end.is_left = True
     watch()
     return end
 
@@ -92,3 +95,6 @@ def _fit(trainer: Any, end: WorkersEnd) -> None:
         )
     except RayError as error:  # the cluster is gone
         end.error = last_words(error)
+    except Exception:  # of whatever kind: this process has left the cluster
+        if not end.is_left:
+            raise
