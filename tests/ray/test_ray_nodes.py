@@ -1,6 +1,5 @@
 """Row 30 of the fault table: a node that is lost while its workers train."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -53,10 +52,6 @@ def test_a_global_batch_that_some_number_of_workers_does_not_divide_is_refused(
         train_on_ray(wanted, RayPlace(fewest=2, most=4), overwrite=False, tell=Heard())
 
 
-@pytest.mark.skipif(
-    "FITUNE_TEST_NOTICE" not in os.environ,
-    reason="failed once in 23 runs, for a cause not found: FITUNE_TEST_NOTICE=1",
-)
 def test_a_node_that_will_be_taken_away_is_left_after_a_save(
     cluster: Any,
     second_node: Any,
