@@ -47,6 +47,19 @@ def test_a_qlora_recipe_says_the_same_here() -> None:
         ({"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True}, "quantization_bits", 8),
         ({"lora_target_linear": True}, "lora_target_modules", ["all-linear"]),
         ({}, "lora_target_modules", ["q_proj", "v_proj"]),
+        (
+            {
+                "lora_target_linear": True,
+                "lora_target_parameters": ["_checkpoint_wrapped_module.mlp.experts.down_proj"],
+            },
+            "lora_target_modules",
+            ["all-linear", "mlp.experts.down_proj"],
+        ),
+        (
+            {"lora_target_modules": "q_proj", "lora_target_parameters": "experts.gate_up_proj"},
+            "lora_target_modules",
+            ["q_proj", "experts.gate_up_proj"],
+        ),
         ({"warmup_steps": 0.1}, "warmup_ratio", 0.1),
         ({"warmup_steps": 10, "warmup_ratio": 0.5}, "warmup_steps", 10),
         ({"lr_scheduler": "constant", "warmup_ratio": 0.1}, "warmup_ratio", 0.0),
@@ -109,6 +122,8 @@ def test_every_file_of_a_dataset_is_a_source(source: dict[str, Any], paths: list
         ({"val_set_size": 100}, "val_set_size"),
         ({"unfrozen_parameters": ["model.layers.4[4-9]+"]}, "unfrozen_parameters"),
         ({"attn_implementation": "eager", "flash_attention": True, "relora": True}, "relora"),
+        ({"lora_target_parameters": ["7.mlp.experts.down_proj"]}, "lora_target_parameters"),
+        ({"lora_target_parameters": {"experts": 1}}, "lora_target_parameters"),
     ],
 )
 def test_what_would_change_the_result_is_refused_by_its_key(changes: dict[str, Any], key: str) -> None:

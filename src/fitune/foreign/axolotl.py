@@ -6,7 +6,7 @@ from typing import Any
 from fitune.foreign.axolotl_data import read_datasets
 from fitune.foreign.reading import Reading, is_on
 from fitune.foreign.sharding_files import read_deepspeed, read_fsdp
-from fitune.foreign.trainer_keys import SPEED_SAID, read_precision, read_trainer_keys
+from fitune.foreign.trainer_keys import SPEED_SAID, read_expert_targets, read_precision, read_trainer_keys
 
 _SAME = {
     "base_model": "model",
@@ -156,7 +156,8 @@ def _method(r: Reading) -> None:
             r.put("tuning", "full", key="adapter", said="without adapters every weight is trained")
         else:
             r.assume("tuning", "full", "axolotl trains every weight where no adapter is named")
-        for key in (*_LORA, "lora_target_linear", "lora_target_modules", "load_in_4bit", "load_in_8bit"):
+        targets = ("lora_target_linear", "lora_target_modules", "lora_target_parameters")
+        for key in (*_LORA, *targets, "load_in_4bit", "load_in_8bit"):
             r.passed(key, "no adapter is named")
         return
     if adapter not in ("lora", "qlora"):
@@ -171,6 +172,7 @@ def _method(r: Reading) -> None:
         r.put("quantization_bits", 8, key="load_in_8bit")
     r.same(_LORA)
     _targets(r)
+    read_expert_targets(r)
 
 
 def _targets(r: Reading) -> None:

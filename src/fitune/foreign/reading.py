@@ -80,6 +80,11 @@ class Reading:
                 Line(key="", value=None, fate="assumed", settings=(name,), said=said or self._default)
             )
 
+    def also(self, name: str, value: Any, *, key: str) -> None:
+        """Set ``name`` here, which another of their keys set before, to ``value``, because of their ``key`` too."""
+        self.settings.pop(name, None)
+        self.put(name, value, key=key)
+
     def assume(self, name: str, value: Any, said: str = "") -> None:
         """Their default, where their recipe leaves ``name`` open."""
         if name not in self.settings:

@@ -42,7 +42,6 @@ REFUSED = {
     "neftune_noise_alpha": "noise on the embeddings while training (NEFTune)",
     "label_smoothing_factor": "a smoothed loss",
     "optim_target_modules": "an optimizer for some modules only",
-    "lora_target_parameters": "adapters on fused expert weights",
     "use_adafactor": "Adafactor; optimizer: adamw-8bit or tuning: adalomo are small here",
 }
 
@@ -136,6 +135,25 @@ def _length(r: Reading) -> None:
         r.put("max_steps", steps, key="max_steps")
     else:
         r.passed("max_steps")
+
+
+def read_expert_targets(r: Reading, key: str = "lora_target_parameters") -> None:
+    """PEFT's names of stacked experts go beside the linears in ``lora_target_modules``, where fitune has both."""
+    wanted = r.take(key)
+    if wanted is None or r.settings.get("tuning") == "full":
+        r.passed(key, "every weight is trained")
+        return
+    names = [wanted] if isinstance(wanted, str) else wanted
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        r.refuse(key, "not a list of names such as mlp.experts.down_proj")
+        return
+    names = [name.replace("_checkpoint_wrapped_module.", "") for name in names]
+    if some := [name for name in names if any(part.isdecimal() for part in name.split("."))]:
+        r.refuse(key, f"{some[0]} adapts the experts of one block only; a name without its number adapts all")
+        return
+    linears = r.settings.get("lora_target_modules", [])
+    linears = [linears] if isinstance(linears, str) else linears
+    r.also("lora_target_modules", [*linears, *names], key=key)
 
 
 def read_checkpointing(r: Reading, key: str = "gradient_checkpointing") -> None:

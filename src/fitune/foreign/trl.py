@@ -5,7 +5,7 @@ from typing import Any
 
 from fitune.foreign.reading import Reading, is_on
 from fitune.foreign.sharding_files import read_accelerate, read_deepspeed, read_fsdp
-from fitune.foreign.trainer_keys import SPEED_SAID, read_precision, read_trainer_keys
+from fitune.foreign.trainer_keys import SPEED_SAID, read_expert_targets, read_precision, read_trainer_keys
 
 _SAME = {
     "model_name_or_path": "model",
@@ -40,7 +40,6 @@ _BOOKKEEPING = (
 )
 _SPEED = "attn_implementation packing_strategy shuffle_dataset use_kernels dispatch_batches"
 _REFUSED = {
-    "lora_target_parameters": "adapters on fused expert weights",
     "dataset_mixture": "a mixture with columns of its own; name the sources as data",
     "beta": "a preference loss; fitune does supervised fine-tuning",
     "ref_model": "a reference model; fitune does supervised fine-tuning",
@@ -88,7 +87,9 @@ def _method(r: Reading) -> None:
     key = "full_finetuning" if unsloth else "use_peft"
     if full:
         r.put("tuning", "full", key=key, said="" if key in r.raw else f"{r.trainer} without {key}")
-        r.pass_over((*_LORA, "load_in_4bit", "load_in_8bit"), "every weight is trained")
+        r.pass_over(
+            (*_LORA, "lora_target_parameters", "load_in_4bit", "load_in_8bit"), "every weight is trained"
+        )
         return
     r.put("tuning", "qlora" if four or eight else "lora", key=key)
     if four:
@@ -109,6 +110,7 @@ def _method(r: Reading) -> None:
         r.assume("lora_target_modules", ["all-linear"])
     else:
         r.assume("lora_target_modules", ["q_proj", "v_proj"], "PEFT's own choice for models like Llama")
+    read_expert_targets(r)
 
 
 def _data(r: Reading) -> None:
