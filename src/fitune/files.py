@@ -11,7 +11,8 @@ import re
 import shutil
 import stat
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -105,12 +106,50 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     temporary = temporary_sibling(path)
     data = content.encode() if isinstance(content, str) else content
     try:
-        write_synced(temporary, [data])
-        os.replace(temporary, path)
+        with naming(path, size=len(data)):
+            write_synced(temporary, [data])
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write ``path`` anew, which is on the disk and has that name once the block ends without an error.
+
+    Raises OSError that names ``path``; nothing unfinished is left then.
+    """
+    temporary = temporary_sibling(path)
+    try:
+        with naming(path):
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def naming(path: Path, *, size: int = 0) -> Iterator[None]:
+    """Gives an OSError the name of the file that is written, which the system does not know by a handle; that of a full
+    disk the bytes to write, where ``size`` is known, and the free ones."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = format_bytes(shutil.disk_usage(path.parent).free)
+            wanted = f"{format_bytes(size)} to write, " if size else ""
+            raise OSError(
+                error.errno, f"{os.strerror(error.errno)}: {wanted}{free} free", str(path)
+            ) from error
+        if error.errno is not None and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:

@@ -14,7 +14,7 @@ from fitune.errors import RunDirectoryError
 from fitune.report.score_comparison import write_comparison
 from fitune.report.score_page import write_score_page
 from fitune.report.score_rows import read_scored_rows
-from fitune.score.intervals import compare
+from fitune.score.paired import compare
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import to_json
 
@@ -35,6 +35,7 @@ def write_folder(
                 "custom_id": f"row {place}", "prompt": f"question {place} {HOSTILE}", "expected": HOSTILE,
                 "answer": None if failed else f"answer {place} of {folder.name}", "completion_tokens": tokens + place,
                 "finish_reason": None if failed else "length" if place % 2 else "stop",
+                f"grade_{GRADER}": grade,
                 "error": "prompt 9 + 9 = 18 tokens, the model has room for 8" if failed else None,
             }
         )  # fmt: skip
@@ -101,7 +102,8 @@ def test_the_worst_perplexities_are_the_highest(tmp_path: Path) -> None:
 def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path: Path) -> None:
     mine = write_folder(tmp_path / "mine", [1.0, 1.0, 0.0, 1.0, 0.0, None, 0.0])
     other = write_folder(tmp_path / "other", [0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
-    paired, changed = compare(mine, other)
+    changed: list[dict[str, Any]] = []
+    paired = compare(mine, other, on_changed=changed.append)
     page = write_comparison(mine, other, paired, changed)
     require_harmless(page)
     text = text_of(page)
@@ -131,4 +133,4 @@ def test_a_folder_that_is_no_scoring_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "one", [1.0, 0.0])
     (folder / "grades.jsonl").write_text("{}\n")
     with pytest.raises(RunDirectoryError, match="its rows cannot be read"):
-        list(read_scored_rows(folder))
+        read_scored_rows(folder, [0])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.score.intervals import compare, mcnemar, mean_interval
+from fitune.score.intervals import mean_interval
+from fitune.score.paired import compare, mcnemar
 
 
 def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -53,7 +54,8 @@ def write_grades(folder: Path, grades: dict[str, float]) -> Path:
 def test_two_scorings_are_compared_on_the_rows_of_both(tmp_path: Path) -> None:
     mine = write_grades(tmp_path / "a", {"1": 1.0, "2": 1.0, "3": 0.0, "4": 1.0, "new": 1.0})
     other = write_grades(tmp_path / "b", {"4": 1.0, "3": 1.0, "2": 0.0, "1": 0.0, "old": 0.0})
-    (found,), changed = compare(mine, other)
+    changed: list[dict] = []
+    (found,) = compare(mine, other, on_changed=changed.append)
     assert (found.rows, found.mean, found.other, found.difference) == (4, 0.75, 0.5, 0.25)
     assert (found.better, found.worse, found.p_value) == (2, 1, 1.0)
     assert found.low < 0.25 < found.high

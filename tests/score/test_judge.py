@@ -11,8 +11,8 @@ import pytest
 from fitune.errors import RecipeError
 from fitune.score.engine import Sampling
 from fitune.score.graders import open_graders
-from fitune.score.intervals import compare
 from fitune.score.judge_settings import fill, read_verdict
+from fitune.score.paired import compare
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.shards import Shards
@@ -167,7 +167,8 @@ def test_killed_between_shards_and_asked_again_where_it_failed_each_answer_is_ju
         again = replace(plan, output_dir=f"{plan.output_dir}-undisturbed")
         assert quietly(again).grades == {plan.graders[0]: pytest.approx(1 / ROWS)}
     assert (Path(again.output_dir) / "grades.jsonl").read_bytes() == before
-    (paired,), changed = compare(Path(plan.output_dir), Path(again.output_dir))
+    changed: list[dict] = []
+    (paired,) = compare(Path(plan.output_dir), Path(again.output_dir), on_changed=changed.append)
     assert (paired.difference, changed) == (0.0, [])
 
 

@@ -16,8 +16,8 @@ from fitune.measure.memory import LiveTensors
 from fitune.score.choices import has_choices, read_choices
 from fitune.score.engine import Continuation
 from fitune.score.engine_transformers import TransformersEngine
-from fitune.score.intervals import compare
 from fitune.score.likelihoods import byte_perplexity, choice, choice_norm, choice_norm_tokens, perplexity
+from fitune.score.paired import compare
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.results import text_of
@@ -188,8 +188,9 @@ def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perpl
     texts = write_rows(tmp_path / "texts.jsonl", rows)
     report = quietly(replace(plan, data=texts, graders=("perplexity",), output_dir=str(tmp_path / "texts")))
     assert (report.answered, report.failed, report.ungraded) == (2, 1, {"perplexity": 1})
-    (paired,), changed = compare(tmp_path / "texts", tmp_path / "texts")
-    assert (paired.rows, paired.difference, paired.scale, changed) == (2, 0.0, "perplexity", [])
+    (paired,) = compare(tmp_path / "texts", tmp_path / "texts")
+    assert (paired.rows, paired.difference, paired.scale) == (2, 0.0, "perplexity")
+    assert (paired.better, paired.worse) == (0, 0)
     assert paired.mean == pytest.approx(report.grades["perplexity"])
 
 

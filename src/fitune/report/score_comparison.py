@@ -1,8 +1,8 @@
 """comparison.html: two scorings of the same rows: the difference with its interval, the rows that changed both ways."""
 
-from collections.abc import Sequence
+from bisect import insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from fitune.errors import MissingExtra
 from fitune.report.html import render, write_page
 from fitune.report.plots import Axes, colour, draw_svg
 from fitune.report.score_page import shown
-from fitune.report.score_rows import ScoredRow, read_score, read_scored_rows
+from fitune.report.score_rows import ScoredRow, places_of, read_score, read_scored_rows
 from fitune.spec.reports import PairedScore, Scale, ScoreReport
 from fitune.spec.words import describe_grade
 from fitune.units import format_seconds
@@ -31,14 +31,12 @@ class _Changed:
 
 
 def write_comparison(
-    directory: Path, other: Path, paired: Sequence[PairedScore], changed: Sequence[dict[str, Any]]
+    directory: Path, other: Path, paired: Sequence[PairedScore], changed: Iterable[dict[str, Any]]
 ) -> Path:
     """Write ``comparison.html`` into ``directory``. Raises RunDirectoryError when a folder's rows cannot be read."""
     mine, theirs = read_score(directory), read_score(other)
     first = paired[0]
-    sign = -1 if first.scale == "perplexity" else 1
-    better = _largest(changed, first.grader, sign)
-    worse = _largest(changed, first.grader, -sign)
+    better, worse = _largest(changed, first.grader, sign=-1 if first.scale == "perplexity" else 1)
     wanted = {*better, *worse}
     here, there = _rows(directory, wanted), _rows(other, wanted)
 
@@ -69,18 +67,25 @@ def write_comparison(
     return write_page(directory / COMPARISON_PAGE, page)
 
 
-def _largest(changed: Sequence[dict[str, Any]], grader: str, sign: int) -> list[str]:
-    """Ids of the rows that changed most in one direction."""
-    moved = (
-        (-sign * (row["grades"][grader] - row["other"][grader]), place, row["id"])
-        for place, row in enumerate(changed)
-        if row["grades"].get(grader) is not None and row["other"].get(grader) is not None
-    )
-    return [id_ for _, _, id_ in nsmallest(_SHOWN, (one for one in moved if one[0] < 0))]
+def _largest(changed: Iterable[dict[str, Any]], grader: str, *, sign: int) -> tuple[list[str], list[str]]:
+    """Ids of the rows that got better most, and of those that got worse most."""
+    better: list[tuple[float, int, str]] = []
+    worse: list[tuple[float, int, str]] = []
+    for place, row in enumerate(changed):
+        here, there = row["grades"].get(grader), row["other"].get(grader)
+        if here is None or there is None or here == there:
+            continue
+        gain = sign * (here - there)
+        kept = better if gain > 0 else worse
+        if len(kept) < _SHOWN or -abs(gain) < kept[-1][0]:
+            insort(kept, (-abs(gain), place, row["id"]))
+            del kept[_SHOWN:]
+    return [id_ for _, _, id_ in better], [id_ for _, _, id_ in worse]
 
 
 def _rows(directory: Path, wanted: set[str]) -> dict[str, ScoredRow]:
-    return {row.id: row for row in read_scored_rows(directory) if row.id in wanted}
+    rows = read_scored_rows(directory, places_of(directory, wanted).values())
+    return {row.id: row for row in rows.values()}
 
 
 def difference_text(value: float, scale: Scale) -> str:

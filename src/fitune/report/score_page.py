@@ -1,19 +1,20 @@
 """score.html: what was measured, how the grades are distributed, the worst rows, samples, and what it took."""
 
 import json
+import math
 import random
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fitune.errors import MissingExtra
 from fitune.files import read_text
 from fitune.report.html import render, write_page
 from fitune.report.plots import Axes, colour, draw_svg
-from fitune.report.score_rows import ScoredRow, read_score, read_scored_rows
+from fitune.report.score_rows import ScoredRow, read_columns, read_score, read_scored_rows
 from fitune.spec.reports import Scale, ScoreReport
 from fitune.spec.words import describe_grade
 from fitune.units import format_bytes, format_count, format_percent, format_seconds
@@ -25,47 +26,97 @@ _BINS = 20
 
 
 @dataclass(slots=True)
+class Bars:
+    """How many rows have a value in each of _BINS parts of [low, high]; the last part holds ``high`` itself."""
+
+    low: float = math.inf
+    high: float = -math.inf
+    is_binary: bool = True
+    counts: Any = field(default_factory=lambda: np.zeros(_BINS, dtype=np.int64))
+
+    def widen(self, values: Any) -> None:
+        """To be called with all values first."""
+        if len(values):
+            self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
+            self.is_binary = self.is_binary and bool(((values == 0) | (values == 1)).all())
+
+    def count(self, values: Any) -> None:
+        if len(values):
+            self.counts += np.histogram(values, bins=_BINS, range=self.range)[0]
+
+    @property
+    def range(self) -> tuple[float, float]:
+        return self.low, self.high if self.high > self.low else self.low + 1.0
+
+
+@dataclass(slots=True)
 class _Seen:
-    """All that the page needs of the rows, in one pass: 8 bytes a row and grader, and the rows that are shown."""
+    """All that the page needs of the rows: counts, and the places of the rows that are shown."""
 
     graders: Sequence[str]
     worst_first: int
     """1 where low grades are bad, -1 where high ones are."""
-    grades: dict[str, "array[float]"] = field(init=False)
-    lengths: "array[float]" = field(default_factory=lambda: array("d"))
-    worst: list[tuple[float, int, ScoredRow]] = field(default_factory=list)
-    failed: list[ScoredRow] = field(default_factory=list)
-    ungraded: list[ScoredRow] = field(default_factory=list)
-    samples: list[ScoredRow] = field(default_factory=list)
+    grades: dict[str, Bars] = field(init=False)
+    lengths: Bars = field(default_factory=Bars)
+    worst: list[tuple[float, int]] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    ungraded: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.grades = {name: array("d") for name in self.graders}
+        self.grades = {name: Bars() for name in self.graders}
 
-    def read(self, rows: Iterator[ScoredRow]) -> None:
-        draw = random.Random(0)
-        for place, row in enumerate(rows):
-            self._add(row, place)
-            if place < _SHOWN:
-                self.samples.append(row)
-            elif (at := draw.randrange(place + 1)) < _SHOWN:
-                self.samples[at] = row
+    def read(self, directory: Path) -> None:
+        """Twice over the columns: a bar has its ends from all rows."""
+        for _, lengths, grades in self._values(directory):
+            self.lengths.widen(lengths)
+            for name, values in grades.items():
+                self.grades[name].widen(values[~np.isnan(values)])
+        draw, first = random.Random(0), 0
+        for failed, lengths, grades in self._values(directory):
+            self.lengths.count(lengths)
+            for name, values in grades.items():
+                self.grades[name].count(values[~np.isnan(values)])
+            self._choose(failed, grades, first)
+            for place in range(first, first + len(failed)):
+                if place < _SHOWN:
+                    self.samples.append(place)
+                elif (at := draw.randrange(place + 1)) < _SHOWN:
+                    self.samples[at] = place
+            first += len(failed)
 
-    def _add(self, row: ScoredRow, place: int) -> None:
-        if row.completion_tokens:
-            self.lengths.append(row.completion_tokens)
-        if row.error:
-            self.failed += [row] if len(self.failed) < _SHOWN else []
-            return
-        for name in self.graders:
-            if (grade := row.grades[name]) is not None:
-                self.grades[name].append(grade)
+    def _values(self, directory: Path) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+        """For some rows at a time: which failed, the lengths of answers, and the grades, NaN where there is none."""
+        columns = ["error", "completion_tokens", *(f"grade_{name}" for name in self.graders)]
+        for batch in read_columns(directory, columns):
+            failed = batch.column("error").is_valid().to_numpy(zero_copy_only=False)
+            lengths = batch.column("completion_tokens").fill_null(0).to_numpy(zero_copy_only=False)
+            grades = {
+                name: np.where(
+                    failed, np.nan, batch.column(f"grade_{name}").to_numpy(zero_copy_only=False).astype(float)
+                )
+                for name in self.graders
+            }
+            yield failed, lengths[lengths > 0], grades
+
+    def _choose(self, failed: Any, grades: Mapping[str, Any], first: int) -> None:
+        """Rows of each list: the first ones without an answer or a grade, and the worst by the first grader."""
+        self.failed += [first + int(place) for place in np.flatnonzero(failed)[: _SHOWN - len(self.failed)]]
         if not self.graders:
             return
-        grade = row.grades[self.graders[0]]
-        if grade is None:
-            self.ungraded += [row] if len(self.ungraded) < _SHOWN else []
-        elif len(self.worst) < _SHOWN or self.worst_first * grade < self.worst[-1][0]:
-            self.worst = nsmallest(_SHOWN, [*self.worst, (self.worst_first * grade, place, row)])
+        values = self.worst_first * grades[self.graders[0]]
+        missing = np.flatnonzero(np.isnan(values) & ~failed)
+        self.ungraded += [first + int(place) for place in missing[: _SHOWN - len(self.ungraded)]]
+        lowest = np.argsort(values, kind="stable")[:_SHOWN]
+        here = [
+            (float(values[place]), first + int(place)) for place in lowest if values[place] == values[place]
+        ]
+        self.worst = sorted([*self.worst, *here])[:_SHOWN]
+
+    @property
+    def shown(self) -> set[int]:
+        worst = [place for _, place in self.worst]
+        return {*worst, *self.failed, *self.ungraded, *self.samples}
 
 
 def write_score_page(directory: Path) -> Path:
@@ -74,7 +125,12 @@ def write_score_page(directory: Path) -> Path:
     graders = tuple(report.grades)
     first: Scale = report.scales.get(graders[0], "share") if graders else "share"
     seen = _Seen(graders, -1 if first == "perplexity" else 1)
-    seen.read(read_scored_rows(directory))
+    seen.read(directory)
+    rows = read_scored_rows(directory, seen.shown)
+
+    def listed(places: Iterable[int]) -> list[dict[str, Any]]:
+        return [shown(rows[place], report) for place in places]
+
     pictures, advice = _pictures(report, seen)
     page = render(
         "score.html",
@@ -88,10 +144,10 @@ def write_score_page(directory: Path) -> Path:
         pictures=pictures,
         advice=advice,
         first=graders[0] if graders else "",
-        worst=[shown(row, report) for _, _, row in seen.worst],
-        failed=[shown(row, report) for row in seen.failed],
-        ungraded=[shown(row, report) for row in seen.ungraded],
-        samples=[shown(row, report) for row in seen.samples],
+        worst=listed(place for _, place in seen.worst),
+        failed=listed(seen.failed),
+        ungraded=listed(seen.ungraded),
+        samples=listed(seen.samples),
         settings=list(_settings(directory)),
     )
     return write_page(directory / SCORE_PAGE, page)
@@ -177,10 +233,10 @@ def _pictures(report: ScoreReport, seen: _Seen) -> tuple[list[tuple[str, Any]], 
     drawn: list[tuple[str, Any]] = []
     try:
         for number, (name, grades) in enumerate(seen.grades.items()):
-            if grades:
+            if grades.counts.any():
                 axis = _axis(report.scales.get(name, "share"))
                 drawn.append((f"Grades by {name}", Markup(histogram(grades, axis, name=f"grades-{number}"))))
-        if seen.lengths:
+        if seen.lengths.counts.any():
             drawn.append(("Tokens of an answer", Markup(histogram(seen.lengths, "tokens", name="tokens"))))
     except MissingExtra as error:
         return [], f"No {error.what}: {error.hint}"
@@ -191,24 +247,28 @@ def _axis(scale: Scale) -> str:
     return {"share": "grade", "value": "grade", "points": "points", "nats": "nats"}.get(scale, scale)
 
 
-def histogram(values: Sequence[float], axis: str, *, name: str) -> str:
+def histogram(bars: Bars, axis: str, *, name: str) -> str:
     """How many rows have which value; two bars where all are 0 or 1. Raises MissingExtra without matplotlib."""
-    low, high = min(values), max(values)
-    is_binary = all(value in (0.0, 1.0) for value in values)
 
     def draw(axes: Axes) -> None:
-        if is_binary:
-            right = sum(values)
-            axes.bar([0, 1], [len(values) - right, right], width=0.6, color=colour("series-1"))
+        if bars.is_binary:
+            wrong, right = (bars.counts[0], bars.counts[-1]) if bars.high > bars.low else _all_alike(bars)
+            axes.bar([0, 1], [wrong, right], width=0.6, color=colour("series-1"))
             axes.set_xticks([0, 1], ["0", "1"])
         else:
-            span = (high - low) or 1.0
-            axes.hist(values, bins=_BINS, range=(low, low + span), color=colour("series-1"), rwidth=0.9)
+            edges = np.linspace(*bars.range, _BINS + 1)
+            axes.hist(edges[:-1], bins=edges, weights=bars.counts, color=colour("series-1"), rwidth=0.9)
         axes.set_xlabel(axis)
         axes.set_ylabel("rows")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
     return draw_svg(draw, name=name, label=f"Rows by {axis}")
+
+
+def _all_alike(bars: Bars) -> tuple[int, int]:
+    """Rows of grade 0 and of grade 1, where all have one of them."""
+    rows = int(bars.counts.sum())
+    return (0, rows) if bars.high else (rows, 0)
 
 
 def _settings(directory: Path) -> Iterator[tuple[str, str]]:

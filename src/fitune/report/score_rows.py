@@ -1,8 +1,8 @@
-"""Rows of a scoring read back: answers.parquet and grades.jsonl side by side, one row at a time."""
+"""Rows of a scoring read back: answers.parquet and grades.jsonl side by side, a few rows at a time."""
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from fitune.files import open_regular, read_text
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import from_json
 
-_TOGETHER = 256
+_TOGETHER = 16_384
+"""Rows of a column in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +43,59 @@ def read_score(directory: Path) -> ScoreReport:
         ) from None
 
 
-def read_scored_rows(directory: Path) -> Iterator[ScoredRow]:
-    """In the order of the data. Raises RunDirectoryError."""
+def read_columns(directory: Path, columns: Sequence[str]) -> Iterator[Any]:
+    """These columns of answers.parquet, as record batches in the order of the data. Raises RunDirectoryError."""
     import pyarrow.parquet as pq
 
-    path = directory / "answers.parquet"
+    with _readable(directory), open_regular(directory / "answers.parquet", follow_links=False) as answers:
+        table = pq.ParquetFile(answers)
+        if missing := [name for name in columns if name not in table.schema_arrow.names]:
+            raise ValueError(f"answers.parquet has no column {missing[0]!r}")
+        yield from table.iter_batches(batch_size=_TOGETHER, columns=list(columns))
+
+
+def read_scored_rows(directory: Path, places: Collection[int]) -> dict[int, ScoredRow]:
+    """Place of a row in the data, from 0 -> the row, for each of ``places``. Raises RunDirectoryError."""
+    import pyarrow.parquet as pq
+
+    found: dict[int, ScoredRow] = {}
+    left = sorted(set(places))
+    with _readable(directory), ExitStack() as stack:
+        answers = stack.enter_context(open_regular(directory / "answers.parquet", follow_links=False))
+        grades = enumerate(stack.enter_context(open_regular(directory / "grades.jsonl", follow_links=False)))
+        table, first = pq.ParquetFile(answers), 0
+        for group in range(table.num_row_groups):
+            after = first + table.metadata.row_group(group).num_rows
+            if here := [place for place in left if first <= place < after]:
+                rows = table.read_row_group(group)
+            for place in here:
+                line = next((line for number, line in grades if number == place), b"")
+                (answered,) = rows.slice(place - first, 1).to_pylist()
+                found[place] = _row(answered, json.loads(line))
+            first = after
+    return found
+
+
+def places_of(directory: Path, ids: Collection[str]) -> dict[str, int]:
+    """Id -> place of its row in the data, from 0. Raises RunDirectoryError."""
+    found: dict[str, int] = {}
+    first = 0
+    for batch in read_columns(directory, ["custom_id"]):
+        found |= {id_: place for place, id_ in enumerate(batch[0].to_pylist(), first) if id_ in ids}
+        first += batch.num_rows
+    return found
+
+
+def read_changed(directory: Path) -> Iterator[dict[str, Any]]:
+    """Rows whose grade another scoring of the same rows has otherwise. Raises RunDirectoryError."""
+    with _readable(directory), open_regular(directory / "changed.jsonl", follow_links=False) as file:
+        yield from map(json.loads, file)
+
+
+@contextmanager
+def _readable(directory: Path) -> Iterator[None]:
     try:
-        with ExitStack() as stack:
-            answers = stack.enter_context(open_regular(path, follow_links=False))
-            grades = stack.enter_context(open_regular(directory / "grades.jsonl", follow_links=False))
-            table = pq.ParquetFile(answers)
-            for batch in table.iter_batches(batch_size=_TOGETHER):
-                for answered in batch.to_pylist():
-                    yield _row(answered, json.loads(grades.readline()))
+        yield
     except (OSError, ValueError, KeyError) as error:
         raise RunDirectoryError(
             f"{directory}: its rows cannot be read: {error}", hint="score again"

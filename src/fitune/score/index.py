@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fitune.files import remove, temporary_sibling
+from fitune.files import remove, remove_stale_siblings, temporary_sibling
 
 _TABLES = """
 CREATE TABLE rows (number INTEGER PRIMARY KEY, id TEXT NOT NULL, content TEXT NOT NULL);
@@ -25,6 +25,9 @@ CREATE TABLE best AS SELECT * FROM (
 CREATE UNIQUE INDEX best_of_id ON best (id);
 """
 
+_LINES_BY_ID = "CREATE TABLE texts (id TEXT PRIMARY KEY, line BLOB NOT NULL) WITHOUT ROWID;"
+_SETTINGS = ("journal_mode=OFF", "synchronous=OFF", "locking_mode=EXCLUSIVE", "cache_size=-16384")
+
 RETRY, REFUSED, ANSWERED = 0, 1, 2
 """State of a line: an error that another try may mend, an error of the row itself, an answer. The highest counts."""
 
@@ -32,20 +35,30 @@ RETRY, REFUSED, ANSWERED = 0, 1, 2
 @contextmanager
 def open_index(directory: Path) -> Iterator["Index"]:
     """An empty index, in a file of ``directory`` that is gone afterwards. Raises OSError when the disk is full."""
+    with _database(directory, _TABLES) as connection:
+        yield Index(connection)
+
+
+@contextmanager
+def open_pairing(directory: Path) -> Iterator["Pairing"]:
+    """An empty table of lines, in a file of ``directory`` that is gone afterwards. Raises OSError as ``open_index``."""
+    with _database(directory, _LINES_BY_ID) as connection:
+        yield Pairing(connection)
+
+
+@contextmanager
+def _database(directory: Path, tables: str) -> Iterator[sqlite3.Connection]:
+    directory.mkdir(parents=True, exist_ok=True)
+    remove_stale_siblings(directory)
     path = temporary_sibling(directory / "index.sqlite")
     try:
         connection = sqlite3.connect(path, isolation_level=None)
         try:
-            for setting in (
-                "journal_mode=OFF",
-                "synchronous=OFF",
-                "locking_mode=EXCLUSIVE",
-                "cache_size=-16384",
-            ):
+            for setting in _SETTINGS:
                 connection.execute(f"PRAGMA {setting}")
-            connection.executescript(_TABLES)
+            connection.executescript(tables)
             connection.execute("BEGIN")
-            yield Index(connection)
+            yield connection
         finally:
             connection.close()
     except sqlite3.OperationalError as error:
@@ -129,3 +142,18 @@ class Index:
     def _some(self, of: str, limit: int) -> tuple[int, list[str]]:
         found = self._db.execute(f"SELECT id FROM {of} ORDER BY best.shard, best.place LIMIT ?", (limit,))
         return self._count(of), [id_ for (id_,) in found]
+
+
+class Pairing:
+    """A line for each id."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._db = connection
+
+    def add(self, lines: Iterable[tuple[str, bytes]]) -> None:
+        """Of two lines of one id the later one counts."""
+        self._db.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?)", lines)
+
+    def line(self, id_: str) -> bytes | None:
+        found = self._db.execute("SELECT line FROM texts WHERE id = ?", (id_,)).fetchone()
+        return found[0] if found else None

@@ -1,87 +1,84 @@
 """The files that a finished scoring leaves: every row once, in the order of the input, merged from the shards."""
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from fitune.files import sync_folder, temporary_sibling, write_synced
-from fitune.score.answers import answer_logprob, answer_text
+from fitune.files import written_whole
+from fitune.score.answers import Line, answer_logprob, answer_text
 from fitune.score.index import Index
-from fitune.score.shards import Shards, groups
+from fitune.score.shards import Shards
 from fitune.spec.serial import parse_json
 
 _ROW_GROUP = 4096
 """Rows that a group of the parquet file holds, and this process at a time."""
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+Graded = Mapping[str, Line]
+"""Grader -> the line of its grade."""
 
 
-def write_outputs(directory: Path, index: Index, shards: Shards, keys: Mapping[str, str]) -> None:
-    """Write answers.jsonl, grades.jsonl and answers.parquet, each whole. ``keys``: grader -> key of its grades."""
-    _write(directory / "answers.jsonl", (shards.line(*place) for place in index.places()))
-    _write(directory / "grades.jsonl", _grade_lines(index, shards, keys))
-    _write_parquet(directory / "answers.parquet", _records(index, shards, keys), graders=tuple(keys))
+def write_outputs(
+    directory: Path,
+    index: Index,
+    shards: Shards,
+    keys: Mapping[str, str],
+    *,
+    on_row: Callable[[Line, Graded], None],
+) -> None:
+    """Write answers.jsonl, grades.jsonl and answers.parquet, each whole, in one walk over the rows.
+
+    ``keys``: grader -> key of its grades. ``on_row`` is given each row's answer and grades. Raises OSError.
+    """
+    with ExitStack() as stack:
+        answers, graded, table = (
+            stack.enter_context(written_whole(directory / name))
+            for name in ("answers.jsonl", "grades.jsonl", "answers.parquet")
+        )
+        add_record = stack.enter_context(_parquet(table, graders=tuple(keys)))
+        for number, place in index.places():
+            answer = shards.line(number, place)
+            line, task = parse_json(answer), parse_json(shards.line(number, place, "tasks"))
+            grades = {name: parse_json(shards.grade(number, key, place)) for name, key in keys.items()}
+            answers.write(answer)
+            graded.write(_grade_line(line, task, grades))
+            add_record(_record(line, task, grades))
+            on_row(line, grades)
 
 
-def read_lines(index: Index, shards: Shards) -> Iterator[dict[str, Any]]:
-    """The answer lines in the order of the input."""
-    return (parse_json(shards.line(*place)) for place in index.places())
+def _grade_line(line: Line, task: Line, grades: Graded) -> bytes:
+    row = {
+        "id": line["custom_id"],
+        "expected": task["expected"],
+        "grades": {name: found["grade"] for name, found in grades.items()},
+    }
+    for field, named in (("errors", "error"), ("weights", "weight"), ("said", "said")):
+        if told := {name: found[named] for name, found in grades.items() if found.get(named)}:
+            row[field] = told
+    return f"{_encode(row)}\n".encode()
 
 
-def read_grades(index: Index, shards: Shards, key: str) -> Iterator[dict[str, Any]]:
-    """Lines of one grader, in the order of the input."""
-    return (parse_json(shards.grade(number, key, place)) for number, place in index.places())
+def _record(line: Line, task: Line, grades: Graded) -> dict[str, Any]:
+    body = line["response"]["body"] if line["response"] else None
+    return {
+        "custom_id": line["custom_id"],
+        "prompt": task["prompt"],
+        "expected": task["expected"],
+        "answer": answer_text(line),
+        "finish_reason": body["choices"][0].get("finish_reason") if body else None,
+        "prompt_tokens": body["usage"]["prompt_tokens"] if body else None,
+        "completion_tokens": body["usage"]["completion_tokens"] if body else None,
+        "logprob": answer_logprob(line),
+        "error": line["error"]["message"] if line["error"] else None,
+        **{f"grade_{name}": found["grade"] for name, found in grades.items()},
+    }
 
 
-def _grade_lines(index: Index, shards: Shards, keys: Mapping[str, str]) -> Iterator[bytes]:
-    for number, place in index.places():
-        line, task = parse_json(shards.line(number, place)), parse_json(shards.line(number, place, "tasks"))
-        given = {name: parse_json(shards.grade(number, key, place)) for name, key in keys.items()}
-        row = {
-            "id": line["custom_id"],
-            "expected": task["expected"],
-            "grades": {name: found["grade"] for name, found in given.items()},
-        }
-        for field, named in (("errors", "error"), ("weights", "weight"), ("said", "said")):
-            if told := {name: found[named] for name, found in given.items() if found.get(named)}:
-                row[field] = told
-        yield f"{json.dumps(row, ensure_ascii=False)}\n".encode()
-
-
-def _records(index: Index, shards: Shards, keys: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    for number, place in index.places():
-        line, task = parse_json(shards.line(number, place)), parse_json(shards.line(number, place, "tasks"))
-        body = line["response"]["body"] if line["response"] else None
-        finish = body["choices"][0].get("finish_reason") if body else None
-        yield {
-            "custom_id": line["custom_id"],
-            "prompt": task["prompt"],
-            "expected": task["expected"],
-            "answer": answer_text(line),
-            "finish_reason": finish,
-            "prompt_tokens": body["usage"]["prompt_tokens"] if body else None,
-            "completion_tokens": body["usage"]["completion_tokens"] if body else None,
-            "logprob": answer_logprob(line),
-            "error": line["error"]["message"] if line["error"] else None,
-            **{
-                f"grade_{name}": parse_json(shards.grade(number, key, place))["grade"]
-                for name, key in keys.items()
-            },
-        }
-
-
-def _write(path: Path, chunks: Iterable[bytes]) -> None:
-    """The file is the old one or the new one, never a part of it; not held in memory."""
-    temporary = temporary_sibling(path)
-    try:
-        write_synced(temporary, chunks)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def _write_parquet(path: Path, records: Iterator[dict[str, Any]], *, graders: Sequence[str]) -> None:
+@contextmanager
+def _parquet(file: BinaryIO, *, graders: Sequence[str]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Takes records, and writes them in groups."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -93,13 +90,18 @@ def _write_parquet(path: Path, records: Iterator[dict[str, Any]], *, graders: Se
             *((f"grade_{name}", pa.float64()) for name in graders),
         ]
     )  # fmt: skip
-    temporary = temporary_sibling(path)
-    try:
-        with pq.ParquetWriter(temporary, schema) as writer:
-            for group in groups(records, _ROW_GROUP):
-                writer.write_table(pa.Table.from_pylist(group, schema=schema))
-        sync_folder(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    group: list[dict[str, Any]] = []
+    with pq.ParquetWriter(file, schema) as writer:
+
+        def write() -> None:
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+            group.clear()
+
+        def add(record: dict[str, Any]) -> None:
+            group.append(record)
+            if len(group) == _ROW_GROUP:
+                write()
+
+        yield add
+        if group:
+            write()

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,14 @@ from fitune.models.adapter_check import check_adapter
 from fitune.models.door import notes_on
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_tokenizer
-from fitune.score.answers import OURS, claim, is_cut_off, manifest, tokens_of
+from fitune.score.answers import OURS, Line, claim, is_cut_off, manifest, tokens_of
 from fitune.score.continuous import Watch, unwatched
 from fitune.score.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
 from fitune.score.grading import grade_shards, try_graders
 from fitune.score.index import Index, open_index
-from fitune.score.intervals import scaled_interval
+from fitune.score.intervals import WeightedMean
 from fitune.score.opening import check_engine, choose_device, choose_dtype, tokenizer_folder
-from fitune.score.output import read_grades, read_lines, write_outputs
+from fitune.score.output import write_outputs
 from fitune.score.plan import ScorePlan
 from fitune.score.reading import first_row_has_choices, index_input, read_numbered
 from fitune.score.shards import FOLDER, Shards, groups
@@ -87,7 +87,7 @@ def score(
     tokenizer = load_tokenizer(tokenizer_folder(plan))
     template = load_template(tokenizer, plan.chat_template)
     ears = Ears(say=say, progress=progress, on_tokens=on_tokens, on_bytes=on_bytes, watch=watch)
-    with _temporary_index() as index:
+    with open_index(cache_folder() / "scoring") as index:
         references = index_input(plan.data, index, id_column=plan.id_column, weighed=weighed)
         graders = graders or _chosen_graders(references, say)
         _require_references(graders, references, plan.data.path)
@@ -104,18 +104,11 @@ def score(
                 progress(index.count_rows(), index.count_rows())
             grade_shards(shards, graders)
             keys = {grader.name: grader.key for grader in graders}
-            write_outputs(directory, index, shards, keys)
-            seconds = time.perf_counter() - started
-            report = _report(plan, index, shards, graders, seconds=seconds, rows_asked=pending)
+            tally = _Tally(graders)
+            write_outputs(directory, index, shards, keys, on_row=tally.add)
+            report = tally.report(plan, seconds=time.perf_counter() - started, rows_asked=pending)
             write_atomically(directory / "report.json", to_json(report))
             return report
-
-
-def _temporary_index() -> Any:
-    folder = cache_folder() / "scoring"
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_stale_siblings(folder)
-    return open_index(folder)
 
 
 def _check_adapter(plan: ScorePlan, say: Callable[[str], None]) -> None:
@@ -254,66 +247,49 @@ def _asked_here(
         asker.close()
 
 
-def _report(
-    plan: ScorePlan,
-    index: Index,
-    shards: Shards,
-    graders: Sequence[Grader],
-    *,
-    seconds: float,
-    rows_asked: int,
-) -> ScoreReport:
-    """Means over all rows. Rows without an answer are graded 0: a failure is not left out. Rows without a grade are."""
-    counts: Counter[str] = Counter()
-    for line in read_lines(index, shards):
-        counts["rows"] += 1
-        counts["answered"] += line["response"] is not None
-        counts["cut_off"] += is_cut_off(line)
+class _Tally:
+    """Counts and means over all rows, which are added one after another. Rows without an answer are graded 0: a
+    failure is not left out. Rows without a grade are."""
+
+    def __init__(self, graders: Sequence[Grader]) -> None:
+        self._graders = graders
+        self._counts: Counter[str] = Counter()
+        self._means = {grader.name: WeightedMean(grader.scale) for grader in graders}
+        self._ungraded: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+
+    def add(self, line: Line, grades: Mapping[str, Line]) -> None:
+        self._counts["rows"] += 1
+        self._counts["answered"] += line["response"] is not None
+        self._counts["cut_off"] += is_cut_off(line)
         for what in ("completion_tokens", "weighed_tokens", "prompt_tokens"):
-            counts[what] += tokens_of(line, what)
-    means = {grader.name: _mean(index, shards, grader) for grader in graders}
-    return ScoreReport(
-        model=plan.model,
-        adapter=plan.adapter,
-        data=plan.data.path,
-        rows=counts["rows"],
-        answered=counts["answered"],
-        failed=counts["rows"] - counts["answered"],
-        grades={name: found.mean for name, found in means.items()},
-        intervals={name: (found.low, found.high) for name, found in means.items()},
-        seconds=seconds,
-        generated_tokens=counts["completion_tokens"],
-        cut_off=counts["cut_off"],
-        scales={grader.name: grader.scale for grader in graders},
-        measures={grader.name: grader.measures for grader in graders},
-        ungraded={name: found.ungraded for name, found in means.items() if found.ungraded},
-        grader_errors={name: found.errors for name, found in means.items() if found.errors},
-        weighed_tokens=counts["weighed_tokens"],
-        prompt_tokens=counts["prompt_tokens"],
-        rows_asked=rows_asked,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mean:
-    mean: float
-    low: float
-    high: float
-    ungraded: int
-    errors: int
-
-
-def _mean(index: Index, shards: Shards, grader: Grader) -> _Mean:
-    ungraded = errors = 0
-
-    def rows() -> Iterator[tuple[float, float]]:
-        nonlocal ungraded, errors
-        for line in read_grades(index, shards, grader.key):
-            errors += bool(line.get("error"))
-            if line["grade"] is None:
-                ungraded += 1
+            self._counts[what] += tokens_of(line, what)
+        for name, found in grades.items():
+            self._errors[name] += bool(found.get("error"))
+            if found["grade"] is None:
+                self._ungraded[name] += 1
             else:
-                yield float(line["grade"]), line.get("weight", 1.0)
+                self._means[name].add(float(found["grade"]), found.get("weight", 1.0))
 
-    mean, low, high = scaled_interval(rows(), grader.scale)
-    return _Mean(mean=mean, low=low, high=high, ungraded=ungraded, errors=errors)
+    def report(self, plan: ScorePlan, *, seconds: float, rows_asked: int) -> ScoreReport:
+        counts, means = self._counts, {name: mean.interval() for name, mean in self._means.items()}
+        return ScoreReport(
+            model=plan.model,
+            adapter=plan.adapter,
+            data=plan.data.path,
+            rows=counts["rows"],
+            answered=counts["answered"],
+            failed=counts["rows"] - counts["answered"],
+            grades={name: mean for name, (mean, _, _) in means.items()},
+            intervals={name: (low, high) for name, (_, low, high) in means.items()},
+            seconds=seconds,
+            generated_tokens=counts["completion_tokens"],
+            cut_off=counts["cut_off"],
+            scales={grader.name: grader.scale for grader in self._graders},
+            measures={grader.name: grader.measures for grader in self._graders},
+            ungraded={name: count for name, count in self._ungraded.items() if count},
+            grader_errors={name: count for name, count in self._errors.items() if count},
+            weighed_tokens=counts["weighed_tokens"],
+            prompt_tokens=counts["prompt_tokens"],
+            rows_asked=rows_asked,
+        )

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import RecipeError, ScoringFailed
-from fitune.files import write_atomically
+from fitune.files import written_whole
 from fitune.launch.ray_cluster import RayPlace
 from fitune.models.adapter_config import CONFIG
 from fitune.report.score_comparison import write_comparison
 from fitune.report.score_page import write_score_page
+from fitune.report.score_rows import read_changed
 from fitune.score.answers import CHANGED
 from fitune.score.engine import ENGINES, EngineName, Sampling
-from fitune.score.intervals import compare
+from fitune.score.paired import Changed, compare
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
@@ -146,9 +147,12 @@ def why_not_all(report: ScoreReport, out: Path) -> ScoringFailed | None:
 
 def compare_scores(directory: Path, other: Path) -> str:
     """Two scorings of the same rows side by side, in words; the rows whose grade changed go to changed.jsonl."""
-    paired, changed = compare(directory, other)
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in changed]
-    write_atomically(directory / CHANGED, "".join(lines))
+    with written_whole(directory / CHANGED) as file:
+
+        def write(row: Changed) -> None:
+            file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
+
+        paired = compare(directory, other, on_changed=write)
     shown = []
     for found in paired:
         lower = ", lower is better" if found.scale == "perplexity" else ""
@@ -158,7 +162,7 @@ def compare_scores(directory: Path, other: Path) -> str:
             f"(95 %: {found.low:+.4f} to {found.high:+.4f}) over {found.rows} rows{lower}; "
             f"{found.better} better, {found.worse} worse{chance}"
         )
-    page = write_comparison(directory, other, paired, changed)
+    page = write_comparison(directory, other, paired, read_changed(directory))
     return "\n".join([*shown, f"changed rows: {directory / CHANGED}", f"page: {page}"])
 
 
