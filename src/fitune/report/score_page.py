@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fitune.errors import MissingExtra
 from fitune.files import read_text
 from fitune.report.html import render, write_page
@@ -32,7 +30,8 @@ class Bars:
     low: float = math.inf
     high: float = -math.inf
     is_binary: bool = True
-    counts: Any = field(default_factory=lambda: np.zeros(_BINS, dtype=np.int64))
+    counts: Any = 0
+    """An array once there is a value."""
 
     def widen(self, values: Any) -> None:
         """To be called with all values first."""
@@ -41,8 +40,14 @@ class Bars:
             self.is_binary = self.is_binary and bool(((values == 0) | (values == 1)).all())
 
     def count(self, values: Any) -> None:
+        import numpy as np
+
         if len(values):
-            self.counts += np.histogram(values, bins=_BINS, range=self.range)[0]
+            self.counts = self.counts + np.histogram(values, bins=_BINS, range=self.range)[0]
+
+    @property
+    def has_rows(self) -> bool:
+        return self.low <= self.high
 
     @property
     def range(self) -> tuple[float, float]:
@@ -71,12 +76,12 @@ class _Seen:
         for _, lengths, grades in self._values(directory):
             self.lengths.widen(lengths)
             for name, values in grades.items():
-                self.grades[name].widen(values[~np.isnan(values)])
+                self.grades[name].widen(values[values == values])
         draw, first = random.Random(0), 0
         for failed, lengths, grades in self._values(directory):
             self.lengths.count(lengths)
             for name, values in grades.items():
-                self.grades[name].count(values[~np.isnan(values)])
+                self.grades[name].count(values[values == values])
             self._choose(failed, grades, first)
             for place in range(first, first + len(failed)):
                 if place < _SHOWN:
@@ -87,6 +92,8 @@ class _Seen:
 
     def _values(self, directory: Path) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
         """For some rows at a time: which failed, the lengths of answers, and the grades, NaN where there is none."""
+        import numpy as np
+
         columns = ["error", "completion_tokens", *(f"grade_{name}" for name in self.graders)]
         for batch in read_columns(directory, columns):
             failed = batch.column("error").is_valid().to_numpy(zero_copy_only=False)
@@ -101,13 +108,13 @@ class _Seen:
 
     def _choose(self, failed: Any, grades: Mapping[str, Any], first: int) -> None:
         """Rows of each list: the first ones without an answer or a grade, and the worst by the first grader."""
-        self.failed += [first + int(place) for place in np.flatnonzero(failed)[: _SHOWN - len(self.failed)]]
+        self.failed += [first + int(place) for place in failed.nonzero()[0][: _SHOWN - len(self.failed)]]
         if not self.graders:
             return
         values = self.worst_first * grades[self.graders[0]]
-        missing = np.flatnonzero(np.isnan(values) & ~failed)
+        missing = ((values != values) & ~failed).nonzero()[0]
         self.ungraded += [first + int(place) for place in missing[: _SHOWN - len(self.ungraded)]]
-        lowest = np.argsort(values, kind="stable")[:_SHOWN]
+        lowest = values.argsort(kind="stable")[:_SHOWN]
         here = [
             (float(values[place]), first + int(place)) for place in lowest if values[place] == values[place]
         ]
@@ -233,10 +240,10 @@ def _pictures(report: ScoreReport, seen: _Seen) -> tuple[list[tuple[str, Any]], 
     drawn: list[tuple[str, Any]] = []
     try:
         for number, (name, grades) in enumerate(seen.grades.items()):
-            if grades.counts.any():
+            if grades.has_rows:
                 axis = _axis(report.scales.get(name, "share"))
                 drawn.append((f"Grades by {name}", Markup(histogram(grades, axis, name=f"grades-{number}"))))
-        if seen.lengths.counts.any():
+        if seen.lengths.has_rows:
             drawn.append(("Tokens of an answer", Markup(histogram(seen.lengths, "tokens", name="tokens"))))
     except MissingExtra as error:
         return [], f"No {error.what}: {error.hint}"
@@ -249,6 +256,7 @@ def _axis(scale: Scale) -> str:
 
 def histogram(bars: Bars, axis: str, *, name: str) -> str:
     """How many rows have which value; two bars where all are 0 or 1. Raises MissingExtra without matplotlib."""
+    import numpy as np
 
     def draw(axes: Axes) -> None:
         if bars.is_binary:

@@ -8,6 +8,7 @@ other one. In fp32 on a CPU that is not seen in practice.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,10 @@ class TransformersEngine:
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         shared: list[list[Continuation]] = []
         alone = list(continuations)
+        context = self.context_tokens
         if can_join(self.model):
-            fits = [one for one in continuations if not self._no_room(one)]
-            shared, alone = prompts_shared(fits)
-            alone += [one for one in continuations if self._no_room(one)]
+            shared, alone = prompts_shared([one for one in continuations if _has_room(one, context)])
+            alone += [one for one in continuations if not _has_room(one, context)]
         by_length = sorted(alone, key=lambda c: len(c.prompt_ids) + len(c.token_ids), reverse=True)
         with _ready_to_answer(self), _threads_for(self.model):
             for batch in batches_of(shared, self.batch_size):
@@ -104,19 +105,15 @@ class TransformersEngine:
     def _weigh_sharing(self, batch: Sequence[Sequence[Continuation]]) -> list[Likelihood]:
         parts = language_model(self.model, ChunkedLoss(chunk_tokens=_HEAD_TOKENS))
         return weigh_behind(
-            parts.body, batch, lambda hidden_SD, ids: _weights_of(hidden_SD, ids, parts), parts.device
+            parts.body, batch, lambda hidden, texts: _weights_of(hidden, texts, parts), parts.device
         )
-
-    def _no_room(self, one: Continuation) -> bool:
-        total = len(one.prompt_ids) + len(one.token_ids)
-        return not one.prompt_ids or 0 < self.context_tokens < total
 
     @torch.inference_mode()
     def _weigh_batch(self, batch: Sequence[Continuation]) -> list[Likelihood]:
         """One pass of the body, padded on the right; only the hidden states before the continuations reach the head."""
         context = self.context_tokens
         rows = [(*c.prompt_ids, *c.token_ids) for c in batch]
-        good = [place for place, one in enumerate(batch) if not self._no_room(one)]
+        good = [place for place, one in enumerate(batch) if _has_room(one, context)]
         found = [Likelihood(id=c.id, code="prompt_too_long", error=_no_room(c, context)) for c in batch]
         if not good:
             return found
@@ -130,29 +127,46 @@ class TransformersEngine:
             use_cache=False,
             return_dict=True,
         ).last_hidden_state
+        before = []
         for row, place in enumerate(good):
-            asked = batch[place]
-            start = len(asked.prompt_ids) - 1
-            hidden_SD = hidden_BTD[row, start : start + len(asked.token_ids)]
-            logprobs, greedy = _weights_of(hidden_SD, asked.token_ids, parts)
-            found[place] = Likelihood(id=asked.id, logprobs=logprobs, is_greedy=greedy)
+            start = len(batch[place].prompt_ids) - 1
+            before.append(hidden_BTD[row, start : start + len(batch[place].token_ids)])
+        weights = _weights_of(before, [batch[place].token_ids for place in good], parts)
+        for place, (logprobs, greedy) in zip(good, weights, strict=True):
+            found[place] = Likelihood(id=batch[place].id, logprobs=logprobs, is_greedy=greedy)
         return found
 
 
-def _weights_of(hidden_SD: Tensor, token_ids: Sequence[int], parts: Any) -> tuple[tuple[float, ...], bool]:
-    """Log-probability of each token, and True if each is the most likely one; logits exist for one chunk at a time."""
+def _weights_of(
+    hidden: Sequence[Tensor], texts: Sequence[Sequence[int]], parts: Any
+) -> list[tuple[tuple[float, ...], bool]]:
+    """Log-probability of each token of each text, and True if each is the most likely one.
+
+    ``hidden`` are the states before the tokens [tokens, D]. Logits exist for one chunk of tokens at a time.
+    """
+    hidden_SD = torch.cat(list(hidden))
+    ids_S = torch.tensor([token for text in texts for token in text], device=hidden_SD.device)
     logprobs: list[float] = []
-    greedy = True
-    for start in range(0, len(token_ids), _HEAD_TOKENS):
+    greedy: list[bool] = []
+    for start in range(0, len(ids_S), _HEAD_TOKENS):
         part = slice(start, start + _HEAD_TOKENS)
         logits_SV = parts.head(hidden_SD[part]).float() * parts.logit_scale
         if parts.softcap:
             logits_SV = (logits_SV / parts.softcap).tanh() * parts.softcap
-        wanted_S = torch.tensor(token_ids[part], device=logits_SV.device)
+        wanted_S = ids_S[part].to(logits_SV.device)
         chosen_S = logits_SV.gather(1, wanted_S[:, None])[:, 0]
         logprobs += (chosen_S - logits_SV.logsumexp(-1)).tolist()
-        greedy = greedy and bool((logits_SV.argmax(-1) == wanted_S).all())
-    return tuple(logprobs), greedy
+        greedy += (logits_SV.argmax(-1) == wanted_S).tolist()
+    ends = list(accumulate(map(len, texts)))
+    return [
+        (tuple(logprobs[end - len(text) : end]), all(greedy[end - len(text) : end]))
+        for text, end in zip(texts, ends, strict=True)
+    ]
+
+
+def _has_room(one: Continuation, context: int) -> bool:
+    total = len(one.prompt_ids) + len(one.token_ids)
+    return bool(one.prompt_ids) and not 0 < context < total
 
 
 def _no_room(asked: Continuation, context: int) -> str:

@@ -15,8 +15,9 @@ from transformers import DynamicCache
 from fitune.score.continuous import filled_layers
 from fitune.score.engine import Continuation, Likelihood
 
-Weights = Callable[[Tensor, Sequence[int]], tuple[tuple[float, ...], bool]]
-"""Takes the hidden states before a text and its ids; gives log-probabilities, and True if each id is the likeliest."""
+Weights = Callable[[Sequence[Tensor], Sequence[Sequence[int]]], list[tuple[tuple[float, ...], bool]]]
+"""Takes the hidden states before the tokens of each text, and their ids; gives log-probabilities for each text, and
+True if each id is the likeliest."""
 
 
 def prompts_shared(
@@ -79,12 +80,15 @@ def weigh_behind(
         places_BC = width - gaps_G1[owners_B] + torch.arange(longest)[None]
         mask_BW = torch.cat([mask_GP[owners_B], real_BC.long()], dim=1)
         hidden_BCD = _hidden(body, ids_BC, places_BC, mask_BW, cache, device)
-    found = []
-    for row, one in enumerate(texts):
-        before_SD = torch.cat([last_GD[owners_B[row]][None], hidden_BCD[row, : len(one.token_ids) - 1]])
-        logprobs, greedy = weights(before_SD, one.token_ids)
-        found.append(Likelihood(id=one.id, logprobs=logprobs, is_greedy=greedy))
-    return found
+    before = [
+        torch.cat([last_GD[owners_B[row]][None], hidden_BCD[row, : len(one.token_ids) - 1]])
+        for row, one in enumerate(texts)
+    ]
+    found = weights(before, [one.token_ids for one in texts])
+    return [
+        Likelihood(id=one.id, logprobs=logprobs, is_greedy=greedy)
+        for one, (logprobs, greedy) in zip(texts, found, strict=True)
+    ]
 
 
 def _hidden(
