@@ -89,19 +89,23 @@ def main() -> None:
         write_base_model(work / "model", [row.prompt for row in exercises[:200]], shape=SHAPE, seed=0)
         words = sorted({word for row in exercises for word in f"{row.prompt} {row.completion}".split()})
         runs: list[Run] = []
+
+        def tell(run: Run) -> None:
+            runs.append(run)
+            _show(run)
+            if wanted.json:
+                wanted.json.write_text(json.dumps(_told(runs), indent=1) + "\n", encoding="utf-8")
+            if wanted.picture:
+                longest = max(runs, key=lambda run: run.seconds)
+                wanted.picture.write_text(_picture(longest), encoding="utf-8")
+
         for rows in wanted.rows:
-            runs.append(_scored(work, rows, rows, words, f"{rows:,} rows"))
+            tell(_scored(work, rows, rows, words, f"{rows:,} rows"))
             if rows == max(wanted.rows):
+                tell(_compared(work, rows))
                 grown = rows + rows // 100
-                runs.append(_scored(work, rows, grown, words, f"grown to {grown:,}, started again"))
-                runs.append(_compared(work, rows))
+                tell(_scored(work, rows, grown, words, f"grown to {grown:,}, started again"))
             shutil.rmtree(work / f"out{rows}")
-            _show(runs[-3:] if rows == max(wanted.rows) else runs[-1:])
-    if wanted.json:
-        wanted.json.write_text(json.dumps(_told(runs), indent=1) + "\n", encoding="utf-8")
-    if wanted.picture:
-        longest = max(runs, key=lambda run: run.seconds)
-        wanted.picture.write_text(_picture(longest), encoding="utf-8")
 
 
 def _scored(work: Path, out: int, rows: int, words: Sequence[str], what: str) -> Run:
@@ -132,7 +136,7 @@ def _compared(work: Path, rows: int) -> Run:
             row = json.loads(line)
             row["grades"]["loglikelihood"] -= 0.1 * (number % 7)
             changed.write(json.dumps(row) + "\n")
-    run = Run("compared", rows + rows // 100)
+    run = Run("compared", rows)
     compare = "from pathlib import Path; from fitune.session.scoring import compare_scores as c; import sys"
     program = f"{compare}; print(c(Path(sys.argv[1]), Path(sys.argv[2])))"
     return _watched(run, out, str(out), str(other), program=("-c", program))
@@ -168,18 +172,17 @@ def _watched(run: Run, out: Path, *words: str, program: Sequence[str] = ("-m", "
     return run
 
 
-def _show(runs: Sequence[Run]) -> None:
-    for run in runs:
-        stages = {
-            stage: max(sample.mib for sample in run.samples if sample.stage == stage)
-            for stage in dict.fromkeys(sample.stage for sample in run.samples)
-        }
-        peaks = ", ".join(f"{stage} {mib:,.0f}" for stage, mib in stages.items())
-        print(
-            f"{run.what:>34}: {run.seconds:8,.1f} s ({run.processor_seconds:,.1f} of the processor), "
-            f"{run.rate:7,.0f} rows/s, peak {run.peak:6,.1f} MiB ({peaks})",
-            flush=True,
-        )
+def _show(run: Run) -> None:
+    stages = {
+        stage: max(sample.mib for sample in run.samples if sample.stage == stage)
+        for stage in dict.fromkeys(sample.stage for sample in run.samples)
+    }
+    peaks = ", ".join(f"{stage} {mib:,.0f}" for stage, mib in stages.items())
+    print(
+        f"{run.what:>34}: {run.seconds:8,.1f} s ({run.processor_seconds:,.1f} of the processor), "
+        f"{run.rate:7,.0f} rows/s, peak {run.peak:6,.1f} MiB ({peaks})",
+        flush=True,
+    )
 
 
 def _told(runs: Sequence[Run]) -> dict[str, object]:

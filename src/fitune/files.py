@@ -6,6 +6,7 @@ before and have another file written over.
 """
 
 import errno
+import io
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fitune.units import MIB, format_bytes
 
@@ -105,14 +106,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """The file is the old one or the new one, never a part of it. Raises OSError; nothing unfinished is left then."""
     temporary = temporary_sibling(path)
     data = content.encode() if isinstance(content, str) else content
-    try:
-        with naming(path, size=len(data)):
+    with naming(path, size=len(data)):
+        try:
             write_synced(temporary, [data])
             os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
 
 
 @contextmanager
@@ -122,16 +123,28 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     Raises OSError that names ``path``; nothing unfinished is left then.
     """
     temporary = temporary_sibling(path)
-    try:
-        with naming(path):
-            with open(temporary, "xb") as file:
+    with naming(path):
+        try:
+            with _Named(io.FileIO(temporary, "xb"), path) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+
+class _Named(io.BufferedWriter):
+    """Errors of writing name ``path``, also where several files are written at a time."""
+
+    def __init__(self, raw: io.FileIO, path: Path) -> None:
+        super().__init__(raw)
+        self._path = path
+
+    def write(self, content: Any) -> int:
+        with naming(self._path):
+            return super().write(content)
 
 
 @contextmanager
@@ -141,15 +154,13 @@ def naming(path: Path, *, size: int = 0) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.filename is not None and not Path(str(error.filename)).name.startswith(TEMPORARY):
+            raise
+        said = error.strerror
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = format_bytes(shutil.disk_usage(path.parent).free)
             wanted = f"{format_bytes(size)} to write, " if size else ""
-            raise OSError(
-                error.errno, f"{os.strerror(error.errno)}: {wanted}{free} free", str(path)
-            ) from error
-        if error.errno is not None and error.filename is None:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
+            said = f"{said}: {wanted}{format_bytes(shutil.disk_usage(path.parent).free)} free"
+        raise OSError(error.errno, said, str(path)) from error
 
 
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:

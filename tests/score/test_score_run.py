@@ -1,7 +1,9 @@
 """Scoring from start to end: what is written, and that a stopped run goes on with every id exactly once."""
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -210,6 +212,43 @@ def test_killed_wherever_it_writes_the_bytes_are_those_of_an_undisturbed_run(
         assert kills < 100
     assert kills >= 2
     assert everything(plan) == expected
+
+
+def test_a_disk_that_fills_up_wherever_it_is_written_loses_nothing(
+    plan: ScorePlan, finished_once: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full at one sync of each start, four later every time, until no start gets that far."""
+    expected = everything(replace(plan, output_dir=str(finished_once)))
+    sync, left, count = os.fsync, 0, 0
+
+    def fsync(handle: int) -> None:
+        nonlocal left
+        left -= os.readlink(f"/proc/self/fd/{handle}").startswith(plan.output_dir)  # not of a cache
+        if not left:
+            left = -1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    named = set()
+    while left <= 0:
+        left = count = count + 4
+        named.add(named_by_a_full_disk(plan))
+        assert not list(Path(plan.output_dir).rglob(".tmp-*"))
+    assert len(named - {""}) >= 4
+    assert everything(plan) == expected
+
+
+def named_by_a_full_disk(plan: ScorePlan) -> str:
+    """The file that the error names beside the free bytes; empty where the scoring came through."""
+    try:
+        quietly(plan)
+        return ""
+    except OSError as error:
+        told = error
+    said = r"No space left on device: ([\d.]+ \w*B to write, )?[\d.]+ \w*B free"
+    assert re.fullmatch(said, str(told.strerror))
+    return Path(str(told.filename)).name
 
 
 def test_a_finished_run_changes_nothing_when_started_again(plan: ScorePlan) -> None:

@@ -12,7 +12,7 @@ from fitune.files import open_regular, read_text
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import from_json
 
-_TOGETHER = 16_384
+_TOGETHER = 4_096
 """Rows of a column in memory."""
 
 

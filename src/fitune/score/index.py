@@ -26,7 +26,7 @@ CREATE UNIQUE INDEX best_of_id ON best (id);
 """
 
 _LINES_BY_ID = "CREATE TABLE texts (id TEXT PRIMARY KEY, line BLOB NOT NULL) WITHOUT ROWID;"
-_SETTINGS = ("journal_mode=OFF", "synchronous=OFF", "locking_mode=EXCLUSIVE", "cache_size=-16384")
+_SETTINGS = ("journal_mode=OFF", "synchronous=OFF", "locking_mode=EXCLUSIVE", "cache_size=-4096")
 
 RETRY, REFUSED, ANSWERED = 0, 1, 2
 """State of a line: an error that another try may mend, an error of the row itself, an answer. The highest counts."""

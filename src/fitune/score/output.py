@@ -12,7 +12,7 @@ from fitune.score.index import Index
 from fitune.score.shards import Shards
 from fitune.spec.serial import parse_json
 
-_ROW_GROUP = 4096
+_ROW_GROUP = 1024
 """Rows that a group of the parquet file holds, and this process at a time."""
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
