@@ -83,7 +83,15 @@ def _numbers(model: Any) -> set[str]:
 
 
 def test_every_number_of_a_recipe_has_a_largest_value() -> None:
-    below_one = {"lora_dropout", "val_fraction", "warmup_ratio", "adam_beta1", "adam_beta2", "momentum"}
+    below_one = {
+        "lora_dropout",
+        "val_fraction",
+        "warmup_ratio",
+        "min_lr_ratio",
+        "adam_beta1",
+        "adam_beta2",
+        "momentum",
+    }
     few = {"quantization_bits", "zero", "seed", "lora_layers", "deepspeed"}
     assert set(MOST) == (_numbers(Recipe) | _numbers(SourceRecipe)) - below_one - few
 

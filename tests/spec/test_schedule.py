@@ -33,6 +33,31 @@ def test_cosine_follows_its_formula_and_the_last_update_still_moves() -> None:
     assert last > 0
 
 
+@pytest.mark.parametrize(("kind", "decay"), [("linear", 0.75), ("cosine", 0.5 + 0.25 * math.sqrt(2))])
+def test_decay_ends_at_the_least_rate(kind: str, decay: float) -> None:
+    ends = schedule(kind, min_ratio=0.1)
+    assert learning_rate(ends, step=4, total=20) == pytest.approx(1e-3)
+    assert learning_rate(ends, step=8, total=20) == pytest.approx(1e-3 * (0.1 + 0.9 * decay))
+    assert learning_rate(ends, step=20, total=20) == pytest.approx(1e-4)
+
+
+def test_a_cosine_to_a_least_rate_is_that_of_transformers() -> None:
+    """Without warm-up: theirs begins it at 0 and this one at the first step's share."""
+    torch = pytest.importorskip("torch")
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    theirs = get_scheduler(
+        "cosine_with_min_lr", optimizer, num_warmup_steps=0, num_training_steps=20,
+        scheduler_specific_kwargs={"min_lr_rate": 0.1},
+    )  # fmt: skip
+    ours = schedule(min_ratio=0.1, warmup=Steps(count=0))
+    for step in range(20):
+        assert learning_rate(ours, step=step, total=20) == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+
+
 def test_durations() -> None:
     assert total_steps(schedule(duration=Epochs(count=2.5)), steps_per_epoch=10) == 25
     assert total_steps(schedule(duration=Epochs(count=0.01)), steps_per_epoch=10) == 1

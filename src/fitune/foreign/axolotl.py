@@ -86,7 +86,6 @@ _REFUSED = {
     "lr_groups": "learning rates by group",
     "embedding_lr": "a learning rate of its own for embeddings",
     "embedding_lr_scale": "a learning rate of its own for embeddings",
-    "cosine_min_lr_ratio": "a learning rate that stays above 0",
     "cosine_constant_lr_ratio": "a learning rate that stays constant at the end",
     "lr_quadratic_warmup": "a quadratic warm-up; here it is linear",
     "jagged_restart_steps": "restarts of the learning rate",
@@ -137,6 +136,18 @@ def read_axolotl(r: Reading) -> None:
     r.pass_over(_COMPANIONS, "a setting of something that is off or refused")
     r.pass_over(_SPEED, SPEED_SAID)
     _how_often(r)
+    _least_rate(r)
+
+
+def _least_rate(r: Reading) -> None:
+    """The share of the learning rate that a cosine ends at; other schedules do not read it there."""
+    ratio = r.take("cosine_min_lr_ratio")
+    if ratio is None or r.settings.get("lr_scheduler", "cosine") != "cosine":
+        r.passed("cosine_min_lr_ratio", "the schedule is no cosine")
+    elif float(ratio) == 1:
+        r.also("lr_scheduler", "constant", key="cosine_min_lr_ratio")
+    else:
+        r.put("min_lr_ratio", ratio, key="cosine_min_lr_ratio")
 
 
 def _how_often(r: Reading) -> None:

@@ -1,5 +1,7 @@
 """Keys of transformers' Trainer, which axolotl, LLaMA-Factory and TRL all pass on: optimizers, rates, bookkeeping."""
 
+import json
+
 from fitune.foreign.reading import Reading, is_on
 from fitune.foreign.tracker_keys import read_trackers
 
@@ -60,6 +62,7 @@ OPTIMIZERS: dict[str, tuple[str, str]] = {
 
 SCHEDULERS: dict[str, tuple[str, str]] = {
     "linear": ("linear", ""),
+    "cosine_with_min_lr": ("cosine", ""),
     "cosine": ("cosine", ""),
     "cosine_with_restarts": ("cosine", "one cycle, as it does without lr_scheduler_kwargs"),
     "polynomial": ("linear", "to 0; power 1 to 1e-7 without lr_scheduler_kwargs"),
@@ -99,16 +102,38 @@ def _scheduler(r: Reading, key: str) -> None:
     name = r.take(key)
     if name is None:
         return
-    if str(name) not in SCHEDULERS or r.take("lr_scheduler_kwargs") is not None:
+    floor = _floor(r) if name == "cosine_with_min_lr" else None
+    more = floor is None and (name == "cosine_with_min_lr" or r.take("lr_scheduler_kwargs") is not None)
+    if str(name) not in SCHEDULERS or more:
         r.refuse(key, "a learning rate that follows another curve; here: constant, linear, cosine")
         r.passed("lr_scheduler_kwargs")
         return
+    if floor is not None:
+        r.put("min_lr_ratio", floor, key="lr_scheduler_kwargs")
     ours, said = SCHEDULERS[str(name)]
     r.put("lr_scheduler", ours, key=key, said=said)
     if name == "constant" and (r.take("warmup_ratio") or r.take("warmup_steps")):
         for warmup in ("warmup_ratio", "warmup_steps"):
             r.passed(warmup, "the scheduler constant does not warm up there")
         r.put("warmup_ratio", 0.0, said=f"{r.trainer}'s constant rate does not warm up")
+
+
+def _floor(r: Reading) -> float | None:
+    """The share of the learning rate that ``lr_scheduler_kwargs`` lets it fall to, None where they say something else.
+    On a command line they are JSON."""
+    words = r.take("lr_scheduler_kwargs")
+    try:
+        words = json.loads(words) if isinstance(words, str) else words
+        least = {key: float(value) for key, value in words.items()}
+        highest = float(r.raw.get("learning_rate") or 0.0)
+    except (ValueError, TypeError, AttributeError):
+        return None
+    match least:
+        case {"min_lr_rate": ratio, **others} if not others:
+            return ratio
+        case {"min_lr": rate, **others} if not others and highest > 0:
+            return rate / highest
+    return None
 
 
 def _warmup(r: Reading) -> None:

@@ -128,6 +128,7 @@ def schedule_of(recipe: Recipe, *, learning_rate: float) -> Schedule:
         if recipe.max_steps is None
         else Steps(count=recipe.max_steps),
         max_grad_norm=recipe.max_grad_norm,
+        min_ratio=recipe.min_lr_ratio,
     )
 
 

@@ -137,7 +137,12 @@ def _schedule(run: WholeRun, plan: Plan) -> str:
     schedule = plan.schedule
     rate = format_learning_rate(schedule.learning_rate)
     warm = f"rises to {rate} over {_steps(run.warmup_steps)}" if run.warmup_steps else f"starts at {rate}"
-    then = {"constant": "stays there", "linear": "falls to 0 in a line", "cosine": "falls to 0 by a cosine"}
+    to = format_learning_rate(schedule.learning_rate * schedule.min_ratio) if schedule.min_ratio else "0"
+    then = {
+        "constant": "stays there",
+        "linear": f"falls to {to} in a line",
+        "cosine": f"falls to {to} by a cosine",
+    }
     return f"the learning rate {warm} and {then[schedule.kind]}"
 
 

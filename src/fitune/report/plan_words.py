@@ -211,7 +211,8 @@ def _schedule_sentence(schedule: Schedule, *, clips: bool) -> str:
     warmup, duration = schedule.warmup, schedule.duration
     rise = f"{warmup.of * 100:g} % of the steps" if isinstance(warmup, Fraction) else f"{warmup.count} steps"
     span = f"{duration.count:g} epochs" if isinstance(duration, Epochs) else f"{duration.count:,} steps"
-    shape = "stays there" if schedule.kind == "constant" else f"falls to zero ({schedule.kind})"
+    least = f"{schedule.min_ratio * 100:g} % of it" if schedule.min_ratio else "zero"
+    shape = "stays there" if schedule.kind == "constant" else f"falls to {least} ({schedule.kind})"
     peak = format_learning_rate(schedule.learning_rate)
     line = f"Over {span} the learning rate rises to {peak} in {rise}, then {shape}"
     if not clips:

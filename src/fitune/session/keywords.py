@@ -84,6 +84,7 @@ class RecipeKeys(TypedDict, total=False):
     optimizer_in_backward: bool
     learning_rate: float | None
     lr_scheduler: Literal["constant", "linear", "cosine"]
+    min_lr_ratio: float
     warmup_steps: int | None
     warmup_ratio: float
     weight_decay: float

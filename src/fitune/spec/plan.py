@@ -145,7 +145,7 @@ class Fraction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The learning rate over the run: linear warm-up, then ``kind`` down to zero (or flat)."""
+    """The learning rate over the run: linear warm-up, then ``kind`` down to ``min_ratio`` of it (or flat)."""
 
     learning_rate: float
     kind: Literal["constant", "linear", "cosine"]
@@ -153,6 +153,8 @@ class Schedule:
     duration: Epochs | Steps
     max_grad_norm: float
     """0 turns clipping off."""
+    min_ratio: float = 0.0
+    """Share of ``learning_rate`` that the decay ends at."""
 
 
 DataFormat = Literal[

@@ -150,6 +150,7 @@ class Recipe(_Strict):
     optimizer_in_backward: bool = False
     learning_rate: PositiveFloat | None = None
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
+    min_lr_ratio: Share = 0.0
     warmup_steps: CountInt | None = None
     warmup_ratio: Share = 0.03
     weight_decay: CountFloat = 0.0

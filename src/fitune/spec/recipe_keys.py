@@ -67,6 +67,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "optimizer_in_backward": "Update each weight as soon as its gradient is there",
         "learning_rate": "At its highest; chosen: by tuning and optimizer",
         "lr_scheduler": "How the learning rate falls",
+        "min_lr_ratio": "Share of the learning rate that it falls to",
         "warmup_steps": "Steps over which the learning rate rises",
         "warmup_ratio": "The same as a share of all steps",
         "weight_decay": "Share of a weight, times the rate, taken off each step",

@@ -94,6 +94,11 @@ def _others(r: Recipe) -> Iterator[tuple[str, str]]:
     if r.optimizer == "sgd" and "momentum" in r.model_fields_set and r.momentum > 0:
         why = f"optimizer: sgd keeps no momentum, and momentum = {r.momentum:g} asks for it"
         yield why, "optimizer: momentum"
+    if r.min_lr_ratio and r.lr_scheduler == "constant":
+        why = (
+            f"lr_scheduler: constant never falls, and min_lr_ratio = {r.min_lr_ratio:g} says what it falls to"
+        )
+        yield why, "lr_scheduler: cosine, or no min_lr_ratio"
     if r.loss == "plain" and r.loss_chunk_tokens is not None:
         yield (
             f"loss: plain makes all logits at once, and loss_chunk_tokens = {r.loss_chunk_tokens} asks for chunks",

@@ -33,7 +33,8 @@ def learning_rate(schedule: Schedule, *, step: int, total: int) -> float:
     """The rate for update ``step`` (0-based): linear warm-up that never starts at 0, then the decay.
 
     Cosine: ½·(1 + cos(π·x)) (Loshchilov & Hutter, arXiv 1608.03983, one half period); linear: 1 − x;
-    x is the share of the steps after warm-up that are done. The last update still moves the weights.
+    x is the share of the steps after warm-up that are done. Both fall from 1 to ``min_ratio``: min + (1 − min) · decay.
+    The last update still moves the weights.
     """
     warmup = warmup_steps(schedule, total=total)
     if step < warmup:
@@ -41,9 +42,9 @@ def learning_rate(schedule: Schedule, *, step: int, total: int) -> float:
     done = (step - warmup) / max(1, total - warmup)
     match schedule.kind:
         case "constant":
-            factor = 1.0
+            return schedule.learning_rate
         case "linear":
-            factor = 1.0 - done
+            decay = 1.0 - done
         case "cosine":
-            factor = 0.5 * (1.0 + math.cos(math.pi * done))
-    return schedule.learning_rate * factor
+            decay = 0.5 * (1.0 + math.cos(math.pi * done))
+    return schedule.learning_rate * (schedule.min_ratio + (1.0 - schedule.min_ratio) * decay)
