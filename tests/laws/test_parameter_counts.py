@@ -136,6 +136,17 @@ PUBLISHED_TOTALS = {
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "Qwen/Qwen3-235B-A22B-Instruct-2507": 235_093_634_560,
     "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
+    "tiiuae/Falcon3-1B-Base": 1_669_408_768,
+    "tiiuae/Falcon3-3B-Base": 3_227_655_168,
+    "tiiuae/Falcon3-7B-Base": 7_455_550_464,
+    "tiiuae/Falcon3-10B-Base": 10_305_653_760,
+    "codellama/CodeLlama-70b-hf": 68_976_910_336,
+    "mistralai/Mathstral-7B-v0.1": 7_248_023_552,
+    "Qwen/Qwen2.5-Math-1.5B": 1_543_714_304,
+    "Qwen/QwQ-32B": 32_763_876_352,
+    "microsoft/Phi-4-reasoning": 14_659_507_200,
+    "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+    "microsoft/phi-1_5": 1_418_270_720,
 }
 
 SMALL = {
@@ -224,6 +235,19 @@ PUBLISHED_TOTALS_OF_TRACED = {
     "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     "baidu/ERNIE-4.5-0.3B-PT": 360_748_032,
     "baidu/ERNIE-4.5-21B-A3B-PT": 21_825_437_888,
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": 36_151_104_512,
+    "zai-org/GLM-4.5-Air": 106_852_245_504,
+    "moonshotai/Kimi-K2-Instruct": 1_026_408_209_408,
+    "ibm-granite/granite-3.1-2b-base": 2_533_531_648,
+    "MiniMaxAI/MiniMax-M2": 228_689_748_992,
+    "mistralai/Ministral-3-8B-Base-2512": 8_489_553_920,
+    "meta-llama/Llama-4-Scout-17B-16E": 107_769_861_120,
+    "Qwen/Qwen3.5-35B-A3B": 34_660_610_688,
+    "internlm/internlm3-8b-instruct": 8_804_241_408,
+    "allenai/Olmo-Hybrid-7B": 7_430_870_688,
+    "upstage/Solar-Open-100B": 102_651_793_408,
+    "tencent/Hunyuan-7B-Instruct": 7_504_568_320,
+    "EleutherAI/gpt-neo-1.3B": 1_315_575_808,
 }
 """Of models whose shapes are read from transformers' modules."""
 
@@ -260,9 +284,13 @@ def test_the_published_total(name: str) -> None:
 def test_the_published_total_of_a_traced_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By transformers' modules, and by what is planned with: shipped shapes where there are any."""
     monkeypatch.setenv("FITUNE_CACHE", str(tmp_path))
     trace_with(TransformersTracer())
-    assert count_parameters(load_model_spec(name)).total == PUBLISHED_TOTALS_OF_TRACED[name]
+    config = find_known_model(name).config
+    read = TransformersTracer().shapes(config, name=name, digest="", dtype="bfloat16")
+    assert count_parameters(read).total == PUBLISHED_TOTALS_OF_TRACED[name]
+    assert count_parameters(load_model_spec(name)) == count_parameters(read)
 
 
 def test_components_of_qwen3_8b() -> None:

@@ -59,6 +59,7 @@ def decisions_of(
         _faster_method(recipe, chosen, runners_up),
         _long_update(chosen),
         _guessed_rates(plan),
+        _traced_by_others(plan),
     ]
     return tuple(line for group in lines for line in group)
 
@@ -271,3 +272,12 @@ def _guessed_rates(plan: Plan) -> Iterator[str]:
             "note on times: this processor was never measured, so they are a guess; fitune doctor --calibrate measures "
             "it in one to two minutes"
         )
+
+
+def _traced_by_others(plan: Plan) -> Iterator[str]:
+    if plan.model.is_traced:
+        from fitune.spec.tracing import versions_note  # no model with formulas needs it
+
+        note = versions_note(plan.model)
+        if note is not None:
+            yield note

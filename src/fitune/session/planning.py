@@ -1,6 +1,6 @@
 """A recipe becomes a plan on the hardware it names, and on the data that it names."""
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +15,20 @@ from fitune.spec.model_config import load_model_spec
 from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe import Recipe
 from fitune.spec.rules import Purpose
+from fitune.spec.tracer import by_installed_libraries
 
 
 def plan_for(
     recipe: Recipe, *, purposes: tuple[Purpose, ...] = ("plan",), hardware: Hardware | None = None
 ) -> PlanReport:
     """The fastest plan that fits on ``hardware``: by default that of the recipe, or of this machine when it names
-    none."""
-    model = load_model_spec(recipe.model)
-    return find_plan(recipe, model=model, hardware=hardware or wanted_hardware(recipe), purposes=purposes)
+    none.
+
+    A plan to be trained or rehearsed is estimated by what the installed libraries do.
+    """
+    with nullcontext() if purposes == ("plan",) else by_installed_libraries():
+        model = load_model_spec(recipe.model)
+        return find_plan(recipe, model=model, hardware=hardware or wanted_hardware(recipe), purposes=purposes)
 
 
 def plan_on_data(recipe: Recipe) -> PlanReport:

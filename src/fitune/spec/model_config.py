@@ -283,6 +283,14 @@ def names_with_formulas() -> tuple[str, ...]:
     return tuple(name for name, model in models.items() if model.config["model_type"] in FAMILIES)
 
 
+def configs_to_trace() -> tuple[str, ...]:
+    """The first name of each config in the table whose architecture has no formula."""
+    firsts = {id(model.config): model for model in reversed(_index().values())}
+    return tuple(
+        model.name for model in reversed(firsts.values()) if model.config["model_type"] not in FAMILIES
+    )
+
+
 def accepted_model_names() -> tuple[str, ...]:
     """Hub names and short names: what a did-you-mean may offer."""
     return (*known_model_names(), *_index())

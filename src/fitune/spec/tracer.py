@@ -1,6 +1,7 @@
-"""Whoever traces models without formulas: registered here by those who may import torch, asked by ``tracing``."""
+"""Whoever traces models without formulas, registered by those who may import torch, and which traces count."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,3 +30,21 @@ def trace_with(tracer: Tracer | None) -> None:
 def current_tracer() -> Tracer | None:
     """The tracer to ask; None where nobody traces."""
     return _tracer.get()
+
+
+_installed_alone: ContextVar[bool] = ContextVar("_installed_alone", default=False)
+
+
+@contextmanager
+def by_installed_libraries() -> Iterator[None]:
+    """Inside, no profile of other versions is taken: what trains or rehearses runs the installed ones."""
+    before = _installed_alone.set(True)
+    try:
+        yield
+    finally:
+        _installed_alone.reset(before)
+
+
+def installed_alone() -> bool:
+    """True inside ``by_installed_libraries``."""
+    return _installed_alone.get()

@@ -1,13 +1,15 @@
-"""Shapes and profiles of architectures without formulas: from the cache, or traced once by whoever may import torch.
+"""Shapes and profiles of architectures without formulas: shipped, cached, or traced by whoever may import torch.
 
 A plan needs neither torch nor transformers once they are there. Files are named by what they depend on: the config,
-the way of training and the versions of the libraries.
+the way of training and the versions of the libraries. Profiles of public names are shipped (spec/shipped.py). Those of
+other versions than the installed ones serve a plan, which says so, and neither training nor a rehearsal.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,8 +30,9 @@ from fitune.spec.plan import (
     updates_in_backward,
 )
 from fitune.spec.serial import from_json, to_data, to_json
+from fitune.spec.shipped import Libraries, shipped_libraries, shipped_profile, shipped_shapes
 from fitune.spec.traced_profile import TracedStep
-from fitune.spec.tracer import current_tracer
+from fitune.spec.tracer import current_tracer, installed_alone
 
 FORMAT = 3
 """Goes up when what is stored, or how it is counted, changes."""
@@ -63,11 +66,16 @@ class Way:
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Names what a config's shapes and profiles depend on."""
+    """Names what a config's shapes and profiles depend on beside the versions of the libraries."""
+    return _digest([FORMAT, {key: value for key, value in config.items() if key not in _NOT_OF_SHAPES}])
+
+
+@cache
+def installed_libraries() -> Libraries:
+    """The versions of the libraries that trace here."""
     from importlib.metadata import version  # takes a while, and most plans need none of this
 
-    facts = {key: value for key, value in config.items() if key not in _NOT_OF_SHAPES}
-    return _digest([FORMAT, facts, version("transformers"), version("torch")])
+    return Libraries(torch=version("torch"), transformers=version("transformers"))
 
 
 def _digest(facts: Any) -> str:
@@ -77,8 +85,9 @@ def _digest(facts: Any) -> str:
 def shapes_for(config: Mapping[str, Any], *, name: str, where: str, dtype: str) -> ModelSpec:
     """The shapes of an architecture without a formula. Raises ModelError when they cannot be found out here."""
     digest = config_digest(config)
-    file = _folder() / f"{digest}.shapes.json"
-    found = _stored(ModelSpec, file)
+    found = shipped_shapes(digest) if _takes_shipped() else None
+    file = _file(f"{digest}.shapes")
+    found = found or _stored(ModelSpec, file)
     if found is None:
         tracer = current_tracer()
         if tracer is None:
@@ -97,8 +106,14 @@ def shapes_for(config: Mapping[str, Any], *, name: str, where: str, dtype: str) 
 def profile_for(plan: Plan, shape: BatchShape) -> TracedStep:
     """The traced profile of ``plan``'s way of training."""
     way = way_of(plan, shape)
-    file = _folder() / f"{plan.model.config_digest}.{way.digest}.json"
+    digest = plan.model.config_digest
+    file = _file(f"{digest}.{way.digest}")
     found = _known.get(file) or _stored(TracedStep, file)
+    if found is None and _takes_shipped():
+        found = shipped_profile(digest, way.digest)
+        if found is not None and not _is_shipped_version():
+            _of_other_versions.add(digest)
+            return found
     if found is None:
         tracer = current_tracer()
         if tracer is None:
@@ -110,13 +125,33 @@ def profile_for(plan: Plan, shape: BatchShape) -> TracedStep:
 
 
 _known: dict[Path, TracedStep] = {}
+_of_other_versions: set[str] = set()
+"""Configs for which this process took shipped profiles of other versions than the installed ones."""
+
+
+def _is_shipped_version() -> bool:
+    return installed_libraries().public == shipped_libraries()
+
+
+def _takes_shipped() -> bool:
+    return not installed_alone() or _is_shipped_version()
+
+
+def versions_note(model: ModelSpec) -> str | None:
+    """Says by which versions the blocks of ``model`` were traced where those are not the installed ones, or None."""
+    if model.config_digest not in _of_other_versions:
+        return None
+    return (
+        f"blocks: a shipped profile, traced with {shipped_libraries().words}; installed are "
+        f"{installed_libraries().words}, by which training and `fitune rehearse` trace afresh"
+    )
 
 
 def way_of(plan: Plan, shape: BatchShape) -> Way:
     """The way of training that ``plan`` is one of, for micro-batches like ``shape``."""
     rows = min(2, shape.rows)
     window = plan.model.sliding_window
-    if not window:
+    if not window or plan.attention == "flash":  # whose kernels hold no scores, whatever a row sees
         first = 1024
     elif shape.row_tokens <= window:
         first = max(16, window // 4)
@@ -149,8 +184,13 @@ def _plain(plan: Plan) -> Plan:
     )
 
 
-def _folder() -> Path:
-    return cache_folder() / "traced"
+def _file(stem: str) -> Path:
+    return cache_folder() / "traced" / f"{stem}.{_installed_digest()}.json"
+
+
+@cache
+def _installed_digest() -> str:
+    return _digest(to_data(installed_libraries()))[:8]
 
 
 T = TypeVar("T")
