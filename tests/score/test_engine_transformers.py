@@ -179,6 +179,25 @@ def test_rows_that_enter_and_leave_write_what_they_write_alone(tiny, family: str
         assert found[request.id] == most_likely(model, request.prompt_ids, most, stop)
 
 
+def test_a_row_ends_at_its_stop_text(tiny) -> None:
+    """The tokens are those of the row that goes on, up to the first that completes the text."""
+    engine = TransformersEngine(
+        model=tiny.model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=2
+    )
+    prompt = tuple(tiny.tokenizer.encode("what is 2 plus 3?"))
+    free = Request(id="0", prompt_ids=prompt, sampling=Sampling(max_new_tokens=24))
+    (whole,) = engine.answer([free])
+    wanted = tiny.tokenizer.decode(list(whole.token_ids[9:11]))
+    asked = [replace(free, id="1", stop=("not there", wanted)), replace(free, id="2", stop=("not there",))]
+    found = {each.id: each for each in engine.answer(asked)}
+    assert found["2"].token_ids == whole.token_ids
+    end = len(found["1"].token_ids)
+    assert found["1"].token_ids == whole.token_ids[:end]
+    assert (end <= 11, found["1"].finish_reason) == (True, "stop")
+    assert wanted in tiny.tokenizer.decode(list(whole.token_ids[:end]))
+    assert wanted not in tiny.tokenizer.decode(list(whole.token_ids[: end - 1]))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_likelihoods_are_those_of_the_whole_softmax(tiny, family: str) -> None:
     """Gemma-2 caps its logits; rows of different length share a batch; logits are made for one chunk at a time."""
@@ -189,9 +208,11 @@ def test_likelihoods_are_those_of_the_whole_softmax(tiny, family: str) -> None:
         Continuation(id=str(place), prompt_ids=tuple(row[:3]), token_ids=tuple(row[3:]))
         for place, row in enumerate(rows)
     ]
-    too_long = Continuation(id="long", prompt_ids=(5,) * 250, token_ids=(6,) * 7)
+    too_long = Continuation(id="long", prompt_ids=(5,) * 250, token_ids=(6,) * 8)
     found = {likelihood.id: likelihood for likelihood in engine.weigh([*asked, too_long])}
-    assert found["long"].error == "prompt 250 + continuation 7 = 257 tokens, the model has room for 256"
+    assert found["long"].error == (
+        "prompt 250 + continuation 8 - 1 = 257 tokens to be read, the model has room for 256"
+    )
     for place, row in enumerate(rows):
         with torch.no_grad():
             logprobs = model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)

@@ -301,11 +301,14 @@ def compare(
 
 @app.command()
 def score(
+    context: typer.Context,
     model: Annotated[str, Option(help="Model folder or Hub id.")],
-    data: Annotated[str, Option(help="Questions with reference answers: a file, folder or Hub id.")],
-    out: Annotated[Path, Option(help="Folder for answers.jsonl, grades.jsonl and report.json.")] = Path(
-        "scores"
-    ),
+    data: Annotated[str, Option(help="Questions with reference answers: a file, folder or Hub id.")] = "",
+    lm_eval: Annotated[str, Option(metavar="TASKS", help="Tasks of lm-evaluation-harness, not --data.")] = "",
+    lm_eval_tasks: Annotated[Path | None, Option(metavar="FOLDER", help="Such tasks of your own.")] = None,
+    shots: Annotated[int | None, Option(help="With --lm-eval: solved examples in a prompt.")] = None,
+    limit: Annotated[int | None, Option(help="With --lm-eval: the first rows of each task.")] = None,
+    out: Annotated[Path, Option(help="Folder for answers, grades and report.json.")] = Path("scores"),
     adapter: Annotated[str, Option(help="Adapter folder to put on the model.")] = "",
     columns: Annotated[list[str] | None, Option(help="role=column: prompt=question; repeatable.")] = None,
     grader: Annotated[
@@ -341,6 +344,12 @@ def score(
     json: Json = False,
 ) -> None:
     """Answer a dataset with a model and grade the answers."""
+    if lm_eval or not data:
+        from fitune.session.lm_eval_words import score_typed
+
+        with _terminal(lines=sys.stderr, quiet=json) as terminal:
+            scores = score_typed(context, tell=terminal)
+        return _show(scores, json=json)
     request = _fleet(fleet, objective, deadline, budget, None, live)
     if plan or request is not None:
         from fitune.session.score_plan import plan_scoring, score_on_fleet
@@ -348,11 +357,9 @@ def score(
 
         asked = (model, data, adapter, columns, max_new_tokens, batch_size, engine, id_column)
         words = score_words(*asked, allow_https, allow_private_addresses, graders=grader or ())
-        _show(
-            score_on_fleet(words, request, gpu=gpu) if request else plan_scoring(words, gpu=gpu, gpus=gpus),
-            json=json,
-        )
-        return
+        if request:
+            return _show(score_on_fleet(words, request, gpu=gpu), json=json)
+        return _show(plan_scoring(words, gpu=gpu, gpus=gpus), json=json)
     from fitune.session.score_on_ray import place_of_scoring
     from fitune.session.score_words import columns_of
     from fitune.session.scoring import compare_scores, score_dataset, why_not_all

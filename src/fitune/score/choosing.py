@@ -21,6 +21,8 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     generator: torch.Generator | None = None
+    is_stopped: bool = False
+    """True when one of the request's stop texts is written."""
 
     def __post_init__(self) -> None:
         if self.request.sampling.temperature:
@@ -32,7 +34,7 @@ class Row:
 
     def finish_reason(self, stop_ids: frozenset[int]) -> FinishReason | None:
         """None as long as the row goes on."""
-        if self.token_ids and self.token_ids[-1] in stop_ids:
+        if self.is_stopped or (self.token_ids and self.token_ids[-1] in stop_ids):
             return "stop"
         return "length" if len(self.token_ids) >= self.request.sampling.max_new_tokens else None
 
@@ -52,6 +54,20 @@ OnToken = Callable[[Row], None]
 
 def nobody(_row: Row) -> None:
     """An OnToken for callers that wait for whole answers."""
+
+
+def stopping(on_token: OnToken, decode: Callable[[list[int]], str]) -> OnToken:
+    """``on_token``, and then a look at the row's last tokens for the texts at which its request stops."""
+
+    def look(row: Row) -> None:
+        on_token(row)
+        if row.request.stop and not row.is_stopped:
+            # a token is a byte or more; some at the front may be parts of a character, or lose their space
+            longest = max(len(text.encode()) for text in row.request.stop)
+            tail = decode(row.token_ids[-longest - 4 :])
+            row.is_stopped = any(text in tail for text in row.request.stop)
+
+    return look
 
 
 def choose(logits_BV: Tensor, rows: Sequence[Row], *, on_token: OnToken = nobody) -> Tensor:

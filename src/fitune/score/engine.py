@@ -38,11 +38,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to be answered; ``id`` is unique, and the row's random draws are seeded by it."""
+    """One prompt to be answered; ``id`` is unique, and the row's random draws are seeded by it.
+
+    ``stop``: texts at which the answer ends. The embedded engine ends there, the others write on; the caller cuts.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
+    stop: tuple[str, ...] = ()
 
     @property
     def seed(self) -> int:
@@ -132,6 +136,14 @@ def refusal(request: Request, *, context: int) -> Completion | None:
         "prompt_too_long",
         f"prompt {prompt} + max_new_tokens {new} = {prompt + new} tokens, the model has room for {context}",
     )
+
+
+def most_weighed(engine: EngineName, context: int) -> int:
+    """Tokens of prompt and continuation that can be weighed together by a model with ``context`` positions.
+
+    The embedded engine does not read the last token; servers and vLLM read it and write one behind it.
+    """
+    return context + 1 if engine == "transformers" else context - 1
 
 
 def no_effect(adapter: str) -> CheckpointError:

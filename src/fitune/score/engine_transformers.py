@@ -22,7 +22,7 @@ from fitune.models.adapters import saved_rows
 from fitune.models.attention import use_cached_attention
 from fitune.models.language_model import language_model
 from fitune.models.weights import require_rows
-from fitune.score.choosing import OnToken, nobody
+from fitune.score.choosing import OnToken, nobody, stopping
 from fitune.score.continuous import Watch, answer_continuously, can_join, unwatched
 from fitune.score.engine import Completion, Continuation, Likelihood, Request, Sampling, no_effect, refusal
 from fitune.score.shared_prompts import batches_of, prompts_shared, weigh_behind
@@ -72,16 +72,17 @@ class TransformersEngine:
         largest = max((max(request.prompt_ids) for request in fitting), default=0)
         rows = self.model.get_input_embeddings().weight.shape[0]
         require_rows(self.tokenizer_folder, largest_id=largest, rows=rows)
+        on_token = stopping(self.on_token, lambda ids: str(self.tokenizer.decode(ids)))
         with _ready_to_answer(self) as stop_ids, _threads_for(self.model):
             if can_join(self.model):
                 yield from answer_continuously(
-                    self.model, fitting, stop_ids=stop_ids, batch_size=self.batch_size, on_token=self.on_token,
+                    self.model, fitting, stop_ids=stop_ids, batch_size=self.batch_size, on_token=on_token,
                     watch=self.watch,
                 )  # fmt: skip
             else:
                 yield from answer_together(
                     self.model, fitting, stop_ids=stop_ids, pad_id=_pad_id(self.tokenizer),
-                    batch_size=self.batch_size, on_token=self.on_token,
+                    batch_size=self.batch_size, on_token=on_token,
                 )  # fmt: skip
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
@@ -112,7 +113,7 @@ class TransformersEngine:
     def _weigh_batch(self, batch: Sequence[Continuation]) -> list[Likelihood]:
         """One pass of the body, padded on the right; only the hidden states before the continuations reach the head."""
         context = self.context_tokens
-        rows = [(*c.prompt_ids, *c.token_ids) for c in batch]
+        rows = [(*c.prompt_ids, *c.token_ids)[: _tokens_read(c)] for c in batch]
         good = [place for place, one in enumerate(batch) if _has_room(one, context)]
         found = [Likelihood(id=c.id, code="prompt_too_long", error=_no_room(c, context)) for c in batch]
         if not good:
@@ -165,17 +166,20 @@ def _weights_of(
 
 
 def _has_room(one: Continuation, context: int) -> bool:
-    total = len(one.prompt_ids) + len(one.token_ids)
-    return bool(one.prompt_ids) and not 0 < context < total
+    return bool(one.prompt_ids) and not 0 < context < _tokens_read(one)
+
+
+def _tokens_read(asked: Continuation) -> int:
+    """All but the last one, which is only compared with what the model expects there."""
+    return len(asked.prompt_ids) + len(asked.token_ids) - 1
 
 
 def _no_room(asked: Continuation, context: int) -> str:
     if not asked.prompt_ids:
         return "the prompt has no tokens"
-    total = len(asked.prompt_ids) + len(asked.token_ids)
     return (
-        f"prompt {len(asked.prompt_ids)} + continuation {len(asked.token_ids)} = {total} tokens, "
-        f"the model has room for {context}"
+        f"prompt {len(asked.prompt_ids)} + continuation {len(asked.token_ids)} - 1 = {_tokens_read(asked)} tokens "
+        f"to be read, the model has room for {context}"
     )
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fitune.planner.matrix import Matrix
     from fitune.planner.score_fleet import ScoreRanking
     from fitune.session.alternatives import LargestThatFit, WithChange
+    from fitune.session.lm_eval_words import TaskScores
     from fitune.session.rehearsing import Rehearsed
     from fitune.session.reported import Reported
     from fitune.spec.reports import ScoreReport
@@ -31,7 +32,7 @@ class Ranked:
 
 Result: TypeAlias = (
     "PlanReport | Ranked | WithChange | LargestThatFit | Matrix | Rehearsed | Reported | ScoreReport | "
-    "AnsweringReport | ScoreRanking"
+    "AnsweringReport | ScoreRanking | TaskScores"
 )  # fmt: skip
 
 
@@ -46,6 +47,7 @@ def text_of(result: Result) -> str:
     from fitune.planner.matrix import Matrix, explain_matrix
     from fitune.planner.score_fleet import ScoreRanking, explain_score_ranking
     from fitune.session.alternatives import LargestThatFit, WithChange
+    from fitune.session.lm_eval_words import TaskScores, explain_tasks
     from fitune.session.rehearsing import Rehearsed, explain_rehearsed
     from fitune.session.reported import Reported, explain_reported, explain_score
     from fitune.spec.reports import ScoreReport
@@ -69,6 +71,8 @@ def text_of(result: Result) -> str:
             return explain_answering(result)
         case ScoreRanking():
             return explain_score_ranking(result)
+        case TaskScores():
+            return explain_tasks(result)
         case _:
             raise RecipeError(
                 f"{type(result).__name__} has no text",

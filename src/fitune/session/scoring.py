@@ -58,7 +58,7 @@ def score_dataset(
         chat_template=chat_template,
         id_column=id_column,
         batch_size=batch_size,
-        engine=_engine(engine or "transformers"),
+        engine=engine_named(engine or "transformers"),
         url=url,
         served_model=served_model,
     )
@@ -78,7 +78,7 @@ def score_dataset(
             from fitune.session.score_on_ray import scoring_on_ray
 
             plan, elsewhere = stack.enter_context(scoring_on_ray(plan, place, tell=tell))
-        pace, memory = _Pace(tell), ScoreMemory(plan)
+        pace, memory = Pace(tell), ScoreMemory(plan)
         report = score(
             plan,
             say=lambda line: tell(Note(line)),
@@ -104,7 +104,7 @@ def _decided(plan: ScorePlan, engine: str, tell: Tell) -> ScorePlan:
     return replace(plan, engine=chosen.engine, devices=chosen.devices)
 
 
-class _Pace:
+class Pace:
     """Tells how far a scoring is, and how fast since it began."""
 
     def __init__(self, tell: Tell) -> None:
@@ -116,7 +116,7 @@ class _Pace:
 
     def rows(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if not self._began:
+        if not self._began or done < self._before:  # another count begins
             self._before, self._began, self._told = done, now, now
         is_due = now - self._told >= _LINE_SECONDS
         self._told = now if is_due else self._told
@@ -128,7 +128,8 @@ class _Pace:
         )  # fmt: skip
 
 
-def _engine(name: str) -> EngineName:
+def engine_named(name: str) -> EngineName:
+    """Raises RecipeError for a name that is none."""
     found = next((engine for engine in ENGINES if engine == name), None)
     if found is None:
         raise RecipeError(f"unknown engine {name!r}", hint=f"engines: {', '.join(ENGINES)}")
