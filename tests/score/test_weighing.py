@@ -204,8 +204,9 @@ def test_what_does_not_go_together_is_refused_before_anything_is_weighed(
         quietly(replace(plan, data=data, graders=("choice",)))
 
 
-def test_logits_exist_for_some_tokens_at_a_time(tiny) -> None:
-    """2,001 tokens, 30,000 words: whole logits would take 229 MiB, a chunk of 256 tokens takes 29 MiB."""
+@pytest.mark.parametrize(("rows", "tokens", "prompts"), [(2, 1_000, 1), (2, 1_000, 2), (120, 20, 120)])
+def test_logits_exist_for_some_tokens_at_a_time(tiny, rows: int, tokens: int, prompts: int) -> None:
+    """2,000 or 2,400 tokens, 30,000 words: whole logits would take 229 MiB, a chunk of 256 tokens takes 29 MiB."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -213,12 +214,15 @@ def test_logits_exist_for_some_tokens_at_a_time(tiny) -> None:
         max_position_embeddings=2_048,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    engine = TransformersEngine(model=model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=2)
-    asked = [Continuation(id=str(n), prompt_ids=(1,), token_ids=(7,) * (1_000 + n)) for n in range(2)]
+    engine = TransformersEngine(model=model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=64)
+    asked = [
+        Continuation(id=str(n), prompt_ids=(1 + n % prompts,), token_ids=(7,) * (tokens + n % 2))
+        for n in range(rows)
+    ]
     with LiveTensors(model.parameters()) as live:
         live.enter(Phase.FORWARD)
-        assert len(list(engine.weigh(asked))) == 2
+        assert len(list(engine.weigh(asked))) == rows
         peak = max(live.peaks.values())
     chunk = 256 * 30_000 * 4
     weights = sum(p.numel() * 4 for p in model.parameters())
-    assert weights < peak < weights + 4 * chunk < weights + 2_001 * 30_000 * 4
+    assert weights < peak < weights + 4 * chunk < weights + rows * tokens * 30_000 * 4
