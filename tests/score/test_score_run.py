@@ -21,6 +21,7 @@ from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.shards import Shards
 from fitune.session.results import text_of
+from fitune.session.scoring import why_not_all
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import from_json
@@ -403,6 +404,8 @@ def test_a_prompt_that_is_too_long_fails_alone(plan: ScorePlan) -> None:
     assert line["response"] is None
     assert line["error"]["code"] == "prompt_too_long"
     assert "the model has room for 192" in line["error"]["message"]
+    failed = why_not_all(report, Path(plan.output_dir))
+    assert f"the first, train-0004: {line['error']['message']}" in str(failed)
     before = answers(plan).read_bytes()
     assert quietly(plan).failed == 1
     assert answers(plan).read_bytes() == before

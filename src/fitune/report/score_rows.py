@@ -86,6 +86,15 @@ def places_of(directory: Path, ids: Collection[str]) -> dict[str, int]:
     return found
 
 
+def first_failed(directory: Path) -> tuple[str, str]:
+    """Id and first line of the error of the first row without an answer. Raises RunDirectoryError."""
+    for batch in read_columns(directory, ["custom_id", "error"]):
+        for id_, error in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            if error:
+                return id_, error.partition("\n")[0]
+    raise RunDirectoryError(f"{directory}: every row has an answer", hint="score again")
+
+
 def read_changed(directory: Path) -> Iterator[dict[str, Any]]:
     """Rows whose grade another scoring of the same rows has otherwise. Raises RunDirectoryError."""
     with _readable(directory), open_regular(directory / "changed.jsonl", follow_links=False) as file:

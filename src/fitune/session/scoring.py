@@ -14,7 +14,7 @@ from fitune.launch.ray_cluster import RayPlace
 from fitune.models.adapter_config import CONFIG
 from fitune.report.score_comparison import write_comparison
 from fitune.report.score_page import write_score_page
-from fitune.report.score_rows import read_changed
+from fitune.report.score_rows import first_failed, read_changed
 from fitune.score.answers import CHANGED
 from fitune.score.engine import ENGINES, EngineName, Sampling
 from fitune.score.paired import Changed, compare
@@ -137,11 +137,12 @@ def engine_named(name: str) -> EngineName:
 
 
 def why_not_all(report: ScoreReport, out: Path) -> ScoringFailed | None:
-    """The error of a score in which rows have no answer; None when each has one."""
+    """The error of a score in which rows have no answer, with that of the first one; None when each has one."""
     if not report.failed:
         return None
+    id_, why = first_failed(out)
     return ScoringFailed(
-        f"{report.failed} of {report.rows} rows have no answer; they are graded 0",
+        f"{report.failed} of {report.rows} rows have no answer; they are graded 0; the first, {id_}: {why}",
         hint=f"see the error of those rows in {out / 'answers.jsonl'}",
     )
 
