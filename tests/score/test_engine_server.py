@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,21 @@ def test_a_server_without_ids_gets_the_text_and_nothing_it_refuses() -> None:
         found = ask(engine_at(url, batch_size=1), (5, 6), (7, 8))
     assert [found[key].text for key in "01"] == ["5 6", "7 8"]
     assert len(bodies) == 4, "what was refused once is not sent again"
+
+
+def test_requests_that_are_refused_together_are_all_sent_again_as_text() -> None:
+    all_are_there = threading.Barrier(3)
+
+    def reply(body: dict[str, Any], before: int) -> Reply:
+        if isinstance(body["prompt"], str):
+            return said(body["prompt"])
+        all_are_there.wait(60)
+        return 400, b'{"detail": "prompt must be a string."}', {}
+
+    with serving(reply) as (url, bodies):
+        found = ask(replace(engine_at(url, batch_size=3), timeout_s=60.0), (5,), (6,), (7,))
+    assert [found[key].text for key in "012"] == ["5", "6", "7"]
+    assert len(bodies) == 6
 
 
 @pytest.mark.parametrize(

@@ -151,10 +151,12 @@ class ServerEngine:
                 else {}
             )
             prompt = list(prompt_ids) if self.takes_ids else self.to_text(prompt_ids)
+            sent = bool(extras), isinstance(prompt, list)
             try:
                 return read(_choice(self._post({"model": self.model, "prompt": prompt, **body, **extras})))
             except _Refused as refused:
-                if not self._takes_less(str(refused)):
+                # another request may have met the refusal while this one was under way
+                if not self._takes_less(str(refused)) and sent == (self.takes_extras, self.takes_ids):
                     raise
             except _Spoiled as spoiled:
                 if attempt + 1 == self.tries:
