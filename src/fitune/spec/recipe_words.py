@@ -135,6 +135,7 @@ ALIASES = {
     "dataset": "data", "datasets": "data", "train_data": "data",
     "eval_dataset": "eval_data", "val_data": "eval_data",
     "lr_scheduler_type": "lr_scheduler", "scheduler": "lr_scheduler",
+    "cosine_min_lr_ratio": "min_lr_ratio", "min_lr_rate": "min_lr_ratio",
     "optim": "optimizer", "optimizer_in_bwd": "optimizer_in_backward",
     "gradient_clipping": "max_grad_norm", "grad_clip": "max_grad_norm",
     "save_total_limit": "keep_checkpoints",
