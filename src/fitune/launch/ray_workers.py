@@ -95,6 +95,6 @@ def _fit(trainer: Any, end: WorkersEnd) -> None:
         )
     except RayError as error:  # the cluster is gone
         end.error = last_words(error)
-    except Exception:  # of whatever kind: this process has left the cluster
+    except (Exception, SystemExit):  # Ray's library ends the thread of a process that has left the cluster
         if not end.is_left:
             raise
