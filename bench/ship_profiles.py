@@ -111,17 +111,11 @@ def packed(parts: list[str]) -> dict[str, Mapping[str, Any]]:
 def table() -> str:
     """How many names and configs are planned by formula, by a shipped profile, or by a trace at their first plan."""
     formula = names_with_formulas()
-    names: dict[str, int] = dict.fromkeys(("formula", "shipped profile", "trace at the first plan"), 0)
+    names: dict[str, int] = dict.fromkeys(("formula", "shipped profile", "neither"), 0)
     configs: dict[str, set[str]] = {how: set() for how in names}
     for name in known_model_names():
         digest = config_digest(find_known_model(name).config)
-        how = (
-            "formula"
-            if name in formula
-            else "shipped profile"
-            if is_shipped(digest)
-            else "trace at the first plan"
-        )
+        how = "formula" if name in formula else "shipped profile" if is_shipped(digest) else "neither"
         names[how] += 1
         configs[how].add(digest)
     lines = ["| planned by | names | configs |", "|---|---:|---:|"]
