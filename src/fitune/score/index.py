@@ -151,7 +151,7 @@ class Pairing:
         self._db = connection
 
     def add(self, lines: Iterable[tuple[str, bytes]]) -> None:
-        """Of two lines of one id the later one counts."""
+        """Keep each line under its id; a later line of an id replaces the earlier one."""
         self._db.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?)", lines)
 
     def line(self, id_: str) -> bytes | None:

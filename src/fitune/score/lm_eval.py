@@ -28,7 +28,7 @@ from fitune.score.engine import (
 )
 
 _NEW_TOKENS = 256
-"""Of an answer, where the task does not say: lm-eval's default."""
+"""Most tokens of an answer where the task does not say: lm-eval's default."""
 
 _HONOURED = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
 _IDLE_WHEN_GREEDY = {"top_k", "min_p", "typical_p"}
@@ -159,7 +159,7 @@ class EngineLM(TemplateLM):
         self, asked: Mapping[str, Any], owners: Sequence[Instance],
         call: Callable[[Engine, Sequence[Any]], Iterator[Found]], fail: Callable[[Any, str], Found],
     ) -> list[Found]:  # fmt: skip
-        """What the engine gives for each of ``asked``, in their order. Raises ScoringFailed for the first error."""
+        """The engine's result for each of ``asked``, in their order. Raises ScoringFailed for the first error."""
         left = Counter((one.task_name, one.doc_id) for one in owners)
         total = len(left)
         found: dict[str, Found] = {}

@@ -168,7 +168,7 @@ class _Told(logging.Handler):
 
 @contextmanager
 def _told(say: Callable[[str], None]) -> Iterator[None]:
-    """What lm-eval warns of is said, what it prints goes to standard error, and it starts no processes.
+    """Inside, ``say`` gets lm-eval's warnings, its prints go to standard error, and it starts no processes.
 
     They would be forked beside the threads of torch.
     """

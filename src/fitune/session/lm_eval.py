@@ -81,7 +81,7 @@ def score_tasks(
 
 
 def _check(plan: ScorePlan, tell: Tell) -> None:
-    """What is wrong with engine, model or adapter shows before the tasks are loaded."""
+    """Raises FituneError for faults of engine, model or adapter, before the tasks are loaded."""
     check_engine(plan)
     for note in notes_on(plan.model):
         tell(Note(f"note: {note}"))

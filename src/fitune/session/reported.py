@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
-    """What was predicted and measured of a run, and its page."""
+    """Predicted and measured figures of a run, and its page."""
 
     directory: Path
     rows: "tuple[Row, ...]"

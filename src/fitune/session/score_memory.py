@@ -62,7 +62,7 @@ class ScoreMemory:
 
 
 def _bytes_at(moment: Moment, answering: Answering) -> int:
-    """Of reading prompts, or of writing the token that makes the cache so wide."""
+    """Predicted bytes of reading prompts, or of writing the token that makes the cache so wide."""
     reads = moment.width == moment.prompt_tokens
     asked = Questions(
         rows=moment.rows, prompt_tokens=moment.rows * moment.prompt_tokens, longest_prompt=moment.prompt_tokens,

@@ -1,4 +1,4 @@
-"""What a scoring takes before it runs: bytes, rows at once, seconds and cost. Neither torch nor the model is loaded."""
+"""Predictions for a scoring: bytes, rows at once, seconds and cost. Neither torch nor the model is loaded."""
 
 import math
 import os

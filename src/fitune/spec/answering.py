@@ -31,7 +31,7 @@ class Questions:
 
     rows: int
     prompt_tokens: int
-    """Of all rows."""
+    """Prompt tokens of all rows together."""
     longest_prompt: int
     new_tokens: int
     guess: str = ""
@@ -43,7 +43,7 @@ class Questions:
 
     @property
     def most_new_tokens(self) -> int:
-        """Of all answers, if each is as long as it may be."""
+        """Tokens of all answers, if each is as long as it may be."""
         return self.rows * self.new_tokens
 
 

@@ -312,7 +312,7 @@ class ScoreReport:
     measured_bytes: int = 0
     """Peak of tensors over the watched passes of each shard's first batch; 0 where none was watched."""
     predicted_bytes: int = 0
-    """Of the same passes, as they were predicted from their rows and widths."""
+    """Peak of the same passes, predicted from their rows and widths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
