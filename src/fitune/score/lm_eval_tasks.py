@@ -68,9 +68,7 @@ def run_tasks(
             )  # fmt: skip
         except FituneError:
             raise
-        except (
-            Exception
-        ) as error:  # a task is made of templates and functions of its own, which raise anything
+        except Exception as error:  # a task has templates and functions of its own, which raise anything
             raise ScoringFailed(
                 f"lm-eval cannot evaluate {', '.join(tasks['tasks'])}: {_words(error)}"
             ) from error
