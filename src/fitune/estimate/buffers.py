@@ -18,8 +18,6 @@ from fitune.estimate.parameters import (
     reduce_width,
     trained_parameters,
     trained_tensors,
-    uses_deepspeed,
-    uses_fsdp,
     weights_bytes,
     zero_stage,
 )
@@ -79,10 +77,12 @@ class Buffers:
 
 def buffers_of(plan: Plan) -> Buffers:
     streamed = plan.offload.parameters != "device"
-    if uses_fsdp(plan):
-        return _fsdp(plan)
-    if uses_deepspeed(plan):
-        return _deepspeed(plan)
+    if isinstance(plan.sharding, Zero):
+        match plan.sharding.backend:
+            case "fsdp":
+                return _fsdp(plan)
+            case "deepspeed":
+                return _deepspeed(plan)
     carried = group_gradient_bytes(plan) if gradients_go_to_the_host(plan) else 0
     return replace(_streamed(plan) if streamed else Buffers(), reduce=carried)
 

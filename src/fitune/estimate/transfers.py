@@ -75,10 +75,16 @@ def communication_of(plan: Plan) -> Communication:
         case Ddp():
             size = trained_parameters(plan) * plan.precision.compute_bytes
             return Communication(backward=_ring(plan, 2 * size, calls=-(-size // DDP_BUCKET_BYTES)))
-        case Zero(backend="fsdp"):
-            return _fsdp(plan, plan.sharding)
-        case Zero():
-            return _deepspeed(plan, plan.sharding)
+        case Zero() as zero:
+            return _divided(plan, zero)
+
+
+def _divided(plan: Plan, zero: Zero) -> Communication:
+    match zero.backend:
+        case "fsdp":
+            return _fsdp(plan, zero)
+        case "deepspeed":
+            return _deepspeed(plan, zero)
 
 
 def _fsdp(plan: Plan, zero: Zero) -> Communication:

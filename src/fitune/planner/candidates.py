@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from fitune.planner.defaults import (
     CHUNK_TOKENS,
@@ -20,6 +20,7 @@ from fitune.spec.hardware import Gpu, Hardware
 from fitune.spec.model import ModelSpec
 from fitune.spec.plan import (
     Attention,
+    Backend,
     Batch,
     ChunkedLoss,
     Ddp,
@@ -236,7 +237,7 @@ def every_placement(request: Request) -> Iterator[Placement]:
 
 
 def _shardings(recipe: Recipe, hardware: Hardware) -> Iterator[Sharding]:
-    """One process on one device; on several DDP and the stages of ZeRO by both backends."""
+    """One process on one device; on several DDP and the stages of ZeRO by each backend."""
     pinned = (recipe.zero, recipe.backend, recipe.hybrid_sharding) != (None, None, None)
     if hardware.num_gpus == 1:
         yield from filter(partial(_is_allowed, recipe), (Single(),))
@@ -246,7 +247,7 @@ def _shardings(recipe: Recipe, hardware: Hardware) -> Iterator[Sharding]:
 
 def _zeros(recipe: Recipe, hardware: Hardware) -> Iterator[Zero]:
     for stage in (1, 2, 3):
-        for backend in ("fsdp", "deepspeed"):
+        for backend in get_args(Backend):
             settings = tuple(sorted(recipe.deepspeed.items())) if backend == "deepspeed" else ()
             yield Zero(stage=stage, backend=backend, settings=settings)
             if recipe.hybrid_sharding or (hardware.nodes > 1 and hardware.gpus_per_node > 1):

@@ -15,13 +15,22 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
-from fitune.errors import CheckpointError
+from fitune.errors import CheckpointError, RecipeError
 from fitune.files import read_text
 
 EngineName = Literal["transformers", "server", "vllm"]
-ENGINES: tuple[EngineName, ...] = ("transformers", "server", "vllm")
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+
+
+def engine_named(name: str) -> EngineName:
+    """The engine of that name. Raises RecipeError where there is none."""
+    for engine in ENGINES:
+        if engine == name:
+            return engine
+    raise RecipeError(f"unknown engine {name!r}", hint=f"engines: {', '.join(ENGINES)}")
+
 
 FinishReason = Literal["stop", "length", "error"]
 

@@ -13,7 +13,7 @@ from fitune.models.weight_files import nobody
 from fitune.models.weights import load_tokenizer
 from fitune.score.answers import Line, answer_text
 from fitune.score.asking import Asker
-from fitune.score.engine import ENGINES, Sampling, listed_stop_ids
+from fitune.score.engine import Sampling, engine_named, listed_stop_ids
 from fitune.score.judge_settings import Judge, fill, question_of, read_judge, read_verdict
 from fitune.score.opening import check_engine, open_engine, tokenizer_folder
 from fitune.score.plan import ScorePlan
@@ -114,11 +114,10 @@ def _both_ways(first: float, second: float) -> float:
 
 
 def _plan_of(judge: Judge) -> ScorePlan:
-    engine = next(name for name in ENGINES if name == judge.engine)
     return ScorePlan(
-        model=judge.model, adapter=judge.adapter, data=DataSource(path=""), output_dir="", engine=engine,
-        url=judge.url, served_model=judge.served_model, chat_template=judge.chat_template,
-        batch_size=judge.batch_size,
+        model=judge.model, adapter=judge.adapter, data=DataSource(path=""), output_dir="",
+        engine=engine_named(judge.engine), url=judge.url, served_model=judge.served_model,
+        chat_template=judge.chat_template, batch_size=judge.batch_size,
         sampling=Sampling(
             temperature=judge.temperature, top_p=judge.top_p, max_new_tokens=judge.max_new_tokens, seed=judge.seed
         ),

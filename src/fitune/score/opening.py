@@ -92,38 +92,43 @@ def open_engine(
 ) -> Engine:
     """The engine of ``plan``, ready to answer. Raises CheckpointError for an adapter without effect."""
     stop_ids = template.stop_ids | listed_stop_ids(plan.model)
-    if plan.engine == "server":
-        from fitune.score.engine_server import ServerEngine
+    match plan.engine:
+        case "server":
+            from fitune.score.engine_server import ServerEngine
 
-        return ServerEngine(
-            url=plan.url, model=plan.served_model or plan.model, stop_ids=stop_ids, batch_size=plan.batch_size,
-            to_text=lambda ids: str(tokenizer.decode(ids)), key=os.environ.get("OPENAI_API_KEY", ""),
-        )  # fmt: skip
+            return ServerEngine(
+                url=plan.url, model=plan.served_model or plan.model, stop_ids=stop_ids, batch_size=plan.batch_size,
+                to_text=lambda ids: str(tokenizer.decode(ids)), key=os.environ.get("OPENAI_API_KEY", ""),
+            )  # fmt: skip
+        case "vllm":
+            return _open_vllm(plan, stop_ids)
+        case "transformers":
+            from fitune.score.engine_transformers import TransformersEngine, require_effect
+
+            engine = TransformersEngine(
+                model=load_adapted(plan.model, plan.adapter, on_bytes=on_bytes), tokenizer=tokenizer,
+                template=template, tokenizer_folder=tokenizer_folder(plan), batch_size=plan.batch_size, watch=watch,
+            )  # fmt: skip
+            if plan.adapter:
+                require_effect(engine, plan.adapter)
+            return engine
+
+
+def _open_vllm(plan: ScorePlan, stop_ids: frozenset[int]) -> Engine:
+    from fitune.score.engine_vllm import VllmEngine
+
     device = choose_device()
-    if plan.engine == "vllm":
-        from fitune.score.engine_vllm import VllmEngine
-
-        adapter = "" if plan.merged else plan.adapter
-        rank = read_adapter_config(Path(adapter)).r if adapter else 0
-        settings = {
-            "dtype": str(choose_dtype(device)).removeprefix("torch."),
-            "enforce_eager": device.type == "cpu",
-            **({"tensor_parallel_size": plan.devices} if plan.devices > 1 else {}),
-        }
-        return VllmEngine(
-            model=plan.merged or plan.model, tokenizer=plan.merged or tokenizer_folder(plan), stop_ids=stop_ids,
-            adapter=adapter, rank=rank, settings=settings,
-        )  # fmt: skip
-    from fitune.score.engine_transformers import TransformersEngine, require_effect
-
-    model = load_adapted(plan.model, plan.adapter, on_bytes=on_bytes)
-    engine = TransformersEngine(
-        model=model, tokenizer=tokenizer, template=template, tokenizer_folder=tokenizer_folder(plan),
-        batch_size=plan.batch_size, watch=watch,
+    adapter = "" if plan.merged else plan.adapter
+    rank = read_adapter_config(Path(adapter)).r if adapter else 0
+    settings = {
+        "dtype": str(choose_dtype(device)).removeprefix("torch."),
+        "enforce_eager": device.type == "cpu",
+        **({"tensor_parallel_size": plan.devices} if plan.devices > 1 else {}),
+    }
+    return VllmEngine(
+        model=plan.merged or plan.model, tokenizer=plan.merged or tokenizer_folder(plan), stop_ids=stop_ids,
+        adapter=adapter, rank=rank, settings=settings,
     )  # fmt: skip
-    if plan.adapter:
-        require_effect(engine, plan.adapter)
-    return engine
 
 
 def load_adapted(model: str, adapter: str, *, on_bytes: OnBytes) -> Any:

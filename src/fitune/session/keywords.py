@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 
 from fitune.errors import RecipeError
 from fitune.session.foreign_recipes import recipe_of_keys
+from fitune.spec.plan import Attention, Backend, Kernels, Place
 from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.recipe_words import load_yaml
 
@@ -25,7 +26,6 @@ RecipeLike: TypeAlias = PathLike | Recipe | Mapping[str, Any]
 Source: TypeAlias = PathLike | Mapping[str, Any]
 """A path or Hub id, or the fields of ``spec.recipe.SourceRecipe``."""
 Sources: TypeAlias = Source | Sequence[Source]
-Place: TypeAlias = Literal["device", "cpu", "nvme"]
 
 
 class RecipeKeys(TypedDict, total=False):
@@ -99,7 +99,7 @@ class RecipeKeys(TypedDict, total=False):
     seed: int
 
     zero: Literal[0, 1, 2, 3] | None
-    backend: Literal["fsdp", "deepspeed"] | None
+    backend: Backend | None
     hybrid_sharding: bool | None
     deepspeed: PathLike | Mapping[str, int | bool | Mapping[str, Any]]
     offload_parameters: Place | None
@@ -109,9 +109,9 @@ class RecipeKeys(TypedDict, total=False):
     gradient_checkpointing: bool | int | None
     loss: Literal["plain", "chunked"] | None
     loss_chunk_tokens: int | None
-    attn_implementation: Literal["flash", "sdpa", "eager"] | None
+    attn_implementation: Attention | None
 
-    kernels: Literal["torch", "liger"]
+    kernels: Kernels
     torch_compile: bool
 
     output_dir: PathLike | None

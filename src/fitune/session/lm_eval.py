@@ -16,14 +16,14 @@ from fitune.models.door import notes_on, read_config
 from fitune.models.weight_files import identity
 from fitune.models.weights import load_tokenizer
 from fitune.score.answers import claim
-from fitune.score.engine import Sampling
+from fitune.score.engine import Sampling, engine_named
 from fitune.score.opening import check_engine, choose_device, choose_dtype, open_engine, tokenizer_folder
 from fitune.score.plan import ScorePlan
 from fitune.score.shards import FOLDER
 from fitune.session.events import Note, Tell, WeightsRead
 from fitune.session.lm_eval_words import TaskScores, require_task_numbers, scores_of
 from fitune.session.score_words import require_allowed
-from fitune.session.scoring import Pace, engine_named
+from fitune.session.scoring import Pace
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import DataSource
 from fitune.spec.run_directory import lock_directory

@@ -16,7 +16,7 @@ from fitune.planner.answering import AnsweringReport, name_of, plan_answering
 from fitune.planner.defaults import price_of
 from fitune.planner.score_fleet import ScoreRanking, rank_scoring
 from fitune.score.choices import has_choices
-from fitune.score.engine import ENGINES
+from fitune.score.engine import engine_named
 from fitune.score.plan import ScorePlan
 from fitune.score.tasks import Question, read_questions
 from fitune.session.fleet import FleetRequest, fleet_of, wanted_of
@@ -108,12 +108,9 @@ def engines_for(name: str, *, elsewhere: bool) -> tuple[PlannedEngine, ...]:
             return ("transformers", "vllm") if elsewhere or has_vllm() else ("transformers",)
         case "transformers" | "vllm":
             return (name,)
-        case "server":
-            raise RecipeError(
-                "--engine server: its memory and speed are the server's own", hint="leave --plan out"
-            )
-        case _:
-            raise RecipeError(f"unknown engine {name!r}", hint=f"engines: {', '.join(ENGINES)}")
+    raise RecipeError(
+        f"--engine {engine_named(name)}: its memory and speed cannot be predicted", hint="leave --plan out"
+    )
 
 
 def has_vllm() -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import RecipeError, ScoringFailed
+from fitune.errors import ScoringFailed
 from fitune.files import written_whole
 from fitune.launch.ray_cluster import RayPlace
 from fitune.models.adapter_config import CONFIG
@@ -16,7 +16,7 @@ from fitune.report.score_comparison import write_comparison
 from fitune.report.score_page import write_score_page
 from fitune.report.score_rows import first_failed, read_changed
 from fitune.score.answers import CHANGED
-from fitune.score.engine import ENGINES, EngineName, Sampling
+from fitune.score.engine import Sampling, engine_named
 from fitune.score.paired import Changed, compare
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
@@ -126,14 +126,6 @@ class Pace:
                 is_due=is_due,
             )
         )  # fmt: skip
-
-
-def engine_named(name: str) -> EngineName:
-    """Raises RecipeError for a name that is none."""
-    found = next((engine for engine in ENGINES if engine == name), None)
-    if found is None:
-        raise RecipeError(f"unknown engine {name!r}", hint=f"engines: {', '.join(ENGINES)}")
-    return found
 
 
 def why_not_all(report: ScoreReport, out: Path) -> ScoringFailed | None:

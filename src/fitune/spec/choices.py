@@ -168,6 +168,10 @@ class Ddp:
     """Every device holds everything; gradients are summed in backward (Li et al. 2020, arXiv 2006.15704)."""
 
 
+Backend = Literal["fsdp", "deepspeed"]
+"""Library that divides the states."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero:
     """Each device keeps one share of the states (Rajbhandari et al. 2020, arXiv 1910.02054).
@@ -180,7 +184,7 @@ class Zero:
     """
 
     stage: Literal[1, 2, 3]
-    backend: Literal["fsdp", "deepspeed"]
+    backend: Backend
     hybrid: bool = False
     settings: tuple[tuple[str, int | bool], ...] = ()
 

@@ -15,6 +15,7 @@ from fitune.spec.choices import (
     AdamW,
     AdamW8bit,
     AfterBackward,
+    Backend,
     ClipByNorm,
     ClipByValue,
     Ddp,
@@ -41,11 +42,11 @@ from fitune.spec.model import ModelSpec
 from fitune.spec.quantisers import Dense, Hqq, Nf4, Quantiser
 
 __all__ = [
-    "AdamW", "AdamW8bit", "AfterBackward", "Attention", "Batch", "ChunkedLoss", "ClipByNorm", "ClipByValue",
-    "DataPlan", "DataSource", "Ddp", "Dense", "Epochs", "Fraction", "Full", "Hqq", "InBackward", "Kernels", "Lomo",
-    "Lora", "Loss", "Nf4", "Offload", "Optimizer", "Place", "PlainLoss", "Plan", "Precision", "Quantiser",
-    "Recompute", "RunPlan", "Schedule", "Sgd", "Sharding", "Single", "Steps", "Tuning", "Zero", "base_of",
-    "clip_in_backward", "trains_embeddings", "trains_every_weight", "trains_head", "updates_in_backward",
+    "AdamW", "AdamW8bit", "AfterBackward", "Attention", "Backend", "Batch", "ChunkedLoss", "ClipByNorm",
+    "ClipByValue", "DataPlan", "DataSource", "Ddp", "Dense", "Epochs", "Fraction", "Full", "Hqq", "InBackward",
+    "Kernels", "Lomo", "Lora", "Loss", "Nf4", "Offload", "Optimizer", "Place", "PlainLoss", "Plan", "Precision",
+    "Quantiser", "Recompute", "RunPlan", "Schedule", "Sgd", "Sharding", "Single", "Steps", "Tuning", "Zero",
+    "base_of", "clip_in_backward", "trains_embeddings", "trains_every_weight", "trains_head", "updates_in_backward",
 ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from pydantic import (
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.deepspeed_file import with_deepspeed_file
-from fitune.spec.plan import DataFormat
+from fitune.spec.plan import Attention, Backend, DataFormat, Kernels, Place
 from fitune.spec.recipe_values import (
     Bandwidth,
     CountFloat,
@@ -166,21 +166,21 @@ class Recipe(_Strict):
 
     # over which devices, and what leaves them
     zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole_number)] | None = None
-    backend: Literal["fsdp", "deepspeed"] | None = None
+    backend: Backend | None = None
     hybrid_sharding: bool | None = None
     deepspeed: dict[str, int | bool] = {}
-    offload_parameters: Literal["device", "cpu", "nvme"] | None = None
-    offload_optimizer: Literal["device", "cpu", "nvme"] | None = None
-    offload_activations: Literal["device", "cpu", "nvme"] | None = None
+    offload_parameters: Place | None = None
+    offload_optimizer: Place | None = None
+    offload_activations: Place | None = None
 
     # to save memory
     gradient_checkpointing: Annotated[bool | int, PlainValidator(switch_or_count)] | None = None
     loss: Literal["plain", "chunked"] | None = None
     loss_chunk_tokens: PositiveInt | None = None
-    attn_implementation: Literal["flash", "sdpa", "eager"] | None = None
+    attn_implementation: Attention | None = None
 
     # to save time, when asked for
-    kernels: Literal["torch", "liger"] = "torch"
+    kernels: Kernels = "torch"
     torch_compile: bool = False
 
     # where to

@@ -14,6 +14,7 @@ from fitune.errors import FituneError, HardwareError, RecipeError
 from fitune.spec.architectures import trains_like_transformers
 from fitune.spec.plan import (
     AdamW8bit,
+    Backend,
     ClipByNorm,
     Ddp,
     Full,
@@ -108,7 +109,7 @@ def _steps_in_backward(plan: Plan) -> bool:
     return isinstance(plan.tuning, Full) and _in_backward(plan)
 
 
-def _on(plan: Plan, backend: str, *stages: int) -> bool:
+def _on(plan: Plan, backend: Backend, *stages: int) -> bool:
     way = plan.sharding
     return isinstance(way, Zero) and way.backend == backend and way.stage in (stages or (1, 2, 3))
 
@@ -379,9 +380,7 @@ SHARDING = (
     ),
     Rule(
         broken=lambda plan: (
-            isinstance(plan.sharding, Zero)
-            and plan.sharding.hybrid
-            and (plan.sharding.backend == "deepspeed" or plan.sharding.stage == 1)
+            isinstance(plan.sharding, Zero) and plan.sharding.hybrid and not _on(plan, "fsdp", 2, 3)
         ),
         why=lambda plan: "hybrid_sharding is done by FSDP2 at stages 2 and 3",
         instead="backend: fsdp, zero: 3",

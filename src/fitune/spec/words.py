@@ -7,6 +7,7 @@ from fitune.spec.model import Dropout
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
+    Backend,
     ChunkedLoss,
     ClipByNorm,
     ClipByValue,
@@ -140,6 +141,9 @@ def describe_placement(plan: Plan) -> str:
     return ", ".join(word for word in words if word)
 
 
+BACKEND_NAMES: dict[Backend, str] = {"fsdp": "FSDP2", "deepspeed": "DeepSpeed"}
+
+
 def describe_sharding(sharding: Sharding) -> str:
     """``ZeRO-3 by FSDP2``; nothing on a single device."""
     match sharding:
@@ -148,8 +152,7 @@ def describe_sharding(sharding: Sharding) -> str:
         case Ddp():
             return "DDP"
         case Zero(stage=stage, backend=backend, hybrid=hybrid):
-            name = "FSDP2" if backend == "fsdp" else "DeepSpeed"
-            return f"ZeRO-{stage} by {name}{' within each node' if hybrid else ''}"
+            return f"ZeRO-{stage} by {BACKEND_NAMES[backend]}{' within each node' if hybrid else ''}"
 
 
 def describe_offload(offload: Offload) -> str:

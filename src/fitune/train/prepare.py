@@ -105,8 +105,8 @@ def _kept_rows(plan: Plan, mesh: "DeviceMesh | None") -> "KeptRows | None":
 
 
 def _mesh(plan: Plan, device: torch.device) -> "DeviceMesh | None":
-    """The ranks that ``plan`` divides its states over."""
-    if not isinstance(plan.sharding, Zero) or plan.sharding.backend == "deepspeed":
+    """The ranks that FSDP2 divides the states of ``plan`` over; None where it does not."""
+    if not isinstance(plan.sharding, Zero) or plan.sharding.backend != "fsdp":
         return None
     from fitune.engine.fsdp import mesh_of
 
@@ -145,10 +145,8 @@ def prepare_loaded(
     recompute_blocks(parts.blocks, plan.recompute, has_dropout=_has_dropout(parts))
     host = None if plan.offload == Offload() else HostMemory(parts.device)
     whole.train()
-    if isinstance(plan.sharding, Zero) and mesh is not None:
-        return _sharded(plan, plan.sharding, parts, mesh, rows, host)
     if isinstance(plan.sharding, Zero):
-        return _by_deepspeed(plan, parts)
+        return _divided(plan, plan.sharding, parts, mesh, rows, host)
     if isinstance(plan.sharding, Ddp):
         return _replicated(plan, parts)
     engine = engine_for(plan, parts, parts.trained, host=host)
@@ -164,7 +162,23 @@ def _offload(plan: Plan, parts: LanguageModel, engine: Engine, host: HostMemory)
     offload_blocks(parts.blocks, plan.offload, host, trains_weights=trains_every_weight(plan.tuning))
 
 
-def _sharded(
+def _divided(
+    plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh | None", rows: "KeptRows | None",
+    host: HostMemory | None,
+) -> Prepared:  # fmt: skip
+    """The states divided over the ranks by the library that the plan names."""
+    match sharding.backend:
+        case "fsdp":
+            from fitune.engine.fsdp import mesh_of
+
+            if mesh is None:
+                mesh = mesh_of(sharding, plan.hardware, device=parts.device.type)
+            return _by_fsdp(plan, sharding, parts, mesh, rows, host)
+        case "deepspeed":
+            return _by_deepspeed(plan, parts)
+
+
+def _by_fsdp(
     plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh", rows: "KeptRows | None",
     host: HostMemory | None,
 ) -> Prepared:  # fmt: skip
