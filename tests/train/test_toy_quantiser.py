@@ -14,8 +14,10 @@ from torch import Tensor
 from fitune.errors import RecipeError
 from fitune.models.quantised import QuantisedLinear, quantised_base
 from fitune.spec import serial
+from fitune.spec.pins import pinned
 from fitune.spec.plan import Plan
 from fitune.spec.quantisers import QUANTISERS, Quantiser
+from fitune.spec.recipe import parse_recipe
 from fitune.spec.serial import from_json, to_json
 from fitune.train.prepare import prepare
 from fitune.train.run import run
@@ -76,6 +78,8 @@ def test_a_recipe_names_it_and_its_plan_is_trained_saved_and_resumed_bit_for_bit
     broken = make_plan(**common, output_dir=str(tmp_path / "broken"))
     assert straight.tuning.base == Absmax()
     assert from_json(Plan, to_json(straight)) == straight
+    recipe = parse_recipe({"model": "gpt2"})
+    assert pinned(recipe, straight).quantization == "absmax"
     assert quantised_base(prepare(straight).model.whole) == Absmax()
     one = run(straight, callbacks=callbacks())
     assert "on a base in absmax" in (Path(one.exported) / "README.md").read_text()

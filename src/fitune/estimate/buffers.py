@@ -24,7 +24,7 @@ from fitune.estimate.parameters import (
 from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_bytes
 from fitune.spec.counts import lora_parameters
 from fitune.spec.deepspeed import deepspeed_config
-from fitune.spec.plan import Lora, Plan, Zero, trains_head, updates_in_backward
+from fitune.spec.plan import Backend, Lora, Plan, Zero, trains_head, updates_in_backward
 from fitune.spec.remembered import remembered_by
 
 REDUCE_BUCKET = 500_000_000
@@ -78,13 +78,17 @@ class Buffers:
 def buffers_of(plan: Plan) -> Buffers:
     streamed = plan.offload.parameters != "device"
     if isinstance(plan.sharding, Zero):
-        match plan.sharding.backend:
-            case "fsdp":
-                return _fsdp(plan)
-            case "deepspeed":
-                return _deepspeed(plan)
+        return _divided(plan, plan.sharding.backend)
     carried = group_gradient_bytes(plan) if gradients_go_to_the_host(plan) else 0
     return replace(_streamed(plan) if streamed else Buffers(), reduce=carried)
+
+
+def _divided(plan: Plan, backend: Backend) -> Buffers:
+    match backend:
+        case "fsdp":
+            return _fsdp(plan)
+        case "deepspeed":
+            return _deepspeed(plan)
 
 
 @remembered_by("model", "tuning", "precision")

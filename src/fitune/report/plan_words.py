@@ -38,7 +38,7 @@ from fitune.spec.plan import (
     Zero,
     updates_in_backward,
 )
-from fitune.spec.words import BACKEND_NAMES, describe_devices, describe_placement, method_parts
+from fitune.spec.words import backend_name, describe_devices, describe_placement, method_parts
 from fitune.units import as_ranges, format_bytes, format_learning_rate
 
 _PRECISIONS = {
@@ -193,7 +193,7 @@ def _placement_sentences(plan: Plan) -> Iterator[str]:
         case Zero(stage=stage, backend=backend, hybrid=hybrid):
             shared = {1: "optimizer states", 2: "optimizer states and gradients", 3: "all states and weights"}
             where = "the devices of a node" if hybrid else "all devices"
-            yield f"ZeRO-{stage} by {BACKEND_NAMES[backend]}: {shared[stage]} are divided among {where}."
+            yield f"ZeRO-{stage} by {backend_name(backend)}: {shared[stage]} are divided among {where}."
     offload = plan.offload
     places = {
         "weights": offload.parameters,

@@ -3,8 +3,8 @@
 from typing import Any
 
 from fitune.spec.choices import Ddp
-from fitune.spec.plan import Dense, Hqq, Lora, Nf4, Plan, Zero
-from fitune.spec.quantisers import Quantiser
+from fitune.spec.plan import Plan, Zero, base_of
+from fitune.spec.quantisers import settings_of
 from fitune.spec.recipe import Recipe
 from fitune.spec.words import method_name
 
@@ -24,7 +24,7 @@ def pinned(recipe: Recipe, plan: Plan) -> Recipe:
         "export": plan.run.export,
         "async_save": plan.run.async_save, "offload_parameters": plan.offload.parameters,
         "offload_optimizer": plan.offload.optimizer, "offload_activations": plan.offload.activations,
-        **_quantiser(plan), **_sharding(plan),
+        **settings_of(base_of(plan)), **_sharding(plan),
     }  # fmt: skip
     if plan.run.upload_to:
         pins["upload_to"] = plan.run.upload_to
@@ -39,14 +39,4 @@ def _sharding(plan: Plan) -> dict[str, Any]:
             return {"zero": stage, "backend": backend, "hybrid_sharding": hybrid}
         case Ddp():
             return {"zero": 0}
-    return {}
-
-
-def _quantiser(plan: Plan) -> dict[str, Any]:
-    base: Dense | Quantiser = plan.tuning.base if isinstance(plan.tuning, Lora) else Dense()
-    match base:
-        case Nf4(double_quant=double):
-            return {"quantization": "nf4", "double_quantization": double}
-        case Hqq(bits=bits, group_size=group):
-            return {"quantization": "hqq", "quantization_bits": bits, "quantization_group_size": group}
     return {}

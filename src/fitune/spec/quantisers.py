@@ -7,7 +7,7 @@ biases and routers stay in the compute type.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 from fitune.spec.model import Linear
 
@@ -31,7 +31,7 @@ class Quantiser(ABC):
     linear: ClassVar[str]
     """``module:class`` of its linear."""
     stack: ClassVar[str | None] = None
-    """The same of its stack of matrices, as experts have them; None: experts stay in the compute type."""
+    """``module:class`` of its stack of matrices, as experts have them; None: experts stay in the compute type."""
 
     @staticmethod
     def kinds() -> "tuple[type[Quantiser], ...]":
@@ -42,6 +42,10 @@ class Quantiser(ABC):
     @abstractmethod
     def asked_for(cls, *, bits: int | None, group_size: int, double: bool) -> Self:
         """The quantiser with a recipe's settings; ``bits`` are one of ``widths``."""
+
+    def asked(self) -> dict[str, Any]:
+        """Settings of a recipe that ask for this one, beside ``quantization``: the inverse of ``asked_for``."""
+        return {}
 
     @abstractmethod
     def __str__(self) -> str: ...
@@ -55,14 +59,14 @@ class Quantiser(ABC):
         """Bytes that a matrix holds beside its words: its scales, and tables that they share."""
 
     def table_bytes(self, *, copies: int = 1) -> int:
-        """Of ``scale_bytes`` those of the tables: buffers, which every rank holds whole; the rest is divided.
+        """Bytes of the tables among ``scale_bytes``: buffers, which every rank holds whole; the rest is divided.
 
         ``copies`` matrices in a stack may share some.
         """
         return 0
 
     def misfit(self, rows: int, columns: int, *, copies: int = 1) -> str | None:
-        """What is left over of a matrix of this shape, where it cannot be packed; None where it can.
+        """Reason why a matrix of this shape cannot be packed; None where it can.
 
         ``copies`` is how many of them are stacked.
         """
@@ -91,6 +95,9 @@ class Nf4(Quantiser):
     @classmethod
     def asked_for(cls, *, bits: int | None, group_size: int, double: bool) -> Self:
         return cls(double_quant=double)
+
+    def asked(self) -> dict[str, Any]:
+        return {"double_quantization": self.double_quant}
 
     def __str__(self) -> str:
         return f"NF4{' with double quantisation' if self.double_quant else ''}"
@@ -138,6 +145,9 @@ class Hqq(Quantiser):
     def asked_for(cls, *, bits: int | None, group_size: int, double: bool) -> Self:
         return cls(bits=cast("Literal[2, 3, 4, 8]", bits or 4), group_size=group_size)
 
+    def asked(self) -> dict[str, Any]:
+        return {"quantization_bits": self.bits, "quantization_group_size": self.group_size}
+
     def __str__(self) -> str:
         return f"HQQ of {self.bits} bits in groups of {self.group_size}"
 
@@ -170,6 +180,14 @@ def quantiser_for(
     kinds = [QUANTISERS[word]] if word in QUANTISERS else list(QUANTISERS.values())
     kind = next(kind for kind in kinds if bits is None or bits in kind.widths)
     return kind.asked_for(bits=bits, group_size=group_size, double=double)
+
+
+def settings_of(base: Dense | Quantiser) -> dict[str, Any]:
+    """Settings of a recipe that ask for ``base``; empty for a dense one."""
+    if isinstance(base, Dense):
+        return {}
+    word = next(word for word, kind in QUANTISERS.items() if kind is type(base))
+    return {"quantization": word, **base.asked()}
 
 
 def is_packed(linear: Linear, base: Dense | Quantiser) -> bool:

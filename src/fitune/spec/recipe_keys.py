@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from fitune.spec.quantisers import QUANTISERS
 from fitune.spec.recipe import Recipe
 from fitune.spec.recipe_words import ALIASES
 
@@ -22,7 +23,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "added_tokens": "New tokens, each with a row in the embedding",
         "dora": "Train the size of each adapted weight apart from its direction",
         "rslora": "Scale adapters by alpha / √r",
-        "quantization": "Pack the frozen base: nf4, hqq or none",
+        "quantization": f"Pack the frozen base: {', '.join(QUANTISERS)} or none",
         "quantization_bits": "Bits of a packed weight; not 4 means hqq",
         "quantization_group_size": "Weights with one scale (hqq)",
         "double_quantization": "Pack the scales, too (nf4)",

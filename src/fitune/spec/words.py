@@ -141,9 +141,6 @@ def describe_placement(plan: Plan) -> str:
     return ", ".join(word for word in words if word)
 
 
-BACKEND_NAMES: dict[Backend, str] = {"fsdp": "FSDP2", "deepspeed": "DeepSpeed"}
-
-
 def describe_sharding(sharding: Sharding) -> str:
     """``ZeRO-3 by FSDP2``; nothing on a single device."""
     match sharding:
@@ -152,7 +149,15 @@ def describe_sharding(sharding: Sharding) -> str:
         case Ddp():
             return "DDP"
         case Zero(stage=stage, backend=backend, hybrid=hybrid):
-            return f"ZeRO-{stage} by {BACKEND_NAMES[backend]}{' within each node' if hybrid else ''}"
+            return f"ZeRO-{stage} by {backend_name(backend)}{' within each node' if hybrid else ''}"
+
+
+def backend_name(backend: Backend) -> str:
+    match backend:
+        case "fsdp":
+            return "FSDP2"
+        case "deepspeed":
+            return "DeepSpeed"
 
 
 def describe_offload(offload: Offload) -> str:
