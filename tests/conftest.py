@@ -102,7 +102,7 @@ def wire() -> Iterator[Wire]:
 def bucket(wire: Wire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """An empty bucket of the test's own, on a server that is asked again only by fitune."""
     use_server(wire, monkeypatch)
-    monkeypatch.setitem(opening.OPTIONS, "s3fs", {"config_kwargs": {"retries": {"max_attempts": 0}}})
+    monkeypatch.setitem(opening.OPTIONS["s3fs"]["config_kwargs"], "retries", {"max_attempts": 0})
     name = f"b{abs(hash(tmp_path))}"
     make_bucket(name)
     wire.requests.clear()

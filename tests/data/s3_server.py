@@ -40,6 +40,7 @@ class Wire:
         self.stays_down = False
         self.is_down = False
         self.requests: list[bytes] = []
+        self.headers: list[bytes] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -63,7 +64,9 @@ class Wire:
                     data = data[: self.cut_after]
                     self.cut_after -= len(data)
                 if not answers and data.startswith(_VERBS):
-                    self.requests.append(data.split(b"\r\n", 1)[0])
+                    line, _, rest = data.partition(b"\r\n")
+                    self.requests.append(line)
+                    self.headers.append(rest.partition(b"\r\n\r\n")[0].lower())
                     if self.refused and data.startswith((b"PUT", b"POST", b"DELETE")):
                         self.refused -= 1
                         source.sendall(self.refusal)

@@ -143,7 +143,7 @@ def test_a_cut_connection_is_taken_up_again(wire: Wire, monkeypatch) -> None:
 
 def test_a_store_that_stays_away_says_how_far_it_came(wire: Wire, monkeypatch) -> None:
     monkeypatch.setattr(reading, "_BLOCK_BYTES", 20_000)
-    monkeypatch.setitem(opening.OPTIONS, "s3fs", {"config_kwargs": {"retries": {"max_attempts": 0}}})
+    monkeypatch.setitem(opening.OPTIONS["s3fs"]["config_kwargs"], "retries", {"max_attempts": 0})
     url = put("cut/rows.jsonl", lines(ROWS))
     rows = read_rows(DataSource(path=url))
     taken = [next(rows)]

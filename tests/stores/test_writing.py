@@ -43,6 +43,15 @@ def test_a_folder_is_sent_once_and_its_last_file_last(wire: Wire, bucket: str, f
     assert sent(wire) == []
 
 
+def test_what_is_sent_is_the_file_alone_as_every_store_of_this_kind_takes_it(
+    wire: Wire, bucket: str, folder: Path
+) -> None:
+    wire.headers.clear()
+    put(Store(f"s3://{bucket}/runs/x"), folder)
+    assert len(wire.headers) > len(FILES)
+    assert not [head for head in wire.headers if b"aws-chunked" in head or b"x-amz-checksum" in head]
+
+
 def test_a_changed_folder_loses_its_last_file_first_and_only_the_change_is_sent(
     wire: Wire, bucket: str, folder: Path
 ) -> None:
