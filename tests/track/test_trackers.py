@@ -15,6 +15,7 @@ import pytest
 from fitune.errors import MissingExtra, RecipeError
 from fitune.files import process_lives
 from fitune.spec.plan import Plan
+from fitune.spec.recipe_keys import GROUPS
 from fitune.spec.reports import StepReport
 from fitune.track.feed import Trackers
 from fitune.track.protocol import End, markdown, scalars
@@ -197,6 +198,10 @@ def test_the_table_names_extras_that_pyproject_has() -> None:
 
     project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
     assert {row.extra for row in TRACKERS.values()} <= set(project["optional-dependencies"])
+
+
+def test_the_help_of_report_to_names_every_tracker() -> None:
+    assert all(name in GROUPS["Trackers"]["report_to"] for name in TRACKERS)
 
 
 def test_keys_and_passwords_of_trackers_stay_on_this_machine() -> None:
