@@ -112,7 +112,7 @@ class TrainingFailed(FituneError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """What was known when an allocation failed; 0 where nothing was."""
+    """Facts known when an allocation failed; 0 where nothing was."""
 
     doing: str
     """As in ``Failure``: a phase of the step, or what was done between two."""
@@ -121,7 +121,7 @@ class Shortage:
     kind: Literal["live tensors", "cuda allocated", "process resident"] = "process resident"
     in_use_bytes: int = 0
     asked_bytes: int = 0
-    """Of the allocation that failed."""
+    """Bytes of the allocation that failed."""
     capacity_bytes: int = 0
     """For tensors of this process on the device: those in use and what was free beside them."""
 

@@ -241,7 +241,7 @@ _LONGEST_NAME_BYTES, _LONGEST_PATH_BYTES = 255, 4095
 
 
 def path_fault(path: str) -> str | None:
-    """Why ``path`` cannot be the name of a file or folder, in words; None when it can."""
+    """Reason why ``path`` cannot be the name of a file or folder; None when it can."""
     for character in path:
         category = unicodedata.category(character)
         if category in ("Cc", "Cs"):

@@ -47,7 +47,7 @@ class Parent:
 
 @dataclass(slots=True, kw_only=True)
 class Descent:
-    """Where the run that is going on comes from."""
+    """The origin of the run that is going on."""
 
     line: Line
     parent: Parent | None = None

@@ -196,7 +196,7 @@ def _rounded_away(model: PeftModel, verified: Verified) -> tuple[str, ...]:
 
 
 def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
-    """On the host, each a storage of its own: adapters, and the tables that train in place (models/adapters.py)."""
+    """The adapters, and the tables that train in place (models/adapters.py), on the host, each a storage of its own."""
     # PEFT would ask the Hub whether the vocabulary grew.
     state = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
     adapters = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}

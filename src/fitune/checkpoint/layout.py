@@ -46,7 +46,7 @@ class Stage:
 
 
 def unverified(target: Path) -> Path:
-    """Where an export waits for its verification."""
+    """The folder in which an export waits for its verification."""
     return target.with_name(f"{target.name}-unverified")
 
 
@@ -138,7 +138,7 @@ def write_texts(folder: Path, tokenizer: PreTrainedTokenizerBase, chat_template:
 
 
 def _let_all_be_read(folder: Path) -> None:
-    """By whoever may read the card: safetensors writes files that only their owner can open."""
+    """Lets whoever may read the card read all files: safetensors writes them for their owner alone."""
     card = folder / "README.md"
     if card.is_file():
         for file in folder.iterdir():

@@ -145,7 +145,7 @@ class Change:
 
 
 def change_of(layer: LoraLayer, adapter: str) -> Change:
-    """On the adapter's own storage."""
+    """The change that an adapter makes, on its own storage."""
     magnitudes = layer.lora_magnitude_vector
     a, b = factors_of(layer, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
     return Change(

@@ -138,7 +138,7 @@ def _lost(line: Line | None, found_step: int, folders: list[Path]) -> list[str]:
 
 
 def _word(path: Path, line: Line) -> str:
-    """Why ``path`` is set aside; empty when it is not. Files of the kept ones are hashed before one is counted on."""
+    """Reason why ``path`` is set aside; empty when it is kept. Kept files are hashed before one is counted on."""
     try:
         commit = read_commit(path)
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""Where in a rendered conversation the answers stand.
+"""Positions of the answers in a rendered conversation.
 
 A template that marks with ``{% generation %}`` what the model writes is believed. Most templates on the Hub mark
 nothing; there the conversation is rendered once more with stand-ins for the answers, and what is between the
@@ -62,7 +62,7 @@ def _prompt(renderer: Renderer, messages: Messages, where: str) -> tuple[Rendere
 
 
 def _opening(renderer: Renderer, prompt: Rendered) -> int:
-    """Where the words begin that the prompt ends with and a generation block writes too; else the prompt's end."""
+    """Position of the words that end the prompt and that a generation block writes too; else the prompt's end."""
     written = renderer.opening if prompt.text.endswith(renderer.opening) else ""
     return len(prompt.text) - len(written)
 
@@ -84,7 +84,7 @@ def _earlier_answers(renderer: Renderer, messages: Messages, prompt: Rendered, w
 def _answer_spans(
     renderer: Renderer, messages: Messages, rendered: Rendered, *, ask: bool, where: str
 ) -> list[Span]:
-    """Of every assistant message: its text and the special token that ends it, if one follows."""
+    """The span of every assistant message: its text and the special token that ends it, if one follows."""
     turns = [message for message in messages if message.role == "assistant"]
     answers = [message.content for message in turns]
     if not answers:
@@ -143,7 +143,7 @@ def _spans_of_calls(renderer: Renderer, messages: Messages, rendered: Rendered, 
 
 
 def _after_prompt(renderer: Renderer, messages: Messages, rendered: Rendered, *, at: int, where: str) -> int:
-    """Where the prompt ends that ``messages`` make; -1 where it does not stand in the text.
+    """Position at which the prompt of ``messages`` ends; -1 where it does not stand in the text.
 
     Templates of reasoning models write earlier turns shorter than when they were last: there the words that ask for an
     answer are looked for, or the first line of them, from ``at``.
@@ -194,7 +194,7 @@ def _framed(frame: list[str], answers: list[str], text: str, where: str) -> list
 
 
 def _end_of(answer: str, after: str, text: str, at: int) -> int:
-    """Where the answer that begins at ``at`` ends: templates write it whole or without the space around it."""
+    """End of the answer that begins at ``at``: templates write it whole or without the space around it."""
     for form in (answer, answer.strip(), answer.lstrip(), answer.rstrip()):
         if text.startswith(form + after, at):
             return at + len(form)

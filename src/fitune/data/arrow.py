@@ -67,7 +67,7 @@ def read_arrow(path: str, on_bytes: Callable[[int], None]) -> Iterator[Row | Bad
 
 
 def main() -> None:
-    """In the other process: one path comes, messages go back."""
+    """Main function of the other process: receives one path, sends messages back."""
     import pyarrow
 
     connection, request = next(requests(sys.argv))

@@ -100,7 +100,7 @@ def _own_environment() -> dict[str, str]:
 
 
 def requests(arguments: Sequence[str]) -> Iterator[tuple[Connection, bytes]]:
-    """In the child: the pipe and the messages of its parent, one after another.
+    """Yields, in the child, the pipe and each message of its parent.
 
     A thread takes them from the pipe, so that the parent never waits for that; when the parent is gone, the process
     ends in the middle of what it does.

@@ -98,7 +98,7 @@ def _tokens(count: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How far it is."""
+    """Progress of the reading."""
 
     doing: Literal["checking", "tokenising", "done"]
     """Files are hashed; rows are tokenised; once at the end."""

@@ -289,7 +289,7 @@ class Renderer:
         return place - len(found) not in rendered.shielded
 
     def through_end_token(self, text: str, end: int) -> int:
-        """Where the token ends that follows at ``end`` and ends an answer, perhaps behind white space; else ``end``."""
+        """End of the token that follows at ``end`` and ends an answer, perhaps behind white space; else ``end``."""
         found = self._next_special.match(text, end)
         return found.end() if found and found[1] in self._end_tokens else end
 
@@ -314,7 +314,7 @@ class Renderer:
         return frozenset(found[-1:])
 
     def end_of_call(self, rendered: Rendered, begin: int) -> int:
-        """Where an answer with calls ends that begins at ``begin``, its end token included; -1 without an end token."""
+        """End of the answer with calls that begins at ``begin``, its end token included; -1 without an end token."""
         ends = self._end_tokens | self._call_ends
         for found in self._special_pattern.finditer(rendered.text, begin):
             if found[0] in ends and found.start() not in rendered.shielded:

@@ -24,7 +24,7 @@ _SAMPLE_SEED = 500
 
 
 def _ignore(_what: object) -> None:
-    """For callers that count nothing and show nothing."""
+    """Does nothing, for callers that count and show nothing."""
 
 
 def read_rows(

@@ -313,7 +313,7 @@ def _example(where: str, content: str | list[tuple[Any, str]]) -> Example:
 
 
 def main() -> None:
-    """In the other process: the job comes first, then batches."""
+    """Main function of the other process: receives the job, then batches."""
     from fitune.data.templates import ChatTemplate
 
     messages = requests(sys.argv)

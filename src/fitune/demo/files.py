@@ -58,7 +58,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoFiles:
-    """Where the demo's parts lie. All but ``base`` are there when ``write_demo`` returns."""
+    """Paths of the demo's parts. All but ``base`` are there when ``write_demo`` returns."""
 
     start: Path
     """The model folder with random weights."""
@@ -197,7 +197,7 @@ def recipe_text(
 
 
 def _quoted(text: str) -> str:
-    """As a YAML text, whatever a folder is called."""
+    """The text quoted for YAML, whatever a folder is called."""
     return "'" + text.replace("'", "''") + "'"
 
 

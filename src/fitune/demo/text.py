@@ -60,7 +60,7 @@ RECALLS = (
     ("The name is {person}.", "name: {person}"),
     ("The day is {day}.", "day: {day}"),
 )
-"""What a text says again of an order, in any succession: as a sentence, or as an entry in the order book."""
+"""Facts of an order that a text repeats, in any succession: as a sentence, or as an entry in the order book."""
 QUESTION = "{sentence}\nList the order."
 ANSWER = "goods: {goods} | colour: {colour} | count: {count} | city: {city}"
 

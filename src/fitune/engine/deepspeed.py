@@ -117,7 +117,7 @@ class Head(nn.Module):
 
 
 def _taken(stand_in: Parameter) -> Tensor:
-    """Its gradient, which it forgets."""
+    """The parameter's gradient, which the parameter then forgets."""
     gradient, stand_in.grad = stand_in.grad, None
     assert gradient is not None
     return gradient

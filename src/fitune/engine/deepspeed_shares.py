@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps this rank's part of every trained weight, of its fp32 master and of its optimizer states.
+"""This rank's part, in DeepSpeed's memory, of every trained weight, its fp32 master and its optimizer states.
 
 Stages 1 and 2 lay all weights of a group end to end and give each rank one stretch of that, which cuts weights where it
 ends. Stage 3 gives each rank the same stretch of every weight. Both keep fp32 masters and states in flat tensors.
@@ -184,7 +184,7 @@ class TensorShares(DeepSpeedShares):
         }
 
     def resident(self) -> list[Tensor]:
-        """Also the buffers that DeepSpeed makes at the start: gradients of the shares, and what sums pass through."""
+        """This rank's tensors between two steps, DeepSpeed's gradient shares and sum buffers among them."""
         buffers = [
             bucket.buffer for bucket in self.optimizer.ipg_buckets.values() if bucket.buffer is not None
         ]

@@ -83,7 +83,7 @@ class ShardedInBackwardEngine(InBackwardEngine):
         return local_shard(gradient)
 
     def _loss_left_gradients(self) -> bool:
-        """They are on the whole weights that FSDP2 gathered."""
+        """True if the loss left gradients: they are on the whole weights that FSDP2 gathered."""
         return any(parameter.grad is not None for parameter in self.trunk.parameters())
 
     def _total(self, measured: Norm) -> float:

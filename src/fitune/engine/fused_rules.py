@@ -25,7 +25,7 @@ _DECAY = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How one weight lies: all of it here, or divided along ``dim`` over the ranks of ``group``."""
+    """Placement of one weight: all of it here, or divided along ``dim`` over the ranks of ``group``."""
 
     shape: torch.Size
     """Shape of the whole weight."""
@@ -64,7 +64,7 @@ class Division:
 
 
 class Rule(Protocol):
-    """How one weight changes by its gradient."""
+    """Update of one weight by its gradient."""
 
     def begin(self) -> None:
         """A step begins."""
@@ -107,7 +107,7 @@ class SgdRule:
         self.weight_decay = weight_decay
 
     def begin(self) -> None:
-        """Nothing is counted."""
+        """Does nothing: no steps are counted."""
 
     @torch.no_grad()
     def use(self, name: str, gradient: Tensor, *, learning_rate: float, factor: float) -> None:
@@ -124,7 +124,7 @@ class SgdRule:
         return {}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, float]) -> None:
-        """Nothing is remembered."""
+        """Does nothing: no state is kept."""
 
 
 class OptimizerRule:

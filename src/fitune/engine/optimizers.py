@@ -32,7 +32,7 @@ class WeightOptimizer(Protocol):
         ...
 
     def gradients(self) -> list[Tensor]:
-        """Those of all micro-batches so far, wherever they are."""
+        """Gradients of all micro-batches so far, wherever they are."""
         ...
 
     def drop_gradients(self) -> None: ...
@@ -53,7 +53,7 @@ class _OnParameters:
         self.parameters = dict(parameters)
 
     def take_gradients(self, *, wait: bool) -> None:
-        """They stay."""
+        """Does nothing: gradients stay on the device."""
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -181,7 +181,7 @@ def restore_state(
 
 
 class EightBitAdamW(torch.optim.Optimizer):
-    """As torch's optimizers are used here: groups with weight decay and rate, states that are all tensors."""
+    """8-bit AdamW as torch's optimizers are used here: groups with weight decay and rate, states that are tensors."""
 
     def __init__(
         self, groups: Iterable[Mapping[str, Any]], *, betas: tuple[float, float], eps: float

@@ -91,7 +91,7 @@ class PlainEngine(WholeWeights):
             self.loss_scale.restore(state.facts)
 
     def gradient_norm(self) -> Tensor:
-        """Of all gradients together, before clipping and with the loss scale."""
+        """Norm of all gradients together, before clipping and with the loss scale."""
         return global_norm(self.gradients())
 
     def gradients(self) -> list[Tensor]:

@@ -51,7 +51,7 @@ class Shares:
         return _Own(states, self._own)
 
     def divisions(self) -> dict[str, Division]:
-        """How each weight is divided; weights that every rank has whole are left out."""
+        """Division of each weight by name; weights that every rank has whole are left out."""
         found = {}
         for name, weight in self.sharded.items():
             if isinstance(weight, DTensor):

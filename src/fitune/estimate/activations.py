@@ -1,4 +1,4 @@
-"""What autograd keeps of a decoder block from forward to backward.
+"""Bytes that autograd keeps of a decoder block from forward to backward.
 
 Symbols, everywhere in these files: t tokens in the micro-batch, h hidden size, q = heads · head size,
 k = key/value heads · head size, n heads, f MLP width, e bytes of one element of the compute type.

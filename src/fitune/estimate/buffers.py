@@ -1,4 +1,4 @@
-"""What dividing the states costs in return: weights gathered for a moment, and buffers that sums pass through."""
+"""Bytes that dividing the states costs in return: weights gathered for a moment, and buffers that sums pass through."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

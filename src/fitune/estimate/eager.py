@@ -1,4 +1,4 @@
-"""What one token asks of one block in transformers' eager code: products, bytes moved between them, operations.
+"""Work of one token in one block of transformers' eager code: products, bytes moved between them, operations.
 
 Every elementwise operation reads its inputs from memory and writes its result. The counts below are of transformers 5
 and were taken operation by operation with a dispatch mode on CPU (tests/estimate/test_eager_traffic.py); e is the

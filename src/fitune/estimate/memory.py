@@ -109,7 +109,7 @@ def _forward_terms(step: StepStages) -> Terms:
 
 
 def _embedded_tokens(step: StepStages) -> int:
-    """What went into the first block, which the body holds to the end of forward; elsewhere that block keeps it."""
+    """Bytes of the first block's input, which the body holds to the end of forward; elsewhere that block keeps it."""
     if step.plan.model.is_traced:
         return 0  # among what is around
     kept_by_block = trains_embeddings(step.plan.tuning) or (step.recomputed > 0 and not step.untouched)
@@ -160,7 +160,7 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
 
 
 def _chunk_sizes(step: StepStages, tokens: int) -> tuple[int, int]:
-    """Of ``tokens`` tokens: while softmax and gradient are formed, and while the gradient goes through the head."""
+    """Bytes of a chunk of the loss: while softmax and gradient are formed, and while it goes back through the head."""
     model, e = step.plan.model, step.element_bytes
     softmax = activations.logits_bytes(
         tokens=tokens, vocab_size=model.vocab_size, element_bytes=e, softcapped=model.caps_logits
@@ -200,7 +200,7 @@ def _backward_terms(step: StepStages) -> Terms:
 
 
 def _head_used_moment(step: StepStages) -> Terms:
-    """Where weights are stepped in backward, a head of its own is before the body goes back."""
+    """Bytes while the head is stepped: in backward, before the body goes back, where it is a matrix of its own."""
     if not updates_in_backward(step.plan.tuning) or step.root_waits:
         return {}
     return {
@@ -247,7 +247,7 @@ def _block_moment(step: StepStages, index: int) -> Terms:
 
 
 def _kept_around(step: StepStages, index: int) -> int:
-    """What other blocks keep while ``index`` goes back: those before it, or all where backward runs a second time."""
+    """Bytes that other blocks keep while ``index`` goes back: those before it, or all if backward runs twice."""
     if not step.goes_back_twice or step.activations_leave:
         return step.kept_before(index)
     own = 0 if index < step.recomputed else step.block(index).peak.kept
@@ -255,7 +255,7 @@ def _kept_around(step: StepStages, index: int) -> int:
 
 
 def _inputs_around(step: StepStages, index: int) -> int:
-    """The same of the recomputed ones' inputs, block ``index``'s own among them."""
+    """Bytes of the recomputed blocks' inputs while ``index`` goes back, its own among them."""
     if not step.goes_back_twice or step.activations_leave:
         held = (step.num_layers - 1 - index) * step.held_behind
         return step.inputs_before(index) + step.own_input(index) + held

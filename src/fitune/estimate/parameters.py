@@ -229,7 +229,7 @@ def accumulates_whole(plan: Plan) -> bool:
 
 
 def gradients_are_divided(plan: Plan) -> bool:
-    """As soon as a block has them."""
+    """True if a block's gradients are divided as soon as they exist."""
     return zero_stage(plan) >= 2 or (uses_fsdp(plan) and not accumulates_whole(plan))
 
 
@@ -327,7 +327,7 @@ def trained_parameters(plan: Plan) -> int:
 
 
 def blocks_trained(plan: Plan) -> int:
-    """How many blocks have something that trains."""
+    """Number of blocks that have something that trains."""
     return adapted_blocks(plan.model, plan.tuning) if isinstance(plan.tuning, Lora) else plan.model.num_layers
 
 
@@ -343,7 +343,7 @@ def weights_bytes(plan: Plan) -> int:
 
 
 def weights_share_bytes(plan: Plan) -> int:
-    """What one rank holds of them between two steps, wherever it keeps it."""
+    """Bytes of the weights that one rank holds between two steps, wherever it keeps them."""
     if weights_are_divided(plan) and num_shares(plan) > 1:
         return base_share_bytes(plan)
     return weights_bytes(plan)
@@ -361,7 +361,7 @@ def weights_on_device_bytes(plan: Plan) -> int:
 
 @remembered_by("model", "tuning", "precision", "sharding", "offload", "hardware")
 def weights_away_bytes(plan: Plan) -> int:
-    """What of a rank's share waits on the host or on NVMe."""
+    """Bytes of a rank's share of the weights that wait on the host or on NVMe."""
     if plan.offload.parameters == "device":
         return 0
     adapters = _adapter_share_bytes(plan) if uses_fsdp(plan) else 0

@@ -1,4 +1,4 @@
-"""What the device does per second: as it was measured, else its datasheet times what others reach of it."""
+"""Rates of the device per second: as measured, else its datasheet times the share of it that others reach."""
 
 import math
 from collections.abc import Callable
@@ -21,8 +21,8 @@ PRODUCT_START_SECONDS = 4e-6
 ATTENTION_EFFICIENCY = {
     (7, 0): 0.35, (7, 5): 0.35, (8, 0): 0.60, (8, 6): 0.70, (8, 9): 0.70, (9, 0): 0.38, (10, 0): 0.35, (12, 0): 0.70,
 }  # fmt: skip
-"""The same of fused attention on long rows, forward and backward together: 0.6 on A100 (Dao 2023, arXiv 2307.08691);
-the same kernels reach 0.35–0.4 on H100 (Shah et al. 2024, arXiv 2407.08608). Others are guesses: more
+"""Share of the peak that fused attention reaches on long rows, forward and backward: 0.6 on A100 (Dao 2023, arXiv
+2307.08691); the same kernels reach 0.35–0.4 on H100 (Shah et al. 2024, arXiv 2407.08608). Others are guesses: more
 where tensor cores are slow beside the units that take exponentials (consumer Ampere and Ada), less where there is no
 FlashAttention-2."""
 ATTENTION_ROW_TOKENS = 512
@@ -46,12 +46,12 @@ LOGIT_BYTES = {4: 8 * 4, 2: 8 * 4 + 12}
 """Moved for one logit by element size: largest, minus, exp, sum and scale in fp32, and 16 bit's copies there and back
 (models/language_model.py)."""
 ADAM_BYTES = 28
-"""Of one fp32 parameter that AdamW steps: weight and two states read and written, gradient read."""
+"""Bytes moved for one fp32 parameter that AdamW steps: weight and two states read and written, gradient read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of one device in the plan's compute type."""
+    """Rates of one device in the plan's compute type."""
 
     flops: float
     product_start_seconds: float
@@ -64,7 +64,7 @@ class Rates:
     new_page_seconds: float
     """For each byte of a new tensor of NEW_PAGE_BYTES or more; 0 where memory is kept for later."""
     bandwidth_for: Callable[[float], float]
-    """Of elementwise operations on tensors of so many bytes."""
+    """Bytes/s of elementwise operations on tensors of so many bytes."""
     in_place_bandwidth: float
     forward_launch_seconds: float
     backward_launch_seconds: float
@@ -129,7 +129,7 @@ def _assumed(gpu: Gpu, precision: Precision) -> Rates:
 
 
 def _efficiencies(gpu: Gpu) -> tuple[float, float]:
-    """Of products and of attention. A processor's peak is already what its products were measured to reach."""
+    """Shares of the peak that products and attention reach. A processor's peak is already measured by products."""
     if gpu.is_cpu:
         return 1.0, CPU_ATTENTION_EFFICIENCY
     known = max((each for each in PRODUCT_EFFICIENCY if each <= gpu.capability), default=(7, 0))

@@ -1,4 +1,4 @@
-"""Where in the model a formula is applied, what is trained there, and which attention a plan really runs."""
+"""The site of a formula: where in the model it is applied, what trains there, which attention a plan really runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def values_are_read_as_projected(plan: Plan, *, masked: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What the formulas of one block share."""
+    """Facts that the formulas of one block share."""
 
     plan: Plan
     shape: BatchShape

@@ -121,7 +121,7 @@ def _scores(site: Site, output: Sequence[Linear], *, passes: bool) -> Stage:
 
 
 def _attended_kv_dim(site: Site) -> int:
-    """Where attention reads most: in the rows that take a mask, if there are any."""
+    """Width of keys and values where attention reads most: in the rows that take a mask, if there are any."""
     return attended_kv_dim(site.plan, masked=site.masks_rows)
 
 

@@ -122,7 +122,7 @@ def _adds_up_wider(plan: Plan) -> bool:
 
 
 def gradients_go_to_the_host(plan: Plan) -> bool:
-    """With an offloaded optimizer, block by block, unless all ranks sum them on the device first."""
+    """True with an offloaded optimizer: they go block by block, unless all ranks sum them on the device first."""
     alone = isinstance(plan.sharding, Single)
     return plan.offload.optimizer != "device" and (alone or gradients_are_divided(plan))
 
@@ -165,7 +165,7 @@ def master_bytes(plan: Plan) -> int:
 
 
 def has_masters(plan: Plan) -> bool:
-    """By precision; always with an optimizer on the host and with DeepSpeed, whose partitions are fp32 copies.
+    """True if the precision has fp32 masters, the optimizer is on the host, or DeepSpeed divides into fp32 copies.
 
     Never with LOMO, which updates the weights themselves. deepspeed/runtime/zero/stage_1_and_2.py.
     """
@@ -222,7 +222,7 @@ def _factors(tensor: ParameterTensor, parts: int) -> int:
 
 
 def update_temporaries_bytes(plan: Plan) -> int:
-    """What the update adds to gradients and states at its worst moment.
+    """Bytes that the update adds to gradients and states at its worst moment.
 
     torch's fused kernels need nothing, and clipping is in place. With masters, fp32 gradients are made for a
     bucket of at most 64 MiB (at least one parameter), and each 16-bit gradient is dropped once converted: a

@@ -67,9 +67,9 @@ class StepStages:
     attention: Attention
     """The heads of one block; all blocks have the same."""
     kept_by_blocks: tuple[int, ...]
-    """What the blocks 0…index−1 keep when none recomputes."""
+    """Bytes that the blocks 0…index−1 keep when none recomputes."""
     gradients_of_blocks: tuple[int, ...]
-    """The same of the gradients that they leave."""
+    """Cumulative bytes of the gradients that the blocks 0…index−1 leave."""
     untouched: int
     """How many of the first blocks no gradient reaches."""
     run_ends: frozenset[int]
@@ -77,7 +77,7 @@ class StepStages:
     final_norm: Stage
     resident: Terms
     gradients: int
-    """What rests on the device when backward is through: all, the rank's share, or nothing."""
+    """Bytes of gradients on the device when backward is through: all, the rank's share, or none."""
     gradients_exist: bool
     """Before backward: from the second micro-batch on, always with DDP, never where they are used in backward."""
     root_waits: bool
@@ -92,7 +92,7 @@ class StepStages:
     stepped: int
     """Elements that this device updates, once backward is through or in it."""
     update: Terms
-    """What the update holds beside what stays."""
+    """Bytes that the update holds beside those that stay."""
     element_bytes: int
     """e, of one element in the compute type."""
     hidden: int
@@ -131,7 +131,7 @@ class StepStages:
         return self.gradients_exist and self.gradients == self.whole_gradients
 
     def settled(self, gradients: int) -> int:
-        """What is left of whole gradients once they are divided, carried off or used."""
+        """Bytes left of whole gradients once they are divided, carried off or used."""
         if self.gradients == self.whole_gradients:
             return gradients
         return gradients * self.gradients // self.whole_gradients
@@ -148,7 +148,7 @@ class StepStages:
         return min(index, self.untouched)
 
     def kept_before(self, index: int) -> int:
-        """What the blocks 0…index−1 keep that do not recompute.
+        """Bytes that the blocks 0…index−1 keep, those that recompute left out.
 
         When activations leave, only block index−1's is still or already on the device: models/offload.py.
         """
@@ -249,7 +249,7 @@ def _trains_in(plan: Plan, index: int) -> bool:
 
 
 def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = None) -> StepStages:
-    """What memory_of needs and what does not depend on recompute or loss.
+    """The parts of a step that memory_of needs and that do not depend on recompute or loss.
 
     A search over ways to divide the states hands in the ``profile`` that all of them share.
     """
@@ -336,7 +336,7 @@ def _run_ends(blocks: tuple[Block, ...]) -> frozenset[int]:
 
 
 def resident_terms(plan: Plan) -> Terms:
-    """What stays between two steps: weights, adapters, fp32 masters, optimizer states."""
+    """Bytes that stay between two steps: weights, adapters, fp32 masters, optimizer states."""
     return {
         "weights": weights_on_device_bytes(plan),
         "adapters": adapters_bytes(plan),

@@ -25,7 +25,7 @@ MODULE_HOOK_SECONDS = 4e-4
 """DeepSpeed's ZeRO-3 fetches, awaits and releases the weights of every module in Python, once a pass: Qwen's profile of
 ZeRO-3 shows half a second a micro-batch of 32 blocks, whether it has 256 tokens or 1,024. Not measured by us."""
 COLLECTIVE_SHARE = 0.15
-"""Of the device that a running collective keeps from other work: NCCL's kernels sit on about 16 of 108 to 132
+"""Share of the device that a running collective keeps from other work: NCCL's kernels sit on about 16 of 108 to 132
 multiprocessors. Not measured by us."""
 
 
@@ -36,7 +36,7 @@ small weight on a core of a cloud EPYC (torch 2.13)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one micro-batch (or one update) asks of the device in one phase."""
+    """Work that one micro-batch (or one update) gives the device in one phase."""
 
     product_flops: float = 0.0
     products: float = 0.0
@@ -137,7 +137,7 @@ def _fetches_modules(plan: Plan) -> bool:
 
 
 def _modules(plan: Plan) -> int:
-    """With weights of their own, in one block."""
+    """Number of modules with weights of their own in one block."""
     return len(plan.model.linears) + plan.model.norms_per_block
 
 
@@ -163,7 +163,7 @@ def loss_work(step: StepStages) -> Work:
 
 
 def backward_work(step: StepStages, forward: Work, rates: Rates) -> Work:
-    """What training needs beside forward, + the forward of the recomputed blocks; gradients written and read.
+    """Work of training beside forward, + the forward of the recomputed blocks; gradients written and read.
 
     Packed weights are made whole for every pass.
     """

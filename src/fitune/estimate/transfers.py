@@ -235,7 +235,7 @@ def cpu_adam_seconds(plan: Plan) -> float:
 
 
 def _first(seconds: float, exchange: Exchange) -> float:
-    """Nothing runs yet beside the first collective of a pass (in backward: after the last)."""
+    """Seconds of one collective: nothing runs yet beside the first of a pass (in backward: after the last)."""
     return seconds / exchange.calls if exchange.calls else 0.0
 
 

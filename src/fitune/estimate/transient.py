@@ -1,4 +1,4 @@
-"""What lives for a moment inside a block's forward or backward, beyond what autograd keeps.
+"""Bytes that live for a moment inside a block's forward or backward, beyond what autograd keeps.
 
 Symbols as in activations.py. Backward figures hold at the worst moment of the stage and count the
 gradient of the residual stream, e·h per token, that lives through the whole block.

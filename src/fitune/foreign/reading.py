@@ -43,7 +43,7 @@ class Line:
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """Their keys, the settings here that they became, and a line for each key."""
+    """Keys of another trainer's recipe, the settings here that they became, and a line for each key."""
 
     trainer: str
     where: str
@@ -86,7 +86,7 @@ class Reading:
         self.put(name, value, key=key)
 
     def assume(self, name: str, value: Any, said: str = "") -> None:
-        """Their default, where their recipe leaves ``name`` open."""
+        """Sets the other trainer's default where its recipe leaves ``name`` open."""
         if name not in self.settings:
             self.put(name, value, said=said)
 

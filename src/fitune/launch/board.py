@@ -143,7 +143,7 @@ def reached_store(host: str, port: int, *, timeout_s: float) -> Any:
 
 
 def _refusal(host: str, port: int) -> str:
-    """Why nobody answers; empty when somebody does."""
+    """Reason why nobody answers; empty when somebody does."""
     try:
         socket.create_connection((host, port), timeout=_ASKING_SECONDS).close()
     except OSError as error:

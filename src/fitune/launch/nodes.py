@@ -69,11 +69,11 @@ class Nodes(Protocol):
 
     @property
     def place(self) -> Place | None:
-        """None where there is one node."""
+        """This node's place among several; None where there is one node."""
 
     @property
     def trouble(self) -> str:
-        """Why the ranks of this node cannot go on: another node has ended or is silent. Empty while all is well."""
+        """Reason why this node's ranks cannot go on: another node has ended or is silent. Empty while all is well."""
 
     def name(self, node: int) -> str:
         """``node 1 (its host)``."""
@@ -136,7 +136,7 @@ class Meeting:
 
     @property
     def _fatal_trouble(self) -> str:
-        """Why this node shall hear nothing more from another one."""
+        """Reason why this node will hear nothing more from another one."""
         board, place = self._board, self._place
         if _FAILED in board.known:
             return str(json.loads(board.known[_FAILED])["message"])

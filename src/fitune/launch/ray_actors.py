@@ -31,7 +31,7 @@ class Worker(Protocol):
     """An actor of the pool."""
 
     def hello(self) -> str:
-        """Where it runs, in words."""
+        """Process and machine that it runs on, in words."""
         ...
 
     def work(self, piece: Any) -> Any:

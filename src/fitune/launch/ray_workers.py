@@ -19,7 +19,7 @@ on one that is gone."""
 
 @dataclass(slots=True)
 class WorkersEnd:
-    """How ``fit`` ended: what rank 0 returned, or the errors of the workers of the last group, by rank."""
+    """End of ``fit``: the value that rank 0 returned, or the errors of the workers of the last group, by rank."""
 
     returned: Any = None
     failures: dict[int, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def run_workers(
 
 
 def _fit(trainer: Any, end: WorkersEnd) -> None:
-    """In a thread: Ray's own handler of SIGINT would take the place of ours."""
+    """Runs ``fit`` in a thread: Ray's own handler of SIGINT would take the place of ours."""
     from ray.exceptions import RayError
     from ray.train import TrainingFailedError
 

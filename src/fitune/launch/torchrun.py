@@ -43,7 +43,7 @@ _STOPPED = {-signal.SIGTERM, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How the ranks of a node ended: an exit code, and what is to be said of the rank that caused it."""
+    """End of a node's ranks: an exit code, and what is to be said of the rank that caused it."""
 
     exit_code: int
     cause: str = ""
@@ -110,7 +110,7 @@ def run_ranks(command: RankCommand, *, directory: Path, nodes: Nodes = ONE_NODE,
 
 
 def _meeting_place(place: Place | None) -> dict[str, Any]:
-    """Where torch's agents of all nodes meet: on one machine at a port of its own; else in the store of node 0, as
+    """Meeting place of torch's agents of all nodes: on one machine a port of its own; else the store of node 0, as
     its static rendezvous does, which numbers the nodes as they were told."""
     if place is None:
         return {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
@@ -226,7 +226,7 @@ def _one_file_a_rank(directory: Path) -> Any:
 
 
 def ended(exits: dict[int, Exit], directory: Path, *, received: list[int], ranks: range) -> Ended:
-    """How a job whose ``ranks`` on this node ended so did end, after the signals that this program received.
+    """End of the job whose ``ranks`` on this node ended so, after the signals that this program received.
 
     The cause is the rank that failed first by itself: not one whose peer was gone, or that was asked to stop. The
     agent kills ranks that do not stop, but half a minute later; and it stops ranks that have just written down why

@@ -132,7 +132,7 @@ def _seconds_each(samples: Samples) -> float:
 
 
 def _least(rounds: list[Samples]) -> Samples:
-    """Of every amount the least seconds; a slow round may have tried fewer sizes."""
+    """The least seconds for every amount; a slow round may have tried fewer sizes."""
     found: dict[tuple[int, float], list[float]] = {}
     for place, (work, seconds) in itertools.chain.from_iterable(enumerate(samples) for samples in rounds):
         found.setdefault((place, work), []).append(seconds)

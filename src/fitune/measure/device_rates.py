@@ -47,7 +47,7 @@ FLOPS_PER_PAIR = 3.5 * 4 * HEADS * HEAD_SIZE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long a processor is measured."""
+    """Time and repetitions that the measuring of a processor takes."""
 
     trial_seconds: float
     trials: int

@@ -335,7 +335,7 @@ def _missing(present: set[str], targets: Targets, base: ModelSpec | Shapes) -> l
 
 
 def _tail(name: str) -> str:
-    """From the block number on: what comes before it, a ModelSpec does not know."""
+    """The name from the block number on: a ModelSpec does not know the part before it."""
     match = _IN_BLOCK.fullmatch(name)
     return f"layers.{match[1]}.{match[2]}" if match else name
 

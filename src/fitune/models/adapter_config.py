@@ -244,7 +244,7 @@ _PLAIN = re.compile(r"[\w\-.]+")
 
 
 def _ends_with(module: str, pattern: str) -> bool:
-    """As the expression of letters and dots would: a dot is any letter."""
+    """True if the name ends with the expression of letters and dots, in which a dot is any letter."""
     begin = len(module) - len(pattern)
     if begin < 0 or (begin > 0 and module[begin - 1] != "."):
         return False

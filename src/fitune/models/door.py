@@ -303,7 +303,7 @@ def whole_model(folder: Path, *, attention: str) -> PreTrainedModel:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """How the model's makers have it answer; None where they say nothing."""
+    """The generation settings of the model's makers; None where they give none."""
     if not (folder / GENERATION).is_file():
         return None
     check_generation_config(_fields(folder / GENERATION))

@@ -109,7 +109,7 @@ class HostMemory:
         return Copy(tensor=target, done=done)
 
     def adopt(self, tensor: Tensor) -> None:
-        """From now on its storage counts as the host's."""
+        """Counts the tensor's storage as the host's from now on."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._owned or size == 0:

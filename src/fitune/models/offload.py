@@ -63,7 +63,7 @@ def offload_blocks(
 
 
 def before_backward(blocks: Sequence[nn.Module], call: Callable[[int], None]) -> None:
-    """From now on ``call(index)`` when backward reaches a block: the gradient of its output is there.
+    """Calls ``call(index)``, from now on, when backward reaches a block: the gradient of its output is there.
 
     ``call(-1)`` when it leaves the first one, if anything before that is trained.
     """

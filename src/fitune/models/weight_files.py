@@ -97,7 +97,7 @@ OnBytes = Callable[[int, int], None]
 
 
 def nobody(done: int, total: int) -> None:
-    """For those who do not want to know."""
+    """Does nothing, for callers that do not show how far the reading is."""
 
 
 class _Count:
@@ -162,7 +162,7 @@ def identity(path: str) -> str:
 
 
 def base_reference(path: str) -> str:
-    """How a file names the base that it belongs to: a folder by its absolute path, a Hub id as it is."""
+    """The name by which a file refers to the base it belongs to: a folder by its absolute path, a Hub id as it is."""
     folder = Path(path).expanduser()
     return str(folder.resolve()) if folder.is_dir() else path
 

@@ -218,7 +218,7 @@ def smaller_plan(failed: Plan, recipe: Recipe, shortage: Shortage) -> Plan | Non
 
 
 def why_no_smaller(failed: Plan, shortage: Shortage) -> str:
-    """Why ``smaller_plan`` has none, in words."""
+    """Reason why ``smaller_plan`` finds no plan, in words."""
     if not adds_gradients_up(failed.tuning):
         return (
             "the micro-batch is the whole batch: gradients are used as soon as they exist and cannot be added up "

@@ -188,7 +188,7 @@ def _plan_on(recipe: Recipe, model: ModelSpec, hardware: Hardware) -> Priced | s
 
 
 def _why_not(priced: Priced, cluster: Cluster, *, fetches_model: bool) -> str:
-    """Why the plan cannot run on the cluster; empty when it can."""
+    """Reason why the plan cannot run on the cluster; empty when it can."""
     if not priced.estimate.fits:
         return f"does not fit: {memory_sum(priced.estimate)}"
     needed = disk_bytes(priced.plan, fetches_model=fetches_model)
@@ -212,7 +212,7 @@ def ranked(offers: Offers, wanted: Wanted) -> Ranking:
 
 
 def breach(offer: Stay, wanted: Wanted) -> str:
-    """Why the offer does not keep what is wanted; empty when it does."""
+    """Reason why the offer breaks the deadline or the budget; empty when it keeps them."""
     return "; ".join(filter(None, (too_late(offer, wanted), too_dear(offer, wanted))))
 
 
@@ -273,7 +273,7 @@ def order_of(offer: Stay, objective: Objective) -> tuple[float, float]:
 
 
 def too_late(offer: Stay, wanted: Wanted) -> str:
-    """Why it does not keep the deadline; empty when it does."""
+    """Reason why the offer breaks the deadline; empty when it keeps it."""
     end, deadline = offer.end_seconds, wanted.deadline_seconds
     if end is None and (wanted.objective == "soonest" or deadline is not None):
         free = f"{offer.cluster.free_nodes} of {offer.nodes} nodes are free"
@@ -284,7 +284,7 @@ def too_late(offer: Stay, wanted: Wanted) -> str:
 
 
 def too_dear(offer: Stay, wanted: Wanted) -> str:
-    """Why it does not keep the budget; empty when it does."""
+    """Reason why the offer breaks the budget; empty when it keeps it."""
     if wanted.budget is None or offer.cost is None or offer.cost <= wanted.budget:
         return ""
     return f"costs ${offer.cost:,.2f}, more than ${wanted.budget:,.2f}"

@@ -85,7 +85,7 @@ def _row(offer: Offer) -> tuple[str, ...]:
 
 
 def free_words(offer: Stay) -> str:
-    """When its nodes are free: ``now``, ``in 2 h 0 min``, ``full``."""
+    """The time at which its nodes are free: ``now``, ``in 2 h 0 min``, ``full``."""
     if offer.is_free:
         return "now"
     return "full" if offer.wait_seconds is None else f"in {format_seconds(offer.wait_seconds)}"
@@ -132,7 +132,7 @@ def _losers(ranking: Ranking) -> Iterator[str]:
 
 
 def _against(offer: Offer, best: Offer) -> str:
-    """Why ``offer`` loses to the best one, in words: its time and cost as factors, and where they come from."""
+    """Reason why ``offer`` loses to the best one, in words: its time and cost as factors, and where they come from."""
     plan, taken = offer.priced.plan, best.priced.plan
     words = []
     if method_name(plan.tuning) != method_name(taken.tuning):

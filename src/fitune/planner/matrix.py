@@ -82,7 +82,7 @@ MARKS: dict[tuple[str, ...] | None, str] = {
     ("recompute", "offload"): "b",
     None: "·",
 }
-"""What a setting needs, in one character."""
+"""Switches that a setting needs on top -> one character."""
 
 LEGEND = (
     "● fits as it is, r needs recomputed blocks, o needs weights or optimizer on the host, b needs both, "

@@ -190,7 +190,7 @@ class MethodSearch:
         return {}
 
     def _profile(self, batch: Batch, plan: Plan) -> ModelProfile:
-        """They depend on the rows of a micro-batch and on nothing else that is searched."""
+        """Profiles of the blocks, which depend on the rows of a micro-batch and on nothing else that is searched."""
         rows = batch.micro_batch_size
         if rows not in self._known_profiles:
             self._known_profiles[rows] = model_profile(plan, largest_batch(plan))
@@ -253,7 +253,7 @@ class MethodSearch:
         return self._sparing_the_host(preferred(fitting, by=self._peak))
 
     def _sparing_the_host(self, step: StepStages) -> StepStages:
-        """With activation offload, the most recomputed blocks that cost no measurable speed: theirs need not leave."""
+        """The step with the most recomputed blocks that cost no measurable speed: their activations need not leave."""
         if not step.activations_leave:
             return step
         enough = INDISTINGUISHABLE * tokens_per_second(step)

@@ -66,7 +66,7 @@ class Stay:
 
     @property
     def seconds(self) -> float:
-        """From free nodes to the end."""
+        """Seconds from free nodes to the end."""
         return sum(self.parts.values())
 
     @property
@@ -89,7 +89,7 @@ class Stay:
 
     @property
     def end_seconds(self) -> float | None:
-        """From now to the end of the job."""
+        """Seconds from now to the end of the job; None where it is not known when nodes are free."""
         return None if self.wait_seconds is None else self.wait_seconds + self.seconds
 
 

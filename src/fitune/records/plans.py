@@ -58,7 +58,7 @@ _OTHER_NAMES = {
     "o": ("o_proj",), "output_proj": ("o_proj",), "w1": _MLP[:1], "w2": _MLP[1:2], "w3": _MLP[2:],
     "c_proj": ("o_proj", "down_proj"), "lm_head": (), "embed_tokens": (),
 }  # fmt: skip
-"""What other code calls the linears -> Llama's names. Adapters of the two tables are left out: r · (V + h) each."""
+"""Names of the linears in other code -> Llama's names. Adapters of the two tables are left out: r · (V + h) each."""
 _OPTIMIZERS: dict[str, Optimizer | None] = {
     "lomo": Sgd(), "sgd.*momentum|momentum.*sgd": Sgd(momentum=0.9), "sgd": Sgd(),
     "galore|badam|adam mini|adafactor|apollo|muon|lion|lisa|4bit": None, "^$|adam": AdamW(),
@@ -186,13 +186,13 @@ def device_is_named(row: Row) -> bool:
 
 
 def device_bytes(row: Row) -> int:
-    """What its author says can be used, else what the driver reports."""
+    """Bytes of the device that its author says can be used, else those that the driver reports."""
     usable = re.search(r"(\d+(?:\.\d+)?) ?gib usable", row.words("gpu"))
     return int(float(usable.group(1)) * GIB) if usable else _gpu(row).memory_bytes
 
 
 def _gpu(row: Row) -> Gpu:
-    """By the words before any bracket. A product of two sizes: the smaller that holds what was measured."""
+    """The GPU named before any bracket. Of a product with two sizes, the smaller that holds what was measured."""
     if not device_is_named(row):
         return find_gpu("a100-80gb")
     said = str(row.facts["gpu"]).lower()

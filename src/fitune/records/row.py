@@ -51,7 +51,7 @@ class Row:
         return None if value is None else bool(value)
 
     def words(self, *keys: str) -> str:
-        """In lower case and with blanks for hyphens and underscores; "" where nothing was said."""
+        """The field in lower case, with blanks for hyphens and underscores; "" where it is empty."""
         said = (self.facts.get(key) for key in keys)
         text = " ".join(str(each) for each in said if each is not None and not isinstance(each, bool))
         return text.lower().replace("_", " ").replace("-", " ")
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def remarks(self) -> str:
-        """What the row says of this one run beside its facts."""
+        """Remarks of the row on this one run beside its facts."""
         return self.words("must_assume", "notes")
 
 
@@ -121,7 +121,7 @@ def _row(facts: Any, path: Path, line: int) -> Row:
 
 
 def _refusal(key: str, value: Any) -> str:
-    """Why ``value`` cannot be that of ``key``; "" where it can."""
+    """Reason why ``value`` cannot be that of ``key``; "" where it can."""
     if key in _COUNTS or key in _AMOUNTS:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return "is not a number"

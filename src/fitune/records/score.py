@@ -42,7 +42,7 @@ class Comparison:
 
     @property
     def memory_error(self) -> float | None:
-        """Of runs that went through: what a device shows at an out-of-memory error is no peak."""
+        """Relative error of the memory; None for an out-of-memory error, at which a device shows no peak."""
         return None if self.row.oom else _error(self.predicted_bytes, self.measured_bytes)
 
     @property
@@ -86,7 +86,7 @@ def _recorded(row: Row) -> Comparison | None:
 
 
 def _by_other_sources(one: Comparison, compared: Sequence[Comparison]) -> Comparison:
-    """With the speed that other sources' median would have given; none where there is no other on such a device."""
+    """The comparison at the speed by other sources' median; no speed where there is no other on such a device."""
     if one.predicted_speed is None or one.group == "fitune":
         return one
     ratios: dict[str, list[float]] = {}
@@ -117,7 +117,7 @@ OURS = Profile(name="fitune", names=("fitune",), counter="allocated")
 
 @cache
 def profiles() -> dict[str, Profile]:
-    """Of ``trainers.yaml``, by name; what a trainer ``is_a`` stands before it there."""
+    """Profiles of ``trainers.yaml`` by name; what a trainer ``is_a`` stands before it there."""
     text = files("fitune.records").joinpath("trainers.yaml").read_text(encoding="utf-8")
     found = {"fitune": OURS, UNKNOWN.name: UNKNOWN}
     for name, facts in yaml.safe_load(text).items():
@@ -194,7 +194,7 @@ def compare(row: Row, *, left_out: bool = False) -> Comparison:
 
 
 def _counted(row: Row, profile: Profile, memory: MemoryBreakdown, outside: int) -> float:
-    """What the row's instrument would have said: allocated or reserved bytes, or all of the device."""
+    """Bytes that the row's instrument would have shown: allocated or reserved bytes, or all of the device."""
     kind = row.words("mem_kind")
     counter = "allocated" if "alloc" in kind or "active" in kind else "reserved" if "reserved" in kind else ""
     counter = counter or ("device" if "nv" in kind else profile.counter)
@@ -219,7 +219,7 @@ class Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Of one source; of a group, ``sources`` of them, the median over their medians and the mean of their biases.
+    """Errors of a source, or of a group of ``sources``: the median of their medians and the mean of their biases.
 
     ``ok`` runs went through, ``ok_fit`` of them were said to; ``oom`` ran out of memory, ``oom_not_fit`` were said to.
     """
@@ -236,7 +236,7 @@ class Score:
 
 
 def scores_of(compared: Sequence[Comparison], *, confidence: Collection[str]) -> list[Score]:
-    """By group and source; only rows of the wanted confidence are evidence. Recorded rows of ours always are."""
+    """Scores by group and source; only rows of the wanted confidence are evidence. Recorded rows of ours always are."""
     found = []
     for group, source in dict.fromkeys((one.group, one.row.source) for one in compared):
         own = [one for one in compared if (one.group, one.row.source) == (group, source)]

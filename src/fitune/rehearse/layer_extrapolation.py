@@ -282,7 +282,7 @@ def _share_gradients(
 
 
 def _parameters(model: LanguageModel) -> Iterator[Keyed]:
-    """In the order in which training hands them to the optimizer."""
+    """Trained parameters in the order in which training hands them to the optimizer."""
     return _by_block(model, lambda module: module.named_parameters())
 
 

@@ -62,7 +62,7 @@ class Recorder(LiveTensors):
         super().enter(phase)
 
     def mark_blocks(self, blocks: Iterable[nn.Module]) -> None:
-        """From now on write down when a block begins, forward and backward: before FSDP2's hooks gather it."""
+        """Records from now on when a block begins, forward and backward: before FSDP2's hooks gather it."""
         last: nn.Module | None = None
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(self._mark("forward", index), prepend=True)

@@ -196,7 +196,7 @@ def _recording(
 
 
 def _micro_batches(plan: Plan) -> int:
-    """From the second on gradients exist, and every further one is like the second.
+    """Micro-batches to rehearse: from the second on gradients exist, and every further one is like the second.
 
     At stage 1 the last one differs again.
     """

@@ -146,7 +146,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """How far the prediction lies above what was measured, as a fraction of the measured."""
+        """Relative error: (predicted − measured) / measured."""
         if self.predicted is None or not self.measured:
             return None
         return self.predicted / self.measured - 1
@@ -186,7 +186,7 @@ def compare(
 
 
 def measure(run_report: RunReport | None, steps: Sequence[StepReport]) -> Measured:
-    """From the report where there is one, else from the steps."""
+    """Measured figures: from the report where there is one, else from the steps."""
     memory = None if run_report is None else run_report.memory
     skipped = 0 if run_report is None else run_report.steps_of_other_plan
     steps = [step for step in steps if step.step > skipped]

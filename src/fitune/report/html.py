@@ -257,7 +257,7 @@ def _prediction(run: RunFiles) -> dict[str, Any]:
 
 
 def _curve_ends(run: RunFiles) -> list[Sequence[str]]:
-    """In place of pictures: the first and the last step."""
+    """Rows for the first and the last step, in place of pictures."""
     ends = [run.steps[0], run.steps[-1]] if len(run.steps) > 1 else run.steps
     return [
         (
@@ -340,7 +340,7 @@ class Entry:
 
 
 def account(ledger: Ledger) -> list[Entry]:
-    """From what was read to what is trained on. A difference nobody named gets a line of its own."""
+    """The account of the data, from rows read to tokens trained on. An unexplained difference has a line of its own."""
     dropped = sum(ledger.dropped.values())
     other_rows = ledger.rows_kept - (ledger.rows_read - dropped)
     other_tokens = ledger.tokens_kept - (ledger.tokens_read - ledger.tokens_cut)

@@ -213,7 +213,7 @@ def _measured(runs: Runs, what: str) -> dict[str, float]:
 
 
 def _speeds(runs: Runs) -> Iterator[str]:
-    """Who was fastest; where one run's own steps differ much in speed, that the runs cannot be compared."""
+    """Sentences on the fastest run, or that speeds cannot be compared because one run's own steps differ much."""
     spreads = {name: _spread(run) for name, run in runs.items()}
     worst = max(spreads, key=lambda name: spreads[name][1] / spreads[name][0])
     slow, fast = spreads[worst]

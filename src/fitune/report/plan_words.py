@@ -221,7 +221,7 @@ def _schedule_sentence(schedule: Schedule, *, clips: bool) -> str:
 
 
 def _any_name(value: Any) -> str:
-    """For a choice that has no sentence of its own yet: its type and its settings."""
+    """Type and settings of a choice that has no sentence of its own yet."""
     fields = ", ".join(f"{field.name} {getattr(value, field.name)}" for field in dataclasses.fields(value))
     return f"{type(value).__name__}({fields})" if fields else type(value).__name__
 

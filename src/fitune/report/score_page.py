@@ -25,7 +25,7 @@ _BINS = 20
 
 @dataclass(slots=True)
 class Bars:
-    """How many rows have a value in each of _BINS parts of [low, high]; the last part holds ``high`` itself."""
+    """Number of rows with a value in each of _BINS parts of [low, high]; the last part holds ``high`` itself."""
 
     low: float = math.inf
     high: float = -math.inf
@@ -34,7 +34,7 @@ class Bars:
     """An array once there is a value."""
 
     def widen(self, values: Any) -> None:
-        """To be called with all values first."""
+        """Widens the bounds to hold the values; called with all values first."""
         if len(values):
             self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
             self.is_binary = self.is_binary and bool(((values == 0) | (values == 1)).all())
@@ -255,7 +255,7 @@ def _axis(scale: Scale) -> str:
 
 
 def histogram(bars: Bars, axis: str, *, name: str) -> str:
-    """How many rows have which value; two bars where all are 0 or 1. Raises MissingExtra without matplotlib."""
+    """Picture of the rows by value; two bars where all are 0 or 1. Raises MissingExtra without matplotlib."""
     import numpy as np
 
     def draw(axes: Axes) -> None:

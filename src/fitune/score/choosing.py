@@ -33,7 +33,7 @@ class Row:
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     def finish_reason(self, stop_ids: frozenset[int]) -> FinishReason | None:
-        """None as long as the row goes on."""
+        """Reason why the row ended; None as long as it goes on."""
         if self.is_stopped or (self.token_ids and self.token_ids[-1] in stop_ids):
             return "stop"
         return "length" if len(self.token_ids) >= self.request.sampling.max_new_tokens else None

@@ -134,7 +134,7 @@ def failed(request: Request | Continuation, code: str, error: str) -> Completion
 
 
 def refusal(request: Request, *, context: int) -> Completion | None:
-    """Why the request cannot be answered by a model with ``context`` positions, with the arithmetic; None: it can."""
+    """The failed answer, with the arithmetic, to a request longer than ``context`` positions; None if it fits."""
     prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
     if not prompt:
         return failed(request, "empty_prompt", "the prompt has no tokens")

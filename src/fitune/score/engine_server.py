@@ -113,7 +113,7 @@ class ServerEngine:
             return failed(request, "server_failed", f"{spoiled}, {self.tries} times")
 
     def _weigh(self, asked: Continuation) -> Likelihood:
-        """By the prompt's own log-probabilities (``echo``), which vLLM gives and most providers do not."""
+        """The likelihood from the prompt's log-probabilities (``echo``), which vLLM gives and most providers do not."""
         ids = (*asked.prompt_ids, *asked.token_ids)
         try:
             body = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1, "echo": True}

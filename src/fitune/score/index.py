@@ -79,7 +79,7 @@ class Index:
         self._db.executemany("INSERT INTO rows VALUES (?, ?, ?)", rows)
 
     def index_rows(self) -> None:
-        """To be called when all rows are in, and their ids are known to be unique."""
+        """Builds the index of the rows; called when all are in, and their ids are known to be unique."""
         self._db.execute("CREATE UNIQUE INDEX rows_of_id ON rows (id)")
 
     def add_lines(self, lines: Iterable[tuple[str, str, int, int, int]]) -> None:
@@ -87,7 +87,7 @@ class Index:
         self._db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?)", lines)
 
     def choose_best(self) -> None:
-        """Of several lines of one id an answer counts before an error, then the later one."""
+        """Chooses one of several lines of an id: an answer before an error, then the later one."""
         self._db.executescript("DROP TABLE IF EXISTS best; DROP INDEX IF EXISTS lines_of_id;" + _BEST)
 
     def count_rows(self) -> int:
@@ -113,11 +113,11 @@ class Index:
         return list(self._db.execute(text, (limit,)))
 
     def lost(self, limit: int) -> tuple[int, list[str]]:
-        """How many ids have a line but no row, and the first of them."""
+        """Number of ids that have a line but no row, and the first of them."""
         return self._some("best LEFT JOIN rows USING (id) WHERE rows.id IS NULL", limit)
 
     def changed(self, limit: int) -> tuple[int, list[str]]:
-        """How many ids have a line for another content, and the first of them."""
+        """Number of ids that have a line for another content, and the first of them."""
         return self._some("best JOIN rows USING (id) WHERE best.content != rows.content", limit)
 
     def count_pending(self) -> int:

@@ -1,4 +1,4 @@
-"""How sure a mean is.
+"""Confidence intervals of means.
 
 Intervals are percentile bootstraps (Efron 1979) of 95 %. Rows with equal values are alike, so a resample is one draw
 of a multinomial over the distinct values: the same distribution as drawing rows. Beyond some thousand distinct values

@@ -143,7 +143,7 @@ class _Others:
         self._file: Any = None
 
     def text(self, id_: str) -> str | None:
-        """None where that scoring has no such row, or no answer to it."""
+        """The other scoring's answer to a row; None where it has no such row, or no answer to it."""
         if self._starts is None:
             self._file = open_regular(self._path, follow_links=False)
             self._starts = {}

@@ -60,7 +60,7 @@ def check_engine(plan: ScorePlan) -> None:
 
 
 def why_merged_first(config: AdapterConfig) -> str:
-    """Why vLLM would answer wrongly with the adapter, or not at all; empty when it takes it."""
+    """Reasons why vLLM would answer wrongly with the adapter, or not at all; empty when it takes it."""
     from fitune.score.engine_vllm import LORA_RANKS, rounded_rank
 
     reasons = (

@@ -61,7 +61,7 @@ def compare(
 
 
 def _pair(name: str, row: dict[str, Any], before: dict[str, Any]) -> Pair | None:
-    """None where one of the two has no grade."""
+    """The two grades of a row; None where one of the two has no grade."""
     mine, their = row["grades"][name], before["grades"].get(name)
     if mine is None or their is None:
         return None

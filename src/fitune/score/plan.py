@@ -27,7 +27,7 @@ class ScorePlan:
     devices: int = 1
     """GPUs of this node over which vLLM divides the weights."""
     url: str = ""
-    """Of a server, without /completions."""
+    """URL of a server, without /completions."""
     dtype: str = ""
     """Precision in which the answers are computed, where it is not that of this machine's device."""
     served_model: str = ""

@@ -177,7 +177,7 @@ def _shards_in(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """How pending rows become tasks: of answers to be written, or of given ones to be weighed."""
+    """Makes tasks of pending rows: of answers to be written, or of given ones to be weighed."""
 
     questions: Callable[[Iterator[int]], Iterator[Question]]
     """The rows of these numbers."""

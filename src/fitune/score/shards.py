@@ -38,7 +38,7 @@ OF_THE_ROW = ("prompt_too_long", "empty_prompt", "bad_row")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What the manifest says of one shard."""
+    """Entry of one shard in the manifest."""
 
     number: int
     ids: tuple[str, ...]

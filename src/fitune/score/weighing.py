@@ -52,7 +52,7 @@ def _examples(question: Question) -> list[Example]:
 
 
 def _answer_start(supervised: Sequence[bool]) -> int:
-    """Where the last answer begins; of a plain text, all of which is learned, the second token."""
+    """Index of the last answer's first token; of a plain text, all of which is learned, the second token."""
     start = len(supervised)
     while start and supervised[start - 1]:
         start -= 1
@@ -80,7 +80,7 @@ def _task(
 
 
 def _shared(rows: Sequence[Sequence[int]]) -> int:
-    """How many ids all rows begin with; of one row all."""
+    """Number of ids that all rows begin with; of one row all."""
     columns = zip(*rows, strict=False)
     return next((place for place, ids in enumerate(columns) if len(set(ids)) > 1), min(map(len, rows)))
 

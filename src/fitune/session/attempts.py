@@ -57,7 +57,7 @@ def next_attempt(failed: Attempt, recipe: Recipe, error: OutOfMemory, *, had: Co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankShortage:
-    """Why one rank of several stopped: the others wait for it in vain, so the job ends and its launcher decides."""
+    """One rank of several ran out of memory: the others wait for it in vain, so the job ends and its launcher decides."""
 
     message: str
     shortage: Shortage | None
@@ -87,7 +87,7 @@ def _newest_step(plan: Plan) -> int:
 def _next(
     attempt: Attempt, plan: Plan, error: OutOfMemory, shortage: Shortage, *, has_saved: bool
 ) -> Attempt:
-    """From the last checkpoint of this run, else from where the failed attempt began."""
+    """The next attempt, from the last checkpoint of this run, else from where the failed attempt began."""
     elsewhere = isinstance(attempt.resume, str) and not attempt.overwrite
     resume = attempt.resume if elsewhere and not has_saved else True
     retry = Retry(

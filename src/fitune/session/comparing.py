@@ -1,4 +1,4 @@
-"""The same recipe trained by several methods, on the same data and seed, and laid side by side."""
+"""Trains one recipe by several methods, on the same data and seed, and sets the results side by side."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lomo": {"tuning": "lomo"},
     "adalomo": {"tuning": "adalomo"},
 }
-"""What each name sets in the recipe."""
+"""Name of a method -> settings of the recipe."""
 
 
 def compare_methods(
@@ -141,7 +141,7 @@ def _train(
 def _scored(
     recipe: Recipe, method: MethodRun, data: str, directory: Path, *, overwrite: bool, tell: Tell
 ) -> tuple[MethodRun, bool]:
-    """With its grades, and whether scoring failed: the run is worth showing without."""
+    """The run with its grades, and True if scoring failed: the run is worth showing without."""
     if not data or method.run is None or method.run.run is None or not method.run.run.exported:
         return method, False
     model, adapter = model_and_adapter(Path(method.run.run.exported), base=recipe.model)

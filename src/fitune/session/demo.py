@@ -111,7 +111,7 @@ def _divided(files: DemoFiles, tell: Tell) -> Outcome:
 
 
 def _same_losses(files: DemoFiles) -> str:
-    """How far the losses of one process and of two are apart, over all steps."""
+    """The largest difference between the losses of one process and of two, in words."""
     one, two = (
         [step.loss for step in read_metrics(recipe.with_suffix("") / "metrics.jsonl")]
         for recipe in (files.full_recipe, files.divided_recipe)

@@ -1,4 +1,4 @@
-"""What is on this machine: devices, memory, measured rates, libraries."""
+"""Examination of this machine: devices, memory, measured rates, libraries."""
 
 import importlib.metadata
 import importlib.util

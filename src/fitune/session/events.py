@@ -1,4 +1,4 @@
-"""What happens on the way, as values: a caller is told each and shows what it likes; ``str`` gives the words."""
+"""Events of a run as values: a caller is told each and shows what it likes; ``str`` gives the words."""
 
 import textwrap
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class DataRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What is predicted for the batches of this data, before the first step."""
+    """Prediction for the batches of this data, before the first step."""
 
     prediction: Prediction
     plan: Plan
@@ -141,7 +141,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was trained is saved, and every weight was read back and compared."""
+    """An export is written, and every weight was read back and compared."""
 
     title: str
     path: Path

@@ -65,7 +65,7 @@ def fleet_of(request: FleetRequest) -> Fleet:
 
 
 def wanted_of(request: FleetRequest, objective: str = "fastest") -> Wanted:
-    """Its wishes; ``objective`` where none is typed. Raises RecipeError."""
+    """Deadline, budget and objective of the request; ``objective`` where none is typed. Raises RecipeError."""
     return Wanted(
         objective=_objective(request.objective or objective),
         deadline_seconds=_seconds(request.deadline),

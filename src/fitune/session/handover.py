@@ -81,6 +81,6 @@ def _read(found: _Handover, *, where: str) -> tuple[Attempt, Recipe]:
 
 
 def program_again(directory: Path) -> list[str]:
-    """As this program was begun: from its script, or with -m."""
+    """The words that start this program again: its script, or with -m."""
     begun = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
     return [sys.executable, *begun, COMMAND, str(directory)]

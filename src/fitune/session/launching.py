@@ -33,7 +33,7 @@ _DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow|txt)(\.(gz|
 
 
 def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those of the recipe, and those of the job without their ``job.``."""
+    """Settings of the recipe, and settings of the job without their ``job.``."""
     of_job = [each.strip().removeprefix(JOB) for each in settings if each.strip().startswith(JOB)]
     return [each for each in settings if not each.strip().startswith(JOB)], of_job
 

@@ -132,7 +132,7 @@ def _kubectl(cluster: Cluster, *words: str) -> dict[str, Any]:
 
 
 def _answer(cluster: Cluster, command: list[str]) -> str:
-    """What the command prints. Raises HardwareError where it is missing, fails or takes too long."""
+    """Output of the command. Raises HardwareError where it is missing, fails or takes too long."""
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL

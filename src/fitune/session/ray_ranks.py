@@ -38,7 +38,7 @@ _OWNER_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """How this rank's part of the run ended."""
+    """End of this rank's part of the run."""
 
     status: str
     """``complete``, ``interrupted`` or ``failed``."""
@@ -50,7 +50,7 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What every worker is told."""
+    """Orders for every worker."""
 
     attempts: dict[int, str]
     """By the number of workers."""
@@ -190,7 +190,7 @@ def _desk_teller(desk: Any) -> Tell:
 
 
 class Talker:
-    """What this rank says to Ray and hears from it, in a thread beside the steps. It is one of the run's sinks.
+    """Talks with Ray for this rank, in a thread beside the steps. It is one of the run's sinks.
 
     A report to Ray is a barrier of all ranks, and Ray takes one at each of its looks: every two seconds all report
     their last step. The same thread asks for a notice that a node will be taken away.

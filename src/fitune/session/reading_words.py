@@ -1,4 +1,4 @@
-"""How far the reading of data is, in words, and how often it is worth showing."""
+"""Progress of the reading of data in words, and how often to show it."""
 
 from collections.abc import Callable
 

@@ -37,7 +37,7 @@ Result: TypeAlias = (
 
 
 def text_of(result: Result) -> str:
-    """What the command prints for ``result``, without a newline at the end."""
+    """The text that the command prints for ``result``, without a newline at the end."""
     if isinstance(result, PlanReport):
         return explain_plan(result)
     from fitune.planner.alternatives import explain_alternative, explain_largest

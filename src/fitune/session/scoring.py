@@ -161,5 +161,5 @@ def compare_scores(directory: Path, other: Path) -> str:
 
 
 def model_and_adapter(exported: Path, *, base: str) -> tuple[str, str]:
-    """What ``score_dataset`` is told of an export: a model and "", or ``base`` and an adapter on it."""
+    """Model and adapter of an export for ``score_dataset``: a model and "", or ``base`` and an adapter on it."""
     return (base, str(exported)) if (exported / CONFIG).is_file() else (str(exported), "")

@@ -142,7 +142,7 @@ def leave_terminal() -> None:
 
 
 def _say(text: str) -> None:
-    """To standard error without Python's buffers: the signal may have come in the middle of a print.
+    """Writes to standard error without Python's buffers: the signal may have come in the middle of a print.
 
     A rank is silent: its launcher says it, and stops it with a signal when another rank failed.
     """

@@ -10,7 +10,7 @@ WIDTH = 80
 
 
 class StepPace:
-    """How long the rest will take, from the mean of the last steps. The first is left out: it warms up.
+    """Estimates how long the rest will take, from the mean of the last steps. The first is left out: it warms up.
 
     Beside it the highest peak so far, for what is said of a step.
     """

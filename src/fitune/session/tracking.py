@@ -44,7 +44,7 @@ def tracked(plan: Plan, *, tell: Tell, ranks: Ranks) -> Iterator[Sequence[Sink]]
 
 
 def end_of(directory: Path) -> End:
-    """How the run in ``directory`` ended, predicted beside measured, and the files that say more."""
+    """End of the run in ``directory`` for trackers: predicted beside measured, and the files that say more."""
     try:
         files = read_run(directory)
     except FituneError:

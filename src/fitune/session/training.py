@@ -174,7 +174,7 @@ def _run_or_report(
     sinks: Sequence[Sink],
     ranks: Ranks,
 ) -> RunReport | Attempt:
-    """How the attempt ended, or the one to try after it; a run that fails has its page, too."""
+    """The report of the attempt, or the attempt to try after it; a run that fails has its page, too."""
     had = last_saved(Path(attempt.plan.run.output_dir))
     try:
         try:
@@ -243,7 +243,7 @@ def run_once(
 
 
 def predict_run(report: PlanReport, loader: Loader, *, after: int = 0) -> Prediction:
-    """What is predicted for the batches this run will really see, and what else was considered.
+    """Prediction for the batches this run will really see, with the alternatives considered.
 
     The plan was made for the largest batch its settings allow; the heaviest of this data is known before it runs.
     ``after``: steps that were done under another plan.

@@ -86,7 +86,7 @@ class Stage:
     backward: int
     again: int = 0
     incoming: int = 0
-    """Of ``again`` the gradient that waits, which a first forward does not have."""
+    """Bytes, among ``again``, of the gradient that waits, which a first forward does not have."""
     gradients: int = 0
     largest_gradient: int = 0
 
@@ -117,7 +117,7 @@ class Attention:
     heads: int
     head_size: int
     flops_per_pair: float
-    """Of all heads, forward and backward, for each pair of a query and a key."""
+    """FLOPs of all heads, forward and backward, for each pair of a query and a key."""
     over: Literal["rows", "written rows", "written stream"]
     """Fused kernels compute half of each row's square; written scores are the whole, of each row or of the stream."""
 
@@ -151,7 +151,7 @@ class TracedMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProfile:
-    """Of one micro-batch. Every architecture, and every way of training a block, is one of these values."""
+    """Bytes and work of a block for one micro-batch: every architecture and way of training is one such value."""
 
     stages: tuple[Stage, ...]
     """In the order they run; backward visits them in reverse. Empty for a traced block."""

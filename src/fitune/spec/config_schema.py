@@ -14,7 +14,7 @@ from fitune.errors import ModelError
 from fitune.spec.traits import ACTIVATIONS, WITH_WEIGHTS
 
 _MOST = 1_000_000_000
-"""Of anything a config counts: positions reach ten millions, and arithmetic with what lies beyond never ends."""
+"""Largest count in a config: positions reach ten millions, and arithmetic with what lies beyond never ends."""
 _MOST_LAYERS = 10_000
 _SHOWN = 200
 """Characters of a value in an error message."""
@@ -49,7 +49,7 @@ class ConfigFields:
         return default
 
     def optional_count(self, name: str) -> int:
-        """Like ``count``, 0 when the field is absent."""
+        """A whole number as by ``count``, 0 when the field is absent."""
         return self.count(name) if self.values.get(name) is not None else 0
 
     def share(self, name: str, *, default: float = 0.0) -> float:

@@ -1,4 +1,4 @@
-"""How people spell the names of devices, devices by their figures alone, and hardware made of them."""
+"""Spellings of the names of devices, devices by their figures alone, and hardware made of them."""
 
 import re
 from dataclasses import dataclass, replace
@@ -96,7 +96,7 @@ def _figures(device: Elsewhere, gb: int | None) -> list[str]:
 
 
 def _like(device: Elsewhere) -> str:
-    """How to plan for a CUDA GPU with the figures of ``device``."""
+    """Settings that plan for a CUDA GPU with the figures of ``device``, in words."""
     return (
         f"a CUDA GPU of its size: --gpu-memory {device.advertised_gb}GiB --gpu-flops {device.flops:.4g} "
         f"--gpu-bandwidth {device.bandwidth / 1e9:g}GB/s"

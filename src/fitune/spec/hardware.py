@@ -94,7 +94,7 @@ class Calibration:
     """From one small operation of a model's blocks to the next in forward, modules and Python included."""
     backward_launch_seconds: float
     forward_start_seconds: float = 0.0
-    """Of a pass before and after the blocks: masks, positions, Python."""
+    """Seconds of a pass before and after the blocks: masks, positions, Python."""
     heads: tuple[HeadTime, ...] = ()
     """A processor's, used instead of ``attention``: two head sizes, the small one first, each with rising tokens."""
     logits: tuple[LogitTime, ...] = ()
@@ -204,10 +204,10 @@ class Hardware:
     cpu_cores: int = 0
     nvme_bytes: int = 0
     nvme_bandwidth: float = 0.0
-    """Of a node's disk, bytes/s, read or write; 0 when not known."""
+    """Bytes/s of a node's disk, read or write; 0 when not known."""
     internode_bandwidth: float = 0.0
     calibration: Calibration | None = None
-    """What the device was measured to do; without it, its datasheet counts."""
+    """Measured rates of the device; without them, its datasheet counts."""
 
     @property
     def rates(self) -> str:

@@ -13,7 +13,7 @@ System = Literal["kuberay", "kubernetes", "slurm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """What each of ``nodes`` gives to the job. One pod or task a node, one process a GPU."""
+    """Resources that each of ``nodes`` gives to the job. One pod or task a node, one process a GPU."""
 
     gpu: str
     """Canonical name; ``cpu`` for the processor."""
@@ -64,7 +64,7 @@ class Limits:
     grace_seconds: int
     """From the request to stop to the kill: longer than a step and a save."""
     deadline_seconds: int = 0
-    """Of the whole job, its retries included."""
+    """Seconds of the whole job, its retries included."""
     start_seconds: int = 0
     """To wait for its nodes."""
     keep_seconds: int = 3600

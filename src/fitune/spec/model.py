@@ -31,7 +31,7 @@ class Linear:
 
     @property
     def short_name(self) -> str:
-        """What LoRA targets are mostly named by: ``q_proj``."""
+        """Last part of the name, as LoRA targets are mostly given: ``q_proj``."""
         return self.name.rsplit(".", 1)[-1]
 
     def is_target(self, targets: Collection[str]) -> bool:
@@ -146,7 +146,7 @@ class ModelSpec:
     has_liger_kernels: bool = False
     """Liger's RMSNorm, rotary positions and, but for mixtures of experts, gated MLP compute what its modules do."""
     blocks_name: str = "model.layers"
-    """What stands before the number of a block in transformers' names."""
+    """Prefix of a block's number in transformers' names."""
     dropout: Dropout = NO_DROPOUT
     activation: str = "silu"
     """Activation function of the MLP, by a name of spec/traits.py."""
@@ -209,13 +209,13 @@ class ModelSpec:
 
     @property
     def adaptable_names(self) -> tuple[str, ...]:
-        """What ``all-linear`` means: the last parts of the names LoRA can wrap, in order."""
+        """Names that ``all-linear`` stands for: the last parts of those that LoRA can wrap, in order."""
         return tuple(dict.fromkeys(m.short_name for m in self.linears if m.adaptable))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """What the matrices of a block are made of."""
+    """Widths of the matrices of a block."""
 
     hidden: int
     intermediate: int

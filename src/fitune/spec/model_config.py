@@ -278,7 +278,7 @@ def known_model_names() -> tuple[str, ...]:
 
 
 def names_with_formulas() -> tuple[str, ...]:
-    """Those of architectures that need no tracing."""
+    """Known names of models whose architecture needs no tracing."""
     models = {model.name: model for model in _index().values()}
     return tuple(name for name, model in models.items() if model.config["model_type"] in FAMILIES)
 

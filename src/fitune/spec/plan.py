@@ -203,7 +203,7 @@ class DataPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracking:
-    """Where the trackers of ``report_to`` put the run; empty: as the tracker's own environment variables say."""
+    """Place of the run in the trackers of ``report_to``; empty: as the tracker's own environment variables say."""
 
     run_name: str = ""
     """Empty: the name of output_dir."""
@@ -280,7 +280,7 @@ class Plan:
 
     @property
     def goes_back_twice(self) -> bool:
-        """Where gradients are used in backward: whether a first one only measures, to clip by norm or to see whether
+        """True if gradients are used in backward and a first backward only measures, to clip by norm or to see whether
         fp16 overflows."""
         clip = clip_in_backward(self.tuning)
         if clip is None:

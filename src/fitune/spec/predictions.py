@@ -33,7 +33,7 @@ class MemoryBreakdown:
     phases: dict[Phase, dict[str, int]]
     outside: dict[str, int] = field(default_factory=dict)
     reclaimable: int = 0
-    """What torch's cache holds beyond the peak for streams that share nothing, until memory would run out."""
+    """Bytes that torch's cache holds beyond the peak for streams that share nothing, until memory would run out."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -75,19 +75,19 @@ class Estimate:
     """Device memory that may be filled: total less what the driver and the reserve keep."""
     time: StepTime
     tokens_per_second: float
-    """Of all devices together."""
+    """Tokens/s of all devices together."""
     host: dict[str, int] = field(default_factory=dict)
     """Bytes of a node's own memory by term; empty on a CPU."""
     usable_host_bytes: int = 0
-    """Of a node's memory; 0 when its size is not known or nothing leaves the device."""
+    """Bytes of a node's memory; 0 when its size is not known or nothing leaves the device."""
     nvme_bytes: int = 0
     """On each node."""
     usable_nvme_bytes: int = 0
-    """Of a node's NVMe; 0 when its size is not known or nothing goes there."""
+    """Bytes of a node's NVMe; 0 when its size is not known or nothing goes there."""
     checkpoint_bytes: int = 0
     """One checkpoint on disk, over all devices; 0 in estimates made before it was counted."""
     communication_bytes: int = 0
-    """What one device sends in one optimizer step."""
+    """Bytes that one device sends in one optimizer step."""
 
     @property
     def peak_bytes(self) -> int:
@@ -118,7 +118,7 @@ class Rehearsal:
     outside: dict[str, int] = field(default_factory=dict)
     """Bytes that are in no tensor, as the estimate has them: a trace cannot see them."""
     reserved_bytes: int
-    """What torch's caching allocator would reserve for the tensors."""
+    """Bytes that torch's caching allocator would reserve for the tensors."""
     layers_traced: int
     """Blocks that were traced; what the others do was repeated."""
 

@@ -119,7 +119,7 @@ class Nf4(Quantiser):
         return (256 * 4 + 4 * copies) if self.double_quant else 0
 
     def misfit(self, rows: int, columns: int, *, copies: int = 1) -> str | None:
-        """In a stack no scale may be of two matrices."""
+        """Reason why a stack cannot be packed: no scale may be of two matrices."""
         if copies == 1 or rows * columns % self.block == 0:
             return None
         return f"{rows} × {columns} weights in a stack, which leaves a rest in blocks of {self.block}"

@@ -17,7 +17,7 @@ LAUNCHER = "FITUNE_LAUNCHER"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankError:
-    """Why a rank ended."""
+    """Reason why a rank ended."""
 
     kind: str
     message: str
@@ -31,7 +31,7 @@ class RankError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """What a rank did when it last looked at itself."""
+    """State of a rank when it last looked at itself."""
 
     rank: int
     pid: int = field(default_factory=os.getpid)

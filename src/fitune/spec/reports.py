@@ -157,7 +157,7 @@ class Ledger:
     tokens_supervised: int
     longest_row: int
     formats: tuple[str, ...]
-    """What each source was read as."""
+    """Format that each source was read as."""
     packs: int = 0
     """Packs the kept rows were put into; 0 without packing."""
 

@@ -259,7 +259,7 @@ LOGS = "rank-logs"
 
 
 SHORTAGE = f"{LOGS}/out-of-memory.json"
-"""What a rank knew when its memory ran out, for the launcher to choose the next attempt."""
+"""File with the facts of a rank whose memory ran out, for the launcher to choose the next attempt."""
 
 
 def log_of(rank: int) -> str:

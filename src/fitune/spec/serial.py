@@ -53,7 +53,7 @@ def read_json(file: Path, *, largest_bytes: int = CONFIG_BYTES, follow_links: bo
 
 
 def parse_object(data: bytes | str) -> dict[str, Any]:
-    """Like ``parse_json`` for what must be an object."""
+    """The object that a JSON text holds, as by ``parse_json``."""
     value = parse_json(data)
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, found {type(value).__name__}")

@@ -118,7 +118,7 @@ _TABLES: dict[str, Table] = {
     "embed_tokens": "embed_tokens", "wte": "embed_tokens", "word_embeddings": "embed_tokens",
     "embed": "embed_tokens", "embeddings": "embed_tokens", "lm_head": "lm_head", "head": "lm_head",
 }  # fmt: skip
-"""What models and people call the two tables -> Llama's names."""
+"""Names that models and people give the two tables -> Llama's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

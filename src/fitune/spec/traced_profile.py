@@ -1,4 +1,4 @@
-"""What tracing found out about a model's blocks, as numbers that any plan can be estimated from without torch.
+"""Findings of tracing about a model's blocks, as numbers that any plan can be estimated from without torch.
 
 Every size is a polynomial in the tokens of a micro-batch, so one trace stands for all lengths of rows.
 """

@@ -23,7 +23,7 @@ _tracer: ContextVar[Tracer | None] = ContextVar("_tracer", default=None)
 
 
 def trace_with(tracer: Tracer | None) -> None:
-    """From now on ``tracer`` is asked for what no cache has; None: nobody."""
+    """Has ``tracer`` asked, from now on, for what no cache has; None: nobody."""
     _tracer.set(tracer)
 
 

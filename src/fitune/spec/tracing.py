@@ -45,7 +45,7 @@ _NOT_OF_SHAPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """What the bytes of blocks depend on beside tokens: how they are trained, and by which kernels."""
+    """Facts that the bytes of blocks depend on beside tokens: how they are trained, and by which kernels."""
 
     plan: Plan
     """With everything else set to one value."""
@@ -197,7 +197,7 @@ T = TypeVar("T")
 
 
 def _stored(kind: type[T], file: Path) -> T | None:
-    """None where there is no file, or an unreadable one: it is made again."""
+    """The stored value; None where there is no file, or an unreadable one: it is made again."""
     try:
         return from_json(kind, file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -95,7 +95,7 @@ _LIGER_PRODUCTS = ("silu", "swish", "gelu_pytorch_tanh")
 
 
 def flash_refused_by_device(gpu: Gpu) -> str | None:
-    """Why FlashAttention does not run on this device, or None."""
+    """Reason why FlashAttention does not run on this device, or None."""
     if gpu.is_cpu:
         return "FlashAttention runs on GPUs"
     if not gpu.has_flash_attention:
@@ -107,7 +107,7 @@ def flash_refused_by_device(gpu: Gpu) -> str | None:
 
 
 def flash_refused_by_model(model: ModelSpec, gpu: Gpu) -> str | None:
-    """Why the FlashAttention kernel cannot compute this model's attention on ``gpu``, which has it, or None."""
+    """Reason why the FlashAttention kernel cannot compute this model's attention on ``gpu``, which has it, or None."""
     if model.masks_whole_stream:
         return f"the attention of {model.name} takes a mask over the whole stream, which the kernel does not"
     if model.caps_scores:
@@ -128,7 +128,7 @@ def flash_refused_by_model(model: ModelSpec, gpu: Gpu) -> str | None:
 
 
 def liger_refused_by_device(gpu: Gpu) -> str | None:
-    """Why Liger's kernels do not run on this device, or None."""
+    """Reason why Liger's kernels do not run on this device, or None."""
     if gpu.capability >= _TRITON:
         return None
     where = "a CPU" if gpu.is_cpu else f"{gpu.name} ({capability_words(gpu)})"
@@ -136,7 +136,7 @@ def liger_refused_by_device(gpu: Gpu) -> str | None:
 
 
 def liger_refused_by_model(model: ModelSpec) -> str | None:
-    """Why Liger's kernels do not fit this model, or None."""
+    """Reason why Liger's kernels do not fit this model, or None."""
     if model.is_traced:
         return (
             f"Liger's kernels are fitted to modules that fitune knows, and it only traces {model.model_type}"

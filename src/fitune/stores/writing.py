@@ -199,8 +199,8 @@ class Store:
         return filesystem, inner.rstrip("/")
 
     def _open_in_folder(self, name: str) -> tuple[Any, str]:
-        """As ``_open``, the folder of ``name`` being there. Stores of objects have none, and theirs would make a
-        bucket."""
+        """File system and path as by ``_open``, once the folder of ``name`` is there. Stores of objects have none, and
+        making one there would make a bucket."""
         filesystem, inner = self._open(name)
         if self._shared is None:
             with self._making:

@@ -226,7 +226,7 @@ class Feed:
                     )
 
     def _attempt(self) -> None:
-        """From the beginning to the end in one process. Raises TrackerFailed, OSError."""
+        """Tells one process all, from the beginning to the end. Raises TrackerFailed, OSError."""
         self._process = process = TrackerProcess(self._state.tracker, self._row, self._directory)
         try:
             beginning = replace(

@@ -141,7 +141,7 @@ def to_line(report: StepReport) -> bytes:
 
 
 def _difference(found: bytes, saved: bytes, step: int) -> str:
-    """How the lines of ``found`` up to ``step`` differ from those that were saved, in words."""
+    """Difference, in words, between the lines of ``found`` up to ``step`` and those that were saved."""
     steps, unreadable = _steps_in(found)
     expected, _ = _steps_in(saved)
     earlier = Counter(number for number in steps if number <= step)

@@ -49,7 +49,7 @@ KILLED = End(status="interrupted", figures={})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Where a tracker has the run."""
+    """Place of the run in a tracker."""
 
     run_id: str
     link: str = ""

@@ -59,7 +59,7 @@ def write_tracked(directory: Path, tracked: tuple[Tracked, ...]) -> None:
 
 
 def log_of(directory: Path, tracker: str) -> Path:
-    """Where the library of ``tracker`` writes its words."""
+    """File into which the library of ``tracker`` writes its words."""
     return directory / FOLDER / f"{tracker}.log"
 
 

@@ -40,7 +40,7 @@ def require_trained(directory: Path, steps: Sequence[StepReport]) -> None:
 
 
 def find_source(directory: Path, plan: Plan, report: RunReport | None, *, step: int) -> Source:
-    """Where the weights after ``step``, the last one, are.
+    """The place of the weights after ``step``, the last one.
 
     An export that the report does not speak for counts only when it is younger than the last step: it may be of an
     earlier end of a run that was made longer. Raises CheckpointError when there is none.

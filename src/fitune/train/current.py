@@ -28,7 +28,7 @@ from fitune.train.uploading import Uploads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
-    """What the caller is told and asked while the run goes on."""
+    """Functions by which the caller is told and asked while the run goes on."""
 
     on_data: Callable[[PreparedData, Loader, int], None]
     """Once the data is read and before the model is: what every batch will hold is known from here on. The number is

@@ -56,7 +56,7 @@ _LOCKS = (LOCK, LAUNCH_LOCK)
 
 
 def _inputs(plan: Plan) -> Iterator[tuple[str, Path]]:
-    """What the plan reads from this disk; Hub ids and URLs name no such path."""
+    """Paths that the plan reads from this disk; Hub ids and URLs name no such path."""
     named = [("model", plan.model_path)]
     named += [("data", source.path.rpartition("#")[0] or source.path) for source in plan.data.sources]
     named += [

@@ -116,7 +116,7 @@ def compare_samples(
 
 
 def _answers_before(directory: Path, wanted: int) -> list[str]:
-    """What the untrained model said. A run resumed elsewhere, or with more samples, was never asked all of them.
+    """Answers of the untrained model. A run resumed elsewhere, or with more samples, was never asked all of them.
 
     The file stays: a finished run may be made longer.
     """
@@ -132,6 +132,6 @@ _NOT_ASKED = "(not asked: the run was resumed from elsewhere)"
 
 
 def _prompt(conversation: Conversation) -> str:
-    """What was said before the answer; the role is named where it is not the user's."""
+    """The messages before the answer as text; the role is named where it is not the user's."""
     lines = [m.text if m.role == "user" else f"[{m.role}] {m.text}" for m in conversation.messages[:-1]]
     return "\n".join(lines)

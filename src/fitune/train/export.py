@@ -144,7 +144,7 @@ def _figures(plan: Plan, report: RunReport, kind: str) -> Iterator[str]:
 
 
 def _added_tokens(plan: Plan, kind: str) -> Iterator[str]:
-    """What somebody who loads it without fitune has to know."""
+    """Lines for whoever loads the export without fitune."""
     if plan.added_tokens:
         tokens, rows = ", ".join(f"`{token}`" for token in plan.added_tokens), plan.model.vocab_size
         first = f"; before PEFT loads it: `base.resize_token_embeddings({rows})`" if kind == "adapter" else ""
@@ -177,7 +177,7 @@ def _optimizer(plan: Plan) -> str:
 
 
 def _recipe(plan: Plan) -> Iterator[str]:
-    """As the run directory has it; a run that was started from Python has none."""
+    """Lines of the recipe as the run directory has it; a run that was started from Python has none."""
     file = Path(plan.run.output_dir) / "recipe.yaml"
     if file.is_file():
         yield f"\n## Recipe\n\n```yaml\n{read_text(file, follow_links=False).rstrip()}\n```"

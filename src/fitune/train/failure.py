@@ -30,7 +30,7 @@ TRACEBACK = "traceback.txt"
 
 @dataclass(slots=True)
 class Whereabouts:
-    """What a run is doing at this moment."""
+    """Activity of a run at this moment."""
 
     doing: str = "starting"
     step: int = 0
@@ -125,7 +125,7 @@ def _smaller(plan: Plan) -> str:
 
 
 def _going_on(plan: Plan) -> str:
-    """What --resume would do, when there is anything to go on from."""
+    """Words on what --resume would do; empty where there is nothing to go on from."""
     saved = last_saved(Path(plan.run.output_dir))
     return f"; --resume goes on from step-{saved.step}" if saved else ""
 
@@ -135,7 +135,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def shortage_of(error: BaseException, where: Whereabouts, *, meter: MemoryMeter) -> Shortage:
-    """What is known while the tensors of the step that failed are still there."""
+    """Facts of the shortage, taken while the tensors of the step that failed are still there."""
     asked = asked_bytes(str(error))
     if meter.kind == "cuda allocated" and isinstance(error, torch.OutOfMemoryError):
         device = torch.device("cuda", 0)
@@ -165,7 +165,7 @@ _UNITS = {"bytes": 1, "kib": KIB, "mib": MIB, "gib": GIB}
 
 
 def asked_bytes(message: str) -> int:
-    """Of the allocation that failed, as torch's allocators say it; 0 when the message does not."""
+    """Bytes of the allocation that failed, as torch's allocators say it; 0 when the message does not."""
     found = _ASKED.search(message)
     return 0 if found is None else round(float(found[1]) * _UNITS[(found[2] or "bytes").lower()])
 

@@ -1,4 +1,4 @@
-"""What a rank tells the others outside their collectives: that it lives, why it ended, and who keeps them waiting.
+"""Messages of a rank to the others outside their collectives: that it lives, why it ended, and who keeps them waiting.
 
 Each rank has a file of its status in ``rank-logs/``. A thread keeps it up to date and watches over the steps: where
 nothing moves for FITUNE_STALL_SECONDS, every rank writes down its stacks, and the job ends with the name of the rank

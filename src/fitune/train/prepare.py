@@ -92,7 +92,7 @@ def prepare(plan: Plan, *, ranks: Ranks = ALONE, on_bytes: OnBytes = nobody) -> 
 
 
 def _kept_rows(plan: Plan, mesh: "DeviceMesh | None") -> "KeptRows | None":
-    """Where a rank keeps its rows while it reads; None where all of a weight is needed before it is divided.
+    """The place for a rank's rows while it reads; None where all of a weight is needed before it is divided.
 
     New tokens begin as the mean of the table's rows, DoRA as the norms of the weights.
     """
@@ -121,7 +121,7 @@ def prepare_loaded(
     mesh: "DeviceMesh | None" = None,
     rows: "KeptRows | None" = None,
 ) -> Prepared:
-    """The same for a model that is already in memory, in the plan's compute dtype, packed or not.
+    """Changes a model that is already in memory as ``prepare`` does: it is in the plan's compute dtype, packed or not.
 
     ``device``: where it is trained, when that is not where it is.
     ``mesh``: the ranks that a sharded plan is divided over; ``rows``: this rank's of the weights that ``model`` has
@@ -285,7 +285,7 @@ def _by_deepspeed(plan: Plan, parts: LanguageModel) -> Prepared:
 def engine_for(
     plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter], *, host: HostMemory | None = None
 ) -> Engine:
-    """What turns the loss of ``model`` into new weights of ``trained``; ``host`` is where an offloaded optimizer is."""
+    """The engine that turns the loss of ``model`` into new ``trained`` weights; ``host`` holds an offloaded optimizer."""
     clip = clip_in_backward(plan.tuning)
     if clip is not None:
         return InBackwardEngine(

@@ -1,4 +1,4 @@
-"""Where a run begins, and how it goes on as if it had never stopped."""
+"""The start of a run: from its first step, or from a checkpoint as if it had never stopped."""
 
 import math
 from dataclasses import dataclass, replace
@@ -76,14 +76,14 @@ class Start:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What people are told before the run goes on."""
+        """Notes for people before the run goes on."""
         if not self.differences:
             return self.warnings
         return (*self.warnings, f"going on under other settings\n{difference_table(list(self.differences))}")
 
 
 def nobody_told(_note: str) -> None:
-    """For callers that tell nobody."""
+    """Does nothing, for callers that tell nobody."""
 
 
 def where_to_start(

@@ -178,7 +178,7 @@ def _read_data(
 
 
 def _begin(directory: Path, files: Mapping[str, str]) -> None:
-    """From here on the directory is this run's; what an earlier attempt said about its end holds no longer."""
+    """Makes the directory this run's; what an earlier attempt said about its end holds no longer."""
     for name in ("report.json", "report.html", TRACEBACK):
         (directory / name).unlink(missing_ok=True)
     for name, text in files.items():
@@ -203,7 +203,7 @@ def _restart(log: MetricsLog, start: Start, on_note: Callable[[str], None]) -> N
 
 
 def _train_and_report(current: Run, start: Start) -> RunReport:
-    """Whatever happens from here on, report.json is written and the sinks are closed."""
+    """Trains; report.json is written and the sinks are closed whatever happens."""
     report: RunReport | None = None
     try:
         stopped = _train(current, start)
@@ -326,7 +326,7 @@ def _evaluated(current: Run, report: StepReport) -> tuple[StepReport, bool]:
 
 
 def _is_save_due(current: Run, report: StepReport, *, is_best: bool) -> bool:
-    """As often as the plan says, at the end so that the run may be made longer, and whenever it was never better."""
+    """True as often as the plan says, at the end, so that the run may be made longer, and at the best evaluation."""
     run = current.plan.run
     due = _is_due(current, report, every=run.save_every, per_epoch=run.saves_per_epoch)
     return run.saves and (due or report.step == report.total_steps or is_best)

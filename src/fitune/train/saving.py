@@ -127,7 +127,7 @@ def saving(current: Run) -> Iterator[Saver]:
 
 
 def _captured(current: Run, report: StepReport) -> Share:
-    """What this rank writes."""
+    """The share that this rank writes."""
     facts = Facts(
         plan=current.plan,
         rows=current.data.train.fingerprint,
@@ -145,7 +145,7 @@ def _captured(current: Run, report: StepReport) -> Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told:
-    """How the writing of one rank went."""
+    """Outcome of one rank's writing."""
 
     bytes: int
     written: Written | None = None

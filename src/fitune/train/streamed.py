@@ -56,8 +56,8 @@ def model_on_meta(plan: Plan, trained: Mapping[str, Tensor]) -> LanguageModel | 
 
 
 def stored_weights(plan: Plan, source: Source) -> Mapping[str, Tensor] | None:
-    """What a run trained, read from ``source`` tensor by tensor, where its devices could not hold the model whole and
-    a second copy of it; None where they could: then the export is verified by its answers, too."""
+    """The weights that a run trained, read from ``source`` tensor by tensor, where its devices could not hold the model
+    and a second copy of it; None where they could: then the export is verified by its answers, too."""
     if not isinstance(plan.sharding, Zero) or source.kind == "full" or _fits_twice(plan):
         return None
     if source.kind == "checkpoint":

@@ -1,4 +1,4 @@
-"""What several processes do together before the first step and after the last: compare, and gather the model."""
+"""Work that several processes do together before the first step and after the last: compare, and gather the model."""
 
 import platform
 import socket
@@ -121,7 +121,7 @@ class Gathered(Mapping[str, Tensor]):
         return len(self._trained)
 
     def follow(self) -> None:
-        """What the other ranks do. Raises RankFailed when the first one fails before it has asked for all."""
+        """Does the part of the other ranks. Raises RankFailed when the first one fails before it has asked for all."""
         for tensor in self._trained.values():
             self._ranks.from_first(_go_on)
             whole_tensor(tensor)
