@@ -155,7 +155,7 @@ class Largest:
 
 
 def largest(recipe: Recipe, quantity: str, *, model: ModelSpec, hardware: Hardware) -> tuple[Largest, ...]:
-    """The largest ``quantity`` that fits for every method the recipe leaves open, by bisection: bytes only grow with it.
+    """The largest ``quantity`` that fits, by method that the recipe leaves open, by bisection: bytes only grow with it.
 
     Rows are tried in steps of 64 up to the model's longest, micro-batches without accumulation, models from the
     table of known ones. Weights and optimizer stay on the device unless the recipe says

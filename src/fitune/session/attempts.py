@@ -57,7 +57,7 @@ def next_attempt(failed: Attempt, recipe: Recipe, error: OutOfMemory, *, had: Co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankShortage:
-    """One rank of several ran out of memory: the others wait for it in vain, so the job ends and its launcher decides."""
+    """One rank of several ran out of memory: the others wait in vain, so the job ends and its launcher decides."""
 
     message: str
     shortage: Shortage | None

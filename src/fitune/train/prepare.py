@@ -285,7 +285,7 @@ def _by_deepspeed(plan: Plan, parts: LanguageModel) -> Prepared:
 def engine_for(
     plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter], *, host: HostMemory | None = None
 ) -> Engine:
-    """The engine that turns the loss of ``model`` into new ``trained`` weights; ``host`` holds an offloaded optimizer."""
+    """The engine that turns losses of ``model`` into new ``trained`` weights; ``host`` holds an offloaded optimizer."""
     clip = clip_in_backward(plan.tuning)
     if clip is not None:
         return InBackwardEngine(
