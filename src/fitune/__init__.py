@@ -23,15 +23,17 @@ if TYPE_CHECKING:
 
     from fitune.session.events import Event, Exported
     from fitune.session.keywords import PathLike, RecipeKeys, RecipeLike
+    from fitune.session.lm_eval_words import TaskScores
     from fitune.session.rehearsing import Rehearsed
     from fitune.session.reported import Reported
     from fitune.session.results import Result
+    from fitune.session.score_words import Paths
     from fitune.spec.predictions import PlanReport
     from fitune.spec.reports import RunReport, ScoreReport
     from fitune.train.export import Kind
 
 __version__ = "0.1.0"
-__all__ = ["FituneError", "explain", "export", "plan", "rehearse", "report", "score", "train"]
+__all__ = ["FituneError", "explain", "export", "plan", "rehearse", "report", "score", "score_tasks", "train"]
 
 keep_out_hub_kernels()  # before any room imports a library that would fetch them
 # PEFT asks transformers for a property by its old name; that warning is not for our users.
@@ -95,7 +97,7 @@ def train(
 
 @system_failures()
 def score(
-    model: "PathLike", data: "PathLike", out: "PathLike", *, adapter: "PathLike" = "",
+    model: "PathLike", data: "Paths", out: "PathLike", *, adapter: "PathLike" = "",
     columns: Mapping[str, str] | None = None, graders: Sequence[str] = (), max_new_tokens: int = 256,
     temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, batch_size: int = 16,
     chat_template: "PathLike" = "", id_column: str = "", engine: str = "", url: str = "",
@@ -104,6 +106,7 @@ def score(
 ) -> "ScoreReport":  # fmt: skip
     """Answer a dataset with a model and grade the answers; answers.jsonl and grades.jsonl are written into ``out``.
 
+    ``data`` may be several files, folders or Hub ids: their rows are answered in their order, as if they were one.
     ``engine`` is transformers, server (at ``url``) or vllm; left out, the fastest on GPUs with vLLM, else transformers.
     ``columns`` maps system, prompt and completion to columns.
     Rows without an answer are graded 0 and count as failed.
@@ -112,10 +115,31 @@ def score(
 
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     return score_dataset(
-        model=str(model), data=str(data), out=Path(out), adapter=str(adapter), columns=columns, graders=graders,
+        model=str(model), data=data, out=Path(out), adapter=str(adapter), columns=columns, graders=graders,
         sampling=sampling, batch_size=batch_size, chat_template=str(chat_template), id_column=id_column,
         engine=engine, url=url, served_model=served_model, allow_https=allow_https,
         allow_private_addresses=allow_private_addresses, tell=_told(progress),
+    )  # fmt: skip
+
+
+@system_failures()
+def score_tasks(
+    model: "PathLike", tasks: str | Sequence[str], out: "PathLike", *, tasks_folder: "PathLike | None" = None,
+    shots: int | None = None, limit: int | None = None, adapter: "PathLike" = "", batch_size: int = 16,
+    seed: int = 0, chat_template: "PathLike" = "", engine: str = "", url: str = "", served_model: str = "",
+    progress: "Callable[[Event], object] | None" = None,
+) -> "TaskScores":  # fmt: skip
+    """Run tasks of lm-evaluation-harness; its results and the samples of each task are written into ``out``.
+
+    ``shots``: solved examples in a prompt, None: as many as the task says. ``limit``: the first rows of each task.
+    ``chat_template``: empty: prompts are plain texts; "own": chats, by the tokenizer's template; else a Jinja file.
+    """
+    from fitune.session.lm_eval import score_tasks as run
+
+    return run(
+        model=str(model), tasks=tasks, out=Path(out), tasks_folder=None if tasks_folder is None else Path(tasks_folder),
+        shots=shots, limit=limit, adapter=str(adapter), batch_size=batch_size, seed=seed,
+        chat_template=str(chat_template), engine=engine, url=url, served_model=served_model, tell=_told(progress),
     )  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp
     data = DataSource(path=str(tmp_path / "rows.jsonl"))
     prompts = [
         list(task.prompt_ids)
-        for task in to_tasks(list(read_questions(data)), template=tiny.template, sampling=Sampling())
+        for task in to_tasks(list(read_questions([data])), template=tiny.template, sampling=Sampling())
     ]
     is_healthy = False
 
@@ -166,7 +166,7 @@ def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp
 
     with serving(reply) as (url, bodies):
         plan = ScorePlan(
-            model=str(tiny.folder), data=data, output_dir=str(tmp_path / "out"), engine="server", url=url,
+            model=str(tiny.folder), sources=(data,), output_dir=str(tmp_path / "out"), engine="server", url=url,
             served_model="m",
         )  # fmt: skip
         first = score(plan, say=lambda line: None)
@@ -184,8 +184,8 @@ def test_a_server_that_tells_nothing_of_a_prompt_is_refused_before_the_first_row
     rows.write_text('{"question": "q", "choices": ["x", "y"], "answer": 1}\n' * 3)
     with serving(lambda body, before: said("x")) as (url, bodies):
         plan = ScorePlan(
-            model=str(tiny.folder), data=DataSource(path=str(rows)), output_dir=str(tmp_path / "out"), engine="server",
-            url=url, graders=("choice", "perplexity"),
+            model=str(tiny.folder), sources=(DataSource(path=str(rows)),), output_dir=str(tmp_path / "out"),
+            engine="server", url=url, graders=("choice", "perplexity"),
         )  # fmt: skip
         with pytest.raises(
             ScoringFailed, match="cannot weigh given answers, which grader choice, perplexity needs"

@@ -55,7 +55,7 @@ def plan(tiny, tmp_path: Path) -> ScorePlan:
     rows = [{"id": f"r{n}", "prompt": f"item {n}", "completion": f"lamp {n}"} for n in range(ROWS)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ScorePlan(
-        model=str(tiny.folder), data=DataSource(path=str(data)), output_dir=str(tmp_path / "out"),
+        model=str(tiny.folder), sources=(DataSource(path=str(data)),), output_dir=str(tmp_path / "out"),
         sampling=Sampling(max_new_tokens=6), batch_size=2, shard_rows=2,
     )  # fmt: skip
 

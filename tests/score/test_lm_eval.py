@@ -196,6 +196,7 @@ def test_what_cannot_be_evaluated_is_refused(
     index = ours.TaskManager(include_path=str(folder), include_defaults=False)
     # lm-eval's own 14,000 files, where an unknown name is looked for, take ten seconds to read
     monkeypatch.setattr(ours, "TaskManager", lambda **_: index)
+    monkeypatch.setattr("fitune.spec.hub.answers", lambda url: False)
     with pytest.raises(error) as refused:
         score_tasks(
             model=str(model_folder), tasks=tasks, out=tmp_path / "out", tell=_nobody,

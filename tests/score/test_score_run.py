@@ -44,7 +44,7 @@ def plan_for(model: Path, data: DataSource, out: Path) -> ScorePlan:
     """Answers are written eight rows at a time."""
     sampling = Sampling(max_new_tokens=8)
     return ScorePlan(
-        model=str(model), data=data, output_dir=str(out), sampling=sampling, batch_size=1, shard_rows=8
+        model=str(model), sources=(data,), output_dir=str(out), sampling=sampling, batch_size=1, shard_rows=8
     )
 
 
@@ -120,7 +120,7 @@ def test_the_report_is_the_mean_of_the_grades(plan: ScorePlan) -> None:
 
 def test_right_answers_score_one_and_wrong_ones_nothing(finished: ScorePlan, tmp_path: Path) -> None:
     said = [line["response"]["body"]["choices"][0]["message"]["content"] for line in lines(answers(finished))]
-    rows = [json.loads(line) for line in Path(finished.data.path).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(finished.sources[0].path).read_text().splitlines()]
     right = [
         row | {"completion": text if text.strip() else "blank"} for row, text in zip(rows, said, strict=True)
     ]
@@ -129,7 +129,7 @@ def test_right_answers_score_one_and_wrong_ones_nothing(finished: ScorePlan, tmp
     share = (len(spoken) - 1) / ROWS
     path = tmp_path / "right.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in right))
-    again = replace(finished, data=DataSource(path=str(path)), output_dir=str(tmp_path / "again"))
+    again = replace(finished, sources=(DataSource(path=str(path)),), output_dir=str(tmp_path / "again"))
     report = quietly(replace(again, graders=("exact_match", "contains")))
     assert report.grades["exact_match"] == pytest.approx(share) == report.grades["contains"]
     assert 0.3 < share < 1
@@ -265,7 +265,7 @@ def test_a_finished_run_changes_nothing_when_started_again(plan: ScorePlan) -> N
 
 def test_data_that_grew_is_answered_where_it_grew(finished: ScorePlan) -> None:
     before = answers(finished).read_bytes()
-    write_data(Path(finished.data.path), count=ROWS + 3)
+    write_data(Path(finished.sources[0].path), count=ROWS + 3)
     seen: list[int] = []
     assert quietly(finished, progress=lambda done, total: seen.append(done)).answered == ROWS + 3
     assert seen == [ROWS, ROWS + 1, ROWS + 2, ROWS + 3]
@@ -285,7 +285,7 @@ def test_other_settings_are_refused_in_the_same_directory(
 ) -> None:
     before = answers(finished).read_bytes()
     if "data" in change:
-        change = {"data": DataSource(path=str(write_data(tmp_path / change["data"])))}
+        change = {"sources": (DataSource(path=str(write_data(tmp_path / change["data"]))),)}
     with pytest.raises(RunDirectoryError, match=f"other settings:\n  {named}: ") as caught:
         quietly(replace(finished, **change))
     assert "8" in caught.value.message or "rows.jsonl" in caught.value.message
@@ -311,12 +311,12 @@ def test_another_model_of_the_same_name_is_refused(finished: ScorePlan, tiny, tm
 
 
 def test_a_changed_or_missing_row_is_refused_by_its_id(finished: ScorePlan) -> None:
-    write_data(Path(finished.data.path), changed="Tell me something else.")
+    write_data(Path(finished.sources[0].path), changed="Tell me something else.")
     with pytest.raises(
         RunDirectoryError, match="1 rows answered there have another prompt or reference now: train-0004"
     ):
         quietly(finished)
-    write_data(Path(finished.data.path), count=ROWS - 1)
+    write_data(Path(finished.sources[0].path), count=ROWS - 1)
     with pytest.raises(
         RunDirectoryError, match="1 rows answered there are no longer in the data: train-0020"
     ):
@@ -355,7 +355,7 @@ def test_an_engine_that_fails_on_a_row_fails_for_it_alone_and_the_next_run_asks_
 def test_rows_that_cannot_be_asked_carry_an_error_and_the_others_an_answer(plan: ScorePlan) -> None:
     good = {"prompt": "Where?", "completion": "Oslo"}
     rows = [good, good | {"prompt": ""}, good | {"prompt": "half \ud800"}, good]
-    Path(plan.data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = quietly(plan)
     assert (report.answered, report.failed) == (2, 2)
     written = [line["error"] and line["error"]["message"] for line in lines(answers(plan))]
@@ -373,7 +373,7 @@ def test_lines_of_openais_batch_input_are_answered_with_their_own_sampling(plan:
         }  # fmt: skip
 
     rows = [line(1), line(2, max_tokens=3), line(3, max_tokens=10**9), line(4, logit_bias={"1": 2})]
-    Path(plan.data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = quietly(plan)
     assert (report.answered, report.failed, report.grades) == (2, 2, {})
     found = lines(answers(plan))
@@ -397,7 +397,7 @@ def test_the_parquet_file_holds_what_the_lines_say(finished: ScorePlan) -> None:
 
 
 def test_a_prompt_that_is_too_long_fails_alone(plan: ScorePlan) -> None:
-    write_data(Path(plan.data.path), changed="very " * 300 + "long")
+    write_data(Path(plan.sources[0].path), changed="very " * 300 + "long")
     report = quietly(plan)
     assert (report.answered, report.failed) == (ROWS - 1, 1)
     line = lines(answers(plan))[3]
@@ -413,7 +413,7 @@ def test_a_prompt_that_is_too_long_fails_alone(plan: ScorePlan) -> None:
 
 def test_bad_ids_and_bad_graders_stop_everything_before_the_weights_are_read(plan: ScorePlan, tiny) -> None:
     rows = [{"id": "a", "prompt": "p", "completion": "c"}] * 2
-    Path(plan.data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     weights = tiny.folder / "model.safetensors"
     hidden = weights.rename(weights.with_suffix(".hidden"))
     try:

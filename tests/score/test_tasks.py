@@ -19,10 +19,10 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> DataSource:
     return DataSource(path=str(path))
 
 
-def checked(source: DataSource, id_column: str = "") -> list[Question]:
-    with open_index(Path(source.path).parent) as index:
-        index_input(source, index, id_column=id_column)
-    return list(read_questions(source, id_column=id_column))
+def checked(*sources: DataSource, id_column: str = "") -> list[Question]:
+    with open_index(Path(sources[0].path).parent) as index:
+        index_input(sources, index, id_column=id_column)
+    return list(read_questions(sources, id_column=id_column))
 
 
 def row(number: int, **more: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def test_prompt_ids_are_the_beginning_of_the_training_ids(tiny, tmp_path: Path) 
 def test_ids_come_from_a_column(tiny, tmp_path: Path, column: str) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [row(1, **{column: "b"}), row(2, **{column: 7})])
     wanted = "key" if column == "key" else ""
-    tasks = checked(source, wanted)
+    tasks = checked(source, id_column=wanted)
     assert [task.id for task in tasks] == ["b", "7"]
     assert [task.expected for task in tasks] == ["answer 1", "answer 2"]
 

@@ -26,7 +26,7 @@ def data(tmp_path: Path) -> DataSource:
 
 def plan_for(model: Path, data: DataSource, out: Path, adapter: Path | None = None) -> ScorePlan:
     return ScorePlan(
-        model=str(model), data=data, output_dir=str(out), adapter=str(adapter or ""),
+        model=str(model), sources=(data,), output_dir=str(out), adapter=str(adapter or ""),
         sampling=Sampling(max_new_tokens=2),
     )  # fmt: skip
 
@@ -107,7 +107,7 @@ def test_fields_of_no_format_name_their_row(tiny, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n{"left": "a", "right": "b"}\n')
     with pytest.raises(DataError, match=r"rows.jsonl:2: format auto"):
-        list(read_questions(DataSource(path=str(rows))))
+        list(read_questions([DataSource(path=str(rows))]))
 
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows(

@@ -83,7 +83,7 @@ def plan(tiny, tmp_path: Path) -> ScorePlan:
         for q, c, a in zip(QUESTIONS * 4, CHOICES * 4, RIGHT * 4, strict=True)
     ]
     return ScorePlan(
-        model=str(tiny.folder), data=write_rows(tmp_path / "rows.jsonl", rows), output_dir=str(tmp_path / "out"),
+        model=str(tiny.folder), sources=(write_rows(tmp_path / "rows.jsonl", rows),), output_dir=str(tmp_path / "out"),
         graders=("choice", "choice_norm", "choice_norm_tokens", "perplexity", "byte_perplexity", "loglikelihood"),
         batch_size=2, shard_rows=5,
     )  # fmt: skip
@@ -186,7 +186,9 @@ def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perpl
     assert "the first row has choices" in told[0]
     rows = [{"text": "item: lamp | city: Oslo"}, {"text": "item: lamp"}, {"text": "item " * 300}]
     texts = write_rows(tmp_path / "texts.jsonl", rows)
-    report = quietly(replace(plan, data=texts, graders=("perplexity",), output_dir=str(tmp_path / "texts")))
+    report = quietly(
+        replace(plan, sources=(texts,), graders=("perplexity",), output_dir=str(tmp_path / "texts"))
+    )
     assert (report.answered, report.failed, report.ungraded) == (2, 1, {"perplexity": 1})
     (paired,) = compare(tmp_path / "texts", tmp_path / "texts")
     assert (paired.rows, paired.difference, paired.scale) == (2, 0.0, "perplexity")
@@ -201,7 +203,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_weighed(
         quietly(replace(plan, graders=("choice", "number")))
     data = write_rows(tmp_path / "plain.jsonl", [{"question": "q", "answer": "a"}])
     with pytest.raises(RecipeError, match="choice: 1 rows of .* have no choices"):
-        quietly(replace(plan, data=data, graders=("choice",)))
+        quietly(replace(plan, sources=(data,), graders=("choice",)))
 
 
 @pytest.mark.parametrize(("rows", "tokens", "prompts"), [(2, 1_000, 1), (2, 1_000, 2), (120, 20, 120)])

@@ -19,7 +19,7 @@ from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe import Recipe, SourceRecipe
 from fitune.spec.reports import StepReport
 
-FUNCTIONS = ("plan", "rehearse", "train", "score", "export", "report")
+FUNCTIONS = ("plan", "rehearse", "train", "score", "score_tasks", "export", "report")
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def test_an_adapter_with_new_tokens_is_scored(make_plan: MakePlan, thoughts: Pat
     adapter = run(plan, callbacks=callbacks()).exported
     report = score(
         ScorePlan(
-            model=plan.model_path, adapter=str(adapter), data=DataSource(path=str(thoughts), sample=3),
+            model=plan.model_path, adapter=str(adapter), sources=(DataSource(path=str(thoughts), sample=3),),
             output_dir=str(tmp_path / "scores"), sampling=Sampling(max_new_tokens=4),
         ),
         say=lambda line: None,

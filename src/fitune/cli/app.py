@@ -303,7 +303,9 @@ def compare(
 def score(
     context: typer.Context,
     model: Annotated[str, Option(help="Model folder or Hub id.")],
-    data: Annotated[str, Option(help="Questions with reference answers: a file, folder or Hub id.")] = "",
+    data: Annotated[
+        list[str] | None, Option(help="Questions with references: a file, folder or Hub id; repeatable.")
+    ] = None,
     lm_eval: Annotated[str, Option(metavar="TASKS", help="Tasks of lm-evaluation-harness, not --data.")] = "",
     lm_eval_tasks: Annotated[Path | None, Option(metavar="FOLDER", help="Such tasks of your own.")] = None,
     shots: Annotated[int | None, Option(help="With --lm-eval: solved examples in a prompt.")] = None,
@@ -355,8 +357,10 @@ def score(
         from fitune.session.score_plan import plan_scoring, score_on_fleet
         from fitune.session.score_words import score_words
 
-        asked = (model, data, adapter, columns, max_new_tokens, batch_size, engine, id_column)
-        words = score_words(*asked, allow_https, allow_private_addresses, graders=grader or ())
+        words = score_words(
+            model, data, adapter, columns, max_new_tokens, batch_size, engine, id_column, graders=grader or (),
+            allow_https=allow_https, allow_private_addresses=allow_private_addresses,
+        )  # fmt: skip
         if request:
             return _show(score_on_fleet(words, request, gpu=gpu), json=json)
         return _show(plan_scoring(words, gpu=gpu, gpus=gpus), json=json)

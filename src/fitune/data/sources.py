@@ -107,13 +107,28 @@ def _hub_version(place: HubDataset) -> str:
 
 
 @contextmanager
-def _asking_the_hub(place: HubDataset) -> Iterator[Any]:
-    """The library, while the Hub is asked no longer than a try takes. Raises DataError in place of its errors."""
+def datasets_of_hub() -> Iterator[str]:
+    """Inside, the library datasets looks into its cache alone where the Hub is off or does not answer.
+
+    Yields why it is not asked, for an error message; empty when it is.
+    """
     import datasets  # before the Hub is tried: the library remembers whether the Hub was off when it was imported
 
     was_offline = datasets.config.HF_HUB_OFFLINE
     with no_waiting_for_the_hub() as unreachable:
         datasets.config.HF_HUB_OFFLINE = was_offline or bool(unreachable)
+        try:
+            yield unreachable
+        finally:
+            datasets.config.HF_HUB_OFFLINE = was_offline
+
+
+@contextmanager
+def _asking_the_hub(place: HubDataset) -> Iterator[Any]:
+    """The library, while the Hub is asked no longer than a try takes. Raises DataError in place of its errors."""
+    import datasets
+
+    with datasets_of_hub() as unreachable:
         try:
             yield datasets
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -123,8 +138,6 @@ def _asking_the_hub(place: HubDataset) -> Iterator[Any]:
                 f"{place.name}: no such file here, and the Hub gives no such dataset: {cause}",
                 hint="check the path; owner/name:configuration names one of several configurations",
             ) from None
-        finally:
-            datasets.config.HF_HUB_OFFLINE = was_offline
 
 
 def _good_rows(

@@ -6,6 +6,7 @@ The fingerprint is of engine, model, adapter, template, data and sampling: equal
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def manifest(
     model: str,
     adapter: str,
     template: str,
-    data: DataSource,
+    sources: Sequence[DataSource],
     sampling: Sampling | None,
     dtype: str,
 ) -> dict[str, Any]:
@@ -147,7 +148,9 @@ def manifest(
         "model": identity(model),
         "adapter": identity(adapter),
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],
-        "data": f"{Path(data.path).name}, split {data.split}, sample {data.sample}",
+        "data": "; ".join(
+            f"{Path(source.path).name}, split {source.split}, sample {source.sample}" for source in sources
+        ),
         "dtype": dtype,
         "sampling": dataclasses.asdict(sampling) if sampling else "none: given answers are weighed",
     }

@@ -20,6 +20,8 @@ from typing import Any
 
 from fitune.data.formats import Columns
 from fitune.data.rows import BadRow, Row, require_characters
+from fitune.data.sources import read_rows
+from fitune.spec.plan import DataSource
 
 CHOICES_ROLE = "choices"
 """The column mapping's word for the column that holds the choices."""
@@ -54,6 +56,12 @@ class _Fields:
 def has_choices(row: Row, columns: Columns = ()) -> bool:
     """True for a row in one of the layouts above."""
     return _fields(row, columns) is not None
+
+
+def first_row_has_choices(sources: Sequence[DataSource]) -> bool:
+    """True where the first row of all sources has choices: then they are weighed, and nothing is written."""
+    first = next(iter(read_rows(sources[0])), None)
+    return first is not None and has_choices(first, sources[0].columns)
 
 
 def read_choices(row: Row, columns: Columns = ()) -> Chosen:

@@ -20,7 +20,6 @@ from fitune.score.plan import ScorePlan
 from fitune.score.shards import OF_THE_ROW
 from fitune.score.tasks import Answer, Question, Task, to_tasks
 from fitune.spec.model_config import load_model_spec
-from fitune.spec.plan import DataSource
 
 _NO_REFERENCE = "(none is known)"
 
@@ -115,9 +114,8 @@ def _both_ways(first: float, second: float) -> float:
 
 def _plan_of(judge: Judge) -> ScorePlan:
     return ScorePlan(
-        model=judge.model, adapter=judge.adapter, data=DataSource(path=""), output_dir="",
-        engine=engine_named(judge.engine), url=judge.url, served_model=judge.served_model,
-        chat_template=judge.chat_template, batch_size=judge.batch_size,
+        model=judge.model, adapter=judge.adapter, output_dir="", engine=engine_named(judge.engine), url=judge.url,
+        served_model=judge.served_model, chat_template=judge.chat_template, batch_size=judge.batch_size,
         sampling=Sampling(
             temperature=judge.temperature, top_p=judge.top_p, max_new_tokens=judge.max_new_tokens, seed=judge.seed
         ),

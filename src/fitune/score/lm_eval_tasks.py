@@ -8,7 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lm_eval.api.registry import metric_registry
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
+from fitune.data.sources import datasets_of_hub
 from fitune.errors import DataError, FituneError, RecipeError, ScoringFailed, did_you_mean
 from fitune.score.lm_eval import EngineLM
 
@@ -24,6 +25,9 @@ _RESAMPLES = 1_000
 """For the standard error of a metric that has no formula for it."""
 _PYTHON_SEED, _OTHER_SEED = 0, 1234
 """lm-eval's own, by which tasks choose their solved examples: the prompts are those of everybody else."""
+
+_FILE_READERS = {"json", "csv", "parquet", "text", "arrow", "xml"}
+"""Values of dataset_path with which datasets reads files of this machine and asks nobody."""
 
 Loaded = dict[str, dict[str, Any]]
 """Tasks, groups and the names under each group."""
@@ -38,15 +42,16 @@ def load_tasks(
     data cannot be read.
     """
     manager = _manager(names, folder)
-    for name in names:
-        for config in _configs(name, manager.task_index):
-            _refuse_code(config)
+    configs = [config for name in names for config in _configs(name, manager.task_index)]
+    for config in configs:
+        _refuse_code(config)
+    is_local = all(config.get("dataset_path") in _FILE_READERS for config in configs)
     random.seed(_PYTHON_SEED)
     np.random.seed(_OTHER_SEED)
     loaded: Loaded = {"tasks": {}, "groups": {}, "group_map": {}}
-    with _told(say):
+    with _told(say), nullcontext("") if is_local else datasets_of_hub() as unreachable:
         for name in names:
-            for kind, found in _load(manager, name).items():
+            for kind, found in _load(manager, name, unreachable).items():
                 loaded[kind].update(found)
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
@@ -133,12 +138,13 @@ def _refuse_code(config: dict[str, Any]) -> None:
             )
 
 
-def _load(manager: TaskManager, name: str) -> dict[str, Any]:
+def _load(manager: TaskManager, name: str, unreachable: str) -> dict[str, Any]:
     try:
         return dict(manager.load([name]))
     except Exception as error:  # of datasets, of the network, of the task's own functions
+        cause = f"{_words(error)}; {unreachable}" if unreachable else _words(error)
         raise DataError(
-            f"--lm-eval {name}: the task or its data cannot be read: {_words(error)}",
+            f"--lm-eval {name}: the task or its data cannot be read: {cause}",
             hint="data that is not in the Hugging Face cache needs the network; a task of your own may name local "
             "files (docs/scoring.md)",
         ) from error

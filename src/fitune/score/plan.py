@@ -1,5 +1,6 @@
 """All settings of a scoring."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fitune.score.engine import EngineName, Sampling
@@ -11,8 +12,8 @@ class ScorePlan:
     """Model, tasks and output folder of a scoring. ``graders`` empty: chosen by the references."""
 
     model: str
-    data: DataSource
     output_dir: str
+    sources: tuple[DataSource, ...] = ()
     adapter: str = ""
     merged: str = ""
     """Folder of the adapter merged into the model, for an engine that cannot take it as it is."""
@@ -32,3 +33,8 @@ class ScorePlan:
     """Precision in which the answers are computed, where it is not that of this machine's device."""
     served_model: str = ""
     """The name under which the server knows the model; empty: ``model``."""
+
+
+def names_of(sources: Sequence[DataSource]) -> str:
+    """The paths of the sources, for people."""
+    return ", ".join(source.path for source in sources)

@@ -1,10 +1,8 @@
 """The first pass over the input: every row is numbered and hashed, ids are checked, before anything is computed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from fitune.data.sources import read_rows
 from fitune.errors import DataError
-from fitune.score.choices import has_choices
 from fitune.score.graders import References
 from fitune.score.index import Index
 from fitune.score.tasks import Question, id_column_of, read_questions
@@ -15,41 +13,33 @@ _SHOWN = 5
 
 
 def index_input(
-    source: DataSource, index: Index, *, id_column: str = "", weighed: bool = False
+    sources: Sequence[DataSource], index: Index, *, id_column: str = "", weighed: bool = False
 ) -> References:
-    """Put every row of ``source`` into ``index``; returns facts of the references.
+    """Put every row of the sources into ``index``; returns facts of the references.
 
-    Raises DataError when ids are missing or appear twice, listing the first ones; when a line is no row; and when there
-    is no row at all.
+    Raises DataError when ids are missing or appear twice, listing the first ones, and what ``read_questions`` raises.
     """
     references = References()
 
     def rows() -> Iterator[tuple[int, str, str]]:
-        for number, question in enumerate(read_questions(source, id_column=id_column, weighed=weighed), 1):
+        for number, question in enumerate(read_questions(sources, id_column=id_column, weighed=weighed), 1):
             if not question.problem:
                 references.add(question.expected, has_choices=bool(question.choices))
             yield number, question.id, question.content
 
     index.add_rows(rows())
-    if not index.count_rows():
-        raise DataError(f"{source.path}: no rows to answer")
-    _refuse_missing(source, index, id_column)
-    _refuse_repeated(source, index, id_column)
+    _refuse_missing(sources, index, id_column)
+    _refuse_repeated(sources, index, id_column)
     index.index_rows()
     return references
 
 
-def first_row_has_choices(source: DataSource) -> bool:
-    first = next(iter(read_rows(source)), None)
-    return first is not None and has_choices(first, source.columns)
-
-
 def read_numbered(
-    source: DataSource, numbers: Iterator[int], *, id_column: str = "", weighed: bool = False
+    sources: Sequence[DataSource], numbers: Iterator[int], *, id_column: str = "", weighed: bool = False
 ) -> Iterator[Question]:
     """The rows of these numbers, which come in ascending order."""
     wanted = next(numbers, 0)
-    for number, question in enumerate(read_questions(source, id_column=id_column, weighed=weighed), 1):
+    for number, question in enumerate(read_questions(sources, id_column=id_column, weighed=weighed), 1):
         if not wanted:
             return
         if number == wanted:
@@ -57,34 +47,34 @@ def read_numbered(
             wanted = next(numbers, 0)
 
 
-def _refuse_missing(source: DataSource, index: Index, id_column: str) -> None:
+def _refuse_missing(sources: Sequence[DataSource], index: Index, id_column: str) -> None:
     if count := index.count_missing():
-        places = _places(source, index.missing(_SHOWN), id_column)
+        places = _places(sources, index.missing(_SHOWN), id_column)
         raise DataError(
-            f"{count} of {index.count_rows()} rows have no id in column {id_column_of(source, id_column)!r}: "
+            f"{count} of {index.count_rows()} rows have no id in column {id_column_of(sources, id_column)!r}: "
             f"{_first(list(places.values()), count)}",
             hint="give every row a text or a whole number there, or name another column",
         )
 
 
-def _refuse_repeated(source: DataSource, index: Index, id_column: str) -> None:
+def _refuse_repeated(sources: Sequence[DataSource], index: Index, id_column: str) -> None:
     if count := index.count_repeated():
         pairs = index.repeated(_SHOWN)
-        places = _places(source, [number for pair in pairs for number in pair], id_column)
+        places = _places(sources, [number for pair in pairs for number in pair], id_column)
         shown = [
             f"{places[again]}, already at {places[first].partition(' at ')[2]}" for again, first in pairs
         ]
         raise DataError(
-            f"{count} of {index.count_rows()} rows repeat an id of column {id_column_of(source, id_column)!r}: "
+            f"{count} of {index.count_rows()} rows repeat an id of column {id_column_of(sources, id_column)!r}: "
             f"{_first(shown, count)}",
             hint="make the ids unique, or name another column; each id is answered exactly once",
         )
 
 
-def _places(source: DataSource, numbers: list[int], id_column: str) -> dict[int, str]:
+def _places(sources: Sequence[DataSource], numbers: list[int], id_column: str) -> dict[int, str]:
     """Number of a row -> its id and where it stands."""
     wanted = sorted(set(numbers))
-    found = read_numbered(source, iter(wanted), id_column=id_column, weighed=True)
+    found = read_numbered(sources, iter(wanted), id_column=id_column, weighed=True)
     return {
         number: f"{question.id!r} at {question.where}" if question.id else question.where
         for number, question in zip(wanted, found, strict=True)

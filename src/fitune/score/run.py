@@ -16,6 +16,7 @@ from fitune.models.door import notes_on
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_tokenizer
 from fitune.score.answers import OURS, Line, claim, is_cut_off, manifest, tokens_of
+from fitune.score.choices import first_row_has_choices
 from fitune.score.continuous import Watch, unwatched
 from fitune.score.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
 from fitune.score.grading import grade_shards, try_graders
@@ -23,8 +24,8 @@ from fitune.score.index import Index, open_index
 from fitune.score.intervals import WeightedMean
 from fitune.score.opening import check_engine, choose_device, choose_dtype, tokenizer_folder
 from fitune.score.output import write_outputs
-from fitune.score.plan import ScorePlan
-from fitune.score.reading import first_row_has_choices, index_input, read_numbered
+from fitune.score.plan import ScorePlan, names_of
+from fitune.score.reading import index_input, read_numbered
 from fitune.score.shards import FOLDER, Shards, groups
 from fitune.score.tasks import Answer, Question, Task, to_tasks
 from fitune.score.weighing import to_given_tasks
@@ -88,9 +89,9 @@ def score(
     template = load_template(tokenizer, plan.chat_template)
     ears = Ears(say=say, progress=progress, on_tokens=on_tokens, on_bytes=on_bytes, watch=watch)
     with open_index(cache_folder() / "scoring") as index:
-        references = index_input(plan.data, index, id_column=plan.id_column, weighed=weighed)
+        references = index_input(plan.sources, index, id_column=plan.id_column, weighed=weighed)
         graders = graders or _chosen_graders(references, say)
-        _require_references(graders, references, plan.data.path)
+        _require_references(graders, references, names_of(plan.sources))
         with lock_directory(directory := Path(plan.output_dir)):
             shards = _shards_in(directory, plan, template, index, weighed=weighed)
             if pending := index.count_pending():
@@ -126,7 +127,7 @@ def _chosen_graders(references: References, say: Callable[[str], None]) -> tuple
 
 def _choice_graders(plan: ScorePlan, say: Callable[[str], None]) -> tuple[str, ...]:
     """Graders for rows with choices, where the first row has some and no grader is named; else none."""
-    if not first_row_has_choices(plan.data):
+    if not first_row_has_choices(plan.sources):
         return ()
     say(f"graders: {', '.join(CHOICE_GRADERS)} (the first row has choices)")
     return CHOICE_GRADERS
@@ -154,7 +155,7 @@ def _shards_in(
     """The shards that are there, checked and in the index, in a directory that belongs to these settings."""
     served = f"{plan.engine}: {plan.served_model or plan.model}" if plan.engine == "server" else plan.engine
     wanted = manifest(
-        engine=served, model=plan.model, adapter=plan.adapter, template=template.source, data=plan.data,
+        engine=served, model=plan.model, adapter=plan.adapter, template=template.source, sources=plan.sources,
         sampling=None if weighed else plan.sampling, dtype=plan.dtype or str(choose_dtype(choose_device())),
     )  # fmt: skip
     require_real_files(directory, names=(*OURS, FOLDER))
@@ -186,14 +187,16 @@ class Asking:
 
 def _writing(plan: ScorePlan, template: ChatTemplate) -> Asking:
     return Asking(
-        questions=lambda numbers: read_numbered(plan.data, numbers, id_column=plan.id_column),
+        questions=lambda numbers: read_numbered(plan.sources, numbers, id_column=plan.id_column),
         to_tasks=lambda group: to_tasks(group, template=template, sampling=plan.sampling),
     )
 
 
 def _weighing(plan: ScorePlan, template: ChatTemplate) -> Asking:
     return Asking(
-        questions=lambda numbers: read_numbered(plan.data, numbers, id_column=plan.id_column, weighed=True),
+        questions=lambda numbers: read_numbered(
+            plan.sources, numbers, id_column=plan.id_column, weighed=True
+        ),
         to_tasks=lambda group: to_given_tasks(group, template=template),
     )
 
@@ -276,7 +279,7 @@ class _Tally:
         return ScoreReport(
             model=plan.model,
             adapter=plan.adapter,
-            data=plan.data.path,
+            data=names_of(plan.sources),
             rows=counts["rows"],
             answered=counts["answered"],
             failed=counts["rows"] - counts["answered"],

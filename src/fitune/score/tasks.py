@@ -115,25 +115,72 @@ class Answer:
         return self.completion_tokens + sum(len(each.logprobs) for each in self.likelihoods)
 
 
-def read_questions(source: DataSource, *, id_column: str = "", weighed: bool = False) -> Iterator[Question]:
-    """Every row of ``source``, in order. ``weighed``: rows with choices, and plain texts, are questions too.
+def read_questions(
+    sources: Sequence[DataSource], *, id_column: str = "", weighed: bool = False
+) -> Iterator[Question]:
+    """Every row of the sources, one source after another. ``weighed``: rows with choices, and plain texts, are
+    questions too.
 
-    The id is from ``id_column``, from the first of ID_COLUMNS that the first row has, or the row's number; it is empty
-    where that column holds neither a text nor a whole number.
+    The id is from ``id_column``, from the first of ID_COLUMNS that the first row has, or the row's number over all
+    sources; it is empty where that column holds neither a text nor a whole number.
 
-    A row that is read but cannot be asked is a Question with a problem. Raises DataError when a line is no row.
+    A row that is read but cannot be asked is a Question with a problem. Raises DataError when a line is no row, when a
+    source has none, and when the first rows of two sources have different layouts.
     """
-    column = id_column
-    for number, row in enumerate(read_rows(source), 1):
-        if number == 1 and not column:
-            column = next((name for name in ID_COLUMNS if name in row.fields), "")
-        yield _question(row, _id_text(row.fields.get(column)) if column else str(number), source, weighed)
+    number, first = 0, None
+    for source in sources:
+        before = number
+        for row in read_rows(source):
+            if number == before:
+                layout = _layout(row, source, id_column)
+                first = first or (source.path, layout)
+                _require_same(first, (source.path, layout))
+            number += 1
+            id_ = _id_text(row.fields.get(layout.id_column)) if layout.id_column else str(number)
+            yield _question(row, id_, source, weighed)
+        if number == before:
+            raise DataError(f"{source.path}: no rows to answer")
 
 
-def id_column_of(source: DataSource, id_column: str = "") -> str:
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the rows of a source are asked and named, by its first row. ``id_column`` empty: they are numbered."""
+
+    kind: str
+    id_column: str
+
+    @property
+    def names(self) -> str:
+        return f"named by column {self.id_column!r}" if self.id_column else "without ids"
+
+
+def _layout(row: Row, source: DataSource, id_column: str) -> _Layout:
+    is_batch_line = "body" in row.fields and not source.columns
+    kind = "lines of OpenAI's batch input" if is_batch_line else "rows with references"
+    kind = "rows with choices" if has_choices(row, source.columns) else kind
+    found = id_column or next((name for name in ID_COLUMNS if name in row.fields), "")
+    return _Layout(kind, found)
+
+
+def _require_same(first: tuple[str, _Layout], other: tuple[str, _Layout]) -> None:
+    """Raises DataError where two sources cannot be one list of rows."""
+    (path, ours), (other_path, theirs) = first, other
+    if ours.kind != theirs.kind:
+        raise DataError(
+            f"{path} has {ours.kind}, {other_path} {theirs.kind}: they are answered and graded in different ways",
+            hint="score them one at a time, each into its own --out",
+        )
+    if ours != theirs:
+        raise DataError(
+            f"the rows of {path} are {ours.names}, those of {other_path} {theirs.names}",
+            hint="name a column that all have: --id-column; or score them one at a time",
+        )
+
+
+def id_column_of(sources: Sequence[DataSource], id_column: str = "") -> str:
     """The column that ``read_questions`` takes the ids from; empty where rows are numbered."""
-    first = next(iter(read_rows(source)), None)
-    return id_column or next((name for name in ID_COLUMNS if first and name in first.fields), "")
+    first = next(iter(read_rows(sources[0])), None)
+    return _layout(first, sources[0], id_column).id_column if first else id_column
 
 
 def to_tasks(questions: Sequence[Question], *, template: ChatTemplate, sampling: Sampling) -> list[Task]:

@@ -21,11 +21,10 @@ from fitune.score.opening import check_engine, choose_device, choose_dtype, open
 from fitune.score.plan import ScorePlan
 from fitune.score.shards import FOLDER
 from fitune.session.events import Note, Tell, WeightsRead
-from fitune.session.lm_eval_words import TaskScores, require_task_numbers, scores_of
+from fitune.session.lm_eval_words import TaskScores, require_task_numbers, scores_of, task_names
 from fitune.session.score_words import require_allowed
 from fitune.session.scoring import Pace
 from fitune.spec.model_config import load_model_spec
-from fitune.spec.plan import DataSource
 from fitune.spec.run_directory import lock_directory
 
 RESULTS = "lm_eval.json"
@@ -35,23 +34,24 @@ OWN_TEMPLATE = "own"
 
 
 def score_tasks(
-    *, model: str, tasks: Sequence[str], out: Path, tell: Tell, tasks_folder: Path | None = None,
+    *, model: str, tasks: str | Sequence[str], out: Path, tell: Tell, tasks_folder: Path | None = None,
     shots: int | None = None, limit: int | None = None, adapter: str = "", batch_size: int = 16, seed: int = 0,
     chat_template: str = "", engine: str = "", url: str = "", served_model: str = "",
 ) -> TaskScores:  # fmt: skip
     """Run tasks of lm-evaluation-harness on a model; its results and the samples of each task are written into ``out``.
 
-    ``shots``: solved examples in each prompt, None: as many as the task says. ``limit``: the first rows of each task.
+    ``tasks``: a list, or a text with commas. ``shots``: solved examples in each prompt, None: as many as the task says.
+    ``limit``: the first rows of each task.
     ``chat_template``: empty: prompts are plain texts; "own": chats, by the tokenizer's template; else a Jinja file.
     """
     require_library("lm_eval", needed_by="--lm-eval", extra="lm-eval")
     require_allowed({"batch_size": batch_size, "seed": seed}, {})
-    names = list(dict.fromkeys(tasks))
-    require_task_numbers(names, shots=shots, limit=limit)
+    names = task_names(tasks)
+    require_task_numbers(shots=shots, limit=limit)
     plan = ScorePlan(
-        model=model, adapter=adapter, data=DataSource(path=f"lm-eval: {', '.join(names)}"), output_dir=str(out),
-        sampling=Sampling(seed=seed), chat_template="" if chat_template == OWN_TEMPLATE else chat_template,
-        batch_size=batch_size, engine=engine_named(engine or "transformers"), url=url, served_model=served_model,
+        model=model, adapter=adapter, output_dir=str(out), sampling=Sampling(seed=seed),
+        chat_template="" if chat_template == OWN_TEMPLATE else chat_template, batch_size=batch_size,
+        engine=engine_named(engine or "transformers"), url=url, served_model=served_model,
     )  # fmt: skip
     _check(plan, tell)
     from fitune.score.lm_eval_tasks import load_tasks, run_tasks

@@ -54,16 +54,21 @@ def score_typed(context: Any, *, tell: "Tell") -> TaskScores:
         option = name.replace("_", "-")
         raise RecipeError(f"--{option} counts for nothing beside --lm-eval", hint=f"leave --{option} out")
     values = {name: context.params[name] for name in _TAKEN}
-    values["tasks"] = [name.strip() for name in values.pop("lm_eval").split(",")]
-    values["tasks_folder"] = values.pop("lm_eval_tasks")
+    values |= {"tasks": values.pop("lm_eval"), "tasks_folder": values.pop("lm_eval_tasks")}
     from fitune.session.lm_eval import score_tasks  # torch, for options that are right
 
     return score_tasks(tell=tell, **values)
 
 
-def require_task_numbers(tasks: Sequence[str], *, shots: int | None, limit: int | None) -> None:
-    if not all(tasks):
-        raise RecipeError(f"--lm-eval {','.join(tasks)!r} names no task", hint="--lm-eval gsm8k,arc_easy")
+def task_names(tasks: str | Sequence[str]) -> list[str]:
+    """Each name once, of a list or of a text with commas. Raises RecipeError for an empty name, and for none."""
+    names = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks)]
+    if not names or not all(names):
+        raise RecipeError(f"--lm-eval {','.join(names)!r} names no task", hint="--lm-eval gsm8k,arc_easy")
+    return list(dict.fromkeys(names))
+
+
+def require_task_numbers(*, shots: int | None, limit: int | None) -> None:
     if shots is not None and shots < 0:
         raise RecipeError(f"--shots {shots}: must be 0 or more")
     if limit is not None and limit < 1:

@@ -8,23 +8,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fitune.data.sampling import TOKENS_PER_MESSAGE, bytes_per_token
-from fitune.data.sources import read_rows
 from fitune.errors import CheckpointError, DataError, RecipeError
 from fitune.measure.hardware import resolve_hardware
 from fitune.models.headers import read_header
 from fitune.planner.answering import AnsweringReport, name_of, plan_answering
 from fitune.planner.defaults import price_of
 from fitune.planner.score_fleet import ScoreRanking, rank_scoring
-from fitune.score.choices import has_choices
+from fitune.score.choices import first_row_has_choices
 from fitune.score.engine import engine_named
-from fitune.score.plan import ScorePlan
+from fitune.score.plan import ScorePlan, names_of
 from fitune.score.tasks import Question, read_questions
 from fitune.session.fleet import FleetRequest, fleet_of, wanted_of
 from fitune.session.score_words import ScoreWords
 from fitune.spec.answering import NO_ADAPTER, Adapter, PlannedEngine, Questions
 from fitune.spec.hardware import Hardware
 from fitune.spec.model_config import load_model_spec
-from fitune.spec.plan import DataSource
 from fitune.units import format_seconds
 
 _READ_AT_ONCE = 2**22
@@ -84,11 +82,10 @@ def engine_and_devices(plan: ScorePlan, engine: str) -> Decided | None:
     if hardware.gpu.is_cpu:
         return None
     words = ScoreWords(
-        plan.model, plan.data.path, plan.adapter, plan.data.columns, plan.sampling.max_new_tokens, plan.batch_size,
-        engine, plan.id_column, plan.data.allow_https, plan.data.allow_private_addresses,
+        plan.model, plan.sources, plan.adapter, plan.sampling.max_new_tokens, plan.batch_size, engine, plan.id_column,
     )  # fmt: skip
     engines = engines_for(engine, elsewhere=False)
-    if (engine == "vllm" and hardware.gpus_per_node == 1) or _weighs(plan.data):
+    if (engine == "vllm" and hardware.gpus_per_node == 1) or first_row_has_choices(plan.sources):
         return None
     report = plan_on(words, hardware, engines=engines, questions=read_lengths(words))
     answering = report.chosen.answering
@@ -123,16 +120,16 @@ def read_lengths(words: ScoreWords) -> Questions:
 
     Rows that cannot be asked, or have no room for an answer, are left out.
     """
-    source, model = words.source, load_model_spec(words.model)
-    if _weighs(source):
+    model, data = load_model_spec(words.model), names_of(words.sources)
+    if first_row_has_choices(words.sources):
         raise RecipeError(
-            f"{source.path}: rows with choices are weighed, and --plan knows answers that are written",
+            f"{data}: rows with choices are weighed, and --plan knows answers that are written",
             hint="leave --plan out",
         )
     sizes: list[tuple[int, int]] = []
     texts: list[str] = []
     shown, new = 0, words.max_new_tokens
-    for question in read_questions(source, id_column=words.id_column):
+    for question in read_questions(words.sources, id_column=words.id_column):
         if question.problem:
             continue
         text = _text(question)
@@ -145,7 +142,7 @@ def read_lengths(words: ScoreWords) -> Questions:
     prompts = [max(1, round(size / per_token) + TOKENS_PER_MESSAGE * (turns + 1)) for size, turns in sizes]
     fitting = [tokens for tokens in prompts if not model.max_seq_len or tokens + new <= model.max_seq_len]
     if not fitting:
-        raise _no_room(source.path, max(prompts, default=0), new, model.max_seq_len)
+        raise _no_room(data, max(prompts, default=0), new, model.max_seq_len)
     left = len(prompts) - len(fitting)
     without = f"; without {left:,} rows that have no room for an answer" if left else ""
     return Questions(
@@ -154,17 +151,11 @@ def read_lengths(words: ScoreWords) -> Questions:
     )  # fmt: skip
 
 
-def _weighs(source: DataSource) -> bool:
-    """True where the first row has choices: they are weighed, and nothing is written."""
-    first = next(iter(read_rows(source)), None)
-    return first is not None and has_choices(first, source.columns)
-
-
-def _no_room(path: str, longest: int, new: int, room: int) -> DataError:
+def _no_room(data: str, longest: int, new: int, room: int) -> DataError:
     if not longest:
-        return DataError(f"{path}: no row can be answered")
+        return DataError(f"{data}: no row can be answered")
     return DataError(
-        f"{path}: no row can be answered: prompt {longest:,} + max_new_tokens {new:,} = {longest + new:,} tokens, "
+        f"{data}: no row can be answered: prompt {longest:,} + max_new_tokens {new:,} = {longest + new:,} tokens, "
         f"the model has room for {room:,}",
         hint="a smaller --max-new-tokens",
     )

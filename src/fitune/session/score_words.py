@@ -1,8 +1,9 @@
 """The options of ``fitune score`` as they are typed. No torch here."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 from fitune.errors import RecipeError
 from fitune.spec.plan import DataSource
@@ -16,6 +17,9 @@ _LIMITS: dict[str, tuple[float, float]] = {
 }
 """The smallest and the largest value of every number."""
 
+Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""One or several of files, folders, URLs and Hub datasets."""
+
 _ROLES = ("system", "prompt", "completion", "choices")
 
 
@@ -24,23 +28,37 @@ class ScoreWords:
     """The options of ``fitune score`` on which bytes and seconds depend."""
 
     model: str
-    data: str
+    sources: tuple[DataSource, ...]
     adapter: str = ""
-    columns: tuple[tuple[str, str], ...] = ()
     max_new_tokens: int = 256
     batch_size: int = 16
     engine: str = ""
     """Empty: the fastest that fits."""
     id_column: str = ""
-    allow_https: bool = False
-    allow_private_addresses: bool = False
 
-    @property
-    def source(self) -> DataSource:
-        return DataSource(
-            path=self.data, columns=self.columns, allow_https=self.allow_https,
-            allow_private_addresses=self.allow_private_addresses,
-        )  # fmt: skip
+
+def sources_of(
+    data: Paths,
+    columns: Mapping[str, str],
+    *,
+    allow_https: bool = False,
+    allow_private_addresses: bool = False,
+) -> tuple[DataSource, ...]:
+    """A source for each path, in their order. Raises RecipeError for one that is named twice, and where none is."""
+    paths = [str(path) for path in ([data] if isinstance(data, str | os.PathLike) else data)]
+    if not all(paths) or not paths:
+        raise RecipeError("fitune score: --data is missing", hint="--data FILE, or --lm-eval TASKS")
+    if twice := next((path for path in paths if paths.count(path) > 1), ""):
+        raise RecipeError(
+            f"--data {twice} is given twice", hint="each row is answered once: keep one of them"
+        )
+    return tuple(
+        DataSource(
+            path=path, columns=tuple(columns.items()), allow_https=allow_https,
+            allow_private_addresses=allow_private_addresses,
+        )
+        for path in paths
+    )  # fmt: skip
 
 
 def columns_of(words: Sequence[str]) -> dict[str, str]:
@@ -79,12 +97,16 @@ def _require_written(graders: Sequence[str]) -> None:
 
 
 def score_words(
-    model: str, data: str, adapter: str, columns: Sequence[str] | None, max_new_tokens: int, batch_size: int,
-    *others: Any, graders: Sequence[str] = (),
+    model: str, data: Paths, adapter: str, columns: Sequence[str] | None, max_new_tokens: int, batch_size: int,
+    engine: str, id_column: str, *, graders: Sequence[str] = (), allow_https: bool = False,
+    allow_private_addresses: bool = False,
 ) -> ScoreWords:  # fmt: skip
     """The words, checked. Raises RecipeError for a number out of its limits, a role that is none, and graders for which
     nothing is written."""
     roles = columns_of(columns or [])
     _require_written(graders)
     require_allowed({"batch_size": batch_size, "max_new_tokens": max_new_tokens}, roles)
-    return ScoreWords(model, data, adapter, tuple(roles.items()), max_new_tokens, batch_size, *others)
+    sources = sources_of(
+        data, roles, allow_https=allow_https, allow_private_addresses=allow_private_addresses
+    )
+    return ScoreWords(model, sources, adapter, max_new_tokens, batch_size, engine, id_column)

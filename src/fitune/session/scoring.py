@@ -22,15 +22,14 @@ from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
 from fitune.session.score_memory import ScoreMemory
-from fitune.session.score_words import require_allowed
-from fitune.spec.plan import DataSource
+from fitune.session.score_words import Paths, require_allowed, sources_of
 from fitune.spec.reports import ScoreReport
 
 _LINE_SECONDS = 30.0
 
 
 def score_dataset(
-    *, model: str, data: str, out: Path, tell: Tell, adapter: str = "", columns: Mapping[str, str] | None = None,
+    *, model: str, data: Paths, out: Path, tell: Tell, adapter: str = "", columns: Mapping[str, str] | None = None,
     graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None, batch_size: int = 16,
     chat_template: str = "", id_column: str = "", engine: str = "", url: str = "",
     served_model: str = "", allow_https: bool = False, allow_private_addresses: bool = False,
@@ -38,6 +37,7 @@ def score_dataset(
 ) -> ScoreReport:  # fmt: skip
     """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into ``out``.
 
+    ``data`` may be several: their rows are answered in their order, as if they were one.
     ``columns`` maps system, prompt and completion to columns; ``sampling`` are fields of ``Sampling``.
     ``place``: on a Ray cluster.
     Raises RecipeError for a number out of its limits and a role that is none.
@@ -46,11 +46,8 @@ def score_dataset(
     plan = ScorePlan(
         model=model,
         adapter=adapter,
-        data=DataSource(
-            path=data,
-            columns=tuple((columns or {}).items()),
-            allow_https=allow_https,
-            allow_private_addresses=allow_private_addresses,
+        sources=sources_of(
+            data, columns or {}, allow_https=allow_https, allow_private_addresses=allow_private_addresses
         ),
         output_dir=str(out),
         graders=tuple(graders),

@@ -1,0 +1,128 @@
+"""Several files are scored as one list of rows, in the order in which they are named."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fitune
+from fitune.cli import main
+from fitune.errors import DataError, RecipeError, RunDirectoryError
+from fitune.session.score_plan import read_lengths
+from fitune.session.score_words import score_words
+from fitune.spec.reports import ScoreReport
+
+CHOICE = {"question": "Which?", "choices": ["a", "b"], "answer": 0}
+BATCH_LINE = {"custom_id": "x", "body": {"messages": [{"role": "user", "content": "Where?"}]}}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def asked(*names: object) -> list[dict[str, Any]]:
+    return [{"id": name, "prompt": f"Where is {name}?", "completion": "Oslo"} for name in names]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """B is first in the alphabet's order of names, and second on the command line."""
+    return [
+        write_rows(tmp_path / "b.jsonl", asked("one", "two")),
+        write_rows(tmp_path / "a.jsonl", asked("three")),
+    ]
+
+
+def scored(tiny: Any, files: list[Path], out: Path, **more: Any) -> ScoreReport:
+    return fitune.score(tiny.folder, files, out, max_new_tokens=2, batch_size=2, **more)
+
+
+def ids(out: Path) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in (out / "answers.jsonl").read_text().splitlines()]
+
+
+def test_every_data_option_of_the_command_is_scored(
+    tiny: Any, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    words = ["--max-new-tokens", "2", "--model", str(tiny.folder), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["fitune", "score", *words, *(f"--data={file}" for file in files)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert ids(out) == ["one", "two", "three"]
+
+
+def test_rows_are_answered_in_the_order_of_the_files_and_not_again(
+    tiny: Any, files: list[Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    report = scored(tiny, files, out)
+    assert (report.rows, report.answered, report.rows_asked) == (3, 3, 3)
+    assert report.data == f"{files[0]}, {files[1]}"
+    assert ids(out) == ["one", "two", "three"]
+    write_rows(files[0], asked("one", "two", "four"))
+    grown = scored(tiny, files, out)
+    assert (grown.rows, grown.rows_asked) == (4, 1)
+    assert ids(out) == ["one", "two", "four", "three"]
+
+
+def test_one_of_the_files_alone_is_another_scoring(tiny: Any, files: list[Path], tmp_path: Path) -> None:
+    scored(tiny, files, tmp_path / "out")
+    with pytest.raises(RunDirectoryError, match=r"data: 'b\.jsonl, split train.*; a\.jsonl, split"):
+        scored(tiny, files[:1], tmp_path / "out")
+
+
+def test_rows_without_ids_are_numbered_over_all_files(tiny: Any, tmp_path: Path) -> None:
+    nameless = [{"prompt": "Where?", "completion": "Oslo"}]
+    files = [write_rows(tmp_path / name, nameless * 2) for name in ("b.jsonl", "a.jsonl")]
+    scored(tiny, files, tmp_path / "out")
+    assert ids(tmp_path / "out") == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (asked("one"), asked("two", "one"), r"1 of 3 rows repeat an id of column 'id': 'one' at .*a\.jsonl:2, already"),
+        (asked("one"), [CHOICE | {"id": "two"}], r"b\.jsonl has rows with references, .*a\.jsonl rows with choices"),
+        (asked("one"), [BATCH_LINE], r"b\.jsonl has rows with references, .*a\.jsonl lines of OpenAI's batch input"),
+        (asked("one"), [{"custom_id": "two", "prompt": "p", "completion": "c"}],
+         r"b\.jsonl are named by column 'id', those of .*a\.jsonl named by column 'custom_id'"),
+        (asked("one"), [{"prompt": "p", "completion": "c"}], r"those of .*a\.jsonl without ids"),
+        (asked("one"), [], r"a\.jsonl"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_one_list_of_rows_are_refused_by_name(
+    tiny: Any, tmp_path: Path, first: list[Any], second: list[Any], words: str
+) -> None:
+    files = [write_rows(tmp_path / "b.jsonl", first), write_rows(tmp_path / "a.jsonl", second)]
+    with pytest.raises(DataError, match=words):
+        scored(tiny, files, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_id_column_may_be_named_for_files_that_differ(tiny: Any, tmp_path: Path) -> None:
+    rows = [
+        {"id": "x", "key": "one", "prompt": "p", "completion": "c"},
+        {"key": "two", "prompt": "p", "completion": "c"},
+    ]
+    files = [write_rows(tmp_path / f"{number}.jsonl", [row]) for number, row in enumerate(rows)]
+    scored(tiny, files, tmp_path / "out", id_column="key")
+    assert ids(tmp_path / "out") == ["one", "two"]
+
+
+def test_a_file_that_is_named_twice_and_none_at_all_are_refused(
+    tiny: Any, files: list[Path], tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=r"a\.jsonl is given twice"):
+        scored(tiny, [*files, files[1]], tmp_path / "out")
+    with pytest.raises(RecipeError, match="--data is missing"):
+        scored(tiny, [], tmp_path / "out")
+
+
+def test_a_plan_counts_the_rows_of_all_files(tiny: Any, files: list[Path]) -> None:
+    words = score_words(str(tiny.folder), files, "", None, 2, 16, "", "")
+    assert read_lengths(words).rows == 3
