@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fitune.errors import ModelError
+from fitune.errors import HardwareError, ModelError
 from fitune.estimate.answering import memory_of_answering
 from fitune.files import write_atomically
 from fitune.measure.hardware import resolve_hardware
@@ -40,13 +40,13 @@ class ScoreMemory:
         self._moments.append(moment)
 
     def added_to(self, report: ScoreReport, out: Path) -> ScoreReport:
-        """The report with both figures, written anew; as it is where nothing was watched or no formula knows the
-        model."""
+        """The report with both figures, written anew; as it is where nothing was watched, or nothing can be
+        predicted."""
         if not self._moments:
             return report
         try:
             predicted = self._predicted()
-        except ModelError:
+        except (ModelError, HardwareError):  # no formula, or GPUs of two kinds
             return report
         report = replace(report, measured_bytes=self._measured, predicted_bytes=predicted)
         write_atomically(out / "report.json", to_json(report))

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fitune.data.sampling import TOKENS_PER_MESSAGE, bytes_per_token
-from fitune.errors import CheckpointError, DataError, RecipeError
-from fitune.measure.hardware import resolve_hardware
+from fitune.errors import CheckpointError, DataError, ModelError, RecipeError
+from fitune.measure.hardware import detect_hardware, resolve_hardware
 from fitune.models.headers import read_header
 from fitune.planner.answering import AnsweringReport, name_of, plan_answering
 from fitune.planner.defaults import price_of
@@ -36,7 +36,7 @@ def plan_scoring(words: ScoreWords, *, gpu: str = "", gpus: int = 0) -> Answerin
     Raises NothingFits with the arithmetic, RecipeError for what no plan knows, DataError for data without a row.
     """
     engines = engines_for(words.engine, elsewhere=bool(gpu))
-    hardware = resolve_hardware(gpu=gpu or None, gpus=gpus or _devices_here(gpu))
+    hardware = resolve_hardware(gpu=gpu or None, gpus=gpus or (1 if gpu else _devices_here()))
     return plan_on(words, hardware, engines=engines, questions=read_lengths(words))
 
 
@@ -74,28 +74,41 @@ class Decided:
 def engine_and_devices(plan: ScorePlan, engine: str) -> Decided | None:
     """The plan's engine on this machine's GPUs, chosen as --plan does where ``engine`` is empty.
 
-    None where nothing is to choose: without GPUs, or for transformers alone.
+    None where nothing is to choose: without GPUs, for transformers alone, for a model that no plan knows, and where
+    texts are weighed unless ``engine`` is vllm, which is given as many devices as hold the model.
     """
     if engine == "transformers" or (not engine and not has_vllm()):
         return None
-    hardware = resolve_hardware()
-    if hardware.gpu.is_cpu:
+    hardware = resolve_hardware(gpus=_devices_here())
+    weighed = _weighs(plan)
+    if hardware.gpu.is_cpu or (engine == "vllm" and hardware.gpus_per_node == 1) or (weighed and not engine):
         return None
     words = ScoreWords(
         plan.model, plan.sources, plan.adapter, plan.sampling.max_new_tokens, plan.batch_size, engine, plan.id_column,
     )  # fmt: skip
     engines = engines_for(engine, elsewhere=False)
-    if (engine == "vllm" and hardware.gpus_per_node == 1) or first_row_has_choices(plan.sources):
+    try:
+        report = plan_on(words, hardware, engines=engines, questions=_lengths(words, weighed=weighed))
+    except ModelError:
         return None
-    report = plan_on(words, hardware, engines=engines, questions=read_lengths(words))
     answering = report.chosen.answering
     seconds = format_seconds(report.chosen.time.seconds)
     why = f"{name_of(answering)}, predicted {seconds} (fitune score --plan says more)"
     return Decided(answering.engine, answering.devices, why)
 
 
-def _devices_here(gpu: str) -> int:
-    return 1 if gpu else resolve_hardware().gpus_per_node
+def _devices_here() -> int:
+    """GPUs of this machine; 1 for its processor."""
+    return detect_hardware().gpus_per_node
+
+
+def _weighs(plan: ScorePlan) -> bool:
+    """True where given texts are weighed and nothing is written."""
+    if not plan.graders:
+        return first_row_has_choices(plan.sources)
+    from fitune.score.graders import open_graders  # its libraries are not for every plan
+
+    return any(grader.row.weigh for grader in open_graders(plan.graders))
 
 
 def engines_for(name: str, *, elsewhere: bool) -> tuple[PlannedEngine, ...]:
@@ -118,21 +131,26 @@ def has_vllm() -> bool:
 def read_lengths(words: ScoreWords) -> Questions:
     """Rows and tokens of the prompts: bytes of text by the bytes of a token, and the marks of a chat template.
 
-    Rows that cannot be asked, or have no room for an answer, are left out.
+    Rows that cannot be asked, or have no room for an answer, are left out. Raises RecipeError for rows with choices.
     """
-    model, data = load_model_spec(words.model), names_of(words.sources)
     if first_row_has_choices(words.sources):
         raise RecipeError(
-            f"{data}: rows with choices are weighed, and --plan knows answers that are written",
+            f"{names_of(words.sources)}: rows with choices are weighed, and --plan knows answers that are written",
             hint="leave --plan out",
         )
+    return _lengths(words, weighed=False)
+
+
+def _lengths(words: ScoreWords, *, weighed: bool) -> Questions:
+    """``weighed``: prompts with the texts behind them, and no new tokens."""
+    model, data = load_model_spec(words.model), names_of(words.sources)
     sizes: list[tuple[int, int]] = []
     texts: list[str] = []
-    shown, new = 0, words.max_new_tokens
-    for question in read_questions(words.sources, id_column=words.id_column):
+    shown, new = 0, 1 if weighed else words.max_new_tokens
+    for question in read_questions(words.sources, id_column=words.id_column, weighed=weighed):
         if question.problem:
             continue
-        text = _text(question)
+        text = _text(question, weighed=weighed)
         sizes.append((len(text.encode("utf-8", "replace")), len(question.messages)))
         new = max(new, int(dict(question.own).get("max_new_tokens", 0)))
         if shown < _READ_AT_ONCE:
@@ -161,8 +179,9 @@ def _no_room(data: str, longest: int, new: int, room: int) -> DataError:
     )
 
 
-def _text(question: Question) -> str:
-    return "\n".join([*(message.text for message in question.messages), question.tools])
+def _text(question: Question, *, weighed: bool) -> str:
+    given = (question.choices or (question.expected or "",)) if weighed else ()
+    return "\n".join([*(message.text for message in question.messages), question.tools, *given])
 
 
 def adapter_size(folder: str) -> Adapter:

@@ -1,0 +1,132 @@
+"""The engine of a scoring and its devices are chosen by the GPUs that are here; no GPU and no vLLM is needed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fitune
+from fitune.errors import HardwareError, ModelError, NothingFits
+from fitune.measure.hardware import FoundGpu
+from fitune.score.plan import ScorePlan
+from fitune.session.score_plan import engine_and_devices, plan_scoring
+from fitune.session.score_words import ScoreWords
+from fitune.spec.plan import DataSource
+from fitune.units import GIB
+
+ANSWERED = {"prompt": "What is 2 plus 3?", "completion": "5"}
+CHOICES = {"question": "What is 2 plus 3?", "choices": ["5", "6"], "answer": 0}
+TEXT = {"text": "Two plus three is five."}
+Here = Callable[..., None]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    """Lets this machine have some GPUs of 80 GB, and vLLM."""
+
+    def has(*names: str, vllm: bool = True) -> None:
+        found = tuple(
+            FoundGpu(index=index, uuid=f"GPU-{index}", name=name, memory_bytes=80 * GIB, capability=(8, 0))
+            for index, name in enumerate(names)
+        )
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr("fitune.measure.hardware.query_gpus", lambda: found)
+        monkeypatch.setattr("fitune.session.score_plan.has_vllm", lambda: vllm)
+
+    return has
+
+
+def plan_for(
+    folder: Path, row: dict[str, Any], *, rows: int, model: str, graders: tuple[str, ...] = ()
+) -> ScorePlan:
+    data = folder / "rows.jsonl"
+    data.write_text(f"{json.dumps(row)}\n" * rows)
+    return ScorePlan(
+        model=model, sources=(DataSource(path=str(data)),), output_dir=str(folder / "out"), graders=graders
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "vllm", "engine", "model", "rows", "chosen"),
+    [
+        (0, True, "", "llama-3.1-8b", 9, None),  # a processor
+        (0, True, "vllm", "llama-3.1-8b", 9, None),
+        (1, False, "", "llama-3.1-8b", 9, None),
+        (4, False, "", "llama-3.1-8b", 9, None),
+        (4, True, "transformers", "llama-3.1-70b", 9, None),  # named: it runs, or says itself why not
+        (1, True, "vllm", "llama-3.1-8b", 9, None),  # one device is the default
+        (1, True, "", "llama-3.1-8b", 2, ("transformers", 1)),  # vLLM's start alone takes longer
+        (1, True, "", "llama-3.1-8b", 5_000, ("vllm", 1)),
+        (8, True, "", "llama-3.1-8b", 2, ("transformers", 1)),
+        (8, True, "", "llama-3.1-8b", 5_000, ("vllm", 8)),
+        (2, True, "vllm", "llama-3.1-70b", 9, ("vllm", 2)),  # 131 GiB of weights on devices of 80
+        (3, True, "vllm", "llama-3.1-70b", 9, ("vllm", 2)),  # three do not divide 64 heads
+        (2, True, "", "llama-3.1-70b", 9, ("vllm", 2)),
+    ],
+)  # fmt: skip
+def test_the_fastest_engine_that_fits_here_is_chosen(
+    here: Here, tmp_path: Path, gpus: int, vllm: bool, engine: str, model: str, rows: int, chosen: Any
+) -> None:
+    here(*["NVIDIA A100-SXM4-80GB"] * gpus, vllm=vllm)
+    found = engine_and_devices(plan_for(tmp_path, ANSWERED, rows=rows, model=model), engine)
+    assert (found and (found.engine, found.devices)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("row", "graders", "engine", "chosen"),
+    [
+        (CHOICES, (), "", None),
+        (CHOICES, ("choice",), "vllm", ("vllm", 2)),
+        (ANSWERED, ("perplexity",), "", None),
+        (ANSWERED, ("perplexity",), "vllm", ("vllm", 2)),
+        (TEXT, ("perplexity",), "", None),
+        (TEXT, ("perplexity",), "vllm", ("vllm", 2)),
+    ],
+)
+def test_what_is_weighed_is_weighed_by_transformers_or_by_as_many_devices_as_hold_the_model(
+    here: Here, tmp_path: Path, row: dict[str, Any], graders: tuple[str, ...], engine: str, chosen: Any
+) -> None:
+    here(*["NVIDIA A100-SXM4-80GB"] * 2)
+    plan = plan_for(tmp_path, row, rows=9, model="llama-3.1-70b", graders=graders)
+    found = engine_and_devices(plan, engine)
+    assert (found and (found.engine, found.devices)) == chosen
+
+
+def test_a_model_that_does_not_fit_the_node_is_refused_with_the_sums(here: Here, tmp_path: Path) -> None:
+    here("NVIDIA A100-SXM4-80GB")
+    plan = plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-70b")
+    with pytest.raises(NothingFits, match=r"transformers: weights 131\.42(.|\n)*vllm: weights 131\.42"):
+        engine_and_devices(plan, "")
+
+
+def test_a_model_that_no_plan_knows_is_scored_without_a_choice(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise ModelError("its state is not known")
+
+    here(*["NVIDIA A100-SXM4-80GB"] * 2)
+    monkeypatch.setattr("fitune.session.score_plan.plan_answering", unknown)
+    assert engine_and_devices(plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-8b"), "vllm") is None
+
+
+def test_a_plan_for_this_machine_is_for_all_of_its_gpus(here: Here, tmp_path: Path) -> None:
+    here(*["NVIDIA A100-SXM4-80GB"] * 4)
+    plan = plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-70b")
+    words = ScoreWords(plan.model, plan.sources)
+    report = plan_scoring(words)
+    assert {each.answering.devices for each in (report.chosen, *report.others)} == {2, 4}
+    assert plan_scoring(words, gpus=2).chosen.answering.devices == 2
+    with pytest.raises(HardwareError, match="gpus = 5, but this machine has 4"):
+        plan_scoring(words, gpus=5)
+
+
+def test_gpus_of_two_kinds_do_not_end_a_scoring_that_is_done(
+    here: Here, tmp_path: Path, model_folder: Path
+) -> None:
+    here("NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", vllm=False)
+    plan = plan_for(tmp_path, ANSWERED, rows=2, model=str(model_folder))
+    report = fitune.score(plan.model, plan.sources[0].path, plan.output_dir, max_new_tokens=2)
+    assert (report.answered, report.measured_bytes, report.predicted_bytes) == (2, 0, 0)
