@@ -4,10 +4,12 @@ Prompts become token ids exactly as in lm-eval's own ``hf`` model, and are cut f
 there: on the same model both give the same figures. This module is imported where lm_eval is installed.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
@@ -26,6 +28,9 @@ from fitune.score.engine import (
     failed,
     most_weighed,
 )
+
+logger = logging.getLogger("lm_eval")
+"""Whose warnings are told."""
 
 _NEW_TOKENS = 256
 """Most tokens of an answer where the task does not say: lm-eval's default."""
@@ -91,13 +96,28 @@ class EngineLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a chat; lm-eval asks for it where ``template`` is set."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history, chat_template=self._template, tokenize=False,
+        """The text of a chat; lm-eval asks for it where ``template`` is set.
+
+        A template that refuses it is asked again without its system messages, as by lm-eval's own model.
+        """
+
+        def text_of(messages: list[dict[str, str]]) -> str:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, chat_template=self._template, tokenize=False,
                 add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt,
+            )  # fmt: skip
+            return text
+
+        try:
+            return text_of(chat_history)
+        except TemplateError as error:
+            without = [message for message in chat_history if message["role"] != "system"]
+            if len(without) == len(chat_history):
+                raise
+            logger.warning(
+                f"the chat template refuses a system message ({error}): the tasks' descriptions are left out"
             )
-        )  # fmt: skip
+            return text_of(without)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Nats of each text behind its context, and True where each of its tokens is the likeliest."""
