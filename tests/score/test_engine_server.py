@@ -94,6 +94,22 @@ def test_what_is_spoilt_is_tried_again_and_a_row_that_always_fails_fails_alone(s
     assert len(bodies) == 6
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"logprobs": [{"token": "a", "logprob": -1.0}]}, {"logprobs": {"token_logprobs": 3}}, {"logprobs": "none"},
+        {"logprobs": {"token_logprobs": [10**400]}}, {"token_ids": [-1]}, {"token_ids": [2**40]},
+        {"token_ids": {"0": 1}}, {"token_ids": [True]},
+    ],
+)  # fmt: skip
+def test_what_stands_beside_a_text_and_is_of_another_shape_is_left_out(beside: dict[str, Any]) -> None:
+    with serving(lambda body, before: said("well", **beside)) as (url, _):
+        found = ask(engine_at(url), (5,))["0"]
+        (weighed,) = engine_at(url).weigh([Continuation(id="a", prompt_ids=(5,), token_ids=(7,))])
+    assert (found.text, found.token_ids, found.logprobs) == ("well", (), ())
+    assert weighed.error == "the server does not tell log-probabilities of the prompt"
+
+
 def test_a_server_that_never_answers_is_not_waited_for() -> None:
     waits = threading.Event()
 

@@ -7,7 +7,6 @@ server refuses is an error of that row. No row waits longer than its tries toget
 
 import http.client
 import json
-import math
 import time
 import urllib.error
 import urllib.parse
@@ -37,6 +36,8 @@ _NO_KEY = (401, 403, 404)
 _LONGEST_ANSWER = 64 * 2**20
 """Bytes of a response that are read."""
 _LONGEST_PAUSE_S = 60.0
+_LARGEST = 1e30
+"""Of a log-probability: NaN, infinity and whole numbers of any length are none."""
 
 
 class _Refused(Exception):
@@ -126,7 +127,10 @@ class ServerEngine:
             best = found.get("top_logprobs", [])[len(asked.prompt_ids) : len(ids)]
             if len(logprobs) != len(asked.token_ids) or not all(map(_is_number, logprobs)):
                 raise _Refused("the server does not tell log-probabilities of the prompt")
-        except (_Refused, _Spoiled, KeyError, TypeError) as error:
+            greedy = [
+                max(top.values()) <= logprob for top, logprob in zip(best, logprobs, strict=False) if top
+            ]
+        except (_Refused, _Spoiled, KeyError, TypeError, AttributeError) as error:
             return Likelihood(
                 id=asked.id,
                 code="server_failed" if isinstance(error, _Spoiled) else "server_refused",
@@ -134,7 +138,6 @@ class ServerEngine:
                 if isinstance(error, _Refused | _Spoiled)
                 else "the server does not tell log-probabilities of the prompt",
             )
-        greedy = [max(top.values()) <= logprob for top, logprob in zip(best, logprobs, strict=False) if top]
         return Likelihood(
             id=asked.id, logprobs=tuple(logprobs), is_greedy=len(greedy) == len(logprobs) and all(greedy)
         )
@@ -236,10 +239,13 @@ def _completion(request: Request, choice: dict[str, Any]) -> Completion:
     text, reason = choice.get("text"), choice.get("finish_reason")
     if not isinstance(text, str) or reason not in ("stop", "length"):
         raise _Spoiled(f"the server answered text {text!r:.40} and finish_reason {reason!r:.20}")
-    ids = choice.get("token_ids")
-    ids = tuple(ids) if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else ()
-    logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-    known = tuple(map(float, logprobs)) if all(map(_is_number, logprobs)) else ()
+    told = choice.get("token_ids")
+    ids = tuple(told) if isinstance(told, list) and all(map(_is_id, told)) else ()
+    beside = choice.get("logprobs")
+    logprobs = beside.get("token_logprobs") if isinstance(beside, dict) else None
+    known = (
+        tuple(map(float, logprobs)) if isinstance(logprobs, list) and all(map(_is_number, logprobs)) else ()
+    )
     finish: FinishReason = "stop" if reason == "stop" else "length"
     return Completion(
         id=request.id, token_ids=ids, logprobs=known, finish_reason=finish, tokens=len(ids) or len(known),
@@ -248,4 +254,8 @@ def _completion(request: Request, choice: dict[str, Any]) -> Completion:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
