@@ -1,7 +1,9 @@
 """A disk that fails in the middle of the work is a failure (exit code 1), wherever it happens; never a refusal (2)."""
 
 import errno
+import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from fitune.errors import (
     RunDirectoryError,
     exit_code_of,
 )
+from optional_libraries import NEEDS_LM_EVAL
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -74,3 +77,49 @@ def test_a_disk_that_fails_while_training(
     ended, _, err = train(save_steps=1, data=data)
     assert ended == 1
     assert os.strerror(errno.EIO) in err
+
+
+@pytest.mark.parametrize(
+    ("name", "lm_eval"),
+    [
+        ("answers.jsonl", False), ("answers.parquet", False), ("grades.jsonl", False), ("report.json", False),
+        ("score.html", False), ("changed.jsonl", False), ("comparison.html", False),
+        pytest.param("samples_sums.jsonl", True, marks=NEEDS_LM_EVAL),
+        pytest.param("lm_eval.json", True, marks=NEEDS_LM_EVAL),
+    ],
+)  # fmt: skip
+def test_a_disk_that_is_full_when_the_results_of_a_score_are_written(
+    call: Call, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, lm_eval: bool
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n')
+    out = tmp_path / "out"
+    words = ["score", "--model", model_folder, "--out", out]
+    if lm_eval:
+        task = {
+            "task": "sums", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}},
+            "test_split": "test", "output_type": "loglikelihood_rolling", "doc_to_text": "",
+            "doc_to_target": "{{question}}",
+            "metric_list": [
+                {"metric": "word_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}
+            ],
+        }  # fmt: skip
+        (tmp_path / "sums.yaml").write_text(json.dumps(task))
+        words += ["--lm-eval", "sums", "--lm-eval-tasks", tmp_path]
+    else:
+        words += ["--data", rows, "--max-new-tokens", "2", "--against", out]
+    real = os.fsync
+
+    def full(handle: int) -> None:
+        if os.readlink(f"/proc/self/fd/{handle}").startswith(f"{out}/.tmp-{name}-"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        ended, _, err = call(*words)
+    assert ended == 1
+    assert re.search(rf"error: .*{name}: .*No space left on device: .* free\n  try: ", err)
+    assert not list(out.rglob(".tmp-*"))
+    assert call(*words)[0] == 0
+    assert (out / name).is_file()

@@ -3,6 +3,7 @@
 Names of models, paths, settings and answers come from strangers: everything is escaped but what is Markup.
 """
 
+import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,13 @@ def write_page(path: Path, text: str) -> Path:
     try:
         write_atomically(path, text)
     except OSError as error:
-        raise RunDirectoryError(f"{path}: cannot be written: {error.strerror or error}") from None
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise RunDirectoryError(
+            f"{path}: cannot be written: {error.strerror or error}",
+            hint="all figures are in the files beside it; with room the same command writes the page"
+            if is_full
+            else None,
+        ) from None
     return path
 
 

@@ -109,7 +109,9 @@ def _model(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, tell: Tell, 
 def _claim(out: Path, settings: Mapping[str, Any]) -> None:
     if (out / FOLDER).exists():
         raise RunDirectoryError(f"{out} holds the answers of a dataset", hint="name a new folder: --out")
-    claim(out, dict(settings), has_shards=(out / RESULTS).exists())
+    # samples alone are of a run that ended between them and the results
+    is_begun = (out / RESULTS).exists() or any(out.glob("samples_*.jsonl"))
+    claim(out, dict(settings), has_shards=is_begun)
 
 
 def _write(out: Path, results: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
