@@ -3,8 +3,10 @@
     python bench/ray_overhead.py --json results/ray_overhead.json
 
 A Llama of 14 M parameters with LoRA by DDP on the CPU, one thread a rank. A round is one run of each side; its
-figure is the ratio of their median steps (``step_seconds`` + ``data_seconds`` in metrics.jsonl, without the first), and
-the median of the rounds counts: what the machine does beside slows both sides of a round. The cluster is started once.
+figures are the ratios of their median steps (``step_seconds`` + ``data_seconds`` in metrics.jsonl, without the first)
+and of the core seconds that both ranks took for a step, and the median of the rounds counts: what the machine does
+beside slows both sides of a round. The cluster is started once. Where the ranks have all cores, the clock also counts
+what Ray's own processes take of them; core seconds of the ranks do not.
 """
 
 import argparse
@@ -15,10 +17,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import pretraining_texts, training_exercises
@@ -29,10 +35,31 @@ SHAPE = Shape(
 )  # fmt: skip
 FIRST = 5
 """Steps that warm up."""
+RANKS = {"torchrun": " go-on ", "ray": "RayTrainWorker"}
+"""Side -> what stands in the command line of a rank."""
 
 
-def train(side: str, work: Path, number: int, *, steps: int, tokens: int, address: str) -> float:
-    """The median step of one run, in seconds."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """A step of one run, in seconds."""
+
+    median: float
+    of_the_cores: float
+    """That both ranks took, mean of the steps."""
+
+
+def core_seconds(side: str) -> float:
+    """Seconds of a core that the ranks below this process have taken."""
+    taken = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if RANKS[side] in " ".join(process.cmdline()):
+                times = process.cpu_times()
+                taken += times.user + times.system
+    return taken
+
+
+def train(side: str, work: Path, number: int, *, steps: int, tokens: int, address: str) -> Step:
     folder = work / f"{side}{number}"
     settings = {
         "model": work / "model", "data": work / "rows.jsonl", "tuning": "lora", "lora_r": 8, "precision": "fp32",
@@ -43,12 +70,24 @@ def train(side: str, work: Path, number: int, *, steps: int, tokens: int, addres
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     if side == "ray":
         words += ["--on", "ray", "--ray-address", address, "--workers", "2"]
-    subprocess.run(
-        [sys.executable, "-m", "fitune", "train", *words], check=True, stdout=subprocess.DEVNULL,
+    running = subprocess.Popen(
+        [sys.executable, "-m", "fitune", "train", *words], stdout=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(line["step_seconds"] + line["data_seconds"] for line in lines[FIRST:])
+    metrics, taken = folder / "metrics.jsonl", dict[int, float]()
+    while running.poll() is None:
+        done = metrics.read_text().count("\n") if metrics.exists() else 0
+        if FIRST <= done < FIRST + steps:  # in the last step a rank may end before it is asked
+            taken.setdefault(done, core_seconds(side))
+        time.sleep(0.02)
+    if running.returncode:
+        raise SystemExit(f"{side}: exit code {running.returncode}")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    first, last = min(taken), max(taken)
+    return Step(
+        statistics.median(line["step_seconds"] + line["data_seconds"] for line in lines[FIRST:]),
+        (taken[last] - taken[first]) / (last - first),
+    )
 
 
 def main() -> None:
@@ -62,7 +101,7 @@ def main() -> None:
     from fitune.launch.ray_cluster import loaded_ray
 
     ray = loaded_ray()
-    found: dict[str, list[float]] = {"torchrun": [], "ray": []}
+    found: dict[str, list[Step]] = {"torchrun": [], "ray": []}
     with tempfile.TemporaryDirectory() as place:
         work = Path(place)
         os.environ["FITUNE_CACHE"] = str(work / "cache")
@@ -81,18 +120,29 @@ def main() -> None:
                         address=context.address_info["address"],
                     )  # fmt: skip
                     found[side].append(took)
-                    print(f"{side:9} {took * 1e3:8.1f} ms a step", flush=True)
+                    print(
+                        f"{side:9} {took.median * 1e3:8.1f} ms a step, {took.of_the_cores * 1e3:8.1f} ms of the cores",
+                        flush=True,
+                    )
         finally:
             ray.shutdown()
-    ratios = [mine / theirs for mine, theirs in zip(found["ray"], found["torchrun"], strict=True)]
+    pairs = list(zip(found["ray"], found["torchrun"], strict=True))
+    clock = [mine.median / theirs.median - 1 for mine, theirs in pairs]
+    cores = [mine.of_the_cores / theirs.of_the_cores - 1 for mine, theirs in pairs]
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in ("torch", "ray")},
-        "median_step_seconds": found,
-        "overhead_of_rounds": [ratio - 1 for ratio in ratios],
-        "overhead": statistics.median(ratios) - 1,
+        "cores": os.cpu_count(),
+        "seconds_of_a_step": {
+            side: [dataclasses.asdict(step) for step in steps] for side, steps in found.items()
+        },
+        "overhead_of_rounds": {"clock": clock, "core_seconds_of_ranks": cores},
+        "overhead": {"clock": statistics.median(clock), "core_seconds_of_ranks": statistics.median(cores)},
     }
-    print(f"Ray over torchrun: {result['overhead']:+.1%}")
+    print(
+        f"Ray over torchrun: {statistics.median(clock):+.1%} by the clock of {os.cpu_count()} cores, ", end=""
+    )
+    print(f"{statistics.median(cores):+.1%} in core seconds of the ranks")
     if wanted.json:
         wanted.json.write_text(json.dumps(result, indent=2) + "\n")
 
