@@ -200,7 +200,7 @@ def test_a_repeated_row_is_stored_once(tmp_path, prepare):
 def test_a_weight_that_no_memory_holds_is_refused(tmp_path, prepare):
     source = write(tmp_path / "rows.jsonl", [row(i) for i in range(100)])
     with pytest.raises(
-        DataError, match=r"rows.jsonl:100 to 100,000,000 rows an epoch, at most 50,000,000"
+        DataError, match=r"rows.jsonl:100 an epoch has 100,000,000 of them, and at most 50,000,000"
     ) as caught:
         prepare(DataSource(path=source.path, weight=1e6))
     assert "divide all of them" in caught.value.hint

@@ -65,7 +65,7 @@ def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
     assert (code, "already complete" in out) == (0, True)
     assert objects(bucket) == there
     code, _, err = train(output_dir=url, max_steps=3, learning_rate=2e-2, **words)
-    assert (code, "holds a complete run of other settings" in err) == (2, True)
+    assert (code, "holds a complete run with other settings" in err) == (2, True)
     shutil.rmtree(other / "runs")
     code, out, err = train("--resume", output_dir=url, max_steps=4, **words)
     assert code == 0, err

@@ -48,7 +48,9 @@ def test_a_global_batch_that_some_number_of_workers_does_not_divide_is_refused(
     cluster: Any, second_node: Any, recipe: Callable[..., Recipe]
 ) -> None:
     wanted = recipe(micro_batch_size=1, global_batch_size=9)
-    with pytest.raises(RecipeError, match=r"with 2 workers, and the global batch of 9 rows"):
+    with pytest.raises(
+        RecipeError, match=r"with 2 workers in place of 3, at the same global batch of 9 rows"
+    ):
         train_on_ray(wanted, RayPlace(fewest=2, most=4), overwrite=False, tell=Heard())
 
 

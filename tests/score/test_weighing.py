@@ -199,7 +199,9 @@ def test_graders_follow_from_rows_with_choices_and_references_alone_have_a_perpl
 def test_what_does_not_go_together_is_refused_before_anything_is_weighed(
     plan: ScorePlan, tmp_path: Path
 ) -> None:
-    with pytest.raises(RecipeError, match="choice weigh given answers, number need answers"):
+    with pytest.raises(
+        RecipeError, match="choice grade given answers by log-likelihood, number need answers"
+    ):
         quietly(replace(plan, graders=("choice", "number")))
     data = write_rows(tmp_path / "plain.jsonl", [{"question": "q", "answer": "a"}])
     with pytest.raises(RecipeError, match="choice: 1 rows of .* have no choices"):

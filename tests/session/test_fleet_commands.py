@@ -61,7 +61,7 @@ def test_the_winner_is_launched_and_the_next_one_when_it_is_full(tmp_path: Path)
 def test_wishes_without_a_fleet_and_two_kinds_of_place_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(RecipeError, match="the cluster that wins says its kind"):
+    with pytest.raises(RecipeError, match="takes the kind of the cluster that it chooses"):
         launch_on_fleet(recipe_of(), request_of(tmp_path), [], on="slurm")
     for command in ("plan", "launch"):
         assert run_command(command, "--model", "llama-3.2-1b", "--deadline", "3h") == 2
@@ -95,7 +95,7 @@ def test_rows_come_from_the_data_or_are_said(tmp_path: Path, data_file: Path) ->
     assert plan_on_fleet(recipe_of(), request_of(tmp_path)).best.run.epoch.tokens == 1000 * 2048
     steps = plan_on_fleet(recipe_of(data=[], max_steps=10), request_of(tmp_path, rows=None)).best.run
     assert steps.steps == 10
-    with pytest.raises(RecipeError, match="needs its rows, and no data is named"):
+    with pytest.raises(RecipeError, match="number of rows, and no data is named"):
         plan_on_fleet(recipe_of(data=[]), request_of(tmp_path, rows=None))
 
 

@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 
 records = typer.Typer(
-    help="Measured runs, ours and published ones, held against the estimate.", no_args_is_help=True
+    help="Compare measured runs, ours and published ones, with the estimate.", no_args_is_help=True
 )
 app.add_typer(records, name="records")
 
@@ -44,7 +44,7 @@ Settings = Annotated[
 ]
 FleetFile = Annotated[Path | None, Option(metavar="FILE.yaml", help="Clusters to choose from.")]
 Objective = Annotated[str, Option(help="fastest, cheapest, least-memory; of clusters also soonest.")]
-Deadline = Annotated[str, Option(metavar="12h", help="With --fleet: over by then.")]
+Deadline = Annotated[str, Option(metavar="12h", help="With --fleet: finished by then.")]
 Budget = Annotated[float | None, Option(help="With --fleet: US dollars at most.")]
 Rows = Annotated[int | None, Option(min=1, help="With --fleet: rows of data that is elsewhere.")]
 Live = Annotated[bool, Option("--live", help="With --fleet: ask the clusters what is free.")]
@@ -55,12 +55,16 @@ Run = Annotated[Path, Argument(help="Directory of a run.")]
 MaxNewTokens = Annotated[int, Option(help="Tokens of one answer at most.")]
 Temperature = Annotated[float, Option(help="0 is greedy.")]
 TopP = Annotated[float, Option(help="Draw from the likeliest tokens of this share.")]
-Seed = Annotated[int, Option(help="Seed of the draws; idle at temperature 0.")]
+Seed = Annotated[int, Option(help="Seed of the draws; no effect at temperature 0.")]
 Template = Annotated[str, Option(help="Jinja file; default: the tokenizer's own.")]
-OnRay = Annotated[Literal["here", "ray"], Option("--on", help="ray: by workers of a Ray cluster.")]
+OnRay = Annotated[
+    Literal["here", "ray"], Option("--on", help="Where it runs; ray: on workers of a Ray cluster.")
+]
 RayAddress = Annotated[str, Option(help="HOST:PORT. Default: RAY_ADDRESS or this machine.")]
-Rendezvous = Annotated[str, Option(metavar="HOST:PORT", help="With --nodes N: node 0, and a free port.")]
-Workers = Annotated[str, Option(metavar="N|N..M", help="With --on ray: the fewest and most.")]
+Rendezvous = Annotated[
+    str, Option(metavar="HOST:PORT", help="With --nodes N: address and free port of node 0.")
+]
+Workers = Annotated[str, Option(metavar="N|N..M", help="With --on ray: workers, or fewest..most.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -143,7 +147,7 @@ def why(
     settings: Settings = None,
     json: Json = False,
 ) -> None:
-    """What another choice would cost, in bytes and seconds, beside the plan that is taken."""
+    """Compare another choice with the plan that is taken, in bytes and seconds."""
     from fitune.session.alternatives import plan_with
 
     _show(plan_with(_recipe(words, settings), change), json=json)
@@ -160,7 +164,7 @@ def matrix(
     picture: Picture = None,
     json: Json = False,
 ) -> None:
-    """Models × lengths of rows: the plan taken for each, and which of DDP, ZeRO, recompute and offload fit."""
+    """Print the plan for each model and row length, and which of DDP, ZeRO, recompute and offload fit."""
     from fitune.session.matrix import draw_picture, full_names, plan_matrix, row_lengths
     from fitune.session.typed_words import matrix_recipe
 
@@ -181,7 +185,7 @@ def rehearse(
     json: Json = False,
     exact: Annotated[bool, Option("--exact", help="Trace every block, not a few for all.")] = False,
 ) -> None:
-    """Plan, then run the plan's own step on tensors without content: every allocation, no GPU, no weights."""
+    """Plan, then run the plan's own step on fake tensors: every allocation, without a GPU or weights."""
     from fitune.session.rehearsing import rehearse_recipe
 
     _show(rehearse_recipe(_recipe(words, settings), exact=exact), json=json)
@@ -194,13 +198,15 @@ def train(
     overwrite: Annotated[bool, Option("--overwrite", help="Remove an earlier run in output_dir.")] = False,
     node_rank: Annotated[int | None, Option(metavar="K", help="With --nodes N: 0 to N-1.")] = None,
     rendezvous: Rendezvous = "",
-    rendezvous_timeout: Annotated[float, Option(metavar="SECONDS", help="To wait for the others.")] = 600.0,
+    rendezvous_timeout: Annotated[
+        float, Option(metavar="SECONDS", help="Longest wait for the other nodes.")
+    ] = 600.0,
     on: OnRay = "here",
     ray_address: RayAddress = "",
     workers: Workers = "",
     ray_restarts: Annotated[int, Option(help="How often lost workers are replaced.")] = 3,
 ) -> None:
-    """Plan, train exactly that, and show what was measured next to what was predicted."""
+    """Plan, train exactly that, and show measured figures next to predicted ones."""
     from fitune.session.fresh_process import speaks_to_people, train_program
     from fitune.session.on_ray import place_on_ray
     from fitune.session.ranks_of_nodes import place_in
@@ -288,7 +294,7 @@ def compare(
     score_data: Annotated[str, Option(help="Questions with references, to score each result on.")] = "",
     overwrite: Annotated[bool, Option("--overwrite", help="Train anew what is there already.")] = False,
 ) -> None:
-    """Train one recipe by several methods on the same data and seed; one page lays them side by side."""
+    """Train one recipe by several methods on the same data and seed, and compare them on one page."""
     from fitune.session.comparing import compare_methods
 
     names = [name.strip() for name in tunings.split(",") if name.strip()]
@@ -398,7 +404,7 @@ def chat(
     chat_template: Template = "",
     json: Annotated[bool, Option("--json", help="Print one JSON object for each question.")] = False,
 ) -> None:
-    """Talk to a model, or to two side by side; of a pipe each line is a question. /reset begins anew, /exit ends."""
+    """Talk to a model, or to two side by side. /reset begins anew, /exit ends; piped lines are questions."""
     from fitune.session.chat import open_chat
 
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
@@ -471,7 +477,7 @@ def report(
     watch: Annotated[bool, Option("--watch", help="Until the run ends, every 5 s anew.")] = False,
     json: Json = False,
 ) -> None:
-    """Lay predicted and measured side by side, and write the run's report.html."""
+    """Show predicted and measured side by side, and write the run's report.html."""
     from fitune.session.reported import report_run, watched_run
 
     watched = watched_run(run, tell=lambda line: print(line, file=sys.stderr)) if watch else None

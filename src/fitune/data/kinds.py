@@ -113,7 +113,7 @@ def _refuse_packed_twins(files: list[str]) -> None:
         unpacked = name.rpartition(".")[0]
         if PurePosixPath(name).suffix in CODECS and unpacked in plain:
             raise DataError(
-                f"{name}: {unpacked} is there, too: the same rows, packed and plain",
+                f"{name}: {unpacked} is there, too: the same rows, compressed and uncompressed",
                 hint="remove one of them, or name the one that is meant",
             )
 

@@ -132,8 +132,8 @@ class _Part:
         if wanted > _MOST_PLACES and any(places > 1 for _, places in repeats):
             where = examples[-1][0].where
             raise DataError(
-                f"the weights repeat the rows up to {where} to {wanted:,} rows an epoch, "
-                f"at most {_MOST_PLACES:,} are possible",
+                f"the weights repeat rows: up to {where} an epoch has {wanted:,} of them, and at most "
+                f"{_MOST_PLACES:,} are possible",
                 hint="weights count against each other: divide all of them by the same number",
             )
         try:

@@ -92,8 +92,8 @@ def _header(text: _TextLines, path: str) -> tuple[list[str], str]:
             header, mark = columns, other
     if len(header) == 1 and "|" in header[0]:
         raise DataError(
-            f"{path}:1: the header is one column, {header[0]!r}: columns are parted by commas, semicolons or tabs, "
-            "not '|'",
+            f"{path}:1: the header is one column, {header[0]!r}: columns are separated by commas, semicolons or "
+            "tabs, not by '|'",
             hint="save the file with commas, or as JSON lines",
         )
     doubled = [name for name in header if header.count(name) > 1]

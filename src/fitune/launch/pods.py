@@ -108,7 +108,7 @@ def require_pods(job: JobSpec) -> None:
         )
     if not job.storage.claim:
         raise RecipeError(
-            "no claim is named: data, run and the cache of tokens need a folder that outlives the pods",
+            "no volume claim is named: data, run and token cache need a folder that outlives the pods",
             hint="--set job.claim=NAME, a PersistentVolumeClaim; ReadWriteMany where there are several pods",
         )
 

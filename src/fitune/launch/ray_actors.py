@@ -159,7 +159,7 @@ class ActorPool(Generic[Piece, Result]):
         lost = f"the worker {member.where}" if member.where else "a worker that was starting"
         if not self._restarts:
             raise HardwareError(
-                f"{lost} ended, and no more are replaced: {why}",
+                f"{lost} ended, and no restart is left: {why}",
                 hint="start again: what is done stays done; fewer workers a node have more memory each",
             )
         self._restarts -= 1

@@ -75,9 +75,7 @@ def asked_place(on: str, *, address: str, workers: str, default: str, restarts: 
     if on == "ray":
         return ray_place(address=address, workers=workers or default, restarts=restarts)
     if address or workers:
-        raise RecipeError(
-            "--ray-address and --workers are of --on ray", hint="add --on ray, or leave them out"
-        )
+        raise RecipeError("--ray-address and --workers need --on ray", hint="add --on ray, or leave them out")
     return None
 
 

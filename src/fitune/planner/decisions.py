@@ -6,6 +6,7 @@ from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.parameters import num_ranks
 from fitune.planner.adapter_decisions import adapter_decisions
 from fitune.planner.candidates import Request
+from fitune.planner.defaults import GLOBAL_BATCH_SIZE
 from fitune.planner.methods import ORDER, why_on_cpu
 from fitune.planner.placement_decisions import devices_left_idle, placement_decisions
 from fitune.spec.plan import (
@@ -94,7 +95,7 @@ def _saving(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if recipe.async_save is None and plan.run.saves and not plan.hardware.gpu.is_cpu:
         size = format_bytes(checkpoint_bytes(plan))
         if plan.run.async_save:
-            yield f"async_save: true, a checkpoint is copied to the host ({size} in all) and written beside the steps"
+            yield f"async_save: true, checkpoints are copied to the host ({size}) and written while training goes on"
         else:
             yield f"async_save: false, because the host has no room for a copy of {size}: steps wait for each save"
 
@@ -102,7 +103,7 @@ def _saving(recipe: Recipe, plan: Plan) -> Iterator[str]:
 def _precision(recipe: Recipe, plan: Plan) -> Iterator[str]:
     why = {
         Precision.FP16: f"fp16 with fp32 masters and a loss scale, because {plan.hardware.gpu.name} has no bf16",
-        Precision.BF16_MASTER: "bf16-master, bf16 compute with fp32 masters: nothing is rounded away",
+        Precision.BF16_MASTER: "bf16-master, bf16 compute with fp32 masters, so that no small update is rounded away",
         Precision.BF16: "bf16 without fp32 masters, which do not fit",
     }
     if recipe.precision is None and isinstance(plan.tuning, Lomo):
@@ -134,7 +135,11 @@ def _batch(recipe: Recipe, plan: Plan) -> Iterator[str]:
     batch, ranks = plan.batch, num_ranks(plan)
     if recipe.micro_batch_size is not None and recipe.gradient_accumulation_steps is not None:
         return
-    whole = "asked for" if recipe.global_batch_size is not None else "fitune's default, near 16"
+    whole = "fitune's default"
+    if recipe.global_batch_size is not None:
+        whole = "asked for"
+    elif batch.global_batch_size * ranks != GLOBAL_BATCH_SIZE:
+        whole = f"the nearest to fitune's default of {GLOBAL_BATCH_SIZE}"
     unit = "packs" if batch.packing else "rows"
     times = f" × {ranks} devices" if ranks > 1 else ""
     line = (
@@ -152,7 +157,7 @@ def _is_least(recipe: Recipe) -> bool:
 
 
 _LEAN = "that needs least memory"
-_BUSY = "with most rows at once: unpacked rows are short"
+_BUSY = "with the largest micro-batch, since unpacked rows are short"
 
 
 def _recompute(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -162,13 +167,13 @@ def _recompute(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if blocks == 0:
         yield "recompute: no block, all activations fit"
     else:
-        again = f"{format_percent(blocks / layers, digits=0)} of a forward pass more"
+        again = f"{format_percent(blocks / layers, digits=0)} of a forward pass"
         most = "the fewest that fit with this batch and loss"
         if _is_least(recipe):
             most = "which need least memory"
         elif plan.offload.activations != "device":
             most = "as many as cost less than 1 % of the speed, so that fewer activations are offloaded"
-        yield f"recompute: {blocks} of {layers} blocks, {most}; costs {again}"
+        yield f"recompute: {blocks} of {layers} blocks, {most}; adds {again}"
 
 
 def _loss(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -192,7 +197,7 @@ def _attention(recipe: Recipe, plan: Plan) -> Iterator[str]:
     gpu = plan.hardware.gpu
     why = flash_refused_by_device(gpu) or flash_refused_by_model(plan.model, gpu)
     yield f"attention: {plan.attention}" + (
-        f", because {why}" if why else ", the fastest that keeps no scores"
+        f", because {why}" if why else ", the fastest that stores no attention scores"
     )
 
 

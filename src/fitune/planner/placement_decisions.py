@@ -86,7 +86,8 @@ def _staying(recipe: Recipe, chosen: Priced, others: Sequence[Priced]) -> Iterat
         enough = format_percent(1 / STAYING_IS_WORTH - 1, digits=0)
         yield (
             f"offload: none; {describe_offload(best.plan.offload)} would be up to {format_percent(gain, digits=0)} "
-            f"faster, on links that others use too, and is taken from {enough} on; {settings} takes it now"
+            f"faster if nothing else uses the links to the host, and is chosen where it gains {enough}; to choose it: "
+            f"{settings}"
         )
 
 

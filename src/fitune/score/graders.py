@@ -65,7 +65,8 @@ def require_one_way(graders: Sequence[Grader]) -> None:
     writing = [grader.name for grader in graders if not grader.row.weigh]
     if weighing and writing:
         raise RecipeError(
-            f"{', '.join(weighing)} weigh given answers, {', '.join(writing)} need answers that the model writes",
+            f"{', '.join(weighing)} grade given answers by log-likelihood, {', '.join(writing)} need answers that the "
+            "model writes",
             hint="score twice, into two folders",
         )
 

@@ -33,9 +33,9 @@ def check_engine(plan: ScorePlan) -> None:
     """Raises RecipeError for settings that the engine cannot honour, MissingExtra when it is not installed."""
     if (plan.engine == "server") != bool(plan.url):
         raise RecipeError(
-            "engine server needs the URL of a server"
+            "engine server needs --url, the address of a server"
             if plan.engine == "server"
-            else f"url {plan.url} is idle",
+            else f"--url {plan.url} is for engine server, and the engine is {plan.engine}",
             hint="--engine server --url http://localhost:8000/v1",
         )
     if plan.engine == "server":
@@ -44,7 +44,7 @@ def check_engine(plan: ScorePlan) -> None:
         require_url(plan.url)
         if plan.adapter:
             raise RecipeError(
-                "a server loads its adapters itself",
+                "--adapter has no effect with engine server: a server loads its adapters itself",
                 hint="leave --adapter out, and name it as --served-model",
             )
     if plan.engine == "vllm":

@@ -68,7 +68,7 @@ def complete_run(
         )
     longer = " --resume to make it longer," if has_checkpoint and all(d.allowed for d in differences) else ""
     raise RunDirectoryError(
-        f"{directory} holds a complete run of other settings\n{difference_table(differences)}",
+        f"{directory} holds a complete run with other settings\n{difference_table(differences)}",
         hint=f"{longer} --overwrite to start anew, or another output_dir".strip(),
     )
 
@@ -89,7 +89,7 @@ def _refuse_trained(directory: Path, plan: Plan) -> None:
     except CheckpointError:
         return  # nothing of it is left
     raise RunDirectoryError(
-        f"{directory} is trained; it ended while it was exported, and {source.path.name} has its weights",
+        f"{directory} is trained; it was stopped during its export, and its weights are in {source.path.name}",
         hint=f"fitune export {directory}, or --overwrite to start anew",
     )
 

@@ -102,7 +102,8 @@ def launch_on_fleet(
     """
     if on is not None:
         raise RecipeError(
-            f"--on {on}, and the cluster that wins says its kind", hint="leave --on or --fleet out"
+            f"--on {on} contradicts --fleet, which takes the kind of the cluster that it chooses",
+            hint="leave --on or --fleet out",
         )
     ranking = plan_on_fleet(recipe, request)
     free = next((offer for offer in ranking.offers if offer.is_free), None)
@@ -169,7 +170,7 @@ def _epochs(recipe: Recipe, rows: int | None) -> EpochOf:
     if rows is not None or not recipe.data:
         if rows is None and recipe.max_steps is None:
             raise RecipeError(
-                "the time of a whole run needs its rows, and no data is named",
+                "the length of a run follows from its number of rows, and no data is named",
                 hint="data: in the recipe, --rows N where it is not on this machine, or max_steps",
             )
         return lambda plan: _full_rows(plan, rows)

@@ -52,7 +52,7 @@ def score_typed(context: Any, *, tell: "Tell") -> TaskScores:
         raise RecipeError("fitune score: --data is missing", hint="--data FILE, or --lm-eval TASKS")
     for name in sorted(typed - _TAKEN - {"json"}):
         option = name.replace("_", "-")
-        raise RecipeError(f"--{option} counts for nothing beside --lm-eval", hint=f"leave --{option} out")
+        raise RecipeError(f"--{option} has no effect with --lm-eval", hint=f"leave --{option} out")
     values = {name: context.params[name] for name in _TAKEN}
     values |= {"tasks": values.pop("lm_eval"), "tasks_folder": values.pop("lm_eval_tasks")}
     from fitune.session.lm_eval import score_tasks  # torch, for options that are right

@@ -109,7 +109,7 @@ def _of_fewer(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) -> 
         report = plan_for(recipe, purposes=("plan", "train"), hardware=hardware)
     except FituneError as error:
         raise RecipeError(
-            f"with {world} workers, and the global batch of {rows} rows that {most.plan.hardware.num_gpus} have: "
+            f"with {world} workers in place of {most.plan.hardware.num_gpus}, at the same global batch of {rows} rows: "
             f"{error.message}",
             hint="a global_batch_size that every number of workers divides, or a narrower range of --workers",
         ) from error

@@ -114,8 +114,8 @@ def _plan_of_all(attempt: Attempt | None, nodes: Nodes) -> Plan | None:
     count = 1 if nodes.place is None else nodes.place.nodes
     if plan.hardware.nodes != count:
         raise HardwareError(
-            f"the plan is for {plan.hardware.nodes} of the {count} nodes: {describe_plan(plan)}",
-            hint="start it on so many; or zero: 0, or another stage that divides the model over all",
+            f"the plan uses {plan.hardware.nodes} of the {count} nodes: {describe_plan(plan)}",
+            hint=f"--nodes {plan.hardware.nodes}; or set zero, which divides over all nodes",
         )
     return plan
 

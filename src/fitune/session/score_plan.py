@@ -44,7 +44,7 @@ def score_on_fleet(words: ScoreWords, request: FleetRequest, *, gpu: str = "") -
     """The clusters of a fleet in the order of what is wanted. Raises RecipeError, NothingFits or DataError."""
     if gpu:
         raise RecipeError(
-            f"--gpu {gpu} is of one machine, and {request.file} lists several", hint="leave --gpu out"
+            f"--gpu {gpu} plans for one machine, and {request.file} lists clusters", hint="leave --gpu out"
         )
     engines = engines_for(words.engine, elsewhere=True)
     return rank_scoring(
@@ -135,7 +135,8 @@ def read_lengths(words: ScoreWords) -> Questions:
     """
     if first_row_has_choices(words.sources):
         raise RecipeError(
-            f"{names_of(words.sources)}: rows with choices are weighed, and --plan knows answers that are written",
+            f"{names_of(words.sources)}: --plan predicts written answers, and rows with choices are graded by "
+            "log-likelihoods",
             hint="leave --plan out",
         )
     return _lengths(words, weighed=False)

@@ -91,7 +91,7 @@ def _require_written(graders: Sequence[str]) -> None:
     weighing = [grader.name for grader in open_graders(graders) if grader.row.weigh]
     if weighing:
         raise RecipeError(
-            f"--grader {weighing[0]} weighs references, and --plan and --fleet know answers that are written",
+            f"--plan and --fleet predict written answers, and --grader {weighing[0]} weighs references",
             hint="leave --plan and --fleet out",
         )
 

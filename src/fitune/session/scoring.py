@@ -131,7 +131,7 @@ def why_not_all(report: ScoreReport, out: Path) -> ScoringFailed | None:
         return None
     id_, why = first_failed(out)
     return ScoringFailed(
-        f"{report.failed} of {report.rows} rows have no answer; they are graded 0; the first, {id_}: {why}",
+        f"{report.failed} of {report.rows} rows have no answer and are graded 0; the first is {id_}: {why}",
         hint=f"see the error of those rows in {out / 'answers.jsonl'}",
     )
 

@@ -54,7 +54,7 @@ def serve_command(
         python = python or os.environ.get("FITUNE_VLLM_PYTHON", "python")
         return _by_vllm(named, python, host=host, port=port, context=context)
     if context:
-        raise RecipeError("--context is of vLLM's server", hint="leave it out, or --server vllm")
+        raise RecipeError("--context is for vLLM's server alone", hint="leave it out, or --server vllm")
     if not only_print:
         _require_transformers_server()
     return _by_transformers(named, host=host, port=port)

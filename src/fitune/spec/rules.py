@@ -164,8 +164,7 @@ METHODS = (
     Rule(
         broken=lambda plan: isinstance(plan.optimizer, AdamW8bit) and plan.hardware.gpu.is_cpu,
         why=lambda plan: (
-            "8-bit AdamW keeps its states in 8 bit with kernels that run on GPUs only; on a processor its library "
-            "steps at a fortieth of AdamW's speed"
+            "8-bit AdamW has its kernels for GPUs: on a CPU, bitsandbytes steps at a fortieth of AdamW's speed"
         ),
         instead="optimizer: adamw",
         settings=("optimizer",),
@@ -300,7 +299,7 @@ HARDWARE = (
     ),
     Rule(
         broken=lambda plan: plan.hardware.gpu.is_cpu and plan.offload != Offload(),
-        why=lambda plan: "the device is the processor: there is nowhere else to go",
+        why=lambda plan: "the model trains on the CPU, so there is no other memory to offload to",
         instead="no offload, or gpu: NAME to plan for a GPU",
         settings=_PLACES,
         binds=("plan",),
@@ -317,8 +316,8 @@ KERNELS = (
     Rule(
         broken=lambda plan: plan.kernels == "liger" and plan.goes_back_twice,
         why=lambda plan: (
-            f"Liger's kernels write gradients over what {_who(plan)} reads in its second backward, which clips by norm "
-            "or finds an overflow of fp16"
+            f"Liger's kernels overwrite activations with gradients, and {_who(plan)} reads them again in a second "
+            "backward pass (to clip by norm, or to detect an overflow of fp16)"
         ),
         instead="kernels: torch, or max_grad_value: 1.0 in bf16",
         settings=("kernels", *_IN_BACKWARD, "max_grad_norm", "precision"),
@@ -326,7 +325,7 @@ KERNELS = (
     Rule(
         broken=lambda plan: plan.compile_blocks and plan.kernels == "liger",
         why=lambda plan: (
-            "Liger's kernels write gradients over what they kept, which torch_compile does not expect"
+            "Liger's kernels overwrite saved activations with gradients, which torch_compile does not expect"
         ),
         instead="one of them: kernels: torch, or no torch_compile",
         settings=("torch_compile", "kernels"),
@@ -334,15 +333,17 @@ KERNELS = (
     Rule(
         broken=lambda plan: plan.compile_blocks and _in_backward(plan),
         why=lambda plan: (
-            f"{_who(plan)} uses each gradient as soon as it exists, and a block under torch_compile has all of its "
-            "gradients at once"
+            f"{_who(plan)} uses each gradient as soon as it exists, and a compiled block yields all of its gradients "
+            "at once"
         ),
         instead="no torch_compile",
         settings=("torch_compile", *_IN_BACKWARD),
     ),
     Rule(
         broken=lambda plan: plan.compile_blocks and plan.offload != Offload(),
-        why=lambda plan: "torch_compile expects tensors where they were, and offload moves them away",
+        why=lambda plan: (
+            "a compiled block expects its tensors to stay where they are, and offload moves them"
+        ),
         instead="no torch_compile, or no offload",
         settings=("torch_compile", *_PLACES),
     ),
@@ -357,10 +358,8 @@ KERNELS = (
 SHARDING = (
     Rule(
         broken=lambda plan: plan.hardware.num_gpus == 1 and not isinstance(plan.sharding, Single),
-        why=lambda plan: (
-            "sharding divides the work over several devices, and there is 1 process: nothing to divide"
-        ),
-        instead="gpus: 2 or more; or leave it out, and offload_optimizer: cpu frees the device, too",
+        why=lambda plan: "zero, backend and hybrid_sharding are for several devices, and there is 1",
+        instead="gpus: 2 or more; on one device leave them out (offload_optimizer: cpu also frees its memory)",
         settings=_DEVICES,
         binds=("plan", "train"),
     ),
@@ -371,8 +370,8 @@ SHARDING = (
             and (plan.hardware.nodes == 1 or plan.hardware.gpus_per_node == 1)
         ),
         why=lambda plan: (
-            "hybrid_sharding divides within each node and repeats that on every node, and there are "
-            f"{plan.hardware.nodes} × {plan.hardware.gpus_per_node}"
+            "hybrid_sharding shards within each node and replicates across nodes, and the recipe has nodes: "
+            f"{plan.hardware.nodes}, gpus: {plan.hardware.gpus_per_node}"
         ),
         instead="nodes: 2 or more with gpus: 2 or more in each, or no hybrid_sharding",
         settings=_DEVICES,
@@ -382,7 +381,7 @@ SHARDING = (
         broken=lambda plan: (
             isinstance(plan.sharding, Zero) and plan.sharding.hybrid and not _on(plan, "fsdp", 2, 3)
         ),
-        why=lambda plan: "hybrid_sharding is done by FSDP2 at stages 2 and 3",
+        why=lambda plan: "hybrid_sharding is for FSDP2 at ZeRO stages 2 and 3",
         instead="backend: fsdp, zero: 3",
         settings=_DEVICES,
     ),
@@ -396,7 +395,7 @@ SHARDING = (
         ),
         # Lv et al. 2023, arXiv 2306.09782, section 3.2
         why=lambda plan: (
-            f"{_who(plan)} updates each rank's share of the weights in backward, which is stage 3 over all devices"
+            f"{_who(plan)} updates each rank's share of the weights in backward, which takes stage 3 over all devices"
         ),
         instead="zero: 3, or tuning: full",
         settings=("tuning", *_DEVICES),
@@ -441,7 +440,7 @@ OFFLOAD = (
     ),
     Rule(
         broken=lambda plan: plan.offload.activations == "nvme",
-        why=lambda plan: "activations wait on the host or stay on the device; NVMe is not built for them",
+        why=lambda plan: "activations can be offloaded to the host, not to NVMe",
         instead="offload_activations: cpu",
         settings=("offload_activations",),
     ),
@@ -458,7 +457,9 @@ OFFLOAD = (
             and isinstance(plan.tuning, Full)
             and not _in_backward(plan)
         ),
-        why=lambda plan: "trained weights that wait on the host are stepped there, with their optimizer",
+        why=lambda plan: (
+            "trained weights that are offloaded are updated on the host, so the optimizer must be there"
+        ),
         instead="offload_optimizer: cpu as well",
         settings=_STATES,
     ),
@@ -486,7 +487,7 @@ OFFLOAD = (
             and not _is_lomo(plan)
             and _DEPTH[plan.offload.parameters] > _DEPTH[plan.offload.optimizer]
         ),
-        why=lambda plan: "DeepSpeed does not send weights farther away than their optimizer",
+        why=lambda plan: "DeepSpeed offloads weights no farther (device, cpu, nvme) than the optimizer",
         instead="offload_optimizer at least as far as offload_parameters",
         settings=_STATES,
     ),
@@ -494,15 +495,13 @@ OFFLOAD = (
         broken=lambda plan: (
             "nvme" in (plan.offload.parameters, plan.offload.optimizer) and not _on(plan, "deepspeed", 3)
         ),
-        why=lambda plan: (
-            "weights and optimizer wait on NVMe with DeepSpeed at stage 3 only, on two devices or more"
-        ),
+        why=lambda plan: "offload to NVMe needs DeepSpeed at stage 3, on two devices or more",
         instead="gpus: 2 or more, zero: 3, backend: deepspeed; or cpu in place of nvme",
         settings=("zero", "backend", "gpus", *_STATES),
     ),
     Rule(
         broken=lambda plan: "nvme" in plan.offload.places and not plan.offload.nvme_path,
-        why=lambda plan: "something is to be offloaded to NVMe, and no folder for it is named",
+        why=lambda plan: "offload to nvme needs a folder, and nvme_path is not set",
         instead="nvme_path: /mnt/nvme",
         settings=_PLACES,
     ),
@@ -522,7 +521,8 @@ NOT_BUILT = (
     Rule(
         broken=lambda plan: _adapts_experts(plan) and _on(plan, "deepspeed"),
         why=lambda plan: (
-            "DeepSpeed gathers a layer's weights when it is called, and experts run their adapters"
+            "DeepSpeed gathers a module's weights when the module is called, and adapters of experts are not: the "
+            "experts read them"
         ),
         instead="backend: fsdp",
         settings=("lora_target_modules", *_DEVICES),
@@ -530,7 +530,7 @@ NOT_BUILT = (
     ),
     Rule(
         broken=lambda plan: plan.compile_blocks and (_adapts_experts(plan) or _packs_experts(plan)),
-        why=lambda plan: "experts that are packed or adapted have not been compiled here",
+        why=lambda plan: "torch_compile has not been tried with quantised or adapted experts",
         instead="no torch_compile",
         settings=("torch_compile", "lora_target_modules", "quantization"),
     ),
@@ -539,8 +539,8 @@ NOT_BUILT = (
             not plan.model.separates_rows and (plan.batch.packing or plan.batch.micro_batch_size > 1)
         ),
         why=lambda plan: (
-            f"blocks of {plan.model.model_type} carry a state from token to token, so rows of one stream would see "
-            "those before them"
+            f"blocks of {plan.model.model_type} carry a state from token to token, so a row would see the rows before "
+            "it in the same batch"
         ),
         instead="packing: false with micro_batch_size: 1",
         settings=("model", "packing", "micro_batch_size"),
@@ -550,7 +550,7 @@ NOT_BUILT = (
             plan.model.is_traced and isinstance(plan.tuning, Lora) and bool(plan.tuning.layers)
         ),
         why=lambda plan: (
-            f"{plan.model.model_type} is traced, and adapters in some of its blocks are not built"
+            f"{plan.model.model_type} has no formulas (docs/architectures.md), and lora_layers needs them"
         ),
         instead="leave lora_layers out",
         settings=("tuning", "lora_layers"),
@@ -558,7 +558,8 @@ NOT_BUILT = (
     Rule(
         broken=lambda plan: not trains_like_transformers(plan.model),
         why=lambda plan: (
-            f"no small {plan.model.model_type} has been trained here with transformers' losses and the predicted peak"
+            f"{plan.model.model_type} cannot be trained yet: no small model of it has reproduced transformers' losses "
+            "and the predicted peak"
         ),
         instead="`fitune plan` and `fitune rehearse` work; one of the architectures in docs/architectures.md trains",
         settings=("model",),
@@ -567,7 +568,8 @@ NOT_BUILT = (
     Rule(
         broken=lambda plan: isinstance(plan.optimizer, AdamW8bit) and _on(plan, "fsdp"),
         why=lambda plan: (
-            "states in 8 bit are scaled in blocks of each rank's share, and checkpoints hold whole tensors"
+            "8-bit states are scaled by blocks of each rank's share, and checkpoints hold whole tensors: they cannot "
+            "be saved yet"
         ),
         instead="optimizer: adamw, or zero: 0, where every rank has all of them",
         settings=("optimizer", *_DEVICES),
@@ -625,14 +627,14 @@ NOT_BUILT = (
     ),
     Rule(
         broken=lambda plan: _on(plan, "deepspeed") and plan.offload.activations != "device",
-        why=lambda plan: "activations on the host are not built together with DeepSpeed",
+        why=lambda plan: "offload_activations is not built for DeepSpeed",
         instead="offload_activations: device, or backend: fsdp",
         settings=("offload_activations", "backend"),
         binds=("train",),
     ),
     Rule(
         broken=lambda plan: _on(plan, "deepspeed") and plan.offload.parameters == "nvme",
-        why=lambda plan: "weights on NVMe are planned, and not trained yet; an optimizer on NVMe is",
+        why=lambda plan: "training with weights on NVMe is not built yet; with the optimizer on NVMe it is",
         instead="offload_parameters: cpu, offload_optimizer: nvme",
         settings=_STATES,
         binds=("train",),
