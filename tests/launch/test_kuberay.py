@@ -230,7 +230,7 @@ def test_bad_settings_are_refused_in_words(settings: list[str], words: str) -> N
 
 def test_what_pods_cannot_see_is_refused() -> None:
     recipe = recipe_of(**RECIPES["one device"])
-    for needed, words in (([], "no image"), (NEEDED[:1], "no claim")):
+    for needed, words in (([], "no image"), (NEEDED[:1], "no volume claim")):
         with pytest.raises(RecipeError, match=words):
             documents(recipe, needed=needed)
     with pytest.raises(RecipeError, match="no GPU is named"):

@@ -43,7 +43,7 @@ def test_actors_that_die_beyond_the_limit_are_an_error(cluster: Any, tmp_path: P
     (tmp_path / "always-3").touch()
     with (
         pool_of(2, tmp_path, restarts=1) as pool,
-        pytest.raises(HardwareError, match=r"process \d+ .* ended, and no more are replaced"),
+        pytest.raises(HardwareError, match=r"process \d+ .* ended, and no restart is left"),
     ):
         list(pool.results(iter(range(12)), look=nobody_looks))
 

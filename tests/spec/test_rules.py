@@ -99,7 +99,7 @@ def test_every_rule_says_what_to_do_and_names_settings_that_there_are() -> None:
             {"optimizer_in_backward": True, "offload_activations": "cpu"},
             "two backward passes .* offload_activations: cpu",
         ),
-        ("rtx-4090", {"tuning": "lora", "offload_activations": "nvme", "nvme_path": "/n"}, "NVMe is not built"),
+        ("rtx-4090", {"tuning": "lora", "offload_activations": "nvme", "nvme_path": "/n"}, "to the host, not to NVMe"),
         ("2 × h100", {"torch_compile": True}, r"for one device .* torch_compile: true"),
         ("v100-32gb", {"optimizer": "adamw-8bit", "offload_optimizer": "cpu"}, "8-bit AdamW steps on the device"),
     ],

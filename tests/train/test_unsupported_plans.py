@@ -41,18 +41,18 @@ BY_NORM = Lomo(adaptive=True, clip=ClipByNorm(max_norm=1.0))
         ({"tuning": BY_VALUE}, "LOMO is an optimizer itself"),
         ({"tuning": BY_NORM, "precision": Precision.BF16_MASTER}, "AdaLomo .* no fp32 masters"),
         ({"sharding": Zero(stage=3, backend="deepspeed"), "tuning": QLORA}, "packed weights are divided by FSDP2"),
-        ({"sharding": Zero(stage=3, backend="deepspeed"), "offload": ON_NVME}, "weights on NVMe are planned"),
+        ({"sharding": Zero(stage=3, backend="deepspeed"), "offload": ON_NVME}, "weights on NVMe is not built"),
         ({"sharding": Zero(stage=3, backend="fsdp")}, "are for several devices, and there is 1"),
         ({"tuning": BY_NORM, "optimizer": Sgd(), "kernels": "liger"}, "second backward"),
         ({"tuning": BY_VALUE, "optimizer": Sgd(), "compile_blocks": True}, "all of its gradients at once"),
         ({"tuning": BY_VALUE, "optimizer": Sgd(), "offload": Offload(parameters="cpu")}, "LOMO steps weights on the"),
         ({"tuning": BY_NORM, "optimizer": Sgd(), "offload": Offload(activations="cpu")}, "two backward passes"),
-        ({"offload": Offload(activations="cpu"), "compile_blocks": True}, "torch_compile expects"),
+        ({"offload": Offload(activations="cpu"), "compile_blocks": True}, "a compiled block expects"),
         ({"offload": Offload(optimizer="cpu"), "optimizer": AdamW8bit()}, "8-bit AdamW steps on the device"),
         ({"offload": Offload(parameters="cpu")}, "updated on the host, so the optimizer must be there"),
-        ({"offload": Offload(parameters="nvme", optimizer="nvme", nvme_path="n")}, "DeepSpeed at stage 3 only"),
-        ({"offload": Offload(optimizer="nvme", nvme_path="n")}, "DeepSpeed at stage 3 only"),
-        ({"offload": Offload(activations="nvme", nvme_path="n")}, "NVMe is not built"),
+        ({"offload": Offload(parameters="nvme", optimizer="nvme", nvme_path="n")}, "needs DeepSpeed at stage 3"),
+        ({"offload": Offload(optimizer="nvme", nvme_path="n")}, "needs DeepSpeed at stage 3"),
+        ({"offload": Offload(activations="nvme", nvme_path="n")}, "to the host, not to NVMe"),
     ],
 )  # fmt: skip
 def test_what_breaks_a_rule_is_refused_by_it(any_plan, choice, named):
@@ -64,7 +64,7 @@ def test_what_breaks_a_rule_is_refused_by_it(any_plan, choice, named):
 
 def test_all_reasons_are_named_at_once(any_plan):
     plan = replace(any_plan, sharding=Ddp(), offload=Offload(optimizer="cpu"))
-    with pytest.raises(RecipeError, match="there is 1 process.*; DDP .* keeps weights"):
+    with pytest.raises(RecipeError, match="there is 1; DDP .* keeps weights"):
         require_rules(plan, "train")
 
 
