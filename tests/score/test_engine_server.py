@@ -135,6 +135,17 @@ def test_nobody_listening_is_an_error_of_each_row_and_a_wrong_key_of_all() -> No
         ask(engine_at(url), (5,), (6,))
 
 
+def test_a_redirection_is_not_followed_and_the_key_stays_here() -> None:
+    with serving(lambda body, before: said("elsewhere")) as (other, bodies):
+        moved = {"Location": f"{other}/completions"}
+        with (
+            serving(lambda body, before: (302, b"", moved)) as (url, _),
+            pytest.raises(EngineDied, match="answered 302"),
+        ):
+            ask(engine_at(url, key="secret"), (5,), (6,))
+    assert not bodies
+
+
 def test_a_prompt_that_the_server_finds_too_long_is_an_error_of_its_row() -> None:
     words = b"This model's maximum context length is 8 tokens"
     with serving(lambda body, before: (400, words, {}) if len(body["prompt"]) > 3 else said("ok")) as (
@@ -191,6 +202,20 @@ def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp
     assert (first.answered, first.failed, first.grades) == (3, 1, {"number": 0.75})
     assert (second.answered, second.failed, second.grades) == (4, 0, {"number": 1.0})
     assert (asked, len(bodies), bodies[-1]["prompt"]) == (4, 5, prompts[2])
+
+
+def test_a_wrong_key_ends_the_scoring_at_once_with_what_to_check(tiny, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "q", "answer": "5"}\n' * 9)
+    with serving(lambda body, before: (401, b"no such key", {})) as (url, bodies):
+        plan = ScorePlan(
+            model=str(tiny.folder), sources=(DataSource(path=str(rows)),), output_dir=str(tmp_path / "out"),
+            engine="server", url=url, batch_size=1,
+        )  # fmt: skip
+        with pytest.raises(ScoringFailed, match="answered 401 Unauthorized: no such key") as failed:
+            score(plan, say=lambda line: None)
+    assert "OPENAI_API_KEY" in str(failed.value.hint)
+    assert len(bodies) <= 2
 
 
 def test_a_server_that_tells_nothing_of_a_prompt_is_refused_before_the_first_row(

@@ -45,6 +45,8 @@ class Restarted:
                     raise EngineDied(f"it returned nothing for {len(left)} rows")
             except EngineDied as death:
                 self.close()
+                if left and death.hint:
+                    raise ScoringFailed(f"{death}", hint=death.hint) from None
                 if not self._restarts:
                     raise ScoringFailed(
                         f"the engine died: {death}",

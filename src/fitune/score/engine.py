@@ -126,7 +126,14 @@ class Engine(Protocol):
 
 
 class EngineDied(Exception):
-    """The engine cannot answer anything more; the rows that it did not yield may be asked of a new one."""
+    """The engine cannot answer anything more; the rows that it did not yield may be asked of a new one.
+
+    ``hint``: what to change first, where a new one would end in the same way.
+    """
+
+    def __init__(self, why: str, *, hint: str = "") -> None:
+        super().__init__(why)
+        self.hint = hint
 
 
 def failed(request: Request | Continuation, code: str, error: str) -> Completion:

@@ -31,8 +31,9 @@ T = TypeVar("T")
 
 _BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 """Statuses of which another try may come back with an answer."""
-_NO_KEY = (401, 403, 404)
+_OF_ALL_ROWS = (301, 302, 303, 307, 308, 401, 403, 404)
 """Statuses that every other row would meet, too."""
+_WHAT_TO_CHECK = "check --url (it ends before /completions), --served-model and the key in OPENAI_API_KEY"
 _LONGEST_ANSWER = 64 * 2**20
 """Bytes of a response that are read."""
 _LONGEST_PAUSE_S = 60.0
@@ -50,6 +51,16 @@ class _Spoiled(Exception):
     def __init__(self, why: str, pause_s: float = 0.0) -> None:
         super().__init__(why)
         self.pause_s = pause_s
+
+
+class _NotElsewhere(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: the next address would get the key, and a GET without the prompt."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NotElsewhere)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,7 +95,7 @@ class ServerEngine:
                 for done in as_completed(asked):
                     yield done.result()
                     if self._dead:
-                        raise EngineDied(self._dead)
+                        raise EngineDied(self._dead, hint=_WHAT_TO_CHECK)
             finally:
                 for waiting in asked:
                     waiting.cancel()
@@ -188,7 +199,7 @@ class ServerEngine:
             f"{self.url.rstrip('/')}/completions", json.dumps(body).encode(), headers
         )
         try:
-            with urllib.request.urlopen(asked, timeout=self.timeout_s) as response:
+            with _OPENER.open(asked, timeout=self.timeout_s) as response:
                 content = response.read(_LONGEST_ANSWER + 1)
         except urllib.error.HTTPError as error:
             raise self._of_status(error) from None
@@ -209,7 +220,7 @@ class ServerEngine:
         text = f"{self.url} answered {error.code} {error.reason}: {said[:300]}"
         if error.code in _BUSY:
             return _Spoiled(text, _pause(error.headers.get("Retry-After")))
-        if error.code in _NO_KEY:
+        if error.code in _OF_ALL_ROWS:
             self._dead = text
         return _Refused(text)
 
