@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from os import cpu_count
 from sys import modules
+from typing import TypeVar
 
 from fitune.errors import FituneError, NothingFits, RecipeError
 from fitune.planner.candidates import Request
@@ -74,6 +75,9 @@ class Ranking:
         return tuple(found)
 
 
+S = TypeVar("S", bound=Stay)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offers:
     """A recipe planned on every cluster of a fleet, before wishes choose between them."""
@@ -130,9 +134,8 @@ def offers_on(
     names = {name for name, _ in offers}
     lost = tuple((name, why) for name, why in without.items() if name not in names)
     if not offers:
-        raise NothingFits(
-            "\n".join(["nothing fits on any cluster:", *(f"  {name}: {why}" for name, why in lost)]),
-            hint="tuning: qlora, a shorter seq_len, or offload_parameters: cpu where the host has room",
+        raise nowhere(
+            lost, hint="tuning: qlora, a shorter seq_len, or offload_parameters: cpu where the host has room"
         )
     return Offers(recipe=recipe, model=model, found=tuple(offers.values()), without=lost)
 
@@ -199,15 +202,29 @@ def _why_not(priced: Priced, cluster: Cluster, *, fetches_model: bool) -> str:
 
 def ranked(offers: Offers, wanted: Wanted) -> Ranking:
     """The offers in the order of what is wanted. Raises NothingFits when none keeps the deadline and the budget."""
-    broken = [(offer, breach(offer, wanted)) for offer in offers.found]
+    kept, refused = kept_and_refused(offers.found, wanted, preference=_preference(offers))
+    return Ranking(recipe=offers.recipe, wanted=wanted, offers=kept, refused=refused, without=offers.without)
+
+
+def kept_and_refused(
+    found: Sequence[S], wanted: Wanted, *, preference: Callable[[S], int] = lambda offer: 0
+) -> tuple[tuple[S, ...], tuple[tuple[S, str], ...]]:
+    """The offers that keep deadline and budget, the best first; the others, each with the reason.
+
+    A lower ``preference`` comes before the objective. Raises NothingFits when no offer keeps them.
+    """
+    broken = [(offer, breach(offer, wanted)) for offer in found]
     kept = [offer for offer, why in broken if not why]
-    refused = tuple((offer, why) for offer, why in broken if why)
     if not kept:
-        raise none_kept(offers.found, wanted)
-    preference = _preference(offers)
+        raise none_kept(found, wanted)
     kept.sort(key=lambda offer: (preference(offer), *order_of(offer, wanted.objective)))
-    return Ranking(
-        recipe=offers.recipe, wanted=wanted, offers=tuple(kept), refused=refused, without=offers.without
+    return tuple(kept), tuple((offer, why) for offer, why in broken if why)
+
+
+def nowhere(without: Sequence[tuple[str, str]], *, hint: str) -> NothingFits:
+    """The error of a fleet on none of whose clusters anything fits; ``without`` has their names and reasons."""
+    return NothingFits(
+        "\n".join(["nothing fits on any cluster:", *(f"  {name}: {why}" for name, why in without)]), hint=hint
     )
 
 

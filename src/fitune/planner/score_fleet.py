@@ -10,11 +10,10 @@ from fitune.planner.answering import AnsweringReport, name_of
 from fitune.planner.answering_words import rows_line
 from fitune.planner.fleet import (
     Wanted,
-    breach,
     hardware_of,
+    kept_and_refused,
     node_counts,
-    none_kept,
-    order_of,
+    nowhere,
     require_prices,
     where,
 )
@@ -60,20 +59,10 @@ def rank_scoring(fleet: Fleet, wanted: Wanted, questions: Questions, plan_on: Pl
     for cluster in fleet.clusters:
         found += _offers_of(cluster, questions, plan_on, without)
     if not found:
-        lost = [f"  {name}: {why}" for name, why in without]
-        raise NothingFits(
-            "\n".join(["nothing fits on any cluster:", *lost]),
-            hint="a smaller --max-new-tokens or --batch-size",
-        )
-    kept = sorted(
-        (offer for offer in found if not breach(offer, wanted)),
-        key=lambda offer: order_of(offer, wanted.objective),
-    )
-    if not kept:
-        raise none_kept(found, wanted)
-    refused = tuple((offer, why) for offer in found if (why := breach(offer, wanted)))
+        raise nowhere(without, hint="a smaller --max-new-tokens or --batch-size")
+    kept, refused = kept_and_refused(found, wanted)
     return ScoreRanking(
-        questions=questions, wanted=wanted, offers=tuple(kept), refused=refused, without=tuple(without)
+        questions=questions, wanted=wanted, offers=kept, refused=refused, without=tuple(without)
     )
 
 
