@@ -6,6 +6,7 @@ import pytest
 
 from fitune.planner.explain import explain_plan, explain_priced, plan_data
 from fitune.planner.search import find_plan
+from fitune.spec.model_config import find_known_model
 from fitune.spec.plan import Plan
 from fitune.spec.recipe import parse_recipe
 from fitune.spec.serial import from_data
@@ -52,6 +53,25 @@ def test_one_line_for_a_plan():
     assert describe_plan(report.chosen.plan) == (
         "LoRA r16 on 7 linears, bf16-master, AdamW, 0 of 32 blocks recomputed, chunked loss (1024), "
         "flash attention, micro-batch 4 × 2048 tokens × 4 accumulated"
+    )
+
+
+def test_a_model_that_also_sees_says_which_part_is_planned(tmp_path):
+    """A name of the table and a config.json as it is published."""
+    note = "has a vision part; the plan is of its text part alone"
+    text = {**find_known_model("google/gemma-3-4b-pt").config}
+    published = {
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"model_type": "siglip_vision_model"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    for model in ("google/gemma-3-4b-pt", str(tmp_path)):
+        report = report_of(model, gpu("rtx-4090"), tuning="qlora")
+        assert [line for line in report.decisions if note in line] == [f"note on model: {model} {note}"]
+        assert note in " ".join(explain_plan(report).split())
+    assert not any(
+        note in line for line in report_of("gemma-3-1b", gpu("rtx-4090"), tuning="qlora").decisions
     )
 
 

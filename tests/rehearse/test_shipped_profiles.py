@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,24 @@ def test_every_public_name_is_planned_without_a_trace(name: str) -> None:
         recipe = parse_recipe({"model": name, **settings, **_needed(model.separates_rows)})
         with suppress(NothingFits):
             assert find_plan(recipe, model=model, hardware=hardware).chosen.estimate.peak_bytes > 0
+
+
+@pytest.mark.parametrize("name", SHIPPED_CONFIGS)
+def test_every_shipped_profile_is_found_by_its_way_of_training(name: str) -> None:
+    """A digest that changed would leave profiles in the file that no plan asks for."""
+    model = load_model_spec(name, offline=True)
+    lengths = (model.sliding_window, 2 * model.sliding_window) if model.sliding_window else (2048,)
+    for tuning, rows, length in product(("full", "lora"), (1, 2) if model.separates_rows else (1,), lengths):
+        shape = BatchShape(tokens=rows * length, supervised_tokens=rows * length, rows=rows)
+        plans = (
+            plan_for(
+                model, hardware=gpu("rtx-4090"), tuning=tuning, rank=16, precision="bf16-master", attention=attention,
+                rows=rows, accumulation=2, seq_len=length,
+            )
+            for attention in ("flash", "sdpa")
+        )  # fmt: skip
+        digests = [tracing.way_of(plan, shape).digest for plan in plans]
+        assert any(shipped_profile(model.config_digest, digest) for digest in digests)
 
 
 def _needed(separates_rows: bool) -> dict[str, object]:

@@ -2,22 +2,26 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fitune.errors import ModelError
+from fitune.errors import FituneError, ModelError
 from fitune.estimate.predict import predict, predict_memory
 from fitune.models.door import model_config
+from fitune.planner.search import find_plan
 from fitune.rehearse.profile import TransformersTracer, trace_profile
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec import tracing
+from fitune.spec.block_profile import BatchShape
 from fitune.spec.counts import count_parameters, lora_parameters, model_flops
 from fitune.spec.model import ModelSpec
 from fitune.spec.model_config import load_model_spec
 from fitune.spec.plan import Full, Lora
+from fitune.spec.recipe import parse_recipe
 from fitune.spec.serial import from_json, to_json
 from fitune.spec.traced_profile import TracedStep
 from fitune.spec.tracer import trace_with
@@ -26,6 +30,11 @@ from plans import CPU, gpu, plan_for
 NEOX = {
     "hidden_size": 96, "intermediate_size": 224, "num_hidden_layers": 4, "num_attention_heads": 6,
     "vocab_size": 400, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+NEO = {
+    "hidden_size": 64, "intermediate_size": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 400, "window_size": 32,
+    "max_position_embeddings": 256, "attention_types": [[["global", "local"], 2]], "resid_dropout": 0.0,
+    "embed_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 DEEPSEEK = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4, "vocab_size": 400,
@@ -42,7 +51,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "traced"
 
 
-def model_of(tmp_path: Path, model_type: str, config: dict[str, int]) -> ModelSpec:
+def model_of(tmp_path: Path, model_type: str, config: dict[str, Any]) -> ModelSpec:
     AutoConfig.for_model(model_type, **config).save_pretrained(tmp_path / model_type)
     return load_model_spec(str(tmp_path / model_type))
 
@@ -95,6 +104,40 @@ def test_the_estimate_is_the_rehearsed_step(tmp_path: Path, cache: Path, hardwar
     rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.005)
     assert predict(plan).tokens_per_second > 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_no_row_is_traced_beyond_a_mask_that_blocks_keep(
+    tmp_path: Path, cache: Path, rows: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-Neo's blocks take 256 tokens in all; the estimate at other lengths is the rehearsed step, to 0.5 %."""
+    spec = model_of(tmp_path, "gpt_neo", NEO)
+    assert spec.longest_stream == 256
+    plan = replace(plan_for(spec, rows=rows, seq_len=200 // rows), model_path=spec.name)
+    way = tracing.way_of(plan, BatchShape(tokens=200, supervised_tokens=200, rows=rows))
+    assert way.rows * way.first * tracing.LENGTHS[-1] == 256
+    trace, _ = trace_plan(plan, model_config(spec.name), exact=True)
+    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.005)
+    assert capfd.readouterr().err == ""
+
+
+def test_micro_batches_longer_than_the_mask_are_refused(tmp_path: Path, cache: Path) -> None:
+    spec = model_of(tmp_path, "gpt_neo", NEO)
+    recipe = parse_recipe({"model": spec.name, "seq_len": 200, "micro_batch_size": 2})
+    with pytest.raises(FituneError, match="256 tokens in one micro-batch, and 2 × 200 are more"):
+        find_plan(recipe, model=spec, hardware=CPU)
+
+
+def test_blocks_that_cannot_run_are_refused_in_one_line(
+    tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch logs a traceback of its own before the error."""
+    spec = model_of(tmp_path, "gpt_neo", NEO)
+    plan = replace(plan_for(spec, rows=1, seq_len=200), model_path=spec.name)
+    with pytest.raises(ModelError, match="its blocks cannot be traced: Attempting to broadcast"):
+        TransformersTracer().profile(tracing.Way(plan=plan, rows=1, first=128))
+    assert capfd.readouterr().err == ""
 
 
 def test_a_later_plan_traces_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,20 @@ def test_another_frameworks_optimizer_is_refused_by_name(name: str, nearest: str
     assert nearest in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_scheduler": "cosine_with_min_lr"},
+        {"lr_scheduler_type": "cosine_warmup_with_min_lr"},
+        {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+    ],
+)
+def test_a_cosine_that_ends_above_zero_is_pointed_to_min_lr_ratio(settings: dict[str, object]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        canonical_keys({"model": "a", **settings}, where="test")
+    assert "lr_scheduler: cosine with min_lr_ratio" in str(caught.value.hint)
+
+
 def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
     assert "nested more than 32 deep" in refusal(tmp_path, "model: " + "[" * 1000)
 

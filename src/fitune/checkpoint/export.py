@@ -24,6 +24,7 @@ from fitune.checkpoint.parity import Check, Model, Verified, is_equal, reload_de
 from fitune.models.adapters import copy_tables, table_weights, ties_are_kept
 from fitune.models.attention import attends_by_rows
 from fitune.models.door import whole_model, with_adapter
+from fitune.models.expert_adapters import names_as_given
 from fitune.models.quantised import quantised_base
 from fitune.models.weights import load_model, resized
 from fitune.spec.plan import Dense
@@ -210,7 +211,8 @@ def on_dense_base(model: PeftModel, base_path: str) -> PeftModel:
     base = load_model(base_path, dtype=dtype, device=reload_device(model))
     resized(base, _rows(model))
     config = model.peft_config[model.active_adapter]
-    adapted = get_peft_model(base, config, autocast_adapter_dtype=False)
+    with names_as_given():
+        adapted = get_peft_model(base, config, autocast_adapter_dtype=False)
     weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
     set_peft_model_state_dict(adapted, weights)
     copy_tables(model.get_base_model(), base)

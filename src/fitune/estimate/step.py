@@ -336,9 +336,9 @@ def _run_ends(blocks: tuple[Block, ...]) -> frozenset[int]:
 
 
 def resident_terms(plan: Plan) -> Terms:
-    """Bytes that stay between two steps: weights, adapters, fp32 masters, optimizer states."""
+    """Bytes that stay between two steps: weights and tables beside them, adapters, fp32 masters, optimizer states."""
     return {
-        "weights": weights_on_device_bytes(plan),
+        "weights": weights_on_device_bytes(plan) + plan.model.table_bytes,
         "adapters": adapters_bytes(plan),
         "masters": master_bytes(plan),
         "optimizer": optimizer_bytes(plan),

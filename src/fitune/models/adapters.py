@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from fitune.models.adapter_check import check_adapter, linear_shapes, stack_shapes, tensor_shapes
 from fitune.models.adapter_config import WEIGHTS, read_adapter_config, settled
 from fitune.models.door import with_adapter
-from fitune.models.expert_adapters import run_with_adapters, stacks_among, stacks_shown
+from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_among, stacks_shown
 from fitune.models.headers import read_header
 from fitune.models.weights import resized
 from fitune.spec.plan import Lora
@@ -51,7 +51,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
     )
     torch.manual_seed(seed)
     # DoRA computes its first norms from parameters; no graph may hold on to them
-    with torch.no_grad(), stacks_shown(model):
+    with torch.no_grad(), stacks_shown(model), names_as_given():
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     run_with_adapters(adapted)
     for parameter in adapted.parameters():

@@ -37,6 +37,7 @@ class Rows:
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(lengths)
         self._bounds: dict[torch.device, Tensor] = {}
+        self._cut: dict[int, Rows] = {}
 
     @property
     def longest(self) -> int:
@@ -48,6 +49,16 @@ class Rows:
             ends = list(itertools.accumulate(self.lengths, initial=0))
             self._bounds[device] = torch.tensor(ends, dtype=torch.int32, device=device)
         return self._bounds[device]
+
+    def cut(self, chunk: int) -> "Rows":
+        """The same tokens in rows of at most ``chunk``, each row cut from its beginning."""
+        if self.longest <= chunk:
+            return self
+        if chunk not in self._cut:
+            self._cut[chunk] = Rows(
+                [min(chunk, n - start) for n in self.lengths for start in range(0, n, chunk)]
+            )
+        return self._cut[chunk]
 
 
 # transformers reads meaning into names that contain "sdpa" or "flash"; these contain neither.
@@ -274,6 +285,24 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
+def _in_chunks(attend: Any) -> Any:
+    """``attend`` that cuts the rows of a block that sees one chunk of a row at a time (Llama 4)."""
+
+    def run(module: nn.Module, *args: Any, rows: Rows, **kwargs: Any) -> Any:
+        chunk = _chunk_of(module)
+        return attend(module, *args, rows=rows.cut(chunk) if chunk else rows, **kwargs)
+
+    return run
+
+
+def _chunk_of(module: nn.Module) -> int:
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if config is None or "chunked_attention" not in kinds:
+        return 0
+    return config.attention_chunk_size if kinds[module.layer_idx] == "chunked_attention" else 0
+
+
 # torch.compile stops here and goes on behind: rows change with every stream, and their loop with them.
 _FUNCTIONS: dict[Attention, Any] = {
     "sdpa": rows_sdpa,
@@ -281,7 +310,7 @@ _FUNCTIONS: dict[Attention, Any] = {
     "eager": rows_eager,
 }
 for _attention, _function in _FUNCTIONS.items():
-    AttentionInterface.register(_REGISTERED_NAMES[_attention], torch.compiler.disable(_function))
+    AttentionInterface.register(_REGISTERED_NAMES[_attention], torch.compiler.disable(_in_chunks(_function)))
     AttentionMaskInterface.register(_REGISTERED_NAMES[_attention], _no_mask)
 
 

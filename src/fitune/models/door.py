@@ -28,7 +28,7 @@ from transformers import (
 
 from fitune.errors import CheckpointError, FituneError, ModelError, is_out_of_memory
 from fitune.files import PICKLE_SUFFIXES
-from fitune.models.expert_adapters import run_with_adapters, stacks_shown
+from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_shown
 from fitune.spec.config_schema import (
     ConfigFields,
     check_config,
@@ -336,7 +336,11 @@ def with_adapter(
 
     Raises CheckpointError for one that PEFT cannot take.
     """
-    with _named(f"{folder}: the adapter cannot be loaded", kind=CheckpointError), stacks_shown(model):
+    with (
+        _named(f"{folder}: the adapter cannot be loaded", kind=CheckpointError),
+        stacks_shown(model),
+        names_as_given(),
+    ):
         adapted = PeftModel.from_pretrained(
             model, str(folder), config=config, is_trainable=False, autocast_adapter_dtype=in_fp32
         )

@@ -17,7 +17,7 @@ from fitune.models.experts import STACKS, Pair, is_experts, packed_stack_of, run
 
 
 def stacks_among(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """The ``targets`` that are stacks of experts somewhere in ``model``."""
+    """The ``targets`` that are stacks of experts somewhere in ``model``; a bare ``down_proj`` is the linears' name."""
     found = {
         f"{name}.{stack}"
         for name, module in model.named_modules()
@@ -25,7 +25,29 @@ def stacks_among(model: nn.Module, targets: Sequence[str]) -> list[str]:
         for stack in STACKS
         if shape_of(module, stack) is not None
     }
-    return [target for target in targets if any(name.endswith(f".{target}") for name in found)]
+    named = [target for target in targets if "." in target]
+    return [target for target in named if any(name.endswith(f".{target}") for name in found)]
+
+
+@contextmanager
+def names_as_given() -> Iterator[None]:
+    """While PEFT looks for linears: it takes each name for the linears that have it.
+
+    PEFT (0.19 to 0.21 at least, huggingface/peft issue 3711) takes gate_proj, up_proj and down_proj of many mixtures
+    for the experts' linears of transformers 4. It would adapt the stacks of experts instead, at twice the rank, and
+    neither shared experts nor dense blocks.
+    """
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # an older PEFT, which takes names as they are
+        yield
+        return
+    before = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = before
 
 
 @contextmanager

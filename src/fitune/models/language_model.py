@@ -92,7 +92,7 @@ class LanguageModel:
 def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageModel:
     """Find body, blocks and head. Raises ModelError when the model is not built of decoder blocks."""
     base = whole.get_base_model() if isinstance(whole, PeftModel) else whole
-    body, head = base.base_model, base.get_output_embeddings()
+    body, head = body_of(base), base.get_output_embeddings()
     if head is None or body is base:
         raise ModelError(f"{type(base).__name__} has no language-modelling head")
     return LanguageModel(
@@ -208,9 +208,18 @@ def _softmax_loss(logits_SV: Tensor, target_S: Tensor, scale: float) -> tuple[Te
     return loss, work_SV.to(logits_SV.dtype)
 
 
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """The part that turns ids into hidden states; the model itself where it has no such part.
+
+    transformers looks for it by a name that Llama 4's class has for its checkpoints alone.
+    """
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    return parts[0] if model.base_model is model and len(parts) == 1 else model.base_model
+
+
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder blocks of a model without adapters."""
-    return decoder_blocks(model.base_model, count=model.config.get_text_config().num_hidden_layers)
+    return decoder_blocks(body_of(model), count=model.config.get_text_config().num_hidden_layers)
 
 
 def decoder_blocks(body: nn.Module, *, count: int) -> nn.ModuleList:

@@ -4,6 +4,7 @@ Only safetensors are read.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -107,10 +108,16 @@ def _filled(
         if packing is not None and packing.failure is not None:
             raise packing.failure from error
         raise
+    if getattr(config, "vision_config", None) is not None:
+        report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not _SEEING.match(name)]
     if packing is not None:
         found = {(name, *shapes) for name, shapes in packing.misshapen.items()}
         report["mismatched_keys"] = found | set(report["mismatched_keys"])
     return model, report
+
+
+_SEEING = re.compile(r"(model\.)?(vision_model|vision_tower|multi_modal_projector)\.")
+"""Beginnings of names of weights for images: of such a model, the text part alone is read."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -61,6 +61,7 @@ def decisions_of(
         _long_update(chosen),
         _guessed_rates(plan),
         _traced_by_others(plan),
+        _text_part(plan),
     ]
     return tuple(line for group in lines for line in group)
 
@@ -286,3 +287,8 @@ def _traced_by_others(plan: Plan) -> Iterator[str]:
         note = versions_note(plan.model)
         if note is not None:
             yield note
+
+
+def _text_part(plan: Plan) -> Iterator[str]:
+    if plan.model.has_vision_part:
+        yield f"note on model: {plan.model.name} has a vision part; the plan is of its text part alone"

@@ -7,6 +7,7 @@ a sum of polynomials. Where the order depends on the length (loops over chunks),
 Bytes are those of micro-batches after the first too: gradients exist then, and fresh ones are added to them.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,10 +24,7 @@ from fitune.spec.model import ModelSpec
 from fitune.spec.plan import Plan, Recompute, trains_embeddings
 from fitune.spec.predictions import Phase
 from fitune.spec.traced_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
-from fitune.spec.tracing import Way
-
-SIZES = (1, 2, 4)
-"""Lengths of rows that are traced, as multiples of the first."""
+from fitune.spec.tracing import LENGTHS, Way
 
 
 def _fitted(values: Sequence[float], tokens: Sequence[int], rows: int) -> Size:
@@ -146,7 +144,7 @@ def _one(sizes: Sequence[Size]) -> Size:
 
 def _fit_of(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], *, first: int, rows: int) -> _Fit:
     samples = [
-        recorded(_shallow(plan, len(chosen)), config, chosen, (first * times,) * rows) for times in SIZES
+        recorded(_shallow(plan, len(chosen)), config, chosen, (first * times,) * rows) for times in LENGTHS
     ]
     whole = plan.model.masks_whole_stream
     return _Fit([account_of(sample) for sample in samples], [s.tokens for s in samples], 1 if whole else rows)
@@ -192,7 +190,9 @@ class TransformersTracer:
 
 @contextmanager
 def reading_blocks(name: str) -> Iterator[None]:
-    """Turns errors of transformers while blocks run on fake tensors into a ModelError."""
+    """Turns errors of transformers while blocks run on fake tensors into a ModelError, and into nothing else."""
+    talk = logging.getLogger("torch._subclasses.fake_tensor")  # it logs a traceback of what is raised as well
+    was_off, talk.disabled = talk.disabled, True
     try:
         yield
     except FituneError:
@@ -210,3 +210,5 @@ def reading_blocks(name: str) -> Iterator[None]:
         raise ModelError(
             f"{name}: its blocks cannot be traced: {first}", hint="a model of another architecture"
         ) from error
+    finally:
+        talk.disabled = was_off

@@ -14,6 +14,7 @@ from fitune.models.attention import attends_by_rows
 from fitune.models.door import empty_model
 from fitune.models.language_model import blocks_of
 from fitune.models.packing import places_in
+from fitune.models.quantised import is_dense_linear
 from fitune.spec.model import BlockKind, Dropout, Linear, ModelSpec
 from fitune.spec.plan import Nf4
 
@@ -85,7 +86,9 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
         config_digest=digest,
         uneven_heads=_has_uneven_heads(text),
         masks_whole_stream=not attends_by_rows(model),
-        separates_rows=not _carries_along(blocks),
+        separates_rows=not _carries_along(blocks) and not _counts_along(text),
+        table_bytes=sum(b.numel() * b.element_size() for b in model.buffers() if b.dim() > 1),
+        longest_stream=_longest_mask(blocks),
     )
 
 
@@ -127,6 +130,18 @@ def _carries_along(blocks: nn.ModuleList) -> bool:
     return any("SSM" in name or part in name.lower() for name in names for part in _RECURRENT) or any(
         isinstance(module, nn.Conv1d) for module in blocks.modules()
     )
+
+
+def _counts_along(config: PretrainedConfig) -> bool:
+    """True if queries are scaled by their position in the whole stream (Llama 4's blocks without rotary positions)."""
+    unturned = not all(getattr(config, "no_rope_layers", None) or (1,))
+    return bool(getattr(config, "attn_temperature_tuning", False)) and unturned
+
+
+def _longest_mask(blocks: nn.ModuleList) -> int:
+    """Tokens of the shortest mask that blocks keep as a table of pairs of positions; 0 without one."""
+    tables = [buffer.shape for buffer in blocks.buffers() if buffer.dtype is torch.bool and buffer.dim() >= 2]
+    return min((int(shape[-1]) for shape in tables if shape[-1] == shape[-2]), default=0)
 
 
 def _kinds(blocks: nn.ModuleList, config: PretrainedConfig) -> tuple[tuple[BlockKind, ...], tuple[int, ...]]:
@@ -194,12 +209,13 @@ def _kind(block: nn.Module, config: PretrainedConfig, *, example: int) -> BlockK
 def _linear(name: str, module: nn.Module) -> Linear:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
+    plain = is_dense_linear(module)  # else it makes more than a product, as Llama 4's router does
     out, into = weight.T.shape if isinstance(module, Conv1D) else weight.shape
     lowered = name.lower()
     mixes = any(word in lowered for word in ("attn", "attention", "mixer", "mamba", "conv"))
     return Linear(
         name=name, in_features=int(into), out_features=int(out), bias=module.bias is not None,
-        part="attention" if mixes else "mlp",
+        part="router" if not plain else "attention" if mixes else "mlp", adaptable=plain,
     )  # fmt: skip
 
 

@@ -165,6 +165,12 @@ class ModelSpec:
     """Heads of values differ in size from those of queries and keys (MLA)."""
     separates_rows: bool = True
     """False where a block carries something from token to token by itself: rows of one stream would see each other."""
+    has_vision_part: bool = False
+    """Its checkpoint also has a part for images, which is neither planned nor trained."""
+    table_bytes: int = 0
+    """Of tables in a traced model that are no parameters: masks and positions (GPT-Neo, GPT-J)."""
+    longest_stream: int = 0
+    """Most tokens of all rows of a micro-batch that blocks take, whose mask is a table (GPT-Neo); 0: any number."""
 
     @property
     def is_traced(self) -> bool:

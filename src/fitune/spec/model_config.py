@@ -7,7 +7,7 @@ holds each entry against the published number of parameters.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ def load_model_spec(name: str, *, offline: bool | None = None) -> ModelSpec:
         return _spec_from_file(path / "config.json", name=name)
     known = find_known_model(name)
     if known is not None:
-        return spec_from_config(known.config, name=known.name)
+        spec = spec_from_config(known.config, name=known.name)
+        return replace(spec, has_vision_part=known.has_vision_part)
     _refuse_folder_without_config(path, name)
     if not _HUB_NAME.fullmatch(name):
         raise _unknown(name)
@@ -58,10 +59,16 @@ def load_model_spec(name: str, *, offline: bool | None = None) -> ModelSpec:
 
 
 def spec_from_config(config: Mapping[str, Any], *, name: str, where: str | None = None) -> ModelSpec:
-    """Read the values of a config.json. ``where`` is what errors call it.
+    """Read the values of a config.json. ``where`` is what errors call it. Of a model that also sees, the text part.
 
     Raises ModelError naming the field, its value and what is supported; nothing is guessed.
     """
+    return replace(
+        _text_spec(config, name=name, where=where), has_vision_part=bool(config.get("vision_config"))
+    )
+
+
+def _text_spec(config: Mapping[str, Any], *, name: str, where: str | None) -> ModelSpec:
     fields = ConfigFields(values=config, where=where or f"config.json of {name}")
     if config.get("model_type") == "gemma3":
         fields = _text_part(fields)
@@ -256,6 +263,8 @@ class KnownModel:
 
     name: str
     config: Mapping[str, Any]
+    """Of the text part alone, where the checkpoint has one for images too."""
+    has_vision_part: bool = False
 
 
 _MIRRORS = ("unsloth", "nousresearch")
@@ -269,7 +278,7 @@ def find_known_model(name: str) -> KnownModel | None:
     if owner not in _MIRRORS:
         return _index().get(lowered)
     found = _index().get(_short_name(short))
-    return None if found is None else KnownModel(name=name, config=found.config)
+    return None if found is None else replace(found, name=name)
 
 
 def known_model_names() -> tuple[str, ...]:
@@ -300,7 +309,9 @@ def accepted_model_names() -> tuple[str, ...]:
 def _index() -> dict[str, KnownModel]:
     text = Path(__file__).with_name("models.json").read_text(encoding="utf-8")
     models = [
-        KnownModel(name=name, config=entry["config"]) for entry in json.loads(text) for name in entry["names"]
+        KnownModel(name=name, config=entry["config"], has_vision_part=entry.get("has_vision_part", False))
+        for entry in json.loads(text)
+        for name in entry["names"]
     ]
     index = {model.name.lower(): model for model in models}
     for model in models:

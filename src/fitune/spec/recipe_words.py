@@ -185,6 +185,7 @@ SWITCHES: dict[str, tuple[str, str]] = {
 
 FOREIGN_FILES = {
     "fsdp": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",
+    "lr_scheduler_kwargs": "lr_scheduler: cosine with min_lr_ratio, the share of learning_rate that it falls to",
     "load_in_8bit": "tuning: qlora, quantization: hqq, quantization_bits: 8",
     "fsdp_config": "zero: 3, backend: fsdp, offload_parameters: cpu; what is left open is planned",
     **dict.fromkeys(
@@ -233,6 +234,10 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
             _ELSEWHERE,
         ),
     },
+    "lr_scheduler": dict.fromkeys(
+        ("cosine_with_min_lr", "cosine_warmup_with_min_lr"),
+        "lr_scheduler: cosine with min_lr_ratio, the share of learning_rate that it falls to (min_lr_ratio: 0.1)",
+    ),
 }  # fmt: skip
 """Setting -> another framework's value that nothing here is the same as -> what comes nearest."""
 

@@ -539,11 +539,20 @@ NOT_BUILT = (
             not plan.model.separates_rows and (plan.batch.packing or plan.batch.micro_batch_size > 1)
         ),
         why=lambda plan: (
-            f"blocks of {plan.model.model_type} carry a state from token to token, so a row would see the rows before "
-            "it in the same batch"
+            f"blocks of {plan.model.model_type} carry a state from token to token, or count tokens from the first of "
+            "the batch, so a row would depend on the rows before it in the same batch"
         ),
         instead="packing: false with micro_batch_size: 1",
         settings=("model", "packing", "micro_batch_size"),
+    ),
+    Rule(
+        broken=lambda plan: 0 < plan.model.longest_stream < plan.batch.micro_batch_tokens,
+        why=lambda plan: (
+            f"blocks of {plan.model.model_type} take {plan.model.longest_stream} tokens in one micro-batch, and "
+            f"{plan.batch.micro_batch_size} × {plan.batch.seq_len} are more"
+        ),
+        instead="a smaller micro_batch_size, or a shorter seq_len",
+        settings=("model", "micro_batch_size", "seq_len"),
     ),
     Rule(
         broken=lambda plan: (

@@ -22,10 +22,7 @@ SHIPPED = Path(__file__).with_name("traced_profiles.zip")
 LIBRARIES = "libraries"
 SHAPES = "shapes"
 """Names inside the file: of the versions that traced, and of the shapes in each object."""
-NOT_SHIPPED = {
-    "meta-llama/Llama-4-Scout-17B-16E": "its text part is not built as a language model of its own",
-    "EleutherAI/gpt-neo-1.3B": "its blocks take rows of at most 2,048 tokens, and a trace has rows of 4,096",
-}
+NOT_SHIPPED: dict[str, str] = {}
 """First name of a config of models.json without a profile -> why. Its first plan would have to trace it."""
 
 

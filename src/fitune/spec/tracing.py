@@ -37,6 +37,9 @@ from fitune.spec.tracer import current_tracer, installed_alone
 FORMAT = 3
 """Goes up when what is stored, or how it is counted, changes."""
 
+LENGTHS = (1, 2, 4)
+"""Lengths of rows that are traced, as multiples of the first."""
+
 _NOT_OF_SHAPES = {
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "dtype",
     "torch_dtype", "transformers_version", "use_cache", "initializer_range", "name_or_path",
@@ -52,7 +55,9 @@ class Way:
     rows: int
     """1 or 2: what is written for each row and then joined is like two from the second on."""
     first: int
-    """The shortest of three lengths of rows to trace, on the same side of a sliding window as the plan's."""
+    """The shortest of three lengths of rows to trace, on the same side of a sliding window as the plan's.
+
+    Shorter where blocks take no longer streams."""
 
     @property
     def digest(self) -> str:
@@ -157,6 +162,9 @@ def way_of(plan: Plan, shape: BatchShape) -> Way:
         first = max(16, window // 4)
     else:
         first = 2 * window
+    longest = plan.model.longest_stream
+    if longest:
+        first = max(1, min(first, longest // (rows * LENGTHS[-1])))
     return Way(plan=_plain(plan), rows=rows, first=first)
 
 
@@ -180,7 +188,12 @@ def _plain(plan: Plan) -> Plan:
         loss=PlainLoss(),
         recompute=Recompute(blocks=0),
         compile_blocks=False,
-        batch=Batch(micro_batch_size=1, accumulation=1 if in_backward else 2, seq_len=1024, packing=False),
+        batch=Batch(
+            micro_batch_size=1,
+            accumulation=1 if in_backward else 2,
+            seq_len=min(1024, plan.model.longest_stream or 1024),
+            packing=False,
+        ),
     )
 
 

@@ -1,0 +1,106 @@
+"""Llama 4's text part: chunks of a row, a scale that counts tokens, a router that is no plain linear."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    Llama4Config,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    Llama4TextConfig,
+)
+
+from fitune.errors import FituneError
+from fitune.estimate.predict import predict_memory
+from fitune.models.attention import Rows, use_attention
+from fitune.models.language_model import language_model, recompute_blocks
+from fitune.models.weights import load_model
+from fitune.rehearse.profile import TransformersTracer
+from fitune.spec.model_config import load_model_spec
+from fitune.spec.plan import PlainLoss, Recompute
+from fitune.spec.rules import require_rules
+from fitune.spec.tracer import trace_with
+from models.streams import make_rows, stream_of
+from plans import plan_for
+
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 64, "num_hidden_layers": 4, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 200, "num_local_experts": 4,
+    "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 8, "floor_scale": 4,
+    "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128, "image_size": 28,
+    "vision_output_dim": 32, "patch_size": 14, "projector_input_dim": 32, "projector_output_dim": 32,
+}  # fmt: skip
+CHUNK = 8
+(ROW,) = make_rows((2 * CHUNK + 5,))
+
+
+def tiny() -> Llama4ForCausalLM:
+    torch.manual_seed(0)
+    return Llama4ForCausalLM(Llama4TextConfig(**TEXT)).train()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config.json as it is published, with the vision part beside the text part."""
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
+    trace_with(TransformersTracer())
+    text = {**TEXT, "attention_chunk_size": 8192}  # a row that is traced would be cut into hundreds
+    Llama4Config(text_config=text).save_pretrained(tmp_path / "llama4")
+    return tmp_path / "llama4"
+
+
+@pytest.mark.parametrize(("attention", "blocks"), [("sdpa", 0), ("eager", 3)])
+def test_a_row_of_several_chunks_is_trained_as_transformers_does(attention: str, blocks: int) -> None:
+    plain, ours = tiny(), tiny()
+    logits = plain(input_ids=ROW[None]).logits[0, :-1].float()
+    expected = torch.nn.functional.cross_entropy(logits, ROW[1:])
+    expected.backward()
+    use_attention(ours, attention)
+    parts = language_model(ours, PlainLoss())
+    recompute_blocks(parts.blocks, Recompute(blocks=blocks), has_dropout=False)
+    stream = stream_of([ROW])
+    hidden = parts.hidden_states(stream)
+    total, gradient = parts.loss_and_gradient(hidden.detach(), stream, scale=1 / stream.supervised_tokens)
+    hidden.backward(gradient)
+    assert total.item() / stream.supervised_tokens == pytest.approx(expected.item(), abs=2e-6)
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(
+            found[name], gradient, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_rows_are_cut_from_their_own_beginning() -> None:
+    assert Rows((20, 3, 8)).cut(8).lengths == (8, 8, 4, 3, 8)
+    short = Rows((3, 8))
+    assert short.cut(8) is short
+
+
+def test_its_published_config_is_planned_one_row_at_a_time(folder: Path) -> None:
+    """Queries are scaled by their position in the whole stream."""
+    spec = load_model_spec(str(folder))
+    assert (spec.model_type, spec.has_vision_part, spec.separates_rows) == ("llama4_text", True, False)
+    assert "router" not in spec.adaptable_names
+    packed = replace(plan_for(spec, tuning="lora", rows=1, seq_len=64), model_path=spec.name)
+    with pytest.raises(FituneError, match="a row would depend on the rows before it"):
+        require_rules(packed, "plan")
+    alone = replace(packed, batch=replace(packed.batch, packing=False))
+    require_rules(alone, "plan", "train", "rehearse")
+    assert predict_memory(alone).peak_bytes > 0
+
+
+def test_its_text_part_is_loaded_from_the_whole_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = Llama4ForConditionalGeneration(Llama4Config(text_config=TEXT, vision_config=VISION))
+    whole.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    assert isinstance(loaded, Llama4ForCausalLM)
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ROW[None]).logits, whole(input_ids=ROW[None]).logits)
