@@ -64,7 +64,7 @@ def spec_from_config(config: Mapping[str, Any], *, name: str, where: str | None 
     Raises ModelError naming the field, its value and what is supported; nothing is guessed.
     """
     return replace(
-        _text_spec(config, name=name, where=where), has_vision_part=bool(config.get("vision_config"))
+        _text_spec(config, name=name, where=where), has_vision_part=config.get("vision_config") is not None
     )
 
 
