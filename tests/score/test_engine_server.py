@@ -135,6 +135,16 @@ def test_nobody_listening_is_an_error_of_each_row_and_a_wrong_key_of_all() -> No
         ask(engine_at(url), (5,), (6,))
 
 
+def test_a_server_that_never_answered_is_not_asked_for_every_row() -> None:
+    with (
+        serving(lambda body, before: (500, b"oops", {})) as (url, bodies),
+        pytest.raises(EngineDied, match="answered 500 Internal Server Error: oops, 1 times") as died,
+    ):
+        ask(engine_at(url, tries=1, batch_size=2), *((number,) for number in range(1, 40)))
+    assert "check that the server runs" in died.value.hint
+    assert len(bodies) < 39
+
+
 def test_a_redirection_is_not_followed_and_the_key_stays_here() -> None:
     with serving(lambda body, before: said("elsewhere")) as (other, bodies):
         moved = {"Location": f"{other}/completions"}

@@ -33,7 +33,7 @@ _BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 """Statuses of which another try may come back with an answer."""
 _OF_ALL_ROWS = (301, 302, 303, 307, 308, 401, 403, 404)
 """Statuses that every other row would meet, too."""
-_WHAT_TO_CHECK = "check --url (it ends before /completions), --served-model and the key in OPENAI_API_KEY"
+_WHAT_TO_CHECK = "check that the server runs, --url (it ends before /completions), --served-model and the key in OPENAI_API_KEY"
 _LONGEST_ANSWER = 64 * 2**20
 """Bytes of a response that are read."""
 _LONGEST_PAUSE_S = 60.0
@@ -83,6 +83,8 @@ class ServerEngine:
     takes_extras: bool = True
     """True as long as the server has not refused vLLM's fields (stop_token_ids, return_token_ids)."""
     _dead: str = field(default="", init=False)
+    _failures: int = field(default=0, init=False)
+    _has_answered: bool = field(default=False, init=False)
 
     @property
     def context_tokens(self) -> int:
@@ -93,12 +95,23 @@ class ServerEngine:
             asked = [pool.submit(self._answer, request) for request in requests]
             try:
                 for done in as_completed(asked):
-                    yield done.result()
+                    found = done.result()
+                    yield found
+                    self._count(found)
                     if self._dead:
                         raise EngineDied(self._dead, hint=_WHAT_TO_CHECK)
             finally:
                 for waiting in asked:
                     waiting.cancel()
+
+    def _count(self, found: Completion) -> None:
+        """A server that fails for as many rows as are under way, and never answered one, is not asked for the rest."""
+        if not found.error:
+            self._has_answered = True
+        elif found.code == "server_failed":
+            self._failures += 1
+        if not self._has_answered and self._failures >= self.batch_size:
+            self._dead = self._dead or found.error
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         with ThreadPoolExecutor(self.batch_size) as pool:
