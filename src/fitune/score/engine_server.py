@@ -33,7 +33,9 @@ _BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 """Statuses of which another try may come back with an answer."""
 _OF_ALL_ROWS = (301, 302, 303, 307, 308, 401, 403, 404)
 """Statuses that every other row would meet, too."""
-_WHAT_TO_CHECK = "check that the server runs, --url (it ends before /completions), --served-model and the key in OPENAI_API_KEY"
+_WHAT_TO_CHECK = (
+    "check that the server runs, --url (without /completions), --served-model and the key in OPENAI_API_KEY"
+)
 _LONGEST_ANSWER = 64 * 2**20
 """Bytes of a response that are read."""
 _LONGEST_PAUSE_S = 60.0
