@@ -1,6 +1,8 @@
 """The demo's folder: a model every tool can load, rows fitune can read, recipes fitune can run."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,15 @@ def tokenizer(demo: DemoFiles):
 
 def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_no_library_prints_while_the_folder_is_written(tmp_path: Path) -> None:
+    """In a process of its own: DeepSpeed warns when it is imported first, transformers draws a bar."""
+    write = "import sys, pathlib as p; from fitune.demo.files import write_demo as w; w(p.Path(sys.argv[1]), seed=1)"
+    ended = subprocess.run(
+        [sys.executable, "-c", write, str(tmp_path / "one")], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_the_same_seed_writes_the_same_bytes(demo: DemoFiles, tmp_path: Path) -> None:

@@ -26,8 +26,10 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from fitune.demo.text import held_out_exercises, pretraining_texts, training_exercises
+from fitune.spec.deepspeed import tell_deepspeed_where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +227,8 @@ def write_base_model(directory: Path, texts: Iterable[str], *, shape: Shape, see
     """Write model and tokenizer as a Hugging Face folder; the tokenizer learns its merges from ``texts``."""
     tokenizer = train_tokenizer(texts, vocab_size=shape.vocab_size, context=shape.max_position_embeddings)
     model = random_model(shape, tokenizer, seed=seed)
+    transformers_logging.disable_progress_bar()
+    tell_deepspeed_where(has_gpu=torch.cuda.is_available())
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
