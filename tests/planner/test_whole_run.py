@@ -63,7 +63,7 @@ def test_data_smaller_than_a_batch_is_one_step_of_fewer_micro_batches() -> None:
 def test_the_lines_say_how_long_and_what_shapes_the_result() -> None:
     plan = plan_of()
     lines = list(run_lines(whole_run(plan, epoch_of(81), price_per_gpu_hour=2.0), plan))
-    assert "33 steps of 8 rows, 3 epochs of 11" in lines[0]
+    assert "33 steps of 8 rows, 3 epochs of 11 steps" in lines[0]
     assert "$" in lines[0]
     assert "packing: true would train the same tokens in about" in lines[1]
     assert "81 rows of 100 tokens on average" in lines[2]

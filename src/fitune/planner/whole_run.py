@@ -121,7 +121,7 @@ def _epochs(run: WholeRun) -> str:
     if run.steps == run.steps_per_epoch:
         return "1 epoch"
     number = f"{run.epochs:.2f}".rstrip("0").rstrip(".")
-    return f"{number} epochs of {run.steps_per_epoch:,}"
+    return f"{number} epochs of {_steps(run.steps_per_epoch)}"
 
 
 def _rows(epoch: Epoch, *, packed: bool) -> str:
