@@ -126,6 +126,11 @@ def test_a_refusal_is_an_error_object_and_exit_code_2(call) -> None:
         (["plan", *LLAMA_8B, "--tuning", "lore"], "tuning"),
         (["plan", *LLAMA_8B, "--seq-len", "0"], "seq_len"),
         (["train", "--model", "nowhere"], "no data is named"),
+        (
+            ["score", "--model", "a", "--data", "b", "--gpu", "h100"],
+            "--gpu h100 describes a machine to plan for",
+        ),
+        (["score", "--model", "a", "--data", "b", "--gpus", "2"], "--gpus 2 describes a machine to plan for"),
         (["report", "nowhere"], "no such run directory"),
         (["export", "nowhere"], "no such run directory"),
     ],

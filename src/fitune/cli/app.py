@@ -358,22 +358,22 @@ def score(
         with _terminal(lines=sys.stderr, quiet=json) as terminal:
             scores = score_typed(context, tell=terminal)
         return _show(scores, json=json)
+    from fitune.session.score_words import columns_of, require_planned, score_words
+
     request = _fleet(fleet, objective, deadline, budget, None, live)
     if plan or request is not None:
         from fitune.session.score_plan import plan_scoring, score_on_fleet
-        from fitune.session.score_words import score_words
 
         words = score_words(
             model, data, adapter, columns, max_new_tokens, batch_size, engine, id_column, graders=grader or (),
             allow_https=allow_https, allow_private_addresses=allow_private_addresses,
         )  # fmt: skip
-        if request:
-            return _show(score_on_fleet(words, request, gpu=gpu), json=json)
-        return _show(plan_scoring(words, gpu=gpu, gpus=gpus), json=json)
+        told = score_on_fleet(words, request, gpu=gpu) if request else plan_scoring(words, gpu=gpu, gpus=gpus)
+        return _show(told, json=json)
     from fitune.session.score_on_ray import place_of_scoring
-    from fitune.session.score_words import columns_of
     from fitune.session.scoring import compare_scores, score_dataset, why_not_all
 
+    require_planned(gpu=gpu, gpus=gpus)
     place = place_of_scoring(on, address=ray_address, workers=workers)
     with _terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone
         report = score_dataset(

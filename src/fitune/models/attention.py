@@ -51,7 +51,7 @@ class Rows:
         return self._bounds[device]
 
     def cut(self, chunk: int) -> "Rows":
-        """The same tokens in rows of at most ``chunk``, each row cut from its beginning."""
+        """Returns these tokens as rows of at most ``chunk``, each row cut from its beginning."""
         if self.longest <= chunk:
             return self
         if chunk not in self._cut:

@@ -40,7 +40,7 @@ _LONGEST_ANSWER = 64 * 2**20
 """Bytes of a response that are read."""
 _LONGEST_PAUSE_S = 60.0
 _LARGEST = 1e30
-"""Of a log-probability: NaN, infinity and whole numbers of any length are none."""
+"""Magnitude of a log-probability; NaN, infinity and longer whole numbers are none."""
 
 
 class _Refused(Exception):

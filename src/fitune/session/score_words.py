@@ -83,6 +83,16 @@ def require_allowed(numbers: Mapping[str, float], columns: Mapping[str, str]) ->
             raise RecipeError(f"columns: {fault}", hint=f"roles are {', '.join(_ROLES)}")
 
 
+def require_planned(*, gpu: str, gpus: int) -> None:
+    """Raises RecipeError for devices of a machine that is elsewhere: a scoring runs on those that are here."""
+    if gpu or gpus:
+        said = f"--gpu {gpu}" if gpu else f"--gpus {gpus}"
+        raise RecipeError(
+            f"{said} describes a machine to plan for, and a scoring runs on the devices of this one",
+            hint="add --plan, or leave it out; --on ray --workers N takes the devices of a cluster",
+        )
+
+
 def _require_written(graders: Sequence[str]) -> None:
     if not graders:
         return

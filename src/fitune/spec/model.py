@@ -168,7 +168,7 @@ class ModelSpec:
     has_vision_part: bool = False
     """Its checkpoint also has a part for images, which is neither planned nor trained."""
     table_bytes: int = 0
-    """Of tables in a traced model that are no parameters: masks and positions (GPT-Neo, GPT-J)."""
+    """Bytes of a traced model's tables that are no parameters: masks and positions (GPT-Neo, GPT-J)."""
     longest_stream: int = 0
     """Most tokens of all rows of a micro-batch that blocks take, whose mask is a table (GPT-Neo); 0: any number."""
 

@@ -263,7 +263,7 @@ class KnownModel:
 
     name: str
     config: Mapping[str, Any]
-    """Of the text part alone, where the checkpoint has one for images too."""
+    """Fields of the text part, where the checkpoint has one for images too."""
     has_vision_part: bool = False
 
 
