@@ -405,7 +405,7 @@ def test_a_prompt_that_is_too_long_fails_alone(plan: ScorePlan) -> None:
     assert line["error"]["code"] == "prompt_too_long"
     assert "the model has room for 192" in line["error"]["message"]
     failed = why_not_all(report, Path(plan.output_dir))
-    assert f"the first, train-0004: {line['error']['message']}" in str(failed)
+    assert f"the first is train-0004: {line['error']['message']}" in str(failed)
     before = answers(plan).read_bytes()
     assert quietly(plan).failed == 1
     assert answers(plan).read_bytes() == before

@@ -1,0 +1,86 @@
+"""Models without formulas, divided over two processes, train as in one."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from conftest import plan_of
+from fitune.estimate.predict import predict_memory
+from fitune.rehearse.profile import TransformersTracer
+from fitune.spec.plan import Plan
+from fitune.spec.reports import RunReport
+from fitune.spec.serial import from_json
+from fitune.spec.tracer import trace_with
+from fitune.train.run import run
+from several import Job, train_on
+from train.test_run import callbacks
+from train.test_several_processes import divided, gradient_norms, largest_difference, losses
+
+pytestmark = pytest.mark.slow
+
+WEIGHT = 5e-6
+"""AdamW divides small gradients by their own size, so a rounding moves a weight by more than itself."""
+SIZES = {
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {},
+    "olmoe": {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
+}
+CASES: dict[str, tuple[str, dict[str, object], int]] = {
+    "full, stage 3": ("gpt_neox", {"tuning": "full", "learning_rate": 1e-3}, 3),
+    "full with recompute, stage 2": (
+        "gpt_neox",
+        {"tuning": "full", "learning_rate": 1e-3, "gradient_checkpointing": True},
+        2,
+    ),
+    "lora, DDP": ("gpt_neox", {"tuning": "lora"}, 0),
+    "experts, qlora, stage 3": ("olmoe", {"tuning": "qlora"}, 3),
+    "experts, full, DDP": ("olmoe", {"tuning": "full", "learning_rate": 1e-3}, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def results(model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Every case by one process and by two."""
+    folder = tmp_path_factory.mktemp("traced")
+    for model_type, values in MODELS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **values))
+        model.save_pretrained(folder / model_type)
+        for file in model_folder.glob("*token*"):
+            shutil.copy(file, folder / model_type)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FITUNE_CACHE", str(folder / "cache"))
+        trace_with(TransformersTracer())
+        jobs = []
+        for name, (model_type, settings, stage) in CASES.items():
+            plan = plan_of(folder / model_type, data_file, folder / "unused", max_steps=4, **settings)
+            run(divided(plan, 1, stage, folder / f"{name} alone"), callbacks=callbacks())
+            jobs.append(Job(plan=divided(plan, 2, stage, folder / name)))
+        ended = train_on(2, jobs, folder / "jobs")
+        assert [said["status"] for said in ended[0]] == ["complete"] * len(CASES), ended[0]
+        yield folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_train_the_model_of_one(results: Path, name: str) -> None:
+    alone = results / f"{name} alone"
+    assert losses(results / name) == pytest.approx(losses(alone), abs=1e-5)
+    assert gradient_norms(results / name) == pytest.approx(gradient_norms(alone), rel=1e-4)
+    assert largest_difference(results / name, alone) < WEIGHT
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_takes_no_more_memory_than_predicted(results: Path, name: str) -> None:
+    plan = from_json(Plan, (results / name / "plan.json").read_text())
+    report = from_json(RunReport, (results / name / "report.json").read_text())
+    assert plan.model.is_traced
+    assert report.memory is not None
+    assert report.memory.peak_bytes < 1.02 * predict_memory(plan).tensor_peak_bytes
