@@ -16,6 +16,7 @@ from fitune.errors import FituneError
 from fitune.estimate.predict import predict_memory
 from fitune.models.attention import Rows, use_attention
 from fitune.models.language_model import language_model, recompute_blocks
+from fitune.models.quantised import is_dense_linear
 from fitune.models.weights import load_model
 from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.model_config import load_model_spec
@@ -104,3 +105,12 @@ def test_its_text_part_is_loaded_from_the_whole_checkpoint(tmp_path: Path) -> No
     assert isinstance(loaded, Llama4ForCausalLM)
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ROW[None]).logits, whole(input_ids=ROW[None]).logits)
+
+
+def test_the_router_is_not_packed_and_linears_of_other_classes_are() -> None:
+    from transformers.models.falcon.modeling_falcon import FalconLinear
+
+    routers = [module for module in tiny().modules() if type(module).__name__ == "Llama4Router"]
+    assert routers
+    assert not any(map(is_dense_linear, routers))
+    assert is_dense_linear(FalconLinear(4, 4))

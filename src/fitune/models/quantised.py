@@ -131,8 +131,9 @@ def require_quantiser(base: Dense | Quantiser) -> None:
 
 
 def is_dense_linear(module: nn.Module) -> bool:
-    """True for a linear whose weight is whole, and that makes its product alone: Llama 4's router scores with it."""
-    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+    """True for a linear whose weight is whole. Llama 4's router is none: it is built as one, and returns scores."""
+    is_linear = isinstance(module, nn.Linear | Conv1D) and not isinstance(module, QuantisedLinear)
+    return is_linear and not type(module).__name__.endswith("Router")
 
 
 def packed_linear(linear: nn.Module, weight: Tensor, base: Quantiser) -> QuantisedLinear:
