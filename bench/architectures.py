@@ -133,7 +133,7 @@ def _planned_and_trained(folder: Path, model: Any) -> dict[str, Any]:
     from fitune.errors import FituneError
     from fitune.estimate.predict import predict_memory
     from fitune.spec.counts import count_parameters
-    from fitune.spec.model_config import load_model_spec
+    from fitune.spec.model.model_config import load_model_spec
 
     found: dict[str, Any] = {}
     try:
@@ -156,7 +156,7 @@ def _planned_and_trained(folder: Path, model: Any) -> dict[str, Any]:
 
 
 def _plan(spec: Any, folder: Path, way: str) -> Any:
-    from fitune.spec.gpus import cpu_gpu, hardware_for
+    from fitune.spec.machines.gpus import cpu_gpu, hardware_for
     from fitune.spec.plan import (
         AdamW,
         Dense,
@@ -172,7 +172,7 @@ def _plan(spec: Any, folder: Path, way: str) -> Any:
         Single,
         Steps,
     )  # fmt: skip
-    from fitune.spec.targets import resolve_targets
+    from fitune.spec.recipe.targets import resolve_targets
     from fitune.units import GIB
 
     base = Nf4(double_quant=False) if way == "qlora" else Dense()
@@ -207,7 +207,7 @@ def _trained(spec: Any, folder: Path, way: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from fitune.estimate.predict import predict_memory
-    from fitune.spec.block_profile import BatchShape
+    from fitune.spec.model.block_profile import BatchShape
     from fitune.train.prepare import prepare_loaded
 
     plan = _plan(spec, folder, way)
@@ -312,7 +312,7 @@ def _stream(rows: list[Any]) -> Any:
     import torch
 
     from fitune.rehearse.step import FullStream
-    from fitune.spec.block_profile import IGNORED
+    from fitune.spec.model.block_profile import IGNORED
 
     labels = [torch.cat([ids[1:], torch.tensor([IGNORED])]) for ids in rows]
     positions = [torch.arange(len(ids)) for ids in rows]

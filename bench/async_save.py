@@ -27,10 +27,10 @@ import torch
 from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import pretraining_texts, training_exercises
 from fitune.planner.search import find_plan
-from fitune.spec.gpus import cpu_gpu, hardware_for
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.machines.gpus import cpu_gpu, hardware_for
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Plan
-from fitune.spec.recipe import canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.reports import StepReport
 from fitune.train.current import Callbacks
 from fitune.train.run import run

@@ -3,7 +3,7 @@
 python bench/cards.py
 """
 
-from fitune.spec.cards import Card, devices_elsewhere, known_cards
+from fitune.spec.machines.cards import Card, devices_elsewhere, known_cards
 from fitune.units import format_bytes
 
 

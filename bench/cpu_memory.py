@@ -21,10 +21,10 @@ from fitune.engine.protocol import EnterPhase
 from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import LiveTensors
 from fitune.models.weights import compute_dtype
-from fitune.spec.block_profile import BatchShape
-from fitune.spec.gpus import cpu_gpu, hardware_for
-from fitune.spec.model import ModelSpec
-from fitune.spec.model_config import spec_from_config
+from fitune.spec.machines.gpus import cpu_gpu, hardware_for
+from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.model_config import spec_from_config
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import (
     AdamW,
     Batch,

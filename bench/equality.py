@@ -31,10 +31,10 @@ from fitune.demo.text import pretraining_texts, training_exercises
 from fitune.engine.joining import joined_ranks
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.planner.search import find_plan
-from fitune.spec.gpus import cpu_gpu, hardware_for
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.machines.gpus import cpu_gpu, hardware_for
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Ddp, Plan, Sharding, Single, Zero
-from fitune.spec.recipe import canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.reports import StepReport
 from fitune.track.metrics import read_metrics
 from fitune.train.current import Callbacks

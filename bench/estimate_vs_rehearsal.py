@@ -28,9 +28,9 @@ import transformers
 
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import rehearse
-from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for
-from fitune.spec.hardware import Hardware
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import (
     AdamW,
     Batch,
@@ -48,7 +48,7 @@ from fitune.spec.plan import (
     Steps,
     Zero,
 )
-from fitune.spec.targets import resolve_targets
+from fitune.spec.recipe.targets import resolve_targets
 from fitune.spec.words import describe_plan
 from fitune.units import GIB, format_bytes
 

@@ -21,11 +21,11 @@ from fitune.measure.memory import LiveTensors
 from fitune.models.weights import compute_dtype
 from fitune.planner.search import find_plan
 from fitune.rehearse.profile import TransformersTracer
-from fitune.spec.gpus import find_gpu, hardware_for
-from fitune.spec.model_config import load_model_spec, spec_from_config
+from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.model.model_config import load_model_spec, spec_from_config
+from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import Nf4, Plan
-from fitune.spec.recipe import canonical_keys, parse_recipe
-from fitune.spec.tracer import trace_with
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.train.prepare import prepare_loaded
 from fitune.units import format_bytes
 

@@ -16,9 +16,9 @@ from typing import Any
 from fitune.errors import FituneError, RecipeError
 from fitune.foreign.door import read_foreign
 from fitune.foreign.reading import Reading, require_readable
-from fitune.session.foreign_recipes import recipe_of_keys
 from fitune.session.planning import plan_for
-from fitune.spec.recipe_words import load_yaml
+from fitune.session.recipes.foreign_recipes import recipe_of_keys
+from fitune.spec.recipe.words import load_yaml
 
 FACTS = Path(__file__).parent.parent / "tests" / "foreign" / "examples.json"
 MOST_REASONS = 40

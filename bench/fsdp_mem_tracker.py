@@ -28,7 +28,7 @@ from fitune.rehearse.layer_extrapolation import make_states
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.step import full_stream, heaviest_rows, most_labels, record_step, rehearsed
 from fitune.rehearse.trace import peaks_by_kind
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Plan, Zero
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

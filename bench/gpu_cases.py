@@ -19,9 +19,9 @@ from fitune.estimate.predict import predict
 from fitune.measure.hardware import detect_hardware
 from fitune.models.door import empty_model, model_config, with_layers
 from fitune.models.weights import compute_dtype
-from fitune.spec.gpus import cpu_gpu, hardware_for
-from fitune.spec.hardware import Hardware
-from fitune.spec.model_config import spec_from_config
+from fitune.spec.machines.gpus import cpu_gpu, hardware_for
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,

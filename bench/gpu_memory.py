@@ -41,7 +41,7 @@ from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import memory_meter
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import BLOCK, peaks_by_kind
-from fitune.spec.hardware import Hardware
+from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
 from fitune.train.prepare import Prepared, prepare_loaded, training_device

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fitune.models.language_model import loss_and_gradient
-from fitune.spec.block_profile import IGNORED
+from fitune.spec.model.block_profile import IGNORED
 from fitune.units import format_bytes
 
 SIDES = ("plain", "torch, chunked", "fitune", "fitune, chunked")

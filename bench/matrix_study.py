@@ -19,10 +19,10 @@ from fitune.planner.defaults import with_host_memory
 from fitune.planner.matrix import Cell, Matrix, compared, matrix, method_words, short_name
 from fitune.planner.method_search import MethodSearch
 from fitune.spec.counts import count_parameters
-from fitune.spec.gpus import find_gpu, hardware_for
-from fitune.spec.model import ModelSpec
-from fitune.spec.model_config import load_model_spec
-from fitune.spec.recipe import Recipe, parse_recipe
+from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.recipe.recipe import Recipe, parse_recipe
 from fitune.spec.words import method_name
 from fitune.units import format_percent, wrapped
 

@@ -17,7 +17,7 @@ from fitune.rehearse.trace import Allocated, Entered, Freed, Trace, kinds_of, ro
 from fitune.report.plots import fold_small_terms
 from fitune.session.planning import plan_for
 from fitune.spec.predictions import Estimate, Phase
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
 
 DOCS = Path(__file__).parents[1] / "docs"

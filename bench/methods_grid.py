@@ -6,7 +6,7 @@ from typing import Any
 
 from cpu_memory import LAYERS, plan_of
 
-from fitune.spec.model import ModelSpec
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import (
     AdamW8bit,
     ClipByNorm,

@@ -36,7 +36,7 @@ from fitune.engine.fsdp import mesh_of
 from fitune.engine.ranks import Ranks
 from fitune.estimate.transfers import communication_of
 from fitune.measure.communication import Collectives, Sent, waits_measured
-from fitune.spec.model_config import spec_from_config
+from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import Ddp, Plan, Zero
 from fitune.train.prepare import prepare_loaded
 from fitune.units import MIB

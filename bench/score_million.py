@@ -137,7 +137,9 @@ def _compared(work: Path, rows: int) -> Run:
             row["grades"]["loglikelihood"] -= 0.1 * (number % 7)
             changed.write(json.dumps(row) + "\n")
     run = Run("compared", rows)
-    compare = "from pathlib import Path; from fitune.session.scoring import compare_scores as c; import sys"
+    compare = (
+        "from pathlib import Path; from fitune.session.score.scoring import compare_scores as c; import sys"
+    )
     program = f"{compare}; print(c(Path(sys.argv[1]), Path(sys.argv[2])))"
     return _watched(run, out, str(out), str(other), program=("-c", program))
 

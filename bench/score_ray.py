@@ -21,7 +21,7 @@ from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import pretraining_texts, training_exercises
 from fitune.launch.ray_cluster import RayPlace, loaded_ray
 from fitune.session.events import Event, RowsAnswered
-from fitune.session.scoring import score_dataset
+from fitune.session.score.scoring import score_dataset
 
 
 class Clock:

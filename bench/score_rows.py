@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fitune.score.engine import Request, Sampling
-from fitune.score.engine_transformers import TransformersEngine
+from fitune.score.engines.engine import Request, Sampling
+from fitune.score.engines.engine_transformers import TransformersEngine
 
 
 def main() -> None:

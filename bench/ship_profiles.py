@@ -1,6 +1,6 @@
 """Trace the names of models.json that have no formula, and pack what plans of them need into the package.
 
-    python bench/ship_profiles.py                 all of them; writes src/fitune/spec/traced_profiles.zip
+    python bench/ship_profiles.py                 all of them; writes src/fitune/spec/model/traced_profiles.zip
     python bench/ship_profiles.py pythia olmo2    traces those with such a part in their name, and writes nothing
     python bench/ship_profiles.py --kept          packs what the cache has, and traces nothing
     python bench/ship_profiles.py --table         prints how each name of models.json is planned
@@ -22,22 +22,22 @@ from fitune.errors import FituneError
 from fitune.planner.candidates import Placement, Request, draft
 from fitune.planner.methods import methods
 from fitune.rehearse.profile import TransformersTracer
-from fitune.spec.block_profile import BatchShape
-from fitune.spec.gpus import find_gpu, hardware_for
-from fitune.spec.model import ModelSpec
-from fitune.spec.model_config import (
+from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.model_config import (
     configs_to_trace,
     find_known_model,
     known_model_names,
     load_model_spec,
     names_with_formulas,
 )
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.model.shipped import LIBRARIES, NOT_SHIPPED, SHAPES, SHIPPED, is_shipped
+from fitune.spec.model.tracer import by_installed_libraries, trace_with
+from fitune.spec.model.tracing import config_digest, installed_libraries, profile_for, way_of
 from fitune.spec.plan import Offload, Plan, Single, updates_in_backward
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import to_data
-from fitune.spec.shipped import LIBRARIES, NOT_SHIPPED, SHAPES, SHIPPED, is_shipped
-from fitune.spec.tracer import by_installed_libraries, trace_with
-from fitune.spec.tracing import config_digest, installed_libraries, profile_for, way_of
 
 CARDS = ("rtx-4090",)
 TUNINGS = ("full", "lora", "qlora")

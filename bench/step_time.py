@@ -29,11 +29,11 @@ from fitune.measure.hardware import calibrated, detect_hardware
 from fitune.models.weights import compute_dtype
 from fitune.planner.search import find_plan
 from fitune.rehearse.step import FullStream, full_stream
-from fitune.spec.block_profile import BatchShape
-from fitune.spec.hardware import Hardware
-from fitune.spec.model_config import spec_from_config
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import Plan
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.train.prepare import Prepared, prepare_loaded
 
 LLAMA_10M = {

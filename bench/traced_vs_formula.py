@@ -16,9 +16,10 @@ from fitune.models.door import model_config
 from fitune.rehearse.profile import TransformersTracer
 from fitune.rehearse.shapes import read_shapes
 from fitune.spec.counts import count_parameters
-from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for
-from fitune.spec.model import ModelSpec
-from fitune.spec.model_config import find_known_model, spec_from_config
+from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
+from fitune.spec.model.model_config import find_known_model, spec_from_config
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import (
     AdamW,
     Batch,
@@ -33,8 +34,7 @@ from fitune.spec.plan import (
     Single,
     Steps,
 )
-from fitune.spec.targets import resolve_targets
-from fitune.spec.tracer import trace_with
+from fitune.spec.recipe.targets import resolve_targets
 from fitune.units import GIB
 
 MODELS = (

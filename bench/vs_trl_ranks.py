@@ -136,9 +136,9 @@ def both_ranks(
 def plan_of(folder: Path, data: str, method: str, backend: str, steps: int) -> Any:
     """The planner's own choice for everything but what the comparison holds equal."""
     from fitune.planner.search import find_plan
-    from fitune.spec.gpus import cpu_gpu, hardware_for
-    from fitune.spec.model_config import load_model_spec
-    from fitune.spec.recipe import canonical_keys, parse_recipe
+    from fitune.spec.machines.gpus import cpu_gpu, hardware_for
+    from fitune.spec.model.model_config import load_model_spec
+    from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
     from fitune.units import GIB
 
     settings = {

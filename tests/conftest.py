@@ -74,9 +74,9 @@ def make_plan(model_folder: Path, data_file: Path, tmp_path: Path) -> Callable[.
 
 def plan_of(model_folder: Path, data_file: Path, folder: Path, **settings: object) -> Plan:
     from fitune.planner.search import find_plan
-    from fitune.spec.gpus import cpu_gpu, hardware_for
-    from fitune.spec.model_config import load_model_spec
-    from fitune.spec.recipe import canonical_keys, parse_recipe
+    from fitune.spec.machines.gpus import cpu_gpu, hardware_for
+    from fitune.spec.model.model_config import load_model_spec
+    from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
     from fitune.units import GIB
 
     wanted = {

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from fitune.spec.gpus import cpu_gpu, find_gpu, hardware_for
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import ModelSpec
-from fitune.spec.model_config import load_model_spec, spec_from_config
+from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_config import load_model_spec, spec_from_config
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import (
     AdamW,
     Batch,
@@ -22,7 +22,7 @@ from fitune.spec.plan import (
     Single,
     Steps,
 )
-from fitune.spec.targets import resolve_targets
+from fitune.spec.recipe.targets import resolve_targets
 from fitune.units import GIB
 
 CPU = hardware_for(gpu=cpu_gpu(memory_bytes=16 * GIB, cores=2))

@@ -11,11 +11,11 @@ from typing import Any
 
 from fitune.errors import DataError, ScoringFailed
 from fitune.score.worker import ScoringWorker
+from fitune.session.clusters.ray_ranks import RankEnd, train_as_rank
 from fitune.session.events import Event
-from fitune.session.ray_ranks import RankEnd, train_as_rank
-from fitune.session.training import train_recipe
+from fitune.session.train.training import train_recipe
 from fitune.spec.rank_status import RankStatus, read_statuses
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.run_directory import LOGS
 from fitune.spec.serial import from_data
@@ -120,7 +120,7 @@ class Faulty:
 
     def __call__(self, config: dict[str, Any]) -> RankEnd:
         from fitune.models.language_model import LanguageModel
-        from fitune.session import ray_ranks
+        from fitune.session.clusters import ray_ranks
         from fitune.train import run as training
 
         real, calls, explain = LanguageModel.loss_and_gradient, [0], training.explain

@@ -1,6 +1,7 @@
 """The architecture as a test: who may import whom. The table is the one in the README's map."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"session", "spec", "report"},
 }  # fmt: skip
 MOST_CLI_LINES = 1_000
+MOST_MODULES = 20  # in one folder, about 15 is the aim
 WITHOUT_TORCH = {"spec", "stores", "foreign", "estimate", "planner", "records", "launch", "track", "report"}
 OPEN_TO_ALL = {"units", "errors", "files", "credentials", "threads"}
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "safetensors"}
@@ -102,6 +104,23 @@ def test_every_room_is_in_the_table() -> None:
     assert rooms == set(MAY_IMPORT)
 
 
+def test_a_folder_can_be_read_at_a_glance() -> None:
+    modules_of = Counter(path.parent for path in modules() if path.name != "__init__.py")
+    assert {str(folder) for folder, count in modules_of.items() if count > MOST_MODULES} == set()
+
+
+def test_folders_of_a_room_need_each_other_one_way() -> None:
+    needed: set[tuple[str, str]] = set()
+    for path in modules():
+        room, *parts = path.relative_to(ROOT).parts
+        for name in imported_names(path, only_at_import=False) if len(parts) > 1 else ():
+            other = name.split(".")[1:3]
+            if other[0:1] == [room] and other[1:] != parts[:1] and (ROOT / room / other[-1]).is_dir():
+                needed.add((f"{room}/{parts[0]}", "/".join(other)))
+    assert needed
+    assert {(one, other) for one, other in needed if (other, one) in needed} == set()
+
+
 def test_no_room_has_a_name_that_says_nothing() -> None:
     assert not {p.stem for p in ROOT.rglob("*") if p.suffix in {"", ".py"}} & FORBIDDEN_NAMES
 
@@ -113,7 +132,7 @@ def test_the_command_line_is_thin() -> None:
 
 
 def test_a_session_prints_nothing() -> None:
-    for path in (ROOT / "session").glob("*.py"):
+    for path in (ROOT / "session").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             is_print = (
                 isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from fitune.session.events import Event, Exported
-    from fitune.session.keywords import PathLike, RecipeKeys, RecipeLike
-    from fitune.session.lm_eval_words import TaskScores
+    from fitune.session.recipes.keywords import PathLike, RecipeKeys, RecipeLike
     from fitune.session.rehearsing import Rehearsed
     from fitune.session.reported import Reported
     from fitune.session.results import Result
-    from fitune.session.score_words import Paths
+    from fitune.session.score.lm_eval_words import TaskScores
+    from fitune.session.score.score_words import Paths
     from fitune.spec.predictions import PlanReport
     from fitune.spec.reports import RunReport, ScoreReport
     from fitune.train.export import Kind
@@ -51,8 +51,8 @@ def plan(recipe: "RecipeLike | None" = None, /, **settings: "Unpack[RecipeKeys]"
 
     Raises NothingFits with the arithmetic, RecipeError, ModelError or HardwareError.
     """
-    from fitune.session.keywords import recipe_of
     from fitune.session.planning import plan_on_data
+    from fitune.session.recipes.keywords import recipe_of
 
     return plan_on_data(recipe_of(recipe, settings))
 
@@ -65,7 +65,7 @@ def rehearse(
 
     ``exact`` traces every block instead of a few that stand for all.
     """
-    from fitune.session.keywords import recipe_of
+    from fitune.session.recipes.keywords import recipe_of
     from fitune.session.rehearsing import rehearse_recipe
 
     return rehearse_recipe(recipe_of(recipe, settings), exact=exact)
@@ -87,8 +87,8 @@ def train(
     step; True saves a checkpoint and ends the run as interrupted. When memory runs out in a step, the run goes on in
     smaller micro-batches, in this process. Raises FituneError; what was done until then is in output_dir.
     """
-    from fitune.session.keywords import recipe_of
-    from fitune.session.training import train_recipe
+    from fitune.session.recipes.keywords import recipe_of
+    from fitune.session.train.training import train_recipe
 
     return train_recipe(
         recipe_of(recipe, settings), overwrite=overwrite, tell=_told(progress), stop_asked=should_stop
@@ -111,7 +111,7 @@ def score(
     ``columns`` maps system, prompt and completion to columns.
     Rows without an answer are graded 0 and count as failed.
     """
-    from fitune.session.scoring import score_dataset
+    from fitune.session.score.scoring import score_dataset
 
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     return score_dataset(
@@ -134,7 +134,7 @@ def score_tasks(
     ``shots``: solved examples in a prompt, None: as many as the task says. ``limit``: the first rows of each task.
     ``chat_template``: empty: prompts are plain texts; "own": chats, by the tokenizer's template; else a Jinja file.
     """
-    from fitune.session.lm_eval import score_tasks as run
+    from fitune.session.score.lm_eval import score_tasks as run
 
     return run(
         model=str(model), tasks=tasks, out=Path(out), tasks_folder=None if tasks_folder is None else Path(tasks_folder),

@@ -6,8 +6,8 @@ import pytest
 
 from fitune.checkpoint.differences import compare_plans, require_resumable, with_unsaid_fields
 from fitune.errors import CheckpointError
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import Dropout, Linear, ModelSpec
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_spec import Dropout, Linear, ModelSpec
 from fitune.spec.plan import (
     AdamW,
     Batch,

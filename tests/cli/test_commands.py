@@ -281,7 +281,7 @@ def test_another_trainers_recipe_is_planned_and_converted(call, tmp_path: Path) 
 
 
 def test_help_lists_every_key_of_a_recipe_by_group(call) -> None:
-    from fitune.spec.recipe_keys import GROUPS, all_keys
+    from fitune.spec.recipe.keys import GROUPS, all_keys
 
     code, out, _ = call("train", "--help")
     assert code == 0

@@ -11,7 +11,7 @@ from fitune.measure import calibrate as measuring
 from fitune.measure.calibrations import calibrations_folder, device_key, store_calibration, stored_calibration
 from fitune.measure.hardware import detect_hardware
 from fitune.session.doctor import calibrate_device
-from fitune.spec.hardware import AttentionRate, Calibration, Rate, Traffic
+from fitune.spec.machines.hardware import AttentionRate, Calibration, Rate, Traffic
 
 
 def calibration(device: str) -> Calibration:

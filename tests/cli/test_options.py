@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.session.typed_words import recipe_from, split_words
+from fitune.session.recipes.typed_words import recipe_from, split_words
 
 
 def test_a_path_and_options_in_any_order() -> None:

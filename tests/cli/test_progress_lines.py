@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from fitune.cli.terminal import Progress
-from fitune.session.step_words import StepPace, step_line
+from fitune.session.train.step_words import StepPace, step_line
 from fitune.spec.reports import StepReport
 
 MakeStep = Callable[..., StepReport]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fitune.session.planning import plan_for
-from fitune.spec.recipe import read_recipe
+from fitune.spec.recipe.recipe import read_recipe
 from fitune.units import GIB
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))

@@ -13,9 +13,9 @@ from data.tiny_tokenizers import (
     byte_tokenizer,
     prefixing_tokenizer,
 )
-from fitune.data.formats import Conversation, Message, Text
-from fitune.data.rendering import Piece
-from fitune.data.templates import PLAIN_TEMPLATE, PieceEncoder, load_template
+from fitune.data.conversations.formats import Conversation, Message, Text
+from fitune.data.conversations.rendering import Piece
+from fitune.data.conversations.templates import PLAIN_TEMPLATE, PieceEncoder, load_template
 
 
 def conversation(*turns: str, system: str = "") -> Conversation:

@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from fitune.data import downloads
-from fitune.data.sources import content_key, read_rows
+from fitune.data.reading import downloads
+from fitune.data.reading.sources import content_key, read_rows
 from fitune.errors import DataError
 from fitune.spec.plan import DataSource
 from fitune.units import KIB

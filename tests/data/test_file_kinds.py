@@ -7,11 +7,11 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from fitune.data.sources import content_key, read_rows
+from fitune.data.reading.sources import content_key, read_rows
 from fitune.errors import DataError, RecipeError
 from fitune.planner.defaults import data_of
 from fitune.spec.plan import DataSource
-from fitune.spec.recipe import canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 
 ROWS = [{"prompt": f"question {i} é", "completion": f"answer {i}, and more"} for i in range(200)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

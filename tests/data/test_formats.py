@@ -2,8 +2,8 @@
 
 import pytest
 
-from fitune.data.formats import Conversation, Message, Text, detect_format, to_example
-from fitune.data.rows import Row
+from fitune.data.conversations.formats import Conversation, Message, Text, detect_format, to_example
+from fitune.data.reading.rows import Row
 from fitune.errors import DataError
 
 USER, ANSWER = Message("user", "hi"), Message("assistant", "yo")

@@ -12,8 +12,8 @@ from data.tiny_tokenizers import (
     prefixing_tokenizer,
     word_tokenizer,
 )
-from fitune.data.formats import Conversation, Message
-from fitune.data.templates import PLAIN_TEMPLATE, load_template
+from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
 from fitune.demo.files import BOS, EOS, PAD, ROLES
 from fitune.demo.files import CHAT_TEMPLATE as DEMO_TEMPLATE
 

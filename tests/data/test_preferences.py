@@ -5,9 +5,9 @@ import json
 import pytest
 
 from data.tiny_tokenizers import byte_tokenizer
-from fitune.data.formats import Conversation, Message, Text, detect_format, to_example
+from fitune.data.conversations.formats import Conversation, Message, Text, detect_format, to_example
 from fitune.data.preparing import prepare_data
-from fitune.data.rows import Row
+from fitune.data.reading.rows import Row
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
 

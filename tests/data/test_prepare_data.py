@@ -7,13 +7,13 @@ import pytest
 
 from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
 from fitune.data import cache, preparing
+from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.templates import load_template
 from fitune.data.dataset import DatasetWriter
-from fitune.data.formats import to_example
 from fitune.data.ledger import describe_ledger
 from fitune.data.loader import Loader, LoaderState
 from fitune.data.preparing import prepare_data
-from fitune.data.sources import read_rows
-from fitune.data.templates import load_template
+from fitune.data.reading.sources import read_rows
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError
 from fitune.spec.plan import Batch, DataPlan, DataSource

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from data.tiny_tokenizers import byte_tokenizer
-from fitune.data import preparing, sources
+from fitune.data import preparing
 from fitune.data.preparing import prepare_data
-from fitune.data.sources import read_rows
+from fitune.data.reading import sources
+from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
 
@@ -73,7 +74,7 @@ def test_a_weight_on_held_out_rows_is_refused(tmp_path: Path, rows: Path) -> Non
 def test_every_format_can_be_named(tmp_path: Path, format: str, row: dict[str, str]) -> None:
     from typing import get_args
 
-    from fitune.data.formats import _READERS
+    from fitune.data.conversations.formats import _READERS
     from fitune.spec.plan import DataFormat
 
     file = tmp_path / "rows.jsonl"

@@ -11,7 +11,7 @@ import pytest
 from data.s3_server import SECRET, Wire, use_server
 from data.tiny_tokenizers import byte_tokenizer
 from fitune.data.preparing import prepare_data
-from fitune.data.sources import content_key, read_rows
+from fitune.data.reading.sources import content_key, read_rows
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from fitune.data.sources import content_key, read_rows
+from fitune.data.reading.sources import content_key, read_rows
 from fitune.errors import DataError
 from fitune.spec.plan import DataSource
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from data.tiny_tokenizers import BRACKET_STYLE, byte_tokenizer
-from fitune.data.formats import Conversation, Message, to_example
-from fitune.data.rows import BadRow, Row
-from fitune.data.templates import ChatTemplate, load_template
-from fitune.data.tool_calls import ToolCall
+from fitune.data.conversations.formats import Conversation, Message, to_example
+from fitune.data.conversations.templates import ChatTemplate, load_template
+from fitune.data.conversations.tool_calls import ToolCall
+from fitune.data.reading.rows import BadRow, Row
 
 TOOLS = [
     {

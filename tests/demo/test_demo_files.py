@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fitune.data.formats import Conversation, Message, Text
-from fitune.data.templates import load_template
+from fitune.data.conversations.formats import Conversation, Message, Text
+from fitune.data.conversations.templates import load_template
 from fitune.demo.files import (
     FULL,
     HELD_OUT_ROWS,
@@ -24,7 +24,7 @@ from fitune.demo.files import (
     recipe_text,
     write_demo,
 )
-from fitune.spec.recipe import read_recipe
+from fitune.spec.recipe.recipe import read_recipe
 
 
 @pytest.fixture(scope="module")

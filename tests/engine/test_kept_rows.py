@@ -13,9 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from faults.budgets import Budget
 from fitune.engine.ranks import local_part
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Dense, Hqq, Lora, Nf4, Plan, Quantiser, Zero
-from fitune.spec.targets import resolve_targets
+from fitune.spec.recipe.targets import resolve_targets
 from fitune.train import prepare as preparing
 from fitune.train.prepare import Prepared, prepare
 from models.tiny_models import tiny_model

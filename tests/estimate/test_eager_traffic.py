@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fitune.estimate.eager import block_passes
+from fitune.estimate.blocks.eager import block_passes
 from fitune.measure.device_rates import computes
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.step import full_stream
-from fitune.spec.model_config import spec_from_config
+from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
 from fitune.train.prepare import prepare_loaded

@@ -4,22 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.estimate.activations import (
+from fitune.estimate.blocks.activations import (
     bytes_per_logit,
     fused_attention_kept,
     gated_mlp_kept,
     logits_bytes,
     rms_norm_kept,
 )
-from fitune.estimate.block import block_stages
+from fitune.estimate.blocks.block import block_stages
 from fitune.estimate.overhead import usable_bytes
 from fitune.estimate.predict import largest_batch, predict_memory
 from fitune.estimate.states import update_temporaries_bytes
-from fitune.spec.block_profile import BatchShape
 from fitune.spec.counts import count_parameters
+from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.traits import ACTIVATIONS
 from fitune.spec.plan import AdamW, Sgd
 from fitune.spec.predictions import Phase
-from fitune.spec.traits import ACTIVATIONS
 from fitune.units import MIB
 from plans import gpu, known, plan_for, small_llama
 

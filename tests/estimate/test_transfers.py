@@ -17,7 +17,7 @@ from fitune.estimate.transfers import (
     cpu_adam_seconds,
     exchange_seconds,
 )
-from fitune.spec.gpus import find_gpu, hardware_for
+from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.plan import (
     AdamW8bit,
     ClipByNorm,

@@ -16,7 +16,7 @@ from fitune.checkpoint.layout import write_adapter
 from fitune.errors import CheckpointError
 from fitune.models.adapter_check import check_adapter, linear_shapes
 from fitune.models.door import refuse_pickle, refuse_remote_code
-from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.model.model_spec import Linear, ModelSpec
 
 SPEC = ModelSpec(
     name="org/tiny", model_type="llama", num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4,

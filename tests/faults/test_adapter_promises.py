@@ -18,7 +18,7 @@ from fitune.checkpoint.layout import write_adapter
 from fitune.errors import CheckpointError
 from fitune.models.adapter_check import check_adapter, linear_shapes, tensor_shapes
 from fitune.models.adapters import load_adapter
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.model.model_config import load_model_spec
 
 IDS = torch.arange(3, 27).reshape(2, 12)
 

@@ -123,7 +123,7 @@ def test_a_disk_that_fills_up_on_the_way_is_a_failure(
 ) -> None:
     from fitune.checkpoint import durable
 
-    monkeypatch.setattr("fitune.session.training.require_room_on_disk", lambda plan: None)
+    monkeypatch.setattr("fitune.session.train.training.require_room_on_disk", lambda plan: None)
     usage = durable.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(durable.shutil, "disk_usage", lambda path: usage._replace(free=1024))
     code, out, err = train(save_steps=1)

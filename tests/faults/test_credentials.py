@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from fitune.credentials import credential_in, without_credentials
-from fitune.data.sources import read_rows
+from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError, FituneError, RecipeError
 from fitune.spec.plan import DataSource
-from fitune.spec.recipe import parse_recipe, read_recipe
+from fitune.spec.recipe.recipe import parse_recipe, read_recipe
 from fitune.train.failure import traceback_text
 
 Call = Callable[..., tuple[int, str, str]]

@@ -12,12 +12,12 @@ from data.tiny_tokenizers import (
     UNMARKED_STYLES,
     byte_tokenizer,
 )
-from fitune.data import lines
-from fitune.data.formats import Conversation, Message, to_example
+from fitune.data.conversations.formats import Conversation, Message, to_example
+from fitune.data.conversations.templates import load_template
 from fitune.data.preparing import prepare_data
-from fitune.data.rows import BadRow, Row
-from fitune.data.sources import read_rows
-from fitune.data.templates import load_template
+from fitune.data.reading import lines
+from fitune.data.reading.rows import BadRow, Row
+from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
 

@@ -8,9 +8,9 @@ import zipfile
 
 import pytest
 
-from fitune.data import files, lines
-from fitune.data.rows import BadRow
-from fitune.data.sources import read_rows
+from fitune.data.reading import files, lines
+from fitune.data.reading.rows import BadRow
+from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError
 from fitune.spec.plan import DataSource
 from fitune.units import MIB

@@ -10,10 +10,10 @@ import pytest
 
 from faults import one_failure
 from fitune.errors import RunDirectoryError, is_out_of_memory
-from fitune.session.attempts import Attempt
 from fitune.session.fresh_process import hand_over, take_over
 from fitune.session.planning import plan_for
-from fitune.spec.recipe import canonical_keys, parse_recipe
+from fitune.session.train.attempts import Attempt
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.run_directory import RETRY
 
 Call = Callable[..., tuple[int, str, str]]

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
-from fitune.data import template_process
-from fitune.data.formats import Conversation, Message
-from fitune.data.templates import load_template
+from fitune.data.conversations import template_process
+from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.conversations.templates import load_template
 from fitune.errors import DataError
 
 _N = "{% set n = namespace(x='aa', y='bb') %}"
@@ -178,7 +178,9 @@ def test_the_process_of_templates_knows_no_secret_and_has_its_limits(monkeypatch
     template_process.end_child()
     load_template(byte_tokenizer(template=HEADER_STYLE))
     children = [
-        each for each in psutil.Process().children() if "fitune.data.template_process" in each.cmdline()
+        each
+        for each in psutil.Process().children()
+        if "fitune.data.conversations.template_process" in each.cmdline()
     ]
     assert len(children) == 1
     assert "SECRET_TOKEN" not in children[0].environ()
@@ -191,7 +193,7 @@ def test_a_child_that_was_killed_is_started_anew():
     row = Conversation((Message("user", "hi"), Message("assistant", "yo")), "row 1")
     before = template.encode(row)
     for each in psutil.Process().children():
-        if "fitune.data.template_process" in each.cmdline():
+        if "fitune.data.conversations.template_process" in each.cmdline():
             each.kill()
     assert template.lay_out_rows([row, row])
     assert template.encode(row) == before
@@ -200,8 +202,8 @@ def test_a_child_that_was_killed_is_started_anew():
 _ALL = """
 import json, resource, sys
 from data.tiny_tokenizers import byte_tokenizer
-from fitune.data import template_process
-from fitune.data.templates import load_template
+from fitune.data.conversations import template_process
+from fitune.data.conversations.templates import load_template
 from fitune.errors import DataError
 template_process.CPU_LIMIT_S = 0.5
 load_template(byte_tokenizer())

@@ -97,11 +97,11 @@ def test_one_signal_lets_the_step_be_finished(program: Program, tmp_path: Path) 
     "target",
     [
         "fitune.train.run.prepare_data",
-        "fitune.data.templates.PieceEncoder.encode",
+        "fitune.data.conversations.templates.PieceEncoder.encode",
         "fitune.data.loader.pack_rows",
         "fitune.data.loader.Loader.epoch",
         "fitune.train.run.prepare",
-        "fitune.session.training.plan_for",
+        "fitune.session.train.training.plan_for",
     ],
     ids=["tokenising", "encoding", "packing", "loader", "loading", "planning"],
 )
@@ -117,7 +117,7 @@ def test_before_the_first_step_one_signal_stops(
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("fitune.score.opening.load_model", ("score", "--out", "{tmp}/out")),
+        ("fitune.score.engines.opening.load_model", ("score", "--out", "{tmp}/out")),
         ("fitune.session.demo.write_demo", ("demo", "--out", "{tmp}/demo")),
         ("fitune.session.reported.report_run", ("report", "{tmp}")),
     ],

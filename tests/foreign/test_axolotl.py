@@ -8,8 +8,8 @@ import pytest
 from fitune.errors import RecipeError
 from fitune.foreign.door import read_foreign
 from fitune.foreign.reading import Reading
-from fitune.session.foreign_recipes import recipe_of_keys
-from fitune.spec.recipe import Recipe
+from fitune.session.recipes.foreign_recipes import recipe_of_keys
+from fitune.spec.recipe.recipe import Recipe
 
 PLAIN: dict[str, Any] = {
     "base_model": "org/llama", "datasets": [{"path": "org/chat", "type": "chat_template"}], "sequence_len": 1024,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fitune.errors import FituneError
-from fitune.session.foreign_recipes import recipe_of_keys
+from fitune.session.recipes.foreign_recipes import recipe_of_keys
 from foreign.examples import published_examples
 
 HOSTILE: list[Any] = [

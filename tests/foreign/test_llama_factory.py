@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from fitune.errors import RecipeError
-from fitune.session.foreign_recipes import recipe_of_keys
-from fitune.spec.recipe import Recipe
+from fitune.session.recipes.foreign_recipes import recipe_of_keys
+from fitune.spec.recipe.recipe import Recipe
 
 PLAIN: dict[str, Any] = {
     "model_name_or_path": "org/llama", "stage": "sft", "do_train": True, "finetuning_type": "lora",

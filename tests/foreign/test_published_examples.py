@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.session.foreign_recipes import ReadRecipe, recipe_of_keys
-from fitune.spec.recipe_rules import require_consistent
+from fitune.session.recipes.foreign_recipes import ReadRecipe, recipe_of_keys
+from fitune.spec.recipe.contradictions import require_consistent
 from foreign.examples import Example, published_examples
 
 EXAMPLES = list(published_examples())

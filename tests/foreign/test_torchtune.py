@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.session.foreign_recipes import recipe_of_keys
-from fitune.spec.recipe import Recipe
+from fitune.session.recipes.foreign_recipes import recipe_of_keys
+from fitune.spec.recipe.recipe import Recipe
 
 PLAIN: dict[str, Any] = {
     "output_dir": "out",

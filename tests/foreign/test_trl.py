@@ -8,8 +8,8 @@ import yaml
 
 from fitune.errors import RecipeError
 from fitune.foreign.door import trainer_of
-from fitune.session.foreign_recipes import recipe_of_keys
-from fitune.spec.recipe import Recipe
+from fitune.session.recipes.foreign_recipes import recipe_of_keys
+from fitune.spec.recipe.recipe import Recipe
 
 PLAIN: dict[str, Any] = {"model_name_or_path": "org/m", "dataset_name": "org/rows"}
 UNSLOTH: dict[str, Any] = {

@@ -107,7 +107,10 @@ def _serve(pipe: Connection, folder: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nobody is there to answer
     import torch
 
-    for module in ("fitune.session.training", "fitune.score.run"):  # what most need, before memory is counted
+    for module in (
+        "fitune.session.train.training",
+        "fitune.score.run",
+    ):  # what most need, before memory is counted
         importlib.import_module(module)
 
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fitune.spec.recipe import ALIASES, Recipe
+from fitune.spec.recipe.recipe import ALIASES, Recipe
 from fuzz.bounded import Bounded
 from fuzz.hostile import TEXTS, VALUES, damaged
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from fitune.errors import FituneError, OutOfMemory, RecipeError
-from fitune.session.launching import launch_file
-from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.session.clusters.launching import launch_file
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
 from launch.manifests import wrong_with_pod
 
 ONE = {

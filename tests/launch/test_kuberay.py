@@ -16,13 +16,13 @@ from fitune.errors import FituneError, HardwareError, RecipeError, RunDirectoryE
 from fitune.launch.draining import drain, has_ranks
 from fitune.launch.pods import _PRODUCTS
 from fitune.planner.search import find_plan
-from fitune.session.launching import launch_file, recipe_below, split_settings
+from fitune.session.clusters.launching import launch_file, recipe_below, split_settings
 from fitune.session.planning import plan_for, wanted_hardware
-from fitune.spec.gpus import find_gpu
-from fitune.spec.job import job_name
-from fitune.spec.model_config import load_model_spec
-from fitune.spec.pins import pinned
-from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe, read_recipe
+from fitune.spec.machines.gpus import find_gpu
+from fitune.spec.machines.job import job_name
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.recipe.pins import pinned
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe, read_recipe
 from fitune.spec.run_directory import LOCK, WAIT_VARIABLE, lock_directory
 from fitune.units import GIB
 from launch.manifests import wrong_with

@@ -12,7 +12,7 @@ from fitune.errors import FituneError, HardwareError, NodeFailed, RecipeError
 from fitune.launch.board import interface_towards
 from fitune.launch.nodes import Meeting, OneNode, Place, meeting, place_of
 from fitune.launch.torchrun import Ended
-from fitune.session.ranks_of_nodes import job_end
+from fitune.session.train.ranks_of_nodes import job_end
 
 Part = Callable[[Meeting], object]
 

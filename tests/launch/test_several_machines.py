@@ -7,10 +7,10 @@ import pytest
 from fitune.errors import HardwareError
 from fitune.launch.command import require_one_machine
 from fitune.launch.nodes import OneNode, Place
-from fitune.session import ranks_of_nodes
-from fitune.spec.hardware import Hardware
+from fitune.session.train import ranks_of_nodes
+from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Plan
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import to_json
 from fitune.units import GIB
 from plans import gpu, plan_for, small_llama

@@ -9,8 +9,8 @@ from fitune.estimate.parameters import base_tensors, stored_bytes, weights_bytes
 from fitune.estimate.states import resting_gradient_bytes
 from fitune.estimate.step import resident_terms
 from fitune.spec.counts import count_parameters
-from fitune.spec.gpus import find_gpu, hardware_for
-from fitune.spec.model_config import names_with_formulas
+from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.model.model_config import names_with_formulas
 from fitune.spec.plan import AdamW8bit, Hqq, Lora, Nf4, Offload, Single, Zero
 from fitune.spec.plan import Full as FullTuning
 from laws.classic_accounts import (

@@ -6,7 +6,7 @@ import pytest
 
 from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.rehearse.step import trace_plan
-from fitune.spec.model import NO_DROPOUT
+from fitune.spec.model.model_spec import NO_DROPOUT
 from laws.test_config_traits_memory import ROWS, TOLERANCE, by_rows, check, shape_of
 from laws.test_memory_prediction import bench
 from laws.test_memory_prediction_families import measured_peak

@@ -11,11 +11,16 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from fitune.estimate.parameters import adapters_of
 from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.counts import count_parameters, lora_parameters
-from fitune.spec.model import Linear, ModelSpec
-from fitune.spec.model_config import find_known_model, load_model_spec, names_with_formulas, spec_from_config
+from fitune.spec.model.model_config import (
+    find_known_model,
+    load_model_spec,
+    names_with_formulas,
+    spec_from_config,
+)
+from fitune.spec.model.model_spec import Linear, ModelSpec
+from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import Lora
-from fitune.spec.targets import resolve_targets
-from fitune.spec.tracer import trace_with
+from fitune.spec.recipe.targets import resolve_targets
 
 HAND_COUNTS = {
     # blocks · (q + k + v + o + gate, up, down + norms) + embeddings + final norm + head

@@ -25,7 +25,7 @@ from fitune.spec.plan import (
     Zero,
 )
 from fitune.spec.predictions import Phase
-from fitune.spec.targets import resolve_targets
+from fitune.spec.recipe.targets import resolve_targets
 from plans import CPU, plan_for
 from rehearse.tiny_configs import tiny
 

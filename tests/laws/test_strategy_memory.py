@@ -15,7 +15,7 @@ from fitune.estimate.buffers import (
 from fitune.estimate.predict import predict_memory
 from fitune.spec.counts import count_parameters
 from fitune.spec.deepspeed import BUCKET_ELEMENTS
-from fitune.spec.gpus import find_gpu, hardware_for
+from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.plan import (
     AdamW8bit,
     ClipByNorm,
@@ -199,8 +199,8 @@ def quantised(base, **choice):
 
 def test_the_largest_linear_is_whole_while_it_is_multiplied():
     """2·out·in = 117 MB of Llama's MLP, where one block's tokens are few."""
-    from fitune.estimate.block import block_stages
-    from fitune.spec.block_profile import BatchShape
+    from fitune.estimate.blocks.block import block_stages
+    from fitune.spec.model.block_profile import BatchShape
 
     shape = BatchShape(tokens=1, supervised_tokens=1, rows=1)
     plans = (

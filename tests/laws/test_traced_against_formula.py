@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fitune.rehearse.profile import TransformersTracer
-from fitune.spec.tracer import trace_with
+from fitune.spec.model.tracer import trace_with
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "traced_vs_formula.py"))
 

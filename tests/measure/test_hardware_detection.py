@@ -23,7 +23,7 @@ from fitune.measure.hardware import (
     resolve_hardware,
     visible_gpus,
 )
-from fitune.spec.gpus import GpuFigures, find_gpu, hardware_for
+from fitune.spec.machines.gpus import GpuFigures, find_gpu, hardware_for
 from fitune.units import GIB, MIB
 
 

@@ -15,8 +15,8 @@ from fitune.measure.calibrations import (
     stored_calibration,
 )
 from fitune.measure.hardware import resolve_hardware
-from fitune.spec.gpus import cpu_gpu, find_gpu
-from fitune.spec.hardware import AttentionRate, Calibration, Collectives, Rate, Traffic
+from fitune.spec.machines.gpus import cpu_gpu, find_gpu
+from fitune.spec.machines.hardware import AttentionRate, Calibration, Collectives, Rate, Traffic
 
 
 def calibration(**different) -> Calibration:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fitune.models.language_model import loss_and_gradient, loss_sum
-from fitune.spec.block_profile import IGNORED
+from fitune.spec.model.block_profile import IGNORED
 
 T, D, V = 23, 16, 61
 CHUNKS = (None, 1, 5, 7, 22, 23, 100)

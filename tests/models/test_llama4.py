@@ -19,10 +19,10 @@ from fitune.models.language_model import language_model, recompute_blocks
 from fitune.models.quantised import is_dense_linear
 from fitune.models.weights import load_model
 from fitune.rehearse.profile import TransformersTracer
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import PlainLoss, Recompute
 from fitune.spec.rules import require_rules
-from fitune.spec.tracer import trace_with
 from models.streams import make_rows, stream_of
 from plans import plan_for
 

@@ -9,11 +9,11 @@ from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.predict import predict_step_time
 from fitune.planner.search import find_plan
 from fitune.spec.counts import lora_parameters, model_flops
-from fitune.spec.gpus import find_gpu, hardware_for
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Lora
 from fitune.spec.predictions import Phase
-from fitune.spec.recipe import canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 
 
 def found(**settings):

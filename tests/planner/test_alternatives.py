@@ -7,7 +7,7 @@ from fitune.planner.alternatives import changed_recipe, largest
 from fitune.planner.search import find_plan
 from fitune.session.alternatives import largest_for, plan_with
 from fitune.session.results import data_of, text_of
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from plans import gpu, known
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fitune.errors import NothingFits
 from fitune.estimate.answering import kv_bytes, memory_of_answering
-from fitune.estimate.key_values import elements_per_token, windowed_tokens
+from fitune.estimate.blocks.key_values import elements_per_token, windowed_tokens
 from fitune.planner.answering import AnsweringReport, plan_answering
 from fitune.planner.answering_words import answering_data, explain_answering
 from fitune.spec.answering import NO_ADAPTER, Adapter, Answering, Questions

@@ -10,9 +10,9 @@ from fitune.planner.candidates import Request, block_counts, draft, losses
 from fitune.planner.fit import INDISTINGUISHABLE, SIMPLER_IS_WORTH, STAYING_IS_WORTH
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods
-from fitune.spec.hardware import Hardware
+from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Recompute, Zero
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
 from plans import gpu, known
 

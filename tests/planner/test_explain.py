@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from fitune.planner.explain import explain_plan, explain_priced, plan_data
+from fitune.planner.reasons.explain import explain_plan, explain_priced, plan_data
 from fitune.planner.search import find_plan
-from fitune.spec.model_config import find_known_model
+from fitune.spec.model.model_config import find_known_model
 from fitune.spec.plan import Plan
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import from_data
 from fitune.spec.words import describe_plan
 from plans import CPU, gpu, known

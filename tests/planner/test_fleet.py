@@ -9,16 +9,16 @@ import pytest
 
 from fitune.errors import FituneError, HardwareError, NothingFits, RecipeError
 from fitune.estimate.predict import largest_batch, predict_step_time
-from fitune.planner.fleet import Ranking, Wanted, node_counts, offers_on, rank_fleet
-from fitune.planner.fleet import ranked as rank_offers
-from fitune.planner.fleet_words import explain_ranking, ranking_data
-from fitune.planner.whole_job import TOKENS_PER_SECOND, Offer
+from fitune.planner.clusters.fleet import Ranking, Wanted, node_counts, offers_on, rank_fleet
+from fitune.planner.clusters.fleet import ranked as rank_offers
+from fitune.planner.clusters.fleet_words import explain_ranking, ranking_data
+from fitune.planner.clusters.whole_job import TOKENS_PER_SECOND, Offer
 from fitune.spec.counts import count_parameters
-from fitune.spec.fleet import Fleet, read_fleet
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Epoch
-from fitune.spec.recipe import Recipe, parse_recipe
+from fitune.spec.recipe.fleet import Fleet, read_fleet
+from fitune.spec.recipe.recipe import Recipe, parse_recipe
 
 CLUSTERS = """
 clusters:
@@ -222,7 +222,7 @@ def test_prices_are_asked_for_only_where_costs_are_compared(tmp_path: Path) -> N
 def test_checkpoints_cost_time_where_they_are_not_written_beside_the_steps(
     ranked: Callable[..., Ranking],
 ) -> None:
-    from fitune.planner.whole_job import job_seconds, number_of_saves
+    from fitune.planner.clusters.whole_job import job_seconds, number_of_saves
 
     offer = ranked().best
     plan = replace(offer.priced.plan, run=replace(offer.priced.plan.run, save_every=10, saves_per_epoch=0))

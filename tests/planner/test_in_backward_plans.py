@@ -11,7 +11,7 @@ from fitune.planner.methods import methods
 from fitune.planner.search import find_plan
 from fitune.spec.plan import AdamW8bit, ClipByNorm, ClipByValue, Full, InBackward, Plan, Precision
 from fitune.spec.predictions import Phase
-from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.serial import from_data, from_json, to_data, to_json
 from plans import gpu, known
 

@@ -7,7 +7,7 @@ from fitune.planner.search import find_plan
 from fitune.report.plan_words import sentences
 from fitune.spec.choices import Offload
 from fitune.spec.plan import Plan, updates_in_backward
-from fitune.spec.recipe import canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
 from fitune.spec.serial import from_data, from_json, to_data, to_json
 from fitune.spec.words import describe_plan
 from plans import CPU, gpu, known

@@ -11,7 +11,7 @@ from fitune.errors import HardwareError, RecipeError
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.matrix import Matrix, card, explain_matrix, matrix, matrix_data
 from fitune.planner.search import find_plan
-from fitune.spec.recipe import Recipe, parse_recipe
+from fitune.spec.recipe.recipe import Recipe, parse_recipe
 from plans import gpu, known
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b")

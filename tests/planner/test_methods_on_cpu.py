@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from fitune.planner.search import find_plan
-from fitune.spec.gpus import cpu_gpu, hardware_for
-from fitune.spec.hardware import AttentionRate, Calibration, Hardware, Rate, Traffic
+from fitune.spec.machines.gpus import cpu_gpu, hardware_for
+from fitune.spec.machines.hardware import AttentionRate, Calibration, Hardware, Rate, Traffic
 from fitune.spec.plan import Lomo, Precision
 from fitune.spec.predictions import PlanReport
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import GIB
 from plans import CPU, known, small_llama
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.search import find_plan
-from fitune.spec.hardware import Hardware
+from fitune.spec.machines.hardware import Hardware
 from fitune.spec.predictions import PlanReport
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.units import format_rate
 from plans import gpu, known
 

@@ -9,11 +9,11 @@ from fitune.estimate.predict import predict
 from fitune.planner.fit import smaller_batches, smaller_plan, why_no_smaller
 from fitune.planner.less_memory import next_to_try
 from fitune.planner.search import find_plan
-from fitune.spec.gpus import find_gpu, hardware_for
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import ChunkedLoss, Plan, Recompute
 from fitune.spec.predictions import Phase
-from fitune.spec.recipe import Recipe, parse_recipe
+from fitune.spec.recipe.recipe import Recipe, parse_recipe
 from fitune.units import GIB
 
 

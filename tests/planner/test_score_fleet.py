@@ -9,10 +9,10 @@ import pytest
 from fitune.cli import main
 from fitune.errors import NothingFits
 from fitune.planner.answering import plan_answering
-from fitune.planner.fleet import Wanted
-from fitune.planner.score_fleet import ScoreRanking, explain_score_ranking, rank_scoring
+from fitune.planner.clusters.fleet import Wanted
+from fitune.planner.clusters.score_fleet import ScoreRanking, explain_score_ranking, rank_scoring
 from fitune.spec.answering import NO_ADAPTER, Questions
-from fitune.spec.fleet import Cluster, Fleet
+from fitune.spec.recipe.fleet import Cluster, Fleet
 from plans import known
 
 HOPPER = Cluster(name="hopper", gpu="h100", gpus=8, nodes=2, price=3.0)

@@ -9,7 +9,7 @@ from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.search import find_plan
 from fitune.spec.plan import AdamW, ChunkedLoss, Full, Lora, PlainLoss, Precision, Sgd, Steps
-from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.serial import from_json, to_json
 from fitune.units import GIB
 from plans import CPU, gpu, known

@@ -26,7 +26,7 @@ from fitune.spec.plan import (
     Zero,
 )
 from fitune.spec.predictions import Phase
-from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.units import GIB
 from plans import CPU, gpu, known
 

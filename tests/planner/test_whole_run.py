@@ -7,10 +7,10 @@ import pytest
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.predict import predict_step_time
 from fitune.planner.whole_run import run_lines, whole_run, with_timely_saves
-from fitune.spec.block_profile import BatchShape
+from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.plan import Batch, Ddp, Epochs, Fraction, Plan, Recompute, Schedule, Single
 from fitune.spec.predictions import Epoch
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.units import format_bytes
 from plans import gpu, known, plan_for
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import ray_runs
-from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
 from ray_runs import CORES, node_args, wait_until_idle
 
 

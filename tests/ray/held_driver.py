@@ -5,7 +5,7 @@ import os
 import ray
 import ray_runs
 from fitune.cli import main
-from fitune.session import on_ray
+from fitune.session.clusters import on_ray
 
 if __name__ == "__main__":
     ray.cloudpickle.register_pickle_by_value(ray_runs)  # workers do not have the folder of the tests

@@ -14,10 +14,10 @@ import pytest
 from fitune.errors import HardwareError, RecipeError, TrainingFailed
 from fitune.files import process_lives
 from fitune.launch.ray_cluster import RayPlace, ask_nodes, connected, ray_place
-from fitune.session import on_ray
-from fitune.session.on_ray import train_on_ray
-from fitune.session.ray_nodes import facts_of_node, require_same_versions, versions_here
-from fitune.spec.recipe import Recipe, dump_recipe
+from fitune.session.clusters import on_ray
+from fitune.session.clusters.on_ray import train_on_ray
+from fitune.session.clusters.ray_nodes import facts_of_node, require_same_versions, versions_here
+from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from ray_runs import (
     Faulty,
     Heard,

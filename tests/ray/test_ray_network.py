@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fitune.spec.recipe import Recipe, dump_recipe
+from fitune.spec.recipe.recipe import Recipe, dump_recipe
 from launch.namespaces import Cable, two_machines
 from ray_runs import by_one_process, losses, rank_of, report_of
 

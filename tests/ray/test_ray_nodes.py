@@ -11,10 +11,10 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.launch.ray_cluster import RayPlace
-from fitune.session import on_ray
-from fitune.session.on_ray import train_on_ray
+from fitune.session.clusters import on_ray
+from fitune.session.clusters.on_ray import train_on_ray
 from fitune.spec.rank_status import read_statuses
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.run_directory import LOGS
 from ray_runs import (
     Faulty,

@@ -9,8 +9,8 @@ import torch
 
 from fitune.demo.text import training_exercises
 from fitune.launch.ray_cluster import RayPlace
-from fitune.session import score_on_ray
-from fitune.session.scoring import score_dataset
+from fitune.session.clusters import score_on_ray
+from fitune.session.score.scoring import score_dataset
 from fitune.spec.reports import ScoreReport
 from ray_runs import Heard, KilledOnce
 

@@ -8,9 +8,9 @@ import pytest
 
 from fitune.errors import HardwareError, TrainingFailed
 from fitune.launch.ray_cluster import RayPlace
-from fitune.session import on_ray
-from fitune.session.on_ray import train_on_ray
-from fitune.spec.recipe import Recipe
+from fitune.session.clusters import on_ray
+from fitune.session.clusters.on_ray import train_on_ray
+from fitune.spec.recipe.recipe import Recipe
 from fitune.track.record import read_tracked
 from ray_runs import Faulty, Heard, by_one_process, losses, report_of
 

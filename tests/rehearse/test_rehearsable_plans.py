@@ -18,7 +18,7 @@ from fitune.spec.plan import (
     Sgd,
     Zero,
 )
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.rules import keeps_rules, require_rules
 from plans import gpu, known
 

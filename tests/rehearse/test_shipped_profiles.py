@@ -13,11 +13,15 @@ from fitune.errors import FituneError, NothingFits
 from fitune.estimate.predict import predict_memory
 from fitune.planner.search import find_plan
 from fitune.rehearse.profile import TransformersTracer
-from fitune.spec import tracing
-from fitune.spec.block_profile import BatchShape
-from fitune.spec.model_config import configs_to_trace, find_known_model, known_model_names, load_model_spec
-from fitune.spec.recipe import parse_recipe
-from fitune.spec.shipped import (
+from fitune.spec.model import tracing
+from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.model_config import (
+    configs_to_trace,
+    find_known_model,
+    known_model_names,
+    load_model_spec,
+)
+from fitune.spec.model.shipped import (
     NOT_SHIPPED,
     SHIPPED,
     Libraries,
@@ -25,7 +29,8 @@ from fitune.spec.shipped import (
     shipped_libraries,
     shipped_profile,
 )
-from fitune.spec.tracer import by_installed_libraries, current_tracer, trace_with
+from fitune.spec.model.tracer import by_installed_libraries, current_tracer, trace_with
+from fitune.spec.recipe.recipe import parse_recipe
 from plans import gpu, plan_for
 
 EVERY_EIGHTH = 8

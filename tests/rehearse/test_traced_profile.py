@@ -15,16 +15,16 @@ from fitune.planner.search import find_plan
 from fitune.rehearse.profile import TransformersTracer, trace_profile
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
-from fitune.spec import tracing
-from fitune.spec.block_profile import BatchShape
 from fitune.spec.counts import count_parameters, lora_parameters, model_flops
-from fitune.spec.model import ModelSpec
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.model import tracing
+from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.model.traced_profile import TracedStep
+from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import Full, Lora
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import from_json, to_json
-from fitune.spec.traced_profile import TracedStep
-from fitune.spec.tracer import trace_with
 from plans import CPU, gpu, plan_for
 
 NEOX = {

@@ -4,8 +4,8 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from fitune.spec.model import ModelSpec
-from fitune.spec.model_config import spec_from_config
+from fitune.spec.model.model_config import spec_from_config
+from fitune.spec.model.model_spec import ModelSpec
 
 _GATED = {
     "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,

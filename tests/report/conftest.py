@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fitune.report.compare import Prediction, RunnerUp
-from fitune.spec.hardware import Gpu, Hardware
-from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.machines.hardware import Gpu, Hardware
+from fitune.spec.model.model_spec import Linear, ModelSpec
 from fitune.spec.plan import (
     DataPlan,
     DataSource,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fitune.data.templates import ChatTemplate, load_template
+from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import training_exercises
 from fitune.models.weights import load_model, load_tokenizer

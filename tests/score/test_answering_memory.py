@@ -9,13 +9,13 @@ from fitune.estimate.answering import memory_of_answering
 from fitune.measure.memory import LiveTensors
 from fitune.models.attention import use_cached_attention
 from fitune.report.score_rows import read_score
-from fitune.score.continuous import answer_continuously
-from fitune.score.engine import Request, Sampling
+from fitune.score.engines.continuous import answer_continuously
+from fitune.score.engines.engine import Request, Sampling
 from fitune.session.results import text_of
-from fitune.session.score_plan import adapter_size
-from fitune.session.scoring import score_dataset
+from fitune.session.score.score_plan import adapter_size
+from fitune.session.score.scoring import score_dataset
 from fitune.spec.answering import NO_ADAPTER, Adapter, Answering, Questions
-from fitune.spec.model_config import spec_from_config
+from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import Precision
 from models.tiny_models import tiny_model
 from plans import CPU

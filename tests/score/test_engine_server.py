@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fitune.errors import RecipeError, ScoringFailed
-from fitune.score.engine import Completion, Continuation, EngineDied, Request, Sampling
-from fitune.score.engine_server import ServerEngine, require_url
+from fitune.score.engines.engine import Completion, Continuation, EngineDied, Request, Sampling
+from fitune.score.engines.engine_server import ServerEngine, require_url
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.tasks import read_questions, to_tasks

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from fitune.data.formats import Conversation, Message
+from fitune.data.conversations.formats import Conversation, Message
 from fitune.demo.text import training_exercises
 from fitune.models.attention import use_attention
-from fitune.score.continuous import can_join
-from fitune.score.engine import Continuation, Request, Sampling
-from fitune.score.engine_transformers import TransformersEngine, answer_all
+from fitune.score.engines.continuous import can_join
+from fitune.score.engines.engine import Continuation, Request, Sampling
+from fitune.score.engines.engine_transformers import TransformersEngine, answer_all
 from fitune.score.tasks import Answer, Task, to_task
 from models.streams import make_rows
 from models.tiny_models import tiny_model

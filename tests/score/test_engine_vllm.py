@@ -9,10 +9,10 @@ import pytest
 
 from fitune.errors import MissingExtra, ModelError, ScoringFailed
 from fitune.models.adapter_config import AdapterConfig
-from fitune.score import engine_vllm
-from fitune.score.engine import EngineDied, Request, Sampling
-from fitune.score.engine_vllm import VllmEngine, python_of_vllm, rounded_rank
-from fitune.score.opening import why_merged_first
+from fitune.score.engines import engine_vllm
+from fitune.score.engines.engine import EngineDied, Request, Sampling
+from fitune.score.engines.engine_vllm import VllmEngine, python_of_vllm, rounded_rank
+from fitune.score.engines.opening import why_merged_first
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import MissingExtra, RecipeError
-from fitune.score.grader_process import GradeFailed, GuardedGrader
-from fitune.score.graders import References, grade, last_number, open_graders
-from fitune.score.grading import try_graders
+from fitune.score.grades.grader_process import GradeFailed, GuardedGrader
+from fitune.score.grades.graders import References, grade, last_number, open_graders
+from fitune.score.grades.grading import try_graders
 
 
 @pytest.mark.parametrize("name", ["exact_match", "contains", "number", "rouge"])
@@ -71,7 +71,7 @@ def test_rouge_is_the_f1_of_the_longest_common_subsequence() -> None:
 
 
 def test_rouge_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fitune.score.graders import _rouge_scorer
+    from fitune.score.grades.graders import _rouge_scorer
 
     _rouge_scorer.cache_clear()
     monkeypatch.setitem(sys.modules, "rouge_score", None)
@@ -198,5 +198,5 @@ def test_a_pattern_that_is_none_is_refused_before_any_row() -> None:
 
 def test_a_process_of_a_grader_imports_no_torch() -> None:
     """It starts in a tenth of a second, and anew after every function that hangs."""
-    program = "import sys; import fitune.score.graders; sys.exit('torch' in sys.modules)"
+    program = "import sys; import fitune.score.grades.graders; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

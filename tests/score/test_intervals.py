@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.score.intervals import mean_interval
-from fitune.score.paired import compare, mcnemar
+from fitune.score.grades.intervals import mean_interval
+from fitune.score.grades.paired import compare, mcnemar
 
 
 def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:

@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from fitune.errors import DataError, FituneError, MissingExtra, RecipeError, RunDirectoryError, ScoringFailed
-from fitune.session.lm_eval import RESULTS, score_tasks
+from fitune.session.score.lm_eval import RESULTS, score_tasks
 from optional_libraries import NEEDS_LM_EVAL
 
 NAMES = ("sums_choice", "sums_written", "sums_text")

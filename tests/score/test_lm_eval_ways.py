@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fitune.errors import ScoringFailed
-from fitune.session.lm_eval import score_tasks
+from fitune.session.score.lm_eval import score_tasks
 from optional_libraries import NEEDS_LM_EVAL
 
 pytestmark = NEEDS_LM_EVAL

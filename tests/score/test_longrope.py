@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from fitune.score.engine import Sampling
-from fitune.score.engine_transformers import answer_all
+from fitune.score.engines.engine import Sampling
+from fitune.score.engines.engine_transformers import answer_all
 from fitune.score.tasks import Answer, Task
 from models.streams import make_rows
 from models.tiny_models import tiny_model

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from fitune.demo.text import training_exercises
 from fitune.errors import DataError, FituneError, RecipeError, RunDirectoryError
-from fitune.score.engine import Completion, Request, Sampling
-from fitune.score.engine_transformers import TransformersEngine
+from fitune.score.engines.engine import Completion, Request, Sampling
+from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.shards import Shards
 from fitune.session.results import text_of
-from fitune.session.scoring import why_not_all
+from fitune.session.score.scoring import why_not_all
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import from_json

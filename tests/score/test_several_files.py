@@ -10,8 +10,8 @@ import pytest
 import fitune
 from fitune.cli import main
 from fitune.errors import DataError, RecipeError, RunDirectoryError
-from fitune.session.score_plan import read_lengths
-from fitune.session.score_words import score_words
+from fitune.session.score.score_plan import read_lengths
+from fitune.session.score.score_words import score_words
 from fitune.spec.reports import ScoreReport
 
 CHOICE = {"question": "Which?", "choices": ["a", "b"], "answer": 0}

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fitune.errors import CheckpointError, DataError, ModelError
-from fitune.score.engine import Sampling
-from fitune.score.opening import choose_dtype
+from fitune.score.engines.engine import Sampling
+from fitune.score.engines.opening import choose_dtype
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.tasks import read_questions

@@ -15,17 +15,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from fitune.data.templates import load_template
+from fitune.data.conversations.templates import load_template
 from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import training_exercises
 from fitune.errors import CheckpointError
 from fitune.models.adapters import load_adapter
 from fitune.models.weights import load_model, load_tokenizer
-from fitune.score.engine import Continuation, Engine, Request, Sampling, listed_stop_ids
-from fitune.score.engine_transformers import TransformersEngine
-from fitune.score.engine_vllm import VllmEngine
+from fitune.score.engines.engine import Continuation, Engine, Request, Sampling, listed_stop_ids
+from fitune.score.engines.engine_transformers import TransformersEngine
+from fitune.score.engines.engine_vllm import VllmEngine
 from fitune.session.events import tell_nobody
-from fitune.session.scoring import score_dataset
+from fitune.session.score.scoring import score_dataset
 from score.conftest import Tiny
 
 pytestmark = [

@@ -9,15 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from fitune.data.formats import Conversation, Message
-from fitune.data.rows import BadRow, Row
+from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.reading.rows import BadRow, Row
 from fitune.errors import RecipeError
 from fitune.measure.memory import LiveTensors
 from fitune.score.choices import has_choices, read_choices
-from fitune.score.engine import Continuation
-from fitune.score.engine_transformers import TransformersEngine
-from fitune.score.likelihoods import byte_perplexity, choice, choice_norm, choice_norm_tokens, perplexity
-from fitune.score.paired import compare
+from fitune.score.engines.engine import Continuation
+from fitune.score.engines.engine_transformers import TransformersEngine
+from fitune.score.grades.likelihoods import (
+    byte_perplexity,
+    choice,
+    choice_norm,
+    choice_norm_tokens,
+    perplexity,
+)
+from fitune.score.grades.paired import compare
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.results import text_of

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 import fitune
-from fitune.data.formats import Conversation, Message
-from fitune.data.templates import PLAIN_TEMPLATE, load_template
+from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
 from fitune.errors import ModelError, RunDirectoryError
 from fitune.models.weights import load_tokenizer
-from fitune.score import engine_transformers
-from fitune.score.engine import Request
-from fitune.session.chat import Chat, Reply, converse, open_chat
-from fitune.session.chat_columns import side_by_side
+from fitune.score.engines import engine_transformers
+from fitune.score.engines.engine import Request
 from fitune.session.named_models import find_model
+from fitune.session.score.chat import Chat, Reply, converse, open_chat
+from fitune.session.score.chat_columns import side_by_side
 
 TEMPLATE = PLAIN_TEMPLATE.replace("### User", "### Customer").replace("### Assistant", "### Shop")
 SAMPLING = {"max_new_tokens": 12, "temperature": 0.7, "top_p": 0.9, "seed": 5}
@@ -120,7 +120,7 @@ def test_a_base_and_its_adapter_are_loaded_once_and_answer_as_each_alone(
 def test_an_adapter_with_tables_of_its_own_does_not_share_its_base(
     run: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("fitune.session.chat.saved_rows", lambda folder: 384)
+    monkeypatch.setattr("fitune.session.score.chat.saved_rows", lambda folder: 384)
     chat = opened(run / "adapter", find_model(str(run)).model)
     assert chat.sides[0].engine.model is not chat.sides[1].engine.model
 

@@ -11,7 +11,7 @@ from fitune.errors import RecipeError, TrainingFailed
 from fitune.session import comparing
 from fitune.session.comparing import method_recipe
 from fitune.session.fresh_process import train_program
-from fitune.spec.recipe import Recipe, parse_recipe
+from fitune.spec.recipe.recipe import Recipe, parse_recipe
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from fitune.session.data_view import ShownData, explain_data, view_data, write_data_page
 from fitune.session.events import Event, Note
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.recipe import parse_recipe
 
 
 def view(

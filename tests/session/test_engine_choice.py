@@ -11,8 +11,8 @@ import fitune
 from fitune.errors import HardwareError, ModelError, NothingFits
 from fitune.measure.hardware import FoundGpu
 from fitune.score.plan import ScorePlan
-from fitune.session.score_plan import engine_and_devices, plan_scoring
-from fitune.session.score_words import ScoreWords
+from fitune.session.score.score_plan import engine_and_devices, plan_scoring
+from fitune.session.score.score_words import ScoreWords
 from fitune.spec.plan import DataSource
 from fitune.units import GIB
 
@@ -33,7 +33,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
         )
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr("fitune.measure.hardware.query_gpus", lambda: found)
-        monkeypatch.setattr("fitune.session.score_plan.has_vllm", lambda: vllm)
+        monkeypatch.setattr("fitune.session.score.score_plan.has_vllm", lambda: vllm)
 
     return has
 
@@ -108,7 +108,7 @@ def test_a_model_that_no_plan_knows_is_scored_without_a_choice(
         raise ModelError("its state is not known")
 
     here(*["NVIDIA A100-SXM4-80GB"] * 2)
-    monkeypatch.setattr("fitune.session.score_plan.plan_answering", unknown)
+    monkeypatch.setattr("fitune.session.score.score_plan.plan_answering", unknown)
     assert engine_and_devices(plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-8b"), "vllm") is None
 
 

@@ -9,7 +9,7 @@ import torch
 from fitune.measure import device_rates
 from fitune.measure.calibrations import calibrations_folder, device_key, quick_key
 from fitune.measure.hardware import calibrated, detect_hardware
-from fitune.session.first_use import measure_on_first_use
+from fitune.session.train.first_use import measure_on_first_use
 
 
 def test_the_first_training_measures_and_the_second_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from fitune.errors import HardwareError, RecipeError
-from fitune.session.fleet import FleetRequest, draw_ranking, launch_on_fleet, plan_on_fleet
-from fitune.session.live_fleet import free_nodes
-from fitune.spec.fleet import Cluster, read_fleet
-from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.session.clusters.fleet import FleetRequest, draw_ranking, launch_on_fleet, plan_on_fleet
+from fitune.session.clusters.live_fleet import free_nodes
+from fitune.spec.recipe.fleet import Cluster, read_fleet
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
 from launch.manifests import wrong_with
 
 JOB = "{image: 'i:1', claim: c, queue: q, context: east, namespace: team}"

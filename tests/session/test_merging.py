@@ -7,14 +7,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from fitune.data.templates import load_template
+from fitune.data.conversations.templates import load_template
 from fitune.models.adapters import load_adapter
 from fitune.models.weights import load_model, load_tokenizer
-from fitune.score.engine import Request, Sampling
-from fitune.score.engine_transformers import TransformersEngine
-from fitune.session import merging
+from fitune.score.engines.engine import Request, Sampling
+from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.session.events import Event, tell_nobody
-from fitune.session.merging import merged_where_needed
+from fitune.session.score import merging
+from fitune.session.score.merging import merged_where_needed
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from fitune.cli import main
 from fitune.errors import DataError, FituneError, NothingFits, RecipeError, SystemFailed
 from fitune.models.language_model import LanguageModel
 from fitune.session.events import Compared, DataRead, Event, Exported, Planned, Predicted, RanOutOfMemory
-from fitune.session.keywords import RecipeKeys, recipe_of
+from fitune.session.recipes.keywords import RecipeKeys, recipe_of
 from fitune.spec.predictions import PlanReport
-from fitune.spec.recipe import Recipe, SourceRecipe
+from fitune.spec.recipe.recipe import Recipe, SourceRecipe
 from fitune.spec.reports import StepReport
 
 FUNCTIONS = ("plan", "rehearse", "train", "score", "score_tasks", "export", "report")

@@ -7,8 +7,8 @@ import pytest
 
 import fitune
 from fitune.errors import CheckpointError, RecipeError
-from fitune.session import serving
-from fitune.session.serving import Served, serve_command
+from fitune.session.score import serving
+from fitune.session.score.serving import Served, serve_command
 
 
 @pytest.fixture(scope="module")

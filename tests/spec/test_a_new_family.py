@@ -1,4 +1,4 @@
-"""A family of models is added in one place: spec/families.py reads its config, nothing else knows its name."""
+"""A family of models is added in one place: spec/model/families.py reads its config, nothing else knows its name."""
 
 import ast
 from pathlib import Path
@@ -12,14 +12,19 @@ from fitune.estimate.predict import predict_memory
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.spec.counts import count_parameters
-from fitune.spec.families import FAMILIES, read_llama
-from fitune.spec.model_config import spec_from_config
+from fitune.spec.model.families import FAMILIES, read_llama
+from fitune.spec.model.model_config import spec_from_config
 from fitune.train.prepare import prepare_loaded
 from models.streams import stream_of
 from plans import CPU, plan_for
 
 ROOM = Path(fitune.__file__).parent
-READERS = {"spec/families.py", "spec/model_config.py", "spec/config_schema.py", "spec/architectures.py"}
+READERS = {
+    "spec/model/families.py",
+    "spec/model/model_config.py",
+    "spec/model/config_schema.py",
+    "spec/model/architectures.py",
+}
 """Of config.json, and what was compared with transformers; they alone decide by a model's type."""
 
 

@@ -11,16 +11,16 @@ from transformers.activations import ACT2FN
 
 from fitune.errors import ModelError
 from fitune.models.door import model_config, read_config
-from fitune.spec.config_schema import (
+from fitune.spec.model.config_schema import (
     CONFIG_FIELDS,
     ConfigFields,
     check_config,
     check_generation_config,
     check_tokenizer_config,
 )
-from fitune.spec.families import FAMILIES
-from fitune.spec.model_config import find_known_model, known_model_names, spec_from_config
-from fitune.spec.traits import ACTIVATIONS, WITH_WEIGHTS
+from fitune.spec.model.families import FAMILIES
+from fitune.spec.model.model_config import find_known_model, known_model_names, spec_from_config
+from fitune.spec.model.traits import ACTIVATIONS, WITH_WEIGHTS
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -9,7 +9,7 @@ import pytest
 from fitune.errors import RecipeError
 from fitune.spec.deepspeed import BUCKET_ELEMENTS, deepspeed_config, trained_elements
 from fitune.spec.plan import Offload, Plan, Precision, Zero
-from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
 from plans import gpu, known, plan_for
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from fitune.errors import HardwareError
-from fitune.spec.cards import devices_elsewhere, known_cards
-from fitune.spec.gpus import (
+from fitune.spec.machines.cards import devices_elsewhere, known_cards
+from fitune.spec.machines.gpus import (
     GpuFigures,
     cpu_gpu,
     find_gpu,

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from fitune.errors import ModelError, RecipeError
-from fitune.spec import model_config
-from fitune.spec.families import FAMILIES
-from fitune.spec.model import NO_DROPOUT, Dropout
-from fitune.spec.model_config import (
+from fitune.spec.model import model_config
+from fitune.spec.model.families import FAMILIES
+from fitune.spec.model.model_config import (
     find_known_model,
     known_model_names,
     load_model_spec,
     names_with_formulas,
     spec_from_config,
 )
-from fitune.spec.targets import resolve_targets
+from fitune.spec.model.model_spec import NO_DROPOUT, Dropout
+from fitune.spec.recipe.targets import resolve_targets
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -334,7 +334,7 @@ def test_remote_code_that_transformers_adopted_is_not_run_and_not_refused() -> N
 
 def test_the_table_needs_no_heavy_library() -> None:
     program = (
-        "import sys; from fitune.spec.model_config import load_model_spec; load_model_spec('llama-3.1-8b');"
+        "import sys; from fitune.spec.model.model_config import load_model_spec; load_model_spec('llama-3.1-8b');"
         "heavy = {'torch', 'transformers', 'huggingface_hub', 'numpy', 'pydantic'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

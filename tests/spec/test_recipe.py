@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.spec.recipe import Recipe, SourceRecipe, canonical_keys, dump_recipe, read_recipe
+from fitune.spec.recipe.recipe import Recipe, SourceRecipe, canonical_keys, dump_recipe, read_recipe
 
 ALIASES = {
     # canonical name -> (value, what is read, every name other frameworks use)

@@ -1,7 +1,7 @@
 """Every key of a recipe has its line for people."""
 
-from fitune.spec.recipe import Recipe
-from fitune.spec.recipe_keys import GROUPS, all_keys, keys_of
+from fitune.spec.recipe.keys import GROUPS, all_keys, keys_of
+from fitune.spec.recipe.recipe import Recipe
 
 
 def test_every_key_of_a_recipe_is_listed_once() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from fitune.errors import FituneError, NothingFits
 from fitune.planner.search import find_plan
-from fitune.spec.recipe import Recipe, parse_recipe
+from fitune.spec.recipe.recipe import Recipe, parse_recipe
 from fitune.spec.rules import RULES, broken_rules
 from plans import CPU, gpu, known
 

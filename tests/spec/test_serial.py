@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fitune.spec.gpus import find_gpu, hardware_for
-from fitune.spec.model import ModelSpec
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,

@@ -3,9 +3,9 @@
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.spec.model_config import load_model_spec
-from fitune.spec.recipe import canonical_keys, parse_recipe
-from fitune.spec.targets import Adapted, resolve_adapted, resolve_layers
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.recipe.recipe import canonical_keys, parse_recipe
+from fitune.spec.recipe.targets import Adapted, resolve_adapted, resolve_layers
 from fitune.units import as_ranges
 from plans import known, small_llama
 

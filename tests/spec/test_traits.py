@@ -8,8 +8,8 @@ from torch.utils._pytree import tree_leaves
 from transformers.activations import ACT2FN
 
 from fitune.measure.memory import LiveTensors
+from fitune.spec.model.traits import ACTIVATIONS
 from fitune.spec.predictions import Phase
-from fitune.spec.traits import ACTIVATIONS
 
 SIZE = 4096
 """Elements of a tensor; constants have far fewer, and masks of booleans a quarter of its bytes."""

@@ -15,7 +15,7 @@ import pytest
 from fitune.errors import MissingExtra, RecipeError
 from fitune.files import process_lives
 from fitune.spec.plan import Plan
-from fitune.spec.recipe_keys import GROUPS
+from fitune.spec.recipe.keys import GROUPS
 from fitune.spec.reports import StepReport
 from fitune.track.feed import Trackers
 from fitune.track.protocol import End, markdown, scalars

@@ -15,7 +15,7 @@ from fitune.errors import ModelError, RecipeError
 from fitune.models.door import model_config
 from fitune.models.weights import add_rows, load_model, planned_tokenizer
 from fitune.rehearse.step import rehearse
-from fitune.score.engine import Sampling
+from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.exporting import export_run

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fitune.models.weights import compute_dtype
-from fitune.spec.model_config import spec_from_config
+from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,

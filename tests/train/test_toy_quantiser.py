@@ -14,10 +14,10 @@ from torch import Tensor
 from fitune.errors import RecipeError
 from fitune.models.quantised import QuantisedLinear, quantised_base
 from fitune.spec import serial
-from fitune.spec.pins import pinned
 from fitune.spec.plan import Plan
 from fitune.spec.quantisers import QUANTISERS, Quantiser
-from fitune.spec.recipe import parse_recipe
+from fitune.spec.recipe.pins import pinned
+from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import from_json, to_json
 from fitune.train.prepare import prepare
 from fitune.train.run import run

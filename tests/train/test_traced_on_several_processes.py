@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from conftest import plan_of
 from fitune.estimate.predict import predict_memory
 from fitune.rehearse.profile import TransformersTracer
+from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
-from fitune.spec.tracer import trace_with
 from fitune.train.run import run
 from several import Job, train_on
 from train.test_run import callbacks

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from fitune.errors import CheckpointError
-from fitune.spec.model import ModelSpec
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import ClipByNorm, ClipByValue, Epochs, Full, Plan, Steps, clip_in_backward
 from fitune.spec.serial import to_data
 

@@ -14,9 +14,9 @@ from fitune.errors import RecipeError
 
 if TYPE_CHECKING:
     from fitune.cli.terminal import Terminal
-    from fitune.session.fleet import FleetRequest
+    from fitune.session.clusters.fleet import FleetRequest
     from fitune.session.results import Result
-    from fitune.spec.recipe import Recipe
+    from fitune.spec.recipe.recipe import Recipe
 
 app = typer.Typer(
     name="fitune",
@@ -97,7 +97,7 @@ def init(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
     """Write a commented recipe: answer five questions, or give --model, --data, --tuning, --gpu and --output-dir."""
-    from fitune.session.new_recipe import ask_and_write
+    from fitune.session.recipes.new_recipe import ask_and_write
 
     ask = input if sys.stdin.isatty() and sys.stdout.isatty() else None
     print(ask_and_write(words or [], overwrite=overwrite, ask=ask, say=print))
@@ -123,7 +123,7 @@ def plan(
 
     request = _fleet(fleet, objective, deadline, budget, rows, live, picture=picture)
     if request is not None:
-        from fitune.session.fleet import draw_ranking, plan_on_fleet
+        from fitune.session.clusters.fleet import draw_ranking, plan_on_fleet
         from fitune.session.results import Ranked
 
         ranking = plan_on_fleet(_recipe(words, settings), request)
@@ -166,7 +166,7 @@ def matrix(
 ) -> None:
     """Print the plan for each model and row length, and which of DDP, ZeRO, recompute and offload fit."""
     from fitune.session.matrix import draw_picture, full_names, plan_matrix, row_lengths
-    from fitune.session.typed_words import matrix_recipe
+    from fitune.session.recipes.typed_words import matrix_recipe
 
     names, lengths = tuple(full_names(models)), row_lengths(context)
     recipe = matrix_recipe(words or [], settings or [], model=names[0])
@@ -207,9 +207,9 @@ def train(
     ray_restarts: Annotated[int, Option(help="How often lost workers are replaced.")] = 3,
 ) -> None:
     """Plan, train exactly that, and show measured figures next to predicted ones."""
+    from fitune.session.clusters.on_ray import place_on_ray
     from fitune.session.fresh_process import speaks_to_people, train_program
-    from fitune.session.on_ray import place_on_ray
-    from fitune.session.ranks_of_nodes import place_in
+    from fitune.session.train.ranks_of_nodes import place_in
 
     recipe = _recipe(words, settings, quiet=not speaks_to_people())
     on_ray = place_on_ray(recipe, on, address=ray_address, workers=workers, restarts=ray_restarts)
@@ -265,8 +265,8 @@ def launch(
     """Print what starts a plan: commands for each machine, a manifest for Kubernetes, a script for SLURM."""
     request = _fleet(fleet, objective, deadline, budget, rows, live)
     if request is not None or on is not None:
-        from fitune.session.fleet import launch_text
-        from fitune.session.launching import split_settings
+        from fitune.session.clusters.fleet import launch_text
+        from fitune.session.clusters.launching import split_settings
 
         of_recipe, of_job = split_settings(settings or [])
         text, place = launch_text(_recipe(words, of_recipe), request, of_job, on=on, job_file=job)
@@ -274,7 +274,7 @@ def launch(
             print(place, file=sys.stderr)
         print(text, end="")
         return
-    from fitune.session.launching import deepspeed_configuration, launch_lines
+    from fitune.session.clusters.launching import deepspeed_configuration, launch_lines
 
     if configuration:
         print(deepspeed_configuration(_recipe(words, settings)))
@@ -353,16 +353,16 @@ def score(
 ) -> None:
     """Answer a dataset with a model and grade the answers."""
     if lm_eval or not data:
-        from fitune.session.lm_eval_words import score_typed
+        from fitune.session.score.lm_eval_words import score_typed
 
         with _terminal(lines=sys.stderr, quiet=json) as terminal:
             scores = score_typed(context, tell=terminal)
         return _show(scores, json=json)
-    from fitune.session.score_words import columns_of, require_planned, score_words
+    from fitune.session.score.score_words import columns_of, require_planned, score_words
 
     request = _fleet(fleet, objective, deadline, budget, None, live)
     if plan or request is not None:
-        from fitune.session.score_plan import plan_scoring, score_on_fleet
+        from fitune.session.score.score_plan import plan_scoring, score_on_fleet
 
         words = score_words(
             model, data, adapter, columns, max_new_tokens, batch_size, engine, id_column, graders=grader or (),
@@ -370,8 +370,8 @@ def score(
         )  # fmt: skip
         told = score_on_fleet(words, request, gpu=gpu) if request else plan_scoring(words, gpu=gpu, gpus=gpus)
         return _show(told, json=json)
-    from fitune.session.score_on_ray import place_of_scoring
-    from fitune.session.scoring import compare_scores, score_dataset, why_not_all
+    from fitune.session.clusters.score_on_ray import place_of_scoring
+    from fitune.session.score.scoring import compare_scores, score_dataset, why_not_all
 
     require_planned(gpu=gpu, gpus=gpus)
     place = place_of_scoring(on, address=ray_address, workers=workers)
@@ -405,7 +405,7 @@ def chat(
     json: Annotated[bool, Option("--json", help="Print one JSON object for each question.")] = False,
 ) -> None:
     """Talk to a model, or to two side by side. /reset begins anew, /exit ends; piped lines are questions."""
-    from fitune.session.chat import open_chat
+    from fitune.session.score.chat import open_chat
 
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     with _terminal(lines=sys.stderr) as terminal:
@@ -427,7 +427,7 @@ def serve(
     show: Annotated[bool, Option("--print", help="Print the command, start nothing.")] = False,
 ) -> None:
     """Start vLLM's or transformers' own OpenAI-compatible server with the arguments that this model needs."""
-    from fitune.session.serving import serve_command
+    from fitune.session.score.serving import serve_command
 
     served = serve_command(model, server=server, host=host, port=port, context=context, only_print=show)
     print(served.words, flush=True)
@@ -466,7 +466,7 @@ def convert(
     recipe: Annotated[Path, Argument(help="A recipe of axolotl, LLaMA-Factory, TRL, torchtune or Unsloth.")],
 ) -> None:
     """Print another trainer's recipe as one of fitune's, with a comment on each line."""
-    from fitune.session.foreign_recipes import convert_recipe
+    from fitune.session.recipes.foreign_recipes import convert_recipe
 
     print(convert_recipe(recipe), end="")
 
@@ -535,7 +535,7 @@ def _fleet(file: Path | None, *wishes: Any, picture: Path | None = None) -> "Fle
     """The question to a fleet; None without one. Raises RecipeError for wishes that only a fleet can keep."""
     if file is None and not any((*wishes[1:], picture)):  # an objective is any plan's
         return None
-    from fitune.session.fleet import fleet_request
+    from fitune.session.clusters.fleet import fleet_request
 
     return fleet_request(file, *wishes)
 
@@ -548,7 +548,7 @@ def _terminal(**settings: Any) -> "Terminal":
 
 def _recipe(words: list[str] | None, settings: list[str] | None, *, quiet: bool = False) -> "Recipe":
     """The recipe that ``words`` name. Notes on another trainer's keys go to standard error."""
-    from fitune.session.typed_words import recipe_from
+    from fitune.session.recipes.typed_words import recipe_from
 
     read = recipe_from(words or [], settings or [])
     if read.notes and not quiet:

@@ -16,7 +16,7 @@ class RecipeCommand(TyperCommand):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Names of options, and behind them those of the keys."""
-        from fitune.spec.recipe_keys import all_keys
+        from fitune.spec.recipe.keys import all_keys
 
         # typer brings its own click since 0.26 and does not export this
         item: Any = import_module(f"{_click}.shell_completion").CompletionItem
@@ -29,7 +29,7 @@ _click = TyperCommand.__mro__[1].__module__.rpartition(".")[0]
 
 def complete_value(ctx: typer.Context, incomplete: str) -> list[str]:
     """Values of the key before the cursor: known models, cards, or the few that a key takes; else none."""
-    from fitune.spec.recipe_keys import values_of
+    from fitune.spec.recipe.keys import values_of
 
     words = ctx.params.get("words") or [""]
     return [value for value in values_of(words[-1]) if value.startswith(incomplete)]
@@ -41,7 +41,7 @@ def _print_keys() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fitune.spec.recipe_keys import GROUPS, SWITCH, keys_of
+    from fitune.spec.recipe.keys import GROUPS, SWITCH, keys_of
 
     console = Console(highlight=False, markup=False)
     console.print(" Keys of a recipe: --seq-len 4096, or seq_len: 4096 in RECIPE.yaml; [its default].\n")

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TextIO
 
 from fitune.session.events import Event, Reading, RowsAnswered, StepsBegin, StepsEnd, WeightsRead
-from fitune.session.reading_words import ReadingPace, Show, at_most_every
-from fitune.session.step_words import StepPace, is_worth_a_line
+from fitune.session.train.reading_words import ReadingPace, Show, at_most_every
+from fitune.session.train.step_words import StepPace, is_worth_a_line
 from fitune.spec.reports import StepReport
 
 

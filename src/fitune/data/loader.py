@@ -13,7 +13,7 @@ import torch
 
 from fitune.data.dataset import TokenDataset
 from fitune.data.packing import pack_rows
-from fitune.spec.block_profile import IGNORED, BatchShape
+from fitune.spec.model.block_profile import IGNORED, BatchShape
 from fitune.spec.plan import Batch
 from fitune.spec.predictions import Epoch
 

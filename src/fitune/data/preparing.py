@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from fitune.data import cache
+from fitune.data.conversations.formats import Conversation, Example, detect_format, to_example
+from fitune.data.conversations.templates import load_template
 from fitune.data.dataset import DatasetWriter, Facts, TokenDataset
-from fitune.data.formats import Conversation, Example, detect_format, to_example
 from fitune.data.ledger import LedgerBook, Progress, Watch, describe_dropped, ignore_reading
-from fitune.data.rows import BadRow
-from fitune.data.sources import content_key, read_rows, with_skip_hint
-from fitune.data.templates import load_template
+from fitune.data.reading.rows import BadRow
+from fitune.data.reading.sources import content_key, read_rows, with_skip_hint
 from fitune.data.tokenising import MAX_TEXT, Fate, Job, RowTokeniser, TokenRows, text_size, tokenised
 from fitune.errors import DataError
 from fitune.spec.plan import DataFormat, DataPlan, DataSource

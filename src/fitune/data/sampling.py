@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from fitune.data.formats import Example, Message, Text, to_example
-from fitune.data.locations import HubDataset, locate, sample_size
-from fitune.data.rows import BadRow
-from fitune.data.sources import read_rows
+from fitune.data.conversations.formats import Example, Message, Text, to_example
+from fitune.data.reading.locations import HubDataset, locate, sample_size
+from fitune.data.reading.rows import BadRow
+from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError
-from fitune.spec.block_profile import BatchShape
+from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.plan import Batch, DataPlan, DataSource
 from fitune.spec.predictions import Epoch
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fitune.data.children import Beat, Child, ChildEnded, requests
-from fitune.data.formats import Conversation, Example, Message, Text
-from fitune.data.rendering import Piece
-from fitune.data.rows import BadRow, from_message, to_message
-from fitune.data.sources import with_skip_hint
-from fitune.data.templates import ChatTemplate, EncodedRows
+from fitune.data.conversations.formats import Conversation, Example, Message, Text
+from fitune.data.conversations.rendering import Piece
+from fitune.data.conversations.templates import ChatTemplate, EncodedRows
+from fitune.data.reading.rows import BadRow, from_message, to_message
+from fitune.data.reading.sources import with_skip_hint
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan
 
@@ -314,7 +314,7 @@ def _example(where: str, content: str | list[tuple[Any, str]]) -> Example:
 
 def main() -> None:
     """Main function of the other process: receives the job, then batches."""
-    from fitune.data.templates import ChatTemplate
+    from fitune.data.conversations.templates import ChatTemplate
 
     messages = requests(sys.argv)
     _, setup = next(messages)

@@ -29,7 +29,7 @@ from fitune.engine.kept_rows import KeptRows, divided_dimension
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import EngineState, EnterPhase, LossModel, Update
 from fitune.engine.shares import Shares, local_shard
-from fitune.spec.hardware import Hardware
+from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Optimizer, Precision, Zero
 
 

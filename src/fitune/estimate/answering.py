@@ -1,8 +1,8 @@
 """Bytes of answering: weights, keys and values, and what lives for a moment, while prompts are read and tokens written.
 
-The transformers engine (score/continuous.py) keeps keys and values in rectangles [rows, heads, width, d], grown by a
-copy for each token; vLLM keeps pages of a pool that it fills the device with. Formulas hold for transformers 5.23 and
-say what its tensors are; tests count them.
+The transformers engine (score/engines/continuous.py) keeps keys and values in rectangles [rows, heads, width, d],
+grown by a copy for each token; vLLM keeps pages of a pool that it fills the device with. Formulas hold for transformers
+5.23 and say what its tensors are; tests count them.
 
 Symbols: B rows, T tokens of the longest prompt, W columns of the cache, t = B·T, e bytes of an element, h hidden,
 f intermediate, q and k widths of queries and keys, L blocks.
@@ -10,13 +10,18 @@ f intermediate, q and k widths of queries and keys, L blocks.
 
 from dataclasses import dataclass
 
-from fitune.estimate.key_values import elements_of_blocks, elements_per_token, states_of_row, windowed_tokens
+from fitune.estimate.blocks.key_values import (
+    elements_of_blocks,
+    elements_per_token,
+    states_of_row,
+    windowed_tokens,
+)
 from fitune.estimate.overhead import cublas_workspace_bytes, cuda_context_bytes, outside_terms, usable_bytes
 from fitune.spec.answering import Answering, Questions
 from fitune.spec.counts import count_parameters
-from fitune.spec.hardware import Gpu
-from fitune.spec.model import ModelSpec
-from fitune.spec.traits import ACTIVATIONS
+from fitune.spec.machines.hardware import Gpu
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.model.traits import ACTIVATIONS
 from fitune.units import GIB
 
 FP32, ID = 4, 8

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fitune.estimate.answering import AnsweringMemory, adapter_bytes, kv_bytes, rows_at_once, weights_bytes
-from fitune.estimate.eager import elementwise_of
+from fitune.estimate.blocks.eager import elementwise_of
 from fitune.estimate.rates import Rates, rates_of
 from fitune.estimate.time import Work, count_in_large, roofline
 from fitune.estimate.transfers import COLLECTIVE_SECONDS, HOP_SECONDS, LINK_EFFICIENCY
 from fitune.spec.answering import NARROW, Answering, Questions
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import Linear
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_spec import Linear
 
 VLLM_START_SECONDS = 60.0
 """From its start to the first row beside reading weights: compiling and capturing graphs. Not measured by us."""

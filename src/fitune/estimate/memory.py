@@ -4,7 +4,8 @@ Never a sum of maxima: every phase is one moment, and its terms add up to what i
 are those of a step after the first, when optimizer states exist, and of its last micro-batch.
 """
 
-from fitune.estimate import activations, overhead, transient
+from fitune.estimate import overhead
+from fitune.estimate.blocks import activations, transient
 from fitune.estimate.parameters import (
     embedding_parameters,
     head_parameters,

@@ -20,7 +20,7 @@ from fitune.estimate.states import (
     sub_group_elements,
 )
 from fitune.estimate.step import StepStages
-from fitune.spec.hardware import Gpu, Hardware
+from fitune.spec.machines.hardware import Gpu, Hardware
 from fitune.spec.plan import AdamW8bit, Lomo, Offload, Plan
 from fitune.spec.predictions import Phase
 from fitune.units import GIB, MIB

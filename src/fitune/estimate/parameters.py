@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fitune.spec.counts import adapted_blocks, count_parameters, lora_parameters
-from fitune.spec.model import Linear, ModelSpec
+from fitune.spec.model.model_spec import Linear, ModelSpec
 from fitune.spec.plan import Ddp, Dense, Lora, Plan, Quantiser, Single, Zero, base_of
 from fitune.spec.quantisers import is_packed
 from fitune.spec.remembered import remembered, remembered_by

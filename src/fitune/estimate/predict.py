@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from fitune.estimate.blocks.site import masks_window
 from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import (
     checkpoint_bytes,
@@ -12,14 +13,13 @@ from fitune.estimate.overhead import (
     uses_host,
 )
 from fitune.estimate.parameters import num_ranks
-from fitune.estimate.site import masks_window
 from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.time import step_time_of
 from fitune.estimate.transfers import communication_of
-from fitune.spec.block_profile import BatchShape
+from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.traits import has_scores
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Estimate, MemoryBreakdown, StepTime
-from fitune.spec.traits import has_scores
 
 if TYPE_CHECKING:  # plans are fitune's own
     from fitune.estimate.trainer import Trainer

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fitune.spec.counts import peak_flops
-from fitune.spec.hardware import Gpu, Hardware
+from fitune.spec.machines.hardware import Gpu, Hardware
 from fitune.spec.plan import Precision
 from fitune.spec.remembered import remembered
 
@@ -57,7 +57,7 @@ class Rates:
     product_start_seconds: float
     attention_flops: float
     attention_row_tokens: float
-    """spec/hardware.py, AttentionRate."""
+    """spec/machines/hardware.py, AttentionRate."""
     head_seconds: Callable[[int, float], tuple[float, float] | None]
     """(head size, tokens of a row) -> seconds of one head, forward and backward; None: the rate above counts."""
     logit_seconds: float

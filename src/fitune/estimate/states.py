@@ -25,7 +25,7 @@ from fitune.estimate.parameters import (
 )
 from fitune.spec.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
 from fitune.spec.deepspeed import deepspeed_config
-from fitune.spec.model import ModelSpec
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,

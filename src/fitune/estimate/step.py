@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from fitune.estimate import activations
-from fitune.estimate.block import (
+from fitune.estimate.blocks import activations
+from fitune.estimate.blocks.block import (
     Block,
     block_of,
     block_profile,
@@ -33,8 +33,8 @@ from fitune.estimate.states import (
     update_gradient_bytes,
     update_temporaries_bytes,
 )
-from fitune.spec.block_profile import Attention, BatchShape, BlockProfile, Pass, Stage, in_all
 from fitune.spec.counts import blocks_gone_back_through
+from fitune.spec.model.block_profile import Attention, BatchShape, BlockProfile, Pass, Stage, in_all
 from fitune.spec.plan import (
     Lora,
     Loss,
@@ -232,7 +232,7 @@ def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
 
 def _traced_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
     from fitune.estimate.traced import traced_blocks, traced_final_norm
-    from fitune.spec.tracing import profile_for
+    from fitune.spec.model.tracing import profile_for
 
     step = profile_for(plan, shape)
     tokens, square = shape.tokens, step.square(shape)

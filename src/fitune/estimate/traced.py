@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fitune.spec.block_profile import (
+from fitune.spec.model.block_profile import (
     Attention,
     BackwardPeak,
     BatchShape,
@@ -11,9 +11,9 @@ from fitune.spec.block_profile import (
     Stage,
     TracedMemory,
 )
-from fitune.spec.model import BlockKind
+from fitune.spec.model.model_spec import BlockKind
+from fitune.spec.model.traced_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
 from fitune.spec.plan import Lora, Plan
-from fitune.spec.traced_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
 
 
 def traced_blocks(plan: Plan, step: TracedStep, shape: BatchShape) -> tuple[BlockProfile, ...]:

@@ -5,7 +5,7 @@ They change the description of the step; ``memory_of`` and ``step_time_of`` pric
 
 from dataclasses import dataclass, replace
 
-from fitune.estimate.block import block_stages
+from fitune.estimate.blocks.block import block_stages
 from fitune.estimate.buffers import (
     REDUCE_BUCKET,
     Buffers,
@@ -35,8 +35,8 @@ from fitune.estimate.states import (
     states_per_parameter,
 )
 from fitune.estimate.step import ModelProfile, StepStages, Terms, describe_step, model_profile
-from fitune.spec.block_profile import BatchShape, BlockProfile, Stage
-from fitune.spec.model import Linear
+from fitune.spec.model.block_profile import BatchShape, BlockProfile, Stage
+from fitune.spec.model.model_spec import Linear
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -203,7 +203,7 @@ def _casts(step: StepStages, trainer: Trainer, wide: _Widened, *, fp32_stream: b
     fp32 adapters: 16·out + 8·in and 20·out + 10·in: the input is cast and read, B's output, its scaling and the sum are
     fp32 and cast back; under autocast the input is cast to fp32 and back, 12·in each way (peft/tuners/lora/layer.py).
     An fp32 stream: each packed linear casts input and output, 6·(in + out), and what lies between is twice as wide
-    (estimate/eager.py): 2·(5·f + 6·h) and 2·(9·f + 18·h).
+    (estimate/blocks/eager.py): 2·(5·f + 6·h) and 2·(9·f + 18·h).
     """
     model, layers = step.plan.model, step.num_layers
     forward = backward = 0.0

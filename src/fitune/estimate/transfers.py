@@ -22,7 +22,7 @@ from fitune.estimate.states import gradients_go_to_the_host
 from fitune.estimate.step import StepStages
 from fitune.spec.choices import DDP_BUCKET_BYTES
 from fitune.spec.deepspeed import reduce_bucket_elements
-from fitune.spec.hardware import Hardware
+from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Ddp, Lomo, Offload, Plan, Single, Zero
 from fitune.spec.predictions import Phase
 from fitune.spec.remembered import remembered_by

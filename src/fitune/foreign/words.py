@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from fitune.foreign.reading import Line, Reading
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.units import wrapped
 
 _WIDTH = 100

@@ -5,7 +5,7 @@ import shlex
 
 from fitune.errors import RecipeError
 from fitune.launch.pods import RECIPE, Manifest, metadata, pod_spec, queue_labels, recipe_map, require_pods
-from fitune.spec.job import JobSpec
+from fitune.spec.machines.job import JobSpec
 from fitune.units import GIB
 
 _HEAD_CPUS = 2

@@ -2,7 +2,7 @@
 
 from fitune.errors import RecipeError
 from fitune.launch.pods import RECIPE, Manifest, metadata, pod_spec, queue_labels, recipe_map, require_pods
-from fitune.spec.job import JobSpec
+from fitune.spec.machines.job import JobSpec
 
 _NOT_RETRIED = [2, 3]
 """Exit codes that another attempt would repeat: refused before any work, and out of memory at the smallest plan."""

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from fitune.errors import HardwareError, RecipeError
-from fitune.spec.job import JobSpec
+from fitune.spec.machines.job import JobSpec
 from fitune.spec.run_directory import WAIT_VARIABLE
 from fitune.units import GIB, MIB
 

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from fitune.spec.job import JobSpec
+from fitune.spec.machines.job import JobSpec
 from fitune.spec.run_directory import WAIT_VARIABLE
 from fitune.units import MIB
 

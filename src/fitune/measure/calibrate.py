@@ -30,7 +30,7 @@ from fitune.measure.device_rates import (
     traffic_samples,
 )
 from fitune.measure.hardware import has_bf16_products
-from fitune.spec.hardware import (
+from fitune.spec.machines.hardware import (
     AttentionRate,
     Calibration,
     Collectives,

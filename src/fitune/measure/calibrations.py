@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fitune.errors import HardwareError
 from fitune.files import cache_folder, read_text, write_atomically
-from fitune.spec.hardware import Calibration, Gpu
+from fitune.spec.machines.hardware import Calibration, Gpu
 from fitune.spec.serial import from_json, to_json
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fitune.errors import HardwareError
 from fitune.measure.calibrations import device_key, quick_key, stored_calibration
-from fitune.spec.gpus import (
+from fitune.spec.machines.gpus import (
     NODE_NETWORK,
     GpuFigures,
     cpu_gpu,
@@ -23,7 +23,7 @@ from fitune.spec.gpus import (
     similar_gpu,
     with_figures,
 )
-from fitune.spec.hardware import Gpu, Hardware
+from fitune.spec.machines.hardware import Gpu, Hardware
 from fitune.units import format_bytes
 
 NO_FIGURES = GpuFigures()

@@ -18,7 +18,7 @@ from torch import nn
 from fitune.errors import CheckpointError
 from fitune.models.adapter_config import CONFIG, WEIGHTS, AdapterConfig, Targets, read_adapter_config
 from fitune.models.door import refuse_pickle, refuse_remote_code
-from fitune.spec.model import ModelSpec
+from fitune.spec.model.model_spec import ModelSpec
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, tuple[int, int]]

@@ -1,7 +1,7 @@
 """adapter_config.json of strangers, checked field by field before PEFT sees any of it, and the linears it chooses.
 
 PEFT hands the expressions of a config to ``re``, without a time limit. Here they are matched against the clock
-(spec/targets.py), by PEFT's rules, and PEFT is given the full names that they chose.
+(spec/recipe/targets.py), by PEFT's rules, and PEFT is given the full names that they chose.
 """
 
 import math
@@ -15,8 +15,8 @@ from peft import LoraConfig
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fitune.errors import CheckpointError
+from fitune.spec.recipe.targets import Clock
 from fitune.spec.serial import read_object
-from fitune.spec.targets import Clock
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -29,15 +29,15 @@ from transformers import (
 from fitune.errors import CheckpointError, FituneError, ModelError, is_out_of_memory
 from fitune.files import PICKLE_SUFFIXES
 from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_shown
-from fitune.spec.config_schema import (
+from fitune.spec.hub import AUTO_MAP, code_asked_for, no_waiting_for_the_hub
+from fitune.spec.model.config_schema import (
     ConfigFields,
     check_config,
     check_generation_config,
     check_tokenizer_config,
 )
-from fitune.spec.families import FAMILIES
-from fitune.spec.hub import AUTO_MAP, code_asked_for, no_waiting_for_the_hub
-from fitune.spec.model_config import find_known_model
+from fitune.spec.model.families import FAMILIES
+from fitune.spec.model.model_config import find_known_model
 from fitune.spec.serial import read_object
 
 

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.errors import ModelError
 from fitune.models.attention import Rows, attends_by_rows, row_mask, rows_of_lengths
-from fitune.spec.block_profile import IGNORED
+from fitune.spec.model.block_profile import IGNORED
 from fitune.spec.plan import ChunkedLoss, Loss, Recompute
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fitune.errors import HardwareError, ModelError, require_library
-from fitune.spec.model_config import spec_from_config
+from fitune.spec.model.model_config import spec_from_config
+from fitune.spec.model.traits import liger_refused_by_model
 from fitune.spec.plan import Kernels
-from fitune.spec.traits import liger_refused_by_model
 
 
 class _RmsNorm(Protocol):

@@ -9,18 +9,18 @@ from fitune.estimate.parameters import num_ranks
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import ROW_STEP
-from fitune.planner.explain import memory_sum, priced_data
 from fitune.planner.fit import last_true, shortage
 from fitune.planner.less_memory import largest_known_model
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
+from fitune.planner.reasons.explain import memory_sum, priced_data
 from fitune.planner.search import refuse_contradictions, saving_beside_steps, search
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import ModelSpec
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Priced
-from fitune.spec.recipe import Recipe, canonical_keys, parse_recipe
-from fitune.spec.recipe_words import parse_value
+from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
+from fitune.spec.recipe.words import parse_value
 from fitune.spec.words import describe_base_of, describe_plan, method_name
 from fitune.units import format_bytes, format_rate, format_seconds, wrapped
 

@@ -8,8 +8,8 @@ from fitune.estimate.answering import AnsweringMemory, memory_of_answering
 from fitune.estimate.answering_time import AnsweringTime, time_of_answering
 from fitune.planner.fit import last_true
 from fitune.spec.answering import Adapter, Answering, PlannedEngine, Questions, answering_precision
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import ModelSpec
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.words import devices_with_memory
 from fitune.units import GIB, MIB
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fitune.planner.answering import AnsweringReport, PricedAnswering, bytes_sum, name_of
-from fitune.planner.explain import unit_for
+from fitune.planner.reasons.explain import unit_for
 from fitune.spec.answering import Questions
 from fitune.spec.counts import count_parameters
 from fitune.spec.words import devices_with_memory

@@ -16,8 +16,9 @@ from fitune.planner.defaults import (
     with_added_rows,
     with_usual_row,
 )
-from fitune.spec.hardware import Gpu, Hardware
-from fitune.spec.model import ModelSpec
+from fitune.spec.machines.hardware import Gpu, Hardware
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.model.traits import flash_refused_by_device, flash_refused_by_model
 from fitune.spec.plan import (
     Attention,
     Backend,
@@ -37,9 +38,8 @@ from fitune.spec.plan import (
     Tuning,
     Zero,
 )
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import Purpose, adds_gradients_up
-from fitune.spec.traits import flash_refused_by_device, flash_refused_by_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@ import re
 from dataclasses import replace
 
 from fitune.errors import RecipeError
-from fitune.spec.hardware import Gpu, Hardware
-from fitune.spec.model import ModelSpec
-from fitune.spec.model_config import Vocabulary, vocabulary_of
+from fitune.spec.machines.hardware import Gpu, Hardware
+from fitune.spec.model.model_config import Vocabulary, vocabulary_of
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -25,8 +25,8 @@ from fitune.spec.plan import (
     Tracking,
     Tuning,
 )
-from fitune.spec.recipe import Recipe, SourceRecipe
-from fitune.spec.recipe_rules import source_weights
+from fitune.spec.recipe.contradictions import source_weights
+from fitune.spec.recipe.recipe import Recipe, SourceRecipe
 from fitune.spec.words import method_name
 
 GLOBAL_BATCH_SIZE = 16

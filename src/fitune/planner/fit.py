@@ -13,7 +13,7 @@ from fitune.estimate.time import step_time_of
 from fitune.planner.candidates import Placement, block_counts, losses
 from fitune.spec.plan import Batch, ChunkedLoss, Loss, Plan
 from fitune.spec.predictions import MemoryBreakdown, Phase
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import adds_gradients_up
 from fitune.spec.words import describe_loss
 

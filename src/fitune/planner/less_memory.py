@@ -13,13 +13,13 @@ from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import CHUNK_TOKENS, ROW_STEP, optimizer_of
-from fitune.planner.explain import host_sum
 from fitune.planner.fit import Known, described, fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lora_of, methods_for, packed_base, to_adapters
-from fitune.spec.cards import known_cards
+from fitune.planner.reasons.explain import host_sum
 from fitune.spec.counts import count_parameters
-from fitune.spec.model_config import load_model_spec, names_with_formulas
+from fitune.spec.machines.cards import known_cards
+from fitune.spec.model.model_config import load_model_spec, names_with_formulas
 from fitune.spec.plan import (
     ChunkedLoss,
     ClipByNorm,
@@ -34,7 +34,7 @@ from fitune.spec.plan import (
     trains_every_weight,
 )
 from fitune.spec.predictions import Rejection
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import adds_gradients_up, keeps_rules
 from fitune.spec.words import describe_offload, describe_plan
 from fitune.units import GIB, format_bytes, wrapped

@@ -11,16 +11,16 @@ from typing import Any
 from fitune.errors import RecipeError
 from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import with_added_rows
-from fitune.planner.explain import priced_data
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
+from fitune.planner.reasons.explain import priced_data
 from fitune.planner.search import first_choice, refuse_contradictions
 from fitune.spec.counts import count_parameters
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import ModelSpec
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Ddp, Sharding, Single, Zero
 from fitune.spec.predictions import Priced
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.words import (
     describe_offload,
     describe_sharding,

@@ -8,8 +8,8 @@ from fitune.estimate.predict import predict_step_time
 from fitune.planner.candidates import Method, Placement, Request, batches, draft
 from fitune.planner.defaults import optimizer_of
 from fitune.spec.counts import peak_flops
-from fitune.spec.hardware import Gpu
-from fitune.spec.model import ModelSpec
+from fitune.spec.machines.hardware import Gpu
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import (
     ClipByNorm,
     ClipByValue,
@@ -28,8 +28,8 @@ from fitune.spec.plan import (
     Tuning,
 )
 from fitune.spec.quantisers import quantiser_for
-from fitune.spec.recipe import Recipe
-from fitune.spec.targets import resolve_adapted, resolve_modules_to_save
+from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.recipe.targets import resolve_adapted, resolve_modules_to_save
 from fitune.units import format_seconds
 
 ORDER = (

@@ -7,19 +7,19 @@ from fitune.errors import FituneError, RecipeError
 from fitune.estimate.predict import largest_batch, predict
 from fitune.estimate.step import StepStages, describe_step
 from fitune.planner.candidates import Method, Request, batches, draft, every_placement
-from fitune.planner.decisions import decisions_of
 from fitune.planner.defaults import price_of
-from fitune.planner.explain import memory_sum
 from fitune.planner.fit import Found, fits, host_fits, shortage, tokens_per_second
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods, methods_for
 from fitune.planner.otherwise import notes_on_nodes, notes_on_quality
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import ModelSpec
+from fitune.planner.reasons.decisions import decisions_of
+from fitune.planner.reasons.explain import memory_sum
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.predictions import PlanReport, Priced, Rejection
-from fitune.spec.recipe import Recipe
-from fitune.spec.recipe_rules import require_consistent
+from fitune.spec.recipe.contradictions import require_consistent
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import Purpose, Rule, broken_rules
 from fitune.spec.words import describe_method, describe_placement
 

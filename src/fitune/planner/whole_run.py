@@ -10,7 +10,7 @@ from fitune.estimate.predict import largest_batch, predict_step_time
 from fitune.planner.defaults import ROW_STEP
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Epoch, WholeRun
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.schedule import total_steps, warmup_steps
 from fitune.units import format_bytes, format_count, format_learning_rate, format_percent, format_seconds
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from fitune.errors import FituneError, HardwareError
 from fitune.records.row import Row
 from fitune.spec.counts import count_parameters
-from fitune.spec.gpus import find_gpu, hardware_for
-from fitune.spec.hardware import Gpu, Hardware
-from fitune.spec.model import Linear, ModelSpec
-from fitune.spec.model_config import find_known_model, spec_from_config
+from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.machines.hardware import Gpu, Hardware
+from fitune.spec.model.model_config import find_known_model, spec_from_config
+from fitune.spec.model.model_spec import Linear, ModelSpec
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -43,7 +43,7 @@ from fitune.spec.plan import (
     Tuning,
     Zero,
 )
-from fitune.spec.targets import resolve_targets
+from fitune.spec.recipe.targets import resolve_targets
 from fitune.units import GIB
 
 PEFT_RANK = 8

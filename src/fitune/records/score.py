@@ -14,7 +14,7 @@ from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.estimate.trainer import FITUNE, Trainer
 from fitune.records.plans import Unrepresented, device_bytes, device_is_named, plan_of, steps_fp32, trains_all
 from fitune.records.row import Row
-from fitune.spec.block_profile import BatchShape
+from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.plan import Single
 from fitune.spec.predictions import MemoryBreakdown
 from fitune.units import GIB

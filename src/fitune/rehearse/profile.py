@@ -20,11 +20,11 @@ from fitune.models.door import model_config, text_config
 from fitune.rehearse.block_accounts import Account, Numbers, account_of
 from fitune.rehearse.block_recording import Work, recorded
 from fitune.rehearse.shapes import read_shapes
-from fitune.spec.model import ModelSpec
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.model.traced_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
+from fitune.spec.model.tracing import LENGTHS, Way
 from fitune.spec.plan import Plan, Recompute, trains_embeddings
 from fitune.spec.predictions import Phase
-from fitune.spec.traced_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
-from fitune.spec.tracing import LENGTHS, Way
 
 
 def _fitted(values: Sequence[float], tokens: Sequence[int], rows: int) -> Size:
@@ -175,7 +175,7 @@ def _block(keeping: _Fit, again: _Fit, block: int) -> TracedBlock:
 
 
 class TransformersTracer:
-    """Builds models of transformers without memory: spec/tracer.py's Tracer."""
+    """Builds models of transformers without memory: spec/model/tracer.py's Tracer."""
 
     def shapes(self, config: Mapping[str, Any], *, name: str, digest: str, dtype: str) -> ModelSpec:
         """Raises ModelError for an architecture that transformers does not have, or that has no decoder blocks."""

@@ -15,7 +15,7 @@ from fitune.models.door import empty_model
 from fitune.models.language_model import blocks_of
 from fitune.models.packing import places_in
 from fitune.models.quantised import is_dense_linear
-from fitune.spec.model import BlockKind, Dropout, Linear, ModelSpec
+from fitune.spec.model.model_spec import BlockKind, Dropout, Linear, ModelSpec
 from fitune.spec.plan import Nf4
 
 MOST_KINDS = 8

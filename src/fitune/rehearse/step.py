@@ -33,11 +33,11 @@ from fitune.rehearse.recorder import (
 )
 from fitune.rehearse.stand_ins import LIGER_STAND_INS, StandIns, cuda_functions
 from fitune.rehearse.trace import Trace, peaks_by_kind, reserved_peak
-from fitune.spec.hardware import Gpu
-from fitune.spec.model import NO_DROPOUT
+from fitune.spec.machines.hardware import Gpu
+from fitune.spec.model.model_spec import NO_DROPOUT
+from fitune.spec.model.traits import has_scores
 from fitune.spec.plan import Batch, Lora, Offload, Plan, Recompute, Zero, updates_in_backward
 from fitune.spec.predictions import Rehearsal
-from fitune.spec.traits import has_scores
 from fitune.train.prepare import Prepared, prepare_loaded
 
 

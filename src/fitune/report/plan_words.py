@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from fitune.spec.hardware import Gpu, Hardware
-from fitune.spec.model import ModelSpec
+from fitune.spec.machines.hardware import Gpu, Hardware
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,

@@ -13,8 +13,8 @@ from typing import Any
 from fitune.errors import RunDirectoryError
 from fitune.files import write_atomically
 from fitune.models.weight_files import identity
-from fitune.score.engine import Sampling
-from fitune.score.likelihoods import likeliest
+from fitune.score.engines.engine import Sampling
+from fitune.score.grades.likelihoods import likeliest
 from fitune.score.tasks import Answer, Task
 from fitune.spec.plan import DataSource
 from fitune.spec.run_directory import LOCK

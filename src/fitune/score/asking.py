@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from fitune.errors import ScoringFailed
-from fitune.score.engine import Completion, Engine, EngineDied, Request, Sampling, failed
+from fitune.score.engines.engine import Completion, Engine, EngineDied, Request, Sampling, failed
 from fitune.score.tasks import Answer, Task, to_answer
 
 

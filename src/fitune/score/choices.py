@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fitune.data.formats import Columns
-from fitune.data.rows import BadRow, Row, require_characters
-from fitune.data.sources import read_rows
+from fitune.data.conversations.formats import Columns
+from fitune.data.reading.rows import BadRow, Row, require_characters
+from fitune.data.reading.sources import read_rows
 from fitune.spec.plan import DataSource
 
 CHOICES_ROLE = "choices"

@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from fitune.errors import ScoringFailed
 from fitune.score.asking import Restarted
-from fitune.score.engine import (
+from fitune.score.engines.engine import (
     Completion,
     Continuation,
     Engine,

@@ -17,7 +17,7 @@ from lm_eval.api.registry import metric_registry
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from fitune.data.sources import datasets_of_hub
+from fitune.data.reading.sources import datasets_of_hub
 from fitune.errors import DataError, FituneError, RecipeError, ScoringFailed, did_you_mean
 from fitune.score.lm_eval import EngineLM
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fitune.score.engine import EngineName, Sampling
+from fitune.score.engines.engine import EngineName, Sampling
 from fitune.spec.plan import DataSource
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fitune.errors import DataError
-from fitune.score.graders import References
+from fitune.score.grades.graders import References
 from fitune.score.index import Index
 from fitune.score.tasks import Question, id_column_of, read_questions
 from fitune.spec.plan import DataSource

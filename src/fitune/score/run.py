@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fitune.data.templates import ChatTemplate, load_template
+from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.errors import RecipeError, RunDirectoryError
 from fitune.files import cache_folder, remove_stale_siblings, write_atomically
 from fitune.models.adapter_check import check_adapter
@@ -17,12 +17,12 @@ from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_tokenizer
 from fitune.score.answers import OURS, Line, claim, is_cut_off, manifest, tokens_of
 from fitune.score.choices import first_row_has_choices
-from fitune.score.continuous import Watch, unwatched
-from fitune.score.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
-from fitune.score.grading import grade_shards, try_graders
+from fitune.score.engines.continuous import Watch, unwatched
+from fitune.score.engines.opening import check_engine, choose_device, choose_dtype, tokenizer_folder
+from fitune.score.grades.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
+from fitune.score.grades.grading import grade_shards, try_graders
+from fitune.score.grades.intervals import WeightedMean
 from fitune.score.index import Index, open_index
-from fitune.score.intervals import WeightedMean
-from fitune.score.opening import check_engine, choose_device, choose_dtype, tokenizer_folder
 from fitune.score.output import write_outputs
 from fitune.score.plan import ScorePlan, names_of
 from fitune.score.reading import index_input, read_numbered
@@ -30,7 +30,7 @@ from fitune.score.shards import FOLDER, Shards, groups
 from fitune.score.tasks import Answer, Question, Task, to_tasks
 from fitune.score.weighing import to_given_tasks
 from fitune.score.worker import open_asker
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.reports import ScoreReport
 from fitune.spec.run_directory import lock_directory, require_real_files
 from fitune.spec.serial import to_json

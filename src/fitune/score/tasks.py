@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from fitune.data.formats import Conversation, Message, to_example
-from fitune.data.rows import BadRow, Row
-from fitune.data.sources import read_rows
-from fitune.data.templates import ChatTemplate
+from fitune.data.conversations.formats import Conversation, Message, to_example
+from fitune.data.conversations.templates import ChatTemplate
+from fitune.data.reading.rows import BadRow, Row
+from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError
 from fitune.score.choices import has_choices, read_choices
-from fitune.score.engine import Completion, Likelihood, Sampling
+from fitune.score.engines.engine import Completion, Likelihood, Sampling
 from fitune.spec.plan import DataSource
 
 ID_COLUMNS = ("custom_id", "id")

@@ -8,12 +8,12 @@ template writes something else in front of one of them, it counts as the choice'
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from fitune.data.formats import Conversation, Example, Message, Text
-from fitune.data.rows import BadRow
-from fitune.data.templates import ChatTemplate
+from fitune.data.conversations.formats import Conversation, Example, Message, Text
+from fitune.data.conversations.templates import ChatTemplate
+from fitune.data.reading.rows import BadRow
 from fitune.errors import ScoringFailed
 from fitune.score.asking import Restarted
-from fitune.score.engine import Continuation, Engine, Likelihood
+from fitune.score.engines.engine import Continuation, Engine, Likelihood
 from fitune.score.tasks import Answer, Given, Question, Task
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from fitune.data.templates import ChatTemplate, load_template
+from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.errors import FituneError, ScoringFailed, exit_code_of
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import load_tokenizer
 from fitune.score.asking import Asker
-from fitune.score.continuous import Watch, unwatched
-from fitune.score.engine import Engine, listed_stop_ids
-from fitune.score.opening import open_engine, tokenizer_folder
+from fitune.score.engines.continuous import Watch, unwatched
+from fitune.score.engines.engine import Engine, listed_stop_ids
+from fitune.score.engines.opening import open_engine, tokenizer_folder
 from fitune.score.plan import ScorePlan
 from fitune.score.tasks import Answer, Task
 from fitune.score.weighing import Weigher

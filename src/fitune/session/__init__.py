@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fitune.spec.tracer import trace_with
+from fitune.spec.model.tracer import trace_with
 
 if TYPE_CHECKING:
-    from fitune.spec.model import ModelSpec
-    from fitune.spec.traced_profile import TracedStep
-    from fitune.spec.tracing import Way
+    from fitune.spec.model.model_spec import ModelSpec
+    from fitune.spec.model.traced_profile import TracedStep
+    from fitune.spec.model.tracing import Way
 
 
 class _LateTracer:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from fitune.planner.alternatives import Alternative, Largest, changed_recipe, compare, largest
 from fitune.session.planning import plan_for, wanted_hardware
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.predictions import PlanReport
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from fitune.report.methods_page import MethodRun, comparison_rows, write_compari
 from fitune.score.shards import remove_scores
 from fitune.session.events import Event, Note, Planned, Tell
 from fitune.session.fresh_process import run_child, train_program
-from fitune.session.scoring import model_and_adapter, score_dataset
-from fitune.spec.model_config import load_model_spec
+from fitune.session.score.scoring import model_and_adapter, score_dataset
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Full, Sgd, Tuning
-from fitune.spec.recipe import Recipe, parse_recipe
+from fitune.spec.recipe.recipe import Recipe, parse_recipe
 from fitune.spec.rules import adds_gradients_up
 from fitune.spec.words import describe_plan
 from fitune.stores.opening import is_url

@@ -9,22 +9,22 @@ from typing import Any
 
 import numpy as np
 
+from fitune.data.conversations.formats import Example, detect_format, to_example
+from fitune.data.conversations.templates import load_template
 from fitune.data.dataset import TokenDataset
-from fitune.data.formats import Example, detect_format, to_example
 from fitune.data.ledger import describe_ledger
 from fitune.data.packing import pack_rows
 from fitune.data.preparing import PreparedData, prepare_data
-from fitune.data.rows import BadRow
-from fitune.data.sources import read_rows
-from fitune.data.templates import load_template
+from fitune.data.reading.rows import BadRow
+from fitune.data.reading.sources import read_rows
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError, RecipeError
 from fitune.models.weights import tokenizer_with
 from fitune.planner.defaults import data_of, with_added_rows, with_usual_row
 from fitune.session.events import Note, Tell
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import DataPlan
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.reports import Ledger
 
 LOOKED_AT = 2_000

@@ -9,14 +9,14 @@ from fitune.demo.files import HELD_OUT_ROWS, MAX_NEW_TOKENS, DemoFiles, write_de
 from fitune.errors import RunDirectoryError, TrainingFailed
 from fitune.report.compare import text_table
 from fitune.score.shards import remove_scores
-from fitune.session.attempts import Attempt
 from fitune.session.events import Note, Planned, Tell, tell_nobody
 from fitune.session.fresh_process import train_program
 from fitune.session.planning import plan_for
 from fitune.session.reported import Reported, report_run
-from fitune.session.scoring import model_and_adapter, score_dataset
-from fitune.session.training import run_once
-from fitune.spec.recipe import read_recipe
+from fitune.session.score.scoring import model_and_adapter, score_dataset
+from fitune.session.train.attempts import Attempt
+from fitune.session.train.training import run_once
+from fitune.spec.recipe.recipe import read_recipe
 from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import LOGS
 from fitune.track.metrics import read_metrics

@@ -10,7 +10,7 @@ from typing import Any
 
 from fitune.measure.calibrations import store_calibration
 from fitune.measure.hardware import calibrated, describe_hardware, detect_hardware
-from fitune.spec.hardware import Calibration, Hardware
+from fitune.spec.machines.hardware import Calibration, Hardware
 from fitune.spec.serial import to_data
 from fitune.units import format_seconds
 

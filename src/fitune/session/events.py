@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fitune.data.ledger import Reading as Reading  # an event like the others
 from fitune.data.ledger import describe_ledger
-from fitune.planner.explain import explain_plan
+from fitune.planner.reasons.explain import explain_plan
 from fitune.planner.whole_run import run_lines
 from fitune.report.compare import Prediction, describe_retry
 from fitune.session.reported import Reported, comparison_text

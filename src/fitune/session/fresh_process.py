@@ -14,11 +14,8 @@ from fitune.errors import FituneError, RecipeError, exit_code_of
 from fitune.launch.command import require_one_machine
 from fitune.launch.nodes import ONE_NODE, Place
 from fitune.launch.ray_cluster import RayPlace
-from fitune.session.attempts import Attempt
+from fitune.session.clusters.on_ray import train_on_ray
 from fitune.session.events import Note, Tell
-from fitune.session.handover import hand_over, program_again, take_over
-from fitune.session.on_ray import train_on_ray
-from fitune.session.ranks_of_nodes import nobody, require_no_launcher, train_by_ranks, train_on_nodes
 from fitune.session.signals import (
     EXIT_CODES,
     INTERRUPTED,
@@ -26,9 +23,12 @@ from fitune.session.signals import (
     ended_by_signals,
     stop_requests,
 )
-from fitune.session.training import first_attempt, run_attempt
+from fitune.session.train.attempts import Attempt
+from fitune.session.train.handover import hand_over, program_again, take_over
+from fitune.session.train.ranks_of_nodes import nobody, require_no_launcher, train_by_ranks, train_on_nodes
+from fitune.session.train.training import first_attempt, run_attempt
 from fitune.spec.rank_status import is_left_to_launcher
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.run_directory import LOGS
 
 StartAgain = Callable[[Path], int]

@@ -7,8 +7,8 @@ from pathlib import Path
 from fitune.errors import RecipeError
 from fitune.planner.matrix import LEGEND, Matrix, card, matrix, short_name
 from fitune.session.planning import wanted_hardware
-from fitune.spec.model_config import load_model_spec
-from fitune.spec.recipe import Recipe
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.words import devices_with_memory
 
 _SIZE = re.compile(r"(?:\d+x)?\d+(?:\.\d+)?[bm]", re.IGNORECASE)

@@ -9,13 +9,13 @@ from fitune.measure.hardware import resolve_hardware
 from fitune.planner.defaults import with_host_memory
 from fitune.planner.search import find_plan
 from fitune.planner.whole_run import whole_run, with_timely_saves
-from fitune.spec.gpus import GpuFigures
-from fitune.spec.hardware import Hardware
-from fitune.spec.model_config import load_model_spec
+from fitune.spec.machines.gpus import GpuFigures
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.tracer import by_installed_libraries
 from fitune.spec.predictions import PlanReport
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import Purpose
-from fitune.spec.tracer import by_installed_libraries
 
 
 def plan_for(

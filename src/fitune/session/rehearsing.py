@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fitune.planner.explain import plan_data, unit_for
+from fitune.planner.reasons.explain import plan_data, unit_for
 from fitune.session.planning import plan_for
 from fitune.spec.predictions import Estimate, PlanReport, Rehearsal
-from fitune.spec.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.words import describe_plan
 from fitune.units import format_bytes, format_percent, wrapped
 

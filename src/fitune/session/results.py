@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fitune.errors import RecipeError
-from fitune.planner.explain import explain_plan, plan_data
+from fitune.planner.reasons.explain import explain_plan, plan_data
 from fitune.spec.predictions import PlanReport
 from fitune.spec.serial import to_data
 
 if TYPE_CHECKING:
     from fitune.planner.answering import AnsweringReport
-    from fitune.planner.fleet import Ranking
+    from fitune.planner.clusters.fleet import Ranking
+    from fitune.planner.clusters.score_fleet import ScoreRanking
     from fitune.planner.matrix import Matrix
-    from fitune.planner.score_fleet import ScoreRanking
     from fitune.session.alternatives import LargestThatFit, WithChange
-    from fitune.session.lm_eval_words import TaskScores
     from fitune.session.rehearsing import Rehearsed
     from fitune.session.reported import Reported
+    from fitune.session.score.lm_eval_words import TaskScores
     from fitune.spec.reports import ScoreReport
 
 
@@ -43,13 +43,13 @@ def text_of(result: Result) -> str:
     from fitune.planner.alternatives import explain_alternative, explain_largest
     from fitune.planner.answering import AnsweringReport
     from fitune.planner.answering_words import explain_answering
-    from fitune.planner.fleet_words import explain_ranking
+    from fitune.planner.clusters.fleet_words import explain_ranking
+    from fitune.planner.clusters.score_fleet import ScoreRanking, explain_score_ranking
     from fitune.planner.matrix import Matrix, explain_matrix
-    from fitune.planner.score_fleet import ScoreRanking, explain_score_ranking
     from fitune.session.alternatives import LargestThatFit, WithChange
-    from fitune.session.lm_eval_words import TaskScores, explain_tasks
     from fitune.session.rehearsing import Rehearsed, explain_rehearsed
     from fitune.session.reported import Reported, explain_reported, explain_score
+    from fitune.session.score.lm_eval_words import TaskScores, explain_tasks
     from fitune.spec.reports import ScoreReport
 
     match result:
@@ -87,9 +87,9 @@ def data_of(result: Result) -> dict[str, Any]:
     from fitune.planner.alternatives import alternative_data, largest_data
     from fitune.planner.answering import AnsweringReport
     from fitune.planner.answering_words import answering_data
-    from fitune.planner.fleet_words import ranking_data
+    from fitune.planner.clusters.fleet_words import ranking_data
+    from fitune.planner.clusters.score_fleet import ScoreRanking, score_ranking_data
     from fitune.planner.matrix import Matrix, matrix_data
-    from fitune.planner.score_fleet import ScoreRanking, score_ranking_data
     from fitune.session.alternatives import LargestThatFit, WithChange
     from fitune.session.rehearsing import Rehearsed, rehearsed_data
     from fitune.session.reported import Reported, reported_data

@@ -11,7 +11,7 @@ from fitune.report.compare import RunFiles, read_run
 from fitune.report.html import page_of, write_page
 from fitune.report.under_way import Sign, UnderWay, state_line
 from fitune.session.signals import quiet_stop
-from fitune.session.step_words import StepPace
+from fitune.session.train.step_words import StepPace
 from fitune.spec.rank_status import read_statuses, status_of
 from fitune.spec.run_directory import LOCK, LOGS, owners_of
 from fitune.track.growing import GrowingSteps

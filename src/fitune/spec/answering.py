@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import ModelSpec
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Precision
 
 PlannedEngine = Literal["transformers", "vllm"]

@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 
 from fitune.spec.choices import trains_embeddings
-from fitune.spec.hardware import Gpu
-from fitune.spec.model import Linear, ModelSpec, ParameterCounts
+from fitune.spec.machines.hardware import Gpu
+from fitune.spec.model.model_spec import Linear, ModelSpec, ParameterCounts
 from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, Tuning, trains_head
 from fitune.spec.remembered import remembered
 

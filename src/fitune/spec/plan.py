@@ -37,8 +37,8 @@ from fitune.spec.choices import (
     trains_head,
     updates_in_backward,
 )
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import ModelSpec
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.quantisers import Dense, Hqq, Nf4, Quantiser
 
 __all__ = [
@@ -162,7 +162,7 @@ DataFormat = Literal[
     "auto", "alpaca", "messages", "sharegpt", "prompt_completion", "question_answer", "dialogue_summary", "text",
     "columns",
 ]  # fmt: skip
-"""data/formats.py says what each looks like."""
+"""data/conversations/formats.py says what each looks like."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

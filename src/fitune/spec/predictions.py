@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from fitune.spec.block_profile import BatchShape
+from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.plan import Plan
 
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, cast
 
-from fitune.spec.model import Linear
+from fitune.spec.model.model_spec import Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

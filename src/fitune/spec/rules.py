@@ -11,7 +11,14 @@ from functools import cache
 from typing import Literal
 
 from fitune.errors import FituneError, HardwareError, RecipeError
-from fitune.spec.architectures import trains_like_transformers
+from fitune.spec.model.architectures import trains_like_transformers
+from fitune.spec.model.traits import (
+    capability_words,
+    flash_refused_by_device,
+    flash_refused_by_model,
+    liger_refused_by_device,
+    liger_refused_by_model,
+)
 from fitune.spec.plan import (
     AdamW8bit,
     Backend,
@@ -32,13 +39,6 @@ from fitune.spec.plan import (
     updates_in_backward,
 )
 from fitune.spec.quantisers import is_packed
-from fitune.spec.traits import (
-    capability_words,
-    flash_refused_by_device,
-    flash_refused_by_model,
-    liger_refused_by_device,
-    liger_refused_by_model,
-)
 
 Purpose = Literal["plan", "train", "rehearse"]
 """Use that a plan is wanted for; ``plan``: to be proposed. Training and rehearsal also run what no planner proposes."""

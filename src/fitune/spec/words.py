@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from fitune.spec.hardware import Hardware
-from fitune.spec.model import Dropout
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.model.model_spec import Dropout
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from fitune.data.conversations.formats import Conversation
 from fitune.data.dataset import TokenDataset
-from fitune.data.formats import Conversation
 from fitune.data.loader import MicroBatch, eval_batches, without_labels
 from fitune.data.preparing import PreparedData
 from fitune.engine.ranks import ALONE, Ranks

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.checkpoint.export import Exported, export_adapter, export_full, export_merged
+from fitune.data.conversations.templates import load_template
 from fitune.data.preparing import PreparedData
-from fitune.data.templates import load_template
 from fitune.files import read_text
 from fitune.models.language_model import LanguageModel
 from fitune.models.weight_files import base_reference

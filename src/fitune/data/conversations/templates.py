@@ -1,0 +1,326 @@
+"""Conversations to token ids, with a mask over what the model learns to write: its answers.
+
+Three things hold, whatever the template:
+
+* Training ids begin with exactly the ids that scoring feeds the model: the prompt is rendered and encoded by
+  itself in both, and the answer is encoded behind it.
+* Every answer is learned together with the token that ends it, and nothing else is.
+* Content is text: what looks like a special token inside it is encoded as plain text.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fitune.data.conversations.formats import Conversation, Example, Message
+from fitune.data.conversations.rendering import Piece
+from fitune.data.conversations.template_process import RemoteTemplate, TemplateStopped
+from fitune.data.reading.rows import BadRow
+from fitune.errors import DataError
+from fitune.files import read_text
+
+PLAIN_TEMPLATE = """\
+{{- bos_token if bos_token else '' -}}
+{%- for message in messages -%}
+    {%- if message.role == 'assistant' -%}
+        {{- '### Assistant\\n' -}}
+        {%- generation -%}{{- message.content ~ eos_token -}}{%- endgeneration -%}
+        {{- '\\n\\n' -}}
+    {%- elif message.role == 'system' -%}
+        {{- '### System\\n' ~ message.content ~ '\\n\\n' -}}
+    {%- else -%}
+        {{- '### User\\n' ~ message.content ~ '\\n\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '### Assistant\\n' -}}{%- endif -%}
+"""
+"""For tokenizers that bring no template: headings in plain words, answers that end with EOS."""
+
+_PROBE = Conversation((Message("user", "ping"), Message("assistant", "pong")), "a first try of the template")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids of one row and, for each, whether the model learns to write it."""
+
+    ids: list[int]
+    supervised: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """Many rows end to end: int32 and bool of shape (tokens,); row i is from ``ends[i - 1]``, or 0, to ``ends[i]``."""
+
+    ids: np.ndarray
+    supervised: np.ndarray
+    ends: np.ndarray
+
+
+def load_template(tokenizer: Any, path: str = "") -> "ChatTemplate":
+    """The Jinja file at ``path``, else the tokenizer's own template, else ``PLAIN_TEMPLATE``.
+
+    The template is tried on a small conversation at once: raises DataError when it is missing, is no Jinja, fails,
+    or does not show the answer.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no EOS token: a model trained with it could never stop")
+    if path:
+        return _tried(ChatTemplate(tokenizer, _read_template(path), name=path))
+    if tokenizer.chat_template:
+        return _tried(ChatTemplate(tokenizer, _own_template(tokenizer), name="the tokenizer's chat template"))
+    return _tried(ChatTemplate(tokenizer, PLAIN_TEMPLATE, name="fitune's plain template"))
+
+
+class ChatTemplate:
+    """A chat template bound to its tokenizer; ``source`` is its Jinja text, to be saved with the model."""
+
+    def __init__(self, tokenizer: Any, source: str, *, name: str) -> None:
+        self.source = source
+        self.name = name
+        self._tokenizer = tokenizer
+        self._encoder = PieceEncoder(tokenizer)
+        specials = {
+            key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
+        }
+        self._template = RemoteTemplate(
+            source, name=name, specials=specials, special_texts=self._encoder.special_texts
+        )
+        self._text_start = _text_start(tokenizer)
+
+    def encode(self, example: Example) -> Encoded:
+        """Ids of a conversation up to the end of its last answer: nothing after it can be learned. Or of a plain text
+        and EOS, all supervised; special tokens in it are special: the author wrote them.
+
+        Raises BadRow when the template refuses the conversation or leaves a part of it out.
+        """
+        row = self.encode_rows([self.lay_out(example)])
+        return Encoded(row.ids.tolist(), row.supervised.tolist())
+
+    def encode_prompt(self, conversation: Conversation) -> list[int]:
+        """Ids of everything before the last answer and of the words that ask for it: what scoring feeds the model."""
+        ids = next(self.encode_prompts([conversation]))
+        if isinstance(ids, BadRow):
+            raise ids
+        return ids
+
+    def encode_prompts(self, conversations: Sequence[Conversation]) -> Iterator[list[int] | BadRow]:
+        """``encode_prompt`` of many rows, in one call of template and tokenizer; an error stands in the place of a row
+        that the template refuses."""
+        questions = [
+            replace(c, messages=c.messages[:-1])
+            if c.messages[-1:] and c.messages[-1].role == "assistant"
+            else c
+            for c in conversations
+        ]
+        rows = list(self._template.lay_out(questions, ask=True))
+        encoded = iter(
+            self._encoder.encode([piece for row in rows if not isinstance(row, BadRow) for piece in row])
+        )
+        for row in rows:
+            yield row if isinstance(row, BadRow) else [token for _ in row for token in next(encoded)]
+
+    def lay_out(self, example: Example) -> list[Piece]:
+        """The row as pieces of text that are encoded one by one. Raises BadRow."""
+        return _good(next(self.lay_out_rows([example])))
+
+    def lay_out_rows(self, examples: Sequence[Example]) -> Iterator[list[Piece] | BadRow]:
+        """Lay out many rows, several times faster than one by one; an error stands in the place of a bad row."""
+        conversations = [example for example in examples if isinstance(example, Conversation)]
+        laid_out = self._template.lay_out(conversations)
+        for example in examples:
+            if isinstance(example, Conversation):
+                yield next(laid_out)
+            else:
+                yield [Piece(example.text, supervised=True, plain=False, first=True)]
+
+    def encode_rows(self, rows: Sequence[list[Piece]]) -> EncodedRows:
+        """Many rows in one call of the tokenizer, which is several times faster than one by one."""
+        pieces = [piece for row in rows for piece in row]
+        encoded = self._encoder.encode(pieces)
+        learned = [piece.supervised for piece in pieces]
+        past_P = np.cumsum([len(row) for row in rows], dtype=np.int64)
+        for place in [past - 1 for past, row in zip(past_P.tolist(), rows, strict=True) if len(row) == 1]:
+            encoded[place], learned[place] = self._as_text(encoded[place]), True
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        ids = np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum()))
+        ends = np.concatenate([[0], np.cumsum(lengths)])[past_P]
+        return EncodedRows(ids, np.repeat(np.array(learned, np.bool_), lengths), ends)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids at which generation has to stop: EOS, and the token that ends an answer in this template."""
+        specials = [token for token in self.encode(_PROBE).ids if token in self._encoder.special_ids]
+        return frozenset({self._tokenizer.eos_token_id, *specials[-1:]})
+
+    def _as_text(self, ids: list[int]) -> list[int]:
+        """Pieces of a plain text, with BOS and EOS unless its author wrote them."""
+        if ids[: len(self._text_start)] != self._text_start:
+            ids = self._text_start + ids
+        eos = self._tokenizer.eos_token_id
+        if not ids or ids[-1] not in self._encoder.special_ids | {eos}:
+            ids = [*ids, eos]
+        return ids
+
+
+class PieceEncoder:
+    """Encodes pieces so that their ids, one after another, are the ids of the whole text.
+
+    Some tokenizers (SentencePiece's) put a space in front of everything they encode, which is wrong inside a
+    text. There a piece is encoded behind a line break, whose ids are taken off again. Some of them put the space
+    behind special tokens, too.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._has_backend = _encodes_as_its_backend(tokenizer)
+        specials = _special_tokens(tokenizer)
+        self.special_texts = tuple(specials)
+        self.special_ids = frozenset(specials.values()) - {tokenizer.unk_token_id}
+        self._line_break = self._encode(["\n"], plain=False)[0]
+        after_break, alone = self._encode(["\na", "a"], plain=False)
+        self._prefixes = after_break != self._line_break + alone
+        after_special = self._encode([f"{tokenizer.eos_token}a"], plain=False)[0]
+        self._prefixes_after_special = after_special == [tokenizer.eos_token_id, *alone]
+
+    def encode(self, pieces: Sequence[Piece]) -> list[list[int]]:
+        """The ids of every piece. Raises DataError when plain text would become a special id all the same."""
+        ids: list[list[int]] = [[] for _ in pieces]
+        for plain in (False, True):
+            places = [place for place, piece in enumerate(pieces) if piece.plain is plain]
+            if places:
+                encoded = self._encode_inside([pieces[place] for place in places], plain=plain)
+                for place, piece_ids in zip(places, encoded, strict=True):
+                    ids[place] = piece_ids
+        return ids
+
+    def _encode_inside(self, pieces: Sequence[Piece], *, plain: bool) -> list[list[int]]:
+        if not self._prefixes:
+            encoded = self._encode([piece.text for piece in pieces], plain=plain)
+            if plain:
+                self._refuse_specials(encoded, pieces)
+            return encoded
+        behind = [self._is_behind_text(piece) for piece in pieces]
+        texts = [
+            "\n" + piece.text if after else piece.text for piece, after in zip(pieces, behind, strict=True)
+        ]
+        encoded = self._encode(texts, plain=plain)
+        for place, after in enumerate(behind):
+            if after:
+                encoded[place] = self._without_line_break(encoded[place], pieces[place].text, plain=plain)
+        if plain:
+            self._refuse_specials(encoded, pieces)
+        return encoded
+
+    def _is_behind_text(self, piece: Piece) -> bool:
+        begins = piece.first or (piece.after_special and self._prefixes_after_special)
+        return not begins
+
+    def _without_line_break(self, ids: list[int], text: str, *, plain: bool) -> list[int]:
+        length = len(self._line_break)
+        if ids[:length] == self._line_break:
+            return ids[length:]
+        return self._encode([text], plain=plain)[0]
+
+    def _refuse_specials(self, encoded: list[list[int]], pieces: Sequence[Piece]) -> None:
+        for ids, piece in zip(encoded, pieces, strict=True):
+            if not self.special_ids.isdisjoint(ids):
+                raise DataError(f"the tokenizer turns the plain text {piece.text!r:.60} into a special token")
+
+    def _encode(self, texts: list[str], *, plain: bool) -> list[list[int]]:
+        if not self._has_backend:
+            return _encoded(self._tokenizer, texts, plain=plain)
+        first = _encoded(self._tokenizer, texts[:1], plain=plain)  # sets up the backend: others use it, too
+        return first + _encoded_by_backend(self._tokenizer, texts[1:])
+
+
+def _encoded(tokenizer: Any, texts: list[str], *, plain: bool) -> list[list[int]]:
+    return tokenizer(
+        texts,
+        add_special_tokens=False,
+        split_special_tokens=plain,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )["input_ids"]
+
+
+def _encoded_by_backend(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """The ids without all else that a tokenizer of transformers makes of an encoding: a quarter less time."""
+    return [each.ids for each in tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def _encodes_as_its_backend(tokenizer: Any) -> bool:
+    """True if nothing of the tokenizer's own comes between a text and its backend."""
+    if not tokenizer.is_fast:
+        return False
+    texts = ["a", " A  b\nC", "\n", "É漢🙂", *tokenizer.all_special_tokens]
+    return all(
+        _encoded(tokenizer, texts, plain=plain) == _encoded_by_backend(tokenizer, texts)
+        for plain in (True, False)
+    )
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Text and id of every special token, longest first.
+
+    Tokenizers name few of theirs: Llama-3's <|start_header_id|> and Gemma-3's <end_of_turn> are special only as
+    added tokens.
+    """
+    named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return dict(
+        sorted(((text, id) for text, id in (added | named).items() if text), key=lambda pair: -len(pair[0]))
+    )
+
+
+def _good(row: list[Piece] | BadRow) -> list[Piece]:
+    if isinstance(row, BadRow):
+        raise row
+    return row
+
+
+def _text_start(tokenizer: Any) -> list[int]:
+    """BOS, where the tokenizer puts one in front of plain text."""
+    ids = tokenizer("a")["input_ids"]
+    return ids[:1] if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else []
+
+
+def _read_template(path: str) -> str:
+    try:
+        return read_text(Path(path).expanduser(), encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"chat_template {path!r} cannot be read: {cause}",
+            hint="give the path of a Jinja file, or leave chat_template out to use the tokenizer's own",
+        ) from None
+
+
+def _own_template(tokenizer: Any) -> str:
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:
+        raise DataError(
+            f"the tokenizer's chat template cannot be used: {error}",
+            hint="chat_template: path/to/template.jinja",
+        ) from None
+
+
+def _tried(template: ChatTemplate) -> ChatTemplate:
+    """The template, after it was seen to show an answer that decodes to what it should."""
+    try:
+        encoded = template.encode(_PROBE)
+    except (BadRow, TemplateStopped) as error:
+        cause = error.message.removeprefix(f"{_PROBE.where}: ").replace(f"{template.name}: ", "", 1)
+        raise DataError(f"{template.name} cannot be used: {cause}", hint=error.hint) from None
+    learned = [token for token, wanted in zip(encoded.ids, encoded.supervised, strict=True) if wanted]
+    shown = template._tokenizer.decode(learned)
+    if "pong" not in "".join(shown.split()).lower():
+        raise DataError(
+            f"{template.name} cannot be used: for the answer 'pong' the model would learn {shown!r}"
+        )
+    return template

@@ -1,0 +1,1 @@
+"""From files, URLs and the Hub to rows: nothing here knows what a row means."""

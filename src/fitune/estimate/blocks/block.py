@@ -1,0 +1,227 @@
+"""A decoder block: its stages for the architectures of spec/model/families.py, and their sum over forward and backward."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fitune.estimate.blocks import activations, transient
+from fitune.estimate.blocks.eager import block_passes
+from fitune.estimate.blocks.site import Site
+from fitune.estimate.blocks.stages import attention_stages, expert_stages, mlp_stages
+from fitune.spec.counts import attention_flops_per_pair
+from fitune.spec.model.block_profile import (
+    Attention,
+    BackwardPeak,
+    BatchShape,
+    BlockProfile,
+    Stage,
+    TracedMemory,
+)
+from fitune.spec.model.model_spec import Linear
+from fitune.spec.model.traits import has_scores
+from fitune.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The stages of one block in sum: all that the timeline asks of it."""
+
+    kept: int
+    gradients: int
+    forward: int
+    """The worst moment of its forward when nothing is kept."""
+    building: int
+    """The worst moment of its forward while what autograd keeps piles up."""
+    peak: BackwardPeak
+    recomputed_peak: BackwardPeak
+    """The worst moment of its backward when its forward runs again first."""
+
+
+def untouched_block(stages: Sequence[Stage]) -> Block:
+    """One that no gradient reaches: it keeps nothing and never goes back."""
+    nothing = BackwardPeak(kept=0, gradients=0, temporaries=0)
+    return Block(
+        kept=0,
+        gradients=0,
+        forward=max(stage.forward for stage in stages),
+        building=0,
+        peak=nothing,
+        recomputed_peak=nothing,
+    )
+
+
+def traced_block(memory: TracedMemory, *, gradients_exist: bool) -> Block:
+    return Block(
+        kept=memory.kept,
+        gradients=memory.gradients,
+        forward=memory.forward,
+        building=memory.building,
+        peak=memory.adding if gradients_exist else memory.backward,
+        recomputed_peak=memory.recomputed_adding if gradients_exist else memory.recomputed,
+    )
+
+
+def block_of(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
+    peak = backward_peak(stages, gradients_exist=gradients_exist)
+    again = _running_again(stages)
+    return Block(
+        kept=sum(stage.kept for stage in stages),
+        gradients=sum(stage.gradients for stage in stages),
+        forward=max(stage.forward for stage in stages),
+        peak=peak,
+        building=_running_again(
+            [replace(stage, again=stage.again - stage.incoming) for stage in stages]
+        ).total,
+        recomputed_peak=max(peak, again, key=lambda moment: moment.total),
+    )
+
+
+def backward_peak(stages: Sequence[Stage], *, gradients_exist: bool) -> BackwardPeak:
+    """The worst moment of a block's backward, which goes from the last stage to the first.
+
+    At stage j it holds what stages 0…j keep, its own temporaries, and the gradients of stages j…last. When they
+    ``gradients_exist`` from an earlier micro-batch (the caller counts those), the fresh gradient of one
+    parameter is a temporary until it is added in place.
+    """
+    kept = sum(stage.kept for stage in stages)
+    gradients = 0
+    worst: BackwardPeak | None = None
+    for stage in reversed(stages):
+        fresh = stage.largest_gradient if gradients_exist else 0
+        gradients += 0 if gradients_exist else stage.gradients
+        moment = BackwardPeak(kept=kept, gradients=gradients, temporaries=stage.backward + fresh)
+        if worst is None or moment.total > worst.total:
+            worst = moment
+        kept -= stage.kept
+    assert worst is not None
+    return worst
+
+
+def _running_again(stages: Sequence[Stage]) -> BackwardPeak:
+    """The worst moment of the forward that a recomputed block repeats before it goes back."""
+    kept = 0
+    worst = BackwardPeak(kept=0, gradients=0, temporaries=0)
+    for stage in stages:
+        kept += stage.kept
+        if stage.again and kept + stage.again > worst.total:
+            worst = BackwardPeak(kept=kept, gradients=0, temporaries=stage.again)
+    return worst
+
+
+def block_profile(
+    plan: Plan,
+    shape: BatchShape,
+    *,
+    gradient_enters: bool = True,
+    has_adapters: bool = True,
+    has_window: bool = False,
+) -> BlockProfile:
+    """The profile of one kind of block, by the formulas of transformers' eager code."""
+    forward, backward = block_passes(plan, has_adapters=has_adapters)
+    return BlockProfile(
+        stages=block_stages(
+            plan, shape, gradient_enters=gradient_enters, has_adapters=has_adapters, has_window=has_window
+        ),
+        forward=forward,
+        backward=backward,
+        attention=_attention(plan),
+    )
+
+
+def _attention(plan: Plan) -> Attention:
+    model = plan.model
+    by_row: Literal["rows", "written rows"] = "written rows" if has_scores(plan) else "rows"
+    return Attention(
+        heads=model.num_heads,
+        head_size=model.head_dim,
+        flops_per_pair=attention_flops_per_pair(model),
+        over="written stream" if model.is_multi_query else by_row,
+    )
+
+
+def block_stages(
+    plan: Plan,
+    shape: BatchShape,
+    *,
+    gradient_enters: bool = True,
+    has_adapters: bool = True,
+    has_window: bool = False,
+) -> tuple[Stage, ...]:
+    """Attention and MLP in the order they run; parallel blocks share or repeat the input norm.
+
+    ``gradient_enters``: something before the block trains. ``has_adapters``: LoRA adapts this one.
+    ``has_window``: its attention has a sliding window.
+    """
+    site = Site(plan, shape, gradient_enters, has_adapters, has_window)
+    attention = [m for m in plan.model.linears if m.part == "attention"]
+    mlp = [m for m in plan.model.linears if m.part != "attention"]
+    projections, output = attention[:-1], attention[-1:]
+    enters = site.gradient_enters
+    inside = enters or site.trains(projections)
+    after = inside or site.trains(output)
+    reaches_mlp = enters if plan.model.parallel_blocks else after
+    return tuple(
+        [
+            _norm(site, "attention norm", passes=enters, read_by=projections),
+            *attention_stages(site, projections, output, passes=inside),
+            *_sandwich_norm(site, "attention output norm", passes=after),
+            # experts keep what they gather of the norm's output; its router alone reads it as it is
+            *_second_norm(site, passes=reaches_mlp, read_by=mlp[:1] if plan.model.num_experts else mlp[:-1]),
+            *(
+                expert_stages(site, mlp, passes=after)
+                if plan.model.num_experts
+                else mlp_stages(site, mlp, passes=reaches_mlp, attention_passes=after)
+            ),
+            *_sandwich_norm(site, "MLP output norm", passes=after or site.trains(mlp)),
+        ]
+    )
+
+
+def final_norm_stage(plan: Plan, shape: BatchShape) -> Stage:
+    """The norm after the last block. Its output is the hidden state, which the trainer holds itself."""
+    return _norm(Site(plan, shape, True), "final norm", passes=True, read_by=())
+
+
+def _norm(site: Site, name: str, *, passes: bool, read_by: Sequence[Linear]) -> Stage:
+    """A norm over the hidden size, with the input that the linears behind it share."""
+    model, t, e = site.model, site.shape.tokens, site.element_bytes
+    h = model.hidden_size
+    output = activations.linear_input_kept(
+        tokens=t, size=h, element_bytes=e, needed=site.reads_input(read_by) and bool(read_by)
+    )
+    written_out = model.norm_type == "rms" and not site.fused
+    if written_out:
+        freed = int(output > 0) + int(site.full)
+        backward = transient.rms_norm_backward(tokens=t, hidden=h, element_bytes=e, freed_sizes=freed)
+    else:
+        freed = int(output > 0)
+        backward = transient.layer_norm_backward(tokens=t, hidden=h, element_bytes=e, freed_sizes=freed)
+    weights = (h if model.norm_type == "rms" else 2 * h) if site.full else 0
+    making = transient.fused_rms_norm_forward if site.fused else transient.rms_norm_forward
+    return Stage(
+        name=name,
+        kept=site.norm_kept(size=h, groups=1, passes=passes) + output,
+        forward=making(tokens=t, hidden=h, element_bytes=e),
+        backward=backward if passes or site.full else 0,
+        gradients=weights * e,
+        largest_gradient=weights * e,
+    )
+
+
+def _second_norm(site: Site, *, passes: bool, read_by: Sequence[Linear]) -> Iterator[Stage]:
+    if site.model.norms_per_block < 2:
+        return
+    norm = _norm(site, "MLP norm", passes=passes, read_by=read_by)
+    if not site.model.parallel_blocks:
+        yield norm
+        return
+    same_input = site.shape.tokens * site.model.hidden_size * site.element_bytes
+    yield replace(
+        norm, kept=norm.kept - (same_input if passes or site.full else 0)
+    )  # both read the block's input
+
+
+def _sandwich_norm(site: Site, name: str, *, passes: bool) -> Iterator[Stage]:
+    """Gemma normalises what attention and MLP give back, before it is added."""
+    if site.model.norms_per_block >= 4:
+        yield _norm(site, name, passes=passes, read_by=())

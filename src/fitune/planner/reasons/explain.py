@@ -1,0 +1,290 @@
+"""Plans and estimates as text for people and as data for programs."""
+
+from dataclasses import replace
+from typing import Any
+
+from fitune.estimate.parameters import trained_parameters
+from fitune.estimate.predict import predict
+from fitune.planner.whole_run import run_lines
+from fitune.spec.counts import count_parameters
+from fitune.spec.machines.gpus import find_gpu
+from fitune.spec.plan import Plan
+from fitune.spec.predictions import Estimate, MemoryBreakdown, Phase, PlanReport, Priced, WholeRun
+from fitune.spec.rules import broken_rules
+from fitune.spec.serial import to_data
+from fitune.spec.words import describe_plan, devices_with_memory
+from fitune.units import (
+    GIB,
+    MIB,
+    format_bytes,
+    format_count,
+    format_percent,
+    format_rate,
+    format_seconds,
+    wrapped,
+)
+
+
+def explain_plan(report: PlanReport) -> str:
+    """The winner with its memory and time, the runners-up, what was rejected, what was decided."""
+    sections = [explain_priced(report.chosen, price=report.price_per_gpu_hour)]
+    if report.run is not None:
+        lines = [wrapped(line, hanging=2) for line in run_lines(report.run, report.chosen.plan)]
+        sections.append("\n".join(["On your data", *lines]))
+    if report.runners_up:
+        lines = [line for priced in report.runners_up for line in _runner_up(priced, report.chosen)]
+        sections.append("\n".join(["Also fits", *lines]))
+    if report.rejected:
+        lines = [f"{wrapped(item.what)}\n{wrapped(item.why, indent=4)}" for item in report.rejected]
+        sections.append("\n".join(["Does not fit", *lines]))
+    if report.decisions:
+        sections.append(
+            "\n".join(["Decided for you", *(wrapped(line, hanging=2) for line in report.decisions)])
+        )
+    return "\n\n".join(sections)
+
+
+def explain_priced(priced: Priced, *, price: float = 0.0) -> str:
+    """One plan: what it is, bytes by phase and on the host, seconds by phase, what that costs."""
+    plan, estimate = priced.plan, priced.estimate
+    return "\n".join(
+        [
+            *_only_planned(plan),
+            wrapped(_title(plan), indent=0, hanging=2),
+            wrapped(describe_plan(plan)),
+            "",
+            _memory_table(estimate.memory),
+            "",
+            wrapped(memory_sum(estimate)),
+            *_elsewhere(estimate),
+            wrapped(f"{_time_line(estimate)} · {plan.hardware.rates}"),
+            *_on_a_slower_board(plan),
+            *_cost_line(priced, price),
+        ]
+    )
+
+
+def _only_planned(plan: Plan) -> list[str]:
+    """Before anything else: that this version cannot train what follows, and why."""
+    why = "; ".join(rule.why(plan) for rule in broken_rules(plan, "train"))
+    return [wrapped(f"only planned: {why}", indent=0, hanging=2)] if why else []
+
+
+def _title(plan: Plan) -> str:
+    total = count_parameters(plan.model).total
+    trained = trained_parameters(plan)
+    percent = format_percent(trained / total, digits=2)
+    share = f"{format_count(trained)} trained ({percent})" if trained < total else "all trained"
+    where = devices_with_memory(plan.hardware)
+    return f"{plan.model.name} · {format_count(total)} parameters, {share} · on {where}"
+
+
+def _elsewhere(estimate: Estimate) -> list[str]:
+    """Lines about offloaded state on the host and on NVMe, and what the devices send one another."""
+    lines = []
+    if host_sum(estimate):
+        lines.append(wrapped(f"on the host: {host_sum(estimate)}"))
+    if estimate.nvme_bytes:
+        lines.append(wrapped(f"on NVMe: {format_bytes(estimate.nvme_bytes)} a node"))
+    if estimate.communication_bytes:
+        lines.append(wrapped(f"each device sends {format_bytes(estimate.communication_bytes)} in a step"))
+    return lines
+
+
+def _cost_line(priced: Priced, price: float) -> list[str]:
+    if not price:
+        return []
+    hours = 1e6 / priced.estimate.tokens_per_second / 3600
+    cost = hours * price * priced.plan.hardware.num_gpus
+    return [wrapped(f"a million tokens cost ${cost:,.2f} at ${price:,.2f} per GPU-hour (price_per_gpu_hour)")]
+
+
+def _memory_table(memory: MemoryBreakdown) -> str:
+    """Terms × phases; terms that never reach a hundredth of the unit are summed up as others."""
+    unit, name = unit_for(memory.peak_bytes)
+    phases = list(memory.phases.values())
+    terms = list(dict.fromkeys(term for sizes in phases for term in sizes))
+    large = [term for term in terms if any(sizes.get(term, 0) >= unit / 100 for sizes in phases)]
+    rows = [[name, *(phase.value for phase in memory.phases)]]
+    rows += [[term, *(_cell(sizes.get(term, 0), unit) for sizes in phases)] for term in large]
+    others = [sum(size for term, size in sizes.items() if term not in large) for sizes in phases]
+    if any(size >= unit / 200 for size in others):
+        rows.append(["others", *(_cell(size, unit) for size in others)])
+    rows.append(["tensors", *(_cell(sum(sizes.values()), unit) for sizes in phases)])
+    lines = _columns(rows)
+    peak = list(memory.phases).index(memory.peak_phase)
+    lines.append("  " + " " * (_LABEL + _COLUMN * peak) + "peak".rjust(_COLUMN))
+    return "\n".join(lines)
+
+
+_LABEL, _COLUMN = 18, 11
+
+
+def _cell(size: int, unit: int) -> str:
+    return f"{size / unit:,.2f}" if size >= unit / 200 else "·"
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    return ["  " + row[0].ljust(_LABEL) + "".join(cell.rjust(_COLUMN) for cell in row[1:]) for row in rows]
+
+
+def _time_line(estimate: Estimate) -> str:
+    phases = ", ".join(
+        f"{phase.value} {format_seconds(seconds)} ({estimate.time.limits[phase]})"
+        for phase, seconds in estimate.time.phases.items()
+        if seconds >= 0.005 * estimate.step_seconds
+    )
+    return f"{format_rate(estimate.tokens_per_second)}, a step takes {format_seconds(estimate.step_seconds)}: {phases}"
+
+
+def _on_a_slower_board(plan: Plan) -> list[str]:
+    """The other end of the range of speeds, where the name of the GPU fits several boards and none was measured."""
+    hardware = plan.hardware
+    if not hardware.gpu.slower_board or hardware.calibration is not None:
+        return []
+    slower = replace(hardware, gpu=find_gpu(hardware.gpu.slower_board))
+    estimate = predict(replace(plan, hardware=slower))
+    return [
+        wrapped(
+            f"{hardware.gpu.name.upper()} is sold as several boards; on the slowest, {slower.gpu.name}, "
+            f"{format_rate(estimate.tokens_per_second)}, a step takes {format_seconds(estimate.step_seconds)}"
+        )
+    ]
+
+
+def _runner_up(priced: Priced, chosen: Priced) -> list[str]:
+    estimate = priced.estimate
+    faster = estimate.tokens_per_second / chosen.estimate.tokens_per_second - 1
+    beside = "as fast" if abs(faster) < 0.005 else format_percent(faster, signed=True, digits=0)
+    return [
+        wrapped(describe_plan(priced.plan)),
+        f"    {format_bytes(estimate.peak_bytes)}, {format_rate(estimate.tokens_per_second)} ({beside})",
+    ]
+
+
+def memory_sum(estimate: Estimate) -> str:
+    """``weights 15.0 + gradients 15.0 + … = 131.2 GiB in backward, 22.5 usable, 108.7 short (or: 1.2 spare)``."""
+    terms = {**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside}
+    unit, name = unit_for(estimate.peak_bytes)
+    shown = [f"{term} {size / unit:,.1f}" for term, size in terms.items() if size >= unit / 20]
+    rest = sum(size for size in terms.values() if size < unit / 20)
+    if rest >= unit / 20:
+        shown.append(f"others {rest / unit:,.1f}")
+    line = (
+        f"{' + '.join(shown)} = {estimate.peak_bytes / unit:,.1f} {name} {moment(estimate.memory.peak_phase)}, "
+        f"{_verdict(estimate.peak_bytes, estimate.usable_bytes, unit)}"
+    )
+    if estimate.peak_bytes <= estimate.usable_bytes < estimate.memory.reserved_bytes:
+        cached = estimate.memory.reclaimable / unit
+        line += f"; fits, with allocator retries: torch's cache would take {cached:,.1f} {name} more for FSDP's streams"
+    if estimate.usable_nvme_bytes and estimate.nvme_bytes > estimate.usable_nvme_bytes:
+        verdict = _verdict(estimate.nvme_bytes, estimate.usable_nvme_bytes, GIB)
+        line += f"; on NVMe {estimate.nvme_bytes / GIB:,.1f} GiB, {verdict}"
+    host = host_sum(estimate)
+    too_small = estimate.usable_host_bytes and estimate.host_bytes > estimate.usable_host_bytes
+    return f"{line}; on the host {host}" if host and too_small else line
+
+
+def host_sum(estimate: Estimate) -> str:
+    """``weights 32.1 + processes 6.0 = 38.1 GiB, 120.0 usable, 81.9 spare``; nothing when nothing waits there."""
+    waiting = {term: size for term, size in estimate.host.items() if size >= MIB}
+    if set(waiting) <= {"processes"}:
+        return ""
+    terms = " + ".join(f"{term} {size / GIB:,.1f}" for term, size in waiting.items())
+    line = f"{terms} = {estimate.host_bytes / GIB:,.1f} GiB a node"
+    if not estimate.usable_host_bytes:
+        return f"{line}; host_memory is not known, so this was not checked"
+    return f"{line}, {_verdict(estimate.host_bytes, estimate.usable_host_bytes, GIB)}"
+
+
+def _verdict(size: int, usable: int, unit: int) -> str:
+    difference = (usable - size) / unit
+    left = f"{difference:,.1f} spare" if difference >= 0 else f"{-difference:,.1f} short"
+    return f"{usable / unit:,.1f} usable, {left}"
+
+
+def unit_for(size: int) -> tuple[int, str]:
+    """GiB, or MiB for what is smaller than one GiB."""
+    return (GIB, "GiB") if size >= GIB else (MIB, "MiB")
+
+
+def moment(phase: Phase) -> str:
+    words = {
+        Phase.IDLE: "between steps",
+        Phase.FORWARD: "at the end of forward",
+        Phase.LOSS: "in the loss",
+        Phase.BACKWARD: "in backward",
+        Phase.UPDATE: "in the update",
+    }
+    return words[phase]
+
+
+def plan_data(report: PlanReport) -> dict[str, Any]:
+    """The object that ``--json`` prints."""
+    plan = report.chosen.plan
+    counts = count_parameters(plan.model)
+    return {
+        "model": {
+            "name": plan.model.name,
+            "num_params": counts.total,
+            "num_params_active": counts.active,
+            "parameters": {k: v for k, v in to_data(counts).items() if k not in ("kind", "active")},
+            "num_layers": plan.model.num_layers,
+            "hidden_size": plan.model.hidden_size,
+            "model_type": plan.model.model_type,
+        },
+        "plan": to_data(plan),
+        "summary": describe_plan(plan),
+        "estimate": estimate_data(report.chosen.estimate),
+        "runners_up": [priced_data(priced) for priced in report.runners_up],
+        "rejected": [{"what": item.what, "why": item.why} for item in report.rejected],
+        "decisions": list(report.decisions),
+        "price_per_gpu_hour": report.price_per_gpu_hour,
+        "run": None if report.run is None else run_data(report.run),
+    }
+
+
+def run_data(run: WholeRun) -> dict[str, Any]:
+    """Counts, seconds and US dollars of the whole run."""
+    return {
+        "steps": run.steps,
+        "steps_per_epoch": run.steps_per_epoch,
+        "epochs": run.epochs,
+        "warmup_steps": run.warmup_steps,
+        "rows": run.epoch.rows,
+        "tokens_per_epoch": run.epoch.tokens,
+        "longest_row": run.epoch.longest_row,
+        "packs": run.epoch.units if run.epoch.units != run.epoch.rows else 0,
+        "seconds": run.seconds,
+        "step_seconds": run.step_seconds,
+        "cost": run.cost,
+        "guess": run.epoch.guess,
+    }
+
+
+def priced_data(priced: Priced) -> dict[str, Any]:
+    """A plan in words, the plan and its estimate."""
+    return {
+        "summary": describe_plan(priced.plan),
+        "plan": to_data(priced.plan),
+        "estimate": estimate_data(priced.estimate),
+    }
+
+
+def estimate_data(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "peak_bytes": estimate.peak_bytes,
+        "usable_bytes": estimate.usable_bytes,
+        "peak_phase": estimate.memory.peak_phase.value,
+        "phases": {phase.value: dict(terms) for phase, terms in estimate.memory.phases.items()},
+        "outside": dict(estimate.memory.outside),
+        "host": dict(estimate.host),
+        "usable_host_bytes": estimate.usable_host_bytes,
+        "nvme_bytes": estimate.nvme_bytes,
+        "checkpoint_bytes": estimate.checkpoint_bytes,
+        "communication_bytes": estimate.communication_bytes,
+        "step_seconds": estimate.step_seconds,
+        "phase_seconds": {phase.value: seconds for phase, seconds in estimate.time.phases.items()},
+        "limits": {phase.value: limit for phase, limit in estimate.time.limits.items()},
+        "tokens_per_second": estimate.tokens_per_second,
+    }

@@ -1,0 +1,97 @@
+"""Lines about where a plan keeps things: devices, sharding, offload, the network; for the lines about all the rest see
+decisions.py."""
+
+from collections.abc import Iterator, Sequence
+
+from fitune.planner.candidates import Request
+from fitune.planner.defaults import HOST_PER_DEVICE_MEMORY
+from fitune.planner.fit import SIMPLER_IS_WORTH, STAYING_IS_WORTH
+from fitune.spec.plan import Ddp, Plan, Zero
+from fitune.spec.predictions import Priced
+from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.words import describe_offload, describe_sharding, method_name
+from fitune.units import format_bytes, format_percent
+
+
+def devices_left_idle(request: Request, plan: Plan) -> Iterator[str]:
+    """A line where the plan does not use all devices that are there."""
+    used, there = plan.hardware.num_gpus, request.hardware.num_gpus
+    if used < there:
+        objective = request.recipe.objective
+        yield f"devices: {used} of {there}, because a token costs least on them (objective: {objective})"
+
+
+def placement_decisions(recipe: Recipe, chosen: Priced, others: Sequence[Priced]) -> Iterator[str]:
+    """Lines about sharding, offload and the network of the chosen plan."""
+    yield from _sharding(recipe, chosen.plan)
+    yield from _offload(recipe, chosen.plan)
+    yield from _staying(recipe, chosen, others)
+    yield from _network(recipe, chosen.plan)
+
+
+def _sharding(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    match plan.sharding:
+        case Ddp() if recipe.zero is None:
+            yield "sharding: DDP, every device holds everything; the fastest that fits"
+        case Zero(stage=stage) if recipe.zero is None or recipe.backend is None:
+            ways = {
+                1: "optimizer states are divided",
+                2: "optimizer states and gradients are divided",
+                3: "weights, gradients and optimizer states are divided",
+            }
+            yield (
+                f"sharding: {describe_sharding(plan.sharding)}, {ways[stage]} over {plan.hardware.num_gpus} devices; "
+                "the simplest within 5 % of the fastest that fits (DDP, then FSDP2, then DeepSpeed; lower stages first)"
+            )
+
+
+def _offload(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Offload, and whether the host was checked."""
+    offloaded = describe_offload(plan.offload)
+    pins = (recipe.offload_parameters, recipe.offload_optimizer, recipe.offload_activations)
+    if offloaded and pins == (None, None, None) and recipe.objective == "least-memory":
+        yield f"offload: {offloaded}, which needs least memory on the device"
+    elif offloaded and pins == (None, None, None):
+        yield f"offload: {offloaded}; without it nothing fits, or nothing that is 80 % as fast"
+    if offloaded and recipe.host_memory is None and recipe.gpu is not None:
+        host = format_bytes(plan.hardware.host_memory_bytes)
+        yield (
+            f"note on offload: a node's memory is not known and taken to be {host}, "
+            f"{HOST_PER_DEVICE_MEMORY} × its devices'; say how much it has: host_memory: 128GiB"
+        )
+
+
+def _staying(recipe: Recipe, chosen: Priced, others: Sequence[Priced]) -> Iterator[str]:
+    """An offload that would be faster and is not taken: by how much, and the settings that take it."""
+    pins = (recipe.offload_parameters, recipe.offload_optimizer, recipe.offload_activations)
+    if pins != (None, None, None) or recipe.objective == "least-memory":
+        return
+    if describe_offload(chosen.plan.offload):
+        return
+    speed, tuning = chosen.estimate.tokens_per_second, method_name(chosen.plan.tuning)
+    offloading = (
+        other
+        for other in others
+        if describe_offload(other.plan.offload) and method_name(other.plan.tuning) == tuning
+    )
+    best = max(offloading, key=lambda other: other.estimate.tokens_per_second, default=chosen)
+    gain = best.estimate.tokens_per_second / speed - 1
+    if gain > 1 / SIMPLER_IS_WORTH - 1:
+        places = {
+            part: getattr(best.plan.offload, part) for part in ("parameters", "optimizer", "activations")
+        }
+        settings = ", ".join(
+            f"offload_{part}: {where}" for part, where in places.items() if where != "device"
+        )
+        enough = format_percent(1 / STAYING_IS_WORTH - 1, digits=0)
+        yield (
+            f"offload: none; {describe_offload(best.plan.offload)} would be up to {format_percent(gain, digits=0)} "
+            f"faster if nothing else uses the links to the host, and is chosen where it gains {enough}; to choose it: "
+            f"{settings}"
+        )
+
+
+def _network(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    if plan.hardware.nodes > 1 and recipe.node_network is None:
+        speed = plan.hardware.internode_bandwidth * 8 / 1e9
+        yield f"node_network: {speed:g} Gbit/s between nodes, assumed; it decides what sharding over them costs"

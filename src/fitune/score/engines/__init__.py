@@ -1,0 +1,1 @@
+"""Engines: token ids in, tokens with log-probabilities out."""

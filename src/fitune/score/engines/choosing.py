@@ -1,0 +1,100 @@
+"""The next token of each row, and its log-probability.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+
+from fitune.score.engines.engine import Completion, FinishReason, Request
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """A request and what is written for it so far."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    generator: torch.Generator | None = None
+    is_stopped: bool = False
+    """True when one of the request's stop texts is written."""
+
+    def __post_init__(self) -> None:
+        if self.request.sampling.temperature:
+            self.generator = torch.Generator().manual_seed(self.request.seed)
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    def finish_reason(self, stop_ids: frozenset[int]) -> FinishReason | None:
+        """Reason why the row ended; None as long as it goes on."""
+        if self.is_stopped or (self.token_ids and self.token_ids[-1] in stop_ids):
+            return "stop"
+        return "length" if len(self.token_ids) >= self.request.sampling.max_new_tokens else None
+
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion(
+            id=self.request.id,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            finish_reason=reason,
+            tokens=len(self.token_ids),
+        )
+
+
+OnToken = Callable[[Row], None]
+"""Called when a token was written for a row; of rows that start and end together, also behind a row's end."""
+
+
+def nobody(_row: Row) -> None:
+    """An OnToken for callers that wait for whole answers."""
+
+
+def stopping(on_token: OnToken, decode: Callable[[list[int]], str]) -> OnToken:
+    """``on_token``, and then a look at the row's last tokens for the texts at which its request stops."""
+
+    def look(row: Row) -> None:
+        on_token(row)
+        if row.request.stop and not row.is_stopped:
+            # a token is a byte or more; some at the front may be parts of a character, or lose their space
+            longest = max(len(text.encode()) for text in row.request.stop)
+            tail = decode(row.token_ids[-longest - 4 :])
+            row.is_stopped = any(text in tail for text in row.request.stop)
+
+    return look
+
+
+def choose(logits_BV: Tensor, rows: Sequence[Row], *, on_token: OnToken = nobody) -> Tensor:
+    """The next token of each row [B], also appended to the rows with its log-probability."""
+    logits_BV = logits_BV.float()
+    chosen_B = logits_BV.argmax(-1)
+    for place, row in enumerate(rows):
+        if row.generator is not None:
+            chosen_B[place] = _draw(logits_BV[place], row)
+    logprobs_B = logits_BV.gather(1, chosen_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
+    for row, token, logprob in zip(rows, chosen_B.tolist(), logprobs_B.tolist(), strict=True):
+        row.token_ids.append(token)
+        row.logprobs.append(logprob)
+        on_token(row)
+    return chosen_B
+
+
+def _draw(logits_V: Tensor, row: Row) -> Tensor:
+    """A draw from the softmax: the largest of the logits plus Gumbel noise (Maddison et al., arXiv 1411.0030).
+
+    The noise is −log of exponential noise, from the row's own generator on the CPU: the same row draws the same
+    answer in any batch, on any device and after any restart.
+    """
+    sampling = row.request.sampling
+    nothing = torch.empty(1, 0, dtype=torch.long)
+    scores = TemperatureLogitsWarper(float(sampling.temperature))(nothing, logits_V[None])
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(nothing, scores)
+    waiting_V = torch.empty(len(logits_V)).exponential_(generator=row.generator)
+    return (scores[0] - waiting_V.log().to(scores.device)).argmax()

@@ -1,0 +1,181 @@
+"""The protocol of scoring engines: token ids in, tokens with log-probabilities and a finish reason out.
+
+An answer depends on its prompt, the weights, its sampling, its seed and its id, never on what else is in a batch.
+No torch here: engines are imported when they are opened.
+
+| engine       | runs                                                             | file                   |
+|--------------|------------------------------------------------------------------|------------------------|
+| transformers | in this process; rows enter and leave the batch one by one       | engine_transformers.py |
+| server       | behind a URL that speaks OpenAI's API                            | engine_server.py       |
+| vllm         | vLLM's offline engine, in a process and environment of its own   | engine_vllm.py         |
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, get_args
+
+from fitune.errors import CheckpointError, RecipeError
+from fitune.files import read_text
+
+EngineName = Literal["transformers", "server", "vllm"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+
+
+def engine_named(name: str) -> EngineName:
+    """The engine of that name. Raises RecipeError where there is none."""
+    for engine in ENGINES:
+        if engine == name:
+            return engine
+    raise RecipeError(f"unknown engine {name!r}", hint=f"engines: {', '.join(ENGINES)}")
+
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. ``temperature`` 0 takes the most likely token; then ``top_p`` and ``seed`` are idle."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to be answered; ``id`` is unique, and the row's random draws are seeded by it.
+
+    ``stop``: texts at which the answer ends. The embedded engine ends there, the others write on; the caller cuts.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        """The row's own seed, 56 bits: the same in any batch and after any restart."""
+        digest = hashlib.blake2b(f"{self.sampling.seed} {self.id}".encode(), digest_size=7)
+        return int.from_bytes(digest.digest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The tokens that an engine wrote for one request, the one that ended it included.
+
+    ``logprobs`` are natural logarithms under the model's own softmax: temperature and top_p are not in them. ``text``
+    is None where the caller decodes the tokens; a server that returns no token ids sets it. ``error`` is empty, or
+    ``code: why``.
+    """
+
+    id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish_reason: FinishReason = "stop"
+    text: str | None = None
+    tokens: int = 0
+    """Tokens written, also where their ids are not known."""
+    code: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """A text whose likelihood after a prompt is asked for."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likelihood:
+    """Log-probabilities (nats) of a continuation's tokens; ``is_greedy``: each is the most likely one."""
+
+    id: str
+    logprobs: tuple[float, ...] = ()
+    is_greedy: bool = False
+    code: str = ""
+    error: str = ""
+
+
+class Engine(Protocol):
+    """A model that answers. Both methods yield in any order, each id once; a row that fails is one with an error."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens the model has positions for; 0 when no limit is known."""
+        ...
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Write an answer for each request."""
+        ...
+
+    def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
+        """Log-probabilities of given tokens after given prompts."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds: processes, connections."""
+        ...
+
+
+class EngineDied(Exception):
+    """The engine cannot answer anything more; the rows that it did not yield may be asked of a new one.
+
+    ``hint``: what to change first, where a new one would end in the same way.
+    """
+
+    def __init__(self, why: str, *, hint: str = "") -> None:
+        super().__init__(why)
+        self.hint = hint
+
+
+def failed(request: Request | Continuation, code: str, error: str) -> Completion:
+    return Completion(id=request.id, finish_reason="error", code=code, error=error)
+
+
+def refusal(request: Request, *, context: int) -> Completion | None:
+    """The failed answer, with the arithmetic, to a request longer than ``context`` positions; None if it fits."""
+    prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
+    if not prompt:
+        return failed(request, "empty_prompt", "the prompt has no tokens")
+    if not context or prompt + new <= context:
+        return None
+    return failed(
+        request,
+        "prompt_too_long",
+        f"prompt {prompt} + max_new_tokens {new} = {prompt + new} tokens, the model has room for {context}",
+    )
+
+
+def most_weighed(engine: EngineName, context: int) -> int:
+    """Tokens of prompt and continuation that can be weighed together by a model with ``context`` positions.
+
+    The embedded engine does not read the last token; servers and vLLM read it and write one behind it.
+    """
+    return context + 1 if engine == "transformers" else context - 1
+
+
+def no_effect(adapter: str) -> CheckpointError:
+    return CheckpointError(
+        f"{adapter}: the adapter changes nothing, although its B matrices are not zero: the engine does not adapt its "
+        "modules, or its weights are below the rounding of the model's",
+        hint="merge it: fitune export RUN --as merged, and score that folder",
+    )
+
+
+def listed_stop_ids(folder: str) -> frozenset[int]:
+    """EOS ids that the model's makers listed in generation_config.json, else in config.json; empty for a Hub id."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(folder) / name
+        if file.is_file():
+            listed = json.loads(read_text(file)).get("eos_token_id")
+            if listed is not None:
+                return frozenset(listed if isinstance(listed, list) else [listed])
+    return frozenset()

@@ -1,0 +1,287 @@
+"""The engine behind a URL: any server that speaks OpenAI's completions API (vLLM, SGLang, llama.cpp, TGI, a provider).
+
+Prompts go as token ids, so they are never tokenised again; a server that refuses ids gets the rendered text. Each
+request is tried a few times: what the network or a busy server spoils is retried after a pause that doubles, what the
+server refuses is an error of that row. No row waits longer than its tries together.
+"""
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fitune.errors import RecipeError
+from fitune.score.engines.engine import (
+    Completion,
+    Continuation,
+    EngineDied,
+    FinishReason,
+    Likelihood,
+    Request,
+    failed,
+)
+
+T = TypeVar("T")
+
+_BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
+"""Statuses of which another try may come back with an answer."""
+_OF_ALL_ROWS = (301, 302, 303, 307, 308, 401, 403, 404)
+"""Statuses that every other row would meet, too."""
+_WHAT_TO_CHECK = (
+    "check that the server runs, --url (without /completions), --served-model and the key in OPENAI_API_KEY"
+)
+_LONGEST_ANSWER = 64 * 2**20
+"""Bytes of a response that are read."""
+_LONGEST_PAUSE_S = 60.0
+_LARGEST = 1e30
+"""Magnitude of a log-probability; NaN, infinity and longer whole numbers are none."""
+
+
+class _Refused(Exception):
+    """The server said no to this row, for good."""
+
+
+class _Spoiled(Exception):
+    """This try brought nothing, another may. ``pause_s``: what the server asked for."""
+
+    def __init__(self, why: str, pause_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.pause_s = pause_s
+
+
+class _NotElsewhere(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: the next address would get the key, and a GET without the prompt."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NotElsewhere)
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerEngine:
+    """``url`` ends before ``/completions``: http://host:8000/v1. ``to_text`` is for servers that take no ids."""
+
+    url: str
+    model: str
+    to_text: Callable[[tuple[int, ...]], str]
+    stop_ids: frozenset[int] = frozenset()
+    key: str = ""
+    context: int = 0
+    batch_size: int = 16
+    """Requests under way at a time."""
+    tries: int = 5
+    timeout_s: float = 600.0
+    pause_s: float = 1.0
+    """Before the second try; doubled before each further one."""
+    takes_ids: bool = True
+    takes_extras: bool = True
+    """True as long as the server has not refused vLLM's fields (stop_token_ids, return_token_ids)."""
+    _dead: str = field(default="", init=False)
+    _failures: int = field(default=0, init=False)
+    _has_answered: bool = field(default=False, init=False)
+
+    @property
+    def context_tokens(self) -> int:
+        return self.context
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        with ThreadPoolExecutor(self.batch_size) as pool:
+            asked = [pool.submit(self._answer, request) for request in requests]
+            try:
+                for done in as_completed(asked):
+                    found = done.result()
+                    yield found
+                    self._count(found)
+                    if self._dead:
+                        raise EngineDied(self._dead, hint=_WHAT_TO_CHECK)
+            finally:
+                for waiting in asked:
+                    waiting.cancel()
+
+    def _count(self, found: Completion) -> None:
+        """A server that fails for as many rows as are under way, and never answered one, is not asked for the rest."""
+        if not found.error:
+            self._has_answered = True
+        elif found.code == "server_failed":
+            self._failures += 1
+        if not self._has_answered and self._failures >= self.batch_size:
+            self._dead = self._dead or found.error
+
+    def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
+        with ThreadPoolExecutor(self.batch_size) as pool:
+            yield from (
+                done.result() for done in as_completed([pool.submit(self._weigh, c) for c in continuations])
+            )
+
+    def close(self) -> None:
+        """Does nothing: each request has its own connection."""
+
+    def _answer(self, request: Request) -> Completion:
+        sampling = request.sampling
+        if not request.prompt_ids:
+            return failed(request, "empty_prompt", "the prompt has no tokens")
+        body = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "logprobs": 0}
+        if sampling.temperature:
+            body |= {"top_p": sampling.top_p, "seed": request.seed % 2**31}
+        try:
+            return self._ask(request.prompt_ids, body, lambda choice: _completion(request, choice))
+        except _Refused as refused:
+            code = "prompt_too_long" if "context" in str(refused).lower() else "server_refused"
+            return failed(request, code, str(refused))
+        except _Spoiled as spoiled:
+            return failed(request, "server_failed", f"{spoiled}, {self.tries} times")
+
+    def _weigh(self, asked: Continuation) -> Likelihood:
+        """The likelihood from the prompt's log-probabilities (``echo``), which vLLM gives and most providers do not."""
+        ids = (*asked.prompt_ids, *asked.token_ids)
+        try:
+            body = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1, "echo": True}
+            found = self._ask(ids, body, lambda choice: choice["logprobs"])
+            if not self.takes_ids:
+                raise _Refused(
+                    "the server takes no token ids, so its tokens may be others than those asked about"
+                )
+            logprobs = found["token_logprobs"][len(asked.prompt_ids) : len(ids)]
+            best = found.get("top_logprobs", [])[len(asked.prompt_ids) : len(ids)]
+            if len(logprobs) != len(asked.token_ids) or not all(map(_is_number, logprobs)):
+                raise _Refused("the server does not tell log-probabilities of the prompt")
+            greedy = [
+                max(top.values()) <= logprob for top, logprob in zip(best, logprobs, strict=False) if top
+            ]
+        except (_Refused, _Spoiled, KeyError, TypeError, AttributeError) as error:
+            return Likelihood(
+                id=asked.id,
+                code="server_failed" if isinstance(error, _Spoiled) else "server_refused",
+                error=str(error)
+                if isinstance(error, _Refused | _Spoiled)
+                else "the server does not tell log-probabilities of the prompt",
+            )
+        return Likelihood(
+            id=asked.id, logprobs=tuple(logprobs), is_greedy=len(greedy) == len(logprobs) and all(greedy)
+        )
+
+    def _ask(
+        self, prompt_ids: tuple[int, ...], body: dict[str, Any], read: Callable[[dict[str, Any]], T]
+    ) -> T:
+        """The one choice of a response as ``read`` reads it. Fields and ids that the server does not take are left out
+        from then on."""
+        for attempt in range(self.tries):
+            extras = (
+                {"stop_token_ids": sorted(self.stop_ids), "return_token_ids": True}
+                if self.takes_extras
+                else {}
+            )
+            prompt = list(prompt_ids) if self.takes_ids else self.to_text(prompt_ids)
+            sent = bool(extras), isinstance(prompt, list)
+            try:
+                return read(_choice(self._post({"model": self.model, "prompt": prompt, **body, **extras})))
+            except _Refused as refused:
+                # another request may have met the refusal while this one was under way
+                if not self._takes_less(str(refused)) and sent == (self.takes_extras, self.takes_ids):
+                    raise
+            except _Spoiled as spoiled:
+                if attempt + 1 == self.tries:
+                    raise
+                time.sleep(min(max(spoiled.pause_s, self.pause_s * 2**attempt), _LONGEST_PAUSE_S))
+        raise _Spoiled("the server takes neither token ids nor text")
+
+    def _takes_less(self, refused: str) -> bool:
+        """True when the refusal was of fields or ids that can be left out, which they are from now on."""
+        words = refused.lower()
+        if self.takes_extras and any(
+            word in words for word in ("token_ids", "extra", "unknown", "unrecognized")
+        ):
+            self.takes_extras = False
+            return True
+        if self.takes_ids and "prompt" in words and any(word in words for word in ("string", "str", "type")):
+            self.takes_ids = False
+            return True
+        return False
+
+    def _post(self, body: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        asked = urllib.request.Request(
+            f"{self.url.rstrip('/')}/completions", json.dumps(body).encode(), headers
+        )
+        try:
+            with _OPENER.open(asked, timeout=self.timeout_s) as response:
+                content = response.read(_LONGEST_ANSWER + 1)
+        except urllib.error.HTTPError as error:
+            raise self._of_status(error) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise _Spoiled(
+                f"{self.url}: {getattr(error, 'reason', None) or error or type(error).__name__}"
+            ) from None
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise _Spoiled(f"{self.url} answered {content[:60]!r}, which is no JSON") from None
+
+    def _of_status(self, error: urllib.error.HTTPError) -> Exception:
+        try:
+            said = error.read(2000).decode("utf-8", "replace").strip()
+        except (OSError, http.client.HTTPException):
+            said = ""
+        text = f"{self.url} answered {error.code} {error.reason}: {said[:300]}"
+        if error.code in _BUSY:
+            return _Spoiled(text, _pause(error.headers.get("Retry-After")))
+        if error.code in _OF_ALL_ROWS:
+            self._dead = text
+        return _Refused(text)
+
+
+def require_url(url: str) -> str:
+    """``url`` as it is. Raises RecipeError when it is none of http or https."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise RecipeError(f"url {url!r} is no address of a server", hint="http://localhost:8000/v1")
+    return url
+
+
+def _pause(retry_after: str | None) -> float:
+    """Seconds; 0 for a date or nonsense."""
+    return float(retry_after) if retry_after and retry_after.strip().isdecimal() else 0.0
+
+
+def _choice(response: Any) -> dict[str, Any]:
+    choices = response.get("choices") if isinstance(response, dict) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise _Spoiled(f"the server answered {json.dumps(response)[:80]}, which has no choices")
+    return choices[0]
+
+
+def _completion(request: Request, choice: dict[str, Any]) -> Completion:
+    """The answer in ``choice``; with token ids where all are there, with log-probabilities where each token has one."""
+    text, reason = choice.get("text"), choice.get("finish_reason")
+    if not isinstance(text, str) or reason not in ("stop", "length"):
+        raise _Spoiled(f"the server answered text {text!r:.40} and finish_reason {reason!r:.20}")
+    told = choice.get("token_ids")
+    ids = tuple(told) if isinstance(told, list) and all(map(_is_id, told)) else ()
+    beside = choice.get("logprobs")
+    logprobs = beside.get("token_logprobs") if isinstance(beside, dict) else None
+    known = (
+        tuple(map(float, logprobs)) if isinstance(logprobs, list) and all(map(_is_number, logprobs)) else ()
+    )
+    finish: FinishReason = "stop" if reason == "stop" else "length"
+    return Completion(
+        id=request.id, token_ids=ids, logprobs=known, finish_reason=finish, tokens=len(ids) or len(known),
+        text=None if ids else text,
+    )  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31

@@ -1,0 +1,217 @@
+"""vLLM's offline engine, in a process and an environment of its own: it pins another torch and another transformers.
+
+``FITUNE_VLLM_PYTHON`` names that environment's python; without it the python of this process is tried. The process
+speaks lines of JSON (vllm_worker.py); when it dies, the rows that it did not answer are asked of a new one.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from fitune.errors import CheckpointError, MissingExtra, ScoringFailed
+from fitune.models.adapter_config import WEIGHTS
+from fitune.models.weights import require_rows
+from fitune.score.engines import vllm_worker
+from fitune.score.engines.engine import (
+    Completion,
+    Continuation,
+    EngineDied,
+    Likelihood,
+    Request,
+    no_effect,
+    refusal,
+)
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM sets buffers aside (MaxLoRARanks in its vllm/config/lora.py)."""
+_TAIL_LINES = 20
+_CANARY_TOKENS = 64
+_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) |\[rank\d+\]: ?)+")
+_LAST_WORDS = re.compile(r"([\w.]+\.)?\w*(Error|Exception|Exit)\b")
+
+
+def python_of_vllm() -> str:
+    """The python of an environment with vLLM. Raises MissingExtra when it has none."""
+    python = os.environ.get("FITUNE_VLLM_PYTHON") or sys.executable
+    test = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        missing = subprocess.run(
+            [python, "-c", test], capture_output=True, timeout=60, check=False
+        ).returncode
+    except (OSError, subprocess.TimeoutExpired):
+        missing = 1
+    if missing:
+        raise MissingExtra(
+            f"--engine vllm (no vLLM in {python}; FITUNE_VLLM_PYTHON names another)", extra="vllm"
+        )
+    return python
+
+
+def rounded_rank(rank: int) -> int:
+    """The smallest rank of vLLM's that holds ``rank``; 0 when there is none, and the adapter has to be merged."""
+    return next((taken for taken in LORA_RANKS if taken >= rank), 0)
+
+
+class VllmEngine:
+    """``settings`` are keywords of vLLM's ``LLM`` (dtype, tensor_parallel_size, gpu_memory_utilization, …)."""
+
+    def __init__(
+        self, *, model: str, tokenizer: str, stop_ids: frozenset[int], adapter: str = "", rank: int = 0,
+        settings: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._python = python_of_vllm()
+        self._tokenizer = tokenizer
+        self._adapter = adapter
+        self._is_checked = not adapter or _is_zero(Path(adapter))
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
+        self._process = subprocess.Popen(
+            [self._python, str(Path(vllm_worker.__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._errors, text=True, encoding="utf-8", start_new_session=True,
+        )  # fmt: skip
+        asked = {
+            "model": model, "tokenizer": tokenizer, "adapter": adapter, "max_lora_rank": rounded_rank(rank),
+            "stop_ids": sorted(stop_ids), "settings": settings or {},
+        }  # fmt: skip
+        try:
+            opened = self._opened(asked)
+        except BaseException:  # Ctrl-C too: nobody else knows of the process
+            self.close()
+            raise
+        self._context, self._vocabulary = int(opened["context"]), int(opened["vocabulary"])
+
+    @property
+    def context_tokens(self) -> int:
+        return self._context
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        fitting = []
+        for request in requests:
+            if refused := refusal(request, context=self._context):
+                yield refused
+            else:
+                fitting.append(request)
+        largest = max((max(request.prompt_ids) for request in fitting), default=0)
+        require_rows(self._tokenizer, largest_id=largest, rows=self._vocabulary)
+        self._require_effect(fitting)
+        entries = [
+            {
+                "id": r.id, "ids": r.prompt_ids, "temperature": r.sampling.temperature,
+                "top_p": r.sampling.top_p or 1e-9, "seed": r.seed if r.sampling.temperature else None,
+                "max_new_tokens": r.sampling.max_new_tokens,
+            }
+            for r in fitting
+        ]  # fmt: skip
+        for line in self._ask("answer", entries):
+            yield Completion(
+                id=line["id"],
+                token_ids=tuple(line["token_ids"]),
+                logprobs=tuple(line["logprobs"]),
+                finish_reason="stop" if line["reason"] == "stop" else "length",
+                tokens=len(line["token_ids"]),
+            )
+
+    def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
+        entries = []
+        for asked in continuations:
+            ids = (*asked.prompt_ids, *asked.token_ids)
+            if not asked.prompt_ids:
+                yield Likelihood(id=asked.id, code="empty_prompt", error="the prompt has no tokens")
+            elif len(ids) >= self._context:  # vLLM writes a token behind them
+                yield Likelihood(
+                    id=asked.id,
+                    code="prompt_too_long",
+                    error=f"prompt {len(asked.prompt_ids)} + continuation {len(asked.token_ids)} + 1 written = "
+                    f"{len(ids) + 1} tokens, the model has room for {self._context}",
+                )
+            else:
+                entries.append({"id": asked.id, "ids": ids, "prompt": len(asked.prompt_ids)})
+        for line in self._ask("weigh", entries):
+            yield Likelihood(id=line["id"], logprobs=tuple(line["logprobs"]), is_greedy=line["is_greedy"])
+
+    def close(self) -> None:
+        """Kill the process and all that it started: asked to end, it takes about eight seconds."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream is not None:
+                with suppress(BrokenPipeError):  # the rest of a line that nobody read
+                    stream.close()
+
+    def _opened(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Positions and tokens of the model, when it is loaded."""
+        try:
+            self._send(asked)
+            opened = self._line()
+        except EngineDied as death:
+            raise ScoringFailed(
+                f"vLLM did not start: {death}", hint="--engine transformers runs the same model"
+            ) from None
+        if "refused" in opened:
+            raise CheckpointError(
+                f"{self._adapter}: vLLM refuses the adapter: {opened['refused']}",
+                hint="merge it: fitune export RUN --as merged, and score that folder",
+            )
+        return opened
+
+    def _require_effect(self, requests: Sequence[Request]) -> None:
+        """The canary: vLLM loads an adapter for modules it does not adapt without a word, and answers as the base."""
+        sample = next((r for r in requests if len(r.prompt_ids) > 1), None)
+        if self._is_checked or sample is None:
+            return
+        self._is_checked = True
+        (found,) = self._ask("canary", [{"ids": sample.prompt_ids[:_CANARY_TOKENS]}])
+        if not found["differs"]:
+            raise no_effect(self._adapter)
+
+    def _ask(self, what: str, entries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        if entries:
+            self._send({"what": what, "entries": entries})
+            while not (line := self._line()).get("done"):
+                yield line
+
+    def _send(self, line: dict[str, Any]) -> None:
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(line) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._death() from None
+
+    def _line(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        text = self._process.stdout.readline()
+        if not text.endswith("\n"):
+            raise self._death()
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def _death(self) -> EngineDied:
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = (_PREFIX.sub("", line.decode("utf-8", "replace").rstrip()) for line in self._errors)
+        return EngineDied(
+            f"vLLM's process ended with {code}: {_last_words(deque(lines, maxlen=_TAIL_LINES))}"
+        )
+
+
+def _last_words(lines: Sequence[str]) -> str:
+    """The message of the last exception among ``lines`` and what follows it; all of them when there is none."""
+    starts = [number for number, line in enumerate(lines) if _LAST_WORDS.match(line)]
+    return "\n".join(list(lines)[starts[-1] if starts else 0 :])[-2000:]
+
+
+def _is_zero(adapter: Path) -> bool:
+    """True for an adapter that cannot change anything: each B is zero."""
+    return not any(tensor.any() for key, tensor in load_file(adapter / WEIGHTS).items() if ".lora_B" in key)

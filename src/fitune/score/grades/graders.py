@@ -1,0 +1,311 @@
+"""Grades of answers: a number for an answer and its reference, most of them in 0..1."""
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache
+from typing import Any
+
+from fitune.errors import MissingExtra, RecipeError, did_you_mean
+from fitune.files import read_text
+from fitune.score.grades import likelihoods
+from fitune.score.grades.judge_settings import judge_content, read_judge
+from fitune.score.grades.likelihoods import Graded, Weighed
+from fitune.spec.reports import Scale
+
+SHORT_ANSWER_WORDS = 20
+"""References up to this long are compared word for word; longer ones by what they have in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One row of GRADERS. ``argument``: what stands after the colon of ``name:argument``; empty, nothing may."""
+
+    measures: str
+    """The mean over the rows, in words."""
+    grade: Callable[[str, str], float] | None = None
+    """The grade of an answer, beside its reference."""
+    weigh: Callable[[Weighed], Graded] | None = None
+    """The grade of a row whose given answers were weighed. Without both: in a process of its own."""
+    argument: str = ""
+    needs_reference: bool = True
+    needs_choices: bool = False
+    judges: bool = False
+    """A model that is asked (score/grades/judging.py); scale and words follow from its settings."""
+    scale: Scale = "share"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grader:
+    """A grader as it was asked for: ``regex:^[0-9]+$`` has kind regex, and the pattern as argument."""
+
+    name: str
+    kind: str
+    argument: str
+    key: str
+    """A hash of all that its grades depend on, files included."""
+    scale: Scale
+    measures: str
+    """Its mean in words."""
+
+    @property
+    def row(self) -> Kind:
+        """The row of GRADERS."""
+        return GRADERS[self.kind]
+
+
+def require_one_way(graders: Sequence[Grader]) -> None:
+    """Raises RecipeError where some graders need written answers and others weigh given ones."""
+    weighing = [grader.name for grader in graders if grader.row.weigh]
+    writing = [grader.name for grader in graders if not grader.row.weigh]
+    if weighing and writing:
+        raise RecipeError(
+            f"{', '.join(weighing)} grade given answers by log-likelihood, {', '.join(writing)} need answers that the "
+            "model writes",
+            hint="score twice, into two folders",
+        )
+
+
+def open_graders(names: Sequence[str]) -> tuple[Grader, ...]:
+    """The graders of these names. Raises RecipeError for an unknown one, and for a file that cannot be read."""
+    return tuple(_open(name) for name in dict.fromkeys(names))
+
+
+def _open(name: str) -> Grader:
+    kind, colon, argument = name.partition(":")
+    if kind not in GRADERS:
+        known = tuple(GRADERS)
+        hint = did_you_mean(kind, known) or f"graders: {', '.join(known)}"
+        raise RecipeError(f"unknown grader {kind!r}", hint=hint)
+    wanted = GRADERS[kind].argument
+    if bool(wanted) != bool(argument) or (colon and not wanted):
+        raise RecipeError(
+            f"grader {name!r}: " + (f"needs {wanted}" if wanted else f"{kind} takes nothing after a colon"),
+            hint=f"{kind}:{wanted}" if wanted else kind,
+        )
+    row = GRADERS[kind]
+    content, scale, measures = "", row.scale, row.measures
+    if kind == "json_schema":
+        content = argument = _file(argument, name)
+    elif kind == "python":
+        path, _, function = argument.rpartition(":")
+        if not path or not function.isidentifier():
+            raise RecipeError(f"grader {name!r}: needs {wanted}", hint=f"{kind}:{wanted}")
+        content = _file(path, name)
+    elif kind == "judge":
+        content = _file(argument, name)
+        judge = read_judge(argument)
+        content += judge_content(judge)
+        scale, measures = judge.scale, judge.measures
+    key = hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:12]
+    return Grader(name=name, kind=kind, argument=argument, key=key, scale=scale, measures=measures)
+
+
+def _file(path: str, name: str) -> str:
+    try:
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"grader {name!r}: {path} cannot be read: {error}") from None
+
+
+def grade(name: str, answer: str, expected: str) -> float:
+    """The grade in 0..1 of one answer by a grader that compares texts. Raises RecipeError for an unknown one."""
+    (grader,) = open_graders((name,))
+    function = GRADERS[grader.kind].grade
+    assert function is not None, f"{name} does not compare two texts"
+    return function(answer, expected)
+
+
+class References:
+    """Facts of the references seen so far, one after another: enough to choose graders by."""
+
+    def __init__(self) -> None:
+        self.rows = self.missing = self.longest = self.without_choices = 0
+        self._are_numbers = True
+
+    def add(self, reference: str | None, *, has_choices: bool = False) -> None:
+        self.rows += 1
+        self.without_choices += not has_choices
+        if reference is None:
+            self.missing += 1
+            return
+        self._are_numbers = self._are_numbers and _is_number(reference)
+        self.longest = max(self.longest, len(reference.split()))
+
+    def graders(self) -> tuple[tuple[str, ...], str]:
+        """Graders that suit the references, and why, in words to print.
+
+        Every reference a number or ending in GSM8K's ``#### 18``: number. All of at most SHORT_ANSWER_WORDS words:
+        exact_match and contains. Otherwise rouge. Rows without a reference are not graded. Rows that all have choices:
+        choice and choice_norm.
+        """
+        if self.rows and not self.without_choices:
+            return CHOICE_GRADERS, "every row has choices, of which the likeliest counts"
+        if self.missing:
+            return (), f"{self.missing} rows have no reference"
+        if self._are_numbers:
+            return ("number",), "every reference is a number or ends in #### and a number"
+        if self.longest <= SHORT_ANSWER_WORDS:
+            return ("exact_match", "contains"), f"no reference is longer than {self.longest} words"
+        return ("rouge",), f"references have up to {self.longest} words, so wording may differ"
+
+
+def exact_match(answer: str, expected: str) -> float:
+    """1 when both are the same text; runs of white space count as one space."""
+    return float(answer.split() == expected.split())
+
+
+def contains(answer: str, expected: str) -> float:
+    """1 when the reference stands somewhere in the answer; runs of white space count as one space."""
+    return float(" ".join(expected.split()) in " ".join(answer.split()))
+
+
+def number(answer: str, expected: str) -> float:
+    """1 when the last number of the answer is the last number of the reference.
+
+    GSM8K writes its result after ``####``: where an answer has that mark, only what follows counts. Signs,
+    decimals and thousands separators are read (``$1,234.50`` is 1234.5), words for numbers are not.
+    """
+    found, wanted = last_number(answer), last_number(expected)
+    return float(found is not None and found == wanted)
+
+
+def rouge(answer: str, expected: str) -> float:
+    """ROUGE-L F1 (Lin 2004) by Google's rouge-score, without stemming."""
+    return float(_rouge_scorer().score(expected, answer)["rougeL"].fmeasure)
+
+
+def f1(answer: str, expected: str) -> float:
+    """Harmonic mean of precision and recall of words, without case, punctuation and articles (arXiv 1606.05250)."""
+    found, wanted = Counter(_bare_words(answer)), Counter(_bare_words(expected))
+    shared = (found & wanted).total()
+    if not shared:
+        return float(not found and not wanted)
+    return 2 * shared / (found.total() + wanted.total())
+
+
+def bleu(answer: str, expected: str) -> float:
+    """BLEU of one sentence by sacrebleu, in 0..1, with its effective order: the mean is not the corpus BLEU."""
+    return float(_sacrebleu().sentence_bleu(answer, [expected]).score) / 100
+
+
+def chrf(answer: str, expected: str) -> float:
+    """chrF2 of one sentence by sacrebleu, in 0..1."""
+    return float(_sacrebleu().sentence_chrf(answer, [expected]).score) / 100
+
+
+def regex(answer: str, pattern: str) -> float:
+    """1 when the pattern is found in the answer."""
+    return float(re.search(pattern, answer) is not None)
+
+
+def json_schema(answer: str, schema: str) -> float:
+    """1 when the answer is JSON that the schema allows; a fence of three backticks around it is dropped."""
+    validator = _validator(schema)
+    try:
+        value = json.loads(_FENCE.sub("", answer.strip()))
+    except ValueError:
+        return 0.0
+    return float(validator.is_valid(value))
+
+
+GRADERS: dict[str, Kind] = {
+    "exact_match": Kind("answers that are the reference, white space aside", exact_match),
+    "contains": Kind("answers that hold the reference", contains),
+    "number": Kind("answers whose last number is that of the reference", number),
+    "f1": Kind("mean F1 of the words", f1),
+    "rouge": Kind("mean ROUGE-L F-measure", rouge),
+    "bleu": Kind("mean BLEU of single answers", bleu),
+    "chrf": Kind("mean chrF2 of single answers", chrf),
+    "regex": Kind("answers in which the pattern is found", argument="PATTERN", needs_reference=False),
+    "json_schema": Kind(
+        "answers that are JSON of the schema", argument="FILE.json", needs_reference=False
+    ),
+    "python": Kind(
+        "mean of what the function returns", argument="FILE.py:FUNCTION", needs_reference=False, scale="value"
+    ),
+    "judge": Kind("", argument="FILE.yaml", needs_reference=False, judges=True),
+    "choice": Kind(
+        "rows whose likeliest choice is the right one", weigh=likelihoods.choice, needs_choices=True
+    ),
+    "choice_norm": Kind(
+        "rows whose likeliest choice per character is the right one", weigh=likelihoods.choice_norm,
+        needs_choices=True,
+    ),
+    "choice_norm_tokens": Kind(
+        "rows whose likeliest choice per token is the right one", weigh=likelihoods.choice_norm_tokens,
+        needs_choices=True,
+    ),
+    "loglikelihood": Kind(
+        "mean log-probability of the reference", weigh=likelihoods.loglikelihood, scale="nats"
+    ),
+    "perplexity": Kind(
+        "perplexity per token of the references, their ends included", weigh=likelihoods.perplexity,
+        scale="perplexity",
+    ),
+    "byte_perplexity": Kind(
+        "perplexity per byte of the references", weigh=likelihoods.byte_perplexity, scale="perplexity"
+    ),
+}  # fmt: skip
+CHOICE_GRADERS = ("choice", "choice_norm")
+
+_NUMBER = re.compile(r"(?:(?<!\w)[-−]\$?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+"""A minus belongs to the number only when no word or digit stands before it: 10-5 ends in 5."""
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number of a text, or None. After ``####`` only what follows counts."""
+    found = _NUMBER.findall(text.rpartition("####")[2])
+    if not found:
+        return None
+    return Decimal(re.sub(r"[,$]", "", found[-1]).replace("−", "-"))
+
+
+def _is_number(reference: str) -> bool:
+    if "####" in reference:
+        return last_number(reference) is not None
+    return _NUMBER.fullmatch(reference.strip().strip("$€£%.")) is not None
+
+
+@cache
+def _rouge_scorer() -> Any:
+    try:
+        from rouge_score import rouge_scorer
+    except ImportError:
+        raise MissingExtra("the rouge grader", extra="metrics") from None
+    return rouge_scorer.RougeScorer(["rougeL"])
+
+
+_FENCE = re.compile(r"^```(?:json)?\s*|\s*```$")
+_ARTICLES = ("a", "an", "the")
+
+
+def _bare_words(text: str) -> list[str]:
+    bare = "".join(" " if unicodedata.category(c)[0] == "P" else c for c in text.lower())
+    return [word for word in bare.split() if word not in _ARTICLES]
+
+
+@cache
+def _sacrebleu() -> Any:
+    try:
+        import sacrebleu
+    except ImportError:
+        raise MissingExtra("the bleu and chrf graders", extra="metrics") from None
+    return sacrebleu
+
+
+@cache
+def _validator(schema: str) -> Any:
+    try:
+        import jsonschema
+    except ImportError:
+        raise MissingExtra("the json_schema grader", extra="metrics") from None
+    wanted = json.loads(schema)
+    kind = jsonschema.validators.validator_for(wanted)
+    kind.check_schema(wanted)
+    return kind(wanted)

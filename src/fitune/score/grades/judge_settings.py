@@ -1,0 +1,213 @@
+"""A judge as a YAML file describes it: the model, what it is asked, and how its verdict is read.
+
+| verdict | the judge says                            | grade                                                     |
+|---------|-------------------------------------------|-----------------------------------------------------------|
+| points  | ``Verdict: 7``, from 1 to 10              | the points                                                |
+| yes_no  | ``Verdict: yes``                          | 1 for yes                                                 |
+| prefer  | ``Verdict: A``, B or tie, in both orders  | 1 for this scoring, 0 for the other, 0.5 where it is open |
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args
+
+from fitune.errors import RecipeError, did_you_mean
+from fitune.files import open_regular, read_text
+from fitune.score.engines.engine import ENGINES
+from fitune.spec.recipe.words import load_yaml
+from fitune.spec.reports import Scale
+
+Verdict = Literal["points", "yes_no", "prefer"]
+
+_TASK = "You judge {what} to a question. First say in one to three sentences what is right and what is wrong. Then end"
+_ONE = """
+
+Question:
+{prompt}
+
+A correct answer, to compare with:
+{expected}
+
+Answer:
+{answer}
+"""
+TEMPLATES: dict[Verdict, str] = {
+    "points": _TASK.replace("{what}", "an answer")
+    + ' with one line "Verdict: N", where N is a whole number from 1 (wrong or useless) to 10 (correct, complete and'
+    " clear)." + _ONE,
+    "yes_no": _TASK.replace("{what}", "an answer")
+    + ' with one line "Verdict: yes" if the answer is correct, or "Verdict: no" if it is not.'
+    + _ONE,
+    "prefer": _TASK.replace("{what}", "two answers")
+    + ' with one line "Verdict: A" or "Verdict: B", whichever answer is better, or "Verdict: tie" if neither is. The'
+    """ order of the answers means nothing.
+
+Question:
+{prompt}
+
+A correct answer, to compare with:
+{expected}
+
+Answer A:
+{answer_a}
+
+Answer B:
+{answer_b}
+""",
+}
+"""The question of each verdict where the file names no template of its own."""
+
+_NEEDED = {"points": ("answer",), "yes_no": ("answer",), "prefer": ("answer_a", "answer_b")}
+_PLACES = re.compile(r"\{(\w+)\}")
+_VERDICT = re.compile(r"verdict[\s*_]*[:=][\s*_\"'(\[]*(?:answer\s+)?(\d+(?:\.\d+)?|[a-z]+)", re.IGNORECASE)
+_BARE = re.compile(r"[\s*_\"'(\[]*(\d+(?:\.\d+)?|[a-z]+)(?:\s*/\s*10)?[\s*_\"')\].]*", re.IGNORECASE)
+_WORDS: dict[Verdict, dict[str, float]] = {
+    "points": {},
+    "yes_no": {"yes": 1.0, "no": 0.0},
+    "prefer": {"a": 1.0, "b": 0.0, "tie": 0.5},
+}
+_LIMITS: dict[str, tuple[float, float]] = {
+    "max_new_tokens": (1, 1_000_000), "temperature": (0.0, 1_000.0), "top_p": (0.0, 1.0), "seed": (0, 2**63 - 1),
+    "batch_size": (1, 65_536),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """The keys of the file. ``template`` is a text file with {prompt}, {expected} and {answer}, or {answer_a} and
+    {answer_b}; ``against`` the folder of the scoring that prefer compares with."""
+
+    model: str
+    adapter: str = ""
+    engine: str = "transformers"
+    url: str = ""
+    served_model: str = ""
+    chat_template: str = ""
+    verdict: Verdict = "points"
+    template: str = ""
+    against: str = ""
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    batch_size: int = 16
+
+    @property
+    def scale(self) -> Scale:
+        return "points" if self.verdict == "points" else "share"
+
+    @property
+    def measures(self) -> str:
+        """The mean over the rows, in words."""
+        judge = Path(self.served_model or self.model).name
+        return {
+            "points": f"mean points of {judge}, 1 to 10",
+            "yes_no": f"answers to which {judge} says yes",
+            "prefer": f"answers that {judge} prefers to those in {self.against}, asked in both orders",
+        }[self.verdict]
+
+
+def read_judge(path: str) -> Judge:
+    """The judge of a file. Raises RecipeError naming the key."""
+    found = load_yaml(Path(path), kind="judge")
+    known = {field.name: field for field in fields(Judge)}
+    for name, value in found.items():
+        if name not in known:
+            raise RecipeError(
+                f"{path}: unknown key {name!r}",
+                hint=did_you_mean(name, tuple(known)) or f"keys: {', '.join(known)}",
+            )
+        _check(path, name, value, default=known[name].default if name != "model" else "")
+    if not found.get("model"):
+        raise RecipeError(
+            f"{path}: model is missing",
+            hint="model: FOLDER; a judge behind a url needs its folder too, for tokenizer and chat template",
+        )
+    judge = Judge(**({"engine": "server"} if found.get("url") else {}) | found)
+    _require_choice(path, "verdict", judge.verdict, get_args(Verdict))
+    _require_choice(path, "engine", judge.engine, ENGINES)
+    if (judge.verdict == "prefer") != bool(judge.against):
+        raise RecipeError(
+            f"{path}: verdict {judge.verdict} with against {judge.against!r}",
+            hint="verdict: prefer and against: OUT, the folder of another scoring, go together",
+        )
+    question_of(judge)
+    return judge
+
+
+def _check(path: str, name: str, value: object, default: object) -> None:
+    kinds = (int, float) if isinstance(default, float) else (type(default),)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise RecipeError(
+            f"{path}: {name} = {value!r:.60}: must be {'a text' if kinds == (str,) else 'a number'}"
+        )
+    least, most = _LIMITS.get(name, (0, 0))
+    if name in _LIMITS and not least <= float(str(value)) <= most:
+        raise RecipeError(f"{path}: {name} = {value!r}: must be from {least:,} to {most:,}")
+
+
+def _require_choice(path: str, name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        hint = did_you_mean(value, known) or f"known: {', '.join(known)}"
+        raise RecipeError(f"{path}: {name} = {value!r} is not known", hint=hint)
+
+
+def question_of(judge: Judge) -> str:
+    """The judge's template. Raises RecipeError for one that shows no answer, or names a place that is none."""
+    if not judge.template:
+        return TEMPLATES[judge.verdict]
+    try:
+        text = read_text(judge.template)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"template {judge.template} cannot be read: {error}") from None
+    named, needed = set(_PLACES.findall(text)), _NEEDED[judge.verdict]
+    if unknown := sorted(named - {"prompt", "expected", *needed}):
+        raise RecipeError(
+            f"{judge.template}: {{{unknown[0]}}} is not known",
+            hint=f"verdict {judge.verdict} knows {{prompt}}, {{expected}}, {{{'}, {'.join(needed)}}}",
+        )
+    if missing := [name for name in needed if name not in named]:
+        raise RecipeError(
+            f"{judge.template}: {{{missing[0]}}} is missing, so the judge would not see the answer"
+        )
+    return text
+
+
+def fill(question: str, texts: Mapping[str, str]) -> str:
+    """The template with its places filled in one pass: an answer that holds {expected} stays as it is."""
+    return _PLACES.sub(lambda place: texts[place[1]], question)
+
+
+def judge_content(judge: Judge) -> str:
+    """All that its grades depend on: template, files of model and adapter, and the answers it compares with."""
+    # Not above: it imports PEFT, which takes seconds, and a grader's process needs none of it.
+    from fitune.models.weight_files import identity
+
+    parts = [question_of(judge), identity(judge.model), identity(judge.adapter)]
+    if judge.chat_template:
+        parts.append(read_text(judge.chat_template))
+    if judge.against:
+        path = Path(judge.against) / "answers.jsonl"
+        try:
+            with open_regular(path, follow_links=False) as file:
+                parts.append(hashlib.file_digest(file, "sha256").hexdigest())
+        except OSError as error:
+            raise RecipeError(
+                f"against {judge.against}: {path.name} cannot be read: {error.strerror or error}",
+                hint="name the --out of a finished score",
+            ) from None
+    return "\n".join(parts)
+
+
+def read_verdict(said: str, verdict: Verdict) -> float | None:
+    """The grade that the judge's last ``Verdict: …`` means, or its one word where it says nothing else; else None."""
+    found = _VERDICT.findall(said)
+    bare = None if found else _BARE.fullmatch(said)
+    word = found[-1] if found else bare[1] if bare else ""
+    if verdict != "points":
+        return _WORDS[verdict].get(word.lower())
+    points = float(word) if word[:1].isdecimal() else 0.0
+    return points if 1 <= points <= 10 else None

@@ -1,0 +1,160 @@
+"""A judge grades shards: a model, or a server, is asked about each answer, and its words are kept beside the grade."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fitune.data.conversations.formats import Message
+from fitune.data.conversations.templates import ChatTemplate, load_template
+from fitune.errors import RecipeError
+from fitune.files import open_regular
+from fitune.models.weight_files import nobody
+from fitune.models.weights import load_tokenizer
+from fitune.score.answers import Line, answer_text
+from fitune.score.asking import Asker
+from fitune.score.engines.engine import Sampling, engine_named, listed_stop_ids
+from fitune.score.engines.opening import check_engine, open_engine, tokenizer_folder
+from fitune.score.grades.judge_settings import Judge, fill, question_of, read_judge, read_verdict
+from fitune.score.plan import ScorePlan
+from fitune.score.shards import OF_THE_ROW
+from fitune.score.tasks import Answer, Question, Task, to_tasks
+from fitune.spec.model.model_config import load_model_spec
+
+_NO_REFERENCE = "(none is known)"
+
+
+class Judging:
+    """Asks one judge; its model is loaded when the first row is to be judged."""
+
+    def __init__(self, path: str) -> None:
+        self._judge = read_judge(path)
+        self._question = question_of(self._judge)
+        self._plan = _plan_of(self._judge)
+        self._opened: tuple[Asker, ChatTemplate] | None = None
+        self._others = _Others(Path(self._judge.against)) if self._judge.against else None
+
+    def try_out(self) -> None:
+        """Raises FituneError for what would stop the judge: settings, a folder without a model, a silent server."""
+        check_engine(self._plan)
+        load_model_spec(self._plan.model)
+        if self._plan.engine == "server":
+            (answer,) = self._ask([Question(id="try", where="", messages=(Message("user", "Say yes."),))])
+            if answer.error:
+                raise RecipeError(f"the judge at {self._plan.url} does not answer: {answer.error}")
+
+    def grades(self, rows: Sequence[tuple[Line, Line]], earlier: Sequence[Line]) -> Iterator[Line]:
+        """A grade for each answer and its task; ``earlier`` grades are kept unless they ask for another try."""
+        kept = {place: line for place, line in enumerate(earlier) if not line.get("retry")}
+        asked = {
+            place: list(self._questions(*row))
+            for place, row in enumerate(rows)
+            if place not in kept and answer_text(row[0]) is not None
+        }
+        said = iter(self._ask([question for some in asked.values() for question in some]))
+        for place in range(len(rows)):
+            if place in kept:
+                yield kept[place]
+            elif place not in asked:
+                yield {"grade": 0.0}
+            elif not asked[place]:
+                yield {"grade": None, "error": "the other scoring has no answer to this row"}
+            else:
+                yield self._graded([next(said) for _ in asked[place]])
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened[0].close()
+            self._opened = None
+        if self._others is not None:
+            self._others.close()
+
+    def _questions(self, answered: Line, task: Line) -> Iterator[Question]:
+        """One question, or two that differ in the order of the answers; none where there is no other answer."""
+        id_, mine = answered["custom_id"], str(answer_text(answered))
+        expected = task["expected"] if task["expected"] is not None else _NO_REFERENCE
+        texts = {"prompt": task["prompt"], "expected": expected, "answer": mine}
+        if self._others is None:
+            yield self._asked(id_, texts)
+        elif (other := self._others.text(id_)) is not None:
+            yield self._asked(f"{id_} first", texts | {"answer_a": mine, "answer_b": other})
+            yield self._asked(f"{id_} second", texts | {"answer_a": other, "answer_b": mine})
+
+    def _asked(self, id_: str, texts: dict[str, str]) -> Question:
+        return Question(id=id_, where=id_, messages=(Message("user", fill(self._question, texts)),))
+
+    def _graded(self, answers: Sequence[Answer]) -> Line:
+        said = [answer.text for answer in answers]
+        words: Line = {"said": said[0] if len(said) == 1 else said}
+        if fault := next((answer for answer in answers if answer.error), None):
+            again = {} if fault.code in OF_THE_ROW else {"retry": True}
+            return {"grade": None, "error": f"the judge does not answer: {fault.error}", **again, **words}
+        verdicts = [read_verdict(text, self._judge.verdict) for text in said]
+        if any(verdict is None for verdict in verdicts):
+            cut = any(answer.finish_reason == "length" for answer in answers)
+            why = f", cut off at {self._judge.max_new_tokens} tokens" if cut else ""
+            return {"grade": None, "error": f"the judge's verdict cannot be read{why}", **words}
+        first, *second = [verdict for verdict in verdicts if verdict is not None]
+        return {"grade": _both_ways(first, second[0]) if second else first, **words}
+
+    def _ask(self, questions: Sequence[Question]) -> list[Answer]:
+        if not questions:
+            return []
+        if self._opened is None:
+            self._opened = _open(self._plan)
+        asker, template = self._opened
+        tasks: list[Task] = to_tasks(questions, template=template, sampling=self._plan.sampling)
+        return asker.ask(tasks, on_answer=lambda: None)
+
+
+def _both_ways(first: float, second: float) -> float:
+    """1 where both orders prefer this scoring's answer (A first, then B), 0 where both prefer the other's, else 0.5."""
+    return {(1.0, 0.0): 1.0, (0.0, 1.0): 0.0}.get((first, second), 0.5)
+
+
+def _plan_of(judge: Judge) -> ScorePlan:
+    return ScorePlan(
+        model=judge.model, adapter=judge.adapter, output_dir="", engine=engine_named(judge.engine), url=judge.url,
+        served_model=judge.served_model, chat_template=judge.chat_template, batch_size=judge.batch_size,
+        sampling=Sampling(
+            temperature=judge.temperature, top_p=judge.top_p, max_new_tokens=judge.max_new_tokens, seed=judge.seed
+        ),
+    )  # fmt: skip
+
+
+def _open(plan: ScorePlan) -> tuple[Asker, ChatTemplate]:
+    tokenizer = load_tokenizer(tokenizer_folder(plan))
+    template = load_template(tokenizer, plan.chat_template)
+    asker = Asker(
+        lambda: open_engine(plan, tokenizer, template, nobody), tokenizer, sampling=plan.sampling,
+        stop_ids=template.stop_ids | listed_stop_ids(plan.model),
+    )  # fmt: skip
+    return asker, template
+
+
+class _Others:
+    """Answers of another scoring by id: in memory only where each line begins."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "answers.jsonl"
+        self._starts: dict[str, int] | None = None
+        self._file: Any = None
+
+    def text(self, id_: str) -> str | None:
+        """The other scoring's answer to a row; None where it has no such row, or no answer to it."""
+        if self._starts is None:
+            self._file = open_regular(self._path, follow_links=False)
+            self._starts = {}
+            start = 0
+            for line in self._file:
+                self._starts[json.loads(line)["custom_id"]] = start
+                start += len(line)
+        if id_ not in self._starts:
+            return None
+        self._file.seek(self._starts[id_])
+        return answer_text(json.loads(self._file.readline()))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = self._starts = None

@@ -1,0 +1,235 @@
+"""A recipe is planned on every cluster of a fleet; the best of them that is free gets the job."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fitune.errors import HardwareError, RecipeError
+from fitune.estimate.predict import largest_batch
+from fitune.planner.clusters.fleet import EpochOf, Ranking, Wanted, rank_fleet, where
+from fitune.planner.clusters.whole_job import Offer
+from fitune.session.clusters.launching import is_fetched, launch_file, render
+from fitune.spec.machines.job import System
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.plan import Batch, DataPlan, Plan
+from fitune.spec.predictions import Epoch
+from fitune.spec.recipe.fleet import Fleet, Objective, read_fleet
+from fitune.spec.recipe.job_settings import read_job_settings
+from fitune.spec.recipe.recipe import Recipe
+from fitune.units import parse_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRequest:
+    """The options of ``--fleet`` as they are typed."""
+
+    file: Path
+    objective: str = ""
+    deadline: str = ""
+    budget: float | None = None
+    rows: int | None = None
+    """Rows of an epoch, each of seq_len tokens, where the data is not on this machine."""
+    live: bool = False
+    """Ask the clusters which nodes are free."""
+
+
+def fleet_request(file: Path | None, *wishes: Any) -> FleetRequest:
+    """The question to the fleet of ``file``. Raises RecipeError without one."""
+    if file is None:
+        options = "--deadline, --budget, --rows, --live and --picture"
+        raise RecipeError(f"{options} choose among clusters, and none are listed", hint="--fleet FILE.yaml")
+    return FleetRequest(file, *wishes)
+
+
+def plan_on_fleet(recipe: Recipe, request: FleetRequest) -> Ranking:
+    """The ranking of the fleet's clusters. Raises RecipeError, HardwareError or NothingFits."""
+    fleet = fleet_of(request)
+    _require_open_hardware(recipe, request)
+    wanted = wanted_of(request, recipe.objective)
+    return rank_fleet(
+        recipe, fleet, wanted, model=load_model_spec(recipe.model), epoch_of=_epochs(recipe, request.rows),
+        fetches_model=is_fetched(recipe.model),
+    )  # fmt: skip
+
+
+def fleet_of(request: FleetRequest) -> Fleet:
+    """The clusters of the file, with the nodes that are free now where that is asked."""
+    fleet = read_fleet(request.file)
+    if not request.live:
+        return fleet
+    from fitune.session.clusters.live_fleet import with_free_nodes  # subprocesses: only for those who ask
+
+    return with_free_nodes(fleet)
+
+
+def wanted_of(request: FleetRequest, objective: str = "fastest") -> Wanted:
+    """Deadline, budget and objective of the request; ``objective`` where none is typed. Raises RecipeError."""
+    return Wanted(
+        objective=_objective(request.objective or objective),
+        deadline_seconds=_seconds(request.deadline),
+        budget=request.budget,
+    )
+
+
+def launch_text(
+    recipe: Recipe,
+    request: FleetRequest | None,
+    settings: Sequence[str],
+    *,
+    on: System | None,
+    job_file: Path | None,
+) -> tuple[str, str]:
+    """The file that starts the recipe's plan on a cluster; and the cluster, where a fleet was asked."""
+    if request is not None:
+        return launch_on_fleet(recipe, request, settings, on=on, job_file=job_file)
+    assert on is not None
+    return launch_file(recipe, on, job_file=job_file, settings=settings)[1], ""
+
+
+def launch_on_fleet(
+    recipe: Recipe,
+    request: FleetRequest,
+    settings: Sequence[str],
+    *,
+    on: System | None = None,
+    job_file: Path | None = None,
+) -> tuple[str, str]:
+    """The file of the job for the best offer whose nodes are free, and where that is.
+
+    Raises HardwareError when all of them are full.
+    """
+    if on is not None:
+        raise RecipeError(
+            f"--on {on} contradicts --fleet, which takes the kind of the cluster that it chooses",
+            hint="leave --on or --fleet out",
+        )
+    ranking = plan_on_fleet(recipe, request)
+    free = next((offer for offer in ranking.offers if offer.is_free), None)
+    if free is None:
+        raise HardwareError(
+            f"every cluster is full: {', '.join(where(offer) for offer in ranking.best_of_each)}",
+            hint="wait, or free: in the fleet file as it is now",
+        )
+    cluster = free.cluster
+    said = cluster.settings.model_dump(exclude_unset=True)
+    job_settings = read_job_settings(job_file, settings=settings, defaults=said)
+    _, text = render(
+        recipe_on(recipe, free), free.priced, job_settings, cluster.kind,
+        cluster=cluster.name, storage_bandwidth=cluster.storage or 0.0,
+    )  # fmt: skip
+    full = [where(offer) for offer in ranking.offers[: ranking.offers.index(free)]]
+    return text, f"{where(free)}" + (f" ({', '.join(full)}: full now)" if full else "")
+
+
+def recipe_on(recipe: Recipe, offer: Offer) -> Recipe:
+    """The recipe that names the hardware of an offer."""
+    hardware, cluster = offer.priced.plan.hardware, offer.cluster
+    return recipe.model_copy(
+        update={
+            "gpu": cluster.gpu, "gpus": hardware.gpus_per_node, "nodes": hardware.nodes, "objective": "fastest",
+            "host_memory": hardware.host_memory_bytes,
+            **({"interconnect": cluster.interconnect} if cluster.interconnect else {}),
+            **({"node_network": cluster.node_network} if cluster.node_network and hardware.nodes > 1 else {}),
+        }
+    )  # fmt: skip
+
+
+def _require_open_hardware(recipe: Recipe, request: FleetRequest) -> None:
+    """Raises RecipeError for hardware in the recipe: the fleet names it."""
+    named = [
+        name for name in ("gpu_memory", "gpu_flops", "gpu_bandwidth", "nvme_path") if getattr(recipe, name)
+    ]
+    if named:
+        why = f"{named[0]} is of one machine, and {request.file} lists several"
+        raise RecipeError(why, hint=f"leave {named[0]} out")
+
+
+def _objective(asked: str) -> Objective:
+    for known in ("fastest", "cheapest", "soonest"):
+        if asked == known:
+            return known
+    raise RecipeError(f"--objective {asked} is not for clusters", hint="fastest, cheapest or soonest")
+
+
+def _seconds(text: str) -> float | None:
+    if not text:
+        return None
+    try:
+        seconds = parse_seconds(text)
+    except ValueError as error:
+        raise RecipeError(f"--deadline: {error}") from None
+    if seconds <= 0:
+        raise RecipeError(f"--deadline {text} is over already", hint="--deadline 12h")
+    return seconds
+
+
+def _epochs(recipe: Recipe, rows: int | None) -> EpochOf:
+    """An epoch for each plan: of the data that is here, else of ``rows`` full ones, else as max_steps says."""
+    if rows is not None or not recipe.data:
+        if rows is None and recipe.max_steps is None:
+            raise RecipeError(
+                "the length of a run follows from its number of rows, and no data is named",
+                hint="data: in the recipe, --rows N where it is not on this machine, or max_steps",
+            )
+        return lambda plan: _full_rows(plan, rows)
+
+    from fitune.data.sampling import guess_epoch  # not for those who name no data
+
+    @cache
+    def guessed(data: DataPlan, batch: Batch, model_path: str) -> Epoch | None:
+        return guess_epoch(data, batch, tokenizer_folder=Path(model_path))
+
+    def epoch_of(plan: Plan) -> Epoch:
+        of_any = Batch(
+            micro_batch_size=plan.batch.micro_batch_size, accumulation=1, seq_len=plan.batch.seq_len,
+            packing=plan.batch.packing,
+        )  # fmt: skip
+        found = guessed(plan.data, of_any, plan.model_path)
+        if found is not None:
+            return found
+        if recipe.max_steps is None:
+            raise RecipeError(
+                "the data is not on this machine", hint="--rows N says how many rows an epoch has"
+            )
+        return _full_rows(plan, None)
+
+    return epoch_of
+
+
+def _full_rows(plan: Plan, rows: int | None) -> Epoch:
+    """``rows`` of seq_len tokens each; without a number, those that the plan's steps take."""
+    batch = plan.batch
+    if rows is None:
+        steps = getattr(plan.schedule.duration, "count", 1)
+        rows = round(steps * batch.global_batch_size * plan.hardware.num_gpus)
+    return Epoch(
+        rows=rows, tokens=rows * batch.seq_len, longest_row=batch.seq_len, units=rows, usual=largest_batch(plan),
+        guess=f"as {batch.seq_len:,} tokens (seq_len) in each row",
+    )  # fmt: skip
+
+
+def draw_ranking(ranking: Ranking, path: Path) -> None:
+    """Write time against cost as SVG. Raises RecipeError for another ending or without prices."""
+    if path.suffix.lower() != ".svg":
+        raise RecipeError(f"--picture {path} must end in .svg", hint="--picture fleet.svg")
+    priced = [offer for offer in ranking.all_offers if offer.cost is not None]
+    if not priced:
+        raise RecipeError(
+            "--picture draws time against cost, and no cluster has a price", hint="price: in the fleet file"
+        )
+    from fitune.report.fleet_picture import Point, draw_frontier  # not for those who only plan
+
+    draw_frontier(
+        path,
+        [
+            Point(
+                name=where(offer) if offer.cluster.nodes > 1 else offer.cluster.name,
+                seconds=offer.seconds, cost=offer.cost or 0.0,
+                is_on_frontier=offer in ranking.frontier, is_taken=offer is ranking.best,
+            )
+            for offer in priced
+        ],
+        title=f"{ranking.best.priced.plan.model.name}: where it trains, {ranking.wanted.objective} first",
+    )  # fmt: skip

@@ -1,0 +1,157 @@
+"""A recipe becomes what a cluster runs: commands for each machine, a manifest of KubeRay or Kubernetes, a script of
+SLURM."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+import yaml
+
+from fitune.errors import RecipeError
+from fitune.launch.command import MachineCommand, machine_commands
+from fitune.launch.kuberay import ray_job
+from fitune.launch.kubernetes import one_node_job
+from fitune.launch.pods import manifest_text
+from fitune.launch.slurm import batch_script
+from fitune.planner.clusters.job import inside, job_of
+from fitune.session.planning import plan_for
+from fitune.spec.deepspeed import deepspeed_config
+from fitune.spec.machines.job import JobSpec, System
+from fitune.spec.plan import Zero
+from fitune.spec.predictions import Priced
+from fitune.spec.recipe.job_settings import JobSettings, read_job_settings, require_meaningful
+from fitune.spec.recipe.pins import pinned
+from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.words import describe_sharding
+
+JOB = "job."
+"""``--set job.KEY=VALUE`` is a setting of the job; every other ``--set`` is one of the recipe."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(#\d+)?")
+_DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow|txt)(\.(gz|zst|bz2|xz))?(#\d+)?$", re.I)
+
+
+def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Settings of the recipe, and settings of the job without their ``job.``."""
+    of_job = [each.strip().removeprefix(JOB) for each in settings if each.strip().startswith(JOB)]
+    return [each for each in settings if not each.strip().startswith(JOB)], of_job
+
+
+def launch_file(
+    recipe: Recipe, on: System, *, job_file: Path | None = None, settings: Sequence[str] = ()
+) -> tuple[JobSpec, str]:
+    """The job of the recipe's plan, and the file that starts it on ``on``: YAML for kubectl, a script for sbatch."""
+    _require_named_hardware(recipe)
+    wanted = read_job_settings(job_file, settings=settings)
+    return render(recipe, plan_for(recipe, purposes=("plan", "train")).chosen, wanted, on)
+
+
+def render(
+    recipe: Recipe,
+    priced: Priced,
+    settings: JobSettings,
+    on: System,
+    *,
+    cluster: str = "",
+    storage_bandwidth: float = 0.0,
+) -> tuple[JobSpec, str]:
+    """The job of ``priced`` and the text of its file. The recipe in it has the plan's choices and resumes."""
+    require_meaningful(settings, on)
+    if on == "slurm":
+        settings = settings.model_copy(update={"mount": str(Path.cwd())})
+    written = recipe_below(pinned(recipe, priced.plan), settings.mount, anywhere=on == "slurm")
+    job = job_of(
+        priced,
+        settings,
+        fetches_model=is_fetched(recipe.model),
+        cluster=cluster,
+        storage_bandwidth=storage_bandwidth,
+    )
+    text = recipe_text(written)
+    match on:
+        case "kuberay":
+            return job, manifest_text(ray_job(job, text))
+        case "kubernetes":
+            return job, manifest_text(one_node_job(job, text))
+        case "slurm":
+            return job, batch_script(job, text)
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """YAML of what the recipe says, its defaults included where they were said."""
+    said = recipe.model_dump(mode="json", include=recipe.model_fields_set)
+    text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool = False) -> Recipe:
+    """The recipe with every relative path below ``mount``, and one that goes on where an earlier attempt stopped.
+
+    Raises RecipeError for a path elsewhere, which pods cannot see; ``anywhere`` True: nodes see the same disk as here.
+    """
+
+    def place(path: str, setting: str) -> str:
+        if anywhere:
+            return path if "://" in path else str(Path(path).expanduser().absolute())
+        return inside(path, mount, setting=setting)
+
+    changes: dict[str, object] = {
+        name: place(getattr(recipe, name), name)
+        for name in ("output_dir", "chat_template", "cache_dir", "nvme_path")
+        if getattr(recipe, name)
+    }
+    for name in ("data", "eval_data"):
+        sources = getattr(recipe, name)
+        if sources:
+            paths = [
+                source.path if _is_on_hub(source.path) else place(source.path, name) for source in sources
+            ]
+            changes[name] = [
+                source.model_copy(update={"path": path}) for source, path in zip(sources, paths, strict=True)
+            ]
+    if not is_fetched(recipe.model):
+        changes["model"] = place(recipe.model, "model")
+    return recipe.model_copy(update={**changes, "resume": recipe.resume or True})
+
+
+def _is_on_hub(path: str) -> bool:
+    """True for ``owner/name`` unless it is a file or a folder."""
+    has_form = _HUB_ID.fullmatch(path) and not path.startswith(".") and not _DATA_FILE.search(path)
+    return bool(has_form) and not Path(path.partition("#")[0]).exists()
+
+
+def is_fetched(model: str) -> bool:
+    """True for a Hub id; False for a folder."""
+    return not (PurePosixPath(model).is_absolute() or model.startswith((".", "~")) or Path(model).is_dir())
+
+
+def _require_named_hardware(recipe: Recipe) -> None:
+    """Raises RecipeError where the plan would be for this machine, and the job is not."""
+    if recipe.gpu is None and recipe.gpu_memory is None:
+        raise RecipeError(
+            "no GPU is named, and the plan of a cluster is not one of this machine",
+            hint="--gpu h100 --gpus 8 --nodes 2; or --fleet FILE chooses among clusters",
+        )
+
+
+def launch_commands(recipe: Recipe, words: Sequence[str], *, rendezvous: str) -> list[MachineCommand]:
+    """The command for each machine of the recipe's plan; ``words`` are those that name the recipe."""
+    report = plan_for(recipe, purposes=("plan", "train"))
+    return machine_commands(report.chosen.plan, words, rendezvous=rendezvous)
+
+
+def launch_lines(recipe: Recipe, words: Sequence[str], settings: Sequence[str], *, rendezvous: str) -> str:
+    """The commands as text, each below the number of its machine; the recipe is named as it was typed."""
+    typed = [*words, *(part for setting in settings for part in ("--set", setting))]
+    commands = launch_commands(recipe, typed, rendezvous=rendezvous)
+    return "\n".join(f"# machine {command.machine}\n{command}" for command in commands)
+
+
+def deepspeed_configuration(recipe: Recipe) -> str:
+    """The ds_config.json, as text, of the recipe's plan. Raises RecipeError when it is another's."""
+    plan = plan_for(recipe).chosen.plan
+    if not isinstance(plan.sharding, Zero) or plan.sharding.backend != "deepspeed":
+        by = describe_sharding(plan.sharding) or "one process"
+        raise RecipeError(f"the plan is {by}, not DeepSpeed", hint="backend: deepspeed, gpus: 2 or more")
+    return json.dumps(deepspeed_config(plan), indent=2)

@@ -1,0 +1,256 @@
+"""Training on a Ray cluster: this process plans, asks the nodes, and tells people what the workers say."""
+
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from fitune.checkpoint.commit import Commit, last_saved
+from fitune.engine.ranks import WAIT
+from fitune.errors import (
+    FituneError,
+    OutOfMemory,
+    RecipeError,
+    TrainingFailed,
+)
+from fitune.launch.command import command_of
+from fitune.launch.ray_cluster import (
+    RayCluster,
+    RayPlace,
+    asked_place,
+    connected,
+    loaded_ray,
+    spread,
+    with_room,
+)
+from fitune.launch.ray_desk import open_desk
+from fitune.launch.ray_workers import WorkersEnd, run_workers
+from fitune.launch.torchrun import Ended, ended, fresh_logs
+from fitune.report.html import write_report
+from fitune.session.clusters.ray_losses import WORD_SECONDS, cause_of_loss, has_first_ended, take_down_losses
+from fitune.session.clusters.ray_nodes import hardware_of_workers, require_shared
+from fitune.session.clusters.ray_ranks import Orders, RankEnd, train_as_rank
+from fitune.session.events import Note, RanOutOfMemory, StepsBegin, Tell
+from fitune.session.planning import plan_for
+from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
+from fitune.session.train.attempts import Attempt, next_attempt, shortage_of_ranks
+from fitune.session.train.handover import packed
+from fitune.session.train.ranks_of_nodes import LOST, owned_directory
+from fitune.session.train.training import first_attempt
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.plan import Plan
+from fitune.spec.rank_status import read_statuses
+from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.run_directory import LOGS
+from fitune.spec.serial import from_json
+from fitune.track.trackers import settings_of_environment
+
+_STORAGE = f"{LOGS}/ray"
+"""Folder in the run directory for what Ray Train writes; nothing is read from it."""
+
+
+def place_on_ray(recipe: Recipe, on: str, *, address: str, workers: str, restarts: int) -> RayPlace | None:
+    """The place that the command line says, None for this machine; as many workers as the recipe has GPUs unless
+    ``workers`` says another number."""
+    default = str(recipe.gpus * recipe.nodes)
+    return asked_place(on, address=address, workers=workers, default=default, restarts=restarts)
+
+
+def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell) -> int:
+    """Plan for the workers' hardware and train there; returns the exit code.
+
+    Raises HardwareError where the cluster cannot be reached, has no room, or its nodes differ from this machine.
+    """
+    with connected(place.address) as cluster:
+        each = each_worker(recipe, cluster)
+        cluster = with_room(cluster, place, each)
+        slots = cluster.slots(each)
+        if place.is_elastic:  # Ray counts on the whole cluster, also on what others hold
+            place = replace(place, most=min(place.most, max(place.fewest, cluster.free_slots(each))))
+        worlds = range(place.fewest, place.most + 1)
+        shapes = {world: shaped(recipe, spread(world, slots)) for world in worlds}
+        found = hardware_of_workers(shapes)
+        largest = shapes[place.most]
+        attempt = first_attempt(largest, overwrite=overwrite, tell=tell, hardware=found[place.most])
+        if not isinstance(attempt, Attempt):
+            return 0
+        sources = [source.path for source in attempt.plan.data.sources]
+        require_shared(Path(attempt.plan.run.output_dir), [attempt.plan.model_path, *sources])
+        attempts = {place.most: (attempt, largest)}
+        for world in worlds[:-1]:
+            attempts[world] = _of_fewer(world, attempt, shapes[world], found[world])
+        with owned_directory(attempt):
+            return _Job(place=place, each=each, attempts=attempts, tell=tell).run()
+
+
+def each_worker(recipe: Recipe, cluster: RayCluster) -> dict[str, float]:
+    """Resources of one worker: a GPU where the recipe names one or the cluster has any, and a core."""
+    names_cpu = (recipe.gpu or "").lower() == "cpu"
+    wants_gpu = not names_cpu and (recipe.gpu is not None or cluster.has_gpus)
+    return {"CPU": 1.0, "GPU": 1.0} if wants_gpu else {"CPU": 1.0}
+
+
+def shaped(recipe: Recipe, shape: tuple[int, int]) -> Recipe:
+    """The recipe for so many nodes with so many workers each."""
+    nodes, each = shape
+    return recipe.model_copy(update={"nodes": nodes, "gpus": each})
+
+
+def _of_fewer(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) -> tuple[Attempt, Recipe]:
+    """The attempt of a smaller number of workers at the same global batch."""
+    batch = most.plan.batch
+    rows = batch.micro_batch_size * batch.accumulation * most.plan.hardware.num_gpus
+    recipe = recipe.model_copy(update={"global_batch_size": rows, "gradient_accumulation_steps": None})
+    try:
+        report = plan_for(recipe, purposes=("plan", "train"), hardware=hardware)
+    except FituneError as error:
+        raise RecipeError(
+            f"with {world} workers in place of {most.plan.hardware.num_gpus}, at the same global batch of {rows} rows: "
+            f"{error.message}",
+            hint="a global_batch_size that every number of workers divides, or a narrower range of --workers",
+        ) from error
+    chosen = replace(report.chosen, plan=replace(report.chosen.plan, run=most.plan.run))
+    return replace(most, report=replace(report, chosen=chosen)), recipe
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """The workers' part of a run: Ray starts them again when some are lost, this when a node is to be taken away or
+    memory ran out."""
+
+    place: RayPlace
+    each: Mapping[str, float]
+    attempts: dict[int, tuple[Attempt, Recipe]]
+    tell: Tell
+    had: Commit | None = None
+    """The last checkpoint before the present attempt."""
+    failed: RankEnd | None = None
+    """Of the rank that failed first by itself."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.attempts[self.place.most][0].plan
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.plan.run.output_dir).absolute()
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        while True:
+            with stop_requests() as request:
+                end = self._trained(request)
+            told = end.returned
+            if isinstance(told, RankEnd) and told.status == "complete":
+                return 0
+            if isinstance(told, RankEnd) and told.status == "interrupted" and not told.is_preempted:
+                self.tell(Note("interrupted: the step was finished and saved; add --resume to go on"))
+                return request.exit_code if request.received else INTERRUPTED
+            if isinstance(told, RankEnd) and told.is_preempted:
+                self.tell(Note("a node will be taken away: saved, going on without it"))
+                self._resume()
+                continue
+            self._after_failure(end)
+
+    def _trained(self, request: StopRequest) -> WorkersEnd:
+        fresh_logs(self.directory)
+        ray, desk = loaded_ray(), open_desk()
+        self.had, self.failed = last_saved(self.directory), None
+        command = command_of(self.plan, ())
+        orders = Orders(
+            attempts={world: packed(*each) for world, each in self.attempts.items()},
+            had=self.had,
+            folder=os.getcwd(),
+            environment={
+                **{name: value for name, value in os.environ.items() if name.startswith("FITUNE_")},
+                **dict(settings_of_environment()),
+            },
+            threads=int(command.environment["OMP_NUM_THREADS"]),
+            desk=desk,
+        )
+        sent: list[int] = []
+        failed_at: list[float] = []
+
+        def watch() -> bool:
+            events, failed = ray.get(desk.take.remote(), timeout=WAIT.total_seconds())
+            for event in events:
+                if isinstance(event, StepsBegin):
+                    request.start(event.plan, event.run_name)
+                self.tell(event)
+            if request.asked() and not sent:
+                sent.append(request.received[0])
+                desk.stop.remote()
+            if failed and not failed_at:
+                failed_at.append(time.monotonic())
+                self.failed = from_json(RankEnd, failed)
+            if not failed_at or shortage_of_ranks(self.directory) is not None:
+                return False
+            waited = time.monotonic() - failed_at[0]
+            return has_first_ended(self.directory / LOGS) or waited > WORD_SECONDS
+
+        with ExitStack() as stack:
+            stack.callback(ray.kill, desk)
+            return run_workers(
+                train_as_rank, {"orders": orders}, place=self.place, each=self.each,
+                directory=self.directory / _STORAGE, name=uuid.uuid4().hex, watch=watch,
+                lost=partial(take_down_losses, self.directory / LOGS), timeout_s=WAIT.total_seconds(),
+            )  # fmt: skip
+
+    def _resume(self) -> None:
+        self.attempts = {
+            world: (replace(attempt, resume=True, overwrite=False), recipe)
+            for world, (attempt, recipe) in self.attempts.items()
+        }
+
+    def _after_failure(self, end: WorkersEnd) -> None:
+        """Prepare the next attempt when memory ran out. Raises the cause of any other end."""
+        shortage = shortage_of_ranks(self.directory)
+        if shortage is not None and not self.place.is_elastic:
+            attempt, recipe = self.attempts[self.place.most]
+            following = next_attempt(attempt, recipe, shortage, had=self.had)
+            self.tell(RanOutOfMemory(retry=following.retries[-1]))
+            self.attempts[self.place.most] = (following, recipe)
+            return
+        if shortage is not None:
+            raise OutOfMemory(
+                shortage.message, hint="--workers with one number: the plan is then made smaller"
+            )
+        write_page(self.directory)
+        raise cause_of(end, self.failed, self.directory, restarts=self.place.restarts)
+
+
+def write_page(directory: Path) -> None:
+    """Write the page of a run whose first rank was ended between its report and its page."""
+    if (directory / "report.json").is_file() and not (directory / "report.html").is_file():
+        with suppress(FituneError, OSError):  # the cause is worth more than the page
+            write_report(directory)
+
+
+def cause_of(end: WorkersEnd, failed: RankEnd | None, directory: Path, *, restarts: int) -> FituneError:
+    """The error that the job ended with: of the rank that failed first by itself."""
+    statuses = read_statuses(directory / LOGS)
+    told = ended({}, directory, received=[], ranks=range(max(statuses, default=0) + 1))
+    if told.cause:
+        return _error(told)
+    own = failed or end.returned
+    if isinstance(own, RankEnd) and own.message:
+        return _error(Ended(exit_code=own.exit_code, cause=own.message, hint=own.hint))
+    after = f", after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
+    cause = cause_of_loss(statuses) if statuses else (end.error or LOST)
+    return _error(
+        Ended(
+            exit_code=TrainingFailed.exit_code,
+            cause=f"{cause}{after}",
+            hint="fitune train … --resume goes on",
+        )
+    )
+
+
+def _error(told: Ended) -> TrainingFailed:
+    error = TrainingFailed(told.cause or LOST, hint=told.hint or "fitune train … --resume goes on")
+    error.exit_code = told.exit_code or TrainingFailed.exit_code
+    return error

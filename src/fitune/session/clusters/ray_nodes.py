@@ -1,0 +1,123 @@
+"""The nodes of a Ray cluster beside this machine: versions, hardware, and files that all must have."""
+
+import os
+import platform
+import socket
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from fitune.errors import HardwareError, RunDirectoryError
+from fitune.launch.ray_cluster import ask_nodes
+from fitune.session.planning import wanted_hardware
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.recipe.recipe import Recipe
+
+_LIBRARIES = ("fitune", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    host: str
+    versions: dict[str, str]
+    hardware: dict[int, Hardware | str]
+    """By the number of workers; in words where it cannot be had."""
+
+
+def facts_of_node(shapes: Mapping[int, Recipe]) -> NodeFacts:
+    """Versions and hardware of the node whose process runs this."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from what asks for none
+    hardware: dict[int, Hardware | str] = {}
+    for world, recipe in shapes.items():
+        try:
+            hardware[world] = wanted_hardware(recipe)
+        except HardwareError as error:
+            hardware[world] = error.message
+    return NodeFacts(host=socket.gethostname(), versions=versions_here(), hardware=hardware)
+
+
+def versions_of_node() -> NodeFacts:
+    return facts_of_node({})
+
+
+def versions_here() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def hardware_of_workers(shapes: Mapping[int, Recipe]) -> dict[int, Hardware]:
+    """The hardware of the workers, for each number of them. Raises HardwareError where versions differ."""
+    answers: dict[str, NodeFacts] = ask_nodes(facts_of_node, dict(shapes))
+    require_same_versions(versions_here(), answers.values())
+    found: dict[int, Hardware] = {}
+    for world in shapes:
+        there = [facts.hardware[world] for facts in answers.values()]
+        fitting = [hardware for hardware in there if isinstance(hardware, Hardware)]
+        if not fitting:
+            raise HardwareError(f"no node of the cluster can have {world} workers: {there[0]}")
+        found[world] = min(
+            fitting, key=lambda hardware: (hardware.gpu.memory_bytes, hardware.host_memory_bytes)
+        )
+    return found
+
+
+def require_same_versions(here: Mapping[str, str], nodes: Any) -> None:
+    for facts in nodes:
+        for name, own in here.items():
+            theirs = facts.versions.get(name, "none")
+            if theirs != own:
+                raise HardwareError(
+                    f"{name} differs: {own} on {socket.gethostname()}, where fitune was started, {theirs} on node "
+                    f"{facts.host}",
+                    hint="the same versions on every node",
+                )
+
+
+def require_shared(directory: Path, paths: Iterable[str]) -> None:
+    """Raises RunDirectoryError where a node does not see the run directory, or a path of this machine."""
+    directory.mkdir(parents=True, exist_ok=True)
+    mark = directory / f".fitune-{uuid.uuid4().hex}.tmp"
+    mark.touch()
+    try:
+        missing = _missing_on_nodes([str(mark), *paths])
+    finally:
+        mark.unlink(missing_ok=True)
+    for host, path in missing:
+        if path == str(mark.absolute()):
+            raise RunDirectoryError(
+                f"output_dir {directory} is a folder of {socket.gethostname()} that node {host} does not see",
+                hint="a folder that all nodes share (NFS or the like)",
+            )
+    _require_none(missing)
+
+
+def require_paths(paths: Iterable[str]) -> None:
+    """Raises RunDirectoryError where a node has not a file or folder that this machine has."""
+    _require_none(_missing_on_nodes(paths))
+
+
+def _require_none(missing: Sequence[tuple[str, str]]) -> None:
+    for host, path in missing:
+        raise RunDirectoryError(
+            f"node {host} has no {path}", hint="put model and data into a folder that all nodes share"
+        )
+
+
+def _missing_on_nodes(paths: Iterable[str]) -> list[tuple[str, str]]:
+    """Node and path of each that is here and not there; what is no path here (a Hub id) is left out."""
+    here = [str(Path(path).absolute()) for path in paths if path and Path(path).exists()]
+    answers: dict[str, tuple[str, list[str]]] = ask_nodes(missing_here, here)
+    return [(host, path) for host, missing in answers.values() for path in missing]
+
+
+def missing_here(paths: list[str]) -> tuple[str, list[str]]:
+    """This machine's name, and those of ``paths`` that it does not have."""
+    return socket.gethostname(), [path for path in paths if not os.path.exists(path)]

@@ -1,0 +1,270 @@
+"""A rank in a worker of Ray Train: the function of every worker, which joins the others and trains like any rank.
+
+An error is the end, since it would come again; a rank that lost another one without a word raises, and Ray starts all
+of them anew. Then the last COMMIT says where they go on, whatever Ray remembers.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fitune.checkpoint.commit import Commit, last_saved
+from fitune.errors import FituneError, PeerGone, RankFailed, RunDirectoryError, exit_code_of
+from fitune.launch.ray_cluster import loaded_ray
+from fitune.session.clusters.ray_losses import cause_of_loss, has_said_why
+from fitune.session.events import Event, Note, Tell
+from fitune.session.train.attempts import Attempt
+from fitune.session.train.handover import unpacked
+from fitune.session.train.ranks_of_nodes import nobody
+from fitune.session.train.training import run_attempt
+from fitune.spec.plan import Plan
+from fitune.spec.rank_status import LAUNCHER, read_statuses
+from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.reports import Restart, RunReport, StepReport
+from fitune.spec.run_directory import LOGS
+from fitune.spec.serial import to_data, to_json
+from fitune.track.metrics import read_metrics
+
+_REPORT_SECONDS = 2.0
+"""Ray takes one report at each look at its workers."""
+_OWNER_SECONDS = 30.0
+"""Ranks that were lost may live so long after their connections closed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnd:
+    """End of this rank's part of the run."""
+
+    status: str
+    """``complete``, ``interrupted`` or ``failed``."""
+    is_preempted: bool = False
+    message: str = ""
+    hint: str = ""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """Orders for every worker."""
+
+    attempts: dict[int, str]
+    """By the number of workers."""
+    had: Commit | None
+    """The last checkpoint before this job."""
+    folder: str
+    """Where the driver runs: relative paths of the plan begin there."""
+    environment: dict[str, str]
+    threads: int
+    desk: Any
+
+
+def train_as_rank(config: dict[str, Any]) -> RankEnd:
+    """Train as the rank that Ray made this process; every worker calls this."""
+    orders: Orders = config["orders"]
+    os.environ.update({**orders.environment, LAUNCHER: str(os.getppid())})
+    with suppress(OSError):
+        os.chdir(orders.folder)
+    import torch
+
+    from fitune.engine.joining import joined_ranks
+
+    torch.set_num_threads(orders.threads)
+    with joined_ranks() as ranks:
+        ray = loaded_ray()
+        try:
+            mine = int(ray.get(orders.desk.begin.remote(ranks.rank)))
+        except ray.exceptions.RayError:
+            return RankEnd(status="failed")  # the driver waits no longer
+        before = ranks.from_first(lambda: mine)  # a group that grew has ranks that never began
+        attempt, recipe = unpacked(orders.attempts[ranks.world])
+        tell = _desk_teller(orders.desk) if ranks.is_first else nobody
+        talker = Talker(orders.desk, is_first=ranks.is_first)
+        try:
+            if before and ranks.from_first(lambda: has_said_why(Path(attempt.plan.run.output_dir) / LOGS)):
+                return RankEnd(status="failed")  # the statuses say why: it would fail again
+            if before:
+                attempt = ranks.from_first(lambda: going_on(attempt, orders.had, ranks.world))
+                if ranks.is_first:
+                    _await_owner_gone(attempt.plan)
+                    tell(Note("; ".join(one.cause for one in attempt.restarts[-1:]) + ": starting again"))
+            report = _train(attempt, recipe, tell=tell, talker=talker, ranks=ranks)
+            talker.close(ranks.gathered)
+            return RankEnd(status=report.status, is_preempted=talker.is_preempted)
+        except FituneError as error:
+            talker.abandon()
+            if isinstance(error, PeerGone) and not has_said_why(Path(attempt.plan.run.output_dir) / LOGS):
+                raise RankFailed(error.message) from error
+            end = RankEnd(
+                status="failed", message=error.message, hint=error.hint or "", exit_code=exit_code_of(error)
+            )
+            if not ranks.is_alone and not isinstance(error, PeerGone):
+                _end_at_once(orders.desk, end)
+            return end
+
+
+def _end_at_once(desk: Any, end: RankEnd) -> None:
+    """End this process, whose error is written down: the others see the end of its connections, which nothing else
+    closes while they wait in a collective."""
+    ray = loaded_ray()
+    with suppress(ray.exceptions.RayError):
+        ray.get(desk.fail.remote(to_json(end)))
+    os._exit(end.exit_code)
+
+
+def _train(attempt: Attempt, recipe: Recipe, *, tell: Tell, talker: "Talker", ranks: Any) -> RunReport:
+    """The attempt to its end; of a process alone, those after it that take less memory, too."""
+    ended: RunReport | Attempt = attempt
+    while isinstance(ended, Attempt):
+        ended = run_attempt(
+            ended, recipe, tell=tell, stop_asked=talker.stop_asked, sinks=[talker], ranks=ranks
+        )
+    return ended
+
+
+def going_on(attempt: Attempt, had: Commit | None, workers: int) -> Attempt:
+    """The attempt from the last checkpoint that this job saved, else from where the job began; ``had`` is the one
+    before the job."""
+    directory = Path(attempt.plan.run.output_dir)
+    saved = last_saved(directory)
+    if saved is None or saved == had:
+        saved = None
+    elsewhere = isinstance(attempt.resume, str) and not attempt.overwrite
+    return replace(
+        attempt,
+        resume=attempt.resume if elsewhere and saved is None else True,
+        overwrite=attempt.overwrite and saved is None,
+        restarts=_restarts(directory, after_step=_first_step(directory, saved, attempt), workers=workers),
+    )
+
+
+def _first_step(directory: Path, saved: Commit | None, attempt: Attempt) -> int:
+    if saved is not None:
+        return saved.step
+    earlier = None if attempt.overwrite or not attempt.resume else last_saved(directory)
+    return 0 if earlier is None else earlier.step
+
+
+def _restarts(directory: Path, *, after_step: int, workers: int) -> tuple[Restart, ...]:
+    """Restarts that only lost steps tell of, and the present one."""
+    log = directory / "metrics.jsonl"
+    lost = [step for step in read_metrics(log) if step.step > after_step] if log.is_file() else []
+    statuses = read_statuses(directory / LOGS)
+    signs = [file.stat().st_mtime for file in (*(directory / LOGS).glob("rank*.json"), log) if file.is_file()]
+    present = Restart(
+        cause=cause_of_loss(statuses),
+        workers_before=max(statuses, default=workers - 1) + 1,
+        workers=workers,
+        after_step=after_step,
+        lost_steps=len(lost),
+        lost_at=max(signs, default=time.time()),
+        repeated_seconds=sum(step.step_seconds + step.data_seconds for step in lost),
+    )
+    return (*(one for step in lost for one in step.restarts), present)
+
+
+def _await_owner_gone(plan: Plan) -> None:
+    """Wait until the former first rank, whose connections are closed, is gone. Raises RunDirectoryError."""
+    from fitune.spec.run_directory import lock_directory
+
+    until = time.monotonic() + _OWNER_SECONDS
+    while True:
+        try:
+            with lock_directory(Path(plan.run.output_dir)):
+                return
+        except RunDirectoryError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
+
+
+def _desk_teller(desk: Any) -> Tell:
+    def tell(event: Event) -> None:
+        desk.tell.remote(event)
+
+    return tell
+
+
+class Talker:
+    """Talks with Ray for this rank, in a thread beside the steps. It is one of the run's sinks.
+
+    A report to Ray is a barrier of all ranks, and Ray takes one at each of its looks: every two seconds all report
+    their last step. The same thread asks for a notice that a node will be taken away.
+    """
+
+    is_preempted = False
+
+    def __init__(self, desk: Any, *, is_first: bool) -> None:
+        self._is_first = is_first
+        self._stop, self._over, self._step = threading.Event(), threading.Event(), StepFigures()
+        self._lock, self._rounds = threading.Lock(), 0
+        self._thread = threading.Thread(target=self._talk, name="ray", daemon=True)
+        self._listener = threading.Thread(target=self._listen, args=(desk,), name="desk", daemon=True)
+        self._listener.start()
+
+    def stop_asked(self) -> bool:
+        return self._stop.is_set()
+
+    def start(self, plan: Plan, run_name: str) -> None:
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def step(self, report: StepReport) -> None:
+        self._step = StepFigures(report)
+
+    def finish(self, report: RunReport | None) -> None:
+        return
+
+    def close(self, gathered: Callable[[int], Sequence[int]]) -> None:
+        """Report the last step. Every rank has to report as often as the others."""
+        with self._lock:
+            self._over.set()
+        last = max(gathered(self._rounds)) + 1
+        if self._thread.is_alive():
+            self._thread.join()  # in a round that the others have not begun yet
+        while self._rounds < last:
+            self._rounds += 1
+            self._round()
+
+    def abandon(self) -> None:
+        self._over.set()
+
+    def _listen(self, desk: Any) -> None:
+        ray = loaded_ray()
+        with suppress(ray.exceptions.RayError):
+            ray.get(desk.stop_asked.remote())
+            self._stop.set()
+
+    def _talk(self) -> None:
+        ray = loaded_ray()
+        with suppress(ray.exceptions.RayError):  # another worker is lost: the run sees it by itself
+            while not self._over.wait(_REPORT_SECONDS):
+                with self._lock:
+                    if self._over.is_set():
+                        return
+                    self._rounds += 1
+                self._round()
+
+    def _round(self) -> None:
+        ray = loaded_ray()
+        ray.train.report(self._step.figures())
+        if ray.train.get_preemption_info() is not None:
+            self.is_preempted = True
+            self._stop.set()
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Figures of a step for Ray: the numbers of its line in metrics.jsonl."""
+
+    report: StepReport | None = None
+
+    def figures(self) -> dict[str, float]:
+        if self.report is None:
+            return {"step": 0}
+        data = to_data(self.report)
+        return {name: value for name, value in data.items() if isinstance(value, int | float)}

@@ -1,0 +1,87 @@
+"""Every key of a recipe is also an option: ``--seq-len 4096``, ``--learning_rate=1e-4``, ``--lora-r 32``."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from fitune.errors import RecipeError
+from fitune.session.recipes.foreign_recipes import ReadRecipe, read_any_recipe
+from fitune.spec.recipe.recipe import Recipe, canonical_keys
+from fitune.spec.recipe.values import as_sources
+from fitune.spec.recipe.words import ALIASES, SWITCHES, parse_value
+
+_TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "upload_to", "chat_template"}
+"""Kept as typed: ``--gpu 4090`` is a name, not a number."""
+
+_REPEATABLE = {"data", "eval_data"}
+"""``--data a.jsonl --data b.jsonl`` are two sources."""
+
+_YES_AND_NO = ("true", "false", "yes", "no", "on", "off", "1", "0")
+
+
+def recipe_from(words: Sequence[str], settings: Sequence[str]) -> ReadRecipe:
+    """A recipe file, of fitune or another trainer, and ``--key value`` pairs, in any order."""
+    path, options = split_words(words)
+    return read_any_recipe(path, settings=settings, options=options)
+
+
+def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
+    """The one word that is no option is the recipe's path. An option without a value is a switch turned on.
+
+    Raises RecipeError for a second path or an option given twice.
+    """
+    path: Path | None = None
+    options: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            if path is not None:
+                raise RecipeError(
+                    f"two recipes are named: {path} and {word}", hint="put values after their --key"
+                )
+            path = Path(word)
+            continue
+        key, equals, value = word.lstrip("-").partition("=")
+        name = key.replace("-", "_")
+        if not equals:
+            value = rest.pop(0) if rest and _is_value_of(name, rest[0]) else "true"
+        if name in options and ALIASES.get(name, name) not in _REPEATABLE:
+            raise RecipeError(f"--{key} is given twice", hint="keep one of them")
+        if not equals and value == "true" and ALIASES.get(name, name) in _TEXT_KEYS:
+            raise RecipeError(f"--{key} has no value", hint=f"--{key} VALUE")
+        if name in options:
+            options[name] = [*as_sources(options[name]), value]
+            continue
+        options[name] = value if ALIASES.get(name, name) in _TEXT_KEYS else parse_value(value, where=word)
+    return path, options
+
+
+def _is_value_of(name: str, word: str) -> bool:
+    """True if ``word`` is the value of ``--name`` before it: a switch needs none, so a recipe after it is a recipe."""
+    if word.startswith("--"):
+        return False
+    name = ALIASES.get(name, name)
+    field = Recipe.model_fields.get(name)
+    kinds = (bool, str) if name in SWITCHES else () if field is None else _kinds(field.annotation)
+    if set(kinds) == {bool}:
+        return word.lower() in _YES_AND_NO
+    return bool not in kinds or not word.lower().endswith((".yaml", ".yml"))
+
+
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    """``bool`` -> (bool,); ``bool | str`` -> (bool, str)."""
+    parts = get_args(annotation)
+    return tuple(kind for part in parts for kind in _kinds(part)) if parts else (annotation,)
+
+
+def matrix_recipe(words: list[str], settings: list[str], *, model: str) -> Recipe:
+    """The pins of all cells; what varies from cell to cell may not be pinned."""
+    path, options = split_words(words)
+    for name, instead in (("model", "--models"), ("seq_len", "--context")):
+        if name in canonical_keys(options, where="the options"):
+            raise RecipeError(
+                f"{name} differs from cell to cell of a matrix, so it cannot be set for all",
+                hint=f"{instead} alone",
+            )
+    return read_any_recipe(path, settings=settings, options={**options, "model": model}).recipe

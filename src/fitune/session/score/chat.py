@@ -1,0 +1,312 @@
+"""A conversation with one model, or with two that are asked the same.
+
+Each model's prompt is its own conversation in its own template, encoded as training encodes it. A base and an adapter
+on it are loaded once, and the adapter is switched off while the base answers.
+"""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.conversations.templates import load_template
+from fitune.data.reading.rows import BadRow
+from fitune.errors import DataError, RecipeError
+from fitune.models.adapter_check import check_adapter
+from fitune.models.adapter_config import read_adapter_config
+from fitune.models.adapters import saved_rows
+from fitune.models.weights import load_tokenizer
+from fitune.score.engines.choosing import Row
+from fitune.score.engines.engine import Request, Sampling
+from fitune.score.engines.engine_transformers import TransformersEngine, require_effect
+from fitune.score.engines.opening import changes_the_base, load_adapted
+from fitune.session.events import Tell, WeightsRead, tell_nobody
+from fitune.session.named_models import NamedModel, find_model
+from fitune.session.score.score_words import require_allowed
+from fitune.spec.model.model_config import load_model_spec
+
+_COMMAND = re.compile(r"/[a-z]+")
+_HALF = "\N{REPLACEMENT CHARACTER}"
+"""The text that a tokenizer decodes the first bytes of a character to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One model's answer. ``error`` is empty, or why it was not asked."""
+
+    model: str
+    text: str = ""
+    ended: Literal["stop", "length", "interrupted", "error"] = "stop"
+    tokens: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def words(self) -> str:
+        """``24 tokens, 51 tokens/s``, and why it ended if not by itself."""
+        if self.error:
+            return self.error
+        why = {"length": ", cut off at its most tokens", "interrupted": ", stopped"}.get(self.ended, "")
+        return f"{self.tokens} tokens, {self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s{why}"
+
+
+class Screen(Protocol):
+    """Shows a conversation. Models are told by their place."""
+
+    def note(self, text: str) -> None: ...
+
+    def piece(self, place: int, text: str) -> None:
+        """More text of the answer that is being written."""
+        ...
+
+    def answered(self, place: int, reply: Reply) -> None: ...
+
+    def turn(self, question: str, replies: Sequence[Reply]) -> None:
+        """All models have answered, or the turn was stopped."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Side:
+    """One model and its own conversation; ``switch`` is held while it answers."""
+
+    title: str
+    engine: TransformersEngine
+    switch: Callable[[], AbstractContextManager[object]] = nullcontext
+    history: list[Message] = field(default_factory=list)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The ids that training gives everything before the next answer."""
+        return tuple(self.engine.template.encode_prompt(Conversation(tuple(messages), "the conversation")))
+
+
+@dataclass(slots=True, kw_only=True)
+class Chat:
+    """One or two models, what they are told first, and how they choose their tokens."""
+
+    sides: list[Side]
+    system: str
+    sampling: Sampling
+    notes: tuple[str, ...] = ()
+    _turn: int = 0
+
+    @property
+    def titles(self) -> list[str]:
+        return [side.title for side in self.sides]
+
+    def reset(self) -> None:
+        """Forget all turns; the same questions get the same answers again."""
+        self._turn = 0
+        for side in self.sides:
+            side.history.clear()
+
+    def ask(self, text: str, screen: Screen) -> list[Reply]:
+        """The answer of each model. Ctrl-C ends the turn: what was written stays, a model that was not asked yet is not
+        asked."""
+        self._turn += 1
+        replies: list[Reply] = []
+        for place, side in enumerate(self.sides):
+            reply = self._answer(side, Message("user", text), place, screen)
+            replies.append(reply)
+            screen.answered(place, reply)
+            if reply.ended == "interrupted":
+                break
+        screen.turn(text, replies)
+        return replies
+
+    def _answer(self, side: Side, question: Message, place: int, screen: Screen) -> Reply:
+        began, written = time.perf_counter(), _Written(side.engine)
+
+        def show(row: Row) -> None:
+            screen.piece(place, written.add(row.token_ids))
+
+        reply = Reply(model=side.title)
+        try:
+            request = self._request(side, question, screen)
+            if isinstance(request, str):
+                return replace(reply, ended="error", error=request)
+            with side.switch():
+                (done,) = replace(side.engine, on_token=show).answer([request])
+            if done.error:
+                return replace(reply, ended="error", error=done.error)
+            ended: Any = done.finish_reason
+        except KeyboardInterrupt:
+            ended = "interrupted"
+        screen.piece(place, written.rest())
+        if written.text:
+            side.history += [question, Message("assistant", written.text)]
+        seconds = time.perf_counter() - began
+        return replace(reply, text=written.text, ended=ended, tokens=written.tokens, seconds=seconds)
+
+    def _request(self, side: Side, question: Message, screen: Screen) -> Request | str:
+        """The prompt that fits, or why none does. The oldest turns are dropped for it; the answer may get less room."""
+        system = [Message("system", self.system)] if self.system else []
+        context, new = side.engine.context_tokens, self.sampling.max_new_tokens
+        try:
+            alone = len(side.prompt_ids([*system, question]))
+            if context and alone >= context:
+                return f"the question has {alone:,} tokens, the model has room for {context:,}: not asked"
+            ids, dropped = side.prompt_ids([*system, *side.history, question]), 0
+            while context and len(ids) + new > context and side.history:
+                del side.history[:2]
+                dropped += 1
+                ids = side.prompt_ids([*system, *side.history, question])
+        except BadRow as bad:
+            return bad.message
+        if dropped:
+            screen.note(
+                f"{side.title}: the context of {context:,} tokens is full: its oldest turns are dropped, {dropped} now "
+                f"(prompt {len(ids):,} + {new:,} new = {len(ids) + new:,} tokens)"
+            )
+        room = min(new, context - len(ids)) if context else new
+        if room < new:
+            screen.note(f"{side.title}: the question leaves room for {room:,} tokens of an answer")
+        sampling = replace(self.sampling, max_new_tokens=room)
+        return Request(id=f"turn {self._turn}", prompt_ids=ids, sampling=sampling)
+
+
+def open_chat(
+    names: Sequence[str],
+    *,
+    system: str,
+    sampling: dict[str, Any],
+    chat_template: str = "",
+    tell: Tell = tell_nobody,
+) -> Chat:
+    """Load the models that are named. Raises what ``find_model`` does, and DataError where a template refuses
+    ``system``."""
+    if not 1 <= len(names) <= 2:
+        raise RecipeError(f"{len(names)} models are named", hint="fitune chat MODEL_OR_RUN [SECOND]")
+    require_allowed(sampling, {})
+    found = [find_model(name) for name in names]
+    notes = [note for named in found for note in _notes(named)]
+    shared = _adapter_for_both(found)
+
+    @cache
+    def load(base: str, adapter: str) -> Any:
+        def told(done: int, total: int) -> None:
+            tell(WeightsRead(done_bytes=done, total_bytes=total))
+
+        return load_adapted(base, adapter, on_bytes=told)
+
+    sides = []
+    for named, title in zip(found, _titles(found, names), strict=True):
+        tokenizer = load_tokenizer(named.texts)
+        template = load_template(tokenizer, chat_template)
+        if not (tokenizer.chat_template or chat_template):
+            notes.append(
+                f"{title}: the tokenizer has no chat template, so {template.name} is used, as training would: a model "
+                "that was never trained with it may go on with the text instead of answering"
+            )
+        model = load(named.base, named.adapter or shared)
+        engine = TransformersEngine(
+            model=model, tokenizer=tokenizer, template=template, tokenizer_folder=named.texts, batch_size=1
+        )
+        side = Side(title=title, engine=engine)
+        if named.adapter:
+            require_effect(engine, named.adapter)
+        elif shared:
+            side.switch = model.disable_adapter
+        _try_system(side, system)
+        notes.append(_introduction(side, named))
+        sides.append(side)
+    return Chat(sides=sides, system=system, sampling=Sampling(**sampling), notes=tuple(notes))
+
+
+def converse(chat: Chat, *, read: Callable[[], str | None], screen: Screen) -> int:
+    """Answer each line of ``read`` until it returns None; returns how many questions have no answer of some model.
+
+    A line that ends with a backslash goes on in the next one.
+    """
+    unanswered, begun = 0, ""
+    while (line := read()) is not None:
+        text = begun + line.strip("\r\n").encode("utf-8", "replace").decode()
+        begun = text[:-1] + "\n" if text.endswith("\\") else ""
+        if begun:
+            continue
+        match text.strip():
+            case "":
+                continue
+            case "/exit":
+                break
+            case "/reset":
+                chat.reset()
+                screen.note("the conversation begins anew")
+            case word if _COMMAND.fullmatch(word):
+                screen.note(f"{word} is unknown; /reset begins anew, /exit ends")
+            case _:
+                unanswered += any(reply.error for reply in chat.ask(text, screen))
+    return unanswered
+
+
+class _Written:
+    """Tokens of an answer as text. A piece is held back until its last character is whole."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self._tokenizer = engine.tokenizer
+        self._stop_ids = engine.stop_ids
+        self._shown = 0
+        self.tokens = 0
+        self.text = ""
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The piece that the last of ``ids`` adds."""
+        self.tokens = len(ids)
+        written = ids[:-1] if ids[-1] in self._stop_ids else ids
+        self.text = self._tokenizer.decode(
+            written, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return "" if self.text.endswith(_HALF) else self.rest()
+
+    def rest(self) -> str:
+        """The text that was held back."""
+        begin, self._shown = self._shown, len(self.text)
+        return self.text[begin:]
+
+
+def _adapter_for_both(found: Sequence[NamedModel]) -> str:
+    """The adapter that is loaded once for itself and for its base, where it is switched off; empty where each model
+    needs its own weights: tables that trained with an adapter replace those of the base."""
+    adapters = [named.adapter for named in found if named.adapter]
+    if len(found) != 2 or len(adapters) != 1 or found[0].base != found[1].base:
+        return ""
+    folder = Path(adapters[0])
+    return "" if saved_rows(folder) or changes_the_base(read_adapter_config(folder)) else adapters[0]
+
+
+def _titles(found: Sequence[NamedModel], names: Sequence[str]) -> list[str]:
+    """Short names; as they were typed where the short ones are the same, with numbers where those are, too."""
+    titles = [named.title for named in found]
+    if len(set(titles)) < len(titles):
+        titles = list(names)
+    if len(set(titles)) < len(titles):
+        titles = [f"{title} ({place})" for place, title in enumerate(titles, 1)]
+    return titles
+
+
+def _notes(named: NamedModel) -> list[str]:
+    notes = [named.warning] if named.warning else []
+    if named.adapter:
+        notes += check_adapter(Path(named.adapter), base=load_model_spec(named.model))
+    return notes
+
+
+def _try_system(side: Side, system: str) -> None:
+    """Raises DataError where the template has no place for a system prompt."""
+    try:
+        side.prompt_ids([*([Message("system", system)] if system else []), Message("user", "ping")])
+    except BadRow as bad:
+        raise DataError(
+            f"{side.title}: {bad.message}", hint="leave --system out" if system else bad.hint
+        ) from None
+
+
+def _introduction(side: Side, named: NamedModel) -> str:
+    what = f"adapter {named.adapter} on {named.model}" if named.adapter else named.model
+    context = f", context of {side.engine.context_tokens:,} tokens" if side.engine.context_tokens else ""
+    return f"{side.title}: {what}{context}"

@@ -1,0 +1,136 @@
+"""Tasks of lm-evaluation-harness on a model: they are loaded, an engine answers, and lm-eval's results are written."""
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from fitune.data.conversations.templates import ChatTemplate, load_template
+from fitune.errors import RunDirectoryError, require_library
+from fitune.files import write_atomically
+from fitune.models.adapter_check import check_adapter
+from fitune.models.door import notes_on, read_config
+from fitune.models.weight_files import identity
+from fitune.models.weights import load_tokenizer
+from fitune.score.answers import claim
+from fitune.score.engines.engine import Sampling, engine_named
+from fitune.score.engines.opening import (
+    check_engine,
+    choose_device,
+    choose_dtype,
+    open_engine,
+    tokenizer_folder,
+)
+from fitune.score.plan import ScorePlan
+from fitune.score.shards import FOLDER
+from fitune.session.events import Note, Tell, WeightsRead
+from fitune.session.score.lm_eval_words import TaskScores, require_task_numbers, scores_of, task_names
+from fitune.session.score.score_words import require_allowed
+from fitune.session.score.scoring import Pace
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.run_directory import lock_directory
+
+RESULTS = "lm_eval.json"
+"""lm-eval's results as it gives them; the samples of each task are in files beside it."""
+OWN_TEMPLATE = "own"
+"""--chat-template own: the tokenizer's."""
+
+
+def score_tasks(
+    *, model: str, tasks: str | Sequence[str], out: Path, tell: Tell, tasks_folder: Path | None = None,
+    shots: int | None = None, limit: int | None = None, adapter: str = "", batch_size: int = 16, seed: int = 0,
+    chat_template: str = "", engine: str = "", url: str = "", served_model: str = "",
+) -> TaskScores:  # fmt: skip
+    """Run tasks of lm-evaluation-harness on a model; its results and the samples of each task are written into ``out``.
+
+    ``tasks``: a list, or a text with commas. ``shots``: solved examples in each prompt, None: as many as the task says.
+    ``limit``: the first rows of each task.
+    ``chat_template``: empty: prompts are plain texts; "own": chats, by the tokenizer's template; else a Jinja file.
+    """
+    require_library("lm_eval", needed_by="--lm-eval", extra="lm-eval")
+    require_allowed({"batch_size": batch_size, "seed": seed}, {})
+    names = task_names(tasks)
+    require_task_numbers(shots=shots, limit=limit)
+    plan = ScorePlan(
+        model=model, adapter=adapter, output_dir=str(out), sampling=Sampling(seed=seed),
+        chat_template="" if chat_template == OWN_TEMPLATE else chat_template, batch_size=batch_size,
+        engine=engine_named(engine or "transformers"), url=url, served_model=served_model,
+    )  # fmt: skip
+    _check(plan, tell)
+    from fitune.score.lm_eval_tasks import load_tasks, run_tasks
+
+    def say(line: str) -> None:
+        tell(Note(line))
+
+    loaded = load_tasks(names, folder=tasks_folder, shots=shots, say=say)
+    started = time.perf_counter()
+    tokenizer = load_tokenizer(tokenizer_folder(plan))
+    template = load_template(tokenizer, plan.chat_template)
+    settings = {
+        "tasks": names, "tasks_folder": str(tasks_folder or ""), "shots": shots, "limit": limit,
+        "engine": f"{plan.engine} {url}".strip(), "model": identity(model), "adapter": identity(adapter),
+        "chat_template": template.source if chat_template else "", "seed": seed,
+        "dtype": str(choose_dtype(choose_device())),
+    }  # fmt: skip
+    with lock_directory(out):
+        _claim(out, settings)
+        with closing(_model(plan, tokenizer, template, tell, chats=bool(chat_template))) as asked:
+            results = run_tasks(asked, loaded, limit=limit, chat=bool(chat_template), say=say)
+        _write(out, results, settings)
+    return TaskScores(
+        model=model, adapter=adapter, results=str(out / RESULTS), seconds=time.perf_counter() - started,
+        scores=tuple(scores_of(results)),
+    )  # fmt: skip
+
+
+def _check(plan: ScorePlan, tell: Tell) -> None:
+    """Raises FituneError for faults of engine, model or adapter, before the tasks are loaded."""
+    check_engine(plan)
+    for note in notes_on(plan.model):
+        tell(Note(f"note: {note}"))
+    if plan.adapter:
+        for warning in check_adapter(Path(plan.adapter), base=load_model_spec(plan.model)):
+            tell(Note(f"warning: {warning}"))
+
+
+def _model(plan: ScorePlan, tokenizer: Any, template: ChatTemplate, tell: Tell, *, chats: bool) -> Any:
+    from lm_eval.models.utils import resolve_max_length
+
+    from fitune.score.lm_eval import EngineLM
+
+    context = resolve_max_length(read_config(plan.model), tokenizer)  # 2048 for a model without positions
+    pace = Pace(tell)
+    return EngineLM(
+        lambda: open_engine(
+            plan, tokenizer, template, lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total))
+        ),
+        tokenizer, engine=plan.engine, context=context,
+        template=template.source if chats else "", seed=plan.sampling.seed, on_rows=pace.rows, on_tokens=pace.add,
+    )  # fmt: skip
+
+
+def _claim(out: Path, settings: Mapping[str, Any]) -> None:
+    if (out / FOLDER).exists():
+        raise RunDirectoryError(f"{out} holds the answers of a dataset", hint="name a new folder: --out")
+    # samples alone are of a run that ended between them and the results
+    is_begun = (out / RESULTS).exists() or any(out.glob("samples_*.jsonl"))
+    claim(out, dict(settings), has_shards=is_begun)
+
+
+def _write(out: Path, results: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """The samples first: where the results are, all is."""
+    from lm_eval.utils import handle_non_serializable
+
+    for task, samples in results.get("samples", {}).items():
+        lines = [json.dumps(each, default=handle_non_serializable, ensure_ascii=False) for each in samples]
+        name = re.sub(r"[^\w.-]", "_", task)
+        write_atomically(out / f"samples_{name}.jsonl", "".join(f"{line}\n" for line in lines))
+    shown = {
+        **{name: value for name, value in results.items() if name != "samples"},
+        "fitune": dict(settings),
+    }
+    text = json.dumps(shown, indent=2, default=handle_non_serializable, ensure_ascii=False)
+    write_atomically(out / RESULTS, text + "\n")

@@ -1,0 +1,115 @@
+"""Tasks of lm-evaluation-harness in words: the options that count for them, and a table of what they gave. No torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fitune.errors import RecipeError
+from fitune.units import format_seconds
+
+if TYPE_CHECKING:
+    from fitune.session.events import Tell
+
+_TAKEN = {
+    "model", "out", "adapter", "lm_eval", "lm_eval_tasks", "shots", "limit", "batch_size", "seed", "chat_template",
+    "engine", "url", "served_model",
+}  # fmt: skip
+"""Options of `fitune score` that count for tasks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskScore:
+    """One metric of one task or group. ``error`` is its standard error, where lm-eval knows one."""
+
+    task: str
+    metric: str
+    answer_filter: str
+    value: float
+    error: float | None
+    rows: int
+    shots: int | None
+    is_higher_better: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskScores:
+    """All metrics of the tasks that were run; ``results`` is the file with lm-eval's own results."""
+
+    model: str
+    adapter: str
+    results: str
+    seconds: float
+    scores: tuple[TaskScore, ...]
+
+
+def score_typed(context: Any, *, tell: "Tell") -> TaskScores:
+    """``score_tasks`` with the options that were typed; ``context`` is typer's.
+
+    Raises RecipeError without --lm-eval, which stands in place of --data, and for an option that is idle beside it.
+    """
+    typed = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
+    if "lm_eval" not in typed:
+        raise RecipeError("fitune score: --data is missing", hint="--data FILE, or --lm-eval TASKS")
+    for name in sorted(typed - _TAKEN - {"json"}):
+        option = name.replace("_", "-")
+        raise RecipeError(f"--{option} has no effect with --lm-eval", hint=f"leave --{option} out")
+    values = {name: context.params[name] for name in _TAKEN}
+    values |= {"tasks": values.pop("lm_eval"), "tasks_folder": values.pop("lm_eval_tasks")}
+    from fitune.session.score.lm_eval import score_tasks  # torch, for options that are right
+
+    return score_tasks(tell=tell, **values)
+
+
+def task_names(tasks: str | Sequence[str]) -> list[str]:
+    """Each name once, of a list or of a text with commas. Raises RecipeError for an empty name, and for none."""
+    names = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks)]
+    if not names or not all(names):
+        raise RecipeError(f"--lm-eval {','.join(names)!r} names no task", hint="--lm-eval gsm8k,arc_easy")
+    return list(dict.fromkeys(names))
+
+
+def require_task_numbers(*, shots: int | None, limit: int | None) -> None:
+    if shots is not None and shots < 0:
+        raise RecipeError(f"--shots {shots}: must be 0 or more")
+    if limit is not None and limit < 1:
+        raise RecipeError(
+            f"--limit {limit}: must be 1 or more", hint="leave it out for all rows of each task"
+        )
+
+
+def scores_of(results: Mapping[str, Any]) -> Iterator[TaskScore]:
+    """One score for each number among lm-eval's results, groups behind tasks."""
+    found = {**results["results"], **results.get("groups", {})}
+    for task, values in found.items():
+        better = results.get("higher_is_better", {}).get(task, {})
+        rows = results.get("n-samples", {}).get(task, {}).get("effective", values.get("sample_len", 0))
+        for key, value in values.items():
+            metric, comma, answer_filter = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = values.get(f"{metric}_stderr,{answer_filter}")
+            yield TaskScore(
+                task=task, metric=metric, answer_filter=answer_filter, value=float(value),
+                error=float(error) if isinstance(error, int | float) else None, rows=rows,
+                shots=results.get("n-shot", {}).get(task), is_higher_better=better.get(metric),
+            )  # fmt: skip
+
+
+def explain_tasks(scores: TaskScores) -> str:
+    """A table with a line for each metric."""
+    lines = [("task", "metric", "value", "", "rows", "shots")]
+    for score in scores.scores:
+        name = score.metric if score.answer_filter == "none" else f"{score.metric} ({score.answer_filter})"
+        arrow = {True: " ↑", False: " ↓", None: ""}[score.is_higher_better]
+        spread = "" if score.error is None else f"± {score.error:.4f}"
+        shots = "" if score.shots is None else f"{score.shots}"
+        lines.append((score.task, name + arrow, f"{score.value:.4f}", spread, f"{score.rows:,}", shots))
+    widths = [max(len(line[column]) for line in lines) for column in range(6)]
+    table = [
+        f"{line[0]:<{widths[0]}}  {line[1]:<{widths[1]}}  {line[2]:>{widths[2]}} {line[3]:<{widths[3]}}  "
+        f"{line[4]:>{widths[4]}}  {line[5]:>{widths[5]}}".rstrip()
+        for line in lines
+    ]
+    model = f"{scores.model} with {scores.adapter}" if scores.adapter else scores.model
+    ended = f"{model}: {format_seconds(scores.seconds)}; ± is the standard error, ↑ higher is better"
+    return "\n".join([*table, ended, f"results and samples: {scores.results}"])

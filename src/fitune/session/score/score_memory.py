@@ -1,0 +1,72 @@
+"""Peak bytes of a scoring's first batch as they are measured, and as they were predicted for the same passes."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from fitune.errors import HardwareError, ModelError
+from fitune.estimate.answering import memory_of_answering
+from fitune.files import write_atomically
+from fitune.measure.hardware import resolve_hardware
+from fitune.measure.memory import memory_meter
+from fitune.score.engines.continuous import Moment
+from fitune.score.plan import ScorePlan
+from fitune.session.score.score_plan import adapter_size
+from fitune.spec.answering import Answering, Questions, answering_precision
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.reports import ScoreReport
+from fitune.spec.serial import to_json
+
+
+class ScoreMemory:
+    """Measures the passes that it is opened for, and predicts each of them by its rows and widths alone."""
+
+    def __init__(self, plan: ScorePlan) -> None:
+        self._plan = plan
+        self._measured = 0
+        self._moments: list[Moment] = []
+
+    @contextmanager
+    def watch(self, moment: Moment, alive: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        """Measure one pass."""
+        device = next(iter(alive())).device
+        meter = memory_meter(device)
+        with meter.measuring(alive):
+            yield
+        self._measured = max(self._measured, *meter.take_peaks().values())
+        self._moments.append(moment)
+
+    def added_to(self, report: ScoreReport, out: Path) -> ScoreReport:
+        """The report with both figures, written anew; as it is where nothing was watched, or nothing can be
+        predicted."""
+        if not self._moments:
+            return report
+        try:
+            predicted = self._predicted()
+        except (ModelError, HardwareError):  # no formula, or GPUs of two kinds
+            return report
+        report = replace(report, measured_bytes=self._measured, predicted_bytes=predicted)
+        write_atomically(out / "report.json", to_json(report))
+        return report
+
+    def _predicted(self) -> int:
+        hardware = resolve_hardware()
+        answering = Answering(
+            engine="transformers", model=load_model_spec(self._plan.model), hardware=hardware,
+            precision=answering_precision(hardware), batch_size=1, adapter=adapter_size(self._plan.adapter),
+        )  # fmt: skip
+        return max(_bytes_at(moment, answering) for moment in self._moments)
+
+
+def _bytes_at(moment: Moment, answering: Answering) -> int:
+    """Predicted bytes of reading prompts, or of writing the token that makes the cache so wide."""
+    reads = moment.width == moment.prompt_tokens
+    asked = Questions(
+        rows=moment.rows, prompt_tokens=moment.rows * moment.prompt_tokens, longest_prompt=moment.prompt_tokens,
+        new_tokens=moment.width - moment.prompt_tokens + 1,
+    )  # fmt: skip
+    memory = memory_of_answering(replace(answering, batch_size=moment.rows), asked)
+    return sum((memory.reading if reads else memory.writing).values())

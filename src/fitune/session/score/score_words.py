@@ -1,0 +1,122 @@
+"""The options of ``fitune score`` as they are typed. No torch here."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fitune.errors import RecipeError
+from fitune.spec.plan import DataSource
+
+_LIMITS: dict[str, tuple[float, float]] = {
+    "max_new_tokens": (1, 1_000_000),
+    "batch_size": (1, 65_536),
+    "temperature": (0.0, 1_000.0),
+    "top_p": (0.0, 1.0),
+    "seed": (0, 2**63 - 1),
+}
+"""The smallest and the largest value of every number."""
+
+Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""One or several of files, folders, URLs and Hub datasets."""
+
+_ROLES = ("system", "prompt", "completion", "choices")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreWords:
+    """The options of ``fitune score`` on which bytes and seconds depend."""
+
+    model: str
+    sources: tuple[DataSource, ...]
+    adapter: str = ""
+    max_new_tokens: int = 256
+    batch_size: int = 16
+    engine: str = ""
+    """Empty: the fastest that fits."""
+    id_column: str = ""
+
+
+def sources_of(
+    data: Paths,
+    columns: Mapping[str, str],
+    *,
+    allow_https: bool = False,
+    allow_private_addresses: bool = False,
+) -> tuple[DataSource, ...]:
+    """A source for each path, in their order. Raises RecipeError for one that is named twice, and where none is."""
+    paths = [str(path) for path in ([data] if isinstance(data, str | os.PathLike) else data)]
+    if not all(paths) or not paths:
+        raise RecipeError("fitune score: --data is missing", hint="--data FILE, or --lm-eval TASKS")
+    if twice := next((path for path in paths if paths.count(path) > 1), ""):
+        raise RecipeError(
+            f"--data {twice} is given twice", hint="each row is answered once: keep one of them"
+        )
+    return tuple(
+        DataSource(
+            path=path, columns=tuple(columns.items()), allow_https=allow_https,
+            allow_private_addresses=allow_private_addresses,
+        )
+        for path in paths
+    )  # fmt: skip
+
+
+def columns_of(words: Sequence[str]) -> dict[str, str]:
+    """``prompt=question`` -> {"prompt": "question"}. Raises RecipeError for anything else."""
+    columns: dict[str, str] = {}
+    for word in words:
+        role, equals, column = word.partition("=")
+        if not (role and equals and column) or role in columns:
+            raise RecipeError(f"--columns {word!r} is not role=column", hint="--columns prompt=question")
+        columns[role] = column
+    return columns
+
+
+def require_allowed(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
+    for name, value in numbers.items():
+        least, most = _LIMITS[name]
+        if not least <= value <= most:
+            raise RecipeError(f"{name} = {value!r}: must be from {least:,} to {most:,}")
+    for role, column in columns.items():
+        if role not in _ROLES or not column:
+            fault = f"{role!r} is not a role" if role not in _ROLES else f"{role} names no column"
+            raise RecipeError(f"columns: {fault}", hint=f"roles are {', '.join(_ROLES)}")
+
+
+def require_planned(*, gpu: str, gpus: int) -> None:
+    """Raises RecipeError for devices of a machine that is elsewhere: a scoring runs on those that are here."""
+    if gpu or gpus:
+        said = f"--gpu {gpu}" if gpu else f"--gpus {gpus}"
+        raise RecipeError(
+            f"{said} describes a machine to plan for, and a scoring runs on the devices of this one",
+            hint="add --plan, or leave it out; --on ray --workers N takes the devices of a cluster",
+        )
+
+
+def _require_written(graders: Sequence[str]) -> None:
+    if not graders:
+        return
+    from fitune.score.grades.graders import open_graders  # its libraries are not for every plan
+
+    weighing = [grader.name for grader in open_graders(graders) if grader.row.weigh]
+    if weighing:
+        raise RecipeError(
+            f"--plan and --fleet predict written answers, and --grader {weighing[0]} weighs references",
+            hint="leave --plan and --fleet out",
+        )
+
+
+def score_words(
+    model: str, data: Paths, adapter: str, columns: Sequence[str] | None, max_new_tokens: int, batch_size: int,
+    engine: str, id_column: str, *, graders: Sequence[str] = (), allow_https: bool = False,
+    allow_private_addresses: bool = False,
+) -> ScoreWords:  # fmt: skip
+    """The words, checked. Raises RecipeError for a number out of its limits, a role that is none, and graders for which
+    nothing is written."""
+    roles = columns_of(columns or [])
+    _require_written(graders)
+    require_allowed({"batch_size": batch_size, "max_new_tokens": max_new_tokens}, roles)
+    sources = sources_of(
+        data, roles, allow_https=allow_https, allow_private_addresses=allow_private_addresses
+    )
+    return ScoreWords(model, sources, adapter, max_new_tokens, batch_size, engine, id_column)

@@ -1,0 +1,162 @@
+"""A model answers a dataset, and the answers are graded."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fitune.errors import ScoringFailed
+from fitune.files import written_whole
+from fitune.launch.ray_cluster import RayPlace
+from fitune.models.adapter_config import CONFIG
+from fitune.report.score_comparison import write_comparison
+from fitune.report.score_page import write_score_page
+from fitune.report.score_rows import first_failed, read_changed
+from fitune.score.answers import CHANGED
+from fitune.score.engines.engine import Sampling, engine_named
+from fitune.score.grades.paired import Changed, compare
+from fitune.score.plan import ScorePlan
+from fitune.score.run import score
+from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
+from fitune.session.score.score_memory import ScoreMemory
+from fitune.session.score.score_words import Paths, require_allowed, sources_of
+from fitune.spec.reports import ScoreReport
+
+_LINE_SECONDS = 30.0
+
+
+def score_dataset(
+    *, model: str, data: Paths, out: Path, tell: Tell, adapter: str = "", columns: Mapping[str, str] | None = None,
+    graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None, batch_size: int = 16,
+    chat_template: str = "", id_column: str = "", engine: str = "", url: str = "",
+    served_model: str = "", allow_https: bool = False, allow_private_addresses: bool = False,
+    place: RayPlace | None = None,
+) -> ScoreReport:  # fmt: skip
+    """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into ``out``.
+
+    ``data`` may be several: their rows are answered in their order, as if they were one.
+    ``columns`` maps system, prompt and completion to columns; ``sampling`` are fields of ``Sampling``.
+    ``place``: on a Ray cluster.
+    Raises RecipeError for a number out of its limits and a role that is none.
+    """
+    require_allowed({"batch_size": batch_size, **(sampling or {})}, columns or {})
+    plan = ScorePlan(
+        model=model,
+        adapter=adapter,
+        sources=sources_of(
+            data, columns or {}, allow_https=allow_https, allow_private_addresses=allow_private_addresses
+        ),
+        output_dir=str(out),
+        graders=tuple(graders),
+        sampling=Sampling(**(sampling or {})),
+        chat_template=chat_template,
+        id_column=id_column,
+        batch_size=batch_size,
+        engine=engine_named(engine or "transformers"),
+        url=url,
+        served_model=served_model,
+    )
+    if place is None and plan.engine != "server":
+        plan = _decided(plan, engine, tell)
+    if (
+        plan.engine == "vllm" and adapter and place is None
+    ):  # workers of a cluster do not see this machine's cache
+        from fitune.score.engines.engine_vllm import python_of_vllm
+        from fitune.session.score.merging import merged_where_needed
+
+        python_of_vllm()  # refuses before anything is merged
+        plan = replace(plan, merged=merged_where_needed(model, adapter, tell=tell))
+    with ExitStack() as stack:
+        elsewhere = None
+        if place is not None:
+            from fitune.session.clusters.score_on_ray import scoring_on_ray
+
+            plan, elsewhere = stack.enter_context(scoring_on_ray(plan, place, tell=tell))
+        pace, memory = Pace(tell), ScoreMemory(plan)
+        report = score(
+            plan,
+            say=lambda line: tell(Note(line)),
+            progress=pace.rows,
+            on_tokens=pace.add,
+            on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
+            watch=memory.watch,
+            elsewhere=elsewhere,
+        )
+    report = memory.added_to(report, out)
+    tell(Note(f"page: {write_score_page(out)}"))
+    return report
+
+
+def _decided(plan: ScorePlan, engine: str, tell: Tell) -> ScorePlan:
+    """The plan with the engine that is the fastest here, and devices for vLLM, where there are GPUs to choose for."""
+    from fitune.session.score.score_plan import engine_and_devices
+
+    chosen = engine_and_devices(plan, engine)
+    if chosen is None:
+        return plan
+    tell(Note(f"engine: {chosen.why}"))
+    return replace(plan, engine=chosen.engine, devices=chosen.devices)
+
+
+class Pace:
+    """Tells how far a scoring is, and how fast since it began."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell, self._tokens, self._before = tell, 0, 0
+        self._began = self._told = 0.0
+
+    def add(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    def rows(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if not self._began or done < self._before:  # another count begins
+            self._before, self._began, self._told = done, now, now
+        is_due = now - self._told >= _LINE_SECONDS
+        self._told = now if is_due else self._told
+        self._tell(
+            RowsAnswered(
+                done=done, total=total, new=done - self._before, tokens=self._tokens, seconds=now - self._began,
+                is_due=is_due,
+            )
+        )  # fmt: skip
+
+
+def why_not_all(report: ScoreReport, out: Path) -> ScoringFailed | None:
+    """The error of a score in which rows have no answer, with that of the first one; None when each has one."""
+    if not report.failed:
+        return None
+    id_, why = first_failed(out)
+    return ScoringFailed(
+        f"{report.failed} of {report.rows} rows have no answer and are graded 0; the first is {id_}: {why}",
+        hint=f"see the error of those rows in {out / 'answers.jsonl'}",
+    )
+
+
+def compare_scores(directory: Path, other: Path) -> str:
+    """Two scorings of the same rows side by side, in words; the rows whose grade changed go to changed.jsonl."""
+    with written_whole(directory / CHANGED) as file:
+
+        def write(row: Changed) -> None:
+            file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
+
+        paired = compare(directory, other, on_changed=write)
+    shown = []
+    for found in paired:
+        lower = ", lower is better" if found.scale == "perplexity" else ""
+        chance = "" if found.p_value is None else f", McNemar p = {found.p_value:.3g}"
+        shown.append(
+            f"{found.grader}: {found.mean:.4f} here, {found.other:.4f} there, difference {found.difference:+.4f} "
+            f"(95 %: {found.low:+.4f} to {found.high:+.4f}) over {found.rows} rows{lower}; "
+            f"{found.better} better, {found.worse} worse{chance}"
+        )
+    page = write_comparison(directory, other, paired, read_changed(directory))
+    return "\n".join([*shown, f"changed rows: {directory / CHANGED}", f"page: {page}"])
+
+
+def model_and_adapter(exported: Path, *, base: str) -> tuple[str, str]:
+    """Model and adapter of an export for ``score_dataset``: a model and "", or ``base`` and an adapter on it."""
+    return (base, str(exported)) if (exported / CONFIG).is_file() else (str(exported), "")

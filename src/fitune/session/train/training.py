@@ -1,0 +1,286 @@
+"""A recipe is planned, checked and trained, attempt after attempt."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fitune.checkpoint.commit import last_saved
+from fitune.data.conversations.formats import Conversation
+from fitune.data.conversations.templates import load_template
+from fitune.data.loader import Loader
+from fitune.data.preparing import PreparedData
+from fitune.engine.ranks import ALONE, Ranks
+from fitune.errors import (
+    CheckpointError,
+    FituneError,
+    OutOfMemory,
+    RecipeError,
+    StoreError,
+    work_under_way,
+)
+from fitune.estimate.predict import predict
+from fitune.files import write_atomically
+from fitune.models.language_model import LanguageModel
+from fitune.models.weights import planned_tokenizer
+from fitune.planner.whole_run import whole_run
+from fitune.report.compare import Prediction, RunnerUp
+from fitune.report.html import write_report
+from fitune.score.engines.engine import Sampling
+from fitune.score.engines.engine_transformers import answer_all
+from fitune.score.tasks import to_task
+from fitune.session.events import (
+    Compared,
+    DataRead,
+    Exported,
+    Note,
+    Planned,
+    Predicted,
+    RanOutOfMemory,
+    StepTeller,
+    Tell,
+    WeightsRead,
+)
+from fitune.session.exporting import export_run
+from fitune.session.planning import plan_for, saving_in_time, wanted_hardware
+from fitune.session.reported import report_run
+from fitune.session.train.attempts import Attempt, leave_shortage, next_attempt
+from fitune.session.train.checks import complete_run, require_room_on_disk
+from fitune.session.train.first_use import measure_on_first_use
+from fitune.session.train.tracking import require_trackers, tracked
+from fitune.spec.machines.hardware import Hardware
+from fitune.spec.plan import Plan
+from fitune.spec.predictions import PlanReport
+from fitune.spec.recipe.recipe import Recipe, dump_recipe
+from fitune.spec.reports import RunReport
+from fitune.spec.schedule import total_steps
+from fitune.spec.serial import to_json
+from fitune.spec.words import describe_plan
+from fitune.track.metrics import Sink
+from fitune.train.current import Callbacks
+from fitune.train.directory import require_own_directory
+from fitune.train.export import FOLDERS, TITLES
+from fitune.train.failure import release
+from fitune.train.run import put_metrics_back, run
+from fitune.train.uploading import examined_store, send_run
+
+_SAMPLE_TOKENS = 128
+
+
+def train_recipe(recipe: Recipe, *, overwrite: bool, tell: Tell, stop_asked: Callable[[], bool]) -> RunReport:
+    """Plan and train in this process, attempt after attempt. ``stop_asked`` is asked after every step."""
+    ended: RunReport | Attempt = first_attempt(recipe, overwrite=overwrite, tell=tell)
+    while isinstance(ended, Attempt):
+        ended = run_attempt(ended, recipe, tell=tell, stop_asked=stop_asked)
+    return ended
+
+
+def first_attempt(
+    recipe: Recipe, *, overwrite: bool, tell: Tell, ranks: Ranks = ALONE, hardware: Hardware | None = None
+) -> Attempt | RunReport:
+    """Plan and check everything that can be checked before data is read; the report of a run that is complete already.
+
+    ``hardware``: where it is another than the recipe's or this machine's.
+    Raises FituneError for what cannot be planned, trained here, or written into output_dir.
+    """
+    if not recipe.data:
+        raise RecipeError("no data is named", hint="data: train.jsonl, or --data on the command line")
+    if ranks.is_alone and hardware is None:  # else every rank has to make the same plan
+        measure_on_first_use(wanted_hardware(recipe), tell=tell)
+    report = saving_in_time(recipe, plan_for(recipe, purposes=("plan", "train"), hardware=hardware))
+    plan = report.chosen.plan
+    tell(Planned(report=report))
+    directory = Path(plan.run.output_dir)
+    require_own_directory(plan)
+    require_trackers(plan)
+    is_fetched = ranks.from_first(lambda: examined_store(plan.run, overwrite=overwrite))
+    complete = (
+        None if overwrite else complete_run(directory, plan, resume=recipe.resume, saved_elsewhere=is_fetched)
+    )
+    if complete is not None:
+        if ranks.is_first and not is_fetched:
+            make_up_for_missing(directory, plan, complete, tell=tell)
+            send_end(plan, tell=tell)
+        tell(Note(f"{directory}: already complete; --overwrite starts anew"))
+        return complete
+    require_room_on_disk(plan)
+    return Attempt(report=report, resume=recipe.resume, overwrite=overwrite)
+
+
+def run_attempt(
+    attempt: Attempt,
+    recipe: Recipe,
+    *,
+    tell: Tell,
+    stop_asked: Callable[[], bool],
+    sinks: Sequence[Sink] = (),
+    ranks: Ranks = ALONE,
+) -> RunReport | Attempt:
+    """Run the attempt and compare it with its prediction. Returns the next attempt when memory ran out in a step."""
+    plan = attempt.plan
+    with tracked(plan, tell=tell, ranks=ranks) as trackers:
+        sinks = [*sinks, *trackers]
+        ended = _run_or_report(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
+        if isinstance(ended, Attempt) or not ranks.is_first:
+            return ended
+        with work_under_way():
+            tell(Compared(reported=report_run(Path(plan.run.output_dir))))
+    if ended.exported:
+        tell(
+            Exported(title=TITLES[plan.run.export], path=Path(ended.exported), merged_loss=ended.merged_loss)
+        )
+    send_end(plan, tell=tell, has_other_end=ended.status == "interrupted")
+    return ended
+
+
+def make_up_for_missing(directory: Path, plan: Plan, report: RunReport, *, tell: Tell) -> None:
+    """Write the export or the page of a complete run that is not there: a run may be killed after its report.json."""
+    kind = plan.run.export
+    owes_export, owes_page = (
+        not (directory / FOLDERS[kind]).is_dir(),
+        not (directory / "report.html").is_file(),
+    )
+    if owes_export or owes_page:
+        try:
+            put_metrics_back(directory, plan, steps=report.steps, on_note=lambda note: tell(Note(note)))
+        except CheckpointError as error:
+            tell(Note(f"note: {error.message}"))
+    if owes_export:
+        try:
+            export_run(directory, None, kind, tell=tell)
+        except CheckpointError as error:
+            tell(Note(f"note: {error.message}"))
+    if owes_page:
+        tell(Note(f"report: {write_report(directory)}"))
+
+
+def send_end(plan: Plan, *, tell: Tell, has_other_end: bool = False) -> None:
+    """Send what the store of the run lacks, if it has one. Raises StoreError, or where the run ends by something else
+    tells it."""
+    try:
+        with work_under_way():
+            send_run(plan.run, lambda line: tell(Note(line)))
+    except StoreError as error:
+        if not has_other_end:
+            raise
+        tell(Note(f"warning: {error.message}"))
+
+
+def _run_or_report(
+    attempt: Attempt,
+    recipe: Recipe,
+    *,
+    tell: Tell,
+    stop_asked: Callable[[], bool],
+    sinks: Sequence[Sink],
+    ranks: Ranks,
+) -> RunReport | Attempt:
+    """The report of the attempt, or the attempt to try after it; a run that fails has its page, too."""
+    had = last_saved(Path(attempt.plan.run.output_dir))
+    try:
+        try:
+            return run_once(attempt, recipe, tell=tell, stop_asked=stop_asked, sinks=sinks, ranks=ranks)
+        except OutOfMemory as error:
+            release(error)
+            if not ranks.is_alone:
+                leave_shortage(attempt.plan, error, ranks)
+            if stop_asked() or not ranks.is_alone:
+                raise
+            following = next_attempt(attempt, recipe, error, had=had)
+            tell(RanOutOfMemory(retry=following.retries[-1]))
+            return following
+    except FituneError as error:
+        if error.exit_code != FituneError.exit_code and ranks.is_first:
+            with suppress(FituneError, OSError):  # the cause is worth more than the page
+                tell(Note(f"report: {write_report(Path(attempt.plan.run.output_dir))}"))
+                send_end(attempt.plan, tell=tell, has_other_end=True)
+        raise
+
+
+def run_once(
+    attempt: Attempt,
+    recipe: Recipe,
+    *,
+    tell: Tell,
+    stop_asked: Callable[[], bool],
+    sinks: Sequence[Sink] = (),
+    ranks: Ranks = ALONE,
+) -> RunReport:
+    """Execute the attempt's plan with the estimate written beside it, for the report to compare."""
+    report, plan = attempt.report, attempt.plan
+    directory = Path(plan.run.output_dir)
+
+    def on_data(data: PreparedData, loader: Loader, steps_of_other_plan: int) -> None:
+        tell(
+            DataRead(
+                train=data.train_ledger, held_out=data.eval_ledger, also_trained=tuple(data.also_trained)
+            )
+        )
+        if not ranks.is_first:
+            return
+        prediction = predict_run(report, loader, after=steps_of_other_plan)
+        tell(Predicted(prediction=prediction, plan=plan))
+        write_atomically(directory / "estimate.json", to_json(prediction))
+
+    told = (StepTeller(tell),) if ranks.is_first else ()
+    return run(
+        plan,
+        callbacks=Callbacks(
+            on_data=on_data,
+            on_note=lambda line: tell(Note(line)),
+            stop_asked=stop_asked,
+            answer=answers_with(plan),
+            on_bytes=lambda done, total: tell(WeightsRead(done_bytes=done, total_bytes=total)),
+            on_reading=tell,
+        ),
+        sinks=[*told, *sinks],
+        resume=attempt.resume,
+        overwrite=attempt.overwrite,
+        files={"recipe.yaml": dump_recipe(recipe)},
+        retries=attempt.retries,
+        restarts=attempt.restarts,
+        ranks=ranks,
+    )
+
+
+def predict_run(report: PlanReport, loader: Loader, *, after: int = 0) -> Prediction:
+    """Prediction for the batches this run will really see, with the alternatives considered.
+
+    The plan was made for the largest batch its settings allow; the heaviest of this data is known before it runs.
+    ``after``: steps that were done under another plan.
+    """
+    plan = report.chosen.plan
+    total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
+    step, heaviest = loader.heaviest_of_all(range(min(after + 1, total - 1), total))
+    epoch = loader.epoch()
+    return Prediction(
+        estimate=predict(plan, largest=heaviest, usual=epoch.usual),
+        run=whole_run(plan, epoch, price_per_gpu_hour=report.price_per_gpu_hour),
+        heaviest_step=step + 1,
+        heaviest_tokens=heaviest.tokens,
+        allowed_bytes=report.chosen.estimate.memory.tensor_peak_bytes,
+        runners_up=tuple(
+            RunnerUp(
+                summary=describe_plan(priced.plan),
+                peak_bytes=priced.estimate.peak_bytes,
+                step_seconds=priced.estimate.step_seconds,
+                fits=priced.estimate.fits,
+            )
+            for priced in report.runners_up
+        ),
+        rejected=report.rejected,
+        decisions=report.decisions,
+    )
+
+
+def answers_with(plan: Plan) -> Callable[[LanguageModel, Sequence[Conversation]], list[str]]:
+    """Greedy answers to held-out prompts, in the plan's own template."""
+    tokenizer = planned_tokenizer(plan)
+    template = load_template(tokenizer, plan.data.chat_template)
+    sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS)
+
+    def answer(model: LanguageModel, conversations: Sequence[Conversation]) -> list[str]:
+        tasks = [to_task(c, id=str(place), template=template) for place, c in enumerate(conversations)]
+        answers = answer_all(model.whole, tokenizer, template, tasks, sampling)
+        return [a.text or a.error for a in answers]
+
+    return answer

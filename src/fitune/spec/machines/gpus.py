@@ -1,0 +1,260 @@
+"""Spellings of the names of devices, devices by their figures alone, and hardware made of them."""
+
+import re
+from dataclasses import dataclass, replace
+
+from fitune.errors import HardwareError, did_you_mean
+from fitune.spec.machines.cards import Card, Elsewhere, devices_elsewhere, known_cards
+from fitune.spec.machines.hardware import Gpu, Hardware
+from fitune.units import GIB
+
+_WATTS = re.compile(r"(?<!\d)(\d{2,4}) ?w(?:atts?)?(?![a-z])")
+_NOISE = re.compile(
+    r"nvidia|geforce|tesla|quadro|rtx|gtx|jetson|blackwell|generation|edition|workstation|amd|instinct|intel|apple"
+    r"|(?<![a-z])(?:gpu|ac)(?![a-z])"
+)
+_FORM_FACTOR = re.compile(r"(sxm\d?|pcie|hbm\d?e?)")
+_MEMORY = re.compile(r"(?<![a-z\d])(\d+)\s*(?:gb|gib|g)(?![a-z])")
+
+
+def gpu_names() -> tuple[str, ...]:
+    """The canonical names."""
+    return tuple(card.gpu.name for card in known_cards())
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of a canonical name or any usual spelling: ``RTX4090``, ``NVIDIA A100-SXM4-80GB``, ``Tesla V100 32GB``.
+
+    ``h100`` means the SXM card, or may be a slower board; with a form factor or watts (``H100 (350W)``) it is one of
+    them. A product that comes with two sizes of memory needs the size: ``v100``
+    and ``a100`` alone are refused, because a plan for the larger would not run on the smaller.
+    Raises HardwareError for those and for unknown names.
+    """
+    card = _card_of(name)
+    return _board(name, card.gpu)
+
+
+def shared_host_bytes(name: str) -> int:
+    """Bytes that are left to the host where it shares one memory with the device ``name``; else 0."""
+    return _card_of(name).host_bytes
+
+
+def _card_of(name: str) -> Card:
+    key, gb = _split_name(name)
+    cards = _cards_of(key) or _cards_of(_FORM_FACTOR.sub("", key))
+    sized = [card for card in cards if gb in (None, card.advertised_gb, *card.other_gb)]
+    usual = [card for card in sized if not card.gpu.name.endswith("gb")] if gb is None else []
+    if len(usual or sized) == 1:
+        return (usual or sized)[0]
+    if cards:
+        raise HardwareError(
+            f"gpu = {name!r}: {cards[0].key.upper()} comes with "
+            + " or ".join(f"{card.advertised_gb} GB" for card in cards),
+            hint=" or ".join(card.gpu.name for card in cards),
+        )
+    _refuse_elsewhere(name, key, gb)
+    raise HardwareError(
+        f"gpu = {name!r} is not cpu and none of the {len(known_cards())} known cards (docs/cards.md)",
+        hint="; ".join(filter(None, (did_you_mean(name, gpu_names()), _BY_FIGURES))),
+    )
+
+
+_BY_FIGURES = "--gpu-memory 24GiB --gpu-flops 165e12 --gpu-bandwidth 1008GB/s describe any other CUDA GPU"
+_WHY_ELSEWHERE = {
+    "rocm": "it runs ROCm, on which fitune has never been run",
+    "gaudi": "it is no CUDA device",
+    "metal": "it runs Metal; on a Mac fitune trains small models on the processor",
+    "pascal": "its compute capability is below 7.0 (Volta), which fitune needs",
+}
+
+
+def _refuse_elsewhere(name: str, key: str, gb: int | None) -> None:
+    """Raises HardwareError for a device without CUDA 7.0, with the figures of a CUDA GPU of its size."""
+    found = next((device for device in devices_elsewhere() if device.key == key), None)
+    if found is None and not _APPLE.fullmatch(key):
+        return
+    known = "" if found is None else ", ".join(_figures(found, gb))
+    raise HardwareError(
+        f"gpu = {name!r}: fitune does not train on {name if found is None else found.name}"
+        f"{f' ({known})' if known else ''}: {_WHY_ELSEWHERE['metal' if found is None else found.kind]}",
+        hint=_ON_A_MAC if found is None or found.kind == "metal" else _like(found),
+    )
+
+
+_ON_A_MAC = "on that Mac, --gpu cpu plans for its own processor and memory"
+_APPLE = re.compile(r"m\d(pro|max|ultra)?|mps|metal|(apple|mac).*")
+"""Keys of Apple's chips and machines; of those that come with several bandwidths the table has no line."""
+
+
+def _figures(device: Elsewhere, gb: int | None) -> list[str]:
+    memory = device.advertised_gb or gb
+    return [
+        *([f"{memory} GB"] if memory else []),
+        *([f"{device.flops / 1e12:,.4g} TFLOP/s"] if device.flops else []),
+        *([f"{device.bandwidth / 1e9:,.0f} GB/s"] if device.bandwidth else []),
+    ]
+
+
+def _like(device: Elsewhere) -> str:
+    """Settings that plan for a CUDA GPU with the figures of ``device``, in words."""
+    return (
+        f"a CUDA GPU of its size: --gpu-memory {device.advertised_gb}GiB --gpu-flops {device.flops:.4g} "
+        f"--gpu-bandwidth {device.bandwidth / 1e9:g}GB/s"
+    )
+
+
+def _board(name: str, gpu: Gpu) -> Gpu:
+    """The board of ``name`` where one name is sold with several powers (H100: 350 W, 500 W and 700 W)."""
+    text = name.lower()
+    if not gpu.slower_board:
+        return gpu
+    watts = _WATTS.search(text)
+    if watts and int(watts.group(1)) <= 400 and not _FORM_FACTOR.search(text):
+        return find_gpu(gpu.slower_board)
+    is_named = _FORM_FACTOR.search(text) or "workstation" in text or (watts and int(watts.group(1)) >= 600)
+    return replace(gpu, slower_board="") if is_named else gpu
+
+
+def _split_name(name: str) -> tuple[str, int | None]:
+    """The product without maker, brand and separators, and the memory if it is named: ("a100pcie", 40)."""
+    text = name.lower()
+    text = _WATTS.sub(" ", text)
+    memory = _MEMORY.search(text)
+    text = _NOISE.sub(" ", _MEMORY.sub(" ", text))
+    return re.sub(r"[^a-z0-9]", "", text), int(memory.group(1)) if memory else None
+
+
+def _cards_of(key: str) -> list[Card]:
+    return [card for card in known_cards() if card.key == key]
+
+
+def similar_gpu(name: str, *, memory_bytes: int, capability: tuple[int, int]) -> Gpu:
+    """A device that is not in the table but was found in a machine: memory as found, rates a stand-in.
+
+    They are those of the slowest known card of the nearest architecture that is not newer; ``source`` says so.
+    """
+    older = [card.gpu for card in known_cards() if card.gpu.capability <= capability]
+    if not older:
+        raise HardwareError(
+            f"{name} has compute capability {capability[0]}.{capability[1]}; fitune needs 7.0 (Volta) or newer"
+        )
+    nearest = max(gpu.capability for gpu in older)
+    like = min((gpu for gpu in older if gpu.capability == nearest), key=lambda gpu: gpu.fp16_flops)
+    return Gpu(
+        name=name,
+        memory_bytes=memory_bytes,
+        bf16_flops=like.bf16_flops,
+        fp16_flops=like.fp16_flops,
+        fp32_flops=like.fp32_flops,
+        bandwidth=like.bandwidth,
+        capability=capability,
+        link_bandwidth=like.host_bandwidth,
+        host_bandwidth=like.host_bandwidth,
+        source=f"memory as the driver reports; not in the table: rates of the slowest like it, {like.name}",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFigures:
+    """Figures that a recipe gives of its GPU besides a name or instead of one; None is not given."""
+
+    memory_bytes: int | None = None
+    flops: float | None = None
+    """Dense bf16, accumulating in fp32."""
+    bandwidth: float | None = None
+    link_bandwidth: float | None = None
+
+    @property
+    def describe_a_gpu(self) -> bool:
+        return any(each is not None for each in (self.memory_bytes, self.flops, self.bandwidth))
+
+
+def gpu_of_figures(figures: GpuFigures) -> Gpu:
+    """A CUDA GPU that nobody has named. Assumed: fp32 at a quarter of bf16, compute capability 8.0, PCIe 4.
+
+    Raises HardwareError where its three figures are not all there.
+    """
+    if figures.memory_bytes is None or figures.flops is None or figures.bandwidth is None:
+        raise HardwareError("a GPU by its figures needs memory, FLOPS and bandwidth", hint=_BY_FIGURES)
+    return Gpu(
+        name=f"gpu-{round(figures.memory_bytes / GIB)}gib",
+        memory_bytes=figures.memory_bytes,
+        bf16_flops=figures.flops,
+        fp16_flops=figures.flops,
+        fp32_flops=figures.flops / 4,
+        bandwidth=figures.bandwidth,
+        capability=(8, 0),
+        link_bandwidth=figures.link_bandwidth or _PCIE_4,
+        host_bandwidth=_PCIE_4,
+        source="figures of the recipe; assumed: compute capability 8.0, PCIe 4, fp32 at a quarter of bf16",
+    )
+
+
+def with_figures(gpu: Gpu, figures: GpuFigures) -> Gpu:
+    """``gpu`` with the figures of the recipe in place of its own."""
+    if figures == GpuFigures():
+        return gpu
+    scale = 1.0 if figures.flops is None else figures.flops / gpu.fp16_flops
+    return replace(
+        gpu,
+        memory_bytes=figures.memory_bytes or gpu.memory_bytes,
+        bf16_flops=gpu.bf16_flops * scale,
+        fp16_flops=gpu.fp16_flops * scale,
+        bandwidth=figures.bandwidth or gpu.bandwidth,
+        link_bandwidth=figures.link_bandwidth or gpu.link_bandwidth,
+        source=f"{gpu.source}; some figures of the recipe",
+    )
+
+
+_PCIE_4 = 32e9
+NODE_NETWORK = 12.5e9
+"""Bytes/s in one direction between two nodes where nobody says: 100 Gbit/s, our assumption."""
+
+
+def cpu_gpu(*, memory_bytes: int, cores: int, has_bf16_products: bool = False) -> Gpu:
+    """The processor as a device. Capability (0, 0); links are memory copies.
+
+    fp32: 40 GFLOP/s a core, half of what one AVX2 core was measured to reach (83 on a cloud EPYC, torch
+    2.13, 768³ products). 16 bit: 1 GFLOP/s, measured on the same core: without AVX512-BF16 or AMX torch
+    falls back to scalar code. bf16 with such instructions (``has_bf16_products``): twice fp32; a Zen 4 core was
+    measured to reach 2.2 times. Memory: 10 GB/s a core, at most 40 (two channels of DDR4).
+    """
+    bf16 = 80e9 if has_bf16_products else 1e9
+    bandwidth = 10e9 * min(cores, 4)
+    return Gpu(
+        name="cpu",
+        memory_bytes=memory_bytes,
+        bf16_flops=bf16 * cores,
+        fp16_flops=1e9 * cores,
+        fp32_flops=40e9 * cores,
+        bandwidth=bandwidth,
+        capability=(0, 0),
+        link_bandwidth=bandwidth,
+        host_bandwidth=bandwidth,
+        source=f"{cores} cores × 40 GFLOP/s fp32 (half of one measured AVX2 core), {bf16 / 1e9:g} GFLOP/s bf16",
+    )
+
+
+def hardware_for(
+    *,
+    gpu: Gpu,
+    gpus: int = 1,
+    nodes: int = 1,
+    host_memory_bytes: int = 0,
+    cpu_cores: int = 0,
+    nvme_bytes: int = 0,
+    internode_bandwidth: float = NODE_NETWORK,
+) -> Hardware:
+    """``gpus`` is the number in each node. Between nodes: 100 Gbit/s Ethernet a node unless told otherwise."""
+    for name, value in (("gpus", gpus), ("nodes", nodes)):
+        if value < 1:
+            raise HardwareError(f"{name} = {value} must be at least 1")
+    return Hardware(
+        gpu=gpu,
+        gpus_per_node=gpus,
+        nodes=nodes,
+        host_memory_bytes=host_memory_bytes,
+        cpu_cores=cpu_cores,
+        nvme_bytes=nvme_bytes,
+        internode_bandwidth=internode_bandwidth if nodes > 1 else 0.0,
+    )

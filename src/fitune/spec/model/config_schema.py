@@ -1,0 +1,334 @@
+"""A model's config.json read field by field, and one table of what its fields may be, checked before anybody uses one.
+
+A field that is absent or null is its class's default; a field that is not in the table is left alone. Types are those
+of transformers' configuration classes (a test compares), ranges those in which a model can be built and run. Every
+complaint names the file, the field and the value.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from fitune.errors import ModelError
+from fitune.spec.model.traits import ACTIVATIONS, WITH_WEIGHTS
+
+_MOST = 1_000_000_000
+"""Largest count in a config: positions reach ten millions, and arithmetic with what lies beyond never ends."""
+_MOST_LAYERS = 10_000
+_SHOWN = 200
+"""Characters of a value in an error message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFields:
+    """The values of one config.json and the words that say where they come from.
+
+    ``null`` counts as absent: Hugging Face writes it for "the class decides".
+    """
+
+    values: Mapping[str, Any]
+    where: str
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A whole number of at least 1 under the first of ``names`` that is set."""
+        for name in names:
+            value = self.values.get(name)
+            if value is None:
+                continue
+            if type(value) is not int or value < 1:
+                self.refuse(name, "must be a whole number of at least 1")
+            most = _MOST_LAYERS if "layer" in name else _MOST
+            if value > most:
+                self.refuse(name, f"is more than any model has ({most:,})")
+            return value
+        if default is None:
+            raise ModelError(
+                f"{self.where}: {names[0]} is missing", hint="a config.json of transformers has it"
+            )
+        return default
+
+    def optional_count(self, name: str) -> int:
+        """A whole number as by ``count``, 0 when the field is absent."""
+        return self.count(name) if self.values.get(name) is not None else 0
+
+    def share(self, name: str, *, default: float = 0.0) -> float:
+        """A part of 1, whose range the schema has checked; the ``default`` when the field is absent."""
+        value = self.values.get(name)
+        return default if value is None else float(value)
+
+    def is_capped(self, name: str, *, default: bool) -> bool:
+        """True if a soft cap is set: ``null`` switches it off, an absent one is the ``default`` of the class."""
+        return self.values[name] is not None if name in self.values else default
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            self.refuse(name, "must be true or false")
+        return value
+
+    def word(self, name: str, *, default: str) -> str:
+        """A name, which the schema has checked; the ``default`` when the field is absent."""
+        value = self.values.get(name)
+        return default if value is None else str(value)
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """A list of strings, empty when the field is absent."""
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self.refuse(name, "must be a list of names")
+        return tuple(value)
+
+    def refuse(self, name: str, why: str, *, hint: str | None = None) -> NoReturn:
+        shown = repr(self.values.get(name))
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+        raise ModelError(f"{self.where}: {name} = {shown} {why}", hint=hint)
+
+
+Check = Callable[[ConfigFields, str, Any], None]
+"""Refuses the value of a field, or returns."""
+
+
+def check_config(fields: ConfigFields, *, traced: bool = False) -> None:
+    """Raises ModelError naming the first field of a config.json whose value has no meaning.
+
+    A model whose blocks are ``traced`` may have any activation that transformers has.
+    """
+    _check(fields, CONFIG_FIELDS if not traced else _FIELDS_OF_TRACED)
+    for name, value in fields.values.items():
+        if "dropout" in name or name.endswith("_pdrop"):
+            _number(low=0, below=1)(fields, name, value)
+    text = fields.values.get("text_config")
+    if isinstance(text, Mapping):
+        check_config(ConfigFields(values=text, where=f"{fields.where}: text_config"), traced=traced)
+
+
+def check_generation_config(fields: ConfigFields) -> None:
+    """Raises ModelError naming the first field of a generation_config.json whose value has no meaning."""
+    _check(fields, GENERATION_FIELDS)
+
+
+def check_tokenizer_config(fields: ConfigFields) -> None:
+    """Raises ModelError naming the first field of a tokenizer_config.json whose value has no meaning."""
+    _check(fields, TOKENIZER_FIELDS)
+    for name, value in fields.values.items():
+        if name.endswith("_token") and name not in TOKENIZER_FIELDS:
+            _token(fields, name, value)
+
+
+def _check(fields: ConfigFields, table: Mapping[str, Check]) -> None:
+    for name, value in fields.values.items():
+        if value is not None and name in table:
+            table[name](fields, name, value)
+
+
+def _count(fields: ConfigFields, name: str, value: Any) -> None:
+    fields.count(name)
+
+
+def _whole(low: int, high: int) -> Check:
+    def check(fields: ConfigFields, name: str, value: Any) -> None:
+        if type(value) is not int or not low <= value <= high:
+            fields.refuse(name, f"must be a whole number from {low} to {high:,}")
+
+    return check
+
+
+def _number(*, low: float | None = None, above: float | None = None, below: float | None = None) -> Check:
+    bounds = (("at least", low), ("more than", above), ("less than", below))
+    words = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+
+    def fits(value: Any) -> bool:
+        return (
+            type(value) in (int, float)
+            and abs(value) < 1e300  # an int may be larger than any float
+            and (low is None or value >= low)
+            and (above is None or value > above)
+            and (below is None or value < below)
+        )
+
+    def check(fields: ConfigFields, name: str, value: Any) -> None:
+        if value is not None and not fits(value):
+            fields.refuse(name, f"must be a number {words}".rstrip())
+
+    return check
+
+
+def _flag(fields: ConfigFields, name: str, value: Any) -> None:
+    fields.flag(name)
+
+
+def _word(fields: ConfigFields, name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        fields.refuse(name, "must be a name")
+
+
+def _words(fields: ConfigFields, name: str, value: Any) -> None:
+    fields.words(name)
+
+
+def _activation(fields: ConfigFields, name: str, value: Any) -> None:
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        learns = isinstance(value, str) and value in WITH_WEIGHTS
+        why = "has weights of its own, which fitune does not train" if learns else "is no known activation"
+        fields.refuse(name, why, hint=f"the known ones are {', '.join(sorted(ACTIVATIONS))}")
+
+
+def _ids(fields: ConfigFields, name: str, value: Any) -> None:
+    """−1 stands for no token in some configs of 2023."""
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(id_) is int and -1 <= id_ < 2**31 for id_ in ids):
+        fields.refuse(name, "must be a token's id, or a list of ids")
+
+
+def _whole_numbers(fields: ConfigFields, name: str, value: Any) -> None:
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**31 for item in value):
+        fields.refuse(name, "must be a list of whole numbers")
+
+
+def _object(fields: ConfigFields, name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        fields.refuse(name, "must be an object")
+
+
+def _token(fields: ConfigFields, name: str, value: Any) -> None:
+    content = value.get("content") if isinstance(value, Mapping) else value
+    if value is not None and not isinstance(content, str | bool):  # some tools have switches of that name
+        fields.refuse(name, "must be a token")
+
+
+def _tokens(fields: ConfigFields, name: str, value: Any) -> None:
+    if not isinstance(value, list | Mapping):
+        fields.refuse(name, "must be a list of tokens, or tokens by name")
+    for token in value if isinstance(value, list) else value.values():
+        if not isinstance(token, str) and not (
+            isinstance(token, Mapping) and isinstance(token.get("content"), str)
+        ):
+            fields.refuse(name, "must hold tokens")
+
+
+def _side(fields: ConfigFields, name: str, value: Any) -> None:
+    if value not in ("left", "right"):
+        fields.refuse(name, "must be left or right")
+
+
+def _no_other_weights(fields: ConfigFields, name: str, value: Any) -> None:
+    fields.refuse(name, "names weights elsewhere, which fitune does not read")
+
+
+def _not_quantised(fields: ConfigFields, name: str, value: Any) -> None:
+    """A quantiser's name chooses which code of a library runs; what it left is for inference alone."""
+    raise ModelError(
+        f"{fields.where}: {name}: the weights are already quantised",
+        hint="name the 16-bit model it was made from",
+    )
+
+
+def _rope(fields: ConfigFields, name: str, value: Any) -> None:
+    """Rotary positions: numbers by name, or such an object for each type of layer."""
+    _object(fields, name, value)
+    inner = ConfigFields(values=value, where=f"{fields.where}: {name}")
+    _check(inner, _ROPE)
+    for key, part in value.items():
+        if isinstance(part, Mapping):
+            _rope(inner, key, part)
+
+
+def _factors(fields: ConfigFields, name: str, value: Any) -> None:
+    fits = isinstance(value, list) and all(
+        type(v) in (int, float) and math.isfinite(v) and v > 0 for v in value
+    )
+    if not fits:
+        fields.refuse(name, "must be a list of positive numbers")
+
+
+_COUNTS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "max_position_embeddings", "original_max_position_embeddings", "n_embd", "n_head",
+    "n_layer", "n_positions", "n_inner", "ffn_hidden_size", "num_kv_heads", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
+    "num_ln_in_parallel_attn",
+)  # fmt: skip
+_FLAGS = (
+    "tie_word_embeddings", "use_cache", "attention_bias", "mlp_bias", "bias", "alibi", "multi_query",
+    "parallel_attn", "new_decoder_architecture", "qk_layernorm", "use_sliding_window", "norm_topk_prob",
+    "output_router_logits", "add_cross_attention", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
+    "reorder_and_upcast_attn", "summary_use_proj", "summary_proj_to_labels", "is_encoder_decoder", "is_decoder",
+    "output_hidden_states", "output_attentions", "return_dict", "use_bidirectional_attention",
+)  # fmt: skip
+_ZERO_AND_MORE = _number(low=0)
+_POSITIVE = _number(above=0)
+_ANY_NUMBER = _number()
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+CONFIG_FIELDS: dict[str, Check] = {
+    **dict.fromkeys(_COUNTS, _count),
+    **dict.fromkeys(_FLAGS, _flag),
+    **dict.fromkeys(_TOKENS, _ids),
+    **dict.fromkeys(
+        ("initializer_range", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "router_aux_loss_coef",
+         "router_jitter_noise"), _ZERO_AND_MORE,
+    ),
+    **dict.fromkeys(
+        ("rope_theta", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping",
+         "query_pre_attn_scalar", "partial_rotary_factor"), _POSITIVE,
+    ),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "activation"), _activation),
+    **dict.fromkeys(("model_type", "summary_type", "transformers_version", "problem_type"), _word),
+    **dict.fromkeys(("architectures", "layer_types"), _words),
+    **dict.fromkeys(("id2label", "label2id", "text_config"), _object),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _rope),
+    "quantization_config": _not_quantised,
+    "transformers_weights": _no_other_weights,
+    "mlp_only_layers": _whole_numbers,
+    "sliding_window": _whole(0, 1_000_000_000),
+    "max_window_layers": _whole(0, 1_000_000),
+    "pretraining_tp": _whole(1, 1_000_000),
+    "chunk_size_feed_forward": _whole(0, 1_000_000_000),
+    "num_labels": _whole(0, 1_000_000),  # transformers makes a name for each of them
+}  # fmt: skip
+
+_ROPE: dict[str, Check] = {
+    **dict.fromkeys(
+        ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
+         "rope_theta", "partial_rotary_factor"), _POSITIVE,
+    ),
+    **dict.fromkeys(("long_factor", "short_factor"), _factors),
+    **dict.fromkeys(("type", "rope_type"), _word),
+    "mscale_all_dim": _ZERO_AND_MORE,
+    "original_max_position_embeddings": _count,
+}  # fmt: skip
+
+_FIELDS_OF_TRACED = {
+    name: check
+    for name, check in CONFIG_FIELDS.items()
+    if check is not _activation and name != "use_bidirectional_attention"
+}
+
+GENERATION_FIELDS: dict[str, Check] = {
+    **dict.fromkeys((*_TOKENS, "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
+                     "forced_eos_token_id"), _ids),
+    **dict.fromkeys(("max_length", "max_new_tokens", "num_beams", "num_return_sequences"), _count),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), _whole(0, 1_000_000_000)),
+    **dict.fromkeys(("do_sample", "use_cache", "renormalize_logits", "output_attentions", "output_scores",
+                     "return_dict_in_generate"), _flag),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"), _ZERO_AND_MORE),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), _POSITIVE),
+    **dict.fromkeys(("length_penalty", "diversity_penalty", "guidance_scale", "max_time"), _ANY_NUMBER),
+    **dict.fromkeys(("transformers_version", "cache_implementation"), _word),
+    "top_k": _whole(-1, 1_000_000_000),
+}  # fmt: skip
+
+TOKENIZER_FIELDS: dict[str, Check] = {
+    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces",
+                     "split_special_tokens", "legacy", "use_fast"), _flag),
+    **dict.fromkeys(("padding_side", "truncation_side"), _side),
+    **dict.fromkeys(("extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"), _tokens),
+    **dict.fromkeys(("sp_model_kwargs",), _object),
+    "model_input_names": _words,
+    "model_max_length": _POSITIVE,
+}  # fmt: skip

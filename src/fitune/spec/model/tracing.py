@@ -1,0 +1,225 @@
+"""Shapes and profiles of architectures without formulas: shipped, cached, or traced by whoever may import torch.
+
+A plan needs neither torch nor transformers once they are there. Files are named by what they depend on: the config,
+the way of training and the versions of the libraries. Profiles of public names are shipped (shipped.py). Those of other
+versions than the installed ones serve a plan, which says so, and neither training nor a rehearsal.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fitune.errors import ModelError
+from fitune.files import cache_folder, write_atomically
+from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.model.shipped import Libraries, shipped_libraries, shipped_profile, shipped_shapes
+from fitune.spec.model.traced_profile import TracedStep
+from fitune.spec.model.tracer import current_tracer, installed_alone
+from fitune.spec.plan import (
+    AdamW,
+    Batch,
+    Lora,
+    Offload,
+    PlainLoss,
+    Plan,
+    Precision,
+    Recompute,
+    Single,
+    updates_in_backward,
+)
+from fitune.spec.serial import from_json, to_data, to_json
+
+FORMAT = 3
+"""Goes up when what is stored, or how it is counted, changes."""
+
+LENGTHS = (1, 2, 4)
+"""Lengths of rows that are traced, as multiples of the first."""
+
+_NOT_OF_SHAPES = {
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "dtype",
+    "torch_dtype", "transformers_version", "use_cache", "initializer_range", "name_or_path",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Facts that the bytes of blocks depend on beside tokens: how they are trained, and by which kernels."""
+
+    plan: Plan
+    """With everything else set to one value."""
+    rows: int
+    """1 or 2: what is written for each row and then joined is like two from the second on."""
+    first: int
+    """The shortest of three lengths of rows to trace, on the same side of a sliding window as the plan's.
+
+    Shorter where blocks take no longer streams."""
+
+    @property
+    def digest(self) -> str:
+        plan = self.plan
+        facts = [
+            FORMAT, plan.model.config_digest, to_data(plan.tuning), plan.precision.value, plan.attention,
+            plan.hardware.gpu.is_cpu, plan.hardware.gpu.capability >= (8, 0), self.rows, self.first,
+            to_data(plan.optimizer) if updates_in_backward(plan.tuning) else None,
+        ]  # fmt: skip
+        return _digest(facts)
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Names what a config's shapes and profiles depend on beside the versions of the libraries."""
+    return _digest([FORMAT, {key: value for key, value in config.items() if key not in _NOT_OF_SHAPES}])
+
+
+@cache
+def installed_libraries() -> Libraries:
+    """The versions of the libraries that trace here."""
+    from importlib.metadata import version  # takes a while, and most plans need none of this
+
+    return Libraries(torch=version("torch"), transformers=version("transformers"))
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def shapes_for(config: Mapping[str, Any], *, name: str, where: str, dtype: str) -> ModelSpec:
+    """The shapes of an architecture without a formula. Raises ModelError when they cannot be found out here."""
+    digest = config_digest(config)
+    found = shipped_shapes(digest) if _takes_shipped() else None
+    file = _file(f"{digest}.shapes")
+    found = found or _stored(ModelSpec, file)
+    if found is None:
+        tracer = current_tracer()
+        if tracer is None:
+            raise ModelError(
+                f"{where}: model_type = {config.get('model_type')!r}: its shapes are not known here yet",
+                hint="`fitune plan` finds them out once and keeps them",
+            )
+        try:
+            found = tracer.shapes(config, name=name, digest=digest, dtype=dtype)
+        except ModelError as error:
+            raise ModelError(f"{where}: {error.message}", hint=error.hint) from None
+        _store(found, file)
+    return replace(found, name=name, dtype=dtype)
+
+
+def profile_for(plan: Plan, shape: BatchShape) -> TracedStep:
+    """The traced profile of ``plan``'s way of training."""
+    way = way_of(plan, shape)
+    digest = plan.model.config_digest
+    file = _file(f"{digest}.{way.digest}")
+    found = _known.get(file) or _stored(TracedStep, file)
+    if found is None and _takes_shipped():
+        found = shipped_profile(digest, way.digest)
+        if found is not None and not _is_shipped_version():
+            _of_other_versions.add(digest)
+            return found
+    if found is None:
+        tracer = current_tracer()
+        if tracer is None:
+            raise ModelError(f"{way.plan.model.name} has not been traced for this way of training yet")
+        found = tracer.profile(way)
+        _store(found, file)
+    _known[file] = found
+    return found
+
+
+_known: dict[Path, TracedStep] = {}
+_of_other_versions: set[str] = set()
+"""Configs for which this process took shipped profiles of other versions than the installed ones."""
+
+
+def _is_shipped_version() -> bool:
+    return installed_libraries().public == shipped_libraries()
+
+
+def _takes_shipped() -> bool:
+    return not installed_alone() or _is_shipped_version()
+
+
+def versions_note(model: ModelSpec) -> str | None:
+    """Says by which versions the blocks of ``model`` were traced where those are not the installed ones, or None."""
+    if model.config_digest not in _of_other_versions:
+        return None
+    return (
+        f"blocks: a shipped profile, traced with {shipped_libraries().words}; installed are "
+        f"{installed_libraries().words}, by which training and `fitune rehearse` trace afresh"
+    )
+
+
+def way_of(plan: Plan, shape: BatchShape) -> Way:
+    """The way of training that ``plan`` is one of, for micro-batches like ``shape``."""
+    rows = min(2, shape.rows)
+    window = plan.model.sliding_window
+    if not window or plan.attention == "flash":  # whose kernels hold no scores, whatever a row sees
+        first = 1024
+    elif shape.row_tokens <= window:
+        first = max(16, window // 4)
+    else:
+        first = 2 * window
+    longest = plan.model.longest_stream
+    if longest:
+        first = max(1, min(first, longest // (rows * LENGTHS[-1])))
+    return Way(plan=_plain(plan), rows=rows, first=first)
+
+
+def _plain(plan: Plan) -> Plan:
+    """``plan`` with all that blocks do not depend on set to one value."""
+    in_backward = updates_in_backward(plan.tuning)
+    tuning = plan.tuning
+    if isinstance(tuning, Lora):
+        tuning = replace(tuning, alpha=tuning.rank, rslora=False, dropout=0.1 if tuning.dropout else 0.0)
+    precision = plan.precision
+    if not in_backward and precision is not Precision.FP32:
+        precision = Precision.BF16
+    return replace(
+        plan,
+        tuning=tuning,
+        precision=precision,
+        optimizer=plan.optimizer if in_backward else AdamW(),
+        hardware=replace(plan.hardware, gpus_per_node=1, nodes=1),
+        sharding=Single(),
+        offload=Offload(),
+        loss=PlainLoss(),
+        recompute=Recompute(blocks=0),
+        compile_blocks=False,
+        batch=Batch(
+            micro_batch_size=1,
+            accumulation=1 if in_backward else 2,
+            seq_len=min(1024, plan.model.longest_stream or 1024),
+            packing=False,
+        ),
+    )
+
+
+def _file(stem: str) -> Path:
+    return cache_folder() / "traced" / f"{stem}.{_installed_digest()}.json"
+
+
+@cache
+def _installed_digest() -> str:
+    return _digest(to_data(installed_libraries()))[:8]
+
+
+T = TypeVar("T")
+
+
+def _stored(kind: type[T], file: Path) -> T | None:
+    """The stored value; None where there is no file, or an unreadable one: it is made again."""
+    try:
+        return from_json(kind, file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _store(value: Any, file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, to_json(value))
+    except OSError:
+        return  # a cache that cannot be written costs the next plan the same seconds

@@ -1,0 +1,158 @@
+"""Traits: memory of the activation function, attention scores, and the fused kernels that fit a model."""
+
+from dataclasses import dataclass
+
+from fitune.spec.machines.hardware import Gpu
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """Counts of tensors of the MLP's width, or of operations."""
+
+    keeps_input: bool = True
+    """Autograd keeps what comes in."""
+    keeps_output: bool = False
+    """It keeps what goes out, where the product behind it keeps the same tensor."""
+    inner: int = 0
+    """Kept besides these two."""
+    makes_output: bool = True
+    """False where input and output are one tensor."""
+    forward: int = 2
+    """At once, with the input, when nothing is kept."""
+    backward: int = 2
+    """At once beyond what is kept, with the gradients of output and input."""
+    reads_and_writes: tuple[int, int] = (2, 3)
+    """Numbers of elementwise operations, forward and backward."""
+    operations: tuple[int, int] = (1, 1)
+
+    @property
+    def kept(self) -> int:
+        """Kept besides the output."""
+        return self.keeps_input + self.inner
+
+
+_ONE_KERNEL = Activation()
+_FROM_ITS_OUTPUT = Activation(keeps_input=False, keeps_output=True)
+_WRITTEN_OUT_TANH = Activation(
+    inner=3, forward=4, backward=3, reads_and_writes=(18, 28), operations=(8, 11)
+)  # keeps x, ½x, tanh and 1 + tanh
+
+# Some functions are one kernel, others several operations in Python, each of which keeps what its own derivative reads
+# (transformers/activations.py). A test counts the same of every function.
+ACTIVATIONS: dict[str, Activation] = {
+    **dict.fromkeys(
+        ("gelu", "gelu_pytorch_tanh", "hardswish", "leaky_relu", "mish", "relu6", "silu", "swish"), _ONE_KERNEL
+    ),
+    **dict.fromkeys(("relu", "sigmoid", "tanh"), _FROM_ITS_OUTPUT),
+    **dict.fromkeys(("gelu_accurate", "gelu_new", "gelu_python_tanh"), _WRITTEN_OUT_TANH),
+    "gelu_10": Activation(inner=1, forward=3, backward=3, reads_and_writes=(4, 10), operations=(2, 4)),
+    "gelu_fast": Activation(inner=6, forward=5, backward=3, reads_and_writes=(21, 36), operations=(9, 13)),
+    "gelu_python": Activation(
+        keeps_input=False, inner=3, forward=4, backward=5, reads_and_writes=(11, 24), operations=(5, 10)
+    ),
+    "laplace": Activation(
+        keeps_input=False, inner=1, forward=4, backward=6, reads_and_writes=(10, 15), operations=(5, 7)
+    ),
+    "linear": Activation(
+        keeps_input=False, makes_output=False, forward=1, backward=1, reads_and_writes=(0, 0), operations=(0, 0)
+    ),
+    "quick_gelu": Activation(inner=1, forward=3, backward=3, reads_and_writes=(7, 14), operations=(3, 5)),
+    "relu2": Activation(
+        keeps_input=False, inner=1, forward=3, backward=4, reads_and_writes=(4, 10), operations=(2, 4)
+    ),
+    "sqrtsoftplus": Activation(
+        keeps_output=True, forward=3, backward=3, reads_and_writes=(4, 8), operations=(2, 3)
+    ),
+}  # fmt: skip
+
+WITH_WEIGHTS = frozenset(("prelu", "xielu"))
+"""They have parameters of their own, which no part of a plan counts or trains."""
+
+
+def has_scores(plan: Plan) -> bool:
+    """True if scores n·s² are written out, by fitune or by torch: long rows take the most then."""
+    return writes_scores(plan) or falls_back_to_scores(plan)
+
+
+def writes_scores(plan: Plan) -> bool:
+    """True if fitune's own code writes them: eager attention, and where they are capped."""
+    return plan.attention == "eager" or plan.model.caps_scores
+
+
+def falls_back_to_scores(plan: Plan) -> bool:
+    """True if torch writes them, in fp32: to drop attention out on a CPU, which no fused kernel does there."""
+    drops_out = plan.model.dropout.attention > 0 and plan.hardware.gpu.is_cpu
+    return drops_out and not writes_scores(plan)
+
+
+_TRITON = (7, 0)
+"""The oldest compute capability that Triton, which Liger's kernels are written in, compiles for."""
+
+_LIGER_PRODUCTS = ("silu", "swish", "gelu_pytorch_tanh")
+"""Activations, the last not where one linear makes gate and up (Phi-3)."""
+
+
+def flash_refused_by_device(gpu: Gpu) -> str | None:
+    """Reason why FlashAttention does not run on this device, or None."""
+    if gpu.is_cpu:
+        return "FlashAttention runs on GPUs"
+    if not gpu.has_flash_attention:
+        return (
+            f"FlashAttention-2 needs compute capability 8.0 or newer (Ampere), and {gpu.name} has "
+            f"{capability_words(gpu)}"
+        )
+    return None
+
+
+def flash_refused_by_model(model: ModelSpec, gpu: Gpu) -> str | None:
+    """Reason why the FlashAttention kernel cannot compute this model's attention on ``gpu``, which has it, or None."""
+    if model.masks_whole_stream:
+        return f"the attention of {model.name} takes a mask over the whole stream, which the kernel does not"
+    if model.caps_scores:
+        return f"{model.name} caps its attention scores, which no fused kernel does"
+    if model.uneven_heads:
+        return f"heads of values and of keys of {model.name} differ in size, which the kernel does not take"
+    if model.head_dim > 256:
+        return f"heads of {model.head_dim} are larger than the 256 the kernel takes"
+    if model.head_dim % 8:
+        return f"heads of {model.head_dim} are no multiple of the 8 the kernel takes"
+    # torch refuses to train these: check_requires_grad_and_head_dim_gt192_constraints in its sdp_utils.cpp
+    if gpu.capability in ((8, 6), (8, 9)) and 192 < model.head_dim <= 224:
+        return (
+            f"its backward takes no heads of 193 to 224 on compute capability {capability_words(gpu)}, and "
+            f"{model.name} has {model.head_dim}"
+        )
+    return None
+
+
+def liger_refused_by_device(gpu: Gpu) -> str | None:
+    """Reason why Liger's kernels do not run on this device, or None."""
+    if gpu.capability >= _TRITON:
+        return None
+    where = "a CPU" if gpu.is_cpu else f"{gpu.name} ({capability_words(gpu)})"
+    return f"they are Triton kernels, which run on GPUs of compute capability 7.0 and newer, not on {where}"
+
+
+def liger_refused_by_model(model: ModelSpec) -> str | None:
+    """Reason why Liger's kernels do not fit this model, or None."""
+    if model.is_traced:
+        return (
+            f"Liger's kernels are fitted to modules that fitune knows, and it only traces {model.model_type}"
+        )
+    if not model.has_liger_kernels:
+        return (
+            f"Liger's kernels take RMSNorms and gated MLPs, and {model.name} ({model.model_type}) has others"
+        )
+    products = _LIGER_PRODUCTS[:2] if model.fuses_gate_and_up else _LIGER_PRODUCTS
+    if not model.num_experts and model.activation not in products:
+        return f"Liger's gated product is of {', '.join(products)}; {model.name} has {model.activation}"
+    if model.rotary_share != 1:
+        return f"Liger's kernels turn whole heads by position, and {model.name} turns {model.rotary_share:g} of each"
+    return None
+
+
+def capability_words(gpu: Gpu) -> str:
+    """``8.6``."""
+    return f"{gpu.capability[0]}.{gpu.capability[1]}"

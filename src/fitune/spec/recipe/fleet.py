@@ -1,0 +1,111 @@
+"""A fleet file: the clusters that a job may go to, each with its nodes, its price and how a job gets in."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from fitune.errors import FituneError, RecipeError, did_you_mean
+from fitune.spec.machines.gpus import find_gpu
+from fitune.spec.machines.job import System
+from fitune.spec.recipe.job_settings import (
+    Duration,
+    JobSettings,
+    LabelValue,
+    Strict,
+    checked,
+    require_meaningful,
+)
+from fitune.spec.recipe.values import Bandwidth, CountInt, PositiveFloat, PositiveInt, Size, Text, as_name
+from fitune.spec.recipe.words import load_yaml
+
+Objective = Literal["fastest", "cheapest", "soonest"]
+Source = Literal["nodes", "kueue", "slurm", "ray"]
+
+
+class Cluster(Strict):
+    """Nodes that are alike. What is not said is not held against a plan, or is assumed and said so."""
+
+    name: Text
+    gpu: Annotated[Text, BeforeValidator(as_name)]
+    gpus: PositiveInt = 1
+    """In each node."""
+    nodes: CountInt = 1
+    free: CountInt | None = None
+    """Nodes that are free now; left out: all."""
+    wait: Duration | None = None
+    """Seconds until all nodes are free, for those that are not."""
+    kind: System = "kuberay"
+    price: PositiveFloat | None = None
+    """US dollars for an hour of one GPU."""
+    host_memory: Size | None = None
+    """Of a node."""
+    disk: Size | None = None
+    """Of a node, for caches."""
+    interconnect: Bandwidth | None = None
+    node_network: Bandwidth | None = None
+    storage: Bandwidth | None = None
+    """Of one node to the shared file system."""
+    start: Duration | None = None
+    """Seconds from a free node to the first line of fitune: pulling the image, starting Ray."""
+    instance_type: LabelValue = ""
+    live: Source | None = None
+    """Who is asked for ``free`` with --live."""
+    job: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def free_nodes(self) -> int:
+        return self.nodes if self.free is None else min(self.free, self.nodes)
+
+    @property
+    def settings(self) -> JobSettings:
+        """The ``job:`` settings, with the instance type of the cluster where a pod can ask for one."""
+        wanted = dict(self.job)
+        if self.instance_type and self.kind != "slurm":
+            wanted.setdefault("instance_type", self.instance_type)
+        return checked(JobSettings, wanted, where=f"job of cluster {self.name}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """All clusters of one file."""
+
+    source: str
+    clusters: tuple[Cluster, ...]
+
+
+def read_fleet(path: Path) -> Fleet:
+    """The clusters of a YAML file. Raises RecipeError naming the cluster, the key and what is wrong."""
+    content = load_yaml(path, kind="fleet")
+    for key in content.keys() - {"clusters"}:
+        hint = did_you_mean(str(key), ["clusters"]) or "clusters: a list, one entry for each cluster"
+        raise RecipeError(f"{path}: unknown key {key!r}", hint=hint)
+    entries = content.get("clusters")
+    if not isinstance(entries, list) or not entries:
+        raise RecipeError(
+            f"{path}: no cluster is listed", hint="clusters: [{name: a, gpu: h100, gpus: 8, nodes: 2}]"
+        )
+    clusters = tuple(_cluster(entry, number, path) for number, entry in enumerate(entries, start=1))
+    names = [cluster.name for cluster in clusters]
+    for name in names:
+        if names.count(name) > 1:
+            raise RecipeError(f"{path}: two clusters are called {name!r}", hint="a name for each")
+    return Fleet(source=str(path), clusters=clusters)
+
+
+def _cluster(entry: Any, number: int, path: Path) -> Cluster:
+    if not isinstance(entry, dict):
+        raise RecipeError(f"{path}: cluster {number} is {entry!r}", hint="name: …, gpu: …, gpus: …, nodes: …")
+    where = f"{path}: cluster {entry.get('name') or number}"
+    cluster = checked(Cluster, entry, where=where)
+    if cluster.nodes == 0:
+        raise RecipeError(
+            f"{where}: nodes is 0", hint="free: 0 where all of them are taken now, or leave the cluster out"
+        )
+    try:
+        gpu = find_gpu(cluster.gpu)
+        require_meaningful(cluster.settings, cluster.kind)
+    except FituneError as error:
+        raise type(error)(f"{where}: {error.message}", hint=error.hint) from None
+    return cluster.model_copy(update={"gpu": gpu.name})

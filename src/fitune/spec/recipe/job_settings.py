@@ -1,0 +1,214 @@
+"""The ``job:`` settings as people write them: a file, a cluster of a fleet file, or ``--set job.image=…``."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
+
+from fitune.errors import RecipeError, did_you_mean
+from fitune.spec.machines.job import System
+from fitune.spec.recipe.values import Names, PositiveInt, Size, require_plain_text, whole_number
+from fitune.spec.recipe.words import load_yaml, parse_value
+from fitune.units import parse_seconds
+
+T = TypeVar("T", bound=BaseModel)
+
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
+_LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
+
+
+def object_name(value: str) -> str:
+    """The name of a claim, a Secret, a queue: DNS-1123."""
+    if value and not (len(value) <= 253 and _SUBDOMAIN.fullmatch(value)):
+        raise ValueError("is no name of a Kubernetes object: lower-case letters, digits, '-' and '.'")
+    return value
+
+
+def label_value(value: str) -> str:
+    if not (len(value) <= 63 and _LABEL_VALUE.fullmatch(value)):
+        raise ValueError("is no value of a label: at most 63 letters, digits, '-', '_' and '.'")
+    return value
+
+
+def _labels(value: Mapping[str, str]) -> Mapping[str, str]:
+    for key, text in value.items():
+        if not _LABEL_KEY.fullmatch(key):
+            raise ValueError(f"{key!r} is no key of a label")
+        label_value(text)
+    return value
+
+
+def _image(value: str) -> str:
+    if value and not _IMAGE.fullmatch(value):
+        raise ValueError("is no image: REGISTRY/NAME:TAG")
+    return value
+
+
+def _folder(value: str) -> str:
+    if value and (
+        not value.startswith("/") or ".." in value.split("/") or re.search(r"[:\s]", value) or value == "/"
+    ):
+        raise ValueError("is no absolute path of a folder, without '..', ':' and spaces")
+    return value.rstrip("/")
+
+
+def _one_line(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("must be one line")
+    return value
+
+
+def _word(value: str) -> str:
+    if value and not re.fullmatch(r"[A-Za-z0-9][\w.@:/+-]*", value, re.ASCII):
+        raise ValueError("must be one word of letters, digits and . _ - @ : / +")
+    return value
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _object_names(names: list[str]) -> list[str]:
+    return [object_name(name) for name in names]
+
+
+def _as_seconds(value: Any) -> Any:
+    seconds = parse_seconds(value) if isinstance(value, str) else value
+    return whole_number(seconds)
+
+
+ObjectName = Annotated[str, BeforeValidator(_as_text), AfterValidator(object_name)]
+LabelValue = Annotated[str, BeforeValidator(_as_text), AfterValidator(label_value)]
+Labels = Annotated[dict[str, Annotated[str, BeforeValidator(_as_text)]], AfterValidator(_labels)]
+Folder = Annotated[str, AfterValidator(_folder)]
+Word = Annotated[str, BeforeValidator(_as_text), AfterValidator(_word)]
+Duration = Annotated[int, BeforeValidator(_as_seconds), Field(gt=0, le=366 * 86_400)]
+Lines = Annotated[list[Annotated[str, AfterValidator(_one_line)]], BeforeValidator(_as_list)]
+ObjectNames = Annotated[Names, AfterValidator(_object_names)]
+
+
+class Strict(BaseModel):
+    """Unknown keys are refused, and so are credentials: manifests are saved and shown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _allowed(cls, value: Any) -> Any:
+        values: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
+        values = [*value.keys(), *value.values()] if isinstance(value, dict) else values
+        for each in values:
+            require_plain_text(each)
+        return value
+
+
+class JobSettings(Strict):
+    """Everything of a job that no plan can know. What is left out is taken from the plan, or is not asked for."""
+
+    name: str = ""
+    image: Annotated[str, AfterValidator(_image)] = ""
+    claim: ObjectName = ""
+    mount: Folder = "/mnt/fitune"
+    namespace: LabelValue = ""
+    context: Word = ""
+    queue: Word = ""
+    priority: Word = ""
+    account: Word = ""
+    secrets: ObjectNames = []
+    image_pull_secrets: ObjectNames = []
+    service_account: ObjectName = ""
+    instance_type: LabelValue = ""
+    node_selector: Labels = {}
+    extra_resources: dict[str, PositiveInt] = {}
+    cpus: PositiveInt | None = None
+    memory: Size | None = None
+    shm: Size | None = None
+    disk: Size | None = None
+    retries: Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=100)] = 2
+    grace: Duration | None = None
+    deadline: Duration | None = None
+    start_within: Duration | None = None
+    keep: Duration = 3600
+    ray_version: Word = "2.60.0"
+    setup: Lines = []
+    constraint: Word = ""
+
+
+_PODS = (
+    "image", "claim", "mount", "namespace", "context", "secrets", "image_pull_secrets", "service_account",
+    "instance_type", "node_selector", "extra_resources", "shm", "disk", "keep",
+)  # fmt: skip
+_ONLY_FOR: dict[str, tuple[System, ...]] = {
+    **dict.fromkeys(_PODS, ("kuberay", "kubernetes")),
+    **dict.fromkeys(("ray_version", "start_within"), ("kuberay",)),
+    **dict.fromkeys(("account", "setup", "constraint"), ("slurm",)),
+}
+"""Settings that have no meaning on the other systems."""
+
+
+def require_meaningful(settings: JobSettings, on: System) -> None:
+    """Raises RecipeError for a setting that nothing on this system would honour."""
+    for name, systems in _ONLY_FOR.items():
+        if name in settings.model_fields_set and on not in systems:
+            raise RecipeError(
+                f"job.{name} has no meaning --on {on}", hint=f"leave it out, or --on {systems[0]}"
+            )
+
+
+def read_job_settings(
+    path: Path | None, *, settings: Iterable[str] = (), defaults: Mapping[str, Any] | None = None
+) -> JobSettings:
+    """``defaults``, then a YAML file, then ``image=…`` settings without their ``job.``; the later wins."""
+    wanted = dict(defaults or {})
+    where = "the job settings"
+    if path is not None:
+        wanted |= load_yaml(path, kind="job")
+        where = str(path)
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise RecipeError(
+                f"--set job.{setting} is not of the form key=value", hint="--set job.image=NAME:TAG"
+            )
+        head, _, inner = key.strip().partition(".")
+        value = parse_value(text, where=f"--set job.{setting}")
+        inside = wanted.get(head)
+        wanted[head] = {**(inside if isinstance(inside, dict) else {}), inner: value} if inner else value
+    return checked(
+        JobSettings, {key: value for key, value in wanted.items() if value is not None}, where=where
+    )
+
+
+def checked(kind: type[T], wanted: Mapping[str, Any], *, where: str) -> T:
+    """The settings as a value of ``kind``. Raises RecipeError naming every key that is wrong, and why."""
+    try:
+        return kind.model_validate(dict(wanted))
+    except ValidationError as error:
+        lines = [_wrong(kind, item, where=where) for item in error.errors()]
+        raise RecipeError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _wrong(kind: type[BaseModel], item: Any, *, where: str) -> str:
+    path = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        close = did_you_mean(str(item["loc"][-1]), [*kind.model_fields])
+        return f"{where}: unknown key {path!r}" + (f"; {close}" if close else "")
+    if item["type"] == "missing":
+        return f"{where}: {path} is missing"
+    return f"{where}: {path} = {item['input']!r}: {str(item['msg']).removeprefix('Value error, ')}"

@@ -1,0 +1,302 @@
+"""The linears and blocks that a recipe adapts, by name or by expressions matched in bounded time and memory.
+
+Python's ``re`` has no limit: ``(a+)+$`` against a name of forty letters takes longer than a training. The ``regex``
+library has one for matching and none for compiling, where ``x{2147483647}`` and repeats inside repeats take gigabytes.
+So an expression is measured first, and then matched against the clock.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+from fitune.errors import RecipeError, did_you_mean
+from fitune.spec.model.model_spec import Linear, ModelSpec
+from fitune.units import as_ranges
+
+_parser: Any = import_module("re._parser")  # the tree that re itself compiles from
+
+MOST_LETTERS = 4_000
+MOST_PARTS = 20_000
+"""Parts of an expression with its repeats written out, each counted twice."""
+SECONDS = 0.5
+"""For all matches of one ``Clock`` together."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds left for a set of matches."""
+
+    left: float = SECONDS
+    _compiled: dict[str, Any] = field(default_factory=dict)
+
+    def fullmatch(self, expression: str, text: str) -> Any:
+        """The match of all of ``text`` as ``re.fullmatch`` finds it, or None.
+
+        Raises ValueError saying why an expression cannot be used: it is none, too large, or too slow.
+        """
+        return self._timed("fullmatch", expression, text)
+
+    def match(self, expression: str, text: str) -> Any:
+        """Match the beginning of ``text``, as ``re.match`` does."""
+        return self._timed("match", expression, text)
+
+    def _timed(self, how: str, expression: str, text: str) -> Any:
+        began = time.perf_counter()
+        try:
+            if expression not in self._compiled:
+                self._compiled[expression] = _compiled(expression)
+            if self.left <= 0:
+                raise TimeoutError
+            return getattr(self._compiled[expression], how)(text, timeout=self.left)
+        except (TimeoutError, MemoryError):
+            self.left = 0.0
+            raise ValueError(
+                f"{_short(expression)} takes more than {SECONDS:g} s to match: repeats inside repeats go back too often"
+            ) from None
+        finally:
+            self.left -= time.perf_counter() - began
+
+
+def _compiled(expression: str) -> Any:
+    if len(expression) > MOST_LETTERS:
+        raise ValueError(
+            f"{_short(expression)} has {len(expression):,} letters, {MOST_LETTERS:,} are allowed"
+        )
+    try:
+        re.compile(expression)
+        parts = _parts(_parser.parse(expression))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{_short(expression)} is no regular expression: {error}") from None
+    if parts > MOST_PARTS:
+        raise ValueError(
+            f"{_short(expression)} repeats too much: written out it has more than {MOST_PARTS:,} parts"
+        )
+    import regex  # for expressions alone: most recipes have none
+
+    return regex.compile(expression)
+
+
+def _parts(tree: Any) -> int:
+    """Size of a parsed expression with its repeats written out, as far as ``MOST_PARTS`` needs to know."""
+    total = 0
+    for operator, operand in tree:
+        inner = 1 + sum(_parts(part) for part in _inner(operand))
+        if operator in _REPEATS:
+            least, most = operand[0], operand[1]
+            inner *= 2 * max(1, least if most == _parser.MAXREPEAT else most)
+        total += inner
+    return total
+
+
+_REPEATS = (_parser.MAX_REPEAT, _parser.MIN_REPEAT, _parser.POSSESSIVE_REPEAT)
+
+
+def _inner(operand: Any) -> list[Any]:
+    """Expressions inside an operand: of a group, of a repeat, of each side of an alternative."""
+    if isinstance(operand, _parser.SubPattern):
+        return [operand]
+    if isinstance(operand, tuple | list):
+        return [part for item in operand for part in _inner(item)]
+    return []
+
+
+def _short(expression: str) -> str:
+    return repr(expression if len(expression) <= 60 else expression[:57] + "…")
+
+
+Table = Literal["embed_tokens", "lm_head"]
+
+_ALL = ("all-linear", "all")
+EXPERTS = "experts"
+"""A recipe's word for the stacked matrices of experts."""
+_NAME = re.compile(r"[\w.\-]+|\s*")
+"""Without the signs that make a regular expression."""
+_TABLES: dict[str, Table] = {
+    "embed_tokens": "embed_tokens", "wte": "embed_tokens", "word_embeddings": "embed_tokens",
+    "embed": "embed_tokens", "embeddings": "embed_tokens", "lm_head": "lm_head", "head": "lm_head",
+}  # fmt: skip
+"""Names that models and people give the two tables -> Llama's names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapted:
+    """``targets`` and ``layers`` as spec/choices.py's Lora has them."""
+
+    targets: tuple[str, ...]
+    layers: tuple[int, ...]
+
+
+def resolve_adapted(model: ModelSpec, *, targets: Sequence[str], layers: Sequence[int] = ()) -> Adapted:
+    """The linears and the blocks that are adapted; no ``layers``: all.
+
+    ``all-linear`` (or ``all``) is every linear that LoRA can wrap, ``experts`` the stacked matrices of a mixture's
+    experts, which can be named too (``experts.down_proj``). A name, and a regular expression as a whole, is the
+    last part, the name in its block, or the full one (``model.layers.7.mlp.up_proj``), which chooses blocks too.
+    Raises RecipeError for what the model does not have, what matches nothing, and for different linears in different
+    blocks: a plan adapts the same ones in each.
+    """
+    if not targets:
+        raise RecipeError(
+            "lora_target_modules is empty", hint=f"all-linear, or some of {', '.join(model.adaptable_names)}"
+        )
+    blocks: dict[str, set[int]] = {}
+    clock = Clock()
+    for wanted in targets:
+        for name, numbers in _matches(model, wanted, clock):
+            blocks.setdefault(name, set()).update(numbers)
+    both = _common_blocks(blocks) & set(resolve_layers(model, layers))
+    if not both:
+        raise RecipeError(
+            f"lora_layers and lora_target_modules have no block in common: {_listed(layers)} and "
+            f"{_listed(sorted(_common_blocks(blocks)))}",
+            hint="leave lora_layers out",
+        )
+    chosen = tuple(sorted(both)) if len(both) < model.num_layers else ()
+    return Adapted(targets=_shortest(model, blocks), layers=chosen)
+
+
+def resolve_targets(model: ModelSpec, wanted: Sequence[str]) -> tuple[str, ...]:
+    """The names alone, in block order."""
+    return resolve_adapted(model, targets=wanted).targets
+
+
+def resolve_layers(model: ModelSpec, wanted: Sequence[int]) -> tuple[int, ...]:
+    """Ascending; all of them when none is named. Raises RecipeError for a block that the model does not have."""
+    twice = [number for number in wanted if list(wanted).count(number) > 1]
+    if twice:
+        raise RecipeError(f"lora_layers names block {twice[0]} twice", hint="name every block once")
+    beyond = [number for number in wanted if number >= model.num_layers]
+    if beyond:
+        raise RecipeError(
+            f"lora_layers: there is no block {beyond[0]}; {model.name} has {model.num_layers}, "
+            f"numbered 0 to {model.num_layers - 1}",
+            hint=f"lora_layers: 0-{model.num_layers - 1}",
+        )
+    return tuple(sorted(wanted)) or tuple(range(model.num_layers))
+
+
+def resolve_modules_to_save(model: ModelSpec, wanted: Sequence[str]) -> tuple[Table, ...]:
+    """Embedding and head in that order, both where they are one tensor.
+
+    Raises RecipeError for a name twice and for any other module.
+    """
+    found: list[Table] = []
+    for name in wanted:
+        table = _TABLES.get(name.rsplit(".", 1)[-1])
+        if table is None:
+            raise RecipeError(
+                f"lora_modules_to_save: {name!r} is neither the embedding nor the head; these two can be trained whole "
+                "beside adapters",
+                hint="lora_modules_to_save: [embed_tokens, lm_head]; linears of blocks belong in lora_target_modules",
+            )
+        if table in found:
+            raise RecipeError(f"lora_modules_to_save names {table} twice", hint="name it once")
+        found.append(table)
+    if found and model.tied_embeddings:
+        return ("embed_tokens", "lm_head")
+    return tuple(sorted(found))
+
+
+def _matches(model: ModelSpec, wanted: str, clock: Clock) -> Sequence[tuple[str, Sequence[int]]]:
+    """Names in a block with the numbers of the blocks."""
+    everywhere = range(model.num_layers)
+    stacks = [m for m in model.linears if m.stacked]
+    of_experts = [m.name for m in stacks if wanted == EXPERTS or ("." in wanted and _ends(m, wanted))]
+    if of_experts:
+        return [(name, everywhere) for name in of_experts]
+    linears = [m for m in model.linears if m.adaptable]
+    if wanted in _ALL:
+        return [(m.name, everywhere) for m in linears]
+    is_name = bool(_NAME.fullmatch(wanted))
+    if is_name:
+        named = [m.name for m in linears if wanted == m.short_name or _ends(m, wanted)]
+    else:
+        named = [m.name for m in linears if any(_is(wanted, it, clock) for it in (m.short_name, m.name))]
+    if named:
+        return [(name, everywhere) for name in named]
+    by_block = [(m.name, list(_blocks_matched(model, m, wanted, clock))) for m in linears]
+    found = [(name, numbers) for name, numbers in by_block if numbers]
+    if not found:
+        raise _unknown(model, wanted) if is_name else _unmatched(model, wanted)
+    return found
+
+
+def _ends(linear: Linear, wanted: str) -> bool:
+    return linear.name == wanted or linear.name.endswith(f".{wanted}")
+
+
+def _is(wanted: str, name: str, clock: Clock) -> bool:
+    """True if a name, or a regular expression as a whole, is ``name``."""
+    if _NAME.fullmatch(wanted):
+        return wanted == name
+    try:
+        return clock.fullmatch(wanted, name) is not None
+    except ValueError as error:
+        raise RecipeError(f"lora_target_modules: {error}", hint="all-linear, or names") from None
+
+
+def _blocks_matched(model: ModelSpec, linear: Linear, wanted: str, clock: Clock) -> Iterator[int]:
+    roots = _ROOTS if model.blocks_name == _ROOTS[0] else (model.blocks_name,)
+    for number in range(model.num_layers):
+        if any(_is(wanted, f"{root}.{number}.{linear.name}", clock) for root in roots):
+            yield number
+
+
+_ROOTS = ("model.layers", "model.language_model.layers", "language_model.model.layers")
+"""Before the number of a block: a language model's own, and where it is a part of one that also sees."""
+
+
+def _common_blocks(blocks: dict[str, set[int]]) -> set[int]:
+    first, *others = blocks
+    for other in others:
+        if blocks[other] != blocks[first]:
+            raise RecipeError(
+                f"lora_target_modules adapts {first} in {_listed(sorted(blocks[first]))} and {other} in "
+                f"{_listed(sorted(blocks[other]))}; every adapted block has the same linears adapted",
+                hint="name the linears in lora_target_modules and the blocks in lora_layers",
+            )
+    return blocks[first]
+
+
+def _shortest(model: ModelSpec, chosen: dict[str, set[int]]) -> tuple[str, ...]:
+    """The last parts of the names, whole names where a last part would name more than was chosen."""
+    linears = [m for m in model.linears if m.adaptable or m.stacked]
+    ambiguous = {m.short_name for m in linears if m.adaptable and m.name not in chosen}
+    names = (
+        m.name if m.stacked or m.short_name in ambiguous else m.short_name
+        for m in linears
+        if m.name in chosen
+    )
+    return tuple(dict.fromkeys(names))
+
+
+def _unknown(model: ModelSpec, name: str) -> RecipeError:
+    known = f"{model.name} has {', '.join(model.adaptable_names)}"
+    if not name.strip():
+        return RecipeError(f"lora_target_modules: a name is empty; {known}", hint="all-linear")
+    if name.rsplit(".", 1)[-1] in _TABLES:
+        why, hint = "is no linear of a block", f"lora_modules_to_save: [{name}] trains it whole"
+    elif name in {linear.short_name for linear in model.linears}:
+        stacked = any(m.stacked for m in model.linears if m.short_name == name)
+        why = "is a fused parameter in transformers, no linear"
+        hint = f"{EXPERTS} adapts those of all experts" if stacked else "all-linear"
+    else:
+        close = did_you_mean(name.rsplit(".", 1)[-1], model.adaptable_names)
+        why, hint = "is no linear of this model", close or "all-linear"
+    return RecipeError(f"lora_target_modules: {name!r} {why}; {known}", hint=hint)
+
+
+def _unmatched(model: ModelSpec, pattern: str) -> RecipeError:
+    names = ", ".join(m.name for m in model.linears if m.adaptable)
+    return RecipeError(
+        f"lora_target_modules: the pattern {pattern!r} matches no linear of {model.name}, whose blocks have {names}",
+        hint="a pattern has to match a whole name: .*q_proj",
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """``blocks 0–3, 7``."""
+    return f"block{'s' if len(numbers) > 1 else ''} {as_ranges(numbers)}" if numbers else "all blocks"
