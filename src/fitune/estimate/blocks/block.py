@@ -1,4 +1,4 @@
-"""A decoder block: its stages for the architectures of spec/model/families.py, and their sum over forward and backward."""
+"""A decoder block: its stages by the architectures of families.py, and their sum over forward and backward."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

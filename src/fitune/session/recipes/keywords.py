@@ -1,4 +1,4 @@
-"""A recipe as keyword arguments of Python: the settings of ``spec.recipe.recipe.Recipe`` for editors and type checkers."""
+"""A recipe as keyword arguments of Python: the settings of ``Recipe`` for editors and type checkers."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 RecipeLike: TypeAlias = PathLike | Recipe | Mapping[str, Any]
 """A YAML file, a recipe that was read already, or a mapping of keys."""
 Source: TypeAlias = PathLike | Mapping[str, Any]
-"""A path or Hub id, or the fields of ``spec.recipe.recipe.SourceRecipe``."""
+"""A path or Hub id, or the fields of ``SourceRecipe``."""
 Sources: TypeAlias = Source | Sequence[Source]
 
 
