@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Damage, str]] = {
         rewritten(lambda t: t.update(extra=torch.ones(5))), r"unknown to the model: extra in model-0000\d",
     ),
     "integers": (
-        rewritten(lambda t: t.update({NAME: t[NAME].to(torch.int8)})), rf"model-0000\d.*{NAME} holds integers \(I8\)",
+        rewritten(lambda t: t.update({NAME: t[NAME].to(torch.int8)})), rf"model-0000\d.*{NAME} holds I8",
     ),
     "an index to nowhere": (indexed("model-9.safetensors"), rf"model-9\.safetensors: not there.*{NAME}"),
     "a path out": (indexed("../model.safetensors"), rf"{NAME} is listed in '\.\./model.safetensors'"),

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,7 +32,7 @@ from fitune.checkpoint.parity import is_equal, require_same_files
 from fitune.checkpoint.streamed import Piece, stored_names, write_streamed
 from fitune.errors import CheckpointError
 from fitune.models.adapters import PREFIX, trained_tables
-from fitune.models.weight_files import stored_tensors
+from fitune.models.weight_files import Unread, nobody, stored_tensors, unread_tensors
 
 Texts = tuple[PreTrainedTokenizerBase, str, str]
 """Tokenizer, chat template and model card."""
@@ -193,17 +192,14 @@ class _BaseFiles:
     def __init__(self, folder: Path) -> None:
         self._stored = stored_tensors(folder)
         self._open = ExitStack()
-        self._files: dict[Path, Any] = {}
+        self._unread: Mapping[str, Unread] = {}
 
     def __enter__(self) -> "_BaseFiles":
+        self._unread = self._open.enter_context(unread_tensors(self._stored, nobody))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
     def read(self, name: str) -> Tensor:
-        file = self._stored[name].file
-        if file not in self._files:
-            self._files[file] = self._open.enter_context(safe_open(file, framework="pt"))
-        found: Tensor = self._files[file].get_tensor(name)
-        return found
+        return self._unread[name][...]

@@ -220,7 +220,7 @@ def read_config(path: str) -> PretrainedConfig:
     fields = _fields(texts / CONFIG)
     check_config(fields, traced=fields.values.get("model_type") not in FAMILIES)
     with _named(f"{texts / CONFIG}: cannot be read"):
-        return _without_auto_map(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        return _of_plain_weights(AutoConfig.from_pretrained(path, trust_remote_code=False))
 
 
 def config_from(values: Mapping[str, Any]) -> PretrainedConfig:
@@ -243,7 +243,8 @@ def text_config(values: Mapping[str, Any]) -> PretrainedConfig:
             hint="a newer transformers may have it",
         )
     with _named(f"model_type = {model_type!r}: its config cannot be used"):
-        return CONFIG_MAPPING[model_type].from_dict(_with_floats(dict(values))).get_text_config()
+        config = CONFIG_MAPPING[model_type].from_dict(_with_floats(dict(values)))
+        return _of_plain_weights(config).get_text_config()
 
 
 def _with_floats(value: Any) -> Any:
@@ -262,10 +263,12 @@ def _fields(file: Path) -> ConfigFields:
         raise ModelError(f"{file}: {error}", hint=FETCH_AGAIN) from None
 
 
-def _without_auto_map(config: PretrainedConfig) -> PretrainedConfig:
-    """Drop ``auto_map``: an export has no code beside it."""
+def _of_plain_weights(config: PretrainedConfig) -> PretrainedConfig:
+    """Drop ``auto_map``, an export has no code beside it, and ``quantization_config``: weights of few bits are read as
+    the 16-bit ones that they stand for (models/low_bit_files.py)."""
     for part in (config, config.get_text_config()):
-        part.__dict__.pop("auto_map", None)
+        for name in ("auto_map", "quantization_config"):
+            part.__dict__.pop(name, None)
     return config
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fitune.errors import ModelError
 from fitune.files import cache_folder, open_regular, read_text, write_atomically
-from fitune.models.door import pickled_files
+from fitune.models.door import CONFIG, pickled_files
 from fitune.models.headers import AGAIN, StoredTensor, read_header
+from fitune.models.low_bit_files import Decode, LowBitTensor, as_read
 from fitune.spec.serial import TABLE_BYTES, read_object
 
 SINGLE = "model.safetensors"
@@ -25,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the model in ``folder``, by name.
+    """Every tensor of the model in ``folder``, by name; weights of few bits as the 16-bit ones that they stand for.
 
     Raises ModelError naming the file, and the tensor, when weights are missing, pickled or damaged.
     """
@@ -42,7 +43,16 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                 f"{file}: {name} is not in it, and {INDEX} says that it is",
                 hint="index and files must be of the same model: fetch them again",
             )
-    return found
+    return as_read(found, _fp8_block(folder))
+
+
+def _fp8_block(folder: Path) -> tuple[int, int]:
+    """Rows and columns that share a scale, as config.json says; spec/model/config_schema.py has checked it."""
+    try:
+        rows, columns = read_object(folder / CONFIG)["quantization_config"]["weight_block_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 128, 128
+    return rows, columns
 
 
 def _placed_files(folder: Path) -> tuple[Sequence[Path], Mapping[str, Path]]:
@@ -140,12 +150,30 @@ def unread_tensors(stored: Mapping[str, StoredTensor], on_bytes: OnBytes) -> Ite
     """Every tensor by name, none of them in memory yet. The files are open inside."""
     count = _Count(sum(tensor.size_bytes for tensor in stored.values()), on_bytes)
     with ExitStack() as stack:
-        files: dict[Path, Any] = {
-            file: stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-            for file in sorted({tensor.file for tensor in stored.values()})
-        }
-        yield {name: Unread(files[t.file].get_slice(name), t, count) for name, t in stored.items()}
+        opened: dict[Path, Any] = {}
+
+        def part(name: str, file: Path) -> Any:
+            if file not in opened:
+                opened[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            return opened[file].get_slice(name)
+
+        def whole(name: str, tensor: StoredTensor) -> Any:
+            if not isinstance(tensor, LowBitTensor):
+                return part(name, tensor.file)
+            return _Decoded({role: part(*place) for role, place in tensor.parts.items()}, tensor.decode)
+
+        yield {name: Unread(whole(name, tensor), tensor, count) for name, tensor in stored.items()}
         count.end()
+
+
+class _Decoded:
+    """A weight of few bits in its files; reading any of it decodes all of it."""
+
+    def __init__(self, parts: Mapping[str, Any], decode: Decode) -> None:
+        self._parts, self._decode = parts, decode
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._decode({role: part[...] for role, part in self._parts.items()})[index]
 
 
 _MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")

@@ -163,9 +163,9 @@ def _check_complete(path: str, report: dict[str, Any], stored: Mapping[str, Stor
 def _refuse_integers(stored: Mapping[str, StoredTensor]) -> None:
     """Read as numbers they would load, and mean nothing: packed weights need scales that nobody applies."""
     for name, tensor in stored.items():
-        if name.endswith(".weight") and tensor.dtype[0] in "IUB" and tensor.dtype != "BF16":
+        if name.endswith(".weight") and tensor.dtype not in _FLOATS:
             raise ModelError(
-                f"{tensor.file}: {name} holds integers ({tensor.dtype}): damaged, or quantised weights",
+                f"{tensor.file}: {name} holds {tensor.dtype}: damaged, or quantised weights",
                 hint="name the model in 16 bit; tuning: qlora packs it while it is read",
             )
 
@@ -213,6 +213,7 @@ def _misshapen(mismatched: Any, place: Callable[[str], str]) -> list[str]:
     )
 
 
+_FLOATS = ("F64", "F32", "BF16", "F16")
 _STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 

@@ -220,11 +220,28 @@ def _no_other_weights(fields: ConfigFields, name: str, value: Any) -> None:
     fields.refuse(name, "names weights elsewhere, which fitune does not read")
 
 
-def _not_quantised(fields: ConfigFields, name: str, value: Any) -> None:
-    """A quantiser's name chooses which code of a library runs; what it left is for inference alone."""
-    raise ModelError(
-        f"{fields.where}: {name}: the weights are already quantised",
-        hint="name the 16-bit model it was made from",
+def _readable(fields: ConfigFields, name: str, value: Any) -> None:
+    """Weights of few bits are read as 16-bit ones where they were stored as models/low_bit_files.py says."""
+    _object(fields, name, value)
+    method = value.get("quant_method")
+    can_be_read = (
+        method == "mxfp4"
+        or (method == "fp8" and _are_blocks(value.get("weight_block_size", [128, 128])))
+        or (method == "bitsandbytes" and value.get("load_in_4bit") is True)
+    )
+    if not can_be_read:
+        how = f" by {method}" if isinstance(method, str) else ""
+        raise ModelError(
+            f"{fields.where}: {name}: the weights are already quantised{how}",
+            hint="name the 16-bit model it was made from; of quantised ones MXFP4, FP8 in blocks and bitsandbytes' "
+            "4 bits are read",
+        )
+
+
+def _are_blocks(value: Any) -> bool:
+    """Two lengths; None is one scale for each weight."""
+    return value is None or (
+        isinstance(value, list) and len(value) == 2 and all(type(v) is int and v > 0 for v in value)
     )
 
 
@@ -282,7 +299,7 @@ CONFIG_FIELDS: dict[str, Check] = {
     **dict.fromkeys(("architectures", "layer_types"), _words),
     **dict.fromkeys(("id2label", "label2id", "text_config"), _object),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _rope),
-    "quantization_config": _not_quantised,
+    "quantization_config": _readable,
     "transformers_weights": _no_other_weights,
     "mlp_only_layers": _whole_numbers,
     "sliding_window": _whole(0, 1_000_000_000),

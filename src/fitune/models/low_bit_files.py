@@ -1,0 +1,202 @@
+"""Weights that a checkpoint stores in 4 or 8 bits, read as the 16-bit weights that they stand for.
+
+| stored as            | known by                                   | a weight is                                    |
+|----------------------|--------------------------------------------|------------------------------------------------|
+| MXFP4 (gpt-oss)      | ``…_blocks`` and ``…_scales``              | a 4-bit float times a power of two for 32      |
+| FP8 (DeepSeek, Qwen) | ``….weight_scale_inv`` of an e4m3 weight   | an 8-bit float times the scale of its block    |
+| bitsandbytes' 4 bits | ``….weight.quant_state.bitsandbytes__nf4`` | one of 16 values times its block's largest     |
+
+Sources: OCP Microscaling Formats 1.0 (e2m1 elements, e8m0 scales); DeepSeek-V3's report, section 3.3.2; bitsandbytes'
+QuantState. No code of a library that wrote them is run. Values are bf16: exact for MXFP4, rounded once for the others.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from fitune.errors import ModelError
+from fitune.models.headers import AGAIN, StoredTensor
+
+Decode = Callable[[Mapping[str, Tensor]], Tensor]
+"""Parts by their role -> the weight, bf16."""
+Block = tuple[int, int]
+"""Rows and columns of an FP8 weight that share a scale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowBitTensor(StoredTensor):
+    """A 16-bit weight in fewer bits; ``size_bytes`` is what all its parts take."""
+
+    parts: Mapping[str, tuple[str, Path]]
+    """Role -> name and file."""
+    decode: Decode
+
+
+def as_read(stored: Mapping[str, StoredTensor], block: Block) -> dict[str, StoredTensor]:
+    """``stored`` with one 16-bit tensor in the place of the parts of each weight of few bits.
+
+    Raises ModelError naming file and tensor when parts do not belong together.
+    """
+    found = dict(stored)
+    for weights in (_mxfp4(stored), _fp8(stored, block), _bitsandbytes(stored)):
+        for name, shape, parts, decode in weights:
+            tensors = {role: found.pop(part) for role, part in parts.items()}
+            found[name] = LowBitTensor(
+                file=next(iter(tensors.values())).file,
+                dtype="BF16",
+                shape=shape,
+                size_bytes=sum(tensor.size_bytes for tensor in tensors.values()),
+                parts={role: (parts[role], tensor.file) for role, tensor in tensors.items()},
+                decode=decode,
+            )
+    return found
+
+
+_Weights = Iterator[tuple[str, tuple[int, ...], dict[str, str], Decode]]
+"""Name, shape, role -> name of a part, and how it is decoded."""
+
+
+def _mxfp4(stored: Mapping[str, StoredTensor]) -> _Weights:
+    """Stacks of experts: blocks [E, rows, groups, 16] with two elements a byte, scales [E, rows, groups]; the model has
+    them as [E, 32 * groups, rows]."""
+    for name, blocks in stored.items():
+        stack = name.removesuffix("_blocks")
+        if stack == name or blocks.dtype != "U8":
+            continue
+        scales = _part(stored, f"{stack}_scales", blocks, name)
+        if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+            raise _do_not_fit(name, blocks, scales)
+        experts, rows, groups, _ = blocks.shape
+        yield stack, (experts, 32 * groups, rows), {"blocks": name, "scales": f"{stack}_scales"}, _of_mxfp4
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_E8M0_BIAS = 127
+
+
+def _of_mxfp4(parts: Mapping[str, Tensor]) -> Tensor:
+    scales = parts["scales"].to(torch.int32) - _E8M0_BIAS
+    weight = torch.empty(
+        (scales.shape[0], 32 * scales.shape[2], scales.shape[1]), dtype=torch.bfloat16, device=scales.device
+    )
+    for expert, blocks in enumerate(
+        parts["blocks"]
+    ):  # one by one: indices of a whole stack take 8 bytes each
+        values = torch.ldexp(_looked_up(_E2M1, blocks, low_first=True), scales[expert].unsqueeze(-1))
+        weight[expert] = values.flatten(1).T
+    return weight
+
+
+def _fp8(stored: Mapping[str, StoredTensor], block: Block) -> _Weights:
+    """Weights [rows, columns] with a scale for each block of them, or one for all."""
+    for name, weight in stored.items():
+        if weight.dtype != "F8_E4M3":
+            continue
+        scale = _part(stored, f"{name}_scale_inv", weight, name)
+        is_one = math.prod(scale.shape) == 1
+        blocks = tuple(-(-length // side) for length, side in zip(weight.shape, block, strict=False))
+        if len(weight.shape) != 2 or not (is_one or scale.shape == blocks):
+            raise _do_not_fit(name, weight, scale)
+        parts = {"weight": name, "scale": f"{name}_scale_inv"}
+        # the scale of what goes in is for products in FP8
+        parts |= {
+            role: f"{name.removesuffix('weight')}{role}"
+            for role in ("activation_scale", "input_scale")
+            if f"{name.removesuffix('weight')}{role}" in stored
+        }
+        yield name, weight.shape, parts, partial(_of_fp8, block=block)
+
+
+def _of_fp8(parts: Mapping[str, Tensor], block: Block) -> Tensor:
+    weight, scale = parts["weight"].to(torch.float32), parts["scale"].to(torch.float32)
+    if scale.numel() > 1:
+        rows, columns = weight.shape
+        scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return weight.mul_(scale).to(torch.bfloat16)
+
+
+_STATE = ".quant_state.bitsandbytes__"
+
+
+def _bitsandbytes(stored: Mapping[str, StoredTensor]) -> _Weights:
+    """Weights in a column of bytes, two elements each; the JSON of their state says shape and size of blocks."""
+    for name, tensor in stored.items():
+        weight, is_state, _ = name.partition(_STATE)
+        if not is_state:
+            continue
+        packed = _part(stored, weight, tensor, name)
+        state = _state(tensor, name)
+        shape, size = tuple(state["shape"]), state["blocksize"]
+        parts = {"packed": weight, "state": name}
+        for role in (
+            "absmax",
+            "quant_map",
+            *(("nested_absmax", "nested_quant_map") if _nested(state) else ()),
+        ):
+            _part(stored, f"{weight}.{role}", packed, weight)
+            parts[role] = f"{weight}.{role}"
+        blocks = -(-math.prod(shape) // size)
+        if 2 * math.prod(packed.shape) < math.prod(shape) or stored[parts["absmax"]].shape != (blocks,):
+            raise _do_not_fit(weight, packed, stored[parts["absmax"]])
+        yield weight, shape, parts, partial(_of_bitsandbytes, state=state)
+
+
+def _nested(state: Mapping[str, Any]) -> bool:
+    return "nested_blocksize" in state
+
+
+def _state(tensor: StoredTensor, name: str) -> dict[str, Any]:
+    """Shape, sizes of blocks and offset, checked."""
+    with safe_open(tensor.file, framework="pt") as file:
+        written = bytes(file.get_tensor(name).tolist())
+    try:
+        state: dict[str, Any] = json.loads(written)
+        counts = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
+        offset = state.get("nested_offset", 0.0)
+        fits = all(type(count) is int and 0 < count < 2**40 for count in counts) and type(offset) is float
+    except (ValueError, KeyError, TypeError, RecursionError):
+        fits = False
+    if not fits:
+        raise ModelError(f"{tensor.file}: {name}: no state of a weight of 4 bits", hint=AGAIN)
+    return state
+
+
+def _of_bitsandbytes(parts: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
+    largest = parts["absmax"]
+    if _nested(state):  # the maxima are of 8 bits themselves
+        outer = parts["nested_absmax"].repeat_interleave(state["nested_blocksize"])[: largest.numel()]
+        largest = parts["nested_quant_map"][largest.long()] * outer + state["nested_offset"]
+    values = _looked_up(parts["quant_map"].tolist(), parts["packed"].flatten(), low_first=False)
+    count = math.prod(state["shape"])
+    size = min(state["blocksize"], count)
+    values = values.flatten()[:count]
+    scaled = values * largest.to(torch.float32).repeat_interleave(size)[:count]
+    return scaled.view(tuple(state["shape"])).to(torch.bfloat16)
+
+
+def _looked_up(table: "tuple[float, ...] | list[float]", packed: Tensor, *, low_first: bool) -> Tensor:
+    """fp32 [..., 2 n]: two elements of each byte of ``packed`` [..., n]."""
+    values = torch.tensor(table, dtype=torch.float32, device=packed.device)
+    low, high = values[(packed & 0x0F).int()], values[(packed >> 4).int()]
+    return torch.stack((low, high) if low_first else (high, low), dim=-1).flatten(-2)
+
+
+def _part(stored: Mapping[str, StoredTensor], name: str, beside: StoredTensor, of: str) -> StoredTensor:
+    if name not in stored:
+        raise ModelError(f"{beside.file}: {of} is stored in few bits, and {name} is missing", hint=AGAIN)
+    return stored[name]
+
+
+def _do_not_fit(name: str, tensor: StoredTensor, scales: StoredTensor) -> ModelError:
+    return ModelError(
+        f"{tensor.file}: {name} {list(tensor.shape)} and its scales {list(scales.shape)} are not of one weight",
+        hint=AGAIN,
+    )

@@ -1,0 +1,197 @@
+"""Checkpoints in 4 or 8 bits are read as the 16-bit weights that they stand for."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from fitune.errors import ModelError
+from fitune.models.weight_files import stored_tensors
+from fitune.models.weights import load_model, stored_dtype
+from fitune.spec.model.model_config import load_model_spec
+
+Tensors = dict[str, Tensor]
+DRAW = torch.Generator().manual_seed(0)
+BLOCK = 48
+"""Side of a block of FP8: the last blocks of 128 are cut."""
+
+
+def as_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Stacks of experts as random 4-bit elements, and as the values that transformers computes from them."""
+    packed, plain = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors[name].shape
+        shape = (experts, rows, columns // 32, 16)
+        blocks = torch.randint(0, 256, shape, generator=DRAW, dtype=torch.uint8)
+        scales = torch.randint(118, 126, shape[:3], generator=DRAW, dtype=torch.uint8)
+        del packed[name]
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales)
+    return packed, plain
+
+
+def as_fp8(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Linears in e4m3 with a scale for each block, and block by block times its scale."""
+    packed, plain = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors[name].to(torch.float8_e4m3fn)
+        rows, columns = (-(-length // BLOCK) for length in weight.shape)
+        scale = 0.5 + torch.rand((rows, columns), generator=DRAW)
+        values = weight.to(torch.float32)
+        for row in range(rows):
+            for column in range(columns):
+                at = (slice(BLOCK * row, BLOCK * row + BLOCK), slice(BLOCK * column, BLOCK * column + BLOCK))
+                values[at] *= scale[row, column]
+        packed |= {name: weight, f"{name}_scale_inv": scale}
+        plain[name] = values.to(torch.bfloat16)
+    return packed, plain
+
+
+def as_fp8_of_one_scale(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    packed, plain = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors[name].to(torch.float8_e4m3fn)
+        plain[name] = (weight.to(torch.float32) * 0.75).to(torch.bfloat16)
+        packed |= {name: weight, f"{name}_scale_inv": torch.tensor(0.75)}
+        packed[f"{name.removesuffix('weight')}activation_scale"] = torch.tensor(3.0)
+    return packed, plain
+
+
+def as_bitsandbytes(tensors: Tensors, *, nested: bool, kind: str) -> tuple[Tensors, Tensors]:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    packed, plain = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors[name].to(torch.bfloat16)
+        data, state = functional.quantize_4bit(
+            weight, quant_type=kind, compress_statistics=nested, blocksize=64
+        )
+        plain[name] = functional.dequantize_4bit(data, state)
+        packed |= {
+            name: data,
+            **{f"{name}.{role}": value for role, value in state.as_dict(packed=True).items()},
+        }
+    return packed, plain
+
+
+WAYS: dict[str, tuple[str, dict[str, object], Callable[[Tensors], tuple[Tensors, Tensors]]]] = {
+    "mxfp4": ("gpt_oss", {"quant_method": "mxfp4"}, as_mxfp4),
+    "fp8": ("llama", {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}, as_fp8),
+    "fp8, one scale": ("llama", {"quant_method": "fp8", "weight_block_size": None}, as_fp8_of_one_scale),
+    **{
+        f"{kind}{', nested' * nested}": (
+            "llama",
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            lambda tensors, nested=nested, kind=kind: as_bitsandbytes(tensors, nested=nested, kind=kind),
+        )
+        for kind in ("nf4", "fp4")
+        for nested in (False, True)
+    },
+}
+
+
+_SIZES = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
+_SHAPES: dict[str, dict[str, int]] = {
+    # rows of whole blocks of 64: bitsandbytes unpacks no others right on a CPU
+    "llama": {**_SIZES, "hidden_size": 128, "intermediate_size": 192},
+    "gpt_oss": {**_SIZES, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4},
+}
+
+
+def folders(at: Path, way: str) -> tuple[Path, Path]:
+    """The model in few bits, and the same in bf16."""
+    family, settings, quantise = WAYS[way]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **_SHAPES[family]), dtype=torch.bfloat16
+    )
+    model.save_pretrained(at / "plain")
+    packed, plain = quantise(load_file(at / "plain" / "model.safetensors"))
+    config = json.loads((at / "plain" / "config.json").read_text())
+    (at / "packed").mkdir()
+    (at / "packed" / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    save_file(packed, at / "packed" / "model.safetensors", metadata={"format": "pt"})
+    save_file(plain, at / "plain" / "model.safetensors", metadata={"format": "pt"})
+    return at / "packed", at / "plain"
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    model = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    assert getattr(model.config, "quantization_config", None) is None
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_are_those_that_their_library_computes(tmp_path: Path, way: str) -> None:
+    packed, plain = folders(tmp_path, way)
+    found, wanted = loaded(packed), loaded(plain)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert stored_dtype(str(packed)) is torch.bfloat16
+    sizes = [tensor.size_bytes for tensor in stored_tensors(packed).values()]
+    assert sum(sizes) < (packed / "model.safetensors").stat().st_size
+
+
+def test_a_plan_of_them_is_that_of_the_16_bit_model(tmp_path: Path) -> None:
+    packed, plain = (load_model_spec(str(folder)) for folder in folders(tmp_path, "fp8"))
+    assert replace(packed, name=plain.name) == plain
+
+
+@pytest.mark.parametrize(
+    ("way", "damage", "message"),
+    [
+        ("mxfp4", lambda t: t.without("gate_up_proj_scales"), "gate_up_proj_scales is missing"),
+        ("mxfp4", lambda t: t.cut("gate_up_proj_scales"), "are not of one weight"),
+        ("fp8", lambda t: t.without("q_proj.weight_scale_inv"), "weight_scale_inv is missing"),
+        ("fp8", lambda t: t.cut("q_proj.weight_scale_inv"), "are not of one weight"),
+        ("nf4", lambda t: t.without("q_proj.weight.absmax"), "absmax is missing"),
+        ("nf4", lambda t: t.cut("q_proj.weight.absmax"), "are not of one weight"),
+        ("nf4", lambda t: t.cut("q_proj.weight.quant_state.bitsandbytes__nf4"), "no state of a weight"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_named(
+    tmp_path: Path, way: str, damage: Callable[["Damaged"], None], message: str
+) -> None:
+    packed, _ = folders(tmp_path, way)
+    tensors = Damaged(load_file(packed / "model.safetensors"))
+    damage(tensors)
+    save_file(dict(tensors), packed / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=message):
+        loaded(packed)
+
+
+class Damaged(Tensors):
+    def _first(self, suffix: str) -> str:
+        return next(name for name in self if name.endswith(suffix))
+
+    def without(self, suffix: str) -> None:
+        del self[self._first(suffix)]
+
+    def cut(self, suffix: str) -> None:
+        name = self._first(suffix)
+        self[name] = self[name][:-1].clone()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"quant_method": "fp8", "weight_block_size": [0, 128]},
+        {"bits": 4},
+    ],
+)
+def test_other_quantisers_are_refused(tmp_path: Path, settings: dict[str, object]) -> None:
+    _, plain = folders(tmp_path, "fp8")
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(ModelError, match="already quantised"):
+        load_model_spec(str(plain))
+    with pytest.raises(ModelError, match="already quantised"):
+        loaded(plain)
