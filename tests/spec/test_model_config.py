@@ -58,6 +58,25 @@ def test_mirrors_have_the_shapes_of_what_they_copy() -> None:
     assert find_known_model("somebody/Llama-3.1-8B-Instruct") is None
 
 
+@pytest.mark.parametrize(
+    ("copy", "model"),
+    [
+        ("unsloth/Llama-3.2-1B-Instruct-bnb-4bit", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("unsloth/Qwen3-4B-Instruct-2507-unsloth-bnb-4bit", "Qwen/Qwen3-4B-Instruct-2507"),
+        ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B"),
+    ],
+)
+def test_copies_in_few_bits_have_the_shapes_of_the_model(copy: str, model: str) -> None:
+    assert load_model_spec(copy) == replace(load_model_spec(model), name=copy)
+
+
+@pytest.mark.parametrize(
+    "name", ["RedHatAI/Qwen3-8B-FP8", "Qwen/Qwen3-8B-AWQ", "meta-llama/Llama-3.1-8B-bnb-4bit"]
+)
+def test_copies_that_cannot_be_read_are_not_known(name: str) -> None:
+    assert find_known_model(name) is None
+
+
 def test_the_file_itself_names_its_folder(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "model", LLAMA)
     assert load_model_spec(str(folder / "config.json")) == load_model_spec(str(folder))

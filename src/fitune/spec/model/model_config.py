@@ -269,15 +269,23 @@ class KnownModel:
 
 _MIRRORS = ("unsloth", "nousresearch")
 """They hold copies of others' models under the same names."""
+_COPY = re.compile(r"(-unsloth)?-(bnb-4bit|bf16|fp8)$")
+"""What mirrors add to the names of copies in other types."""
 
 
 def find_known_model(name: str) -> KnownModel | None:
-    """The model of a Hub name or short name (``llama-3.1-8b``, ``qwen3-8b``), upper and lower case alike."""
+    """The model of a Hub name or short name (``llama-3.1-8b``, ``qwen3-8b``), upper and lower case alike.
+
+    A copy in fewer bits that can be read (models/low_bit_files.py) is the same model.
+    """
     lowered = name.lower()
     owner, _, short = lowered.partition("/")
     if owner not in _MIRRORS:
-        return _index().get(lowered)
-    found = _index().get(_short_name(short))
+        if (found := _index().get(lowered)) is not None or not short.endswith("-fp8"):
+            return found
+        found = _index().get(lowered.removesuffix("-fp8"))
+    else:
+        found = _index().get(_short_name(_COPY.sub("", short)))
     return None if found is None else replace(found, name=name)
 
 
