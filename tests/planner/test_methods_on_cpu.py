@@ -96,3 +96,20 @@ def test_a_model_that_only_launches_stays_in_fp32():
     recipe = parse_recipe({"model": model.name, "data": ["none.jsonl"], "seq_len": 64, "tuning": "full"})
     hardware = hardware_for(gpu=cpu_gpu(memory_bytes=64 * GIB, cores=2, has_bf16_products=True))
     assert find_plan(recipe, model=model, hardware=hardware).chosen.plan.precision is Precision.FP32
+
+
+@pytest.mark.parametrize(
+    ("processes", "said", "command"),
+    [
+        (1, "was never measured, so", "; fitune doctor --calibrate"),
+        (2, "was never measured with 2 processes of 4 threads each, so",
+         "; OMP_NUM_THREADS=4 torchrun --nproc-per-node 2 -m fitune doctor --calibrate"),
+        (8, "8 processes of 1 thread each,", "; OMP_NUM_THREADS=1 torchrun --nproc-per-node 8 -m fitune"),
+    ],
+)  # fmt: skip
+def test_what_measures_the_processor_as_the_run_will_use_it_is_named(processes: int, said: str, command: str):
+    share = cpu_gpu(memory_bytes=8 * GIB, cores=8 // processes)
+    hardware = hardware_for(gpu=share, gpus=processes, host_memory_bytes=64 * GIB, cpu_cores=8)
+    [note] = [line for line in plan(hardware, tuning="lora").decisions if line.startswith("note on times")]
+    assert said in note
+    assert command in note

@@ -73,7 +73,6 @@ def require_one_machine(plan: Plan) -> None:
 
 
 def command_of(plan: Plan, words: Sequence[str]) -> RankCommand:
-    """One process a device; they share the cores of a machine equally."""
-    processes = plan.hardware.gpus_per_node
-    threads = max(1, plan.hardware.cpu_cores // processes) if plan.hardware.cpu_cores else 1
-    return RankCommand(words=tuple(words), processes=processes, environment={"OMP_NUM_THREADS": str(threads)})
+    """One process a device."""
+    environment = {"OMP_NUM_THREADS": str(plan.hardware.threads_per_process)}
+    return RankCommand(words=tuple(words), processes=plan.hardware.gpus_per_node, environment=environment)

@@ -143,7 +143,6 @@ def _train(path: Path, tell: Tell, *, explain: bool) -> None:
     report = plan_for(recipe)
     if explain:
         tell(Planned(report=report))
-        tell(Note(""))
     attempt = Attempt(report=report, resume=False, overwrite=True)
     run_once(attempt, recipe, tell=tell, stop_asked=lambda: False)
 

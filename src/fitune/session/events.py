@@ -19,12 +19,12 @@ from fitune.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The plan that will run."""
+    """The plan that will run; what is told next stands apart from it."""
 
     report: PlanReport
 
     def __str__(self) -> str:
-        return explain_plan(self.report)
+        return f"{explain_plan(self.report)}\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,11 +273,19 @@ def _long_update(chosen: Priced) -> Iterator[str]:
 
 
 def _guessed_rates(plan: Plan) -> Iterator[str]:
-    if plan.hardware.gpu.is_cpu and plan.hardware.calibration is None:
-        yield (
-            "note on times: this processor was never measured, so they are a guess; fitune doctor --calibrate measures "
-            "it in one to two minutes"
-        )
+    """A processor shared by several processes is measured as they will use it, and is another one than whole."""
+    hardware = plan.hardware
+    if not hardware.gpu.is_cpu or hardware.calibration is not None:
+        return
+    processes, threads = hardware.gpus_per_node, hardware.threads_per_process
+    shared, command = "", "fitune doctor --calibrate"
+    if processes > 1:
+        shared = f" with {processes} processes of {threads} thread{'s' if threads > 1 else ''} each"
+        command = f"OMP_NUM_THREADS={threads} torchrun --nproc-per-node {processes} -m {command}"
+    yield (
+        f"note on times: this processor was never measured{shared}, so they are a guess; {command} measures it in "
+        "one to two minutes"
+    )
 
 
 def _traced_by_others(plan: Plan) -> Iterator[str]:

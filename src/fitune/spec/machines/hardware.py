@@ -220,6 +220,11 @@ class Hardware:
     def num_gpus(self) -> int:
         return self.gpus_per_node * self.nodes
 
+    @property
+    def threads_per_process(self) -> int:
+        """One process a device; those of a machine share its cores equally."""
+        return max(1, self.cpu_cores // self.gpus_per_node)
+
 
 _GEFORCE = re.compile(r"[rg]tx-\d{4}(-ti)?(-super)?(-d)?(-\d+gb)?")
 
