@@ -12,7 +12,7 @@ QuantState. No code of a library that wrote them is run. Values are bf16: exact 
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,15 +83,12 @@ _E8M0_BIAS = 127
 
 
 def _of_mxfp4(parts: Mapping[str, Tensor]) -> Tensor:
-    scales = parts["scales"].to(torch.int32) - _E8M0_BIAS
-    weight = torch.empty(
-        (scales.shape[0], 32 * scales.shape[2], scales.shape[1]), dtype=torch.bfloat16, device=scales.device
-    )
-    for expert, blocks in enumerate(
-        parts["blocks"]
-    ):  # one by one: indices of a whole stack take 8 bytes each
-        values = torch.ldexp(_looked_up(_E2M1, blocks, low_first=True), scales[expert].unsqueeze(-1))
-        weight[expert] = values.flatten(1).T
+    experts, rows, groups, _ = parts["blocks"].shape
+    weight = torch.empty((experts, 32 * groups, rows), dtype=torch.bfloat16)
+    for expert, (blocks, scales) in enumerate(zip(parts["blocks"], parts["scales"], strict=True)):
+        powers = torch.exp2(scales.to(torch.float32) - _E8M0_BIAS).to(torch.bfloat16)
+        values = _looked_up(_E2M1, blocks, low_first=True, dtype=torch.bfloat16)
+        weight[expert] = (values * powers.unsqueeze(-1)).flatten(1).T
     return weight
 
 
@@ -117,10 +114,11 @@ def _fp8(stored: Mapping[str, StoredTensor], block: Block) -> _Weights:
 
 def _of_fp8(parts: Mapping[str, Tensor], block: Block) -> Tensor:
     weight, scale = parts["weight"].to(torch.float32), parts["scale"].to(torch.float32)
-    if scale.numel() > 1:
-        rows, columns = weight.shape
-        scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return weight.mul_(scale).to(torch.bfloat16)
+    if scale.numel() == 1:
+        return weight.mul_(scale).to(torch.bfloat16)
+    for rows, scales in zip(weight.split(block[0]), scale, strict=True):
+        rows.mul_(scales.repeat_interleave(block[1])[: rows.shape[1]])
+    return weight.to(torch.bfloat16)
 
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -174,19 +172,20 @@ def _of_bitsandbytes(parts: Mapping[str, Tensor], state: Mapping[str, Any]) -> T
     if _nested(state):  # the maxima are of 8 bits themselves
         outer = parts["nested_absmax"].repeat_interleave(state["nested_blocksize"])[: largest.numel()]
         largest = parts["nested_quant_map"][largest.long()] * outer + state["nested_offset"]
-    values = _looked_up(parts["quant_map"].tolist(), parts["packed"].flatten(), low_first=False)
-    count = math.prod(state["shape"])
-    size = min(state["blocksize"], count)
-    values = values.flatten()[:count]
-    scaled = values * largest.to(torch.float32).repeat_interleave(size)[:count]
+    count, size = math.prod(state["shape"]), state["blocksize"]
+    values = _looked_up(
+        parts["quant_map"].tolist(), parts["packed"].flatten(), low_first=False, dtype=torch.float32
+    )
+    scaled = values[:count].mul_(largest.to(torch.float32).repeat_interleave(size)[:count])
     return scaled.view(tuple(state["shape"])).to(torch.bfloat16)
 
 
-def _looked_up(table: "tuple[float, ...] | list[float]", packed: Tensor, *, low_first: bool) -> Tensor:
-    """fp32 [..., 2 n]: two elements of each byte of ``packed`` [..., n]."""
-    values = torch.tensor(table, dtype=torch.float32, device=packed.device)
-    low, high = values[(packed & 0x0F).int()], values[(packed >> 4).int()]
-    return torch.stack((low, high) if low_first else (high, low), dim=-1).flatten(-2)
+def _looked_up(table: Sequence[float], packed: Tensor, *, low_first: bool, dtype: torch.dtype) -> Tensor:
+    """Two elements for each byte of ``packed`` [..., n], by one look at the pairs of all bytes: [..., 2 n]."""
+    pairs = [(table[byte & 0x0F], table[byte >> 4]) for byte in range(256)]
+    values = torch.tensor([pair if low_first else pair[::-1] for pair in pairs], dtype=dtype)
+    as_one = values.view({2: torch.int32, 4: torch.int64}[dtype.itemsize]).flatten()
+    return as_one[packed.int()].view(dtype)
 
 
 def _part(stored: Mapping[str, StoredTensor], name: str, beside: StoredTensor, of: str) -> StoredTensor:
