@@ -163,9 +163,9 @@ def export(
 @system_failures()
 def report(run: "PathLike") -> "Reported":
     """Predicted and measured of a run side by side; writes the run's report.html."""
-    from fitune.session.reported import report_run
+    from fitune.session.reported import report_anywhere
 
-    return report_run(Path(run))
+    return report_anywhere(str(run))
 
 
 def explain(result: "Result") -> str:

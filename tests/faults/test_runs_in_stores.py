@@ -107,6 +107,46 @@ def test_a_run_in_a_store_is_exported_from_there_and_into_another_folder_of_it(
     assert (code, "no run of fitune" in err) == (2, True)
 
 
+def test_a_run_in_a_store_is_reported_from_there_once_it_has_ended(
+    train: Call, call: Call, bucket: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://{bucket}/runs/x"
+    assert train(output_dir=url)[0] == 0
+    (run,) = (here / "runs").iterdir()
+    table = call("report", str(run))[1].partition("report: ")[0]
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call("report", url)
+    assert (code, out.partition("report: ")[0]) == (0, table), err
+    page = Path(out.rpartition("report: ")[2].strip())
+    assert page.is_file()
+    assert page.parent.parent.name == "runs"
+    code, _, err = call("report", url, "--watch")
+    assert (code, "--watch reads a run's directory" in err) == (2, True)
+    Store(url).remove(["report.json"])
+    code, _, err = call("report", url)
+    assert (code, "its run has not ended" in err) == (2, True)
+    code, _, err = call("report", f"s3://{bucket}/nothing")
+    assert (code, "no run of fitune" in err) == (2, True)
+
+
+def test_methods_are_compared_in_a_store(
+    call: Call, model_folder: Path, data_file: Path, bucket: str, here: Path
+) -> None:
+    words = ["--model", model_folder, "--data", data_file, "--gpu", "cpu", "--seq-len", 64, "--max-steps", 2]
+    words += ["--samples", "0", "--tunings", "full,lora", "--output-dir", f"s3://{bucket}/both"]
+    code, out, err = call("compare", *words)
+    assert code == 0, err
+    assert f"sent: s3://{bucket}/both/compare.html" in out
+    there = objects(bucket)
+    (folder,) = (here / "runs").iterdir()
+    assert there["both/compare.html"] == (folder / "compare.html").read_bytes()
+    assert {
+        "both/full/model/model.safetensors",
+        "both/lora/adapter/adapter_model.safetensors",
+    } <= there.keys()
+    assert "already complete" in call("compare", *words)[1]
+
+
 def test_a_store_that_cannot_be_written_to_is_refused_before_anything(
     train: Call, bucket: str, wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

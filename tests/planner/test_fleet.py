@@ -205,6 +205,12 @@ def test_fleet_files_that_cannot_be_used(
         fleet_of(tmp_path, text)
 
 
+def test_a_card_that_a_fleet_file_cannot_name_is_not_to_be_given_by_options(tmp_path: Path) -> None:
+    with pytest.raises(HardwareError) as refused:
+        fleet_of(tmp_path, "clusters: [{name: a, gpu: h1000}]")
+    assert refused.value.hint == "did you mean 'h100'?; docs/cards.md has the names"
+
+
 def test_prices_are_asked_for_only_where_costs_are_compared(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, "clusters: [{name: a, gpu: l4, price: 1}, {name: b, gpu: l4}]")
     recipe = parse_recipe({"model": "llama-3.2-1b", "tuning": "lora"})

@@ -218,7 +218,8 @@ def test_every_number_of_a_step_is_a_curve(make_step: MakeStep) -> None:
     assert curves["train/loss"] == report.loss
     assert curves["eval/loss"] == 2.5
     assert curves["memory_bytes/backward"] == 412 * 1024**2
-    assert "eval/loss" not in dict(scalars(make_step(8)))
+    assert not {"eval/loss", "speed/mfu"} & dict(scalars(make_step(8))).keys()  # neither is known: no zeros
+    assert dict(scalars(make_step(9, mfu=0.4)))["speed/mfu"] == 0.4
 
 
 def test_a_table_in_markdown() -> None:

@@ -473,15 +473,15 @@ def convert(
 
 @app.command()
 def report(
-    run: Run,
+    run: Annotated[str, Argument(help="Directory of a run, or its URL once it has ended.")],
     watch: Annotated[bool, Option("--watch", help="Until the run ends, every 5 s anew.")] = False,
     json: Json = False,
 ) -> None:
     """Show predicted and measured side by side, and write the run's report.html."""
-    from fitune.session.reported import report_run, watched_run
+    from fitune.session.reported import report_anywhere, watched_run
 
     watched = watched_run(run, tell=lambda line: print(line, file=sys.stderr)) if watch else None
-    _show(watched or report_run(run), json=json)
+    _show(watched or report_anywhere(run), json=json)
 
 
 @app.command()

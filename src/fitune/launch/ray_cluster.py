@@ -220,12 +220,16 @@ def _require_room(cluster: RayCluster, place: RayPlace, each: Mapping[str, float
     )
     largest = f"at most {free} worker{'s' * (free != 1)} now"
     later = f"; {idle} when nothing else runs" if idle > free else ""
+    if free:
+        hint = f"{largest}{later}: --workers {free}"
+    elif "GPU" in each and not cluster.has_gpus:
+        hint = "no node of this cluster has a GPU; gpu: cpu trains on cores"
+    else:
+        hint = f"{largest}{later}; ray status says who has them"
     raise HardwareError(
         f"{place.fewest} workers ask for {asked}; free on {len(cluster.nodes)} "
         f"node{'s' * (len(cluster.nodes) != 1)}: {there}",
-        hint=f"{largest}{later}: --workers {free}"
-        if free
-        else f"{largest}{later}; ray status says who has them",
+        hint=hint,
     )
 
 

@@ -1,12 +1,13 @@
 """Trains one recipe by several methods, on the same data and seed, and sets the results side by side."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fitune.errors import FituneError, RecipeError, did_you_mean
-from fitune.planner.defaults import default_learning_rate, optimizer_of
+from fitune.planner.defaults import default_learning_rate, optimizer_of, staging_of
 from fitune.planner.methods import lomo_of, lora_of, packed_base
 from fitune.report.compare import read_run, text_table
 from fitune.report.methods_page import MethodRun, comparison_rows, write_comparison
@@ -20,6 +21,7 @@ from fitune.spec.recipe.recipe import Recipe, parse_recipe
 from fitune.spec.rules import adds_gradients_up
 from fitune.spec.words import describe_plan
 from fitune.stores.opening import is_url
+from fitune.stores.writing import Store
 
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"tuning": "full"},
@@ -40,14 +42,11 @@ def compare_methods(
 
     One folder for each method inside the recipe's output_dir. A method that cannot run, or fails, is told and left
     out: the page, written anew after every method, has the others. The code is 1 when one failed on its way.
+    With ``upload_to``, or an output_dir behind a URL, every run and the page are sent there; grades stay here.
     """
     _refuse_unknown(names)
-    directory = Path(recipe.output_dir or "runs/compare")
-    if recipe.upload_to or is_url(recipe.output_dir or ""):
-        raise RecipeError(
-            f"a comparison is written into a folder, not to {recipe.upload_to or recipe.output_dir}",
-            hint="output_dir: a folder, without upload_to",
-        )
+    recipe = staged(recipe)
+    directory = Path(recipe.output_dir or "")
     base = (
         _score(recipe.model, "", score_data, directory / "base", overwrite=overwrite, tell=tell)
         if score_data
@@ -67,7 +66,19 @@ def compare_methods(
     if not any(method.run for method in methods):
         raise RecipeError("no method could be trained", hint="the reasons are above")
     tell(Note(f"\n{text_table(comparison_rows(methods, base))}\ncomparison: {page}"))
+    if recipe.upload_to:
+        with closing(Store(recipe.upload_to, allow_private=recipe.allow_private_addresses)) as store:
+            store.put_file(page, page.name)
+            tell(Note(f"sent: {store.below(page.name)}"))
     return int(failed)
+
+
+def staged(recipe: Recipe) -> Recipe:
+    """The recipe whose output_dir is a folder of this machine: one behind a URL becomes its upload_to."""
+    directory = recipe.output_dir or "runs/compare"
+    if not is_url(directory):
+        return recipe.model_copy(update={"output_dir": directory})
+    return recipe.model_copy(update={"output_dir": staging_of(directory), "upload_to": directory})
 
 
 def _refuse_unknown(names: Sequence[str]) -> None:
@@ -86,6 +97,8 @@ def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
     is far too much for all weights.
     """
     settings: dict[str, Any] = {**METHODS[name], "output_dir": str(directory / name), "export": None}
+    if recipe.upload_to:
+        settings["upload_to"] = f"{recipe.upload_to.rstrip('/')}/{name}"
     if not adds_gradients_up(_tuning(recipe, name)):
         settings["gradient_accumulation_steps"] = 1
         if recipe.micro_batch_size is not None:

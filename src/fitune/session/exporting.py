@@ -1,7 +1,6 @@
 """Export what a run trained, without training again."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ from fitune.spec.reports import RunReport
 from fitune.spec.run_directory import Ownership, lock_directory
 from fitune.spec.serial import to_json
 from fitune.stores.opening import is_url
-from fitune.stores.writing import Store
+from fitune.stores.writing import Store, opened_store
 from fitune.train.again import find_source, load_trained, require_trained
 from fitune.train.ending import summarise
 from fitune.train.export import FOLDERS, TITLES, Handover, Kind
@@ -37,7 +36,9 @@ def export_anywhere(run: str, out: str, kind: Kind | None, *, tell: Tell = tell_
     if not is_url(run) and not is_url(out):
         return export_run(Path(run), Path(out) if out else None, kind, tell=tell)
     directory = Path(staging_of(run)) if is_url(run) else Path(run)
-    with _opened(run) as source, _opened(out) as target:
+    with ExitStack() as stack:
+        source = stack.enter_context(opened_store(run)) if is_url(run) else None
+        target = stack.enter_context(opened_store(out)) if is_url(out) else None
         local = (
             cache_folder() / "exports" / staging_of(out) if target is not None else Path(out) if out else None
         )
@@ -55,19 +56,6 @@ def export_anywhere(run: str, out: str, kind: Kind | None, *, tell: Tell = tell_
                 send_export(source, exported.path, exported.path.name)
                 tell(Note(f"sent: {source.below(exported.path.name)}"))
     return exported
-
-
-@contextmanager
-def _opened(url: str) -> Iterator[Store | None]:
-    """The store behind ``url``, which was typed here and is in nobody's recipe; None for a folder of this machine."""
-    if not is_url(url):
-        yield None
-        return
-    store = Store(url, allow_private=True)
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def _require_free(store: Store) -> None:

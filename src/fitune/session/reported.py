@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fitune.errors import RunDirectoryError
+from fitune.files import cache_folder, remove
 from fitune.spec.reports import RunReport, ScoreReport
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_grade
+from fitune.stores.opening import is_url
 from fitune.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -29,6 +32,29 @@ class Reported:
     state: str = ""
     """How far a run without a report is, and whether anybody goes on with it; empty for one with a report."""
     trackers: "tuple[Tracked, ...]" = ()
+
+
+def report_anywhere(run: str) -> Reported:
+    """``report_run`` of a run that may be behind a URL: what it says of itself is fetched into fitune's cache.
+
+    Raises RunDirectoryError for one that has not ended, whose newest steps are where it trains, and StoreError.
+    """
+    if not is_url(run):
+        return report_run(Path(run))
+    from fitune.planner.defaults import staging_of
+    from fitune.stores.writing import opened_store
+    from fitune.train.uploading import fetch_papers
+
+    directory = cache_folder() / "reports" / staging_of(run)
+    remove(directory)
+    with opened_store(run) as store:
+        fetch_papers(store, directory)
+    if not (directory / "report.json").is_file():
+        where = "its run has not ended" if (directory / "plan.json").is_file() else "no run of fitune"
+        raise RunDirectoryError(
+            f"{run}: no report.json there: {where}", hint="fitune report of the run's own directory"
+        )
+    return report_run(directory)
 
 
 def report_run(directory: Path) -> Reported:
@@ -55,11 +81,16 @@ def report_run(directory: Path) -> Reported:
     )
 
 
-def watched_run(directory: Path, *, tell: Callable[[str], None], every_s: float = 5.0) -> Reported:
+def watched_run(run: str | Path, *, tell: Callable[[str], None], every_s: float = 5.0) -> Reported:
     """Write report.html again and again until the run has ended, then like ``report_run``. A signal ends it with a page
     that is not loaded again, and the program with it."""
     from fitune.session.watching import watch_run
 
+    if is_url(str(run)):
+        raise RunDirectoryError(
+            f"--watch reads a run's directory, not {run}", hint="leave --watch out once the run has ended"
+        )
+    directory = Path(run)
     has_ended = watch_run(directory, tell=tell, every_s=every_s)
     reported = report_run(directory)
     if not has_ended:

@@ -95,7 +95,8 @@ def scalars(report: StepReport) -> Iterator[tuple[str, float]]:
     yield "speed/tokens_per_second", report.tokens_per_second
     yield "speed/step_seconds", report.step_seconds
     yield "speed/data_seconds", report.data_seconds
-    yield "speed/mfu", report.mfu
+    if report.mfu:  # 0 where the peak of the device is not known
+        yield "speed/mfu", report.mfu
     for phase, peak in report.memory_bytes.items():
         yield f"memory_bytes/{phase.value}", float(peak)
 

@@ -55,11 +55,11 @@ def _card_of(name: str) -> Card:
     _refuse_elsewhere(name, key, gb)
     raise HardwareError(
         f"gpu = {name!r} is not cpu and none of the {len(known_cards())} known cards (docs/cards.md)",
-        hint="; ".join(filter(None, (did_you_mean(name, gpu_names()), _BY_FIGURES))),
+        hint="; ".join(filter(None, (did_you_mean(name, gpu_names()), BY_FIGURES))),
     )
 
 
-_BY_FIGURES = "--gpu-memory 24GiB --gpu-flops 165e12 --gpu-bandwidth 1008GB/s describe any other CUDA GPU"
+BY_FIGURES = "--gpu-memory 24GiB --gpu-flops 165e12 --gpu-bandwidth 1008GB/s describe any other CUDA GPU"
 _WHY_ELSEWHERE = {
     "rocm": "it runs ROCm, on which fitune has never been run",
     "gaudi": "it is no CUDA device",
@@ -175,7 +175,7 @@ def gpu_of_figures(figures: GpuFigures) -> Gpu:
     Raises HardwareError where its three figures are not all there.
     """
     if figures.memory_bytes is None or figures.flops is None or figures.bandwidth is None:
-        raise HardwareError("a GPU by its figures needs memory, FLOPS and bandwidth", hint=_BY_FIGURES)
+        raise HardwareError("a GPU by its figures needs memory, FLOPS and bandwidth", hint=BY_FIGURES)
     return Gpu(
         name=f"gpu-{round(figures.memory_bytes / GIB)}gib",
         memory_bytes=figures.memory_bytes,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from fitune.errors import FituneError, RecipeError, did_you_mean
-from fitune.spec.machines.gpus import find_gpu
+from fitune.spec.machines.gpus import BY_FIGURES, find_gpu
 from fitune.spec.machines.job import System
 from fitune.spec.recipe.job_settings import (
     Duration,
@@ -107,5 +107,6 @@ def _cluster(entry: Any, number: int, path: Path) -> Cluster:
         gpu = find_gpu(cluster.gpu)
         require_meaningful(cluster.settings, cluster.kind)
     except FituneError as error:
-        raise type(error)(f"{where}: {error.message}", hint=error.hint) from None
+        hint = (error.hint or "").replace(BY_FIGURES, "docs/cards.md has the names")  # no options in a file
+        raise type(error)(f"{where}: {error.message}", hint=hint or None) from None
     return cluster.model_copy(update={"gpu": gpu.name})

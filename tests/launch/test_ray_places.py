@@ -1,0 +1,33 @@
+"""Places on Ray that cannot be had, asked without a cluster: ray is not installed, no room, no GPU."""
+
+import sys
+
+import pytest
+
+from fitune.errors import HardwareError, MissingExtra
+from fitune.launch.ray_cluster import Node, RayCluster, RayPlace, connected, with_room
+
+TWO = RayPlace(fewest=2, most=2)
+
+
+def cluster_of(**resources: float) -> RayCluster:
+    return RayCluster(nodes=(Node(id="a", host="a", resources=resources),), free=resources)
+
+
+def test_without_ray_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray.train", None)
+    with pytest.raises(MissingExtra) as refused, connected("127.0.0.1:6379"):
+        pass
+    assert "pip install 'fitune[ray]'" in str(refused.value)
+
+
+def test_a_cluster_without_gpus_says_so() -> None:
+    with pytest.raises(HardwareError, match="2 workers ask for 2 CPU, 2 GPU; .* 0 of 0 GPU") as refused:
+        with_room(cluster_of(CPU=8), TWO, {"CPU": 1.0, "GPU": 1.0})
+    assert refused.value.hint == "no node of this cluster has a GPU; gpu: cpu trains on cores"
+
+
+def test_a_cluster_with_too_few_gpus_says_how_many_workers_have_room() -> None:
+    with pytest.raises(HardwareError, match="1 of 1 GPU") as refused:
+        with_room(cluster_of(CPU=8, GPU=1), TWO, {"CPU": 1.0, "GPU": 1.0})
+    assert refused.value.hint == "at most 1 worker now: --workers 1"
