@@ -87,7 +87,7 @@ def small_config(model_type: str) -> Any:
         values["num_key_value_heads"] = values.get("num_attention_heads", 4)
     if "qk_rope_head_dim" in known:
         values.pop("head_dim", None)  # the size of what turns, whatever a head has beside it
-    if known.get("layer_types"):
+    if known.get("layer_types") and "layer_types" not in DIFFERENT.get(model_type, {}):
         values["layer_types"] = _short(known["layer_types"])
     if not known.get("sliding_window") and not known.get("use_sliding_window"):
         values.pop("sliding_window", None)

@@ -21,11 +21,12 @@ from fitune.checkpoint.layout import staged, stored_bytes, write_adapter, write_
 from fitune.checkpoint.merge import base_weights, in_dtype, merged_weights, refuse_quantised_base
 from fitune.checkpoint.merge_law import merged_checks
 from fitune.checkpoint.parity import Check, Model, Verified, is_equal, reload_device, verify
-from fitune.models.adapters import copy_tables, table_weights, ties_are_kept
+from fitune.models.adapters import copy_tables, is_named_in_whole, table_weights, ties_are_kept, words_for
 from fitune.models.attention import attends_by_rows
 from fitune.models.door import whole_model, with_adapter
 from fitune.models.expert_adapters import names_as_given
 from fitune.models.quantised import quantised_base
+from fitune.models.text_part import is_loaded_whole, name_in_whole
 from fitune.models.weights import load_model, resized
 from fitune.spec.plan import Dense
 
@@ -65,16 +66,17 @@ def export_adapter(
     Raises CheckpointError when the reloaded adapter differs, RunDirectoryError when ``target`` has content
     and ``replace`` is off.
     """
-    weights = adapter_weights(model)
+    weights, in_whole = adapter_weights(model), is_loaded_whole(base_path or base)
+    name_of: Callable[[str], str] = name_in_whole if in_whole else str
     return _export(
         model,
         target,
         size_bytes=stored_bytes(weights),
-        write=lambda folder: write_adapter(model, folder, weights, base),
+        write=lambda folder: write_adapter(model, folder, weights, base, in_whole=in_whole),
         texts=(tokenizer, chat_template, card),
-        checks={name: partial(is_equal, tensor, tensor.dtype) for name, tensor in weights.items()},
+        checks={name_of(name): partial(is_equal, tensor, tensor.dtype) for name, tensor in weights.items()},
         reload=partial(_reloaded_adapter, model, weights, base_path or base),
-        weights_of=adapter_weights,
+        weights_of=lambda reloaded: {name_of(n): tensor for n, tensor in adapter_weights(reloaded).items()},
         dtypes=[tensor.dtype for tensor in weights.values()],
         replace=replace,
         secure=secure,
@@ -244,7 +246,8 @@ def _reloaded_adapter(
     # PEFT casts adapters to the base's type, or 16-bit ones to fp32: ask for whichever keeps what was trained.
     in_fp32 = all(tensor.dtype == torch.float32 for tensor in weights.values())
     with ties_are_kept():
-        return with_adapter(base, folder, in_fp32=in_fp32)
+        words = words_for(base, folder) if is_named_in_whole(folder) else {}
+        return with_adapter(base, folder, in_fp32=in_fp32, **words)
 
 
 def _rows(model: PeftModel) -> int:

@@ -23,6 +23,7 @@ from fitune.errors import CheckpointError, FituneError, RunDirectoryError
 from fitune.files import path_fault, remove, remove_stale_siblings, sync_tree, temporary_sibling
 from fitune.models.adapter_config import WEIGHTS
 from fitune.models.adapters import trained_tables
+from fitune.models.text_part import name_in_whole
 from fitune.spec.deepspeed import tell_deepspeed_where
 from fitune.units import MIB
 
@@ -98,13 +99,25 @@ def _sync(folder: Path) -> None:
     sync_tree(folder)
 
 
-def write_adapter(model: PeftModel, folder: Path, weights: dict[str, Tensor], base: str) -> None:
-    """adapter_model.safetensors and adapter_config.json naming ``base``."""
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+def write_adapter(
+    model: PeftModel, folder: Path, weights: dict[str, Tensor], base: str, *, in_whole: bool = False
+) -> None:
+    """adapter_model.safetensors and adapter_config.json naming ``base``.
+
+    ``in_whole``: transformers loads the base with the vision part, whose linears have the same short names.
+    """
+    save_file(
+        {name_in_whole(n): t for n, t in weights.items()} if in_whole else weights,
+        folder / WEIGHTS,
+        metadata={"format": "pt"},
+    )
     config: Any = copy.copy(model.peft_config[model.active_adapter])
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.task_type = config.task_type or "CAUSAL_LM"
+    if in_whole:
+        config.target_modules = {name_in_whole(name) for name in model.base_model.targeted_module_names}
+        config.layers_to_transform = None
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # the same file from every process
     saved = {name.rsplit(".", 1)[-1] for name in trained_tables(model.get_base_model())}

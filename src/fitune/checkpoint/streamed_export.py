@@ -32,6 +32,7 @@ from fitune.checkpoint.parity import is_equal, require_same_files
 from fitune.checkpoint.streamed import Piece, stored_names, write_streamed
 from fitune.errors import CheckpointError
 from fitune.models.adapters import PREFIX, trained_tables
+from fitune.models.text_part import is_loaded_whole, name_in_whole
 from fitune.models.weight_files import Unread, nobody, stored_tensors, unread_tensors
 
 Texts = tuple[PreTrainedTokenizerBase, str, str]
@@ -73,15 +74,19 @@ def stream_adapter(
     secure: bool = False,
 ) -> Exported:
     """Write the adapter with its trained tables, ``weights``, all on the host."""
-    found = _adapter_weights(model, weights)
+    found, in_whole = _adapter_weights(model, weights), is_loaded_whole(base)
     size = sum(tensor.nbytes for tensor in found.values())
     with staged(target, size, replace=replace) as stage:
-        write_adapter(model, stage.folder, found, base)
+        write_adapter(model, stage.folder, found, base, in_whole=in_whole)
         write_texts(stage.folder, *texts)
         if secure:
             stage.secure()
         compared = require_same_files(
-            stage.folder, {name: partial(is_equal, tensor, tensor.dtype) for name, tensor in found.items()}
+            stage.folder,
+            {
+                name_in_whole(name) if in_whole else name: partial(is_equal, tensor, tensor.dtype)
+                for name, tensor in found.items()
+            },
         )
         if compared != len(found):
             raise CheckpointError(

@@ -6,7 +6,7 @@ PEFT hands the expressions of a config to ``re``, without a time limit. Here the
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -254,17 +254,18 @@ def _ends_with(module: str, pattern: str) -> bool:
 _FIRST_NUMBER = r".*?\.[^.]*\.(?P<idx>\d+)\."
 
 
-def settled(config: AdapterConfig, modules: Iterable[str]) -> dict[str, object]:
-    """target_modules, rank_pattern and alpha_pattern in full names of ``modules``, for PEFT.
+def settled(config: AdapterConfig, modules: Mapping[str, str]) -> dict[str, object]:
+    """target_modules, rank_pattern and alpha_pattern in full names of the model, for PEFT.
 
+    ``modules``: name as the adapter has it -> name in the model.
     Raises ValueError for an expression that cannot be used; ``check_adapter`` did so before.
     """
     targets = Targets(config)
     chosen = [module for module in modules if targets.adapts(module)]
-    ranks = {module: targets.rank(module) for module in chosen}
-    alphas = {module: targets.alpha(module) for module in chosen}
+    ranks = {modules[module]: targets.rank(module) for module in chosen}
+    alphas = {modules[module]: targets.alpha(module) for module in chosen}
     return {
-        "target_modules": chosen,
+        "target_modules": [modules[module] for module in chosen],
         "rank_pattern": {re.escape(m): rank for m, rank in ranks.items() if rank != config.r},
         "alpha_pattern": {re.escape(m): alpha for m, alpha in alphas.items() if alpha != config.lora_alpha},
     }

@@ -6,9 +6,10 @@ layout, and what is read from it is put back in place.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from fitune.errors import ModelError
 from fitune.models.adapter_check import check_adapter, linear_shapes, stack_shapes, tensor_shapes
 from fitune.models.adapter_config import WEIGHTS, read_adapter_config, settled
 from fitune.models.door import with_adapter
 from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_among, stacks_shown
 from fitune.models.headers import read_header
+from fitune.models.text_part import name_in_whole, own_name
 from fitune.models.weights import resized
 from fitune.spec.plan import Lora
 
@@ -73,15 +76,35 @@ def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
     Where tokens were added, embedding and head grow to what is saved. Only safetensors are read. Raises
     CheckpointError when the adapter does not fit this very model.
     """
-    linears = linear_shapes(model)
-    check_adapter(Path(path), base=linears, tensors=tensor_shapes(model), stacks=stack_shapes(model))
-    resized(model, saved_rows(Path(path)))
-    config = read_adapter_config(Path(path))
+    folder = Path(path)
+    spelled: Callable[[str], str] = name_in_whole if is_named_in_whole(folder) else str
+    shapes = linear_shapes(model), tensor_shapes(model), stack_shapes(model)
+    linears, tensors, stacks = ({spelled(name): shape for name, shape in each.items()} for each in shapes)
+    check_adapter(folder, base=linears, tensors=tensors, stacks=stacks)
+    resized(model, saved_rows(folder))
     with ties_are_kept():
-        words = config.for_peft(**settled(config, linears))
-        adapted = with_adapter(model, Path(path), config=words)
+        adapted = with_adapter(model, folder, **words_for(model, folder))
     put_in_place(adapted)
     return adapted
+
+
+def words_for(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    """The adapter's config and the names of its file in terms of ``model``, for the door's ``with_adapter``."""
+    in_whole = is_named_in_whole(folder)
+    spelled: Callable[[str], str] = name_in_whole if in_whole else str
+    config = read_adapter_config(folder)
+    chosen = settled(config, {spelled(name): name for name in linear_shapes(model)})
+    names = {r"^model\.language_model\.": "model."} if in_whole else None
+    return {"config": config.for_peft(**chosen), "names": names}
+
+
+def is_named_in_whole(folder: Path) -> bool:
+    """True if the adapter's file names the language model as a part of one that also sees."""
+    try:
+        names = read_header(folder / WEIGHTS)
+    except (OSError, ModelError):  # damaged or missing: check_adapter says which
+        return False
+    return any(name != own_name(name) for name in names)
 
 
 def train_tables(base: PreTrainedModel, modules_to_save: Sequence[str]) -> None:

@@ -275,11 +275,14 @@ def _of_plain_weights(config: PretrainedConfig) -> PretrainedConfig:
 def empty_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model with parameters of the right shapes and no content; on "meta" or fake tensors they take no memory.
 
+    Of a model that also sees, the language model alone.
     Raises ModelError for a config that no model can be built from.
     """
     typed = {} if dtype is None else {"dtype": dtype}
     with _named(f"{config.name_or_path or config.model_type}: no model can be built from its config"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **typed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config.get_text_config(), trust_remote_code=False, **typed
+        )
     return model
 
 
@@ -331,11 +334,17 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def with_adapter(
-    model: PreTrainedModel, folder: Path, *, config: LoraConfig | None = None, in_fp32: bool = False
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    config: LoraConfig | None = None,
+    names: Mapping[str, str] | None = None,
+    in_fp32: bool = False,
 ) -> PeftModel:
     """``model`` with the adapter in ``folder`` put on it, not for training; 16-bit ones made fp32 where asked.
 
-    ``config``: in place of the one in the folder, which is read only where fitune wrote it.
+    ``config``: in place of the one in the folder, which is read only where fitune wrote it. ``names``: patterns of
+    the file's names and what is put in their place.
 
     Raises CheckpointError for one that PEFT cannot take.
     """
@@ -345,7 +354,12 @@ def with_adapter(
         names_as_given(),
     ):
         adapted = PeftModel.from_pretrained(
-            model, str(folder), config=config, is_trainable=False, autocast_adapter_dtype=in_fp32
+            model,
+            str(folder),
+            config=config,
+            key_mapping=None if names is None else dict(names),
+            is_trainable=False,
+            autocast_adapter_dtype=in_fp32,
         )
     run_with_adapters(adapted)
     return adapted

@@ -4,7 +4,6 @@ Only safetensors are read.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -30,6 +29,7 @@ from fitune.models.door import (
 from fitune.models.headers import StoredTensor
 from fitune.models.pack_on_arrival import Keep, PackOnArrival
 from fitune.models.quantised import require_quantiser
+from fitune.models.text_part import has_other_parts, text_part
 from fitune.models.weight_files import OnBytes, Unread, nobody, stored_tensors, unread_tensors
 from fitune.spec.plan import Dense, Plan, Precision, Quantiser
 
@@ -90,9 +90,11 @@ def _filled(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model with every tensor read and put in place, and what did not match."""
     config = read_config(str(folder))
+    if has_other_parts(config):
+        stored, unread = text_part(stored), text_part(unread)
     _refuse_more_layers(folder, config, stored)
     with torch.device("meta"):
-        empty = empty_model(config)  # of a model that also sees, the language model's class and config
+        empty = empty_model(config)
     _refuse_another_size(folder, empty, stored)
     try:
         model, report = filled_model(
@@ -108,16 +110,10 @@ def _filled(
         if packing is not None and packing.failure is not None:
             raise packing.failure from error
         raise
-    if getattr(config, "vision_config", None) is not None:
-        report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not _SEEING.match(name)]
     if packing is not None:
         found = {(name, *shapes) for name, shapes in packing.misshapen.items()}
         report["mismatched_keys"] = found | set(report["mismatched_keys"])
     return model, report
-
-
-_SEEING = re.compile(r"(model\.)?(vision_model|vision_tower|multi_modal_projector)\.")
-"""Beginnings of names of weights for images: of such a model, the text part alone is read."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -17,6 +17,7 @@ from fitune.checkpoint.streamed_export import Texts, stream_adapter, stream_full
 from fitune.models.adapter_config import WEIGHTS
 from fitune.models.door import empty_model, model_folder, read_config, read_generation_config
 from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.text_part import own_name
 from fitune.models.weight_files import base_reference, stored_tensors
 from fitune.models.weights import compute_dtype
 from fitune.spec.counts import count_parameters
@@ -62,7 +63,10 @@ def stored_weights(plan: Plan, source: Source) -> Mapping[str, Tensor] | None:
         return None
     if source.kind == "checkpoint":
         return load_checkpoint(source.path, verified=True).tensors["model"]
-    return {_with_adapter_name(name): tensor for name, tensor in load_file(source.path / WEIGHTS).items()}
+    return {
+        _with_adapter_name(own_name(name)): tensor
+        for name, tensor in load_file(source.path / WEIGHTS).items()
+    }
 
 
 def _fits_twice(plan: Plan) -> bool:

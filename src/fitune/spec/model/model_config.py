@@ -70,7 +70,7 @@ def spec_from_config(config: Mapping[str, Any], *, name: str, where: str | None 
 
 def _text_spec(config: Mapping[str, Any], *, name: str, where: str | None) -> ModelSpec:
     fields = ConfigFields(values=config, where=where or f"config.json of {name}")
-    if config.get("model_type") == "gemma3":
+    if config.get("model_type") in _WITH_TEXT_OF_A_FAMILY:
         fields = _text_part(fields)
     model_type = fields.values.get("model_type")
     if model_type is None:
@@ -89,13 +89,18 @@ def _text_spec(config: Mapping[str, Any], *, name: str, where: str | None) -> Mo
     return spec
 
 
+_WITH_TEXT_OF_A_FAMILY = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""Type of a model that also sees -> type of its language model, where its text_config does not say."""
+
+
 def _text_part(fields: ConfigFields) -> ConfigFields:
-    """Gemma-3's language model: its own config, inside the one that also holds the vision tower."""
+    """The language model's own config, inside the one that also holds the vision tower."""
     text = fields.values.get("text_config")
     if not isinstance(text, Mapping):
         fields.refuse("text_config", "must be the config of the language model")
     outer = {key: fields.values[key] for key in ("dtype", "torch_dtype", "auto_map") if key in fields.values}
-    values = {**outer, **text, "model_type": text.get("model_type", "gemma3_text")}
+    usual = _WITH_TEXT_OF_A_FAMILY[fields.values["model_type"]]
+    values = {**outer, **text, "model_type": text.get("model_type", usual)}
     return ConfigFields(values=values, where=f"{fields.where}: text_config")
 
 

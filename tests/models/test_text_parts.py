@@ -1,0 +1,137 @@
+"""Checkpoints that also see: their text part alone is planned, loaded, trained and exported."""
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Ministral3ForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+from conftest import plan_of
+from fitune.estimate.parameters import count_parameters
+from fitune.measure.memory import LiveTensors
+from fitune.models.adapters import load_adapter
+from fitune.models.weights import load_model
+from fitune.rehearse.profile import TransformersTracer
+from fitune.spec.plan import Plan
+from fitune.spec.tracer import trace_with
+from fitune.train.prepare import prepare
+from fitune.train.run import run
+from laws.test_memory_prediction import bench
+from train.test_run import callbacks
+
+TEXT = {
+    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "initializer_range": 0.1, "tie_word_embeddings": False,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+IDS = torch.arange(3, 40)[None]
+
+
+def seeing(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if kind == "gemma3":
+        text = {**TEXT, "sliding_window": 64, "tie_word_embeddings": True}
+        return Gemma3ForConditionalGeneration(
+            Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4)
+        )
+    vision = {**VISION, "head_dim": 16, "model_type": "pixtral"}
+    config = Mistral3Config(
+        text_config={**TEXT, "model_type": kind}, vision_config=vision, tie_word_embeddings=False
+    )
+    return Mistral3ForConditionalGeneration(config)
+
+
+CLASSES = {"gemma3": Gemma3ForCausalLM, "ministral3": Ministral3ForCausalLM, "mistral": MistralForCausalLM}
+ON_CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
+
+
+@pytest.fixture(params=CLASSES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def folder(kind: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint with a vision tower and the tokenizer of the usual model."""
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
+    trace_with(TransformersTracer())
+    target = tmp_path / "seeing"
+    shutil.copytree(model_folder, target, ignore=shutil.ignore_patterns("*.safetensors*", "*config.json"))
+    shutil.copy(model_folder / "tokenizer_config.json", target)
+    seeing(kind).save_pretrained(target)
+    return target
+
+
+def plan_on(folder: Path, data_file: Path, **settings: Any) -> Plan:
+    return plan_of(folder, data_file, folder.parent / "run", max_steps=3, **settings)
+
+
+@torch.no_grad()
+def answers(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+def test_the_text_part_alone_is_read_and_answers_like_the_whole(kind: str, folder: Path) -> None:
+    loaded = load_model(str(folder), **ON_CPU)
+    assert type(loaded) is CLASSES[kind]
+    torch.testing.assert_close(answers(loaded), answers(seeing(kind)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_the_peak_is_the_predicted_one(folder: Path, data_file: Path, tuning: str) -> None:
+    plan = plan_on(folder, data_file, tuning=tuning)
+    prepared = prepare(plan)
+    held = sum(p.numel() for p in prepared.model.whole.parameters() if p.shape[0] != 4 or tuning == "full")
+    rows = bench.random_rows((64,) * plan.batch.micro_batch_size, vocab_size=384)
+
+    def step(enter: Any) -> None:
+        prepared.engine.forward_backward(rows, supervised_tokens=rows.supervised_tokens, enter_phase=enter)
+        prepared.engine.update(learning_rate=1e-4, enter_phase=enter)
+
+    step(lambda phase: None)
+    tracker = LiveTensors(prepared.resident_tensors())
+    with tracker:
+        step(tracker.enter)
+    predicted = max(bench.predicted_peaks(plan, rows).values())
+    assert max(tracker.peaks.values()) == pytest.approx(predicted, rel=0.01)
+    assert held <= count_parameters(plan.model).total
+
+
+def test_an_adapter_fits_the_whole_that_users_load(kind: str, folder: Path, data_file: Path) -> None:
+    """Under the whole's names, and on its language model alone: towers have linears of the same names."""
+    exported = Path(str(run(plan_on(folder, data_file, learning_rate=5e-2), callbacks=callbacks()).exported))
+    ours = answers(load_adapter(load_model(str(folder), **ON_CPU), exported))
+    whole = type(seeing(kind)).from_pretrained(folder)
+    untrained = answers(whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PEFT only warns of names that it does not find
+        adapted = PeftModel.from_pretrained(whole, str(exported))
+    torch.testing.assert_close(answers(adapted), ours, rtol=0, atol=1e-5)
+    assert not torch.allclose(untrained, ours, atol=1e-3)
+    assert not [name for name, _ in adapted.named_parameters() if "lora" in name and "vision" in name]
+
+
+@pytest.mark.parametrize("words", [{"tuning": "full"}, {"export": "merged"}], ids=str)
+def test_a_whole_export_is_the_language_model(kind: str, folder: Path, data_file: Path, words: dict) -> None:
+    exported = run(plan_on(folder, data_file, **words), callbacks=callbacks()).exported
+    found = AutoModelForCausalLM.from_pretrained(str(exported))
+    assert type(found) is CLASSES[kind]
+    assert answers(found).isfinite().all()
