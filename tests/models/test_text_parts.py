@@ -34,8 +34,8 @@ from laws.test_memory_prediction import bench
 from train.test_run import callbacks
 
 TEXT = {
-    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": 384, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "initializer_range": 0.1, "tie_word_embeddings": False,
 }  # fmt: skip
 VISION = {
@@ -99,11 +99,15 @@ def test_the_text_part_alone_is_read_and_answers_like_the_whole(kind: str, folde
 def test_the_peak_is_the_predicted_one(folder: Path, data_file: Path, tuning: str) -> None:
     plan = plan_on(folder, data_file, tuning=tuning)
     prepared = prepare(plan)
-    held = sum(p.numel() for p in prepared.model.whole.parameters() if p.shape[0] != 4 or tuning == "full")
+    held = sum(p.numel() for name, p in prepared.model.whole.named_parameters() if "lora_" not in name)
+    assert held == count_parameters(plan.model).total
     rows = bench.random_rows((64,) * plan.batch.micro_batch_size, vocab_size=384)
 
     def step(enter: Any) -> None:
-        prepared.engine.forward_backward(rows, supervised_tokens=rows.supervised_tokens, enter_phase=enter)
+        for _ in range(plan.batch.accumulation):
+            prepared.engine.forward_backward(
+                rows, supervised_tokens=rows.supervised_tokens, enter_phase=enter
+            )
         prepared.engine.update(learning_rate=1e-4, enter_phase=enter)
 
     step(lambda phase: None)
@@ -112,7 +116,6 @@ def test_the_peak_is_the_predicted_one(folder: Path, data_file: Path, tuning: st
         step(tracker.enter)
     predicted = max(bench.predicted_peaks(plan, rows).values())
     assert max(tracker.peaks.values()) == pytest.approx(predicted, rel=0.01)
-    assert held <= count_parameters(plan.model).total
 
 
 def test_an_adapter_fits_the_whole_that_users_load(kind: str, folder: Path, data_file: Path) -> None:
@@ -122,7 +125,7 @@ def test_an_adapter_fits_the_whole_that_users_load(kind: str, folder: Path, data
     whole = type(seeing(kind)).from_pretrained(folder)
     untrained = answers(whole)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # PEFT only warns of names that it does not find
+        warnings.filterwarnings("error", message=".*missing|.*unexpected")  # PEFT only warns
         adapted = PeftModel.from_pretrained(whole, str(exported))
     torch.testing.assert_close(answers(adapted), ours, rtol=0, atol=1e-5)
     assert not torch.allclose(untrained, ours, atol=1e-3)

@@ -78,9 +78,12 @@ def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
     """
     folder = Path(path)
     spelled: Callable[[str], str] = name_in_whole if is_named_in_whole(folder) else str
-    shapes = linear_shapes(model), tensor_shapes(model), stack_shapes(model)
-    linears, tensors, stacks = ({spelled(name): shape for name, shape in each.items()} for each in shapes)
-    check_adapter(folder, base=linears, tensors=tensors, stacks=stacks)
+    check_adapter(
+        folder,
+        base={spelled(name): shape for name, shape in linear_shapes(model).items()},
+        tensors={spelled(name): shape for name, shape in tensor_shapes(model).items()},
+        stacks={spelled(name): stack for name, stack in stack_shapes(model).items()},
+    )
     resized(model, saved_rows(folder))
     with ties_are_kept():
         adapted = with_adapter(model, folder, **words_for(model, folder))
