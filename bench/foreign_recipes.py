@@ -110,7 +110,14 @@ def show(tables: dict[str, Table], *, with_models: bool) -> None:
         + " planned |" * with_models
     )
     print("|---|---:|---:|---:|---:|" + "---:|" * with_models)
-    for name, table in tables.items():
+    together = Table(
+        usual=sum(table.usual for table in tables.values()),
+        read=sum(table.read for table in tables.values()),
+        other_methods=sum(table.other_methods for table in tables.values()),
+        other_refused=sum(table.other_refused for table in tables.values()),
+        planned=sum(table.planned for table in tables.values()),
+    )
+    for name, table in {**tables, "together": together}.items():
         share = f"{table.read} ({100 * table.read / max(1, table.usual):.0f} %)"
         last = f" {table.planned} |" if with_models else ""
         print(f"| {name} | {table.usual} | {share} | {table.other_methods} | {table.other_refused} |{last}")

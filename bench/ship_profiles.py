@@ -3,7 +3,8 @@
     python bench/ship_profiles.py                 all of them; writes src/fitune/spec/model/traced_profiles.zip
     python bench/ship_profiles.py pythia olmo2    traces those with such a part in their name, and writes nothing
     python bench/ship_profiles.py --kept          packs what the cache has, and traces nothing
-    python bench/ship_profiles.py --table         prints how each name of models.json is planned
+    python bench/ship_profiles.py --table         prints how many names of models.json are planned in which way
+    python bench/ship_profiles.py --names         prints for each of them how it is planned and whether it is trained
 
 Each way of training takes 2 to 10 seconds of a core. What was traced is kept in fitune's cache, and what is in the
 file already and of the installed versions is not traced again. For each config: full, LoRA and NF4 LoRA of rank 16 as
@@ -22,6 +23,7 @@ from fitune.errors import FituneError
 from fitune.planner.candidates import Placement, Request, draft
 from fitune.planner.methods import methods
 from fitune.rehearse.profile import TransformersTracer
+from fitune.spec.model.architectures import EQUAL_TO_TRANSFORMERS
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.model_config import (
@@ -108,6 +110,21 @@ def packed(parts: list[str]) -> dict[str, Mapping[str, Any]]:
     return entries
 
 
+def names() -> str:
+    """Each config's first name, architecture, how it is planned and whether it may be trained."""
+    formula = names_with_formulas()
+    lines = ["| model | names | model_type | planned by | trained |", "|---|---:|---|---|---|"]
+    together: dict[str, list[str]] = {}
+    for name in known_model_names():
+        together.setdefault(config_digest(find_known_model(name).config), []).append(name)
+    for digest, (first, *others) in together.items():
+        how = "formula" if first in formula else "shipped profile" if is_shipped(digest) else "neither"
+        kind = find_known_model(first).config["model_type"]
+        trained = "yes" if first in formula or kind in EQUAL_TO_TRANSFORMERS else "no"
+        lines.append(f"| {first} | {1 + len(others)} | {kind} | {how} | {trained} |")
+    return "\n".join(lines)
+
+
 def table() -> str:
     """How many names and configs are planned by formula, by a shipped profile, or by a trace at their first plan."""
     formula = names_with_formulas()
@@ -131,9 +148,10 @@ def main() -> None:
     parser.add_argument("parts", nargs="*")
     parser.add_argument("--kept", action="store_true")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--names", action="store_true")
     asked = parser.parse_args()
-    if asked.table:
-        print(table())
+    if asked.table or asked.names:
+        print(table() if asked.table else names())
         return
     trace_with(None if asked.kept else TransformersTracer())
     gc.freeze()  # a quarter of the time would go into looking through what the libraries imported

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from fitune.cli import main
+from models.tiny_models import tiny_model
 
 pytest.importorskip("bitsandbytes")
 
@@ -88,3 +90,28 @@ def test_the_recipe_merges_by_itself_and_says_where(
     assert len(modes) == 1, "weights can be read by whoever reads the card"
     assert fitune(monkeypatch, "export", tmp_path / "run") == 2
     assert "merged its adapter already" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_on_hqq_are_trained_saved_merged_and_read_again(
+    recipe: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-30B-A3B's small twin: merged it is the 16-bit base and the adapter, for transformers and PEFT alone."""
+    pytest.importorskip("hqq.core.quantize")
+    twin = tmp_path / "twin"
+    shutil.copytree(model_folder, twin, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    tiny_model("qwen3_moe", vocab_size=384, hidden_size=64, moe_intermediate_size=64).save_pretrained(twin)
+    words = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    words |= {"model": str(twin), "quantization": "hqq", "lora_target_modules": ["all-linear", "experts"]}
+    words |= {"save_steps": 5, "double_quantization": False, "lora_dropout": 0.0}
+    recipe.write_text(yaml.safe_dump(words), encoding="utf-8")
+    assert fitune(monkeypatch, "train", recipe, "--export", "adapter") == 0
+    assert fitune(monkeypatch, "export", tmp_path / "run") == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["final_loss"] < report["first_loss"]
+    found = alone(tmp_path / "run" / "merged")
+    base = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter"))
+        logits = adapted(torch.tensor([found["ids"]])).logits[0]
+    torch.testing.assert_close(torch.tensor(found["logits"]), logits, rtol=0, atol=1e-4)

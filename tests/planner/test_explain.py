@@ -58,7 +58,7 @@ def test_one_line_for_a_plan():
 
 def test_a_model_that_also_sees_says_which_part_is_planned(tmp_path):
     """A name of the table and a config.json as it is published."""
-    note = "has a vision part; the plan is of its text part alone"
+    note = "has a vision part; its text part alone is planned and trained, and a full or merged export is that part"
     text = {**find_known_model("google/gemma-3-4b-pt").config}
     published = {
         "model_type": "gemma3",

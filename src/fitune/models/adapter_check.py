@@ -94,15 +94,16 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def stack_shapes(model: nn.Module) -> dict[str, Stack]:
-    """The stacks of experts of a model without adapters, by name, in the order in which their modules hold them."""
-    from fitune.models.experts import is_experts
+    """The stacks of experts of a model without adapters, packed or not, by name, in the order of their modules."""
+    from fitune.models.experts import is_experts, shape_of
 
     found = {}
     for name, module in model.named_modules():
         if is_experts(module):
-            for inner, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim == 3:
-                    copies, one, other = parameter.shape
+            for inner in module._parameters:
+                shape = shape_of(module, inner)
+                if shape is not None and len(shape) == 3:
+                    copies, one, other = shape
                     into, out = (one, other) if getattr(module, "is_transposed", False) else (other, one)
                     found[f"{name}.{inner}"] = Stack(in_features=into, out_features=out, copies=copies)
     return found

@@ -110,7 +110,8 @@ def _duration(run: WholeRun, plan: Plan) -> str:
     if run.steps > run.steps_per_epoch:
         line += f"; an epoch takes {format_seconds(run.seconds / run.epochs)}"
         line += f", ${run.cost / run.epochs:,.2f}" if run.cost else ""
-    return f"{line} (training alone: no reading, evaluating or saving)"
+    a_step = format_seconds(run.seconds / run.steps)
+    return f"{line} ({a_step} a step on average; training alone: no reading, evaluating or saving)"
 
 
 def _steps(count: int) -> str:

@@ -299,4 +299,7 @@ def _traced_by_others(plan: Plan) -> Iterator[str]:
 
 def _text_part(plan: Plan) -> Iterator[str]:
     if plan.model.has_vision_part:
-        yield f"note on model: {plan.model.name} has a vision part; the plan is of its text part alone"
+        yield (
+            f"note on model: {plan.model.name} has a vision part; its text part alone is planned and trained, and a "
+            "full or merged export is that part"
+        )
