@@ -111,8 +111,9 @@ class StepStages:
     """Input and its gradient that each block leaves behind until backward is through."""
     weight_copies: int = 0
     """16-bit copies of fp32 weights, from forward until the block that used them has gone back."""
-    around_traced: tuple[int, int] | None = None
-    """Bytes alive around the blocks of a traced model, in backward and in forward; None for a model with formulas."""
+    around_traced: tuple[int, int, int] | None = None
+    """Bytes alive around the blocks of a traced model: in backward, there where a block recomputes, in forward; None
+    for a model with formulas."""
     casts: tuple[float, float] = (0.0, 0.0)
     """Bytes per token that casts move beside the model's own operations, forward and backward, in all blocks."""
 
@@ -174,7 +175,9 @@ class StepStages:
         """
         model, tokens = self.plan.model, self.shape.tokens
         if self.around_traced is not None:
-            return {"batch": 3 * activations.INDEX * tokens + self.around_traced[in_forward]}
+            backward, recomputed, forward = self.around_traced
+            after = recomputed if self.recomputed > self.untouched else backward
+            return {"batch": 3 * activations.INDEX * tokens + (forward if in_forward else after)}
         table = activations.rotary_table_bytes(
             tokens=tokens, head_dim=model.head_dim, element_bytes=self.element_bytes
         )
@@ -208,7 +211,7 @@ class ModelProfile:
     """Of each block; those of one kind are the same object."""
     untouched: int
     final_norm: Stage
-    around_traced: tuple[int, int] | None = None
+    around_traced: tuple[int, int, int] | None = None
 
 
 def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
@@ -240,7 +243,11 @@ def _traced_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
         blocks=traced_blocks(plan, step, shape),
         untouched=0,
         final_norm=traced_final_norm(plan, step, shape),
-        around_traced=(step.around.at(tokens, square), step.around_forward.at(tokens, square)),
+        around_traced=(
+            step.around.at(tokens, square),
+            (step.around_recomputed or step.around).at(tokens, square),
+            step.around_forward.at(tokens, square),
+        ),
     )
 
 

@@ -119,15 +119,17 @@ def trace_profile(plan: Plan, config: PretrainedConfig, *, first: int, rows: int
     )
     blocks = tuple(_block(keeping, again, place) for place in places)
     enters = trains_embeddings(plan.tuning)
+    around, around_recomputed = (fit.size(lambda a: a.around) for fit in (keeping, again))
     return TracedStep(
         blocks=blocks,
         first=None if enters else _block(keeping, again, 0),
-        around=keeping.size(lambda a: a.around),
+        around=around,
         around_forward=keeping.size(lambda a: a.around_forward),
         final_norm_kept=keeping.size(lambda a: a.final_kept),
         final_norm_forward=_one(keeping.sizes(lambda a: a.final_forward)),
         final_norm_backward=_one(keeping.sizes(lambda a: a.final_backward)),
         squares_stream=model.masks_whole_stream,
+        around_recomputed=None if around_recomputed == around else around_recomputed,
     )
 
 

@@ -103,6 +103,8 @@ class TracedStep:
     final_norm_backward: Size
     squares_stream: bool
     """True where squares are of the whole stream: its rows are told apart by a mask."""
+    around_recomputed: Size | None = None
+    """``around`` where a block recomputes and so keeps what it was called with; None where that is no more."""
 
     def square(self, shape: BatchShape) -> int:
         """Σ n² that sizes are meant for."""
