@@ -27,6 +27,7 @@ EQUAL_TO_TRANSFORMERS = frozenset(
         "internlm3",
         "iquestcoder",
         "jais2",
+        "lfm2",
         "llama4_text",
         "mellum",
         "minimax_m2",
