@@ -63,7 +63,7 @@ CLASSES = {"gemma3": Gemma3ForCausalLM, "ministral3": Ministral3ForCausalLM, "mi
 ON_CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
 
 
-@pytest.fixture(params=CLASSES)
+@pytest.fixture(params=["gemma3", "ministral3", pytest.param("mistral", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
