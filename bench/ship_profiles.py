@@ -23,8 +23,8 @@ from fitune.errors import FituneError
 from fitune.planner.candidates import Placement, Request, draft
 from fitune.planner.methods import methods
 from fitune.rehearse.profile import TransformersTracer
-from fitune.spec.model.architectures import EQUAL_TO_TRANSFORMERS
 from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.model.architectures import EQUAL_TO_TRANSFORMERS
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.model_config import (
     configs_to_trace,

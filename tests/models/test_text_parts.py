@@ -26,8 +26,8 @@ from fitune.measure.memory import LiveTensors
 from fitune.models.adapters import load_adapter
 from fitune.models.weights import load_model
 from fitune.rehearse.profile import TransformersTracer
+from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import Plan
-from fitune.spec.tracer import trace_with
 from fitune.train.prepare import prepare
 from fitune.train.run import run
 from laws.test_memory_prediction import bench
