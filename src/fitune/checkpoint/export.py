@@ -21,12 +21,19 @@ from fitune.checkpoint.layout import staged, stored_bytes, write_adapter, write_
 from fitune.checkpoint.merge import base_weights, in_dtype, merged_weights, refuse_quantised_base
 from fitune.checkpoint.merge_law import merged_checks
 from fitune.checkpoint.parity import Check, Model, Verified, is_equal, reload_device, verify
-from fitune.models.adapters import copy_tables, is_named_in_whole, table_weights, ties_are_kept, words_for
+from fitune.models.adapters import (
+    copy_tables,
+    is_loaded_whole,
+    is_named_in_whole,
+    table_weights,
+    ties_are_kept,
+    words_for,
+)
 from fitune.models.attention import attends_by_rows
 from fitune.models.door import whole_model, with_adapter
 from fitune.models.expert_adapters import names_as_given
+from fitune.models.headers import name_in_whole
 from fitune.models.quantised import quantised_base
-from fitune.models.text_part import is_loaded_whole, name_in_whole
 from fitune.models.weights import load_model, resized
 from fitune.spec.plan import Dense
 

@@ -23,7 +23,7 @@ from fitune.errors import CheckpointError, FituneError, RunDirectoryError
 from fitune.files import path_fault, remove, remove_stale_siblings, sync_tree, temporary_sibling
 from fitune.models.adapter_config import WEIGHTS
 from fitune.models.adapters import trained_tables
-from fitune.models.text_part import name_in_whole
+from fitune.models.headers import name_in_whole
 from fitune.spec.deepspeed import tell_deepspeed_where
 from fitune.units import MIB
 

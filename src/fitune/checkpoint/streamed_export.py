@@ -31,8 +31,8 @@ from fitune.checkpoint.merge_law import is_merged
 from fitune.checkpoint.parity import is_equal, require_same_files
 from fitune.checkpoint.streamed import Piece, stored_names, write_streamed
 from fitune.errors import CheckpointError
-from fitune.models.adapters import PREFIX, trained_tables
-from fitune.models.text_part import is_loaded_whole, name_in_whole
+from fitune.models.adapters import PREFIX, is_loaded_whole, trained_tables
+from fitune.models.headers import name_in_whole
 from fitune.models.weight_files import Unread, nobody, stored_tensors, unread_tensors
 
 Texts = tuple[PreTrainedTokenizerBase, str, str]

@@ -16,15 +16,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from fitune.errors import ModelError
 from fitune.models.adapter_check import check_adapter, linear_shapes, stack_shapes, tensor_shapes
 from fitune.models.adapter_config import WEIGHTS, read_adapter_config, settled
-from fitune.models.door import with_adapter
+from fitune.models.door import read_config, reading, with_adapter
 from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_among, stacks_shown
-from fitune.models.headers import read_header
-from fitune.models.text_part import name_in_whole, own_name
+from fitune.models.headers import name_in_whole, own_name, read_header
 from fitune.models.weights import resized
 from fitune.spec.plan import Lora
 
@@ -99,6 +99,15 @@ def words_for(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     chosen = settled(config, {spelled(name): name for name in linear_shapes(model)})
     names = {r"^model\.language_model\.": "model."} if in_whole else None
     return {"config": config.for_peft(**chosen), "names": names}
+
+
+def is_loaded_whole(base: str | Path) -> bool:
+    """True if transformers makes of the folder or Hub id ``base`` a model in which the language model is a part."""
+    with reading(str(base), "its config cannot be read"):
+        config = read_config(str(base))
+    text = config.get_text_config()
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return text is not config and classes.get(config.model_type) != classes.get(text.model_type)
 
 
 def is_named_in_whole(folder: Path) -> bool:

@@ -1,13 +1,19 @@
-"""The header of a safetensors file: which tensors it has, of which dtype and shape. No torch here.
+"""The header of a safetensors file: which tensors it has, of which dtype and shape, and whose they are. No torch here.
 
 A safetensors file begins with the length of its header (8 bytes, little endian) and the header, JSON: name -> dtype,
 shape and the place of its bytes behind the header (https://github.com/huggingface/safetensors#format).
+
+Files of a model that also sees call the language model ``language_model.model`` or ``model.language_model``, beside a
+vision tower and a projector. transformers loads some of them (Gemma 3, Mistral 3) as the whole; PEFT and vLLM then look
+for an adapter's weights under the whole's names.
 """
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fitune.errors import ModelError
 from fitune.spec.serial import parse_object
@@ -80,3 +86,30 @@ def _stored(file: Path, name: str, entry: Any, *, data_bytes: int) -> StoredTens
             hint=AGAIN,
         )
     return StoredTensor(file=file, dtype=dtype, shape=shape, size_bytes=size)
+
+
+T = TypeVar("T")
+
+_PART = re.compile(r"(?:^|(?<=\.))language_model\.")
+_BODY = re.compile(r"^((?:base_model\.model\.)?)model\.(?!language_model\.)")
+
+
+def text_part(tensors: Mapping[str, T]) -> dict[str, T]:
+    """The language model's tensors under its own names; all of them where no name says that it is a part."""
+    if not any(map(_PART.search, tensors)):
+        return dict(tensors)
+    return {
+        own_name(name): tensor
+        for name, tensor in tensors.items()
+        if _PART.search(name) or name.startswith("lm_head.")
+    }
+
+
+def own_name(name: str) -> str:
+    """``model.language_model.layers.0`` -> ``model.layers.0``; other names as they are."""
+    return _PART.sub("", name, count=1)
+
+
+def name_in_whole(name: str) -> str:
+    """``model.layers.0`` -> ``model.language_model.layers.0``, behind PEFT's beginning, too; the head as it is."""
+    return _BODY.sub(r"\1model.language_model.", name)

@@ -26,10 +26,9 @@ from fitune.models.door import (
     read_tokenizer,
     reading,
 )
-from fitune.models.headers import StoredTensor
+from fitune.models.headers import StoredTensor, text_part
 from fitune.models.pack_on_arrival import Keep, PackOnArrival
 from fitune.models.quantised import require_quantiser
-from fitune.models.text_part import has_other_parts, text_part
 from fitune.models.weight_files import OnBytes, Unread, nobody, stored_tensors, unread_tensors
 from fitune.spec.plan import Dense, Plan, Precision, Quantiser
 
@@ -90,7 +89,7 @@ def _filled(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model with every tensor read and put in place, and what did not match."""
     config = read_config(str(folder))
-    if has_other_parts(config):
+    if config.get_text_config() is not config:  # a model that also sees
         stored, unread = text_part(stored), text_part(unread)
     _refuse_more_layers(folder, config, stored)
     with torch.device("meta"):

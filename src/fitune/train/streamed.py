@@ -16,8 +16,8 @@ from fitune.checkpoint.streamed import stored_names
 from fitune.checkpoint.streamed_export import Texts, stream_adapter, stream_full, stream_merged
 from fitune.models.adapter_config import WEIGHTS
 from fitune.models.door import empty_model, model_folder, read_config, read_generation_config
+from fitune.models.headers import own_name
 from fitune.models.language_model import LanguageModel, language_model
-from fitune.models.text_part import own_name
 from fitune.models.weight_files import base_reference, stored_tensors
 from fitune.models.weights import compute_dtype
 from fitune.spec.counts import count_parameters
