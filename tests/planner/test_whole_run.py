@@ -6,11 +6,12 @@ import pytest
 
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.predict import predict_step_time
+from fitune.planner.search import find_plan
 from fitune.planner.whole_run import run_lines, whole_run, with_timely_saves
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.plan import Batch, Ddp, Epochs, Fraction, Plan, Recompute, Schedule, Single
 from fitune.spec.predictions import Epoch
-from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.recipe.recipe import Recipe, parse_recipe
 from fitune.units import format_bytes
 from plans import gpu, known, plan_for
 
@@ -64,6 +65,7 @@ def test_the_lines_say_how_long_and_what_shapes_the_result() -> None:
     plan = plan_of()
     lines = list(run_lines(whole_run(plan, epoch_of(81), price_per_gpu_hour=2.0), plan))
     assert "33 steps of 8 rows, 3 epochs of 11 steps" in lines[0]
+    assert " a step on average; training alone" in lines[0]
     assert "$" in lines[0]
     assert "packing: true would train the same tokens in about" in lines[1]
     assert "81 rows of 100 tokens on average" in lines[2]
@@ -124,3 +126,18 @@ def test_a_longer_seq_len_than_rows_need_is_said_where_it_costs_time() -> None:
     assert "leaves room" not in " ".join(run_lines(run, keeps))
     longer = replace(run, epoch=replace(run.epoch, longest_row=400))
     assert "leaves room" not in " ".join(run_lines(longer, plan))
+
+
+def test_packs_are_not_offered_where_rows_of_one_stream_would_see_each_other() -> None:
+    """LFM2's convolutions look back along the stream: its plans take one row at a time, and say so."""
+    report = find_plan(
+        parse_recipe({"model": "LiquidAI/LFM2-350M", "tuning": "lora"}),
+        model=known("LiquidAI/LFM2-350M"),
+        hardware=gpu("rtx-4090"),
+    )
+    plan = report.chosen.plan
+    assert (plan.batch.packing, plan.batch.micro_batch_size) == (False, 1)
+    assert any("one row at a time" in line for line in report.decisions)
+    short = BatchShape(tokens=20, supervised_tokens=10, rows=1, longest_row=20)
+    run = whole_run(plan, replace(epoch_of(160), usual=short), price_per_gpu_hour=0.0)
+    assert not any("packing" in line for line in run_lines(run, plan))

@@ -149,7 +149,10 @@ def _batch(recipe: Recipe, plan: Plan) -> Iterator[str]:
     )
     if recipe.micro_batch_size is None and recipe.gradient_accumulation_steps is None:
         fastest = f"the fastest split that fits (within 1 %, the one {_LEAN if batch.packing else _BUSY})"
-        line += f"; {'the split that needs least memory' if _is_least(recipe) else fastest}"
+        if not plan.model.separates_rows:
+            line += f"; one row at a time, because rows of one stream would see each other in {plan.model.model_type}"
+        else:
+            line += f"; {'the split that needs least memory' if _is_least(recipe) else fastest}"
     yield line
 
 
