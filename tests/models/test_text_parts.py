@@ -23,9 +23,11 @@ from transformers import (
 from conftest import plan_of
 from fitune.estimate.parameters import count_parameters
 from fitune.measure.memory import LiveTensors
+from fitune.models.adapter_check import check_adapter
 from fitune.models.adapters import load_adapter
 from fitune.models.weights import load_model
 from fitune.rehearse.profile import TransformersTracer
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import Plan
 from fitune.train.prepare import prepare
@@ -121,6 +123,7 @@ def test_the_peak_is_the_predicted_one(folder: Path, data_file: Path, tuning: st
 def test_an_adapter_fits_the_whole_that_users_load(kind: str, folder: Path, data_file: Path) -> None:
     """Under the whole's names, and on its language model alone: towers have linears of the same names."""
     exported = Path(str(run(plan_on(folder, data_file, learning_rate=5e-2), callbacks=callbacks()).exported))
+    assert check_adapter(exported, base=load_model_spec(str(folder))) == ()
     ours = answers(load_adapter(load_model(str(folder), **ON_CPU), exported))
     whole = type(seeing(kind)).from_pretrained(folder)
     untrained = answers(whole)
