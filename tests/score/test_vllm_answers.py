@@ -122,6 +122,13 @@ def test_greedy_answers_are_those_of_transformers(small: Tiny, plain: VllmEngine
     require_equal(ours(small), plain, asked(small, Sampling(max_new_tokens=12)))
 
 
+def test_a_row_is_told_when_it_ends_not_when_all_have_ended(plain: VllmEngine) -> None:
+    long, short = (
+        Request(id=str(new), prompt_ids=(5, 6, 7), sampling=Sampling(max_new_tokens=new)) for new in (40, 1)
+    )
+    assert [completion.id for completion in plain.answer([long, short])] == ["1", "40"]
+
+
 def test_a_prompt_beyond_the_context_is_an_error_of_its_row(plain: VllmEngine) -> None:
     long, fits = (
         Request(id=str(n), prompt_ids=(5,) * n, sampling=Sampling(max_new_tokens=12)) for n in (181, 180)

@@ -22,6 +22,7 @@ def main() -> None:
     opened = json.loads(sys.stdin.readline())
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import RequestOutputKind
 
     settings = dict(opened["settings"])
     adapter = opened["adapter"]
@@ -37,6 +38,16 @@ def main() -> None:
     def run(entries: Any, parameters: Any, lora_request: Any = lora) -> Any:
         prompts = [{"prompt_token_ids": entry["ids"]} for entry in entries]
         return llm.generate(prompts, parameters, lora_request=lora_request, use_tqdm=False)
+
+    def as_they_end(entries: Any, parameters: Any) -> Any:
+        """Entries and their outputs. ``generate`` would keep the first until the last has ended."""
+        engine = llm.llm_engine
+        for place, (entry, settings) in enumerate(zip(entries, parameters, strict=True)):
+            engine.add_request(str(place), {"prompt_token_ids": entry["ids"]}, settings, lora_request=lora)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    yield entries[int(output.request_id)], output
 
     if lora is not None:
         try:
@@ -54,10 +65,11 @@ def main() -> None:
                 SamplingParams(
                     temperature=e["temperature"], top_p=e["top_p"], seed=e["seed"], max_tokens=e["max_new_tokens"],
                     stop_token_ids=opened["stop_ids"], logprobs=0, detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
                 )
                 for e in entries
             ]  # fmt: skip
-            for entry, output in zip(entries, run(entries, parameters), strict=True):
+            for entry, output in as_they_end(entries, parameters):
                 written = output.outputs[0]
                 say({"id": entry["id"], "token_ids": list(written.token_ids), "reason": written.finish_reason,
                      "logprobs": _chosen(written.token_ids, written.logprobs)})  # fmt: skip
