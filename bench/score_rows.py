@@ -145,7 +145,10 @@ def _opened(
         began = time.perf_counter()
         vllm = VllmEngine(
             model=folder, tokenizer=folder, stop_ids=stops,
-            settings={"dtype": "float32", "enforce_eager": True, "max_num_seqs": batch},
+            settings={
+                "dtype": "float32", "enforce_eager": True, "max_num_seqs": batch,
+                "enable_prefix_caching": False,  # else it has read all prompts in the first round
+            },
         )  # fmt: skip
         stack.enter_context(closing(vllm))
         started = time.perf_counter() - began
