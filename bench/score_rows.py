@@ -30,13 +30,13 @@ from typing import Any
 import psutil
 import torch
 
-from fitune.data.templates import load_template
+from fitune.data.conversations.templates import load_template
 from fitune.demo.files import SHAPE, write_base_model
 from fitune.demo.text import pretraining_texts
 from fitune.errors import MissingExtra
 from fitune.models.weights import load_model, load_tokenizer
-from fitune.score.engine import Engine, Request, Sampling
-from fitune.score.engine_transformers import TransformersEngine
+from fitune.score.engines.engine import Engine, Request, Sampling
+from fitune.score.engines.engine_transformers import TransformersEngine
 
 ROUNDS = 3
 Answers = dict[str, list[int]]
@@ -140,7 +140,7 @@ def _opened(
     except ImportError as error:
         print(f"left out: lm-evaluation-harness ({error})")
     try:
-        from fitune.score.engine_vllm import VllmEngine
+        from fitune.score.engines.engine_vllm import VllmEngine
 
         began = time.perf_counter()
         vllm = VllmEngine(

@@ -28,13 +28,13 @@ from fitune.demo.files import SHAPE, write_base_model
 from fitune.demo.text import pretraining_texts, training_exercises
 from fitune.score import run as score_run
 from fitune.score import worker
-from fitune.score.continuous import unwatched
-from fitune.score.engine import Completion, Request
-from fitune.score.engine_transformers import TransformersEngine
+from fitune.score.engines.continuous import unwatched
+from fitune.score.engines.engine import Completion, Request
+from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.shards import Shards
-from fitune.session import scoring
 from fitune.session.events import tell_nobody
-from fitune.session.score_memory import ScoreMemory
+from fitune.session.score import scoring
+from fitune.session.score.score_memory import ScoreMemory
 
 PARTS = (
     ("reading and ids", score_run, "index_input"),

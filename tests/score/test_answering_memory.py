@@ -1,17 +1,23 @@
 """Predicted bytes of answering against live tensors: within 5 %, engine and estimate meeting nowhere but here."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 
 from fitune.estimate.answering import memory_of_answering
 from fitune.measure.memory import LiveTensors
 from fitune.models.attention import use_cached_attention
 from fitune.report.score_rows import read_score
-from fitune.score.engines.continuous import answer_continuously
+from fitune.score.engines.continuous import Moment, answer_continuously
 from fitune.score.engines.engine import Request, Sampling
+from fitune.score.plan import ScorePlan
 from fitune.session.results import text_of
+from fitune.session.score import score_memory
+from fitune.session.score.score_memory import ScoreMemory
 from fitune.session.score.score_plan import adapter_size
 from fitune.session.score.scoring import score_dataset
 from fitune.spec.answering import NO_ADAPTER, Adapter, Answering, Questions
@@ -42,6 +48,23 @@ def test_a_scoring_reports_both(tiny: Tiny, tmp_path: Path) -> None:
     assert read_score(tmp_path / "out") == report
     assert "Peak of tensors" in (tmp_path / "out" / "score.html").read_text()
     assert "of tensors predicted" in text_of(report)
+
+
+def test_a_pass_is_measured_only_where_it_may_be_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = SimpleNamespace(measuring=lambda alive: nullcontext(), take_peaks=lambda: {"answering": 1})
+    opened: list[Moment] = []
+    memory = ScoreMemory(ScorePlan(model="m", output_dir="out"))
+    passes = [
+        Moment(8, 30, 30), Moment(8, 30, 31), Moment(8, 30, 30), Moment(4, 20, 30), Moment(8, 31, 31),
+        Moment(8, 30, 40),
+    ]  # fmt: skip
+    for moment in passes:
+        monkeypatch.setattr(
+            score_memory, "memory_meter", lambda device, moment=moment: opened.append(moment) or meter
+        )
+        with memory.watch(moment, lambda: [torch.zeros(1)]):
+            pass
+    assert opened == [passes[0], passes[1], passes[4], passes[5]]
 
 
 def measured_and_predicted(
