@@ -108,27 +108,31 @@ def test_the_rank_that_failed_is_named_with_its_error(
         assert "raise_value_error" in text
 
 
+FULL = (
+    "fill_disk_of_save",
+    r"error: checkpoint step-{} could not be saved: rank {} cannot write its share: No space left on device; it needs "
+    r".* The last saved one is step-{}",
+)
+KILLED = ("kill_in_save", r"error: rank {1} was killed by SIGKILL")
+
+
 @slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("fill_disk_of_save", r"error: checkpoint step-4 could not be saved: rank {} cannot write its share: No space "
-         r"left on device; it needs .* The last saved one is step-3"),
-        ("kill_in_save", r"error: rank {} was killed by SIGKILL"),
-    ],
-)  # fmt: skip
-def test_a_rank_that_fails_in_a_save_leaves_the_checkpoint_before(
-    program: Program, tmp_path: Path, fault: str, words: str, rank: int
+def test_ranks_that_fail_in_a_save_leave_the_checkpoint_before_to_go_on_from(
+    program: Program, tmp_path: Path
 ) -> None:
-    ended, err = end(program(fault, rank=rank))
-    assert ended == 1, err
-    assert re.search(words.format(rank), err), err
-    assert err.count("error:") == 1
-    require_all_gone(tmp_path / "run")
+    """One run that fails in four saves, each time otherwise, and goes on each time."""
+    folder, done = tmp_path / "run/checkpoints", 1
+    for (fault, words), rank in [(FULL, 0), (KILLED, 1), (FULL, 1), (KILLED, 0)]:
+        ended, err = end(program(fault, *(["--resume"] if done > 1 else []), rank=rank, call=2))
+        assert ended == 1, err
+        assert re.search(words.format(done + 1, rank, done), err), err
+        assert err.count("error:") == 1
+        assert (folder / f"step-{done}/COMMIT").is_file()
+        assert not (folder / f"step-{done + 1}").exists()
+        require_all_gone(tmp_path / "run")
+        done += 1
     ended, err = end(program("kill", "--resume", call=99))
     assert ended == 0, err
-    folder = tmp_path / "run/checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["LINE", "latest", "step-7", "step-8"]
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 9))
@@ -157,10 +161,11 @@ def until_ready(started: "subprocess.Popen[str]") -> None:
 
 
 @slow
-@pytest.mark.parametrize(("number", "code"), [(TERM, 143), (INT, 130), (HUP, 129)])
+@pytest.mark.parametrize(("number", "code"), [(INT, 130), (HUP, 129)])
 def test_one_signal_lets_all_ranks_finish_the_step(
     program: Program, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
+    """SIGTERM to the launcher alone: launch/test_several_nodes.py."""
     started = program("wait", rank=0)
     until_ready(started)
     os.killpg(started.pid, number)
@@ -249,17 +254,15 @@ def test_a_rank_that_was_stopped_for_a_while_is_seen_and_changes_nothing(
 
 
 @slow
-@pytest.mark.parametrize("words", [(), ("--overwrite",)])
-def test_a_second_program_in_the_same_directory_is_refused(
-    program: Program, tmp_path: Path, words: tuple[str, ...]
-) -> None:
+def test_a_second_program_in_the_same_directory_is_refused(program: Program, tmp_path: Path) -> None:
     first = program("wait", rank=0)
     until_ready(first)
     log = (tmp_path / "run/rank-logs/rank1.log").stat().st_ino
-    code, err = end(program("raise_value_error", *words))
-    assert code == 2, err
-    assert "is in use by process" in err
-    assert (tmp_path / "run/rank-logs/rank1.log").stat().st_ino == log
+    for words in ((), ("--overwrite",)):
+        code, err = end(program("raise_value_error", *words))
+        assert code == 2, err
+        assert "is in use by process" in err
+        assert (tmp_path / "run/rank-logs/rank1.log").stat().st_ino == log
     (tmp_path / "go").touch()
     assert end(first)[0] == 0
     assert report_of(tmp_path / "run").status == "complete"

@@ -92,16 +92,15 @@ def test_one_signal_lets_the_step_be_finished(program: Program, tmp_path: Path) 
 
 
 @slow
-@pytest.mark.parametrize("number", [TERM, INT])
 @pytest.mark.parametrize(
-    "target",
+    ("target", "number"),
     [
-        "fitune.train.run.prepare_data",
-        "fitune.data.conversations.templates.PieceEncoder.encode",
-        "fitune.data.loader.pack_rows",
-        "fitune.data.loader.Loader.epoch",
-        "fitune.train.run.prepare",
-        "fitune.session.train.training.plan_for",
+        ("fitune.train.run.prepare_data", TERM),
+        ("fitune.data.conversations.templates.PieceEncoder.encode", INT),
+        ("fitune.data.loader.pack_rows", TERM),
+        ("fitune.data.loader.Loader.epoch", INT),
+        ("fitune.train.run.prepare", TERM),
+        ("fitune.session.train.training.plan_for", INT),
     ],
     ids=["tokenising", "encoding", "packing", "loader", "loading", "planning"],
 )

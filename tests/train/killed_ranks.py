@@ -36,6 +36,7 @@ class Killer:
         self.folder, self.settings = folder, settings
         self.random = random.Random(seed)
         self.run = folder / "run"
+        self.starts = 0
         self.seen: Counter[str] = Counter()
         self.steps_at_kills: list[int] = []
 
@@ -77,7 +78,11 @@ class Killer:
         return sum(count for name, count in self.seen.items() if name.startswith("killed"))
 
     def _start(self, run: Path) -> "subprocess.Popen[bytes]":
-        words = [word for key, value in self.settings.items() for word in ("--set", f"{key}={value}")]
+        settings = dict(self.settings)
+        if settings["async_save"] == "by turns":
+            settings["async_save"] = self.starts % 2 == 1
+        self.starts += 1
+        words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         with (self.folder / "said").open("w") as said:
             return subprocess.Popen(
                 [sys.executable, "-m", "fitune", "train", *words, "--set", f"output_dir={run}", "--resume"],
@@ -131,7 +136,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--async-save", action="store_true")
+    parser.add_argument("--async-save", choices=["false", "true", "by turns"], default="false")
     wanted = parser.parse_args()
     wanted.folder.mkdir(parents=True)
     settings: dict[str, object] = {

@@ -292,22 +292,35 @@ def test_another_number_of_processes_than_planned_is_refused(results: Path) -> N
 
 
 @pytest.mark.parametrize("name", marked(GOES_ON))
-@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_run_of_two_goes_on_with_another_number_of_processes(
-    make: Callable[..., Plan], results: Path, tmp_path: Path, world: int, name: str
+def test_a_run_of_two_goes_on_with_one_process(
+    make: Callable[..., Plan], results: Path, tmp_path: Path, name: str
 ) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(results / STOPPED / name, broken, symlinks=True)
     settings, case = GOES_ON[name]
-    following = divided(make(**settings), world, 2 if name == "full" else 3, broken)
-    if world == 1:
-        assert run(following, callbacks=callbacks(), resume=True).status == "complete"
-    else:
-        ended = train_on(world, [Job(plan=following, resume=True)], tmp_path / "jobs")
-        assert ended[0][0]["status"] == "complete"
+    following = divided(make(**settings), 1, 3, broken)
+    assert run(following, callbacks=callbacks(), resume=True).status == "complete"
     straight = results / f"{case} alone"
     assert losses(broken) == pytest.approx(losses(straight), abs=LOSS)
     assert largest_difference(broken, straight) < WEIGHT
+
+
+@pytest.mark.slow
+def test_a_run_of_two_goes_on_with_four_processes(make: Callable[..., Plan], tmp_path: Path) -> None:
+    begun, following, names = [], [], possible(GOES_ON)
+    for name, (settings, _) in names.items():
+        plan = make(**settings)
+        run(divided(plan, 1, 3, tmp_path / f"{name} alone"), callbacks=callbacks())
+        two = divided(make(**settings, async_save=True), 2, 3, tmp_path / name, by=backend_of(name))
+        begun.append(Job(plan=two, stop_after=3))
+        following.append(Job(plan=divided(plan, 4, 2 if name == "full" else 3, tmp_path / name), resume=True))
+    stopped, ended = train_on(2, begun, tmp_path / "two"), train_on(4, following, tmp_path / "four")
+    assert [each["status"] for each in stopped[0]] == ["interrupted"] * len(names)
+    assert [each["status"] for each in ended[0]] == ["complete"] * len(names)
+    for name in names:
+        straight = tmp_path / f"{name} alone"
+        assert losses(tmp_path / name) == pytest.approx(losses(straight), abs=LOSS), name
+        assert largest_difference(tmp_path / name, straight) < WEIGHT, name
 
 
 @pytest.mark.parametrize("name", marked(MOVED))
