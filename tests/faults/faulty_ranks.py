@@ -1,7 +1,8 @@
 """The program with one rank that fails: ``faulty_ranks.py RANK CALL FAULT train …``.
 
 In the CALL-th backward pass of that rank FAULT happens, or at its start where CALL is 0. The launcher, which has no
-RANK of its own, starts its ranks by the same words.
+RANK of its own, starts its ranks by the same words. SILENCE in the environment: seconds after which a node that says
+nothing is lost.
 """
 
 import errno
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from fitune.checkpoint import save
 from fitune.cli import main
 from fitune.errors import DataError
+from fitune.launch import nodes
 from fitune.models.language_model import LanguageModel
 
 
@@ -119,6 +121,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background programs ignore it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup's ignore this one
     torch.set_num_threads(1)
+    nodes.SILENCE_SECONDS = float(os.environ.get("SILENCE", nodes.SILENCE_SECONDS))
     rank, call, name, *words = sys.argv[1:]
     sys.argv = [sys.argv[0], *words]
     if os.environ.get("RANK") == rank:

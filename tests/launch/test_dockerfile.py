@@ -53,7 +53,8 @@ def test_the_layers_install_a_fitune_that_runs(tmp_path: Path) -> None:
     """Minutes: torch and all libraries go into an empty environment, which takes the place of the image."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "image"], check=True)
     environment = {
-        "PATH": f"{tmp_path}/image/bin:/usr/bin:/bin", "HOME": str(tmp_path),
+        "PATH": f"{tmp_path}/image/bin:/usr/bin:/bin", "HOME": str(tmp_path), "PIP_NO_COMPILE": "1",
+        "PIP_CACHE_DIR": str(Path.home() / ".cache" / "pip"),
         **{name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "HTTP", "http"))},
     }  # fmt: skip
     folder, skipped = tmp_path / "opt", []
