@@ -30,14 +30,15 @@ from fitune.report import html
 from fitune.track.metrics import read_metrics
 
 CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "symlink", "unlink", "rmdir", "fstat")
-STEPS = 8
 
 
 class Killer:
     """Attempts at one run, the damage between them, and what each must do with it."""
 
-    def __init__(self, folder: Path, words: list[str], *, seed: int, kills: int, only_ending: bool) -> None:
-        self.folder, self.words = folder, words
+    def __init__(
+        self, folder: Path, words: list[str], *, steps: int, seed: int, kills: int, only_ending: bool
+    ) -> None:
+        self.folder, self.words, self.steps = folder, words, steps
         self.random = random.Random(seed)
         self.kills, self.only_ending = kills, only_ending
         self.run = folder / "run"
@@ -57,7 +58,7 @@ class Killer:
         self.calls, self.seconds = calls, time.monotonic() - began
         self.weights = load_file(straight / "adapter" / "adapter_model.safetensors")
         self.losses = [(step.step, step.loss) for step in read_metrics(straight / "metrics.jsonl")]
-        assert len(self.losses) == STEPS
+        assert len(self.losses) == self.steps
 
     def attempt(self, *, to_its_end: bool = False) -> None:
         expected, lost = self._expected()
@@ -116,8 +117,8 @@ class Killer:
         sys.stdout = sys.stderr = os.fdopen(out, "w", buffering=1)
         counted = [0]
         if calls is not None or count_only:
-            is_later = self.only_ending and not (run / "checkpoints" / f"step-{STEPS}").is_dir()
-            _die_before(calls, counted, only_ending=is_later)
+            is_later = self.only_ending and not (run / "checkpoints" / f"step-{self.steps}").is_dir()
+            _die_before(calls, counted, after_step=self.steps if is_later else 0)
         sys.argv = ["fitune", "train", *self.words, "--set", f"output_dir={run}", "--resume"]
         code = 0
         try:
@@ -146,7 +147,7 @@ class Killer:
         return None, lost
 
     def _has_last_checkpoint(self) -> bool:
-        last = self.run / "checkpoints" / f"step-{STEPS}"
+        last = self.run / "checkpoints" / f"step-{self.steps}"
         return last.is_dir() and last.stat().st_ino not in self.damaged
 
     def _require_right_start(self, expected: Path | None, lost: list[Path]) -> None:
@@ -242,15 +243,18 @@ def swap_steps(steps: list[Path], chance: random.Random) -> list[Path]:
     return [one, other]
 
 
-def _die_before(calls: int | None, counted: list[int], *, only_ending: bool) -> None:
-    """Count the calls, of the run's ending alone if so asked, and be killed in the place of number ``calls``."""
-    is_ending = [not only_ending]
+def _die_before(calls: int | None, counted: list[int], *, after_step: int) -> None:
+    """Count the calls behind the checkpoint of this step, and be killed in the place of number ``calls``."""
+    is_ending = [after_step == 0]
 
     def counting(name: str) -> None:
         original = getattr(os, name)
 
         def call(*args: object, **kwargs: object) -> object:
-            is_ending[0] = is_ending[0] or ("checkpoints/.tmp-latest" in str(args[:1]) and _is_last(args))
+            is_ending[0] = is_ending[0] or (
+                "checkpoints/.tmp-latest" in str(args[:1])
+                and (Path(str(args[0])).parent / f"step-{after_step}").is_dir()
+            )
             if is_ending[0]:
                 if counted[0] == calls:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -263,11 +267,6 @@ def _die_before(calls: int | None, counted: list[int], *, only_ending: bool) -> 
         counting(name)
 
 
-def _is_last(args: tuple[object, ...]) -> bool:
-    folder = Path(str(args[0])).parent
-    return (folder / f"step-{STEPS}").is_dir()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -275,12 +274,13 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--only-ending", action="store_true")
     wanted = parser.parse_args()
     settings = {
         "model": wanted.model, "data": wanted.data, "tuning": "lora", "lora_r": 4, "lora_dropout": 0.1,
         "precision": "fp32", "gpu": "cpu", "seq_len": 64, "micro_batch_size": 4, "gradient_accumulation_steps": 1,
-        "learning_rate": 1e-2, "max_steps": STEPS, "save_steps": 1, "keep_checkpoints": 3, "samples": 0,
+        "learning_rate": 1e-2, "max_steps": wanted.steps, "save_steps": 1, "keep_checkpoints": 3, "samples": 0,
         "val_fraction": 0.2, "eval_steps": 3,
     }  # fmt: skip
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -288,8 +288,8 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     html.draw_pictures = without_pictures
     killer = Killer(
-        wanted.folder, words, seed=wanted.seed, kills=wanted.kills, only_ending=wanted.only_ending
-    )
+        wanted.folder, words, steps=wanted.steps, seed=wanted.seed, kills=wanted.kills, only_ending=wanted.only_ending,
+    )  # fmt: skip
     killer.undisturbed()
     gc.freeze()  # children share the pages that nobody collects
     gc.disable()

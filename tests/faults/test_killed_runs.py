@@ -44,8 +44,8 @@ def test_killed_at_random_moments_with_damage_between_a_run_ends_as_if_undisturb
 def test_killed_anywhere_in_its_ending_a_run_gets_its_export_its_report_and_its_page(
     tmp_path: Path, model_folder: Path, data_file: Path
 ) -> None:
-    seen = kill(tmp_path / "runs", model_folder, data_file, "--kills", 40, "--only-ending")
-    assert seen["killed"] == 40
+    seen = kill(tmp_path / "runs", model_folder, data_file, "--kills", 30, "--steps", 3, "--only-ending")
+    assert seen["killed"] == 30
 
 
 @pytest.mark.parametrize("missing", ["report.html", "adapter"])
