@@ -104,9 +104,9 @@ def is_committed(folder: Path, step: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class Faulty:
     """A worker's function with a fault on rank 1, in its ``call``-th loss: ``error``, ``kill``, ``memory``, ``hold``,
-    which keeps the rank until it is killed, ``wait``, until somebody makes the file ``marker``, or ``notice``, until it
-    knows that a node will be taken away. With any other fault than ``wait`` the file says that it happened, and it
-    happens once.
+    which keeps the rank until it is killed, ``wait``, until somebody makes the file ``marker``, ``notice``, until it
+    knows that a node will be taken away, or ``stop``, until it is asked to save and end. With any other fault than
+    ``wait`` the file says that it happened, and it happens once.
 
     ``is_unnoticed`` keeps rank 0 from its next look at rank 1, until Ray ends it; ``is_slow`` lets it take seconds to
     say why it ends, as on a machine with other work.
@@ -171,7 +171,9 @@ class Faulty:
                 time.sleep(240)
                 raise DataError("the rank was held for 240 s and not killed", hint="see which node was lost")
             case "notice":
-                wait_for(lambda: talkers[-1].is_preempted, what="no node was to be taken away")
+                wait_for(lambda: talkers[-1].left_nodes, what="no node was to be taken away")
+            case "stop":
+                wait_for(talkers[-1].stop_asked, what="nobody asked the rank to stop")
 
 
 class Squarer:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.launch.ray_cluster import RayPlace
-from fitune.session.clusters import on_ray
+from fitune.launch.ray_cluster import RayPlace, cluster_now
+from fitune.session.clusters import on_ray, ray_growth
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.spec.rank_status import read_statuses
 from fitune.spec.recipe.recipe import Recipe
@@ -83,6 +83,40 @@ def test_a_node_that_will_be_taken_away_is_left_after_a_save(
     assert "a node will be taken away: saved, going on without it" in heard.text
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
     assert len(report_of(folder).ranks) == 2
+    [change] = report_of(folder).restarts
+    assert (change.cause, change.workers_before, change.workers) == ("a node was to be taken away", 3, 2)
+
+
+def test_a_node_that_joins_is_taken_after_a_save(
+    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The run begins with the two workers that have room, and nothing is done twice when it goes on with three."""
+    one = by_one_process(recipe("one", global_batch_size=12))
+    some, folder, begun = recipe("some", zero=0, global_batch_size=12), tmp_path / "some", tmp_path / "begun"
+    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("stop", call=7, marker=str(begun)))  # in step 3
+    monkeypatch.setattr(ray_growth, "LASTS_SECONDS", 1.0)
+    nodes, heard = list[Any](), Heard()
+
+    def join() -> None:
+        wait_for(begun.exists, what="waited for the run")
+        nodes.append(cluster.add_node(**node_args(num_cpus=1)))
+        cluster.wait_for_nodes()
+        count_room()
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    try:
+        assert train_on_ray(some, RayPlace(fewest=2, most=4), overwrite=False, tell=heard) == 0
+    finally:
+        joining.join()
+        cluster.remove_node(nodes[0], allow_graceful=False)
+    assert "room for 3 workers: saved, going on with them" in heard.text
+    assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
+    report = report_of(folder)
+    [change] = report.restarts
+    assert (change.workers_before, change.workers, change.after_step, change.lost_steps) == (2, 3, 3, 0)
+    assert len(report.ranks) == 3
+    assert "there was room for more workers; 3 workers instead of 2" in (folder / "report.html").read_text()
 
 
 def test_a_removed_node_leaves_fewer_workers_with_equal_losses(
@@ -101,6 +135,8 @@ def test_a_removed_node_leaves_fewer_workers_with_equal_losses(
         wait_for(lambda: held.exists() and is_committed(folder, 2), what="waited for the checkpoint")
         workers.extend(sorted(read_statuses(folder / LOGS)))
         cluster.remove_node(second_node, allow_graceful=False)
+        wait_for(lambda: len(cluster_now().nodes) == 1, what="Ray listed the node that is gone")
+        count_room()
 
     removing = threading.Thread(target=remove)
     removing.start()

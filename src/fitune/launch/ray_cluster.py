@@ -4,7 +4,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +112,15 @@ class RayCluster:
             for node in self.nodes
         )
         return sorted(found, reverse=True)
+
+    def without(self, ids: Collection[str]) -> "RayCluster":
+        """The cluster without the nodes of these ids, which nobody uses any more."""
+        gone = [node for node in self.nodes if node.id in ids]
+        free = {
+            name: amount - sum(node.resources.get(name, 0.0) for node in gone)
+            for name, amount in self.free.items()
+        }
+        return RayCluster(nodes=tuple(node for node in self.nodes if node not in gone), free=free)
 
     def free_slots(self, each: Mapping[str, float]) -> int:
         idle = sum(self.slots(each))

@@ -16,6 +16,9 @@ _TRIES_FOR_ROOM = 5
 """Times that Ray looks for room, 20 s each, for every restart: a lost node may come back, and for up to 20 s Ray counts
 on one that is gone."""
 
+_NEVER_SECONDS = 1e9
+"""Ray would end the workers without a save to start more of them; the driver does it with one."""
+
 
 @dataclass(slots=True)
 class WorkersEnd:
@@ -57,6 +60,7 @@ def run_workers(
             num_workers=(place.fewest, place.most) if place.is_elastic else place.most,
             use_gpu=gpus,
             resources_per_worker=dict(each),
+            elastic_resize_monitor_interval_s=_NEVER_SECONDS,
         ),
         run_config=RunConfig(
             name=name,

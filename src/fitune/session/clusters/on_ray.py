@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from fitune.launch.ray_cluster import (
     RayCluster,
     RayPlace,
     asked_place,
+    cluster_now,
     connected,
     loaded_ray,
     spread,
@@ -31,9 +32,10 @@ from fitune.launch.ray_desk import open_desk
 from fitune.launch.ray_workers import WorkersEnd, run_workers
 from fitune.launch.torchrun import Ended, ended, fresh_logs
 from fitune.report.html import write_report
+from fitune.session.clusters.ray_growth import Growth
 from fitune.session.clusters.ray_losses import WORD_SECONDS, cause_of_loss, has_first_ended, take_down_losses
 from fitune.session.clusters.ray_nodes import hardware_of_workers, require_shared
-from fitune.session.clusters.ray_ranks import Orders, RankEnd, train_as_rank
+from fitune.session.clusters.ray_ranks import Change, Orders, RankEnd, train_as_rank
 from fitune.session.events import Note, RanOutOfMemory, StepsBegin, Tell
 from fitune.session.planning import plan_for
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
@@ -68,23 +70,22 @@ def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell
     with connected(place.address) as cluster:
         each = each_worker(recipe, cluster)
         cluster = with_room(cluster, place, each)
-        slots = cluster.slots(each)
+        asked = place
         if place.is_elastic:  # Ray counts on the whole cluster, also on what others hold
             place = replace(place, most=min(place.most, max(place.fewest, cluster.free_slots(each))))
         worlds = range(place.fewest, place.most + 1)
-        shapes = {world: shaped(recipe, spread(world, slots)) for world in worlds}
-        found = hardware_of_workers(shapes)
+        shapes, found = _shapes(recipe, worlds, cluster.slots(each))
         largest = shapes[place.most]
         attempt = first_attempt(largest, overwrite=overwrite, tell=tell, hardware=found[place.most])
         if not isinstance(attempt, Attempt):
             return 0
-        sources = [source.path for source in attempt.plan.data.sources]
-        require_shared(Path(attempt.plan.run.output_dir), [attempt.plan.model_path, *sources])
+        _require_shared(attempt)
         attempts = {place.most: (attempt, largest)}
         for world in worlds[:-1]:
-            attempts[world] = _of_fewer(world, attempt, shapes[world], found[world])
+            attempts[world] = _of_number(world, attempt, shapes[world], found[world])
         with owned_directory(attempt):
-            return _Job(place=place, each=each, attempts=attempts, tell=tell).run()
+            growth = Growth(each=each, most=asked.most if attempt.plan.run.saves else place.most)
+            return _Job(recipe=recipe, place=place, attempts=attempts, growth=growth, tell=tell).run()
 
 
 def each_worker(recipe: Recipe, cluster: RayCluster) -> dict[str, float]:
@@ -100,8 +101,21 @@ def shaped(recipe: Recipe, shape: tuple[int, int]) -> Recipe:
     return recipe.model_copy(update={"nodes": nodes, "gpus": each})
 
 
-def _of_fewer(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) -> tuple[Attempt, Recipe]:
-    """The attempt of a smaller number of workers at the same global batch."""
+def _shapes(
+    recipe: Recipe, worlds: Iterable[int], slots: Sequence[int]
+) -> tuple[dict[int, Recipe], dict[int, Hardware]]:
+    """The recipe and the hardware of each number of workers. Raises HardwareError."""
+    shapes = {world: shaped(recipe, spread(world, slots)) for world in worlds}
+    return shapes, hardware_of_workers(shapes)
+
+
+def _require_shared(attempt: Attempt) -> None:
+    sources = [source.path for source in attempt.plan.data.sources]
+    require_shared(Path(attempt.plan.run.output_dir), [attempt.plan.model_path, *sources])
+
+
+def _of_number(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) -> tuple[Attempt, Recipe]:
+    """The attempt of another number of workers at the same global batch."""
     batch = most.plan.batch
     rows = batch.micro_batch_size * batch.accumulation * most.plan.hardware.num_gpus
     recipe = recipe.model_copy(update={"global_batch_size": rows, "gradient_accumulation_steps": None})
@@ -119,15 +133,20 @@ def _of_fewer(world: int, most: Attempt, recipe: Recipe, hardware: Hardware) -> 
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """The workers' part of a run: Ray starts them again when some are lost, this when a node is to be taken away or
-    memory ran out."""
+    """The workers' part of a run: Ray starts them again when some are lost, this when a node is to be taken away, there
+    is room for more, or memory ran out."""
 
+    recipe: Recipe
     place: RayPlace
-    each: Mapping[str, float]
     attempts: dict[int, tuple[Attempt, Recipe]]
+    growth: Growth
     tell: Tell
+    change: Change | None = None
+    """Why the present attempt follows on another one that saved."""
     had: Commit | None = None
     """The last checkpoint before the present attempt."""
+    larger: int = 0
+    """Workers that have room, for which the present attempt is left; 0 while there are no more."""
     failed: RankEnd | None = None
     """Of the rank that failed first by itself."""
 
@@ -145,25 +164,28 @@ class _Job:
             with stop_requests() as request:
                 end = self._trained(request)
             told = end.returned
-            if isinstance(told, RankEnd) and told.status == "complete":
+            if not isinstance(told, RankEnd) or told.status == "failed":
+                self._after_failure(end)
+            elif told.status == "complete":
                 return 0
-            if isinstance(told, RankEnd) and told.status == "interrupted" and not told.is_preempted:
+            elif request.received or not (told.left_nodes or self.larger):
                 self.tell(Note("interrupted: the step was finished and saved; add --resume to go on"))
                 return request.exit_code if request.received else INTERRUPTED
-            if isinstance(told, RankEnd) and told.is_preempted:
-                self.tell(Note("a node will be taken away: saved, going on without it"))
-                self._resume()
-                continue
-            self._after_failure(end)
+            elif told.left_nodes:
+                self._leave(told.left_nodes)
+            else:
+                self._grow()
 
     def _trained(self, request: StopRequest) -> WorkersEnd:
         fresh_logs(self.directory)
+        self.growth.workers, self.larger = 0, 0
         ray, desk = loaded_ray(), open_desk()
         self.had, self.failed = last_saved(self.directory), None
         command = command_of(self.plan, ())
         orders = Orders(
             attempts={world: packed(*each) for world, each in self.attempts.items()},
             had=self.had,
+            change=self.change,
             folder=os.getcwd(),
             environment={
                 **{name: value for name, value in os.environ.items() if name.startswith("FITUNE_")},
@@ -172,7 +194,7 @@ class _Job:
             threads=int(command.environment["OMP_NUM_THREADS"]),
             desk=desk,
         )
-        sent: list[int] = []
+        sent: list[bool] = []
         failed_at: list[float] = []
 
         def watch() -> bool:
@@ -180,9 +202,10 @@ class _Job:
             for event in events:
                 if isinstance(event, StepsBegin):
                     request.start(event.plan, event.run_name)
+                    self.growth.begin(event.plan.hardware.num_gpus)
                 self.tell(event)
-            if request.asked() and not sent:
-                sent.append(request.received[0])
+            if not sent and (request.asked() or self._can_grow()):
+                sent.append(True)
                 desk.stop.remote()
             if failed and not failed_at:
                 failed_at.append(time.monotonic())
@@ -195,12 +218,46 @@ class _Job:
         with ExitStack() as stack:
             stack.callback(ray.kill, desk)
             return run_workers(
-                train_as_rank, {"orders": orders}, place=self.place, each=self.each,
+                train_as_rank, {"orders": orders}, place=self.place, each=self.growth.each,
                 directory=self.directory / _STORAGE, name=uuid.uuid4().hex, watch=watch,
                 lost=partial(take_down_losses, self.directory / LOGS), timeout_s=WAIT.total_seconds(),
             )  # fmt: skip
 
-    def _resume(self) -> None:
+    def _can_grow(self) -> bool:
+        """True once there is room for more workers, and plans for them: ``larger`` says for how many."""
+        room = self.growth.larger()
+        new = range(max(self.attempts) + 1, room + 1)
+        try:
+            if new:
+                attempt = self.attempts[self.place.most][0]
+                shapes, found = _shapes(self.recipe, new, cluster_now().slots(self.growth.each))
+                _require_shared(attempt)
+                for world in new:
+                    self.attempts[world] = _of_number(world, attempt, shapes[world], found[world])
+        except FituneError as error:
+            room = max(self.attempts)
+            self.growth.most = room
+            self.tell(
+                Note(f"there is room for more workers than {room}, and none are added: {error.message}")
+            )
+        self.larger = room if room > self.growth.workers else 0
+        return self.larger > 0
+
+    def _grow(self) -> None:
+        self.tell(Note(f"room for {self.larger} workers: saved, going on with them"))
+        self._resume("there was room for more workers")
+        self.place = replace(self.place, most=self.larger)
+        self.growth.wanted = self.larger
+
+    def _leave(self, nodes: Iterable[str]) -> None:
+        self.tell(Note("a node will be taken away: saved, going on without it"))
+        self._resume("a node was to be taken away")
+        self.growth.left.update(nodes)
+        room = sum(cluster_now().without(self.growth.left).slots(self.growth.each))
+        self.place = replace(self.place, most=max(self.place.fewest, min(self.place.most, room)))
+
+    def _resume(self, cause: str) -> None:
+        self.change = Change(cause=cause, workers_before=self.growth.workers)
         self.attempts = {
             world: (replace(attempt, resume=True, overwrite=False), recipe)
             for world, (attempt, recipe) in self.attempts.items()
@@ -208,6 +265,7 @@ class _Job:
 
     def _after_failure(self, end: WorkersEnd) -> None:
         """Prepare the next attempt when memory ran out. Raises the cause of any other end."""
+        self.change = None
         shortage = shortage_of_ranks(self.directory)
         if shortage is not None and not self.place.is_elastic:
             attempt, recipe = self.attempts[self.place.most]

@@ -42,10 +42,19 @@ class RankEnd:
 
     status: str
     """``complete``, ``interrupted`` or ``failed``."""
-    is_preempted: bool = False
+    left_nodes: tuple[str, ...] = ()
+    """Ids of nodes that will be taken away, for which it was interrupted."""
     message: str = ""
     hint: str = ""
     exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Why the workers of a job were asked to save and end, and others go on."""
+
+    cause: str
+    workers_before: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +65,7 @@ class Orders:
     """By the number of workers."""
     had: Commit | None
     """The last checkpoint before this job."""
+    change: Change | None
     folder: str
     """Where the driver runs: relative paths of the plan begin there."""
     environment: dict[str, str]
@@ -87,14 +97,16 @@ def train_as_rank(config: dict[str, Any]) -> RankEnd:
         try:
             if before and ranks.from_first(lambda: has_said_why(Path(attempt.plan.run.output_dir) / LOGS)):
                 return RankEnd(status="failed")  # the statuses say why: it would fail again
-            if before:
-                attempt = ranks.from_first(lambda: going_on(attempt, orders.had, ranks.world))
+            change = None if before else orders.change
+            if before or change:
+                attempt = ranks.from_first(lambda: going_on(attempt, orders.had, ranks.world, change=change))
                 if ranks.is_first:
                     _await_owner_gone(attempt.plan)
+                if ranks.is_first and not change:
                     tell(Note("; ".join(one.cause for one in attempt.restarts[-1:]) + ": starting again"))
             report = _train(attempt, recipe, tell=tell, talker=talker, ranks=ranks)
             talker.close(ranks.gathered)
-            return RankEnd(status=report.status, is_preempted=talker.is_preempted)
+            return RankEnd(status=report.status, left_nodes=talker.left_nodes)
         except FituneError as error:
             talker.abandon()
             if isinstance(error, PeerGone) and not has_said_why(Path(attempt.plan.run.output_dir) / LOGS):
@@ -126,9 +138,9 @@ def _train(attempt: Attempt, recipe: Recipe, *, tell: Tell, talker: "Talker", ra
     return ended
 
 
-def going_on(attempt: Attempt, had: Commit | None, workers: int) -> Attempt:
+def going_on(attempt: Attempt, had: Commit | None, workers: int, *, change: Change | None = None) -> Attempt:
     """The attempt from the last checkpoint that this job saved, else from where the job began; ``had`` is the one
-    before the job."""
+    before the job. ``change``: why, where no rank was lost."""
     directory = Path(attempt.plan.run.output_dir)
     saved = last_saved(directory)
     if saved is None or saved == had:
@@ -138,7 +150,9 @@ def going_on(attempt: Attempt, had: Commit | None, workers: int) -> Attempt:
         attempt,
         resume=attempt.resume if elsewhere and saved is None else True,
         overwrite=attempt.overwrite and saved is None,
-        restarts=_restarts(directory, after_step=_first_step(directory, saved, attempt), workers=workers),
+        restarts=_restarts(
+            directory, after_step=_first_step(directory, saved, attempt), workers=workers, change=change
+        ),
     )
 
 
@@ -149,15 +163,20 @@ def _first_step(directory: Path, saved: Commit | None, attempt: Attempt) -> int:
     return 0 if earlier is None else earlier.step
 
 
-def _restarts(directory: Path, *, after_step: int, workers: int) -> tuple[Restart, ...]:
+def _restarts(
+    directory: Path, *, after_step: int, workers: int, change: Change | None
+) -> tuple[Restart, ...]:
     """Restarts that only lost steps tell of, and the present one."""
     log = directory / "metrics.jsonl"
     lost = [step for step in read_metrics(log) if step.step > after_step] if log.is_file() else []
     statuses = read_statuses(directory / LOGS)
+    change = change or Change(
+        cause=cause_of_loss(statuses), workers_before=max(statuses, default=workers - 1) + 1
+    )
     signs = [file.stat().st_mtime for file in (*(directory / LOGS).glob("rank*.json"), log) if file.is_file()]
     present = Restart(
-        cause=cause_of_loss(statuses),
-        workers_before=max(statuses, default=workers - 1) + 1,
+        cause=change.cause,
+        workers_before=change.workers_before,
         workers=workers,
         after_step=after_step,
         lost_steps=len(lost),
@@ -196,7 +215,7 @@ class Talker:
     their last step. The same thread asks for a notice that a node will be taken away.
     """
 
-    is_preempted = False
+    left_nodes: tuple[str, ...] = ()
 
     def __init__(self, desk: Any, *, is_first: bool) -> None:
         self._is_first = is_first
@@ -252,8 +271,8 @@ class Talker:
     def _round(self) -> None:
         ray = loaded_ray()
         ray.train.report(self._step.figures())
-        if ray.train.get_preemption_info() is not None:
-            self.is_preempted = True
+        if (notice := ray.train.get_preemption_info()) is not None:
+            self.left_nodes = tuple(notice.preempted_node_ids)
             self._stop.set()
 
 
