@@ -95,21 +95,21 @@ def test_a_node_that_joins_is_taken_after_a_save(
     some, folder, begun = recipe("some", zero=0, global_batch_size=12), tmp_path / "some", tmp_path / "begun"
     monkeypatch.setattr(on_ray, "train_as_rank", Faulty("stop", call=7, marker=str(begun)))  # in step 3
     monkeypatch.setattr(ray_growth, "LASTS_SECONDS", 1.0)
-    nodes, heard = list[Any](), Heard()
+    nodes: list[Any] = []
 
     def join() -> None:
-        wait_for(begun.exists, what="waited for the run")
-        nodes.append(cluster.add_node(**node_args(num_cpus=1)))
+        nodes.append(
+            cluster.add_node(**node_args(num_cpus=1))
+        )  # Ray's handlers of signals ask for the main thread
         cluster.wait_for_nodes()
         count_room()
 
-    joining = threading.Thread(target=join)
-    joining.start()
+    heard = Heard(at_step={2: join})
     try:
         assert train_on_ray(some, RayPlace(fewest=2, most=4), overwrite=False, tell=heard) == 0
     finally:
-        joining.join()
-        cluster.remove_node(nodes[0], allow_graceful=False)
+        for node in nodes:
+            cluster.remove_node(node, allow_graceful=False)
     assert "room for 3 workers: saved, going on with them" in heard.text
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
     report = report_of(folder)
