@@ -275,7 +275,7 @@ class KnownModel:
 _MIRRORS = ("unsloth", "nousresearch")
 """They hold copies of others' models under the same names."""
 _COPY = re.compile(r"(-unsloth)?-(bnb-4bit|bf16|fp8)$")
-"""What mirrors add to the names of copies in other types."""
+"""Endings of the names of copies in other types."""
 
 
 def find_known_model(name: str) -> KnownModel | None:
