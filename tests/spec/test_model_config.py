@@ -303,6 +303,12 @@ def test_a_config_that_is_none(tmp_path: Path, text: str, words: str) -> None:
         (LLAMA, {"architectures": "LlamaForCausalLM"}, "must be a list of names"),
         (LLAMA, {"is_encoder_decoder": True}, "decoder-only"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "already quantised"),
+        (LLAMA, {"model_type": []}, "model_type = [] is not supported"),
+        (
+            {},
+            {"model_type": "gemma3", "text_config": {}, "quantization_config": {"quant_method": "gptq"}},
+            "already quantised by gptq",
+        ),
         (
             LLAMA,
             {"auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}},

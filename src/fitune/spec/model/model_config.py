@@ -70,7 +70,7 @@ def spec_from_config(config: Mapping[str, Any], *, name: str, where: str | None 
 
 def _text_spec(config: Mapping[str, Any], *, name: str, where: str | None) -> ModelSpec:
     fields = ConfigFields(values=config, where=where or f"config.json of {name}")
-    if config.get("model_type") in _WITH_TEXT_OF_A_FAMILY:
+    if fields.values.get("model_type") in tuple(_WITH_TEXT_OF_A_FAMILY):  # it may be of any type, lists too
         fields = _text_part(fields)
     model_type = fields.values.get("model_type")
     if model_type is None:
@@ -98,7 +98,8 @@ def _text_part(fields: ConfigFields) -> ConfigFields:
     text = fields.values.get("text_config")
     if not isinstance(text, Mapping):
         fields.refuse("text_config", "must be the config of the language model")
-    outer = {key: fields.values[key] for key in ("dtype", "torch_dtype", "auto_map") if key in fields.values}
+    of_both = ("dtype", "torch_dtype", "auto_map", "quantization_config")
+    outer = {key: fields.values[key] for key in of_both if key in fields.values}
     usual = _WITH_TEXT_OF_A_FAMILY[fields.values["model_type"]]
     values = {**outer, **text, "model_type": text.get("model_type", usual)}
     return ConfigFields(values=values, where=f"{fields.where}: text_config")
