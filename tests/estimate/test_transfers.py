@@ -17,6 +17,7 @@ from fitune.estimate.transfers import (
     cpu_adam_seconds,
     exchange_seconds,
 )
+from fitune.spec.deepspeed import SUB_GROUP_ELEMENTS
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.plan import (
     AdamW8bit,
@@ -199,6 +200,31 @@ def test_nvme_takes_what_the_host_would_have_held_but_for_staging():
     assert nvme.host_bytes <= cpu.host_bytes
     assert nvme.memory == cpu.memory
     assert nvme.time.limits[Phase.UPDATE] == "NVMe"
+
+
+def test_weights_pass_through_buffers_that_hold_the_largest_share_and_a_whole_sub_group():
+    """Per rank six shares of the embedding; and of eight ranks' shares those that a sub-group has at most."""
+    away = Offload(parameters="nvme", optimizer="nvme")
+    host = predict(eight_b(sharding=Zero(stage=3, backend="deepspeed"), offload=away)).host
+    share = EMBEDDING // 8
+    assert host["weights staging"] == 8 * 2 * (6 * share + 8 * (SUB_GROUP_ELEMENTS + share))
+
+
+def test_reads_from_nvme_are_waited_for():
+    choice = {"sharding": Zero(stage=3, backend="deepspeed")}
+    on_host, waited, twice = (
+        predict(
+            eight_b(**choice, offload=Offload(parameters=place, optimizer="nvme"), hardware=hardware)
+        ).time
+        for place, hardware in (
+            ("cpu", cluster()),
+            ("nvme", cluster(nvme_bandwidth=3e9)),
+            ("nvme", cluster(nvme_bandwidth=6e9)),
+        )
+    )
+    assert waited.phases[Phase.FORWARD] > on_host.phases[Phase.FORWARD] + 2 * P / 3e9
+    saved = waited.phases[Phase.FORWARD] - twice.phases[Phase.FORWARD]
+    assert saved == pytest.approx(2 * P / 6e9, rel=0.01)
 
 
 def test_states_on_a_disk_twice_as_fast_take_half_the_time():

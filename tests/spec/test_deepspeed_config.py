@@ -43,8 +43,18 @@ def test_precision_and_places_of_the_plan_are_deepspeeds() -> None:
     zero = deepspeed_config(plan(offload=away))["zero_optimization"]
     path = zero["offload_param"].pop("nvme_path")
     assert path.startswith("/mnt/nvme/fitune-")
-    assert zero["offload_param"] == {"device": "nvme", "pin_memory": True}
+    assert zero["offload_param"].pop("buffer_count") >= 2
+    assert zero["offload_param"].pop("buffer_size") == 128256 * 4096 // 8  # of the embedding
+    assert zero["offload_param"] == {"device": "nvme", "pin_memory": True, "max_in_cpu": 0}
     assert zero["offload_optimizer"]["device"] == "nvme"
+
+
+def test_weights_are_not_read_ahead_from_nvme() -> None:
+    away = Offload(parameters="nvme", optimizer="nvme", nvme_path="/mnt/nvme")
+    on_host = Offload(parameters="cpu", optimizer="nvme", nvme_path="/mnt/nvme")
+    ahead = "stage3_prefetch_bucket_size"
+    assert deepspeed_config(plan(offload=away))["zero_optimization"][ahead] == 0
+    assert deepspeed_config(plan(offload=on_host))["zero_optimization"][ahead] > 0
 
 
 def test_a_users_file_becomes_settings_of_the_recipe(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""An optimizer on NVMe under DeepSpeed (ZeRO-Infinity, arXiv 2104.07857): two processes train the model of one.
+"""An optimizer, and weights, on NVMe under DeepSpeed (ZeRO-Infinity, arXiv 2104.07857): two processes train the model
+of one.
 
 DeepSpeed reads and writes by libaio, in an operation that it compiles when it is first asked: a minute or two.
 """
@@ -16,13 +17,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import plan_of
-from fitune.spec.choices import Offload
+from fitune.spec.choices import Offload, Place
 from fitune.spec.plan import Plan
 from fitune.train.run import run
 from optional_libraries import NEEDS_DEEPSPEED
 from several import Job, train_on
 from train.test_run import callbacks
-from train.test_several_processes import LOSS, divided, largest_difference, losses
+from train.test_several_processes import LOSS, divided, evaluations, largest_difference, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.deepspeed, NEEDS_DEEPSPEED]
 
@@ -39,36 +40,42 @@ def reads_and_writes() -> None:
         pytest.skip(" ".join(asked.stderr.strip().splitlines()[-2:]))
 
 
+FULL = {"tuning": "full", "learning_rate": 1e-3, "max_steps": 6, "save_steps": 2}
+
+
 @pytest.fixture
 def plan(model_folder: Path, data_file: Path, tmp_path: Path) -> Plan:
     """Full training of a model whose share is over 1 MiB: DeepSpeed keeps less in memory."""
-    wide = tmp_path / "wide"
+    wide = wide_like(model_folder, tmp_path / "wide", hidden_size=128, intermediate_size=512, head_dim=32)
+    return plan_of(wide, data_file, tmp_path / "unused", **FULL)
+
+
+def wide_like(folder: Path, wide: Path, **shape: int) -> Path:
     wide.mkdir()
-    for file in model_folder.glob("*token*"):
+    for file in folder.glob("*token*"):
         shutil.copy(file, wide)
-    config = LlamaConfig.from_pretrained(model_folder, hidden_size=128, intermediate_size=512, head_dim=32)
+    config = LlamaConfig.from_pretrained(folder, **shape)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(wide)
-    settings = {"tuning": "full", "learning_rate": 1e-3, "max_steps": 6, "save_steps": 2}
-    return plan_of(wide, data_file, tmp_path / "unused", **settings)
+    return wide
 
 
-def on_nvme(plan: Plan, folder: Path, nvme: Path) -> Plan:
+def on_nvme(plan: Plan, folder: Path, nvme: Path, *, weights: Place = "device") -> Plan:
     nvme.mkdir(exist_ok=True)
     planned = divided(plan, 2, 3, folder, by="deepspeed")
-    return replace(planned, offload=Offload(optimizer="nvme", nvme_path=str(nvme)))
+    return replace(planned, offload=Offload(parameters=weights, optimizer="nvme", nvme_path=str(nvme)))
 
 
 class Seen:
     """Counts the largest number of swap files below ``folder`` while the block runs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.most, self._over = folder, 0, threading.Event()
+    def __init__(self, folder: Path, files: str = "*.swp") -> None:
+        self.folder, self.files, self.most, self._over = folder, files, 0, threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def _look(self) -> None:
         while not self._over.is_set():
-            self.most = max(self.most, len(list(self.folder.rglob("*.swp"))))
+            self.most = max(self.most, len(list(self.folder.rglob(self.files))))
             time.sleep(0.02)
 
     def __enter__(self) -> "Seen":
@@ -101,6 +108,40 @@ def test_states_on_nvme_train_and_resume_the_same_model_as_states_on_the_host(
     assert losses(on_host) == pytest.approx(losses(alone), abs=LOSS)
     for folder in (straight, stopped):
         assert losses(folder) == losses(on_host)
+        assert largest_difference(folder, on_host) == 0.0
+    assert not list(nvme.iterdir())  # checkpoints have it
+
+
+@pytest.fixture
+def wide(model_folder: Path, data_file: Path, tmp_path: Path) -> Plan:
+    """Full training where shares of tables and MLPs are over 1 MiB, and those of attention and norms are not."""
+    shape = {"hidden_size": 256, "intermediate_size": 2048, "head_dim": 64, "vocab_size": 2048}
+    folder = wide_like(model_folder, tmp_path / "wider", **shape)
+    return plan_of(folder, data_file, tmp_path / "unused", val_fraction=0.1, eval_steps=3, **FULL)
+
+
+def test_weights_on_nvme_train_and_resume_the_same_model_as_weights_on_the_host(
+    wide: Plan, tmp_path: Path
+) -> None:
+    on_host, straight, stopped = (tmp_path / name for name in ("host", "straight", "stopped"))
+    nvme = tmp_path / "nvme"
+    host = replace(
+        divided(wide, 2, 3, on_host, by="deepspeed"), offload=Offload(parameters="cpu", optimizer="cpu")
+    )
+    jobs = [
+        Job(plan=host),
+        Job(plan=on_nvme(wide, straight, nvme, weights="nvme")),
+        Job(plan=on_nvme(wide, stopped, nvme, weights="nvme"), stop_after=3),
+        Job(plan=on_nvme(wide, stopped, nvme, weights="nvme"), resume=True),
+    ]
+    with Seen(nvme, "*_param.tensor.swp") as seen:
+        first, second = train_on(2, jobs, tmp_path / "jobs")
+    assert first == second
+    assert [each["status"] for each in first] == ["complete", "complete", "interrupted", "complete"]
+    assert seen.most == 2 * (2 + 3 * wide.model.num_layers)  # both tables, and three weights of every MLP
+    for folder in (straight, stopped):
+        assert losses(folder) == losses(on_host)
+        assert evaluations(folder) == evaluations(on_host)
         assert largest_difference(folder, on_host) == 0.0
     assert not list(nvme.iterdir())  # checkpoints have it
 

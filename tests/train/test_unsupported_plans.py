@@ -32,6 +32,7 @@ def any_plan() -> Plan:
 BY_VALUE = Lomo(adaptive=False, clip=ClipByValue(value=1.0))
 QLORA = Lora(rank=2, alpha=4, dropout=0.0, targets=("q_proj",), base=Nf4())
 ON_NVME = Offload(parameters="nvme", optimizer="nvme", nvme_path="n")
+AHEAD = (("stage3_prefetch_bucket_size", 1 << 20),)
 BY_NORM = Lomo(adaptive=True, clip=ClipByNorm(max_norm=1.0))
 
 
@@ -41,7 +42,10 @@ BY_NORM = Lomo(adaptive=True, clip=ClipByNorm(max_norm=1.0))
         ({"tuning": BY_VALUE}, "LOMO is an optimizer itself"),
         ({"tuning": BY_NORM, "precision": Precision.BF16_MASTER}, "AdaLomo .* no fp32 masters"),
         ({"sharding": Zero(stage=3, backend="deepspeed"), "tuning": QLORA}, "packed weights are divided by FSDP2"),
-        ({"sharding": Zero(stage=3, backend="deepspeed"), "offload": ON_NVME}, "weights on NVMe is not built"),
+        (
+            {"sharding": Zero(stage=3, backend="deepspeed", settings=AHEAD), "offload": ON_NVME},
+            "until no buffer is left",
+        ),
         ({"sharding": Zero(stage=3, backend="fsdp")}, "are for several devices, and there is 1"),
         ({"tuning": BY_NORM, "optimizer": Sgd(), "kernels": "liger"}, "second backward"),
         ({"tuning": BY_VALUE, "optimizer": Sgd(), "compile_blocks": True}, "all of its gradients at once"),

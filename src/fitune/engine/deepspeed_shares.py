@@ -178,10 +178,11 @@ class TensorShares(DeepSpeedShares):
     """Stage 3: every rank has the same stretch of each weight, padded where the weight ends."""
 
     def trained(self) -> dict[str, Tensor]:
-        return {
-            name: self._by_rows(name, cast(Any, parameter).ds_tensor.narrow(0, 0, self.pieces[name].elements))
-            for name, parameter in self.parameters.items()
-        }
+        found = {}
+        for name, parameter in self.parameters.items():
+            with _share_in_memory(parameter) as share:
+                found[name] = self._by_rows(name, share.narrow(0, 0, self.pieces[name].elements))
+        return found
 
     def resident(self) -> list[Tensor]:
         """This rank's tensors between two steps, DeepSpeed's gradient shares and sum buffers among them."""
@@ -219,13 +220,29 @@ class TensorShares(DeepSpeedShares):
         return Piece(group=group, offset=offset, start=start, elements=min(elements, weight.ds_numel - start))
 
     def _put_weight(self, parameter: Parameter, whole: Tensor) -> None:
-        weight = cast(Any, parameter)
         piece = self._piece(parameter)
-        weight.ds_tensor.narrow(0, 0, piece.elements).copy_(
-            whole.flatten().narrow(0, piece.start, piece.elements)
-        )
+        with _share_in_memory(parameter, is_changed=True) as share:
+            share.narrow(0, 0, piece.elements).copy_(whole.flatten().narrow(0, piece.start, piece.elements))
         if parameter.shape == whole.shape:  # a small one, which stays whole
             parameter.data.copy_(whole)
+
+
+@contextmanager
+def _share_in_memory(parameter: Parameter, *, is_changed: bool = False) -> Iterator[Tensor]:
+    """Yields this rank's share of a weight, which inside is read from NVMe where it waits there."""
+    weight = cast(Any, parameter)
+    share, swapper = weight.ds_tensor, weight.nvme_swapper
+    if share.final_location != "nvme":
+        yield share
+        return
+    swapper.swap_in([weight], async_op=False)
+    try:
+        yield share
+    finally:
+        if is_changed:
+            swapper.swap_out_and_release([weight])
+        else:
+            swapper.remove_partition_and_release_buffers([weight])
 
 
 def _cut(flat: Tensor, piece: Piece) -> Tensor:

@@ -20,6 +20,7 @@ from fitune.estimate.states import (
     sub_group_elements,
 )
 from fitune.estimate.step import StepStages
+from fitune.spec.deepspeed import NVME_BUFFERS, largest_share_elements
 from fitune.spec.machines.hardware import Gpu, Hardware
 from fitune.spec.plan import AdamW8bit, Lomo, Offload, Plan
 from fitune.spec.predictions import Phase
@@ -108,8 +109,6 @@ Terms = dict[str, int]
 
 PROCESS_BYTES = 3 * GIB
 """One rank's interpreter, torch, CUDA libraries, tokenised data. Others report 2–4 GiB. Not measured by us."""
-PARAMETER_BUFFERS, PARAMETER_BUFFER = 5, 100_000_000
-"""DeepSpeed's offload_param: buffer_count, buffer_size in elements (runtime/zero/offload_config.py)."""
 OPTIMIZER_BUFFERS = 4
 """DeepSpeed's offload_optimizer.buffer_count: fp32 weight, gradient and two moments of a sub-group of 1e9."""
 
@@ -125,7 +124,7 @@ def host_terms(step: StepStages) -> Terms:
         if place == "cpu":
             per_rank[name] = size
         elif place == "nvme":
-            per_rank[f"{name} staging"] = min(size, staging)
+            per_rank[f"{name} staging"] = staging
     terms = {name: size * ranks for name, size in per_rank.items() if size}
     copies = min(ranks, num_shares(plan)) * checkpoint_copy_bytes(plan)
     return {**terms, "checkpoint copy": copies} if copies else terms
@@ -199,18 +198,30 @@ def offloaded_activation_bytes(step: StepStages) -> int:
 
 
 def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:
-    """Name, place, bytes of one rank, and the most that passes through the host when the place is NVMe."""
-    plan, e = step.plan, step.element_bytes
+    """Name, place, bytes of one rank, and those of the host that they pass through when the place is NVMe."""
+    plan = step.plan
     offload = plan.offload
-    weights = weights_away_bytes(plan)
     sub_group = min(sub_group_elements(plan), trained_share(plan))
+    optimizer, gradients = host_optimizer_bytes(plan), host_gradient_bytes(plan)
     activations = offloaded_activation_bytes(step)
     return [
-        ("weights", offload.parameters, weights, PARAMETER_BUFFERS * PARAMETER_BUFFER * e),
-        ("optimizer", offload.optimizer, host_optimizer_bytes(plan), OPTIMIZER_BUFFERS * 4 * sub_group),
-        ("gradients", offload.optimizer, host_gradient_bytes(plan), OPTIMIZER_BUFFERS * sub_group),
+        ("weights", offload.parameters, weights_away_bytes(plan), weight_buffers_bytes(plan)),
+        ("optimizer", offload.optimizer, optimizer, min(optimizer, OPTIMIZER_BUFFERS * 4 * sub_group)),
+        ("gradients", offload.optimizer, gradients, min(gradients, OPTIMIZER_BUFFERS * sub_group)),
         ("activations", offload.activations, activations, 2 * max(block.kept for block in step.blocks)),
     ]
+
+
+def weight_buffers_bytes(plan: Plan) -> int:
+    """e · (buffers · the largest weight's share + the whole weights of a sub-group): they stand for the whole run.
+
+    Through the first weights are read, through the second written after their step. For that DeepSpeed takes whole
+    sizes where shares would do (runtime/zero/stage3.py, reserve_partitioned_swap_space); a sub-group ends with the
+    weight that fills it.
+    """
+    buffers = NVME_BUFFERS * largest_share_elements(plan)
+    whole = num_shares(plan) * (sub_group_elements(plan) + largest_share_elements(plan))
+    return plan.precision.compute_bytes * (buffers + min(trained_parameters(plan), whole))
 
 
 def checkpoint_bytes(plan: Plan) -> int:

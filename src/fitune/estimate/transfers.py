@@ -21,7 +21,7 @@ from fitune.estimate.parameters import (
 from fitune.estimate.states import gradients_go_to_the_host
 from fitune.estimate.step import StepStages
 from fitune.spec.choices import DDP_BUCKET_BYTES
-from fitune.spec.deepspeed import reduce_bucket_elements
+from fitune.spec.deepspeed import fetches_ahead, reduce_bucket_elements
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.plan import Ddp, Lomo, Offload, Plan, Single, Zero
 from fitune.spec.predictions import Phase
@@ -175,7 +175,8 @@ class Transfers:
 
 def transfers_of(step: StepStages) -> dict[Phase, Transfers]:
     """Weights are prefetched, sums and copies run while the next block works: beside. Waited for are the first
-    gather of a pass, DeepSpeed's sums below stage 3 (overlap_comm off), and everything in the update."""
+    gather of a pass, DeepSpeed's sums below stage 3 (overlap_comm off), and everything in the update; with weights on
+    NVMe, of which nothing is fetched ahead, all."""
     plan = step.plan
     if isinstance(plan.sharding, Single) and plan.offload == Offload():
         return {}
@@ -185,15 +186,24 @@ def transfers_of(step: StepStages) -> dict[Phase, Transfers]:
     nodes = exchange_seconds(plan.hardware, exchanged.between_nodes)
     sums_are_waited_for = uses_deepspeed(plan) and zero_stage(plan) < 3
     back = {"communication": backward + nodes}
-    return {
+    links, links_back = (_host_links(step, backward=is_backward) for is_backward in (False, True))
+    passes = {
         Phase.FORWARD: Transfers(
-            beside={"communication": forward, **_host_links(step, backward=False)},
+            beside={"communication": forward, **links},
             waited={"communication": _first(forward, exchanged.forward) * forward_passes(plan)},
         ),
         Phase.BACKWARD: Transfers(
-            beside={**({} if sums_are_waited_for else back), **_host_links(step, backward=True)},
+            beside={**({} if sums_are_waited_for else back), **links_back},
             waited=back if sums_are_waited_for else {"communication": _first(backward, exchanged.backward)},
         ),
+    }
+    if not fetches_ahead(plan):
+        passes = {
+            Phase.FORWARD: Transfers(waited={"communication": forward, **links}),
+            Phase.BACKWARD: Transfers(waited={**back, **links_back}),
+        }
+    return {
+        **passes,
         Phase.UPDATE: Transfers(
             waited={
                 "communication": exchange_seconds(plan.hardware, exchanged.update),

@@ -5,6 +5,7 @@ elements stands ready however little is trained. The estimate counts what is cho
 """
 
 import hashlib
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ BUCKET_ELEMENTS = 1 << 25
 more than a block."""
 SUB_GROUP_ELEMENTS = 1 << 26
 """Elements of a share that stage 3 steps at a time: their gradients are copied, and made fp32, once more."""
+
+NVME_BUFFERS = 6
+"""Weights that are read from NVMe at once, at most: head and embedding, and four of one module, as of experts. Nothing
+is read ahead, for DeepSpeed reads ahead until all buffers are taken, and the head is gathered out of its order."""
 
 
 def deepspeed_config(plan: Plan) -> Config:
@@ -107,6 +112,20 @@ def persistent_elements(plan: Plan) -> int:
     return plan.model.hidden_size
 
 
+def fetches_ahead(plan: Plan) -> bool:
+    """True if stage 3 gathers weights before their module is called."""
+    return plan.offload.parameters != "nvme"
+
+
+def largest_share_elements(plan: Plan) -> int:
+    """Elements of a rank's share of the largest weight; a stack of experts is one."""
+    model = plan.model
+    tables = model.vocab_size * model.hidden_size
+    linears = (linear.weights for linear, _ in model.counted_linears())
+    others = (math.prod(shape) for kind in model.kinds for shape in kind.others)
+    return -(-max(tables, *linears, *others) // plan.hardware.num_gpus)
+
+
 def _precision(precision: Precision) -> Config:
     match precision:
         case Precision.FP32:
@@ -119,7 +138,9 @@ def _precision(precision: Precision) -> Config:
 def _stage_3(plan: Plan) -> Config:
     return {
         "sub_group_size": SUB_GROUP_ELEMENTS,
-        "stage3_prefetch_bucket_size": min(BUCKET_ELEMENTS, block_elements(plan)),
+        "stage3_prefetch_bucket_size": min(BUCKET_ELEMENTS, block_elements(plan))
+        if fetches_ahead(plan)
+        else 0,
         "stage3_param_persistence_threshold": persistent_elements(plan),
         "stage3_max_live_parameters": live_elements(plan),
         "stage3_max_reuse_distance": 0,  # weights are let go as soon as their module is done
@@ -136,7 +157,13 @@ def _offload(plan: Plan) -> Config:
             "device": place,
             "pin_memory": True,
             **({"nvme_path": str(nvme_folder(plan))} if place == "nvme" else {}),
+            **(_weights_on_nvme(plan) if (key, place) == ("offload_param", "nvme") else {}),
         }
         for key, place in places.items()
         if place != "device"
     }
+
+
+def _weights_on_nvme(plan: Plan) -> Config:
+    """All that is trained stays there, too: DeepSpeed would keep 1e9 elements on the host."""
+    return {"buffer_count": NVME_BUFFERS, "buffer_size": largest_share_elements(plan), "max_in_cpu": 0}

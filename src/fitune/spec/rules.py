@@ -114,6 +114,12 @@ def _on(plan: Plan, backend: Backend, *stages: int) -> bool:
     return isinstance(way, Zero) and way.backend == backend and way.stage in (stages or (1, 2, 3))
 
 
+def _prefetches(plan: Plan) -> bool:
+    """True if the user's ds_config.json asks for weights before their module is called."""
+    way = plan.sharding
+    return isinstance(way, Zero) and bool(dict(way.settings).get("stage3_prefetch_bucket_size", 0))
+
+
 def _states_away(plan: Plan) -> bool:
     return plan.offload.parameters != "device" or plan.offload.optimizer != "device"
 
@@ -500,6 +506,12 @@ OFFLOAD = (
         settings=("zero", "backend", "gpus", *_STATES),
     ),
     Rule(
+        broken=lambda plan: plan.offload.parameters == "nvme" and _prefetches(plan),
+        why=lambda plan: "DeepSpeed reads weights ahead from NVMe until no buffer is left for the head",
+        instead="no stage3_prefetch_bucket_size in deepspeed, or offload_parameters: cpu",
+        settings=("deepspeed", "offload_parameters"),
+    ),
+    Rule(
         broken=lambda plan: "nvme" in plan.offload.places and not plan.offload.nvme_path,
         why=lambda plan: "offload to nvme needs a folder, and nvme_path is not set",
         instead="nvme_path: /mnt/nvme",
@@ -639,13 +651,6 @@ NOT_BUILT = (
         why=lambda plan: "offload_activations is not built for DeepSpeed",
         instead="offload_activations: device, or backend: fsdp",
         settings=("offload_activations", "backend"),
-        binds=("train",),
-    ),
-    Rule(
-        broken=lambda plan: _on(plan, "deepspeed") and plan.offload.parameters == "nvme",
-        why=lambda plan: "training with weights on NVMe is not built yet; with the optimizer on NVMe it is",
-        instead="offload_parameters: cpu, offload_optimizer: nvme",
-        settings=_STATES,
         binds=("train",),
     ),
     Rule(
