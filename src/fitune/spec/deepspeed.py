@@ -21,7 +21,6 @@ BUCKET_ELEMENTS = 1 << 25
 more than a block."""
 SUB_GROUP_ELEMENTS = 1 << 26
 """Elements of a share that stage 3 steps at a time: their gradients are copied, and made fp32, once more."""
-
 NVME_BUFFERS = 6
 """Weights that are read from NVMe at once, at most: head and embedding, and four of one module, as of experts. Nothing
 is read ahead, for DeepSpeed reads ahead until all buffers are taken, and the head is gathered out of its order."""
@@ -136,11 +135,10 @@ def _precision(precision: Precision) -> Config:
 
 
 def _stage_3(plan: Plan) -> Config:
+    ahead = min(BUCKET_ELEMENTS, block_elements(plan)) if fetches_ahead(plan) else 0
     return {
         "sub_group_size": SUB_GROUP_ELEMENTS,
-        "stage3_prefetch_bucket_size": min(BUCKET_ELEMENTS, block_elements(plan))
-        if fetches_ahead(plan)
-        else 0,
+        "stage3_prefetch_bucket_size": ahead,
         "stage3_param_persistence_threshold": persistent_elements(plan),
         "stage3_max_live_parameters": live_elements(plan),
         "stage3_max_reuse_distance": 0,  # weights are let go as soon as their module is done
