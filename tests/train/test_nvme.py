@@ -146,6 +146,23 @@ def test_weights_on_nvme_train_and_resume_the_same_model_as_weights_on_the_host(
     assert not list(nvme.iterdir())  # checkpoints have it
 
 
+def test_frozen_weights_on_nvme_train_the_same_adapters(wide: Plan, data_file: Path, tmp_path: Path) -> None:
+    lora = plan_of(Path(wide.model_path), data_file, tmp_path / "unused", tuning="lora", max_steps=3)
+    on_host, away, nvme = (tmp_path / name for name in ("host", "away", "nvme"))
+    host = replace(
+        divided(lora, 2, 3, on_host, by="deepspeed"), offload=Offload(parameters="cpu", optimizer="cpu")
+    )
+    jobs = [Job(plan=host), Job(plan=on_nvme(lora, away, nvme, weights="nvme"))]
+    with Seen(nvme, "*_param.tensor.swp") as seen:
+        first, second = train_on(2, jobs, tmp_path / "jobs")
+    assert first == second
+    assert [each["status"] for each in first] == ["complete", "complete"]
+    assert seen.most == 2 * (2 + 3 * wide.model.num_layers)
+    assert losses(away) == losses(on_host)
+    assert largest_difference(away, on_host) == 0.0
+    assert not list(nvme.iterdir())
+
+
 def test_a_folder_that_cannot_be_written_is_refused_by_name(plan: Plan, tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     planned = divided(plan, 2, 3, tmp_path / "run", by="deepspeed")
