@@ -115,7 +115,7 @@ def test_states_on_nvme_train_and_resume_the_same_model_as_states_on_the_host(
 @pytest.fixture
 def wide(model_folder: Path, data_file: Path, tmp_path: Path) -> Plan:
     """Full training where shares of tables and MLPs are over 1 MiB, and those of attention and norms are not."""
-    shape = {"hidden_size": 256, "intermediate_size": 2048, "head_dim": 64, "vocab_size": 2048}
+    shape = {"hidden_size": 256, "intermediate_size": 4096, "head_dim": 64, "vocab_size": 4096}
     folder = wide_like(model_folder, tmp_path / "wider", **shape)
     return plan_of(folder, data_file, tmp_path / "unused", val_fraction=0.1, eval_steps=3, **FULL)
 
