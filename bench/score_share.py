@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -118,21 +117,21 @@ def _scored(
                 return
             yield found
 
-    kept = [(room, name, getattr(room, name)) for _, room, name in PARTS]
+    timed = [(room, name, clock.around(part, getattr(room, name))) for part, room, name in PARTS]
+    timed.append((TransformersEngine, "answer", timed_answer))
+    kept = [(room, name, getattr(room, name)) for room, name, _ in timed]
     with tempfile.TemporaryDirectory(dir=work) as out:
         try:
-            TransformersEngine.answer = timed_answer  # type: ignore[method-assign]
-            for part, room, name in PARTS:
-                _put(room, name, clock.around(part, getattr(room, name)))
+            for room, name, call in timed:
+                setattr(room, name, call)
             with clock.running("whole"):
                 scoring.score_dataset(
                     model=model, data=str(work / f"{data}.jsonl"), out=Path(out) / "scores", tell=tell_nobody,
                     sampling={"max_new_tokens": asked.new}, batch_size=asked.batch, engine="transformers",
                 )  # fmt: skip
         finally:
-            TransformersEngine.answer = answer  # type: ignore[method-assign]
             for room, name, call in kept:
-                _put(room, name, call)
+                setattr(room, name, call)
     for engine, requests in asked_of:
         plain = replace(engine, watch=unwatched)
         with clock.running("engine alone"):
@@ -143,10 +142,6 @@ def _scored(
     seconds["around the engine"] = _less(seconds["whole"], seconds["engine"])
     seconds["whole less alone"] = _less(seconds["whole"], seconds["engine alone"])
     return seconds
-
-
-def _put(room: ModuleType | type, name: str, call: Callable[..., Any]) -> None:
-    setattr(room, name, call)
 
 
 def _less(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:

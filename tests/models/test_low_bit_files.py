@@ -153,6 +153,8 @@ def test_a_plan_of_them_is_that_of_the_16_bit_model(tmp_path: Path) -> None:
         ("nf4", lambda t: t.without("q_proj.weight.absmax"), "absmax is missing"),
         ("nf4", lambda t: t.cut("q_proj.weight.absmax"), "are not of one weight"),
         ("nf4", lambda t: t.cut("q_proj.weight.quant_state.bitsandbytes__nf4"), "no state of a weight"),
+        ("nf4", lambda t: t.swollen("q_proj.weight.quant_state.bitsandbytes__nf4"), "no state of a weight"),
+        ("nf4", lambda t: t.doubled("q_proj.weight.quant_state.bitsandbytes__nf4"), "belongs to two weights"),
     ],
 )
 def test_parts_that_do_not_belong_together_are_named(
@@ -172,6 +174,14 @@ class Damaged(Tensors):
 
     def without(self, suffix: str) -> None:
         del self[self._first(suffix)]
+
+    def swollen(self, suffix: str) -> None:
+        name = self._first(suffix)
+        self[name] = torch.cat([self[name], torch.full((1 << 20,), ord(" "), dtype=torch.uint8)])
+
+    def doubled(self, suffix: str) -> None:
+        name = self._first(suffix)
+        self[f"{name.removesuffix('nf4')}fp4"] = self[name].clone()
 
     def cut(self, suffix: str) -> None:
         name = self._first(suffix)

@@ -10,7 +10,6 @@ Sources: OCP Microscaling Formats 1.0 (e2m1 elements, e8m0 scales); DeepSeek-V3'
 QuantState. No code of a library that wrote them is run. Values are bf16: exact for MXFP4, rounded once for the others.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ from torch import Tensor
 
 from fitune.errors import ModelError
 from fitune.models.headers import AGAIN, StoredTensor
+from fitune.spec.serial import parse_object
+from fitune.units import KIB
 
 Decode = Callable[[Mapping[str, Tensor]], Tensor]
 """Parts by their role -> the weight, bf16."""
@@ -48,6 +49,10 @@ def as_read(stored: Mapping[str, StoredTensor], block: Block) -> dict[str, Store
     found = dict(stored)
     for weights in (_mxfp4(stored), _fp8(stored, block), _bitsandbytes(stored)):
         for name, shape, parts, decode in weights:
+            if twice := [part for part in parts.values() if part not in found]:
+                raise ModelError(
+                    f"{stored[twice[0]].file}: {twice[0]} belongs to two weights of few bits", hint=AGAIN
+                )
             tensors = {role: found.pop(part) for role, part in parts.items()}
             found[name] = LowBitTensor(
                 file=next(iter(tensors.values())).file,
@@ -122,6 +127,7 @@ def _of_fp8(parts: Mapping[str, Tensor], block: Block) -> Tensor:
 
 
 _STATE = ".quant_state.bitsandbytes__"
+_LARGEST_STATE = 64 * KIB
 
 
 def _bitsandbytes(stored: Mapping[str, StoredTensor]) -> _Weights:
@@ -153,10 +159,11 @@ def _nested(state: Mapping[str, Any]) -> bool:
 
 def _state(tensor: StoredTensor, name: str) -> dict[str, Any]:
     """Shape, sizes of blocks and offset, checked."""
-    with safe_open(tensor.file, framework="pt") as file:
-        written = bytes(file.get_tensor(name).tolist())
     try:
-        state: dict[str, Any] = json.loads(written)
+        if tensor.size_bytes > _LARGEST_STATE:
+            raise ValueError
+        with safe_open(tensor.file, framework="pt") as file:
+            state = parse_object(bytes(file.get_tensor(name).tolist()))
         counts = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
         offset = state.get("nested_offset", 0.0)
         fits = all(type(count) is int and 0 < count < 2**40 for count in counts) and type(offset) is float
