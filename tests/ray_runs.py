@@ -101,12 +101,24 @@ def is_committed(folder: Path, step: int) -> bool:
     return (folder / "checkpoints" / f"step-{step}" / "COMMIT").exists()
 
 
+def spoil_ray(folder: Path) -> None:
+    """Leave in a run's directory what a crash of Ray leaves: torn snapshots, checkpoints that they do not name, and one
+    of ours without COMMIT."""
+    for run in (folder / LOGS / "ray").iterdir():
+        (run / "checkpoint_manager_snapshot.json").write_text('{"ray_version": "2.60.0", "checkpoint_resu')
+        (run / "checkpoint_2026-01-01_00-00-00.000000").mkdir(exist_ok=True)
+    orphan = folder / "checkpoints" / "step-5"
+    orphan.mkdir(exist_ok=True)
+    (orphan / "model.safetensors").write_bytes(bytes(99))
+
+
 @dataclass(frozen=True, slots=True)
 class Faulty:
     """A worker's function with a fault on rank 1, in its ``call``-th loss: ``error``, ``kill``, ``memory``, ``hold``,
     which keeps the rank until it is killed, ``wait``, until somebody makes the file ``marker``, ``notice``, until it
-    knows that a node will be taken away, or ``stop``, until it is asked to save and end. With any other fault than
-    ``wait`` the file says that it happened, and it happens once.
+    knows that a node will be taken away, or ``stop``, until it is asked to save and end; ``spoil`` waits for step 4 in
+    the run's ``folder``, damages what Ray has there, which heard of no step, and kills the rank. With any other fault
+    than ``wait`` the file says that it happened, and it happens once.
 
     ``is_unnoticed`` keeps rank 0 from its next look at rank 1, until Ray ends it; ``is_slow`` lets it take seconds to
     say why it ends, as on a machine with other work.
@@ -114,6 +126,7 @@ class Faulty:
 
     fault: str
     call: int
+    folder: str = ""
     is_unnoticed: bool = False
     is_slow: bool = False
     marker: str = ""
@@ -137,6 +150,8 @@ class Faulty:
 
         talkers: list[Any] = []
         vars(ray_ranks)["Talker"] = Known
+        if self.fault == "spoil":
+            vars(ray_ranks)["_REPORT_SECONDS"] = 1e6
         training.explain = slowly
 
         def failing(*words: Any, **named: Any) -> Any:
@@ -164,6 +179,10 @@ class Faulty:
             case "error":
                 raise DataError("row 7 of the test cannot be read", hint="another row")
             case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "spoil":
+                wait_for(lambda: is_committed(Path(self.folder), 4), what="step 4 was not saved", seconds=60)
+                spoil_ray(Path(self.folder))
                 os.kill(os.getpid(), signal.SIGKILL)
             case "memory":
                 raise torch.OutOfMemoryError("device out of memory: 4096 bytes more than its 1048576")

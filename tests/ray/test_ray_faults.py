@@ -26,6 +26,7 @@ from ray_runs import (
     losses,
     rank_of,
     report_of,
+    spoil_ray,
     wait_for,
     wait_until_idle,
 )
@@ -96,6 +97,28 @@ def test_a_driver_killed_and_started_again_ends_with_the_losses_of_one_process(
     wait_until_idle()
     assert train_on_ray(recipe("two", resume=True, **settings), TWO, overwrite=False, tell=Heard()) == 0
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
+
+
+def test_only_our_commits_count_whatever_ray_has_lost(
+    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A worker dies behind a COMMIT of which Ray was told nothing, and its snapshot is torn: the next workers go on
+    from there. So does the next driver, to which two more steps are given."""
+    longer = {"resume": True, "max_steps": 8}
+    one = by_one_process(recipe("one"))
+    by_one_process(recipe("one", **longer))
+    two = recipe("two", zero=0)
+    folder = Path(str(two.output_dir))
+    spoiling = Faulty("spoil", call=9, folder=str(folder), marker=str(tmp_path / "spoiled"))
+    with monkeypatch.context() as patched:
+        patched.setattr(on_ray, "train_as_rank", spoiling)
+        assert train_on_ray(two, RayPlace(fewest=2, most=2, restarts=1), overwrite=False, tell=Heard()) == 0
+    [restart] = report_of(folder).restarts
+    assert restart.after_step == 4
+    spoil_ray(folder)
+    assert train_on_ray(recipe("two", zero=0, **longer), TWO, overwrite=False, tell=Heard()) == 0
+    assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
+    assert len(losses(one)) == 8
 
 
 def test_a_rank_without_memory_lets_the_next_attempt_take_less(

@@ -15,6 +15,7 @@ from fitune.spec.recipe.job_settings import (
     LabelValue,
     Strict,
     checked,
+    checked_job,
     require_meaningful,
 )
 from fitune.spec.recipe.values import Bandwidth, CountInt, PositiveFloat, PositiveInt, Size, Text, as_name
@@ -64,7 +65,17 @@ class Cluster(Strict):
         wanted = dict(self.job)
         if self.instance_type and self.kind != "slurm":
             wanted.setdefault("instance_type", self.instance_type)
-        return checked(JobSettings, wanted, where=f"job of cluster {self.name}")
+        return checked_job(wanted, where=f"job of cluster {self.name}")
+
+
+_EXAMPLES = {
+    "name": "a word, another for each cluster", "gpu": "h100 (docs/cards.md has the names)", "gpus": "8 (in each node)",
+    "nodes": "2", "free": "1 (nodes that are free now)", "wait": "2h", "kind": "kuberay, kubernetes or slurm",
+    "price": "2.50 (US dollars for an hour of one GPU)", "host_memory": "1800GiB", "disk": "6TB",
+    "interconnect": "450GB/s", "node_network": "50GB/s", "storage": "2GB/s", "start": "3m",
+    "live": "nodes, kueue, slurm or ray", "job": "{queue: training}",
+}  # fmt: skip
+"""How the keys of a cluster are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +109,7 @@ def _cluster(entry: Any, number: int, path: Path) -> Cluster:
     if not isinstance(entry, dict):
         raise RecipeError(f"{path}: cluster {number} is {entry!r}", hint="name: …, gpu: …, gpus: …, nodes: …")
     where = f"{path}: cluster {entry.get('name') or number}"
-    cluster = checked(Cluster, entry, where=where)
+    cluster = checked(Cluster, entry, where=where, page="docs/planning.md", examples=_EXAMPLES)
     if cluster.nodes == 0:
         raise RecipeError(
             f"{where}: nodes is 0", hint="free: 0 where all of them are taken now, or leave the cluster out"

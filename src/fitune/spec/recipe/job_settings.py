@@ -190,18 +190,30 @@ def read_job_settings(
         value = parse_value(text, where=f"--set job.{setting}")
         inside = wanted.get(head)
         wanted[head] = {**(inside if isinstance(inside, dict) else {}), inner: value} if inner else value
-    return checked(
-        JobSettings, {key: value for key, value in wanted.items() if value is not None}, where=where
-    )
+    return checked_job({key: value for key, value in wanted.items() if value is not None}, where=where)
 
 
-def checked(kind: type[T], wanted: Mapping[str, Any], *, where: str) -> T:
-    """The settings as a value of ``kind``. Raises RecipeError naming every key that is wrong, and why."""
+def checked_job(wanted: Mapping[str, Any], *, where: str) -> JobSettings:
+    """The ``job:`` settings as a value. Raises RecipeError."""
+    return checked(JobSettings, wanted, where=where, page="docs/operations.md")
+
+
+def checked(
+    kind: type[T], wanted: Mapping[str, Any], *, where: str, page: str, examples: Mapping[str, str] = {}
+) -> T:
+    """The settings as a value of ``kind``. Raises RecipeError naming every key that is wrong, and why.
+
+    Its hint has the ``examples`` of those keys and the ``page`` that lists all of them.
+    """
     try:
         return kind.model_validate(dict(wanted))
     except ValidationError as error:
-        lines = [_wrong(kind, item, where=where) for item in error.errors()]
-        raise RecipeError("\n".join(dict.fromkeys(lines))) from None
+        items = error.errors()
+        lines = [_wrong(kind, item, where=where) for item in items]
+        keys = dict.fromkeys(str(item["loc"][0]) for item in items if item["loc"])
+        shown = [f"{key}: {examples[key]}" for key in keys if key in examples]
+        hint = "; ".join([*shown, f"{page} says what each setting takes"])
+        raise RecipeError("\n".join(dict.fromkeys(lines)), hint=hint) from None
 
 
 def _wrong(kind: type[BaseModel], item: Any, *, where: str) -> str:
