@@ -2,7 +2,6 @@
 
 import itertools
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +31,6 @@ from fitune.stores.writing import Store
 pytest.importorskip("fsspec")
 
 FIRST = (Attempt(id="first", after=0),)
-
-Save = Callable[..., Path]
 
 
 @pytest.fixture

@@ -73,9 +73,9 @@ def complete_checkpoints(store: Store) -> list[Remote]:
     return sorted(found, key=lambda remote: -remote.commit.step)
 
 
-def remote_checkpoint(store: Store, name: str = "") -> Remote:
-    """The complete checkpoint in the folder ``name``. Raises CheckpointError when there is none."""
-    return Remote(store, name, _commit_in(store, name))
+def remote_checkpoint(store: Store) -> Remote:
+    """The complete checkpoint in the store itself. Raises CheckpointError when there is none."""
+    return Remote(store, "", _commit_in(store, ""))
 
 
 def _commit_in(store: Store, name: str) -> Commit:

@@ -27,7 +27,6 @@ class LedgerBook:
     tokens_read: int = 0
     tokens_cut: int = 0
     tokens_kept: int = 0
-    tokens_dropped: int = 0
     tokens_supervised: int = 0
     longest_row: int = 0
 
@@ -36,7 +35,6 @@ class LedgerBook:
         self.rows_read += times
         self.dropped[reason] += times
         self.tokens_read += tokens * times
-        self.tokens_dropped += tokens * times
         self.longest_row = max(self.longest_row, tokens)
 
     def keep(self, *, tokens: int, kept: int, supervised: int, times: int = 1) -> None:

@@ -215,10 +215,10 @@ class Job:
 
 
 def tokenised(
-    batches: Iterator[list[Example]], job: Job, local: RowTokeniser, *, beat: Beat, workers: int | None = None
+    batches: Iterator[list[Example]], job: Job, local: RowTokeniser, *, beat: Beat
 ) -> Generator[TokenRows, None, None]:
-    """The rows of every batch, in order. A small dataset is tokenised here, the rest of a large one in ``workers``
-    processes, by default one for each core. ``beat`` is called several times a second, and may raise to stop.
+    """The rows of every batch, in order. A small dataset is tokenised here, the rest of a large one in one
+    process for each core. ``beat`` is called several times a second, and may raise to stop.
 
     An error of ``batches`` is raised after the rows before it: the first bad row is named, however many processes.
     """
@@ -226,7 +226,7 @@ def tokenised(
     for batch in batches:
         size = sum(map(text_size, batch))
         if here + size > _WORTH_A_START or size > MAX_TEXT:
-            yield from _by_workers(batch, batches, job, beat=beat, count=workers or _cores())
+            yield from _by_workers(batch, batches, job, beat=beat, count=_cores())
             return
         beat()
         here += size

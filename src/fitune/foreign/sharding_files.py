@@ -34,8 +34,9 @@ def find_file(r: Reading, name: str) -> Path | None:
     return next((root / path for root in roots if (root / path).is_file()), None)
 
 
-def read_deepspeed(r: Reading, key: str = "deepspeed") -> None:
+def read_deepspeed(r: Reading) -> None:
     """A file or the object itself. A file that is not here is known by the stage in its name."""
+    key = "deepspeed"
     value = r.take(key)
     if value is None:
         return
@@ -99,8 +100,9 @@ def put_fsdp(r: Reading, config: Mapping[str, Any], *, words: list[str], key: st
         r.put("gradient_checkpointing", True, key=key)
 
 
-def read_accelerate(r: Reading, key: str = "accelerate_config") -> None:
+def read_accelerate(r: Reading) -> None:
     """A file for ``accelerate launch``, or the name of one that TRL brings (fsdp2, zero3, multi_gpu)."""
+    key = "accelerate_config"
     value = r.take(key)
     if value is None:
         return

@@ -162,8 +162,9 @@ def _length(r: Reading) -> None:
         r.passed("max_steps")
 
 
-def read_expert_targets(r: Reading, key: str = "lora_target_parameters") -> None:
+def read_expert_targets(r: Reading) -> None:
     """PEFT's names of stacked experts go beside the linears in ``lora_target_modules``, where fitune has both."""
+    key = "lora_target_parameters"
     wanted = r.take(key)
     if wanted is None or r.settings.get("tuning") == "full":
         r.passed(key, "every weight is trained")
@@ -181,8 +182,9 @@ def read_expert_targets(r: Reading, key: str = "lora_target_parameters") -> None
     r.also("lora_target_modules", [*linears, *names], key=key)
 
 
-def read_checkpointing(r: Reading, key: str = "gradient_checkpointing") -> None:
+def read_checkpointing(r: Reading) -> None:
     """``unsloth`` and ``offload`` also move what the blocks keep to the host."""
+    key = "gradient_checkpointing"
     value = r.take(key)
     if "gradient_checkpointing" in r.settings:
         r.passed(key, "fsdp_config says it")

@@ -48,7 +48,6 @@ def resolve_hardware(
     host_memory_bytes: int | None = None,
     figures: GpuFigures = NO_FIGURES,
     internode_bandwidth: float | None = None,
-    path: Path = Path("."),
 ) -> Hardware:
     """The hardware a user names, or this machine when no GPU is named.
 
@@ -75,7 +74,7 @@ def resolve_hardware(
         raise HardwareError(
             "gpu_memory, gpu_flops and gpu_bandwidth describe a CUDA GPU, and gpu is cpu", hint="host_memory"
         )
-    here = detect_hardware(path=path, use_gpus=gpu is None)
+    here = detect_hardware(use_gpus=gpu is None)
     if here.gpu.is_cpu and gpus > 1:
         return calibrated(_shared_processor(here, gpus, nodes, host_memory_bytes or here.host_memory_bytes))
     if gpus > here.gpus_per_node:

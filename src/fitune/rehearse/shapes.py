@@ -1,6 +1,5 @@
 """Shapes of an architecture that fitune has no formula for: its model is built without memory, and its modules read."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -235,13 +234,3 @@ def _root_shapes(
     for parameter in model.parameters():
         if id(parameter) not in known:
             yield tuple(parameter.shape)
-
-
-def parameters_in(spec: ModelSpec) -> int:
-    """All parameters that ``spec`` describes, each counted once: what must equal the model's own count."""
-    tables = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
-    blocks = sum(
-        sum(m.parameters for m in spec.kinds[k].linears) + spec.kinds[k].other_parameters
-        for k in spec.kind_of
-    )
-    return tables + spec.head_bias * spec.vocab_size + blocks + sum(map(math.prod, spec.roots))

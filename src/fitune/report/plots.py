@@ -220,11 +220,11 @@ def running_mean(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]
     return smooth
 
 
-def thin(points: Sequence[tuple[int, float]], *, limit: int = _POINTS) -> list[tuple[int, float]]:
-    """Not many more than ``limit`` points: the lowest and highest of each stretch, so no spike is lost."""
-    if len(points) <= limit:
+def thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Not many more than ``_POINTS`` points: the lowest and highest of each stretch, so no spike is lost."""
+    if len(points) <= _POINTS:
         return list(points)
-    size = -(-2 * len(points) // limit)
+    size = -(-2 * len(points) // _POINTS)
     kept = []
     for start in range(0, len(points), size):
         stretch = points[start : start + size]

@@ -84,7 +84,7 @@ def read_statuses(logs: Path) -> dict[int, RankStatus]:
     found: dict[int, RankStatus] = {}
     for file in sorted(logs.glob("rank*.json")):
         try:
-            status = from_data(RankStatus, read_json(file, follow_links=False))
+            status = from_data(RankStatus, read_json(file))
         except (OSError, ValueError):
             continue
         found[status.rank] = status

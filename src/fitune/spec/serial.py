@@ -47,9 +47,9 @@ def read_object(
     return parse_object(read_bytes(file, limit=largest_bytes, follow_links=follow_links))
 
 
-def read_json(file: Path, *, largest_bytes: int = CONFIG_BYTES, follow_links: bool = True) -> Any:
-    """Read the value in ``file``. Raises OSError, and ValueError saying what is wrong with the content."""
-    return parse_json(read_bytes(file, limit=largest_bytes, follow_links=follow_links))
+def read_json(file: Path) -> Any:
+    """Read the value in ``file``, which is no link. Raises OSError, and ValueError saying what is wrong with it."""
+    return parse_json(read_bytes(file, limit=CONFIG_BYTES, follow_links=False))
 
 
 def parse_object(data: bytes | str) -> dict[str, Any]:

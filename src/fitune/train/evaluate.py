@@ -121,7 +121,7 @@ def _answers_before(directory: Path, wanted: int) -> list[str]:
     The file stays: a finished run may be made longer.
     """
     try:
-        found = read_json(directory / _BEFORE, follow_links=False)
+        found = read_json(directory / _BEFORE)
     except (OSError, ValueError):  # a table that a damaged file leaves empty is not worth a finished run
         found = []
     said = [answer for answer in found if isinstance(answer, str)] if isinstance(found, list) else []

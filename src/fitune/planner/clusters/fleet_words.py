@@ -226,14 +226,13 @@ def ranking_data(ranking: Ranking) -> dict[str, Any]:
 
     def data(offer: Offer, why: str = "") -> dict[str, Any]:
         return {
-            "cluster": offer.cluster.name, "nodes": offer.nodes, "gpus_per_node": offer.cluster.gpus,
-            "gpu": offer.cluster.gpu, "seconds": offer.seconds, "parts": dict(offer.parts), "cost": offer.cost,
-            "wait_seconds": offer.wait_seconds, "is_free": offer.is_free,
+            **stay_data(offer),
             "is_on_frontier": (offer.cluster.name, offer.nodes) in frontier,
             "tokens_per_second": offer.priced.estimate.tokens_per_second,
             "peak_bytes": offer.priced.estimate.peak_bytes,
-            "plan": describe_plan(offer.priced.plan), "refused": why,
-        }  # fmt: skip
+            "plan": describe_plan(offer.priced.plan),
+            "refused": why,
+        }
 
     return {
         "objective": ranking.wanted.objective,
@@ -241,3 +240,12 @@ def ranking_data(ranking: Ranking) -> dict[str, Any]:
         "refused": [data(offer, why) for offer, why in ranking.refused],
         "without": dict(ranking.without),
     }
+
+
+def stay_data(stay: Stay) -> dict[str, Any]:
+    """Place, time and cost of a job on some nodes, as ``--json`` prints them."""
+    return {
+        "cluster": stay.cluster.name, "nodes": stay.nodes, "gpus_per_node": stay.cluster.gpus,
+        "gpu": stay.cluster.gpu, "seconds": stay.seconds, "parts": dict(stay.parts), "cost": stay.cost,
+        "wait_seconds": stay.wait_seconds, "is_free": stay.is_free,
+    }  # fmt: skip

@@ -17,7 +17,7 @@ from fitune.planner.clusters.fleet import (
     require_prices,
     where,
 )
-from fitune.planner.clusters.fleet_words import aligned, cost_words, free_words
+from fitune.planner.clusters.fleet_words import aligned, cost_words, free_words, stay_data
 from fitune.planner.clusters.job import STORAGE_BANDWIDTH
 from fitune.planner.clusters.whole_job import START_SECONDS, Stay
 from fitune.spec.answering import Questions
@@ -165,12 +165,12 @@ def score_ranking_data(ranking: ScoreRanking) -> dict[str, Any]:
 
     def data(offer: ScoreOffer, why: str = "") -> dict[str, Any]:
         return {
-            "cluster": offer.cluster.name, "nodes": offer.nodes, "gpus_per_node": offer.cluster.gpus,
-            "gpu": offer.cluster.gpu, "seconds": offer.seconds, "parts": dict(offer.parts), "cost": offer.cost,
-            "wait_seconds": offer.wait_seconds, "is_free": offer.is_free, "engines": offer.engines,
-            "engine": offer.report.chosen.answering.engine, "devices": offer.report.chosen.answering.devices,
+            **stay_data(offer),
+            "engines": offer.engines,
+            "engine": offer.report.chosen.answering.engine,
+            "devices": offer.report.chosen.answering.devices,
             "refused": why,
-        }  # fmt: skip
+        }
 
     return {
         "objective": ranking.wanted.objective,

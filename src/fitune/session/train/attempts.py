@@ -74,7 +74,7 @@ def shortage_of_ranks(directory: Path) -> OutOfMemory | None:
     file = directory / SHORTAGE
     if not file.is_file():
         return None
-    left = from_data(_RankShortage, read_json(file, follow_links=False))
+    left = from_data(_RankShortage, read_json(file))
     return OutOfMemory(left.message, shortage=left.shortage)
 
 

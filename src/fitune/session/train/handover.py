@@ -57,7 +57,7 @@ def take_over(directory: Path) -> tuple[Attempt, Recipe]:
     require_real_files(directory)
     file = directory / RETRY
     try:
-        found = from_data(_Handover, read_json(file, follow_links=False))
+        found = from_data(_Handover, read_json(file))
         file.unlink()
     except (OSError, ValueError) as error:
         raise RunDirectoryError(f"{file} cannot be used: {error}", hint="fitune train … --resume") from None
