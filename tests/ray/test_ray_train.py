@@ -1,5 +1,6 @@
 """A run on Ray's workers is the run of one process, whatever happens to the workers."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,14 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused(
 def test_a_rank_that_fails_by_itself_is_named_and_not_restarted(
     cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 needs longer to write the report than Ray to see that rank 1 is gone. The last test: Ray starts its
-    workers once more behind it, and they end at once."""
+    """Rank 0 needs longer to write the report than Ray to see that rank 1 is gone. No thread may ask Ray from behind
+    the end: Ray ends a process that asks it after ray.shutdown(), whatever it still had to say."""
     monkeypatch.setattr(on_ray, "train_as_rank", Faulty("error", call=5, is_slow=True))
     wanted = recipe(zero=0)
     with pytest.raises(TrainingFailed, match=r"^rank 1 failed: row 7 of the test cannot be read") as failed:
         train_on_ray(wanted, RayPlace(fewest=2, most=2, restarts=3), overwrite=False, tell=Heard())
     assert failed.value.exit_code == 1
+    assert "fit" not in [thread.name for thread in threading.enumerate()]
     report = report_of(Path(str(wanted.output_dir)))
     assert report.status == "failed"
     assert "rank 1 failed: row 7" in report.reason

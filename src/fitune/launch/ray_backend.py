@@ -1,8 +1,9 @@
 """Parts of fitune that Ray Train calls: its set-up of torch's process group, over the network interface that Ray
-itself uses, and its word of lost workers. Needs ray."""
+itself uses, its word of lost workers, and of itself. Needs ray."""
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -23,11 +24,17 @@ def use_own_interface() -> None:
 
 class OwnInterfaceBackend(TorchConfig().backend_cls):  # type: ignore[misc]  # ray does not type it
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        ray.get(backend_config.desk.control.remote(ray.get_runtime_context().current_actor))
         worker_group.execute(use_own_interface)
         super().on_start(worker_group, backend_config)
 
 
+@dataclass
 class OwnInterface(TorchConfig):  # type: ignore[misc]  # ray does not type it
+    """``desk`` learns which actor starts the workers."""
+
+    desk: Any = None
+
     @property
     def backend_cls(self) -> type:
         return OwnInterfaceBackend

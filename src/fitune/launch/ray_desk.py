@@ -15,6 +15,7 @@ class Desk:
         self._is_stopping = asyncio.Event()
         self._begun: dict[int, int] = {}
         self._failed = ""
+        self._controller: Any = None
 
     async def tell(self, event: Any) -> None:
         self._events.append(event)
@@ -33,6 +34,13 @@ class Desk:
         """Count a group of workers that begins; returns how many times this rank began before."""
         self._begun[rank] = self._begun.get(rank, -1) + 1
         return self._begun[rank]
+
+    async def control(self, controller: Any) -> None:
+        """``controller``, an actor of Ray Train's, starts and watches the workers."""
+        self._controller = controller
+
+    async def controller(self) -> Any:
+        return self._controller
 
     async def stop(self) -> None:
         self._is_stopping.set()

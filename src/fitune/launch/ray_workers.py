@@ -5,6 +5,7 @@ Restarts of lost workers are Ray's (FailureConfig, Train V2); which checkpoint c
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from fitune.launch.ray_cluster import RayPlace, last_words, loaded_ray
 
 _LOOK_SECONDS = 0.2
+_LEAVE_SECONDS = 15.0
 _TRIES_FOR_ROOM = 5
 """Times that Ray looks for room, 20 s each, for every restart: a lost node may come back, and for up to 20 s Ray counts
 on one that is gone."""
@@ -27,8 +29,6 @@ class WorkersEnd:
     returned: Any = None
     failures: dict[int, str] = field(default_factory=dict)
     error: str = ""
-    is_left: bool = False
-    """True once nobody waits for ``fit`` any longer."""
 
 
 def run_workers(
@@ -39,12 +39,15 @@ def run_workers(
     each: Mapping[str, float],
     directory: Path,
     name: str,
+    desk: Any,
     watch: Callable[[], bool],
     lost: Callable[[list[int]], None],
     timeout_s: float,
 ) -> WorkersEnd:
     """Run ``function(config)`` in every worker of a TorchTrainer. ``watch`` is called several times a second, until it
-    says that Ray's end is not worth waiting for; ``lost`` in a process of Ray on this node, with ranks that ended."""
+    says that Ray's end is not worth waiting for; ``lost`` in a process of Ray on this node, with ranks that ended.
+    ``desk`` is that of open_desk. Whatever ends the call, Ray has ended the workers and nothing here asks Ray any more:
+    Ray ends a process that asks it from behind ray.shutdown()."""
     loaded_ray()
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -55,7 +58,9 @@ def run_workers(
     trainer = TorchTrainer(
         function,
         train_loop_config=config,
-        torch_config=OwnInterface(backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=int(timeout_s)),
+        torch_config=OwnInterface(
+            backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=int(timeout_s), desk=desk
+        ),
         scaling_config=ScalingConfig(
             num_workers=(place.fewest, place.most) if place.is_elastic else place.most,
             use_gpu=gpus,
@@ -77,11 +82,24 @@ def run_workers(
     end = WorkersEnd()
     thread = threading.Thread(target=_fit, args=(trainer, end), name="fit", daemon=True)
     thread.start()
-    while not watch() and thread.is_alive():
-        thread.join(_LOOK_SECONDS)
-    end.is_left = True
+    try:
+        while not watch() and thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+    finally:
+        _leave(thread, desk)
     watch()
     return end
+
+
+def _leave(thread: threading.Thread, desk: Any) -> None:
+    """End ``fit`` with the workers. One that waits for room has no workers yet, and stays."""
+    if not thread.is_alive():
+        return
+    ray = loaded_ray()
+    with suppress(ray.exceptions.RayError):  # the cluster is gone, and fit with it
+        if (controller := ray.get(desk.controller.remote(), timeout=_LEAVE_SECONDS)) is not None:
+            ray.kill(controller)
+    thread.join(_LEAVE_SECONDS)
 
 
 def _fit(trainer: Any, end: WorkersEnd) -> None:
@@ -97,8 +115,5 @@ def _fit(trainer: Any, end: WorkersEnd) -> None:
         end.error = "; ".join(f"rank {rank}: {words}" for rank, words in end.failures.items()) or last_words(
             getattr(error, "controller_failure", error)
         )
-    except RayError as error:  # the cluster is gone
+    except RayError as error:  # the cluster is gone, or the controller was ended
         end.error = last_words(error)
-    except (Exception, SystemExit):  # Ray's library ends the thread of a process that has left the cluster
-        if not end.is_left:
-            raise

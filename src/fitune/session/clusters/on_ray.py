@@ -219,7 +219,7 @@ class _Job:
             stack.callback(ray.kill, desk)
             return run_workers(
                 train_as_rank, {"orders": orders}, place=self.place, each=self.growth.each,
-                directory=self.directory / _STORAGE, name=uuid.uuid4().hex, watch=watch,
+                directory=self.directory / _STORAGE, name=uuid.uuid4().hex, desk=desk, watch=watch,
                 lost=partial(take_down_losses, self.directory / LOGS), timeout_s=WAIT.total_seconds(),
             )  # fmt: skip
 
