@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.s3_server import Wire, make_bucket, running_server, use_server
 from fitune.errors import MissingExtra
-from fitune.report import html
+from fitune.report import run_page
 from fitune.spec.plan import Plan
 from fitune.stores import opening
 
@@ -125,7 +125,7 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         raise MissingExtra("pictures", extra="plots")
 
     if not request.node.get_closest_marker("pictures"):
-        monkeypatch.setattr(html, "draw_pictures", draw)
+        monkeypatch.setattr(run_page, "draw_pictures", draw)
 
 
 @pytest.fixture(autouse=True)

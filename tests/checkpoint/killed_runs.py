@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from fitune.cli import main as fitune
 from fitune.errors import MissingExtra
-from fitune.report import html
+from fitune.report import run_page
 from fitune.track.metrics import read_metrics
 
 CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "symlink", "unlink", "rmdir", "fstat")
@@ -286,7 +286,7 @@ def main() -> None:
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    html.draw_pictures = without_pictures
+    run_page.draw_pictures = without_pictures
     killer = Killer(
         wanted.folder, words, steps=wanted.steps, seed=wanted.seed, kills=wanted.kills, only_ending=wanted.only_ending,
     )  # fmt: skip

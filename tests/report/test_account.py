@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fitune.report.html import Entry, account, remarks
+from fitune.report.account import Entry, account, remarks
 from fitune.spec.reports import Ledger, RunReport
 
 

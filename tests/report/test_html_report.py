@@ -13,7 +13,7 @@ import pytest
 from markupsafe import escape
 
 from fitune.report import plan_words
-from fitune.report.html import write_report
+from fitune.report.run_page import write_report
 from fitune.spec.plan import Batch, Epochs, Full, PlainLoss, Plan, Recompute, Sgd, Steps
 from fitune.spec.reports import RunReport, Sample
 from fitune.spec.serial import to_json

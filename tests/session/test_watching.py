@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.report.html import page_of
+from fitune.report.run_page import page_of
 from fitune.report.under_way import Sign, UnderWay, restart_summary, state_line
 from fitune.session.reported import report_run, watched_run
 from fitune.session.results import text_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import MissingExtra
-from fitune.report.html import render, write_page
+from fitune.report.page import render, write_page
 from fitune.report.plots import Axes, colour, draw_svg
 from fitune.report.score_page import shown
 from fitune.report.score_rows import ScoredRow, places_of, read_score, read_scored_rows

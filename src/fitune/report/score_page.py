@@ -10,7 +10,7 @@ from typing import Any
 
 from fitune.errors import MissingExtra
 from fitune.files import read_text
-from fitune.report.html import render, write_page
+from fitune.report.page import Tile, render, write_page
 from fitune.report.plots import Axes, colour, draw_svg
 from fitune.report.score_rows import ScoredRow, read_columns, read_score, read_scored_rows
 from fitune.spec.reports import Scale, ScoreReport
@@ -193,32 +193,25 @@ def _verdict(report: ScoreReport) -> str:
     return f"{value}: {measures}, over {graded:,} rows{interval}."
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    name: str
-    value: str
-    below: str
-
-
-def _tiles(report: ScoreReport) -> Iterator[_Tile]:
+def _tiles(report: ScoreReport) -> Iterator[Tile]:
     failed = f"{report.failed:,} without an answer" if report.failed else "all answered"
-    yield _Tile("Rows", f"{report.rows:,}", failed)
+    yield Tile("Rows", f"{report.rows:,}", failed)
     if report.weighed_tokens:
-        yield _Tile("Tokens weighed", format_count(report.weighed_tokens), "of given answers; none written")
+        yield Tile("Tokens weighed", format_count(report.weighed_tokens), "of given answers; none written")
     else:
         mean = report.generated_tokens / report.answered if report.answered else 0.0
-        yield _Tile("Tokens written", format_count(report.generated_tokens), f"{mean:,.0f} in an answer")
+        yield Tile("Tokens written", format_count(report.generated_tokens), f"{mean:,.0f} in an answer")
         share = format_percent(report.cut_off / report.rows) if report.rows else "–"
-        yield _Tile("Cut off", f"{report.cut_off:,}", f"{share} hit max_new_tokens")
+        yield Tile("Cut off", f"{report.cut_off:,}", f"{share} hit max_new_tokens")
     if report.prompt_tokens:
-        yield _Tile("Prompt tokens", format_count(report.prompt_tokens), "read, never graded")
+        yield Tile("Prompt tokens", format_count(report.prompt_tokens), "read, never graded")
     if report.measured_bytes:
         error = format_percent(report.predicted_bytes / report.measured_bytes - 1, signed=True)
         below = f"{format_bytes(report.predicted_bytes)} predicted ({error}); first batch"
-        yield _Tile("Peak of tensors", format_bytes(report.measured_bytes), below)
+        yield Tile("Peak of tensors", format_bytes(report.measured_bytes), below)
     rate = f"{report.rows_asked / report.seconds:,.1f} rows/s" if report.seconds else ""
     asked = rate if report.rows_asked == report.rows else f"last start, {report.rows_asked:,} rows asked"
-    yield _Tile("Time", format_seconds(report.seconds), asked)
+    yield Tile("Time", format_seconds(report.seconds), asked)
 
 
 def _measured(report: ScoreReport) -> Iterator[Sequence[str]]:

@@ -260,7 +260,8 @@ def _bars(shown: ShownData) -> list[str]:
 
 def write_data_page(shown: ShownData, path: Path) -> Path:
     """Write the same as a page. Raises RunDirectoryError when the file cannot be written."""
-    from fitune.report.html import ledger_table, render, write_page
+    from fitune.report.account import ledger_table
+    from fitune.report.page import render, write_page
 
     most = max(bar.rows for bar in shown.lengths)
     ledgers = [("Training", shown.train), ("Held out", shown.held_out)]

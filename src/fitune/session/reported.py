@@ -60,8 +60,9 @@ def report_anywhere(run: str) -> Reported:
 def report_run(directory: Path) -> Reported:
     """Compare predicted and measured, and write report.html. Raises RunDirectoryError."""
     from fitune.report.compare import compare
-    from fitune.report.html import page_of, write_page
+    from fitune.report.page import write_page
     from fitune.report.ranks import long_steps
+    from fitune.report.run_page import page_of
     from fitune.report.under_way import state_line
     from fitune.session.watching import RunView
 

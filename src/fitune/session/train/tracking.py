@@ -8,7 +8,7 @@ from pathlib import Path
 from fitune.engine.ranks import Ranks
 from fitune.errors import FituneError
 from fitune.report.compare import Row, compare, read_run, row_texts
-from fitune.report.html import write_report
+from fitune.report.run_page import write_report
 from fitune.session.events import Note, Tell
 from fitune.spec.plan import Plan
 from fitune.track.feed import Trackers

@@ -24,7 +24,7 @@ from fitune.models.language_model import LanguageModel
 from fitune.models.weights import planned_tokenizer
 from fitune.planner.whole_run import whole_run
 from fitune.report.compare import Prediction, RunnerUp
-from fitune.report.html import write_report
+from fitune.report.run_page import write_report
 from fitune.score.engines.engine import Sampling
 from fitune.score.engines.engine_transformers import answer_all
 from fitune.score.tasks import to_task

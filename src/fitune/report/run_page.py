@@ -1,17 +1,12 @@
-"""Pages from Jinja2 templates, with nothing to load from anywhere and nothing to execute; report.html of one run.
+"""report.html: one run, predicted and measured."""
 
-Names of models, paths, settings and answers come from strangers: everything is escaped but what is Markup.
-"""
-
-import errno
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fitune.errors import MissingExtra, RunDirectoryError
-from fitune.files import write_atomically
+from fitune.errors import MissingExtra
 from fitune.report import plan_words, plots
+from fitune.report.account import ledger_table
 from fitune.report.compare import (
     PEAK,
     PHASE_NAMES,
@@ -24,10 +19,11 @@ from fitune.report.compare import (
     read_run,
     row_texts,
 )
+from fitune.report.page import Tile, render, write_page
 from fitune.report.ranks import RANK_HEADINGS, long_steps, rank_rows
 from fitune.report.under_way import SIGN_HEADINGS, UnderWay, clock, restart_summary, sign_rows, state_line
 from fitune.report.under_way import tiles as under_way_tiles
-from fitune.spec.reports import Ledger, Restart, RunReport
+from fitune.spec.reports import Restart, RunReport
 from fitune.track.record import Tracked
 from fitune.units import (
     format_bytes,
@@ -37,31 +33,6 @@ from fitune.units import (
     format_rate,
     format_seconds,
 )
-
-
-def render(template: str, **values: Any) -> str:
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fitune.report"), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    return environment.get_template(template).render(**values)
-
-
-def write_page(path: Path, text: str) -> Path:
-    """Whole or not at all. Raises RunDirectoryError when the file cannot be written."""
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise RunDirectoryError(
-            f"{path}: cannot be written: {error.strerror or error}",
-            hint="all figures are in the files beside it; with room the same command writes the page"
-            if is_full
-            else None,
-        ) from None
-    return path
 
 
 def write_report(directory: Path) -> Path:
@@ -139,7 +110,7 @@ def _head(
     is_running = under_way is not None and under_way.is_alive
     tiles = list(_tiles(run, measured))
     if under_way is not None:
-        tiles += [_Tile(*texts) for texts in under_way_tiles(under_way, restarts)]
+        tiles += [Tile(*texts) for texts in under_way_tiles(under_way, restarts)]
     return {
         "status": run.run.status if run.run else "running" if is_running else "unfinished",
         "headline": plan_words.headline(run.plan),
@@ -182,38 +153,31 @@ def _without_report(under_way: UnderWay | None) -> str:
     return f"{line[0].upper()}{line[1:]}."
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    name: str
-    value: str
-    below: str
-
-
-def _tiles(run: RunFiles, measured: Measured) -> Iterator[_Tile]:
+def _tiles(run: RunFiles, measured: Measured) -> Iterator[Tile]:
     if measured.peak_bytes:
         peak = run.estimate and format_bytes(run.estimate.memory.tensor_peak_bytes)
-        yield _Tile(
+        yield Tile(
             "Peak memory", format_bytes(measured.peak_bytes), f"predicted {peak}" if peak else "not predicted"
         )
     if losses := _first_and_last_loss(run):
-        yield _Tile("Loss", " → ".join(format_number(loss, digits=3) for loss in losses), "nats per token")
+        yield Tile("Loss", " → ".join(format_number(loss, digits=3) for loss in losses), "nats per token")
     if measured.tokens_per_second:
         rate, unit = format_rate(measured.tokens_per_second).split()
         mfu = run.run.mfu if run.run else run.steps[-1].mfu
-        yield _Tile("Throughput", rate, unit + (f", MFU {format_percent(mfu)}" if mfu else ""))
+        yield Tile("Throughput", rate, unit + (f", MFU {format_percent(mfu)}" if mfu else ""))
     if run.run:
         yield from _report_tiles(run.run)
     elif run.steps:
         last = run.steps[-1]
-        yield _Tile("Progress", f"{last.step:,}", f"of {last.total_steps:,} steps")
+        yield Tile("Progress", f"{last.step:,}", f"of {last.total_steps:,} steps")
 
 
-def _report_tiles(report: RunReport) -> Iterator[_Tile]:
+def _report_tiles(report: RunReport) -> Iterator[Tile]:
     supervised = _share(report.supervised_tokens, report.tokens, "supervised")
     trained = _share(report.trainable_parameters, report.total_parameters, "of parameters")
-    yield _Tile("Time", format_seconds(report.seconds), f"{report.steps:,} of {report.total_steps:,} steps")
-    yield _Tile("Tokens", format_count(report.tokens), supervised)
-    yield _Tile("Trained", format_count(report.trainable_parameters), trained)
+    yield Tile("Time", format_seconds(report.seconds), f"{report.steps:,} of {report.total_steps:,} steps")
+    yield Tile("Tokens", format_count(report.tokens), supervised)
+    yield Tile("Trained", format_count(report.trainable_parameters), trained)
 
 
 def _share(part: int, whole: int, what: str) -> str:
@@ -296,21 +260,6 @@ def _ledgers(run: RunFiles) -> Iterator[dict[str, Any]]:
             yield ledger_table(title, ledger, run.plan.batch.seq_len)
 
 
-def ledger_table(title: str, ledger: Ledger, seq_len: int) -> dict[str, Any]:
-    """Title, rows, numbers of the rows that are sums, and remarks, as the template takes them."""
-    entries = account(ledger)
-    return {
-        "title": title,
-        "rows": [(entry.what, _amount(entry.rows), _amount(entry.tokens)) for entry in entries],
-        "sums": [place for place, entry in enumerate(entries) if entry.is_sum],
-        "remarks": remarks(ledger, seq_len=seq_len),
-    }
-
-
-def _amount(value: int | None) -> str:
-    return "" if value is None else f"{value:,}".replace("-", "−")
-
-
 def _tracker_row(tracked: Tracked) -> tuple[str, str, str]:
     """Name with its link, steps that arrived and were lost, and how else to see them or what went wrong."""
     from markupsafe import Markup
@@ -334,51 +283,3 @@ def _reproduction(run: RunFiles) -> dict[str, Any]:
         "recipe": run.recipe,
         "versions": list(versions.items()),
     }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One line. Amounts that were taken off are negative; None leaves the cell empty."""
-
-    what: str
-    rows: int | None = None
-    tokens: int | None = None
-    is_sum: bool = False
-
-
-def account(ledger: Ledger) -> list[Entry]:
-    """The account of the data, from rows read to tokens trained on. An unexplained difference has a line of its own."""
-    dropped = sum(ledger.dropped.values())
-    other_rows = ledger.rows_kept - (ledger.rows_read - dropped)
-    other_tokens = ledger.tokens_kept - (ledger.tokens_read - ledger.tokens_cut)
-    lines = [
-        Entry(what="Read", rows=ledger.rows_read, tokens=ledger.tokens_read, is_sum=True),
-        *(Entry(what=f"Dropped: {reason}", rows=-rows) for reason, rows in ledger.dropped.items()),
-    ]
-    if other_tokens:
-        what = "Tokens of dropped rows" if other_tokens < 0 and dropped else "Tokens gained or lost otherwise"
-        lines.append(Entry(what=what, tokens=other_tokens))
-    if other_rows:
-        what = "Rows gained without a reason" if other_rows > 0 else "Rows lost without a reason"
-        lines.append(Entry(what=what, rows=other_rows))
-    if ledger.rows_cut or ledger.tokens_cut:
-        lines.append(
-            Entry(what=f"Cut off the end of {ledger.rows_cut:,} long rows", tokens=-ledger.tokens_cut)
-        )
-    lines.append(Entry(what="Kept", rows=ledger.rows_kept, tokens=ledger.tokens_kept, is_sum=True))
-    lines.append(Entry(what="of these supervised", tokens=ledger.tokens_supervised))
-    return lines
-
-
-def remarks(ledger: Ledger, *, seq_len: int) -> str:
-    """A sentence on what the account does not show: formats, lengths, how full the packs are."""
-    parts = [f"Read as {', '.join(ledger.formats)}" if ledger.formats else ""]
-    parts.append(f"the longest row has {ledger.longest_row:,} tokens")
-    if ledger.tokens_kept:
-        supervised = format_percent(ledger.tokens_supervised / ledger.tokens_kept)
-        parts.append(f"{supervised} of the kept tokens are supervised")
-    if ledger.packs:
-        full = ledger.tokens_kept / (ledger.packs * seq_len)
-        parts.append(f"{ledger.packs:,} packs of up to {seq_len:,} tokens, {format_percent(full)} full")
-    text = "; ".join(part for part in parts if part) + "."
-    return text[0].upper() + text[1:]

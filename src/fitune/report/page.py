@@ -1,0 +1,46 @@
+"""Pages from Jinja2 templates, with nothing to load from anywhere and nothing to execute.
+
+Names of models, paths, settings and answers come from strangers: everything is escaped but what is Markup.
+"""
+
+import errno
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fitune.errors import RunDirectoryError
+from fitune.files import write_atomically
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A figure at the head of a page."""
+
+    name: str
+    value: str
+    below: str
+
+
+def render(template: str, **values: Any) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fitune.report"), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(template).render(**values)
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Whole or not at all. Raises RunDirectoryError when the file cannot be written."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise RunDirectoryError(
+            f"{path}: cannot be written: {error.strerror or error}",
+            hint="all figures are in the files beside it; with room the same command writes the page"
+            if is_full
+            else None,
+        ) from None
+    return path
