@@ -19,7 +19,12 @@ from fitune.spec.model.config_schema import (
     check_tokenizer_config,
 )
 from fitune.spec.model.families import FAMILIES
-from fitune.spec.model.model_config import find_known_model, known_model_names, spec_from_config
+from fitune.spec.model.model_config import (
+    find_known_model,
+    known_model_names,
+    names_with_formulas,
+    spec_from_config,
+)
 from fitune.spec.model.traits import ACTIVATIONS, WITH_WEIGHTS
 
 LLAMA: dict[str, Any] = {
@@ -135,8 +140,10 @@ def test_what_transformers_writes_is_accepted(family: str) -> None:
 
 
 def test_every_known_model_is_accepted() -> None:
+    formulas = names_with_formulas()
     for name in known_model_names():
-        check_config(ConfigFields(values=find_known_model(name).config, where=name))
+        config = find_known_model(name).config
+        check_config(ConfigFields(values=config, where=name), traced=name not in formulas)
 
 
 def test_the_activations_are_those_of_transformers() -> None:
@@ -156,6 +163,14 @@ def test_another_activation_is_refused_beside_the_known_ones(word: str, why: str
         check_config(ConfigFields(values={"hidden_act": word}, where="config.json"))
     assert "gelu_new" in str(refusal.value.hint)
     assert word not in str(refusal.value.hint)
+
+
+def test_a_traced_model_may_name_its_experts_and_have_none() -> None:
+    """Granite 4.0 writes 0 where its blocks have one dense MLP; a mixture with a formula must have some."""
+    none = {"num_local_experts": 0, "num_experts_per_tok": 0}
+    check_config(ConfigFields(values=none, where="config.json"), traced=True)
+    with pytest.raises(ModelError, match="num_local_experts = 0"):
+        check_config(ConfigFields(values=none, where="config.json"))
 
 
 SAMPLING = {

@@ -4,6 +4,7 @@ from fitune.spec.model.model_spec import ModelSpec
 
 EQUAL_TO_TRANSFORMERS = frozenset(
     (
+        "apertus",
         "arcee",
         "bitnet",
         "codegen",
@@ -50,7 +51,12 @@ EQUAL_TO_TRANSFORMERS = frozenset(
 """Values of model_type: a small random model of each has the losses and gradients of transformers' own forward, fully
 trained, with LoRA and with LoRA on NF4 (bench/architectures.py)."""
 
+EQUAL_WITHOUT_STATES = frozenset(("granitemoehybrid",))
+"""The same of models whose blocks all attend; those with state-space mixers were not."""
+
 
 def trains_like_transformers(model: ModelSpec) -> bool:
     """True if its way through fitune was compared with transformers' own."""
-    return not model.is_traced or model.model_type in EQUAL_TO_TRANSFORMERS
+    if not model.is_traced or model.model_type in EQUAL_TO_TRANSFORMERS:
+        return True
+    return model.model_type in EQUAL_WITHOUT_STATES and model.separates_rows

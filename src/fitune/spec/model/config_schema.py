@@ -321,9 +321,13 @@ _ROPE: dict[str, Check] = {
 }  # fmt: skip
 
 _FIELDS_OF_TRACED = {
-    name: check
-    for name, check in CONFIG_FIELDS.items()
-    if check is not _activation and name != "use_bidirectional_attention"
+    **{
+        name: check
+        for name, check in CONFIG_FIELDS.items()
+        if check is not _activation and name != "use_bidirectional_attention"
+    },
+    # Granite 4.0 writes 0 where its blocks have one dense MLP
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), _whole(0, 1_000_000)),
 }
 
 GENERATION_FIELDS: dict[str, Check] = {
