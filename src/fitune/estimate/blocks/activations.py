@@ -210,27 +210,6 @@ def plain_mlp_kept(*, tokens: int, width: int, element_bytes: int, activation: A
     return (activation.kept + activation.keeps_output) * tokens * width * element_bytes
 
 
-def expert_inputs_kept(
-    *, tokens: int, chosen: int, hidden: int, num_experts: int, element_bytes: int, trained: bool
-) -> int:
-    """Into a mixture of fused experts; S = t · chosen pairs of token and expert.
-
-    S · e·h, the input of the grouped product, when the experts train; + S · 28 for routing weights and three
-    index lists; + t · num_experts · (4 + 4) for the router's softmax.
-    transformers.integrations.moe.grouped_mm_experts_forward.
-    """
-    pairs = tokens * chosen
-    inputs = pairs * element_bytes * hidden if trained else 0
-    return inputs + pairs * (FP32 + 3 * INDEX) + tokens * num_experts * 2 * FP32
-
-
-def expert_outputs_kept(
-    *, tokens: int, chosen: int, hidden: int, width: int, element_bytes: int, trained: bool
-) -> int:
-    """S · e·h, the output that the routing weight multiplies; + S · e·f, the product's input, when it trains."""
-    return tokens * chosen * element_bytes * (hidden + (width if trained else 0))
-
-
 def block_input_kept(*, tokens: int, hidden: int, element_bytes: int) -> int:
     """e·h per token: all that a recomputed block keeps (Chen et al. 2016, arXiv 1604.06174)."""
     return tokens * hidden * element_bytes

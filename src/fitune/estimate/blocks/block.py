@@ -6,8 +6,9 @@ from typing import Literal
 
 from fitune.estimate.blocks import activations, transient
 from fitune.estimate.blocks.eager import block_passes
+from fitune.estimate.blocks.experts import expert_stages
 from fitune.estimate.blocks.site import Site
-from fitune.estimate.blocks.stages import attention_stages, expert_stages, mlp_stages
+from fitune.estimate.blocks.stages import attention_stages, mlp_stages
 from fitune.spec.counts import attention_flops_per_pair
 from fitune.spec.model.block_profile import (
     Attention,

@@ -1,4 +1,4 @@
-"""The stages of a block's two halves: projections and attention; a gated MLP, a plain one or a mixture of experts."""
+"""The stages of a block's two halves: projections and attention; an MLP, gated or plain. Mixtures: experts.py."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +15,6 @@ from fitune.estimate.blocks.site import (
 from fitune.spec.model.block_profile import Stage
 from fitune.spec.model.model_spec import Linear
 from fitune.spec.model.traits import ACTIVATIONS, falls_back_to_scores, writes_scores
-from fitune.spec.plan import Lomo, Lora
 
 
 def attention_stages(
@@ -246,91 +245,3 @@ def _tensors_at_once(site: Site, inputs: Sequence[Linear]) -> int:
     if _is_fused(site, inputs):
         return max(6 if adapted else 4, activation.forward + 1)
     return max((3 if site.model.mlp_type == "gated" else 2) + adapted, activation.forward)
-
-
-def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Iterator[Stage]:
-    """Router and fused experts: into the pairs of token and expert, through the gates, and back to tokens.
-
-    Nothing of them is kept where no gradient ``passes``. ``held`` are bytes beside a product: its packed matrices made
-    whole, or what an adapter adds (models/experts.py); 0 where transformers' own experts run.
-    """
-    model, t, e = site.model, site.shape.tokens, site.element_bytes
-    h, f, chosen = model.hidden_size, model.intermediate_size, model.experts_per_token
-    activation = ACTIVATIONS[model.activation]
-    sizes = {"tokens": t, "chosen": chosen, "hidden": h, "element_bytes": e}
-    weighted = FP32 if model.weighs_experts_in_fp32 else e
-    ways_in, ways_out = linears[:-1], linears[-1:]
-    whole_in, whole_out = site.whole_stack_bytes(ways_in), site.whole_stack_bytes(ways_out)
-    adapted_in, adapted_out = bool(site.adapted(ways_in)), bool(site.adapted(ways_out))
-    pairs = t * chosen * e
-    held_in = max(whole_in, adapted_in * pairs * 2 * f)
-    held_out = max(whole_out, adapted_out * pairs * h)
-    if held_in or held_out:  # experts run by fitune's own forward
-        held_in, held_out = max(1, held_in), max(1, held_out)
-    # an adapter's input is let go of before the base's product goes back, and its gradient is as large
-    outputs_back = transient.expert_outputs_backward(
-        **sizes, width=f, weighted_bytes=weighted, held_bytes=held_out and max(1, whole_out)
-    )
-    incoming = t * e * h + t * chosen * weighted * h if held_in else 0
-    beside_residual, lomo = outputs_back - t * e * h, isinstance(site.plan.tuning, Lomo)
-    yield linears_stage(
-        site, "expert inputs", linears[:-1],
-        kept=(passes or adapted_in) * activations.expert_inputs_kept(
-            **sizes, num_experts=model.num_experts, trained=site.full or adapted_in
-        ) + _pairs_kept(site, ways_in),
-        forward=transient.expert_inputs_forward(
-            **sizes, width=f, num_experts=model.num_experts, held_bytes=held_in
-        ),
-        backward=transient.expert_inputs_backward(**sizes, width=f) + whole_in,
-        again=transient.expert_inputs_again(
-            **sizes, width=f, weighted_bytes=weighted, keeps_input=adapted_in, held_bytes=held_in
-        ),
-        incoming=incoming,
-        gone_by_step=lomo * 2 * t * chosen * e * f,  # gradients of gate and up
-    )  # fmt: skip
-    yield Stage(
-        name="expert gates",
-        kept=activations.gated_mlp_kept(
-            tokens=t * (passes or adapted_in),
-            width=f * chosen,
-            element_bytes=e,
-            activation=activation,
-            halves=True,
-        ),
-        forward=transient.mlp_forward(
-            tokens=t,
-            hidden=h if held_in else 2 * h,
-            width=f * chosen,
-            element_bytes=e,
-            tensors=max(4, activation.forward + 1),
-        ),
-        backward=transient.gate_backward(
-            tokens=t, hidden=h, width=f * chosen, element_bytes=e, activation=activation, halves=True
-        ),
-    )
-    yield linears_stage(
-        site, "expert outputs", linears[-1:],
-        kept=(passes or adapted_in or adapted_out) * activations.expert_outputs_kept(
-            **sizes, width=f, trained=site.full or adapted_out
-        ) + _pairs_kept(site, ways_out),
-        forward=transient.expert_outputs_forward(
-            **sizes, width=f, num_experts=model.num_experts, weighted_bytes=weighted, held_bytes=held_out
-        ),
-        backward=outputs_back,
-        # the product follows the weighting, when outputs are gone; the step follows the product
-        gone_by_gradient=lomo * (beside_residual - t * chosen * e * f),
-        gone_by_step=lomo * (beside_residual + t * chosen * e * h),
-        again=transient.expert_outputs_again(
-            **sizes, width=f, weighted_bytes=weighted, trained=site.full or adapted_out, held_bytes=held_out
-        ),
-        incoming=incoming,
-    )  # fmt: skip
-
-
-def _pairs_kept(site: Site, linears: Sequence[Linear]) -> int:
-    """e·r·out for each expert of an adapted stack: PEFT's B, in the order that the grouped product takes."""
-    lora = site.plan.tuning
-    if not isinstance(lora, Lora):
-        return 0
-    stacks = [m for m in site.adapted(linears) if m.stacked]
-    return site.element_bytes * lora.rank * sum(m.out_features * m.copies for m in stacks)

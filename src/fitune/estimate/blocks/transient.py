@@ -4,7 +4,7 @@ Symbols as in activations.py. Backward figures hold at the worst moment of the s
 gradient of the residual stream, e·h per token, that lives through the whole block.
 """
 
-from fitune.estimate.blocks.activations import FP32, INDEX
+from fitune.estimate.blocks.activations import FP32
 from fitune.spec.model.traits import Activation
 
 
@@ -265,139 +265,6 @@ def mlp_output_again(*, tokens: int, hidden: int, width: int, element_bytes: int
     input, where nobody keeps them, and the adapter's output.
     """
     return tokens * element_bytes * (width + (2 + others) * hidden)
-
-
-def expert_outputs_again(
-    *,
-    tokens: int,
-    chosen: int,
-    hidden: int,
-    width: int,
-    element_bytes: int,
-    weighted_bytes: int,
-    trained: bool,
-    held_bytes: int,
-) -> int:
-    """3·t·e·h + S·(2·w·h + 8): gradient for each pair and weighted output; residual, norm output, their gradient.
-
-    w is the width of an output times its routing weight. + S·e·h while the experts are frozen: their inputs, which
-    nothing keeps, are still there. The gradient is spread over the pairs before the block runs again. Packed experts
-    let go of those inputs; their product may be the worst moment instead, with its input and ``held_bytes``.
-    """
-    pairs = tokens * chosen
-    inputs = 0 if trained or held_bytes else element_bytes * hidden
-    weighing = pairs * (2 * weighted_bytes * hidden + inputs + 8)
-    input_bytes = 0 if trained else element_bytes * width
-    product = pairs * (input_bytes + weighted_bytes * hidden) + held_bytes if held_bytes else 0
-    if element_bytes == FP32:
-        product -= tokens * element_bytes * hidden  # the norm keeps the residual itself
-    return 3 * tokens * element_bytes * hidden + max(weighing, product)
-
-
-def expert_inputs_again(
-    *,
-    tokens: int,
-    chosen: int,
-    hidden: int,
-    width: int,
-    element_bytes: int,
-    weighted_bytes: int,
-    keeps_input: bool,
-    held_bytes: int,
-) -> int:
-    """3·t·e·h + S·(w·h + e·(h + 2f)) + ``held_bytes``; 0 where transformers' own experts run.
-
-    Residual, norm output and their gradient; gradient for each pair; input (unless it is kept) and output of the
-    grouped product.
-    """
-    if not held_bytes:
-        return 0
-    pairs = tokens * chosen
-    into = 0 if keeps_input else hidden
-    product = pairs * (weighted_bytes * hidden + element_bytes * (into + 2 * width))
-    others = 2 if element_bytes == FP32 else 3  # in fp32 the norm keeps the residual itself
-    return others * tokens * element_bytes * hidden + product + held_bytes
-
-
-def expert_inputs_forward(
-    *,
-    tokens: int,
-    chosen: int,
-    hidden: int,
-    width: int,
-    num_experts: int,
-    element_bytes: int,
-    held_bytes: int,
-) -> int:
-    """2·t·e·h + S·e·(h + 2f) + routes + ``held_bytes``; 0 where transformers' own experts run."""
-    if not held_bytes:
-        return 0
-    pairs = tokens * chosen
-    held = element_bytes * (2 * tokens * hidden + pairs * (hidden + 2 * width))
-    return (
-        held
-        + _routes(tokens=tokens, chosen=chosen, num_experts=num_experts, element_bytes=element_bytes)
-        + held_bytes
-    )
-
-
-def expert_outputs_forward(
-    *,
-    tokens: int,
-    chosen: int,
-    hidden: int,
-    width: int,
-    num_experts: int,
-    element_bytes: int,
-    weighted_bytes: int,
-    held_bytes: int,
-) -> int:
-    """2·t·e·h + routes + the worst of three: S·e·(f + h) and ``held_bytes`` in the product; its
-    output, S·e·h, and that times the routing weight, S·w·h; that twice, while it is put back in the tokens' order.
-
-    0 where transformers' own experts run.
-    """
-    if not held_bytes:
-        return 0
-    pairs = tokens * chosen
-    product = pairs * element_bytes * (width + hidden) + held_bytes
-    weighing = pairs * hidden * (weighted_bytes + max(weighted_bytes, element_bytes))
-    routes = _routes(tokens=tokens, chosen=chosen, num_experts=num_experts, element_bytes=element_bytes)
-    return 2 * tokens * element_bytes * hidden + routes + max(product, weighing)
-
-
-def _routes(*, tokens: int, chosen: int, num_experts: int, element_bytes: int) -> int:
-    """S · (e + 3 · 8) + t · e · E: routing weights, three lists of indices, and the router's scores."""
-    return tokens * (chosen * (element_bytes + 3 * INDEX) + num_experts * element_bytes)
-
-
-def expert_inputs_backward(*, tokens: int, chosen: int, hidden: int, width: int, element_bytes: int) -> int:
-    """t·e·h + S·e·(2f + h): gradients of gate and up together, and of the grouped product's input."""
-    return element_bytes * (tokens * hidden + tokens * chosen * (2 * width + hidden))
-
-
-def expert_outputs_backward(
-    *,
-    tokens: int,
-    chosen: int,
-    hidden: int,
-    width: int,
-    element_bytes: int,
-    weighted_bytes: int,
-    held_bytes: int,
-) -> int:
-    """t·e·h + S·max(3·w·h, e·(h + f)): back to pairs of token and expert, or through the grouped product.
-
-    w is the width of an output times its routing weight; three are the gradients of that product and of both factors.
-    fitune's own forward has one cast, + S·e·h, where w is more than e; its product has ``held_bytes`` beside it, when
-    what the weighting kept, S·e·h, is gone.
-    """
-    pairs = tokens * chosen
-    through = pairs * element_bytes * (hidden + width)
-    if held_bytes:
-        through += held_bytes - pairs * element_bytes * hidden
-    cast = element_bytes if held_bytes and weighted_bytes > element_bytes else 0
-    return tokens * element_bytes * hidden + max(pairs * (3 * weighted_bytes + cast) * hidden, through)
 
 
 def unpacked_linear_working(
