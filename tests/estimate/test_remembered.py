@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fitune.estimate import buffers, parameters, transfers
+from fitune.estimate import buffers, division, parameters, tensors, transfers
 from fitune.spec.plan import (
     Batch,
     ClipByNorm,
@@ -26,7 +26,7 @@ from plans import gpu, known, plan_for, small_llama
 
 REMEMBERED = [
     function
-    for room in (parameters, buffers, transfers)
+    for room in (tensors, division, parameters, buffers, transfers)
     for name, function in vars(room).items()
     if callable(function) and hasattr(function, "__wrapped__") and function.__module__ == room.__name__
     if name not in ("base_tensors", "adapters_of", "kind_tensors")  # of whole values, not of fields

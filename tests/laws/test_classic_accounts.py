@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from fitune.estimate.parameters import base_tensors, stored_bytes, weights_bytes
+from fitune.estimate.parameters import stored_bytes, weights_bytes
 from fitune.estimate.states import resting_gradient_bytes
 from fitune.estimate.step import resident_terms
+from fitune.estimate.tensors import base_tensors
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.model.model_config import names_with_formulas

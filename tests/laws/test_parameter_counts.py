@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from fitune.estimate.parameters import adapters_of
+from fitune.estimate.tensors import adapters_of
 from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.counts import count_parameters, lora_parameters
 from fitune.spec.model.model_config import (

@@ -3,25 +3,24 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fitune.estimate.division import accumulates_whole, num_shares, reduce_width, zero_stage
 from fitune.estimate.parameters import (
-    ParameterTensor,
-    accumulates_whole,
-    adapter_tensors,
-    adapters_of,
     base_bytes,
-    base_tensors,
     blocks_trained,
     gathered_bytes,
     head_parameters,
-    kind_tensors,
-    num_shares,
-    reduce_width,
     trained_parameters,
-    trained_tensors,
     weights_bytes,
-    zero_stage,
 )
 from fitune.estimate.states import gradients_go_to_the_host, resting_gradient_bytes
+from fitune.estimate.tensors import (
+    ParameterTensor,
+    adapter_tensors,
+    adapters_of,
+    base_tensors,
+    kind_tensors,
+    trained_tensors,
+)
 from fitune.spec.counts import lora_parameters
 from fitune.spec.deepspeed import deepspeed_config
 from fitune.spec.plan import Backend, Lora, Plan, Zero, trains_head, updates_in_backward

@@ -6,20 +6,15 @@ are those of a step after the first, when optimizer states exist, and of its las
 
 from fitune.estimate import overhead
 from fitune.estimate.blocks import activations, transient
-from fitune.estimate.parameters import (
-    embedding_parameters,
-    head_parameters,
-    num_shares,
-    reduce_width,
-    trained_tensors,
-    uses_fsdp,
-)
+from fitune.estimate.division import num_shares, reduce_width, uses_fsdp
+from fitune.estimate.parameters import embedding_parameters, head_parameters
 from fitune.estimate.states import (
     gradients_always_exist,
     leaves_after_the_loss,
     stepping_bytes,
 )
 from fitune.estimate.step import StepStages, Terms
+from fitune.estimate.tensors import trained_tensors
 from fitune.spec.plan import PlainLoss, trains_embeddings, updates_in_backward
 from fitune.spec.predictions import MemoryBreakdown, Phase
 from fitune.spec.remembered import remembered

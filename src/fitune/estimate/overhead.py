@@ -5,13 +5,8 @@ None of these figures was measured by us yet; each says where it comes from.
 
 from collections.abc import Mapping
 
-from fitune.estimate.parameters import (
-    num_ranks,
-    num_shares,
-    trained_parameters,
-    trained_share,
-    weights_away_bytes,
-)
+from fitune.estimate.division import num_ranks, num_shares, trained_share
+from fitune.estimate.parameters import trained_parameters, weights_away_bytes
 from fitune.estimate.states import (
     adalomo_state_bytes,
     eight_bit_state_bytes,

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from fitune.estimate.blocks.site import masks_window
+from fitune.estimate.division import num_ranks
 from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import (
     checkpoint_bytes,
@@ -12,7 +13,6 @@ from fitune.estimate.overhead import (
     usable_host_bytes,
     uses_host,
 )
-from fitune.estimate.parameters import num_ranks
 from fitune.estimate.step import StepStages, describe_step
 from fitune.estimate.time import step_time_of
 from fitune.estimate.transfers import communication_of

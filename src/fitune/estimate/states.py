@@ -4,24 +4,28 @@ A gradient is born whole in backward. Then it stays (one device, DDP, ZeRO-1), i
 the host (offloaded optimizer) or is used on the spot (LOMO, and any optimizer that steps in backward).
 """
 
-from fitune.estimate.parameters import (
-    ParameterTensor,
+from fitune.estimate.division import (
     accumulates_whole,
-    adapters_of,
-    base_tensors,
-    blocks_trained,
-    embedding_parameters,
     gradients_are_divided,
-    gradients_bytes,
     num_shares,
     reduce_width,
-    trained_parameters,
     trained_share,
-    trained_tables,
-    trained_tensors,
     uses_deepspeed,
     uses_fsdp,
     zero_stage,
+)
+from fitune.estimate.parameters import (
+    blocks_trained,
+    embedding_parameters,
+    gradients_bytes,
+    trained_parameters,
+)
+from fitune.estimate.tensors import (
+    ParameterTensor,
+    adapters_of,
+    base_tensors,
+    trained_tables,
+    trained_tensors,
 )
 from fitune.spec.choices import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST, MASTER_BUCKET_BYTES
 from fitune.spec.deepspeed import deepspeed_config

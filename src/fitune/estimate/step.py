@@ -14,11 +14,11 @@ from fitune.estimate.blocks.block import (
     untouched_block,
 )
 from fitune.estimate.buffers import Buffers, buffers_of
+from fitune.estimate.division import trained_share
 from fitune.estimate.parameters import (
     adapters_bytes,
     gradients_bytes,
     head_parameters,
-    trained_share,
     unpacking_bytes,
     weights_on_device_bytes,
     weights_read_bytes,

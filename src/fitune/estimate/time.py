@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fitune.estimate.blocks.activations import chunk_tokens, num_chunks
-from fitune.estimate.parameters import trained_tensors, uses_deepspeed, zero_stage
+from fitune.estimate.division import uses_deepspeed, zero_stage
 from fitune.estimate.rates import NEW_PAGE_BYTES, Rates, rates_of
 from fitune.estimate.states import has_masters, states_per_parameter
 from fitune.estimate.step import StepStages
+from fitune.estimate.tensors import trained_tensors
 from fitune.estimate.transfers import Transfers, backward_passes, forward_passes, transfers_of
 from fitune.spec.counts import head_flops_per_token
 from fitune.spec.model.block_profile import Attention, BatchShape

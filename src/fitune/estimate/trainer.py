@@ -13,20 +13,17 @@ from fitune.estimate.buffers import (
     deepspeed_default_buffers,
     root_weight_bytes,
 )
-from fitune.estimate.parameters import (
-    adapter_tensors,
-    base_tensors,
+from fitune.estimate.division import (
     gradients_are_divided,
-    head_parameters,
     num_shares,
     share_elements,
     trained_share,
-    trained_tables,
     uses_deepspeed,
     uses_fsdp,
     weights_are_divided,
     zero_stage,
 )
+from fitune.estimate.parameters import head_parameters
 from fitune.estimate.states import (
     SUB_GROUP,
     deepspeed_step_bytes,
@@ -35,6 +32,7 @@ from fitune.estimate.states import (
     states_per_parameter,
 )
 from fitune.estimate.step import ModelProfile, StepStages, Terms, describe_step, model_profile
+from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tables
 from fitune.spec.model.block_profile import BatchShape, BlockProfile, Stage
 from fitune.spec.model.model_spec import Linear
 from fitune.spec.plan import (

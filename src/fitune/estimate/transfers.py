@@ -7,17 +7,16 @@ The rates are assumed where the device was not calibrated.
 from dataclasses import dataclass, field
 
 from fitune.estimate.buffers import block_weight_bytes, root_weight_bytes
-from fitune.estimate.overhead import host_optimizer_bytes, offloaded_activation_bytes, ranks_per_node
-from fitune.estimate.parameters import (
+from fitune.estimate.division import (
     num_ranks,
     num_shares,
     reduce_width,
-    trained_parameters,
     trained_share,
     uses_deepspeed,
-    weights_away_bytes,
     zero_stage,
 )
+from fitune.estimate.overhead import host_optimizer_bytes, offloaded_activation_bytes, ranks_per_node
+from fitune.estimate.parameters import trained_parameters, weights_away_bytes
 from fitune.estimate.states import gradients_go_to_the_host
 from fitune.estimate.step import StepStages
 from fitune.spec.choices import DDP_BUCKET_BYTES

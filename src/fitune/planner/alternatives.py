@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fitune.errors import RecipeError
-from fitune.estimate.parameters import num_ranks
+from fitune.estimate.division import num_ranks
 from fitune.estimate.predict import predict
 from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import ROW_STEP

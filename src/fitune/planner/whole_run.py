@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fitune.estimate.division import num_ranks
 from fitune.estimate.overhead import checkpoint_bytes
-from fitune.estimate.parameters import num_ranks
 from fitune.estimate.predict import largest_batch, predict_step_time
 from fitune.planner.defaults import ROW_STEP
 from fitune.spec.plan import Plan

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fitune.estimate.parameters import num_ranks
+from fitune.estimate.division import num_ranks
 from fitune.planner.clusters.fleet import Ranking, where
 from fitune.planner.clusters.job import STORAGE_BANDWIDTH
 from fitune.planner.clusters.whole_job import START_SECONDS, TOKENS_PER_SECOND, Offer, Stay

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fitune.estimate.parameters import dequantisation_workspace_bytes, trained_parameters, trained_tables
+from fitune.estimate.parameters import dequantisation_workspace_bytes, trained_parameters
 from fitune.estimate.predict import predict_memory, predict_step_time
+from fitune.estimate.tensors import trained_tables
 from fitune.spec.counts import blocks_gone_back_through
 from fitune.spec.model.model_spec import NO_DROPOUT, ModelSpec
 from fitune.spec.model.traits import falls_back_to_scores

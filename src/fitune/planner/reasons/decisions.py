@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from fitune.estimate.division import num_ranks
 from fitune.estimate.overhead import checkpoint_bytes
-from fitune.estimate.parameters import num_ranks
 from fitune.planner.candidates import Request
 from fitune.planner.defaults import GLOBAL_BATCH_SIZE
 from fitune.planner.methods import ORDER, why_on_cpu
