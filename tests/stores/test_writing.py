@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data.s3_server import DENIED, SECRET, Wire, objects
+from data.s3_server import DENIED, SECRET, Wire, behind_tls, objects, use_server
 from fitune.errors import StoreError
 from fitune.stores import digests, writing
 from fitune.stores.writing import Store
@@ -50,6 +50,23 @@ def test_what_is_sent_is_the_file_alone_as_every_store_of_this_kind_takes_it(
     put(Store(f"s3://{bucket}/runs/x"), folder)
     assert len(wire.headers) > len(FILES)
     assert not [head for head in wire.headers if b"aws-chunked" in head or b"x-amz-checksum" in head]
+
+
+def test_over_https_what_is_sent_is_not_hashed_again_for_its_signature(
+    wire: Wire, bucket: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over http it is: there nothing else says that it was not changed on the way."""
+    store, unsigned = f"s3://{bucket}/runs", b"x-amz-content-sha256: unsigned-payload"
+    wire.headers.clear()
+    put(Store(f"{store}/x"), folder)
+    assert not [head for head in wire.headers if unsigned in head]
+    with behind_tls(wire, tmp_path / "certificate.pem") as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "certificate.pem"))
+        put(Store(f"{store}/y"), folder)
+    assert len([head for head in wire.headers if unsigned in head]) >= len(FILES)
+    use_server(wire, monkeypatch)
+    assert {name: objects(bucket)[f"runs/y/step-1/{name}"] for name in FILES} == FILES
 
 
 def test_a_changed_folder_loses_its_last_file_first_and_only_the_change_is_sent(
