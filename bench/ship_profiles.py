@@ -26,13 +26,13 @@ from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.model.architectures import EQUAL_TO_TRANSFORMERS
 from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.model.model_config import (
+from fitune.spec.model.known_models import (
     configs_to_trace,
     find_known_model,
     known_model_names,
-    load_model_spec,
     names_with_formulas,
 )
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.shipped import LIBRARIES, NOT_SHIPPED, SHAPES, SHIPPED, is_shipped
 from fitune.spec.model.tracer import by_installed_libraries, trace_with

@@ -17,7 +17,8 @@ from fitune.rehearse.profile import TransformersTracer
 from fitune.rehearse.shapes import read_shapes
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
-from fitune.spec.model.model_config import find_known_model, spec_from_config
+from fitune.spec.model.known_models import find_known_model
+from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import (

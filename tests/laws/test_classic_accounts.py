@@ -11,7 +11,7 @@ from fitune.estimate.step import resident_terms
 from fitune.estimate.tensors import base_tensors
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.model.model_config import names_with_formulas
+from fitune.spec.model.known_models import names_with_formulas
 from fitune.spec.plan import AdamW8bit, Hqq, Lora, Nf4, Offload, Single, Zero
 from fitune.spec.plan import Full as FullTuning
 from laws.classic_accounts import (

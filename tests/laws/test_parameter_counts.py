@@ -11,12 +11,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from fitune.estimate.tensors import adapters_of
 from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.counts import count_parameters, lora_parameters
-from fitune.spec.model.model_config import (
-    find_known_model,
-    load_model_spec,
-    names_with_formulas,
-    spec_from_config,
-)
+from fitune.spec.model.known_models import find_known_model, names_with_formulas
+from fitune.spec.model.model_config import load_model_spec, spec_from_config
 from fitune.spec.model.model_spec import Linear, ModelSpec
 from fitune.spec.model.tracer import trace_with
 from fitune.spec.plan import Lora

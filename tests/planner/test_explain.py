@@ -6,7 +6,7 @@ import pytest
 
 from fitune.planner.reasons.explain import explain_plan, explain_priced, plan_data
 from fitune.planner.search import find_plan
-from fitune.spec.model.model_config import find_known_model
+from fitune.spec.model.known_models import find_known_model
 from fitune.spec.plan import Plan
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import from_data

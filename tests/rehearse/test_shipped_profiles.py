@@ -15,12 +15,8 @@ from fitune.planner.search import find_plan
 from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.model import tracing
 from fitune.spec.model.block_profile import BatchShape
-from fitune.spec.model.model_config import (
-    configs_to_trace,
-    find_known_model,
-    known_model_names,
-    load_model_spec,
-)
+from fitune.spec.model.known_models import configs_to_trace, find_known_model, known_model_names
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.shipped import (
     NOT_SHIPPED,
     SHIPPED,

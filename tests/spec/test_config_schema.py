@@ -19,12 +19,8 @@ from fitune.spec.model.config_schema import (
     check_tokenizer_config,
 )
 from fitune.spec.model.families import FAMILIES
-from fitune.spec.model.model_config import (
-    find_known_model,
-    known_model_names,
-    names_with_formulas,
-    spec_from_config,
-)
+from fitune.spec.model.known_models import find_known_model, known_model_names, names_with_formulas
+from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.model.traits import ACTIVATIONS, WITH_WEIGHTS
 
 LLAMA: dict[str, Any] = {

@@ -12,13 +12,8 @@ import pytest
 from fitune.errors import ModelError, RecipeError
 from fitune.spec.model import model_config
 from fitune.spec.model.families import FAMILIES
-from fitune.spec.model.model_config import (
-    find_known_model,
-    known_model_names,
-    load_model_spec,
-    names_with_formulas,
-    spec_from_config,
-)
+from fitune.spec.model.known_models import find_known_model, known_model_names, names_with_formulas
+from fitune.spec.model.model_config import load_model_spec, spec_from_config
 from fitune.spec.model.model_spec import NO_DROPOUT, Dropout
 from fitune.spec.recipe.targets import resolve_targets
 

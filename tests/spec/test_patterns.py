@@ -6,7 +6,8 @@ from contextlib import suppress
 import pytest
 
 from fitune.errors import RecipeError
-from fitune.spec.recipe.targets import Clock, resolve_targets
+from fitune.spec.recipe.patterns import Clock
+from fitune.spec.recipe.targets import resolve_targets
 from plans import small_llama
 
 NAMES = [

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fitune.errors import CheckpointError
-from fitune.spec.recipe.targets import Clock
+from fitune.spec.recipe.patterns import Clock
 from fitune.spec.serial import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -37,7 +37,7 @@ from fitune.spec.model.config_schema import (
     check_tokenizer_config,
 )
 from fitune.spec.model.families import FAMILIES
-from fitune.spec.model.model_config import find_known_model
+from fitune.spec.model.known_models import find_known_model
 from fitune.spec.serial import read_object
 
 

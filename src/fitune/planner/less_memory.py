@@ -19,7 +19,8 @@ from fitune.planner.methods import lora_of, methods_for, packed_base, to_adapter
 from fitune.planner.reasons.explain import host_sum
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.cards import known_cards
-from fitune.spec.model.model_config import load_model_spec, names_with_formulas
+from fitune.spec.model.known_models import names_with_formulas
+from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import (
     ChunkedLoss,
     ClipByNorm,

@@ -10,7 +10,8 @@ from fitune.records.row import Row
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.machines.hardware import Gpu, Hardware
-from fitune.spec.model.model_config import find_known_model, spec_from_config
+from fitune.spec.model.known_models import find_known_model
+from fitune.spec.model.model_config import spec_from_config
 from fitune.spec.model.model_spec import Linear, ModelSpec
 from fitune.spec.plan import (
     AdamW,

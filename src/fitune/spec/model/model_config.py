@@ -1,14 +1,8 @@
-"""ModelSpec from a Hugging Face config.json: a folder, the built-in table, the cache or the Hub.
+"""ModelSpec from a Hugging Face config.json: a folder, the built-in table, the cache or the Hub."""
 
-The table, models.json, has the part of each config.json that decides shapes, so that planning needs no network; a test
-holds each entry against the published number of parameters.
-"""
-
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +10,11 @@ from fitune.errors import ModelError
 from fitune.spec.hub import HUB_TIMEOUT_S, answers, is_offline
 from fitune.spec.model.config_schema import ConfigFields, check_config
 from fitune.spec.model.families import FAMILIES, stored_type
+from fitune.spec.model.known_models import accepted_model_names, find_known_model
 from fitune.spec.model.model_names import closest_name
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.serial import TABLE_BYTES, read_object
+from fitune.spec.model.positions import check_positions
+from fitune.spec.serial import read_object
 
 _ADOPTED_FROM_REMOTE_CODE = {
     "falcon": "modeling_falcon.FalconForCausalLM",
@@ -27,7 +23,6 @@ _ADOPTED_FROM_REMOTE_CODE = {
 }
 """Their Hub folders still point at the code they came with; transformers has its own class of that name, and
 only that one is ever used."""
-
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -189,195 +184,3 @@ def _download_config(name: str) -> Path:
         ) from None
     except (HfHubHTTPError, OSError) as error:
         raise _unknown(name, why=f"its config.json could not be downloaded ({error})") from None
-
-
-_NEEDS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("long_factor", "short_factor"),
-}
-"""Kind of rotary positions -> numbers without which transformers cannot compute them."""
-_KINDS = ("full_attention", "sliding_attention")
-
-
-def check_positions(fields: ConfigFields, spec: ModelSpec) -> None:
-    """Raises ModelError for rotary positions, or a list of layers, that no model of ``spec``'s shapes can have.
-
-    What transformers would refuse when it builds the model is refused as a plan already.
-    """
-    for name in ("rope_scaling", "rope_parameters"):
-        value = fields.values.get(name)
-        if isinstance(value, Mapping):
-            _check_rotary(ConfigFields(values=value, where=f"{fields.where}: {name}"), fields, spec)
-    kinds = fields.words("layer_types")
-    if kinds and (len(kinds) != spec.num_layers or not set(kinds) <= set(_KINDS)):
-        fields.refuse("layer_types", f"must name {' or '.join(_KINDS)} for each of {spec.num_layers} layers")
-    if kinds and spec.model_type == "mistral":
-        fields.refuse("layer_types", "makes it another architecture (ministral), which is not supported")
-
-
-def _check_rotary(rotary: ConfigFields, config: ConfigFields, spec: ModelSpec) -> None:
-    """One description, or one for each kind of layer."""
-    parts = [(key, part) for key, part in rotary.values.items() if isinstance(part, Mapping)]
-    for key, part in parts:
-        _check_rotary(ConfigFields(values=part, where=f"{rotary.where}: {key}"), config, spec)
-    key = "rope_type" if rotary.values.get("rope_type") is not None else "type"
-    kind = rotary.values.get(key) or "default"
-    if spec.model_type == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"  # its name before transformers 4.45
-    if kind not in _NEEDS:
-        rotary.refuse(key, f"is not known: transformers has {', '.join(_NEEDS)}")
-    for name in _NEEDS[kind]:
-        if rotary.values.get(name) is None:
-            rotary.refuse(name, f"is missing, and {kind} positions need it")
-    for name in ("long_factor", "short_factor") if kind == "longrope" else ():
-        _check_length(rotary, name, config, spec)
-
-
-def _check_length(rotary: ConfigFields, name: str, config: ConfigFields, spec: ModelSpec) -> None:
-    share: Any = (
-        rotary.values.get("partial_rotary_factor") or config.values.get("partial_rotary_factor") or 1.0
-    )
-    wanted, found = int(spec.head_dim * share) // 2, len(rotary.values[name])
-    if found != wanted:
-        rotary.refuse(name, f"has {found} factors, and half a head's turned part has {wanted}")
-
-
-_USUAL_MEANING = {
-    "mistral-7b": "mistralai/Mistral-7B-v0.1",
-    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
-    "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1",
-    "phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
-    "phi-3.5-mini": "microsoft/Phi-3.5-mini-instruct",
-    "phi-3-medium": "microsoft/Phi-3-medium-4k-instruct",
-    "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-    "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-    "gemma-3-1b": "google/gemma-3-1b-pt",
-    "gemma-3-4b": "google/gemma-3-4b-pt",
-    "gemma-3-12b": "google/gemma-3-12b-pt",
-    "gemma-3-27b": "google/gemma-3-27b-pt",
-}
-"""Short names that the rule of ``_short_name`` does not give."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownModel:
-    """One line of the table: the exact Hub name and its config."""
-
-    name: str
-    config: Mapping[str, Any]
-    """Fields of the text part, where the checkpoint has one for images too."""
-    has_vision_part: bool = False
-
-
-_MIRRORS = ("unsloth", "nousresearch")
-"""They hold copies of others' models under the same names."""
-_COPY = re.compile(r"(-unsloth)?-(bnb-4bit|bf16|fp8)$")
-"""Endings of the names of copies in other types."""
-
-
-def find_known_model(name: str) -> KnownModel | None:
-    """The model of a Hub name or short name (``llama-3.1-8b``, ``qwen3-8b``), upper and lower case alike.
-
-    A copy in fewer bits that can be read (models/low_bit_files.py) is the same model.
-    """
-    lowered = name.lower()
-    owner, _, short = lowered.partition("/")
-    if owner not in _MIRRORS:
-        if (found := _index().get(lowered)) is not None or not short.endswith("-fp8"):
-            return found
-        found = _index().get(lowered.removesuffix("-fp8"))
-    else:
-        found = _index().get(_short_name(_COPY.sub("", short)))
-    return None if found is None else replace(found, name=name)
-
-
-def known_model_names() -> tuple[str, ...]:
-    """Every Hub name of the table, in its order."""
-    return tuple(dict.fromkeys(model.name for model in _index().values()))
-
-
-def names_with_formulas() -> tuple[str, ...]:
-    """Known names of models whose architecture needs no tracing."""
-    models = {model.name: model for model in _index().values()}
-    return tuple(name for name, model in models.items() if model.config["model_type"] in FAMILIES)
-
-
-def configs_to_trace() -> tuple[str, ...]:
-    """The first name of each config in the table whose architecture has no formula."""
-    firsts = {id(model.config): model for model in reversed(_index().values())}
-    return tuple(
-        model.name for model in reversed(firsts.values()) if model.config["model_type"] not in FAMILIES
-    )
-
-
-def accepted_model_names() -> tuple[str, ...]:
-    """Hub names and short names: what a did-you-mean may offer."""
-    return (*known_model_names(), *_index())
-
-
-@cache
-def _index() -> dict[str, KnownModel]:
-    text = Path(__file__).with_name("models.json").read_text(encoding="utf-8")
-    models = [
-        KnownModel(name=name, config=entry["config"], has_vision_part=entry.get("has_vision_part", False))
-        for entry in json.loads(text)
-        for name in entry["names"]
-    ]
-    index = {model.name.lower(): model for model in models}
-    for model in models:
-        index.setdefault(_short_name(model.name), model)
-    for short, name in _USUAL_MEANING.items():
-        index.setdefault(short, index[name.lower()])
-    return index
-
-
-def _short_name(name: str) -> str:
-    """``meta-llama/Meta-Llama-3-8B`` -> ``llama-3-8b``; ``meta-llama/Llama-2-7b-hf`` -> ``llama-2-7b``."""
-    return name.rsplit("/", 1)[-1].lower().removeprefix("meta-").removesuffix("-hf")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
-    length: int
-    """One more than the largest id."""
-    tokens: dict[str, int]
-
-
-def vocabulary_of(name: str) -> Vocabulary | None:
-    """The vocabulary in a model's folder or the Hugging Face cache; None without a tokenizer.json."""
-    file = _tokenizer_file(name)
-    if file is None:
-        return None
-    try:
-        data = read_object(file, largest_bytes=TABLE_BYTES)
-        tokens = _model_tokens(data["model"]["vocab"])
-        tokens |= {token["content"]: token["id"] for token in data.get("added_tokens") or ()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # whoever needs the tokenizer itself says what is wrong with it
-    return Vocabulary(length=max(tokens.values(), default=-1) + 1, tokens=tokens)
-
-
-def _model_tokens(vocabulary: Any) -> dict[str, int]:
-    """Token -> id; Unigram models list pairs of token and score in the order of the ids."""
-    if isinstance(vocabulary, dict):
-        return dict(vocabulary)
-    return {token: place for place, (token, _) in enumerate(vocabulary)}
-
-
-def _tokenizer_file(name: str) -> Path | None:
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        file = folder / "tokenizer.json"
-        return file if file.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "tokenizer.json")
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None

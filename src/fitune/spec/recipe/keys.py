@@ -187,7 +187,7 @@ def values_of(option: str) -> tuple[str, ...]:
     name = option.lstrip("-").replace("-", "_")
     name = ALIASES.get(name, name)
     if name == "model":
-        from fitune.spec.model.model_config import known_model_names
+        from fitune.spec.model.known_models import known_model_names
 
         return known_model_names()
     if name == "gpu":
