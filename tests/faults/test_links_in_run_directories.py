@@ -15,7 +15,8 @@ from fitune.errors import FituneError, RunDirectoryError
 from fitune.files import open_for_append, remove_stale_siblings, temporary_sibling, write_atomically
 from fitune.report.compare import read_run
 from fitune.spec.plan import Plan
-from fitune.spec.run_directory import FILES, FOLDERS, lock_directory, require_real_files
+from fitune.spec.run_directory import FILES, FOLDERS, require_real_files
+from fitune.spec.run_lock import lock_directory
 from fitune.track.metrics import MetricsLog
 from fitune.train.directory import remove_run, require_own_directory
 

@@ -12,7 +12,7 @@ import pytest
 
 from fitune.checkpoint.durable import inside
 from fitune.errors import RunDirectoryError
-from fitune.spec.run_directory import lock_directory
+from fitune.spec.run_lock import lock_directory
 
 # Row 26: names stay inside
 

@@ -23,7 +23,8 @@ from fitune.spec.machines.job import job_name
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.recipe.pins import pinned
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe, read_recipe
-from fitune.spec.run_directory import LOCK, WAIT_VARIABLE, lock_directory
+from fitune.spec.run_directory import LOCK
+from fitune.spec.run_lock import WAIT_VARIABLE, lock_directory
 from fitune.units import GIB
 from launch.manifests import wrong_with
 

@@ -17,7 +17,8 @@ from fitune.session.results import text_of
 from fitune.session.watching import RunView, watch_run
 from fitune.spec.rank_status import RankError, RankStatus, write_status
 from fitune.spec.reports import Restart
-from fitune.spec.run_directory import LOGS, Owner, lock_directory, owners_of
+from fitune.spec.run_directory import LOGS
+from fitune.spec.run_lock import Owner, lock_directory, owners_of
 from report.conftest import write_run
 
 _HOLD = """

@@ -8,7 +8,7 @@ import yaml
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.spec.machines.job import JobSpec
-from fitune.spec.run_directory import WAIT_VARIABLE
+from fitune.spec.run_lock import WAIT_VARIABLE
 from fitune.units import GIB, MIB
 
 Manifest = dict[str, Any]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from fitune.spec.machines.job import JobSpec
-from fitune.spec.run_directory import WAIT_VARIABLE
+from fitune.spec.run_lock import WAIT_VARIABLE
 from fitune.units import MIB
 
 _STOPPED = 143

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fitune.spec.rank_status import RankStatus
 from fitune.spec.reports import Restart
-from fitune.spec.run_directory import Owner
+from fitune.spec.run_lock import Owner
 from fitune.units import format_seconds
 
 SIGN_HEADINGS = ("", "where", "was doing", "in step", "last sign")

@@ -32,7 +32,8 @@ from fitune.score.weighing import to_given_tasks
 from fitune.score.worker import open_asker
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.reports import ScoreReport
-from fitune.spec.run_directory import lock_directory, require_real_files
+from fitune.spec.run_directory import require_real_files
+from fitune.spec.run_lock import lock_directory
 from fitune.spec.serial import to_json
 
 _BATCHES_PER_SHARD = 16

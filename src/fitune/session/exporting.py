@@ -16,7 +16,7 @@ from fitune.report.run_page import write_report
 from fitune.session.events import Exported, Note, Tell, WeightsRead, tell_nobody
 from fitune.spec.plan import Lora, Plan
 from fitune.spec.reports import RunReport
-from fitune.spec.run_directory import Ownership, lock_directory
+from fitune.spec.run_lock import Ownership, lock_directory
 from fitune.spec.serial import to_json
 from fitune.stores.opening import is_url
 from fitune.stores.writing import Store, opened_store

@@ -14,7 +14,8 @@ from fitune.report.under_way import Sign, UnderWay, state_line
 from fitune.session.signals import quiet_stop
 from fitune.session.train.step_words import StepPace
 from fitune.spec.rank_status import read_statuses, status_of
-from fitune.spec.run_directory import LOCK, LOGS, owners_of
+from fitune.spec.run_directory import LOCK, LOGS
+from fitune.spec.run_lock import owners_of
 from fitune.track.growing import GrowingSteps
 
 Tell = Callable[[str], None]

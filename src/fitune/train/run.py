@@ -28,7 +28,8 @@ from fitune.models.weights import planned_tokenizer, require_rows
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import forget_statuses
 from fitune.spec.reports import Restart, Retry, RunReport, StepReport
-from fitune.spec.run_directory import LOGS, Ownership, lock_directory
+from fitune.spec.run_directory import LOGS
+from fitune.spec.run_lock import Ownership, lock_directory
 from fitune.spec.schedule import is_due
 from fitune.spec.serial import to_json
 from fitune.track.metrics import MetricsLog, Sink, read_metrics

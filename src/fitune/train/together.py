@@ -18,7 +18,7 @@ from fitune.models.weight_files import weights_identity
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
 from fitune.spec.reports import RankReport, StepReport
-from fitune.spec.run_directory import attempt_in
+from fitune.spec.run_lock import attempt_in
 from fitune.spec.serial import to_json
 from fitune.train.current import Run
 

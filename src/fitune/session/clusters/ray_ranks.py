@@ -188,7 +188,7 @@ def _restarts(
 
 def _await_owner_gone(plan: Plan) -> None:
     """Wait until the former first rank, whose connections are closed, is gone. Raises RunDirectoryError."""
-    from fitune.spec.run_directory import lock_directory
+    from fitune.spec.run_lock import lock_directory
 
     until = time.monotonic() + _OWNER_SECONDS
     while True:

@@ -31,7 +31,7 @@ from fitune.session.score.lm_eval_words import TaskScores, require_task_numbers,
 from fitune.session.score.score_words import require_allowed
 from fitune.session.score.scoring import Pace
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.run_directory import lock_directory
+from fitune.spec.run_lock import lock_directory
 
 RESULTS = "lm_eval.json"
 """lm-eval's results as it gives them; the samples of each task are in files beside it."""

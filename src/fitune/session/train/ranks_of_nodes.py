@@ -24,7 +24,8 @@ from fitune.session.train.handover import hand_over, program_again
 from fitune.session.train.training import first_attempt
 from fitune.spec.plan import Plan
 from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.run_directory import LAUNCH_LOCK, LOGS, lock_directory
+from fitune.spec.run_directory import LAUNCH_LOCK, LOGS
+from fitune.spec.run_lock import lock_directory
 from fitune.spec.serial import from_json, to_json
 from fitune.spec.words import describe_plan
 from fitune.units import format_bytes
