@@ -14,7 +14,7 @@ from drawing import document, line, polygon, rectangle, text
 from fitune.models.door import model_config
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import Allocated, Entered, Freed, Trace, kinds_of, rounded
-from fitune.report.plots import fold_small_terms
+from fitune.report.run_plots import fold_small_terms
 from fitune.session.planning import plan_for
 from fitune.spec.predictions import Estimate, Phase
 from fitune.spec.recipe.recipe import parse_recipe

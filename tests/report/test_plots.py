@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fitune.errors import MissingExtra
-from fitune.report import plots
+from fitune.report import plots, run_plots
 from fitune.report.compare import Prediction
 from fitune.report.plots import SERIES
 from fitune.spec.predictions import Phase
@@ -32,14 +32,14 @@ def texts(svg: str) -> list[str]:
 
 def test_bars_carry_the_predicted_and_the_measured_bytes(prediction: Prediction) -> None:
     measured = {Phase.IDLE: 50 * MIB, Phase.BACKWARD: 405 * MIB}
-    found = texts(plots.memory_bars(prediction.estimate, measured))
+    found = texts(run_plots.memory_bars(prediction.estimate, measured))
     assert {"412.0 MiB", "405.0 MiB", "50.0 MiB", "309.0 MiB"} <= set(found)
     assert {"weights", "block inputs", "measured", "Between steps", "Update"} <= set(found)
 
 
 def test_bars_are_as_long_as_their_bytes(prediction: Prediction) -> None:
     """Pixels per byte are one number over all terms, and the terms of a phase stand end to end."""
-    svg = plots.memory_bars(prediction.estimate, {Phase.BACKWARD: 412 * MIB})
+    svg = run_plots.memory_bars(prediction.estimate, {Phase.BACKWARD: 412 * MIB})
     bars = re.findall(
         r'd="M ([\d.]+) [\d.]+ \nL ([\d.]+)[^"]*" clip-path="[^"]*" style="fill: var\(--([\w-]+)\)', svg
     )
@@ -57,11 +57,11 @@ def test_colours_are_variables_of_the_page_and_ids_are_not_repeated(
     prediction: Prediction, steps: list[StepReport]
 ) -> None:
     pictures = [
-        plots.memory_bars(prediction.estimate, {}),
-        plots.loss_curve(steps),
-        plots.learning_rate_curve(steps),
-        plots.throughput_curve(steps, predicted=2000.0),
-        plots.grad_norm_curve(steps, clipped_at=1.0),
+        run_plots.memory_bars(prediction.estimate, {}),
+        run_plots.loss_curve(steps),
+        run_plots.learning_rate_curve(steps),
+        run_plots.throughput_curve(steps, predicted=2000.0),
+        run_plots.grad_norm_curve(steps, clipped_at=1.0),
     ]
     for svg in pictures:
         assert "var(--series-" in svg
@@ -73,14 +73,14 @@ def test_colours_are_variables_of_the_page_and_ids_are_not_repeated(
 
 
 def test_the_same_run_gives_the_same_picture(steps: list[StepReport]) -> None:
-    assert plots.loss_curve(steps) == plots.loss_curve(steps)
+    assert run_plots.loss_curve(steps) == run_plots.loss_curve(steps)
 
 
 def test_a_value_that_is_not_finite_gets_a_mark(steps: list[StepReport]) -> None:
-    assert "not finite" not in texts(plots.loss_curve(steps))
+    assert "not finite" not in texts(run_plots.loss_curve(steps))
     broken = [*steps[:-1], dataclasses.replace(steps[-1], loss=math.nan, grad_norm=math.inf)]
-    assert "not finite" in texts(plots.loss_curve(broken))
-    assert "not finite" in texts(plots.grad_norm_curve(broken, clipped_at=0))
+    assert "not finite" in texts(run_plots.loss_curve(broken))
+    assert "not finite" in texts(run_plots.grad_norm_curve(broken, clipped_at=0))
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -89,11 +89,11 @@ def test_the_shortest_run_draws_without_a_warning(steps: list[StepReport], count
         warnings.simplefilter("error")
         few = [dataclasses.replace(step, learning_rate=0.0, grad_norm=math.nan) for step in steps[:count]]
         for svg in (
-            plots.loss_curve(few),
-            plots.learning_rate_curve(few),
-            plots.throughput_curve(few),
-            plots.grad_norm_curve(few, clipped_at=1.0),
-            plots.memory_bars(None, {Phase.IDLE: 0}),
+            run_plots.loss_curve(few),
+            run_plots.learning_rate_curve(few),
+            run_plots.throughput_curve(few),
+            run_plots.grad_norm_curve(few, clipped_at=1.0),
+            run_plots.memory_bars(None, {Phase.IDLE: 0}),
         ):
             ElementTree.fromstring(svg)
 
@@ -103,7 +103,7 @@ def test_folding_keeps_the_sums() -> None:
         Phase.FORWARD: {f"term {n}": 2**n for n in range(12)},
         Phase.BACKWARD: {f"term {n}": 3 * n + 1 for n in range(5, 14)},
     }
-    folded = plots.fold_small_terms(phases)
+    folded = run_plots.fold_small_terms(phases)
     names = {name for terms in folded.values() for name in terms}
     assert len(names) == SERIES
     assert {p: sum(t.values()) for p, t in folded.items()} == {p: sum(t.values()) for p, t in phases.items()}
@@ -122,9 +122,9 @@ def test_thinning_keeps_the_spike_and_the_order() -> None:
 
 def test_the_running_mean_of_a_straight_line_is_that_line() -> None:
     line = [(step, 3.0 - 0.01 * step) for step in range(200)]
-    for (_, smooth), (_, value) in zip(plots.running_mean(line), line, strict=True):
+    for (_, smooth), (_, value) in zip(run_plots.running_mean(line), line, strict=True):
         assert smooth == pytest.approx(value)
-    assert plots.running_mean([(1, math.nan), (2, 2.0)]) == [(2, 2.0)]
+    assert run_plots.running_mean([(1, math.nan), (2, 2.0)]) == [(2, 2.0)]
 
 
 def test_without_matplotlib_the_command_is_named(
@@ -132,10 +132,10 @@ def test_without_matplotlib_the_command_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtra, match=r"fitune\[plots\]"):
-        plots.loss_curve(steps)
+        run_plots.loss_curve(steps)
 
 
 def test_the_axis_unit_follows_the_largest_bar(prediction: Prediction) -> None:
-    assert "GiB" in texts(plots.memory_bars(None, {Phase.IDLE: 3 * 1024 * MIB}))
-    assert "bytes" in texts(plots.memory_bars(None, {Phase.IDLE: 12}))
-    assert format_bytes(12) in texts(plots.memory_bars(None, {Phase.IDLE: 12}))
+    assert "GiB" in texts(run_plots.memory_bars(None, {Phase.IDLE: 3 * 1024 * MIB}))
+    assert "bytes" in texts(run_plots.memory_bars(None, {Phase.IDLE: 12}))
+    assert format_bytes(12) in texts(run_plots.memory_bars(None, {Phase.IDLE: 12}))

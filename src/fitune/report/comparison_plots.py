@@ -7,17 +7,8 @@ from typing import Any, NamedTuple
 
 from fitune.errors import MissingExtra
 from fitune.report.compare import Row
-from fitune.report.plots import (
-    SERIES,
-    Axes,
-    axis_unit,
-    colour,
-    draw_bar,
-    draw_line,
-    draw_svg,
-    legend_above,
-    running_mean,
-)
+from fitune.report.plots import SERIES, Axes, axis_unit, colour, draw_bar, draw_line, draw_svg, legend_above
+from fitune.report.run_plots import running_mean
 from fitune.spec.plan import Plan, trains_every_weight
 from fitune.spec.reports import StepReport
 from fitune.units import format_bytes, format_rate

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.errors import MissingExtra
-from fitune.report import plan_words, plots
+from fitune.report import plan_words, run_plots
 from fitune.report.account import ledger_table
 from fitune.report.compare import (
     PEAK,
@@ -84,14 +84,14 @@ def draw_pictures(run: RunFiles) -> dict[str, Any]:
     from markupsafe import Markup
 
     phases = measure(run.run, run.steps).phases
-    drawn = {"memory": plots.memory_bars(run.estimate, phases) if run.estimate or phases else ""}
+    drawn = {"memory": run_plots.memory_bars(run.estimate, phases) if run.estimate or phases else ""}
     if run.steps:
         predicted = run.estimate.tokens_per_second if run.estimate else None
         drawn |= {
-            "loss": plots.loss_curve(run.steps),
-            "learning_rate": plots.learning_rate_curve(run.steps),
-            "throughput": plots.throughput_curve(run.steps, predicted=predicted),
-            "grad_norm": plots.grad_norm_curve(run.steps, clipped_at=run.plan.schedule.max_grad_norm),
+            "loss": run_plots.loss_curve(run.steps),
+            "learning_rate": run_plots.learning_rate_curve(run.steps),
+            "throughput": run_plots.throughput_curve(run.steps, predicted=predicted),
+            "grad_norm": run_plots.grad_norm_curve(run.steps, clipped_at=run.plan.schedule.max_grad_norm),
         }
     return {name: Markup(picture) for name, picture in drawn.items()}
 

@@ -1,0 +1,159 @@
+"""The pictures of one run: memory by phase; loss, learning rate, speed and norm of gradients over the steps."""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+from fitune.report.compare import PHASE_NAMES
+from fitune.report.plots import (
+    SERIES,
+    Axes,
+    axis_unit,
+    colour,
+    draw_bar,
+    draw_bar_label,
+    draw_line,
+    draw_svg,
+    legend_above,
+    mark_not_finite,
+)
+from fitune.spec.predictions import Estimate, Phase
+from fitune.spec.reports import StepReport
+
+
+def memory_bars(estimate: Estimate | None, measured: dict[Phase, int]) -> str:
+    """Per phase the predicted bytes stacked by term, and below them the measured ones in one piece."""
+    predicted = {} if estimate is None else fold_small_terms(estimate.memory.phases)
+    phases = [phase for phase in PHASE_NAMES if phase in predicted or phase in measured]
+    largest = max([*(sum(predicted[p].values()) for p in predicted), *measured.values()], default=0) or 1
+    unit, unit_name = axis_unit(largest)
+
+    def draw(axes: Axes) -> None:
+        for place, phase in enumerate(phases):
+            _stacked_bar(axes, place - 0.19, predicted.get(phase, {}), _term_colours(predicted), unit)
+            if phase in measured:
+                draw_bar(axes, place + 0.19, 0, measured[phase] / unit, colour("ink"), "measured")
+                draw_bar_label(axes, place + 0.19, measured[phase], unit)
+        axes.set_yticks(range(len(phases)), [PHASE_NAMES[phase] for phase in phases])
+        axes.set_xlim(0, largest / unit * 1.22)  # room for the labels at the ends of the bars
+        axes.set_xlabel(unit_name)
+        axes.invert_yaxis()
+        axes.tick_params(axis="y", labelcolor=colour("ink"))
+        legend_above(axes)
+
+    return draw_svg(
+        draw,
+        name="memory",
+        label="Memory by phase, predicted and measured",
+        grid="x",
+        height_in=0.9 + 0.76 * len(phases),
+    )
+
+
+def loss_curve(steps: Sequence[StepReport]) -> str:
+    """Training loss, its running mean, and the loss on the held-out rows."""
+    train = [(step.step, step.loss) for step in steps]
+    held_out = [(step.step, step.eval_loss) for step in steps if step.eval_loss is not None]
+
+    def draw(axes: Axes) -> None:
+        if len(train) >= 30:
+            draw_line(axes, train, "series-1", "each step", width=0.7, alpha=0.4)
+            draw_line(axes, running_mean(train), "series-1", "training, running mean", width=1.8)
+        else:
+            draw_line(axes, train, "series-1", "training", width=1.6)
+        if held_out:
+            draw_line(axes, held_out, "series-6", "held out", width=1.4, marker="o")
+        mark_not_finite(axes, [*train, *held_out])
+        axes.set_ylabel("nats per token")
+        legend_above(axes)
+
+    return draw_svg(draw, name="loss", label="Loss over the steps")
+
+
+def learning_rate_curve(steps: Sequence[StepReport]) -> str:
+    points = [(step.step, step.learning_rate) for step in steps]
+
+    def draw(axes: Axes) -> None:
+        draw_line(axes, points, "series-3", "learning rate", width=1.6)
+        axes.set_ylim(bottom=0)
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
+
+    return draw_svg(draw, name="learning-rate", label="Learning rate over the steps")
+
+
+def throughput_curve(steps: Sequence[StepReport], *, predicted: float | None = None) -> str:
+    """Tokens per second of each step; the prediction as a dashed line."""
+    points = [(step.step, step.tokens_per_second) for step in steps]
+
+    def draw(axes: Axes) -> None:
+        draw_line(axes, points, "series-1", "measured", width=1.2)
+        if predicted is not None:
+            axes.axhline(
+                predicted, color=colour("series-2"), linewidth=1.6, linestyle=(0, (4, 2)), label="predicted"
+            )
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("tokens/s")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        legend_above(axes)
+
+    return draw_svg(draw, name="throughput", label="Throughput over the steps")
+
+
+def grad_norm_curve(steps: Sequence[StepReport], *, clipped_at: float) -> str:
+    """Norm of the gradient before clipping; 0 for ``clipped_at`` means no clipping."""
+    points = [(step.step, step.grad_norm) for step in steps]
+
+    def draw(axes: Axes) -> None:
+        draw_line(axes, points, "series-4", "before clipping", width=1.2)
+        if clipped_at:
+            axes.axhline(
+                clipped_at, color=colour("muted"), linewidth=1.2, linestyle=(0, (4, 2)), label="clipped at"
+            )
+        mark_not_finite(axes, points)
+        axes.set_ylim(bottom=0)
+        legend_above(axes)
+
+    return draw_svg(draw, name="grad-norm", label="Gradient norm over the steps")
+
+
+def fold_small_terms(phases: dict[Phase, dict[str, int]]) -> dict[Phase, dict[str, int]]:
+    """Phases with at most as many terms as there are colours: the smallest are added up as ``other``."""
+    largest: dict[str, int] = {}
+    for terms in phases.values():
+        for name, value in terms.items():
+            largest[name] = max(value, largest.get(name, 0))
+    if len(largest) <= SERIES:
+        return phases
+    kept = sorted(largest, key=lambda name: largest[name], reverse=True)[: SERIES - 1]
+    return {
+        phase: {name: terms[name] for name in largest if name in kept and name in terms}
+        | {"other": sum(value for name, value in terms.items() if name not in kept)}
+        for phase, terms in phases.items()
+    }
+
+
+def running_mean(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Mean of the finite values around each step, a twentieth of them at a time; centred, so it does not lag."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    sums = [0.0, *accumulate(value for _, value in finite)]
+    reach = max(len(finite) // 40, 2)
+    smooth = []
+    for place, (step, _) in enumerate(finite):
+        around = min(reach, place, len(finite) - 1 - place)  # symmetric up to the ends
+        total = sums[place + around + 1] - sums[place - around]
+        smooth.append((step, total / (2 * around + 1)))
+    return smooth
+
+
+def _stacked_bar(axes: Axes, place: float, terms: dict[str, int], colours: dict[str, str], unit: int) -> None:
+    start = 0.0
+    for name, value in terms.items():
+        draw_bar(axes, place, start, value / unit, colours[name], name.replace("_", " "))
+        start += value / unit
+    if terms:
+        draw_bar_label(axes, place, sum(terms.values()), unit)
+
+
+def _term_colours(phases: dict[Phase, dict[str, int]]) -> dict[str, str]:
+    names = list(dict.fromkeys(name for terms in phases.values() for name in terms))
+    return {name: colour(f"series-{number}") for number, name in enumerate(names, start=1)}
