@@ -9,10 +9,11 @@ import pytest
 
 from fitune.errors import FituneError, HardwareError, NothingFits, RecipeError
 from fitune.estimate.predict import largest_batch, predict_step_time
-from fitune.planner.clusters.fleet import Ranking, Wanted, node_counts, offers_on, rank_fleet
+from fitune.planner.clusters.fleet import Ranking, node_counts, offers_on, rank_fleet
 from fitune.planner.clusters.fleet import ranked as rank_offers
 from fitune.planner.clusters.fleet_words import explain_ranking, ranking_data
 from fitune.planner.clusters.whole_job import TOKENS_PER_SECOND, Offer
+from fitune.planner.clusters.wishes import Wanted
 from fitune.spec.counts import count_parameters
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Plan

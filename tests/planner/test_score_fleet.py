@@ -9,8 +9,8 @@ import pytest
 from fitune.cli import main
 from fitune.errors import NothingFits
 from fitune.planner.answering import plan_answering
-from fitune.planner.clusters.fleet import Wanted
 from fitune.planner.clusters.score_fleet import ScoreRanking, explain_score_ranking, rank_scoring
+from fitune.planner.clusters.wishes import Wanted
 from fitune.spec.answering import NO_ADAPTER, Questions
 from fitune.spec.recipe.fleet import Cluster, Fleet
 from plans import known

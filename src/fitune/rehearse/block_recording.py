@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.measure.device_rates import computes
 from fitune.models.language_model import blocks_of
-from fitune.rehearse.layer_extrapolation import make_states, parameter_keys
+from fitune.rehearse.deep_update import make_states, parameter_keys
 from fitune.rehearse.recorder import Recorder
 from fitune.rehearse.shapes import BLOCK_NUMBERS
 from fitune.rehearse.stand_ins import StandIns

@@ -3,24 +3,12 @@
 Memory is affine in depth, but its peak is not, as it moves from one moment to another. So not the peak is
 extrapolated but the step itself: what happens in one block is repeated for each that the shallow model lacks. Both
 rows of blocks, the recomputed and the others, keep their first two and last two, where neighbours differ.
-
-The optimizer sees parameters and no blocks: for its update those that stand for others are repeated, not built.
 """
 
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn import Module, Parameter
-
-from fitune.engine.protocol import Engine
-from fitune.engine.ranks import local_part
-from fitune.models.language_model import LanguageModel
-from fitune.rehearse.recorder import Recorder
-from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.trace import (
     Allocated,
     Entered,
@@ -30,9 +18,7 @@ from fitune.rehearse.trace import (
     Reached,
     Trace,
 )
-from fitune.spec.plan import Plan, updates_in_backward
 from fitune.spec.predictions import Phase
-from fitune.train.prepare import engine_for
 
 ROW = 5
 """Blocks that stand for a longer row: two at each end, and the one in the middle that is repeated."""
@@ -220,100 +206,3 @@ def _append_update(trace: Trace, update: Trace) -> None:
                 trace.events.append(Freed(same.get(storage, ("update", storage))))
             case _:
                 trace.events.append(event)
-
-
-Keyed = tuple[ParameterKey, Tensor]
-
-
-def record_update(plan: Plan, shallow: LanguageModel, depth: Depth) -> Trace:
-    """The update of ``plan``'s model, of which ``shallow`` has a few blocks.
-
-    Its gradients, weights and states are among what is resident.
-    """
-    weights = dict(_deepened(_parameters(shallow), depth))
-    trained = {key: p for key, p in weights.items() if isinstance(p, Parameter) and p.requires_grad}
-    engine = engine_for(plan, shallow, {_flat_name(key): p for key, p in trained.items()})
-    make_states(plan, engine, trained.values())
-    if not updates_in_backward(plan.tuning):
-        _share_gradients(trained, dict(_parameters(shallow)), depth)
-    resident: dict[str, Iterable[Tensor]] = {
-        "weights": [*weights.values(), *(buffer for _, buffer in _deepened(_buffers(shallow), depth))],
-        "optimizer": map(local_part, engine.state().tensors.values()),
-        "gradients": (p.grad for p in trained.values() if p.grad is not None),  # a list would keep them alive
-    }
-    recorder = Recorder(resident, StandIns(gpu=plan.hardware.gpu, supervised_tokens=1))
-    recorder.name_gradients((key, p.grad) for key, p in trained.items())
-    with recorder:
-        engine.update(learning_rate=1.0, enter_phase=recorder.enter)
-        return recorder.finished()
-
-
-def make_states(plan: Plan, engine: Engine, trained: Iterable[Tensor]) -> None:
-    """An update on gradients of no content: the optimizer makes its states as in a first step."""
-    _set_gradients(trained)
-    with Recorder({}, StandIns(gpu=plan.hardware.gpu, supervised_tokens=1)):
-        engine.update(learning_rate=1.0, enter_phase=lambda phase: None)
-
-
-def parameter_keys(model: LanguageModel) -> dict[int, ParameterKey]:
-    """id of a parameter -> its block and its name there."""
-    return {id(parameter): key for key, parameter in _parameters(model)}
-
-
-def _set_gradients(trained: Iterable[Tensor]) -> None:
-    for parameter in trained:
-        parameter.grad = torch.empty_like(parameter)
-
-
-def _share_gradients(
-    trained: Mapping[ParameterKey, Parameter], shallow: Mapping[ParameterKey, Tensor], depth: Depth
-) -> None:
-    """Gradients of no content; where the shallow model's share a storage, as FSDP2's of a block do, so do these."""
-    storages: dict[tuple[int | None, int], Tensor] = {}
-    for (block, name), parameter in trained.items():
-        example = shallow[depth.stood_for_by(block), name].grad
-        assert example is not None
-        local = local_part(example)
-        whole = local.untyped_storage()
-        place = (block, whole._cdata)
-        if place not in storages:
-            storages[place] = parameter.new_empty(whole.nbytes() // local.element_size(), dtype=local.dtype)
-        parameter.grad = storages[place].as_strided(local.shape, local.stride(), local.storage_offset())
-
-
-def _parameters(model: LanguageModel) -> Iterator[Keyed]:
-    """Trained parameters in the order in which training hands them to the optimizer."""
-    return _by_block(model, lambda module: module.named_parameters())
-
-
-def _buffers(model: LanguageModel) -> Iterator[Keyed]:
-    return _by_block(model, lambda module: module.named_buffers())
-
-
-def _by_block(
-    model: LanguageModel, members: Callable[[Module], Iterable[tuple[str, Tensor]]]
-) -> Iterator[Keyed]:
-    inside = {
-        id(tensor): (index, name)
-        for index, block in enumerate(model.blocks)
-        for name, tensor in members(block)
-    }
-    for name, tensor in members(model.whole):
-        yield inside.get(id(tensor), (None, name)), tensor
-
-
-def _deepened(shallow: Iterable[Keyed], depth: Depth) -> Iterator[Keyed]:
-    """New tensors of the same shapes, those of a block that stands for others once for each of them."""
-    for block, group in itertools.groupby(shallow, key=lambda item: item[0][0]):
-        members = [(name, tensor) for (_, name), tensor in group]
-        for copy in [None] if block is None else depth.copies(block):
-            yield from (((copy, name), _empty_like(tensor)) for name, tensor in members)
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(local_part(tensor), requires_grad=False)
-    return Parameter(empty, tensor.requires_grad) if isinstance(tensor, Parameter) else empty
-
-
-def _flat_name(key: ParameterKey) -> str:
-    return f"{key[0]}.{key[1]}"

@@ -18,14 +18,8 @@ from fitune.models.attention import attending_as
 from fitune.models.door import empty_model, model_config, with_layers
 from fitune.models.liger import computing_with
 from fitune.models.weights import compute_dtype
-from fitune.rehearse.layer_extrapolation import (
-    Depth,
-    Irregular,
-    extrapolated,
-    make_states,
-    parameter_keys,
-    record_update,
-)
+from fitune.rehearse.deep_update import make_states, parameter_keys, record_update
+from fitune.rehearse.layer_extrapolation import Depth, Irregular, extrapolated
 from fitune.rehearse.recorder import (
     Recorder,
     fake_ranks,

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fitune.estimate.division import num_ranks
-from fitune.planner.clusters.fleet import Ranking, where
+from fitune.planner.clusters.fleet import Ranking
 from fitune.planner.clusters.job import STORAGE_BANDWIDTH
 from fitune.planner.clusters.whole_job import START_SECONDS, TOKENS_PER_SECOND, Offer, Stay
+from fitune.planner.clusters.wishes import where
 from fitune.spec.plan import Plan
 from fitune.spec.words import (
     describe_devices,

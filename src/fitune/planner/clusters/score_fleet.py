@@ -8,18 +8,11 @@ from typing import Any
 from fitune.errors import FituneError, NothingFits
 from fitune.planner.answering import AnsweringReport, name_of
 from fitune.planner.answering_words import rows_line
-from fitune.planner.clusters.fleet import (
-    Wanted,
-    hardware_of,
-    kept_and_refused,
-    node_counts,
-    nowhere,
-    require_prices,
-    where,
-)
+from fitune.planner.clusters.fleet import hardware_of, node_counts
 from fitune.planner.clusters.fleet_words import aligned, cost_words, free_words, stay_data
 from fitune.planner.clusters.job import STORAGE_BANDWIDTH
 from fitune.planner.clusters.whole_job import START_SECONDS, Stay
+from fitune.planner.clusters.wishes import Wanted, kept_and_refused, nowhere, require_prices, where
 from fitune.spec.answering import Questions
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Hardware

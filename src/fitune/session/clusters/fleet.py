@@ -8,8 +8,9 @@ from typing import Any
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.estimate.predict import largest_batch
-from fitune.planner.clusters.fleet import EpochOf, Ranking, Wanted, rank_fleet, where
+from fitune.planner.clusters.fleet import EpochOf, Ranking, rank_fleet
 from fitune.planner.clusters.whole_job import Offer
+from fitune.planner.clusters.wishes import Wanted, where
 from fitune.session.clusters.launching import is_fetched, launch_file, render
 from fitune.spec.machines.job import System
 from fitune.spec.model.model_config import load_model_spec
