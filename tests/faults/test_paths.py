@@ -148,7 +148,7 @@ def test_without_file_locks_the_text_of_the_lock_decides(tmp_path, monkeypatch, 
             pass
 
 
-_IMPORT = "from pathlib import Path\nfrom fitune.spec.run_directory import lock_directory"
+_IMPORT = "from pathlib import Path\nfrom fitune.spec.run_lock import lock_directory"
 
 
 def try_elsewhere(folder: Path) -> str:

@@ -24,7 +24,7 @@ from report.conftest import write_run
 _HOLD = """
 import sys
 from pathlib import Path
-from fitune.spec.run_directory import lock_directory
+from fitune.spec.run_lock import lock_directory
 
 with lock_directory(Path(sys.argv[1])):
     print("held", flush=True)
