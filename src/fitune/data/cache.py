@@ -14,11 +14,14 @@ from typing import Any
 
 from fitune.errors import DataError
 from fitune.files import cache_folder, open_regular, read_bytes, sync_tree, write_synced
+from fitune.stores.opening import is_url
 from fitune.units import GIB, MIB
 
 _CODE_VERSION = 3
 """Raised whenever the same input would be tokenised, or stored, differently."""
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
+TOKENS = "tokens"
+"""Folder of the entries."""
 _MAKING = ".making-"
 _GRACE_S = 600
 """An unfinished folder is left alone for this long, whoever owns it: its maker takes the lock just after it made it."""
@@ -32,8 +35,9 @@ def ignore_bytes(_count: int) -> None:
 
 
 def folder_of(cache_dir: str) -> Path:
-    """``tokens`` in ``cache_dir``, or else where fitune keeps what it can make again."""
-    return (Path(cache_dir).expanduser() if cache_dir else cache_folder()) / "tokens"
+    """``tokens`` in ``cache_dir``, or else, and beside a URL, where fitune keeps what it can make again."""
+    is_here = cache_dir and not is_url(cache_dir)
+    return (Path(cache_dir).expanduser() if is_here else cache_folder()) / TOKENS
 
 
 def key_of(settings: dict[str, Any], *, tokenizer: Any, template: str) -> str:
@@ -62,17 +66,17 @@ def read_entry(entry: Path, *, on_bytes: OnBytes = ignore_bytes) -> dict[str, An
     if not entry.exists():
         return None
     try:
-        sealed = json.loads(read_bytes(entry / _MANIFEST, limit=2 * GIB, follow_links=False))
+        sealed = json.loads(read_bytes(entry / MANIFEST, limit=2 * GIB, follow_links=False))
         content, files = sealed["content"], sealed["files"]
         if sealed["hash"] != _hash_of_text(content, files):
-            raise Damaged(f"{_MANIFEST} was changed")
-        if _names(entry) != sorted([*files, _MANIFEST]):
+            raise Damaged(f"{MANIFEST} was changed")
+        if _names(entry) != sorted([*files, MANIFEST]):
             raise Damaged("files were added or removed")
         for name, expected in files.items():
             if _hash_of_file(entry / name, on_bytes) != expected:
                 raise Damaged(f"{name} was changed")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(getattr(error, "strerror", None) or f"{_MANIFEST} cannot be read") from None
+        raise Damaged(getattr(error, "strerror", None) or f"{MANIFEST} cannot be read") from None
     return dict(content)
 
 
@@ -104,9 +108,10 @@ def publish(folder: Path, entry: Path, content: dict[str, Any], *, on_bytes: OnB
     What stands there is replaced: it was damaged, or another process has just made the same. Who has mapped its files
     keeps them. Raises OSError.
     """
+    (folder / MANIFEST).unlink(missing_ok=True)  # of an entry that was fetched
     files = {name: _hash_of_file(folder / name, on_bytes) for name in _names(folder)}
     sealed = {"content": content, "files": files, "hash": _hash_of_text(content, files)}
-    write_synced(folder / _MANIFEST, [json.dumps(sealed, ensure_ascii=False, indent=1).encode()])
+    write_synced(folder / MANIFEST, [json.dumps(sealed, ensure_ascii=False, indent=1).encode()])
     sync_tree(folder)
     for _ in range(10):
         with suppress(OSError):

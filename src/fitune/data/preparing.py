@@ -18,6 +18,7 @@ from fitune.data.dataset import DatasetWriter, Facts, TokenDataset
 from fitune.data.ledger import LedgerBook, Progress, Watch, describe_dropped, ignore_reading
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import content_key, read_rows, with_skip_hint
+from fitune.data.shared_cache import shared_cache
 from fitune.data.tokenising import MAX_TEXT, Fate, Job, RowTokeniser, TokenRows, text_size, tokenised
 from fitune.errors import DataError
 from fitune.spec.plan import DataFormat, DataPlan, DataSource
@@ -56,6 +57,7 @@ def prepare_data(
     seed: int,
     watch: Watch = ignore_reading,
     on_note: Callable[[str], None] = lambda _note: None,
+    sends: bool = True,
 ) -> PreparedData:
     """Read, check, split, tokenise and cut the data, or take it from the cache when nothing changed.
 
@@ -63,6 +65,7 @@ def prepare_data(
     added, and equal rows are on the same side. A source's ``weight`` w gives its n-th row ⌊(n+1)·w⌋ − ⌊n·w⌋ places
     in the training set: 2 repeats every row, 0.5 takes every other one. Held-out rows have one place each.
 
+    ``sends`` False leaves it to another process to send what it made to a ``cache_dir`` that is a URL.
     ``watch`` is called several times a second and may raise to stop: nothing half-made is left then.
     Raises DataError when nothing is left to train on or to evaluate, with the counts of why.
     """
@@ -91,13 +94,20 @@ def prepare_data(
     job = Job(
         data=data, tokenizer=tokenizer, template=template.source, template_name=template.name, seq_len=seq_len
     )
-    prepared = _from_cache(entry, progress, on_note)
-    if prepared is None:
-        with cache.making(entry) as folder:
-            prepared = _Preparation(job, folder, RowTokeniser(data, template, seq_len=seq_len), progress).run(
-                seed
-            )
-            _publish(prepared, folder, entry, tokenizer_path, progress)
+    allow_private = any(source.allow_private_addresses for source in data.sources)
+    with shared_cache(
+        data.cache_dir, allow_private=allow_private, beat=progress.beat, on_note=on_note
+    ) as shared:
+        prepared = _from_cache(entry, progress, on_note)
+        if prepared is None and shared is not None and shared.fetch(entry):
+            prepared = _from_cache(entry, progress, on_note)
+        if prepared is None:
+            tokenise = RowTokeniser(data, template, seq_len=seq_len)
+            with cache.making(entry) as folder:
+                prepared = _Preparation(job, folder, tokenise, progress).run(seed)
+                _publish(prepared, folder, entry, tokenizer_path, progress)
+        if shared is not None and sends:
+            shared.send(entry)
     progress.done()
     return replace(prepared, also_trained=also_trained)
 

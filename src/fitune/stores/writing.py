@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from fitune.errors import FituneError, StoreError
 from fitune.files import open_regular, temporary_sibling, write_synced
@@ -153,12 +153,17 @@ class Store:
         said = self.infos(parent).get(base) if file.stat().st_size > MIB else None
         return 0 if said is not None and self._holds(file, name, said) else self._put(file, name)
 
-    def get_folder(self, name: str, folder: Path) -> int:
+    def get_folder(self, name: str, folder: Path, *, stop: Callable[[], bool] = nobody_stops) -> int:
         """Bring every file below ``name`` into ``folder``; returns how many. Raises StoreError, DataError and OSError.
 
         A file that does not fit to the store's words about it is an error.
         """
         there = self.infos(name)
+
+        def block(stream: BinaryIO) -> bytes:
+            if stop():
+                raise StoreError(f"{self.below(name)}: fetching was stopped")
+            return stream.read(_BLOCK_BYTES)
 
         def get(each: str) -> None:
             if ".." in PurePosixPath(each).parts or "\\" in each or each.startswith("/"):
@@ -168,7 +173,7 @@ class Store:
             temporary = temporary_sibling(file)
             try:
                 with closing(open_stream(self.below(_inside(name, each)), clients=WRITTEN)) as stream:
-                    write_synced(temporary, iter(partial(stream.read, _BLOCK_BYTES), b""))
+                    write_synced(temporary, iter(partial(block, stream), b""))
                 if is_same(temporary, there[each]) is False:
                     raise StoreError(f"{self.below(name)}/{each}: what came is not what the store holds")
                 temporary.replace(file)

@@ -166,6 +166,7 @@ def _read_data(
         seed=plan.run.seed,
         watch=callbacks.on_reading,
         on_note=callbacks.on_note,
+        sends=ranks.is_first,
     )
     largest = max(part.largest_id for part in (data.train, data.eval) if part is not None)
     require_rows(plan.model_path, largest_id=largest, rows=plan.model.vocab_size)
