@@ -1,12 +1,13 @@
 """Scoring from start to end: what is written, and that a stopped run goes on with every id exactly once."""
 
 import errno
+import gc
 import json
 import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.shards import Shards
 from fitune.session.results import text_of
-from fitune.session.score.scoring import why_not_all
+from fitune.session.score.scoring import score_dataset, why_not_all
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import from_json
@@ -452,3 +453,52 @@ def test_two_scorings_do_not_write_into_one_directory(plan: ScorePlan) -> None:
 
     quietly(plan, progress=start_a_second)
     assert len(refusals) == 1
+
+
+def test_libraries_are_not_searched_for_garbage_while_rows_are_answered(
+    plan: ScorePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was there before the first row, then the model, too, and after the last row nothing."""
+    frozen: list[int] = []
+    answer = TransformersEngine.answer
+
+    def counted(engine: TransformersEngine, requests: Sequence[Request]) -> Iterator[Completion]:
+        frozen.append(gc.get_freeze_count())
+        yield from answer(engine, requests)
+
+    monkeypatch.setattr(TransformersEngine, "answer", counted)
+    gc.unfreeze()
+    try:
+        score_dataset(
+            model=plan.model, data=plan.sources[0].path, out=Path(plan.output_dir), tell=lambda event: None,
+            sampling={"max_new_tokens": 2}, batch_size=1,
+        )  # fmt: skip
+        first, second = frozen
+        assert 0 < first < second
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()  # as the tests' own start leaves it
+
+
+def test_a_line_is_read_once_for_all_graders_that_compare_texts(
+    finished: ScorePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    rows = Shards.rows
+
+    def counted(shards: Shards, number: int, kind: str = "answers") -> list[dict]:
+        read.append(f"{number} {kind}")
+        return rows(shards, number, kind)
+
+    monkeypatch.setattr(Shards, "rows", counted)
+    quietly(replace(finished, graders=("f1", "number", "exact_match")))
+    assert sorted(read) == sorted(f"{number} {kind}" for number in range(3) for kind in ("answers", "tasks"))
+
+
+def test_a_line_of_a_shard_that_is_no_json_is_an_error_with_its_shard(finished: ScorePlan) -> None:
+    """Grades have no hash of their own."""
+    grades = (Path(finished.output_dir) / "shards").glob("00001.grades-*.jsonl")
+    for path in grades:
+        path.write_text("{\n" * 8)
+    with pytest.raises(RunDirectoryError, match="00001.json: the shard is damaged"):
+        quietly(finished)

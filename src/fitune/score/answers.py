@@ -15,7 +15,7 @@ from fitune.files import write_atomically
 from fitune.models.weight_files import identity
 from fitune.score.engines.engine import Sampling
 from fitune.score.grades.likelihoods import likeliest
-from fitune.score.tasks import Answer, Task
+from fitune.score.tasks import Answer
 from fitune.spec.plan import DataSource
 from fitune.spec.run_directory import LOCK
 from fitune.spec.serial import read_object
@@ -31,14 +31,12 @@ def answer_line(answer: Answer, *, model: str) -> Line:
 
     ``token_ids`` and ``logprob`` (their sum in nats) stand beside the message, as far as the engine tells them.
     """
-    task = answer.task
-    line: Line = {"id": f"answer-{task.fingerprint}", "custom_id": task.id, "response": None, "error": None}
+    task, asked = answer.task, answer.task.fingerprint
+    line: Line = {"id": f"answer-{asked}", "custom_id": task.id, "response": None, "error": None}
     if answer.error:
-        return line | {
-            "error": {"code": answer.code, "message": answer.error, "request_id": task.fingerprint}
-        }
+        return line | {"error": {"code": answer.code, "message": answer.error, "request_id": asked}}
     if answer.likelihoods:
-        return line | {"response": _response(task, _weighed_body(answer, model))}
+        return line | {"response": _response(asked, _weighed_body(answer, model))}
     prompt, completion = len(task.prompt_ids), answer.completion_tokens
     known = {} if answer.logprob is None else {"logprob": round(answer.logprob, 6)}
     body = {
@@ -59,11 +57,11 @@ def answer_line(answer: Answer, *, model: str) -> Line:
             "total_tokens": prompt + completion,
         },
     }
-    return line | {"response": _response(task, body)}
+    return line | {"response": _response(asked, body)}
 
 
-def _response(task: Task, body: Line) -> Line:
-    return {"status_code": 200, "request_id": task.fingerprint, "body": body}
+def _response(request_id: str, body: Line) -> Line:
+    return {"status_code": 200, "request_id": request_id, "body": body}
 
 
 def _weighed_body(answer: Answer, model: str) -> Line:

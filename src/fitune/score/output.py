@@ -10,7 +10,6 @@ from fitune.files import written_whole
 from fitune.score.answers import Line, answer_logprob, answer_text
 from fitune.score.index import Index
 from fitune.score.shards import Shards
-from fitune.spec.serial import parse_json
 
 _ROW_GROUP = 1024
 """Rows that a group of the parquet file holds, and this process at a time."""
@@ -40,8 +39,8 @@ def write_outputs(
         add_record = stack.enter_context(_parquet(table, graders=tuple(keys)))
         for number, place in index.places():
             answer = shards.line(number, place)
-            line, task = parse_json(answer), parse_json(shards.line(number, place, "tasks"))
-            grades = {name: parse_json(shards.grade(number, key, place)) for name, key in keys.items()}
+            line, task = shards.row(number, place), shards.row(number, place, "tasks")
+            grades = {name: shards.grade(number, key, place) for name, key in keys.items()}
             answers.write(answer)
             graded.write(_grade_line(line, task, grades))
             add_record(_record(line, task, grades))

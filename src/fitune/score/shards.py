@@ -24,6 +24,7 @@ from fitune.score.tasks import Answer
 from fitune.spec.serial import parse_json
 
 T = TypeVar("T")
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 FOLDER = "shards"
 _KINDS = ("answers", "tasks")
@@ -111,12 +112,12 @@ class Shards:
             "rows": len(answers), "sha256": shard.hashes, "ids": shard.ids, "contents": shard.contents,
             "states": shard.states,
         }  # fmt: skip
-        write_atomically(self._path(number, ".json"), json.dumps(manifest, ensure_ascii=False) + "\n")
+        write_atomically(self._path(number, ".json"), f"{_encode(manifest)}\n")
         return shard
 
-    def line(self, number: int, place: int, kind: str = "answers") -> bytes:
-        """One line of a shard, its end included."""
-        return self.lines(number, kind)[place]
+    def line(self, number: int, place: int) -> bytes:
+        """The answer's line, its end included."""
+        return self.lines(number)[place]
 
     def lines(self, number: int, kind: str = "answers") -> list[bytes]:
         """All lines of a shard; those of the shards read last are kept."""
@@ -129,12 +130,20 @@ class Shards:
         self._lines.move_to_end(key)
         return self._lines[key]
 
+    def rows(self, number: int, kind: str = "answers") -> list[Line]:
+        """All lines of a shard as objects. Raises RunDirectoryError."""
+        return [self._parsed(number, line) for line in self.lines(number, kind)]
+
+    def row(self, number: int, place: int, kind: str = "answers") -> Line:
+        """One line of a shard as an object. Raises RunDirectoryError."""
+        return self._parsed(number, self.lines(number, kind)[place])
+
     def has_grades(self, number: int, key: str) -> bool:
         """True if the shard was graded under ``key``, for these very answers."""
         return self._path(number, f".{self._grades(number, key)}.jsonl").is_file()
 
-    def grades(self, number: int, key: str) -> list[bytes]:
-        return self.lines(number, self._grades(number, key))
+    def grades(self, number: int, key: str) -> list[Line]:
+        return self.rows(number, self._grades(number, key))
 
     def write_grades(self, number: int, key: str, grades: Iterable[Line]) -> None:
         """One line for each line of the shard."""
@@ -142,8 +151,8 @@ class Shards:
         write_atomically(self._path(number, f".{name}.jsonl"), _text(grades))
         self._lines.pop((number, name), None)
 
-    def grade(self, number: int, key: str, place: int) -> bytes:
-        return self.lines(number, self._grades(number, key))[place]
+    def grade(self, number: int, key: str, place: int) -> Line:
+        return self.row(number, place, self._grades(number, key))
 
     def _grades(self, number: int, key: str) -> str:
         """The name of the file, tied to the answers by their hash."""
@@ -151,6 +160,14 @@ class Shards:
             tied = hashlib.sha256(f"{key} {sorted(self.read(number).hashes.items())}".encode())
             self._names[number, key] = f"grades-{tied.hexdigest()[:12]}"
         return self._names[number, key]
+
+    def _parsed(self, number: int, line: bytes) -> Line:
+        """``json.loads`` alone: the bytes are those that were written here, and each row is read several times."""
+        try:
+            found: Line = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise _damaged(self._path(number, ".json"), str(error)) from None
+        return found
 
     def _check(self, shard: Shard, kind: str) -> None:
         path = self._path(shard.number, f".{kind}.jsonl")
@@ -200,7 +217,7 @@ def _state(answer: Answer) -> int:
 
 
 def _text(lines: Iterable[Line]) -> bytes:
-    return "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines).encode()
+    return "".join(f"{_encode(line)}\n" for line in lines).encode()
 
 
 def _damaged(path: Path, why: str) -> RunDirectoryError:

@@ -3,7 +3,7 @@
 Of a judge's shard the rows that it did not answer are asked again by the next run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from fitune.errors import RecipeError
 from fitune.score.answers import Line, answer_text
@@ -11,7 +11,6 @@ from fitune.score.grades.grader_process import GradeFailed, GuardedGrader
 from fitune.score.grades.graders import Grader, Kind
 from fitune.score.grades.judging import Judging
 from fitune.score.shards import Shards
-from fitune.spec.serial import parse_json
 
 Helper = GuardedGrader | Judging | None
 """Who grades where a function of two texts does not do: a process, or a judge."""
@@ -39,18 +38,24 @@ def try_graders(graders: Sequence[Grader]) -> None:
 def grade_shards(shards: Shards, graders: Sequence[Grader]) -> None:
     """Grade what is not graded yet. A grader that raises or hangs leaves an error in its row, and the grade 0; a judge
     that does not answer, or says nothing that can be read, an error and no grade."""
+    alone = [grader for grader in graders if grader.row.grade or grader.row.weigh]
+    for number in shards.numbers():
+        if missing := [grader for grader in alone if not shards.has_grades(number, grader.key)]:
+            read = _read(shards, number)  # once for all of them
+            for grader in missing:
+                shards.write_grades(number, grader.key, (_grade(grader.row, *both) for both in read))
     for grader in graders:
         helper = _helper(grader)
-        try:
-            for number in shards.numbers():
-                earlier = _earlier(shards, number, grader)
-                if earlier is None or any(line.get("retry") for line in earlier):
-                    shards.write_grades(
-                        number, grader.key, _grades(shards, number, grader, helper, earlier or ())
-                    )
-        finally:
-            if helper is not None:
+        if helper is not None:
+            try:
+                _grade_with(helper, shards, grader)
+            finally:
                 helper.close()
+
+
+def _read(shards: Shards, number: int) -> list[tuple[Line, Line]]:
+    """Each answer of a shard, and what was asked."""
+    return list(zip(shards.rows(number), shards.rows(number, "tasks"), strict=True))
 
 
 def _helper(grader: Grader) -> Helper:
@@ -60,31 +65,25 @@ def _helper(grader: Grader) -> Helper:
     return GuardedGrader(grader.kind, grader.argument) if row.grade is None and row.weigh is None else None
 
 
-def _earlier(shards: Shards, number: int, grader: Grader) -> list[Line] | None:
-    """The shard's grades by a judge; empty for another grader, which is not asked twice; None: not graded."""
-    if not shards.has_grades(number, grader.key):
-        return None
-    return [parse_json(line) for line in shards.grades(number, grader.key)] if grader.row.judges else []
+def _grade_with(helper: GuardedGrader | Judging, shards: Shards, grader: Grader) -> None:
+    for number in shards.numbers():
+        is_graded = shards.has_grades(number, grader.key)
+        if isinstance(helper, GuardedGrader):
+            if not is_graded:
+                graded = (_guarded_grade(helper, *both) for both in _read(shards, number))
+                shards.write_grades(number, grader.key, graded)
+            continue
+        earlier = shards.grades(number, grader.key) if is_graded else []
+        if not is_graded or any(line.get("retry") for line in earlier):
+            shards.write_grades(number, grader.key, helper.grades(_read(shards, number), earlier))
 
 
-def _grades(
-    shards: Shards, number: int, grader: Grader, helper: Helper, earlier: Sequence[Line]
-) -> Iterator[Line]:
-    rows = zip(shards.lines(number), shards.lines(number, "tasks"), strict=True)
-    read = ((parse_json(answered), parse_json(asked)) for answered, asked in rows)
-    if isinstance(helper, Judging):
-        yield from helper.grades(list(read), earlier)
-        return
-    for line, task in read:
-        text = answer_text(line)
-        if grader.row.weigh:
-            yield _weighed_grade(grader.row, line)
-        elif text is None:
-            yield {"grade": 0.0}
-        elif helper is not None:
-            yield _guarded_grade(helper, text, task)
-        elif function := grader.row.grade:
-            yield {"grade": function(text, task["expected"])}
+def _grade(kind: Kind, line: Line, task: Line) -> Line:
+    if kind.weigh:
+        return _weighed_grade(kind, line)
+    text = answer_text(line)
+    assert kind.grade is not None
+    return {"grade": 0.0 if text is None else kind.grade(text, task["expected"])}
 
 
 def _weighed_grade(kind: Kind, line: Line) -> Line:
@@ -97,7 +96,10 @@ def _weighed_grade(kind: Kind, line: Line) -> Line:
     return {"grade": found.grade, **weight}
 
 
-def _guarded_grade(guarded: GuardedGrader, text: str, task: Line) -> Line:
+def _guarded_grade(guarded: GuardedGrader, line: Line, task: Line) -> Line:
+    text = answer_text(line)
+    if text is None:
+        return {"grade": 0.0}
     try:
         return {"grade": guarded.grade(answer=text, expected=task["expected"], prompt=task["prompt"])}
     except GradeFailed as failed:
