@@ -9,10 +9,12 @@ import pytest
 
 from fitune.errors import MissingExtra, ModelError, ScoringFailed
 from fitune.models.adapter_config import AdapterConfig
+from fitune.score.asking import Asker
 from fitune.score.engines import engine_vllm
 from fitune.score.engines.engine import EngineDied, Request, Sampling
 from fitune.score.engines.engine_vllm import VllmEngine, python_of_vllm, rounded_rank
 from fitune.score.engines.opening import why_merged_first
+from fitune.score.tasks import Task
 
 
 @pytest.fixture
@@ -101,6 +103,139 @@ def test_tokens_that_the_model_does_not_have_are_refused(run_as_worker) -> None:
             next(engine.answer([request("far", 3, token=100)]))
     finally:
         engine.close()
+
+
+FAKE_VLLM = """
+import os, time
+
+class LLM:
+    def __init__(self, **settings):
+        self.llm_engine = Engine()
+
+class Engine:
+    \"\"\"Three rows at once, each writes its prompt's first token as many times as that says.\"\"\"
+    def __init__(self):
+        self.waiting, self.running = [], []
+        self.model_config = self
+        self.max_model_len = 64
+        self.to_come, self.until = int(os.environ["ROWS"]), time.monotonic() + 20
+    def get_vocab_size(self):
+        return 100
+    def add_request(self, id, prompt, parameters, lora_request):
+        self.to_come -= 1
+        self.waiting.append([id, prompt["prompt_token_ids"][0], 0])
+    def has_unfinished_requests(self):
+        return bool(self.waiting or self.running)
+    def step(self):
+        while self.waiting and len(self.running) < 3:
+            self.running.append(self.waiting.pop(0))
+        if len(self.running) < 3 and self.to_come > 0 and time.monotonic() < self.until:
+            return []  # the sender may be slow, but it must not wait for this answer
+        with open(os.environ["FULL"], "a") as file:
+            file.write(f"{len(self.running)}\\n")
+        for row in self.running:
+            row[2] += str(row[1]) != os.environ["STUCK"]
+        done = [row for row in self.running if row[1] == row[2]]
+        self.running = [row for row in self.running if row[1] != row[2]]
+        return [Output(*row) for row in done]
+
+class Output:
+    finished = True
+    def __init__(self, id, token, count):
+        self.request_id, self.outputs = id, [self]
+        self.token_ids, self.finish_reason = [token] * count, "stop"
+        self.logprobs = [{token: self}] * count
+        self.logprob = -1.0
+
+class SamplingParams:
+    def __init__(self, **settings):
+        pass
+"""
+FAKE_MODULES = {
+    "__init__": FAKE_VLLM, "lora/__init__": "", "lora/request": "LoRARequest = None",
+    "sampling_params": "class RequestOutputKind: FINAL_ONLY = 2",
+}  # fmt: skip
+
+
+@pytest.fixture
+def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package in the place of vLLM, for the worker itself; a file with the rows of each of its steps."""
+    for name, lines in FAKE_MODULES.items():
+        file = tmp_path / "vllm" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(lines)
+    monkeypatch.setattr(engine_vllm, "python_of_vllm", lambda: sys.executable)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FULL", str(tmp_path / "full"))
+    monkeypatch.setenv("ROWS", "0")
+    monkeypatch.setenv("STUCK", "")
+    return tmp_path / "full"
+
+
+def test_vllm_is_full_between_two_shards_and_each_row_is_answered_once(
+    fake_vllm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the next shard enter where those of this one end; only behind the last shard it runs dry."""
+    shards = [
+        [request(f"{shard} {row}", 2, token=1 + (shard + row) * 3 % 5) for row in range(6)]
+        for shard in range(4)
+    ]
+    monkeypatch.setenv("ROWS", "24")
+    engine = VllmEngine(model="m", tokenizer="m", stop_ids=frozenset())
+    try:
+        for shard, after in zip(shards, [*shards[1:], []], strict=True):
+            found = {}
+            for answer in engine.answer(shard):
+                engine.prepare(after)
+                assert answer.id not in found
+                found[answer.id] = answer
+            assert found.keys() == {one.id for one in shard}
+            for one in shard:
+                (token, *_) = one.prompt_ids
+                assert found[one.id].token_ids == (token,) * token
+                assert found[one.id].logprobs == (-1.0,) * token
+    finally:
+        engine.close()
+    running = [int(line) for line in fake_vllm.read_text().split()]
+    assert running[:-5] == [3] * (len(running) - 5)
+    assert sum(running) == sum(one.prompt_ids[0] for shard in shards for one in shard)
+
+
+def test_rows_that_were_sent_ahead_are_asked_again_of_a_new_process(
+    fake_vllm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a dead process knew is lost with it, and no row twice."""
+    first, second = [request("a", 2, token=3)], [request("b", 2, token=4), request("long", 62)]
+    opened: list[VllmEngine] = []
+    monkeypatch.setenv("STUCK", "4")
+
+    def open_engine() -> VllmEngine:
+        opened.append(VllmEngine(model="m", tokenizer="m", stop_ids=frozenset()))
+        return opened[-1]
+
+    asker = Asker(open_engine, _Tokens(), sampling=Sampling(max_new_tokens=4), stop_ids=frozenset())
+    try:
+        (a,) = asker.ask(_tasks(first), on_answer=lambda: None, ahead=_tasks(second))
+        monkeypatch.setenv("STUCK", "")
+        opened[0]._process.kill()
+        b, long = asker.ask(_tasks(second), on_answer=lambda: None)
+    finally:
+        asker.close()
+    assert (a.token_ids, b.token_ids) == ((3,) * 3, (4,) * 4)
+    assert long.code == "prompt_too_long"
+    assert len(opened) == 2
+
+
+class _Tokens:
+    def decode(self, ids: tuple[int, ...], **_: object) -> str:
+        return " ".join(map(str, ids))
+
+
+def _tasks(requests: list[Request]) -> list[Task]:
+    return [
+        Task(id=one.id, prompt_ids=one.prompt_ids, prompt_text="", expected=None, where="")
+        for one in requests
+    ]
 
 
 @pytest.mark.parametrize("last", ["sys.stdin.readline()", "sys.stdin.readline()\nsys.stdin.readline()"])

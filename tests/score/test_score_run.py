@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -18,6 +19,7 @@ from fitune.demo.text import training_exercises
 from fitune.errors import DataError, FituneError, RecipeError, RunDirectoryError
 from fitune.score.engines.engine import Completion, Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
+from fitune.score.engines.opening import rows_of_a_shard
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.score.shards import Shards
@@ -502,3 +504,67 @@ def test_a_line_of_a_shard_that_is_no_json_is_an_error_with_its_shard(finished: 
         path.write_text("{\n" * 8)
     with pytest.raises(RunDirectoryError, match="00001.json: the shard is damaged"):
         quietly(finished)
+
+
+@pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (8, 2048)])
+def test_a_scoring_goes_on_with_shards_of_another_size(plan: ScorePlan, sizes: tuple[int, int]) -> None:
+    """Stopped after eleven rows, ended in other shards: the answers are those of one size, each row asked once more at
+    most."""
+    seen: list[int] = []
+
+    def kill(done: int, total: int) -> None:
+        if done == 11:
+            raise Killed
+
+    quietly(whole := replace(plan, output_dir=f"{plan.output_dir} whole"))
+    with pytest.raises(Killed):
+        quietly(replace(plan, shard_rows=sizes[0]), progress=kill)
+    written = sum(len(Shards(Path(plan.output_dir)).rows(n)) for n in Shards(Path(plan.output_dir)).numbers())
+    quietly(replace(plan, shard_rows=sizes[1]), progress=lambda done, total: seen.append(done))
+    assert seen[0] == written == 11 // sizes[0] * sizes[0]
+    for name in ("answers.jsonl", "grades.jsonl", "answers.parquet"):
+        assert (Path(plan.output_dir) / name).read_bytes() == (Path(whole.output_dir) / name).read_bytes()
+
+
+def test_an_engine_is_told_the_rows_of_the_next_shard_before_this_one_is_answered(
+    plan: ScorePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that cannot be asked; and data that grew goes on in shards of its own."""
+    told: list[str] = []
+    answer = TransformersEngine.answer
+
+    def answered(engine: TransformersEngine, requests: Sequence[Request]) -> Iterator[Completion]:
+        for completion in answer(engine, requests):
+            told.append(completion.id)
+            yield completion
+
+    def prepare(_engine: TransformersEngine, requests: Sequence[Request]) -> None:
+        told.extend(f"next {request.id}" for request in requests)
+
+    monkeypatch.setattr(TransformersEngine, "answer", answered)
+    monkeypatch.setattr(TransformersEngine, "prepare", prepare)
+    rows = Path(plan.sources[0].path)
+    bad = [json.dumps({"id": "bad", "prompt": "", "completion": "1"})]
+    rows.write_text("\n".join([*rows.read_text().splitlines()[:11], *bad]) + "\n")
+    quietly(plan)
+    ids = [f"train-{number:04d}" for number in range(1, 12)]
+    assert told[1:4] == [f"next {id_}" for id_ in ids[8:]]
+    assert sorted(one for one in told if not one.startswith("next")) == ids
+    del told[:]
+    write_data(rows.with_name("more"), count=14)
+    rows.write_text(rows.read_text() + "".join(rows.with_name("more").read_text().splitlines(True)[11:]))
+    quietly(plan)
+    assert sorted(told) == [f"train-{number:04d}" for number in (12, 13, 14)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "rows"),
+    [
+        ("transformers", "", 64),
+        ("server", "", 64),
+        ("vllm", "torch.float32", 64),
+        ("vllm", "torch.bfloat16", 2048),
+    ],
+)
+def test_shards_are_as_large_as_suits_the_engine(plan: ScorePlan, engine: Any, dtype: str, rows: int) -> None:
+    assert rows_of_a_shard(replace(plan, engine=engine, dtype=dtype, batch_size=4)) == rows

@@ -108,31 +108,43 @@ class Asker:
         self._sampling = sampling
         self._stop_ids = stop_ids
 
-    def ask(self, tasks: Sequence[Task], *, on_answer: Callable[[], None]) -> list[Answer]:
+    def ask(
+        self, tasks: Sequence[Task], *, on_answer: Callable[[], None], ahead: Sequence[Task] = ()
+    ) -> list[Answer]:
         """An answer or an error for each task, in their order. ``on_answer`` is called after each.
 
-        Raises ScoringFailed when the engine died too often, or failed for every row.
+        ``ahead``: tasks of the next call; the engine may begin with them. Raises ScoringFailed when the engine died too
+        often, or failed for every row.
         """
         found: dict[str, Completion] = {}
         requests = []
-        for task in tasks:
-            request = Request(
-                id=task.id, prompt_ids=task.prompt_ids, sampling=task.sampling or self._sampling
-            )
+        for task, request in zip(tasks, self._requests(tasks), strict=True):
             if task.problem:
                 found[task.id] = failed(request, "bad_row", task.problem)
                 on_answer()
             else:
                 requests.append(request)
+        next_ones = [one for task, one in zip(ahead, self._requests(ahead), strict=True) if not task.problem]
+
+        def answer(engine: Engine, some: Sequence[Request]) -> Iterator[Completion]:
+            for place, completion in enumerate(engine.answer(some)):
+                if not place:
+                    engine.prepare(next_ones)  # behind those that are asked
+                yield completion
+
         completions = self._engine.each(
-            requests,
-            lambda engine, some: engine.answer(some),
-            lambda request, error: failed(request, "engine_failed", error),
+            requests, answer, lambda request, error: failed(request, "engine_failed", error)
         )
         for completion in completions:
             found[completion.id] = completion
             on_answer()
         return [to_answer(task, found[task.id], self._tokenizer, self._stop_ids) for task in tasks]
+
+    def _requests(self, tasks: Sequence[Task]) -> list[Request]:
+        return [
+            Request(id=task.id, prompt_ids=task.prompt_ids, sampling=task.sampling or self._sampling)
+            for task in tasks
+        ]
 
     def close(self) -> None:
         self._engine.close()

@@ -23,7 +23,7 @@ class ScorePlan:
     id_column: str = ""
     batch_size: int = 16
     shard_rows: int = 0
-    """Rows of a shard; 0: sixteen batches."""
+    """Rows of a shard; 0: as many as suit the engine."""
     engine: EngineName = "transformers"
     devices: int = 1
     """GPUs of this node over which vLLM divides the weights."""

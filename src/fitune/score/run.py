@@ -18,7 +18,7 @@ from fitune.models.weights import load_tokenizer
 from fitune.score.answers import OURS, Line, claim, is_cut_off, manifest, tokens_of
 from fitune.score.choices import first_row_has_choices
 from fitune.score.engines.continuous import Watch, unwatched
-from fitune.score.engines.opening import check_engine, choose_device, choose_dtype, tokenizer_folder
+from fitune.score.engines.opening import check_engine, dtype_of, rows_of_a_shard, tokenizer_folder
 from fitune.score.grades.graders import CHOICE_GRADERS, Grader, References, open_graders, require_one_way
 from fitune.score.grades.grading import grade_shards, try_graders
 from fitune.score.grades.intervals import WeightedMean
@@ -35,9 +35,6 @@ from fitune.spec.reports import ScoreReport
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.run_lock import lock_directory
 from fitune.spec.serial import to_json
-
-_BATCHES_PER_SHARD = 16
-"""Answers reach the disk in the order of the input, this many batches at a time: what a kill can cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +154,7 @@ def _shards_in(
     served = f"{plan.engine}: {plan.served_model or plan.model}" if plan.engine == "server" else plan.engine
     wanted = manifest(
         engine=served, model=plan.model, adapter=plan.adapter, template=template.source, sources=plan.sources,
-        sampling=None if weighed else plan.sampling, dtype=plan.dtype or str(choose_dtype(choose_device())),
+        sampling=None if weighed else plan.sampling, dtype=dtype_of(plan),
     )  # fmt: skip
     require_real_files(directory, names=(*OURS, FOLDER))
     for folder in (directory, directory / FOLDER):
@@ -218,7 +215,7 @@ def _answer_pending(
         told = written + rows
         ears.progress(told, total)
 
-    size = plan.shard_rows or plan.batch_size * _BATCHES_PER_SHARD
+    size = plan.shard_rows or rows_of_a_shard(plan)
     first = max(shards.numbers(), default=-1) + 1
     tasks = map(asking.to_tasks, groups(asking.questions(index.pending()), size))
     for number, answers in enumerate(asked(tasks, look), first):
@@ -244,9 +241,11 @@ def _asked_here(
         look(done)
 
     try:
-        for group in tasks:
-            done = 0
-            yield asker.ask(group, on_answer=count)
+        group = next(tasks, None)
+        while group is not None:
+            done, ahead = 0, next(tasks, None)
+            yield asker.ask(group, on_answer=count, ahead=ahead or ())
+            group = ahead
     finally:
         asker.close()
 

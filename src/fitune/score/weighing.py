@@ -102,9 +102,12 @@ class Weigher:
         self._engine = Restarted(open_engine)
         self._has_weighed = False
 
-    def ask(self, tasks: Sequence[Task], *, on_answer: Callable[[], None]) -> list[Answer]:
+    def ask(
+        self, tasks: Sequence[Task], *, on_answer: Callable[[], None], ahead: Sequence[Task] = ()
+    ) -> list[Answer]:
         """An Answer with likelihoods, or an error, for each task, in their order. ``on_answer`` is called after each.
 
+        ``ahead``, the tasks of the next call, wait for it: a text is read in one pass.
         Raises ScoringFailed when the engine cannot weigh, died too often, or failed for every row.
         """
         asked = [

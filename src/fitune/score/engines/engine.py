@@ -116,6 +116,10 @@ class Engine(Protocol):
         """Write an answer for each request."""
         ...
 
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Rows that the next ``answer`` is asked for: an engine may begin with them while it is at the last ones."""
+        ...
+
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         """Log-probabilities of given tokens after given prompts."""
         ...

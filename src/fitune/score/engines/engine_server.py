@@ -106,6 +106,9 @@ class ServerEngine:
                 for waiting in asked:
                     waiting.cancel()
 
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Does nothing: a server has no more than ``batch_size`` requests at a time."""
+
     def _count(self, found: Completion) -> None:
         """A server that fails for as many rows as are under way, and never answered one, is not asked for the rest."""
         if not found.error:

@@ -93,6 +93,9 @@ class TransformersEngine:
                     batch_size=self.batch_size, on_token=on_token,
                 )  # fmt: skip
 
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Does nothing: a shard asked again after a kill is read in batches of the same shapes, to the last digit."""
+
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         shared: list[list[Continuation]] = []
         alone = list(continuations)

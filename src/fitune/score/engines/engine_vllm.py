@@ -74,6 +74,11 @@ class VllmEngine:
         self._tokenizer = tokenizer
         self._adapter = adapter
         self._is_checked = not adapter or _is_zero(Path(adapter))
+        self._numbers: dict[Request, int] = {}
+        """Rows that were sent and are not yielded yet."""
+        self._rows: dict[int, Request] = {}
+        self._found: dict[Request, Completion] = {}
+        self._sent = 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
         self._process = subprocess.Popen(
             [self._python, str(Path(vllm_worker.__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -104,22 +109,56 @@ class VllmEngine:
         largest = max((max(request.prompt_ids) for request in fitting), default=0)
         require_rows(self._tokenizer, largest_id=largest, rows=self._vocabulary)
         self._require_effect(fitting)
-        entries = [
-            {
-                "id": r.id, "ids": r.prompt_ids, "temperature": r.sampling.temperature,
-                "top_p": r.sampling.top_p or 1e-9, "seed": r.seed if r.sampling.temperature else None,
-                "max_new_tokens": r.sampling.max_new_tokens,
-            }
-            for r in fitting
-        ]  # fmt: skip
-        for line in self._ask("answer", entries):
-            yield Completion(
-                id=line["id"],
-                token_ids=tuple(line["token_ids"]),
-                logprobs=tuple(line["logprobs"]),
-                finish_reason="stop" if line["reason"] == "stop" else "length",
-                tokens=len(line["token_ids"]),
-            )
+        self._begin(fitting)
+        left = set(fitting)
+        for request in fitting:
+            if request in self._found:
+                left.remove(request)
+                yield self._taken(request)
+        while left:
+            request = self._keep(self._line())
+            if request in left:
+                left.remove(request)
+                yield self._taken(request)
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """These rows wait in vLLM behind those that are asked, so it never runs dry between two calls of answer."""
+        if self._is_checked:  # else the canary comes first
+            self._begin([one for one in requests if not refusal(one, context=self._context)])
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        """Send the rows that were not sent yet; vLLM takes them in this order, as it has room."""
+        entries = []
+        for request in requests:
+            if request not in self._numbers:
+                self._sent += 1
+                self._numbers[request], self._rows[self._sent] = self._sent, request
+                sampling = request.sampling
+                entries.append(
+                    {
+                        "number": self._sent, "ids": request.prompt_ids, "temperature": sampling.temperature,
+                        "top_p": sampling.top_p or 1e-9, "seed": request.seed if sampling.temperature else None,
+                        "max_new_tokens": sampling.max_new_tokens,
+                    }
+                )  # fmt: skip
+        if entries:
+            self._send({"what": "answer", "entries": entries})
+
+    def _keep(self, line: dict[str, Any]) -> Request:
+        """The row that is answered in this line."""
+        request = self._rows.pop(line["answer"])
+        self._found[request] = Completion(
+            id=request.id,
+            token_ids=tuple(line["token_ids"]),
+            logprobs=tuple(line["logprobs"]),
+            finish_reason="stop" if line["reason"] == "stop" else "length",
+            tokens=len(line["token_ids"]),
+        )
+        return request
+
+    def _taken(self, request: Request) -> Completion:
+        del self._numbers[request]
+        return self._found.pop(request)
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         entries = []
@@ -179,7 +218,10 @@ class VllmEngine:
         if entries:
             self._send({"what": what, "entries": entries})
             while not (line := self._line()).get("done"):
-                yield line
+                if "answer" in line:
+                    self._keep(line)
+                else:
+                    yield line
 
     def _send(self, line: dict[str, Any]) -> None:
         try:

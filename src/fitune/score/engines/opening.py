@@ -29,6 +29,26 @@ def choose_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
+def dtype_of(plan: ScorePlan) -> str:
+    """The data type of the answers, by torch's name."""
+    return plan.dtype or str(choose_dtype(choose_device()))
+
+
+_BATCHES_PER_SHARD = 16
+_VLLM_SHARD_ROWS = 2048
+"""Twice what vLLM answers at once on the largest GPUs (max_num_seqs of its LLM class)."""
+
+
+def rows_of_a_shard(plan: ScorePlan) -> int:
+    """Rows that reach the disk together, in the order of the input: what a kill can cost.
+
+    vLLM on a GPU has two shards at a time, so it is full while the last rows of the first are written.
+    """
+    rows = plan.batch_size * _BATCHES_PER_SHARD
+    on_gpu = dtype_of(plan) != str(torch.float32)
+    return max(rows, _VLLM_SHARD_ROWS) if plan.engine == "vllm" and on_gpu else rows
+
+
 def check_engine(plan: ScorePlan) -> None:
     """Raises RecipeError for settings that the engine cannot honour, MissingExtra when it is not installed."""
     if (plan.engine == "server") != bool(plan.url):

@@ -7,7 +7,9 @@ standard output that libraries cannot reach: what they print goes to standard er
 
 import json
 import os
+import queue
 import sys
+import threading
 from typing import Any
 
 
@@ -39,15 +41,15 @@ def main() -> None:
         prompts = [{"prompt_token_ids": entry["ids"]} for entry in entries]
         return llm.generate(prompts, parameters, lora_request=lora_request, use_tqdm=False)
 
-    def as_they_end(entries: Any, parameters: Any) -> Any:
-        """Entries and their outputs. ``generate`` would keep the first until the last has ended."""
-        engine = llm.llm_engine
-        for place, (entry, settings) in enumerate(zip(entries, parameters, strict=True)):
-            engine.add_request(str(place), {"prompt_token_ids": entry["ids"]}, settings, lora_request=lora)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    yield entries[int(output.request_id)], output
+    def step() -> None:
+        """One step of vLLM; answers go out as they end: ``generate`` would keep the first until the last has ended."""
+        for output in llm.llm_engine.step():
+            if output.finished:
+                written = output.outputs[0]
+                say({
+                    "answer": int(output.request_id), "token_ids": list(written.token_ids),
+                    "reason": written.finish_reason, "logprobs": _chosen(written.token_ids, written.logprobs),
+                })  # fmt: skip
 
     if lora is not None:
         try:
@@ -57,23 +59,29 @@ def main() -> None:
             return
     loaded = llm.llm_engine.model_config
     say({"context": loaded.max_model_len, "vocabulary": loaded.get_vocab_size()})
-    for text in sys.stdin:
+    lines = _lines_of_input()
+    while True:
+        if lines.empty() and llm.llm_engine.has_unfinished_requests():
+            step()
+            continue
+        text = lines.get()
+        if not text:
+            return
         asked = json.loads(text)
         entries = asked["entries"]
-        if asked["what"] == "answer":
-            parameters = [
-                SamplingParams(
+        if asked["what"] == "answer":  # these rows join those that are being answered
+            for e in entries:
+                parameters = SamplingParams(
                     temperature=e["temperature"], top_p=e["top_p"], seed=e["seed"], max_tokens=e["max_new_tokens"],
                     stop_token_ids=opened["stop_ids"], logprobs=0, detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                for e in entries
-            ]  # fmt: skip
-            for entry, output in as_they_end(entries, parameters):
-                written = output.outputs[0]
-                say({"id": entry["id"], "token_ids": list(written.token_ids), "reason": written.finish_reason,
-                     "logprobs": _chosen(written.token_ids, written.logprobs)})  # fmt: skip
-        elif asked["what"] == "weigh":
+                )  # fmt: skip
+                prompt = {"prompt_token_ids": e["ids"]}
+                llm.llm_engine.add_request(str(e["number"]), prompt, parameters, lora_request=lora)
+            continue
+        while llm.llm_engine.has_unfinished_requests():  # ``generate`` would take their answers
+            step()
+        if asked["what"] == "weigh":
             one = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
             for entry, output in zip(entries, run(entries, one), strict=True):
                 ids, told = entry["ids"][entry["prompt"] :], output.prompt_logprobs[entry["prompt"] :]
@@ -89,6 +97,27 @@ def main() -> None:
                 }
             )
         say({"done": True})
+
+
+def _lines_of_input() -> "queue.SimpleQueue[bytes]":
+    """Lines as they come, read beside the computing; after the last one an empty text.
+
+    Not by sys.stdin: Python aborts where it ends and a thread still waits there.
+    """
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read() -> None:
+        begun: list[bytes] = []
+        while chunk := os.read(0, 2**16):
+            first, *others = chunk.split(b"\n")
+            begun.append(first)
+            for other in others:
+                lines.put(b"".join(begun))
+                begun = [other]
+        lines.put(b"")
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
 
 
 def _chosen(ids: Any, told: Any) -> list[float]:
