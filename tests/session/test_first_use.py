@@ -12,13 +12,19 @@ from fitune.measure.hardware import calibrated, detect_hardware
 from fitune.session.train.first_use import measure_on_first_use
 
 
-def test_the_first_training_measures_and_the_second_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less is measured than of use, in less time."""
     monkeypatch.setattr(device_rates, "NEW_BYTES", 2**20)
     monkeypatch.setattr(device_rates, "ADAM_PARAMETERS", 2**16)
-    little = replace(
+    effort = replace(
         device_rates.HURRIED, products=1, row_lengths=(64,), tensor_mib=(0.25,), pool_bytes=2**20
     )
-    monkeypatch.setattr(device_rates, "HURRIED", little)
+    monkeypatch.setattr(device_rates, "HURRIED", effort)
+
+
+@pytest.mark.usefixtures("little")
+def test_the_first_training_measures_and_the_second_does_not() -> None:
     here = detect_hardware(use_gpus=False)
     said: list[str] = []
     before = torch.get_rng_state()
@@ -32,11 +38,39 @@ def test_the_first_training_measures_and_the_second_does_not(monkeypatch: pytest
     assert len(said) == 1
 
 
-def test_it_can_be_switched_off_and_is_for_one_process_on_a_processor() -> None:
+@pytest.mark.slow
+@pytest.mark.usefixtures("little")
+def test_two_processes_are_measured_while_both_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    alone = replace(detect_hardware(use_gpus=False), cpu_cores=2)
+    two = replace(alone, gpus_per_node=2)
+    said: list[str] = []
+    assert measure_on_first_use(two, tell=lambda event: said.append(str(event)), environment={})
+    assert "measured this processor by 2 processes in" in said[0]
+    found = calibrated(two).calibration
+    assert found is not None
+    assert found.device.startswith("cpu-1-threads-2-processes-")
+    assert found.threads == 1
+    assert found.collectives is not None
+    assert found.collectives.ranks == 2
+    assert calibrated(alone).calibration is None
+
+
+@pytest.mark.slow
+def test_processes_that_cannot_measure_are_said_and_stop_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_rates, "HURRIED", replace(device_rates.HURRIED, rounds=0))
+    two = replace(detect_hardware(use_gpus=False), gpus_per_node=2)
+    said: list[str] = []
+    assert not measure_on_first_use(two, tell=lambda event: said.append(str(event)), environment={})
+    assert "were not measured: a process that measures this processor ended with" in said[0]
+    assert not calibrations_folder().exists()
+
+
+def test_it_can_be_switched_off_and_is_for_the_processors_of_one_machine() -> None:
     here = detect_hardware(use_gpus=False)
     for hardware, environment in (
         (here, {"FITUNE_CALIBRATE": "0"}),
-        (replace(here, gpus_per_node=2), {}),
+        (replace(here, nodes=2), {}),
         (replace(here, gpu=replace(here.gpu, name="h100", capability=(9, 0))), {}),
     ):
         assert not measure_on_first_use(hardware, tell=print, environment=environment)

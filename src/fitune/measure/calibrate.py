@@ -62,8 +62,9 @@ def calibrate(hardware: Hardware, *, effort: Effort = THOROUGH) -> Calibration:
     best = {name: _least([each[name] for each in rounds]) for name in rounds[0]}
     forward_launch, start = launches(*best["launch"][:2])
     _, forward, both = best["launch"]
+    beside = dist.get_world_size() if dist.is_initialized() else 1
     return Calibration(
-        device=device_key(hardware.gpu, cores=hardware.cpu_cores),
+        device=device_key(hardware.gpu, cores=hardware.cpu_cores, processes=beside),
         date=datetime.date.today().isoformat(),
         threads=torch.get_num_threads(),
         products=tuple(product_rate(name, best[f"products {name}"]) for name in numbers),

@@ -17,9 +17,15 @@ def calibrations_folder(environment: Mapping[str, str] = os.environ) -> Path:
     return cache_folder(environment) / "calibration"
 
 
-def device_key(gpu: Gpu, *, cores: int, environment: Mapping[str, str] = os.environ) -> str:
-    """The name that a calibration is stored under: a processor is another device with another number of threads."""
-    return f"cpu-{processor_threads(cores, environment)}-threads" if gpu.is_cpu else gpu.name
+def device_key(
+    gpu: Gpu, *, cores: int, processes: int = 1, environment: Mapping[str, str] = os.environ
+) -> str:
+    """The name that a calibration is stored under: a processor is another device with another number of threads, and
+    for several ``processes`` that share it."""
+    if not gpu.is_cpu:
+        return gpu.name
+    beside = f"-{processes}-processes" if processes > 1 else ""
+    return f"cpu-{processor_threads(cores, environment)}-threads{beside}"
 
 
 def quick_key(device: str, *, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

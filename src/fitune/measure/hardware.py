@@ -105,7 +105,7 @@ def _shared_processor(here: Hardware, processes: int, nodes: int, memory_bytes: 
 
 def calibrated(hardware: Hardware) -> Hardware:
     """``hardware`` with the rates that were measured of its device on this machine, if they were."""
-    key = device_key(hardware.gpu, cores=hardware.threads_per_process)
+    key = device_key(hardware.gpu, cores=hardware.threads_per_process, processes=hardware.gpus_per_node)
     found = stored_calibration(key)
     if found is None and hardware.gpu.is_cpu:
         found = stored_calibration(quick_key(key))
