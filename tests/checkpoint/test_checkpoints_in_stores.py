@@ -36,6 +36,7 @@ FIRST = (Attempt(id="first", after=0),)
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setattr(opening, "WAITS_S", ())
+    monkeypatch.setitem(opening.WRITTEN, "memory", "fsspec")
     return Store(f"memory://{uuid.uuid4().hex}/runs/x")
 
 

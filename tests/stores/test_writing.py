@@ -173,8 +173,9 @@ def test_credentials_that_are_absent_are_named_and_schemes_that_are_unknown(
     with pytest.raises(StoreError, match="no credentials for s3://") as caught:
         Store(f"s3://{bucket}/x").require_writable()
     assert "AWS_ACCESS_KEY_ID" in str(caught.value.hint)
-    with pytest.raises(StoreError, match="smb:// addresses are not opened"):
-        Store("smb://host/x").require_writable()
+    for scheme in ("smb", "memory"):
+        with pytest.raises(StoreError, match=f"{scheme}:// addresses are not opened"):
+            Store(f"{scheme}://host/x").require_writable()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.1.2.3", "[::1]"])

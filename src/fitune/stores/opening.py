@@ -16,9 +16,8 @@ from fitune.stores.addresses import PrivateAddress, require_public
 
 CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "hdfs": "pyarrow",
-    "memory": "fsspec",
 }  # fmt: skip
-"""Scheme of a URL -> the package that reads it. memory:// is the memory of this process."""
+"""Scheme of a URL -> the package that reads it. No memory://, which is gone when the process ends."""
 HOSTS = {"ftp": "fsspec"}
 """As CLIENTS, for schemes whose URL names a host to connect to. Runs are written there; data is not read from there."""
 _PROBE_S, _READ_S = 10, 60
