@@ -164,6 +164,9 @@ def test_a_store_that_cannot_be_written_to_is_refused_before_anything(
     assert (code, "is no URL" in err) == (2, True)
     code, _, err = train(upload_to=f"s3://{bucket}/x", output_dir="s3://other/y")
     assert (code, "names another" in err) == (2, True)
+    for data, url in (("rows", "rows/run"), ("run/adapter/rows.jsonl", "run"), ("rows", "rows")):
+        code, _, err = train(data=f"s3://{bucket}/{data}", upload_to=f"s3://{bucket}/{url}")
+        assert (code, f"output_dir s3://{bucket}/{url} " in err) == (2, True), err
     code, _, err = train(upload_to=f"s3://me:{SECRET}@{bucket}/x")
     assert (code, SECRET in err) == (2, False)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -57,6 +57,8 @@ _PATHS = ["output_dir", "model", "chat_template", "cache_dir", "nvme_path", "res
         ("x/" + "y" * 256, "has 256 bytes, at most 255"),
         ("é" * 128, "has 256 bytes, at most 255"),
         ("x/" * 2100, "has 4200 bytes, at most 4095"),
+        ("s3:/bucket/x", "looks like a URL whose '://' is not whole: s3://bucket/x, or ./s3:/bucket/x"),
+        ("gs//bucket/x", "looks like a URL whose '://' is not whole: gs://bucket/x"),
     ],
     ids=ascii,
 )

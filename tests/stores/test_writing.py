@@ -1,12 +1,16 @@
 """Folders that are sent to a real S3 server: what is there is not sent again, the last file comes last, and faults."""
 
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from data.s3_server import DENIED, SECRET, Wire, behind_tls, objects, use_server
-from fitune.errors import StoreError
-from fitune.stores import digests, writing
+from fitune.errors import DataError, StoreError
+from fitune.stores import digests, opening, reading, writing
 from fitune.stores.writing import Store
 from optional_libraries import NEEDS_S3
 
@@ -176,6 +180,86 @@ def test_credentials_that_are_absent_are_named_and_schemes_that_are_unknown(
     for scheme in ("smb", "memory"):
         with pytest.raises(StoreError, match=f"{scheme}:// addresses are not opened"):
             Store(f"{scheme}://host/x").require_writable()
+
+
+@pytest.mark.parametrize(
+    ("url", "words", "hint"),
+    [
+        ("s4://bucket/x", "s4:// addresses are not opened", "did you mean 's3://'"),
+        ("S3://bucket/x", "S3:// addresses are not opened", "did you mean 's3://'"),
+        ("s3://", "s3:// names no bucket", "s3://BUCKET/folder"),
+        ("s3:///bucket/x", "names no bucket", "s3://BUCKET/folder"),
+        ("ftp:///x", "names no host", "ftp://HOST/folder"),
+        ("s3://bucket/runs/../x", "'..' is a name like others", "without '..'"),
+        ("https://example.com/x", "https:// addresses are not opened", "a folder, or s3://"),
+    ],
+)  # fmt: skip
+def test_urls_that_name_no_store_are_refused_before_they_are_asked(url: str, words: str, hint: str) -> None:
+    with pytest.raises(StoreError) as refused:
+        Store(url, allow_private=True)
+    assert words in refused.value.message
+    assert hint in str(refused.value.hint)
+
+
+def test_names_with_spaces_and_other_scripts_are_kept(bucket: str, folder: Path) -> None:
+    store = Store(f"s3://{bucket}/my runs/größe 模型/")
+    put(store, folder)
+    assert objects(bucket) == {
+        f"my runs/größe 模型/step-1/{name}": content for name, content in FILES.items()
+    }
+    assert put(store, folder) == 0
+
+
+def listening(answer: bytes) -> Iterator[str]:
+    """The address of a server that gives every connection this answer; with an empty one it says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kept: list[socket.socket] = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    kept.append(connection)
+                    if answer:
+                        connection.recv(65_536)
+                        connection.sendall(answer)
+                        connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def ask_at(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_server_that_never_answers_is_not_waited_for(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "ANSWER_S", 0.3)
+    for address in listening(b""):
+        ask_at(address, monkeypatch)
+        with pytest.raises(
+            StoreError, match=f"^s3://{bucket}/x: the store did not answer within 0.3 s"
+        ) as late:
+            Store(f"s3://{bucket}/x").require_writable()
+        assert f"AWS_ENDPOINT_URL = {address}" in str(late.value.hint)
+        with pytest.raises(DataError, match="did not answer within"):
+            reading.look_up(f"s3://{bucket}/rows.jsonl", is_pattern=False)
+
+
+def test_a_page_in_place_of_a_store_is_named_with_the_address(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = b"<html>Welcome</html>"
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\nContent-Length: "
+    for address in listening(head + str(len(page)).encode() + b"\r\n\r\n" + page):
+        ask_at(address, monkeypatch)
+        with pytest.raises(StoreError, match=f"^s3://{bucket}/x: cannot be written") as refused:
+            Store(f"s3://{bucket}/x").require_writable()
+        assert f"AWS_ENDPOINT_URL = {address}" in str(refused.value.hint)
+        assert SECRET not in f"{refused.value.message} {refused.value.hint}"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.1.2.3", "[::1]"])

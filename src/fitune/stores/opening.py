@@ -5,14 +5,18 @@ Credentials come from where the store's own client looks for them: the environme
 
 import ftplib
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from fitune.credentials import without_credentials
-from fitune.errors import DataError, FituneError
+from fitune.errors import DataError, FituneError, did_you_mean
 from fitune.stores.addresses import PrivateAddress, require_public
+
+T = TypeVar("T")
 
 CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "hdfs": "pyarrow",
@@ -21,7 +25,9 @@ CLIENTS = {
 HOSTS = {"ftp": "fsspec"}
 """As CLIENTS, for schemes whose URL names a host to connect to. Runs are written there; data is not read from there."""
 _PROBE_S, _READ_S = 10, 60
-"""Seconds until a store that does not answer, or stops in the middle, counts as cut off."""
+"""Seconds until a store that does not answer, or stops in the middle, counts as cut off. Clients then try again."""
+ANSWER_S = 30.0
+"""Seconds that a store has for its first answer, whatever its client tries."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "s3fs": {
         "config_kwargs": {
@@ -55,13 +61,33 @@ def open_store(
     """fsspec's file system for ``url``, and the path in it. Raises ``error`` for a scheme that has no client."""
     import fsspec
 
-    scheme = scheme_of(url)
-    if scheme not in clients or "::" in url:
-        known = ", ".join(f"{name}://" for name in (*(("https",) if error is DataError else ()), *clients))
-        instead = "download the file and give its path, or use" if error is DataError else "a folder, or"
-        raise error(f"{url}: {scheme}:// addresses are not opened", hint=f"{instead} {known}")
-    filesystem, inner = fsspec.core.url_to_fs(url, **_options(clients[scheme]))
+    client = clients[require_address(url, clients, error=error)]
+    filesystem, inner = fsspec.core.url_to_fs(url, **_options(client))
+    if client == "s3fs":
+        filesystem.retries = 1  # botocore tries again below it, and we do above
     return filesystem, inner
+
+
+def require_address(url: str, clients: Mapping[str, str] = CLIENTS, *, error: type[FituneError]) -> str:
+    """The scheme of ``url``. Raises ``error`` for one that has no client, and where no bucket or host is named."""
+    scheme, _, path = url.partition("://")
+    inner = path.partition("]")[2] if path.startswith("[") else path  # [::1] is a host
+    if scheme not in clients or "::" in inner:
+        known = [f"{name}://" for name in (*(("https",) if error is DataError else ()), *clients)]
+        close = did_you_mean(f"{scheme}://", known)
+        instead = "download the file and give its path, or use" if error is DataError else "a folder, or"
+        hint = f"{close}; {instead}" if close else instead
+        raise error(f"{url}: {scheme}:// addresses are not opened", hint=f"{hint} {', '.join(known)}")
+    if path.startswith("/") and scheme == "hdfs":
+        return scheme  # the name node of the client's settings
+    if not path.partition("/")[0]:
+        named = "host" if scheme in HOSTS else "bucket"
+        raise error(f"{url} names no {named}", hint=f"{scheme}://{named.upper()}/folder")
+    if ".." in path.split("/"):
+        raise error(
+            f"{url}: '..' is a name like others in a store", hint="the folder's own URL, without '..'"
+        )
+    return scheme
 
 
 def _options(client: str) -> dict[str, Any]:
@@ -89,6 +115,25 @@ def require_allowed(url: str, *, allow_private: bool, error: type[FituneError]) 
         raise error(
             f"{url}: {problem.strerror or problem}", hint="look at the spelling of the host"
         ) from None
+
+
+def in_time(url: str, ask: Callable[[], T], *, error: type[FituneError]) -> T:
+    """The result of a first, short question to a store. Raises ``error`` when no answer comes within ANSWER_S.
+
+    Clients try so often, with a minute for each, that nobody would wait for them; the thread that asks is left alone.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as problem:  # raised where the answer is waited for
+            answer.set_exception(problem)
+
+    threading.Thread(target=run, name="asking", daemon=True).start()
+    if not wait([answer], timeout=ANSWER_S).done:
+        raise error(f"{url}: the store did not answer within {ANSWER_S:g} s", hint=_look_at(scheme_of(url)))
+    return answer.result()
 
 
 _DONE = {"read": "read", "write": "written"}
@@ -125,7 +170,15 @@ def asking(
             raise error(
                 f"{url}: no credentials for {scheme}://: {cause_of(problem)}", hint=_credentials_hint(scheme)
             ) from None
-        raise error(f"{url}: cannot be {_DONE[doing]}: {cause_of(problem)}") from None
+        raise error(f"{url}: cannot be {_DONE[doing]}: {cause_of(problem)}", hint=_look_at(scheme)) from None
+
+
+def _look_at(scheme: str) -> str:
+    """Hint for a store that does not answer as one: the settings of its client in the environment."""
+    names = (*_ENDPOINTS, "AWS_PROFILE", "AWS_DEFAULT_REGION") if CLIENTS.get(scheme) == "s3fs" else ()
+    found = [f"{name} = {os.environ[name]}" for name in names if os.environ.get(name)]
+    settings = f"{', '.join(found)} in the environment, and at " if found else ""
+    return without_credentials(f"look at {settings}the network; run it again when the store answers")
 
 
 def lacks_credentials(problem: Exception) -> bool:

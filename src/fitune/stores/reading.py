@@ -6,11 +6,12 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, Literal, cast
 
 from fitune.errors import DataError, FituneError
 from fitune.stores import opening
-from fitune.stores.opening import CLIENTS, asking, cause_of, open_store
+from fitune.stores.opening import CLIENTS, asking, cause_of, in_time, open_store
 from fitune.units import MIB, format_bytes
 
 _BLOCK_BYTES = 8 * MIB
@@ -32,10 +33,10 @@ def look_up(url: str, *, is_pattern: bool) -> Found:
     with asking(url):
         filesystem, inner = open_store(url)
         filesystem.invalidate_cache()
-        if is_pattern and not filesystem.exists(inner):
+        if is_pattern and not in_time(url, partial(filesystem.exists, inner), error=DataError):
             base = re.split(r"[*?\[]", url, maxsplit=1)[0].rpartition("/")[0]
             return Found("pattern", _as_urls(base, filesystem, filesystem.glob(inner)))
-        if filesystem.isdir(inner):
+        if in_time(url, partial(filesystem.isdir, inner), error=DataError):
             return Found("folder", _as_urls(url, filesystem, filesystem.find(inner)))
         filesystem.info(inner)
         return Found("file", (url,))
@@ -45,7 +46,7 @@ def identity(url: str) -> str | None:
     """The identity that the store gives a file's content: hash and size, or else size and time of change; or None."""
     with asking(url):
         filesystem, inner = open_store(url)
-        return identity_of(filesystem.info(inner))
+        return identity_of(in_time(url, partial(filesystem.info, inner), error=DataError))
 
 
 def open_stream(url: str, *, clients: Mapping[str, str] = CLIENTS) -> BinaryIO:

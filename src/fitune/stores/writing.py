@@ -21,8 +21,10 @@ from fitune.stores.opening import (
     HOSTS,
     WRITTEN,
     asking,
+    in_time,
     lacks_credentials,
     open_store,
+    require_address,
     require_allowed,
     scheme_of,
 )
@@ -48,7 +50,9 @@ class Store:
     """A folder behind a URL. Names below it have ``/`` between their parts. All methods raise StoreError."""
 
     def __init__(self, url: str, *, allow_private: bool = False) -> None:
+        require_address(url, WRITTEN, error=StoreError)
         self.url = url.rstrip("/")
+        self._has_answered = False
         require_allowed(url, allow_private=allow_private, error=StoreError)
         self._shared: tuple[Any, str] | None = None
         self._making = threading.Lock()
@@ -87,14 +91,14 @@ class Store:
 
         return self._tried(self.below(name), ask, doing="read")
 
-    def write(self, name: str, content: bytes, *, again: bool = True) -> None:
+    def write(self, name: str, content: bytes) -> None:
         """Put a small file there; afterwards it has this content."""
 
         def put() -> None:
             filesystem, inner = self._open_in_folder(name)
             filesystem.pipe_file(inner, content)
 
-        self._tried(self.below(name), put, doing="write", waits=opening.WAITS_S if again else ())
+        self._tried(self.below(name), put, doing="write")
         if self.read(name) != content:
             raise StoreError(f"{self.below(name)}: the store does not hold what was written")
 
@@ -104,9 +108,17 @@ class Store:
 
     def require_writable(self) -> None:
         """Write a small file, read it back and remove it: what a run needs a store to allow."""
-        name = f"fitune-probe-{uuid.uuid4().hex[:12]}"
-        self.write(name, self.url.encode(), again=False)
-        self._remove(name)
+        name, content = f"fitune-probe-{uuid.uuid4().hex[:12]}", self.url.encode()
+
+        def probe() -> None:
+            filesystem, inner = self._open_in_folder(name)
+            filesystem.pipe_file(inner, content)
+            filesystem.invalidate_cache()
+            if filesystem.cat_file(inner) != content:
+                raise StoreError(f"{self.url}: the store does not hold what was written")
+            filesystem.rm_file(inner)
+
+        self._tried(self.url, probe, doing="write", waits=())
 
     def put_folder(
         self,
@@ -262,17 +274,26 @@ class Store:
         self, url: str, action: Callable[[], T], *, doing: Any, waits: Iterable[float] | None = None
     ) -> T:
         """Run ``action``, again after each of the waits; returns its result. Raises at once what no wait changes."""
+        tries = partial(_tries, action, opening.WAITS_S if waits is None else waits)
         with asking(url, error=StoreError, doing=doing):
-            for wait_s in opening.WAITS_S if waits is None else waits:
-                try:
-                    return action()
-                except (FituneError, MemoryError, PermissionError, FileNotFoundError, ImportError):
-                    raise
-                except Exception as problem:  # clients of stores have no error in common
-                    if lacks_credentials(problem):
-                        raise
-                time.sleep(wait_s)
+            if self._has_answered:
+                return tries()
+            result = in_time(url, tries, error=StoreError)
+            self._has_answered = True
+            return result
+
+
+def _tries(action: Callable[[], T], waits: Iterable[float]) -> T:
+    for wait_s in waits:
+        try:
             return action()
+        except (FituneError, MemoryError, PermissionError, FileNotFoundError, ImportError):
+            raise
+        except Exception as problem:  # clients of stores have no error in common
+            if lacks_credentials(problem):
+                raise
+        time.sleep(wait_s)
+    return action()
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The run directory is for the run alone: nothing that goes into a run may lie where its results go."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 
 from fitune.errors import RunDirectoryError
 from fitune.files import path_fault, remove
@@ -15,6 +15,9 @@ def require_own_directory(plan: Plan) -> None:
     directory = _resolved(Path(plan.run.output_dir).expanduser())
     for setting, path in _inputs(plan):
         _refuse_overlap(directory, setting, path)
+    if plan.run.upload_to:
+        for setting, url in _remote_inputs(plan):
+            _refuse_overlap(_in_store(plan.run.upload_to), setting, url)
     require_real_files(directory)
     try:
         if not (directory / "plan.json").exists():
@@ -57,30 +60,46 @@ _LOCKS = (LOCK, LAUNCH_LOCK)
 
 def _inputs(plan: Plan) -> Iterator[tuple[str, Path]]:
     """Paths that the plan reads from this disk; Hub ids and URLs name no such path."""
-    named = [("model", plan.model_path)]
-    named += [("data", source.path.rpartition("#")[0] or source.path) for source in plan.data.sources]
-    named += [
-        ("eval_data", source.path.rpartition("#")[0] or source.path) for source in plan.data.eval_sources
-    ]
-    for setting, name in named:
+    for setting, name in [("model", plan.model_path), *_sources(plan)]:
         path = Path(name).expanduser()
         if path.exists():
             yield setting, path.resolve()
 
 
-def _refuse_overlap(directory: Path, setting: str, path: Path) -> None:
+def _remote_inputs(plan: Plan) -> Iterator[tuple[str, PurePosixPath]]:
+    """What the plan reads from stores."""
+    return ((setting, _in_store(name)) for setting, name in _sources(plan) if "://" in name)
+
+
+def _sources(plan: Plan) -> Iterator[tuple[str, str]]:
+    for setting, sources in (("data", plan.data.sources), ("eval_data", plan.data.eval_sources)):
+        for source in sources:
+            yield setting, source.path.rpartition("#")[0] or source.path
+
+
+def _in_store(url: str) -> PurePosixPath:
+    """``s3:/bucket/folder``"""
+    return PurePosixPath(url)
+
+
+def _shown(path: PurePath) -> str:
+    return str(path) if path.is_absolute() else str(path).replace(":/", "://", 1)
+
+
+def _refuse_overlap(directory: PurePath, setting: str, path: PurePath) -> None:
+    is_folder = path in directory.parents and (not isinstance(path, Path) or path.is_dir())
     if path == directory:
         fault = f"is the {setting} itself"
     elif any(directory / name in (path, *path.parents) for name in (*FILES, *FOLDERS)):
-        fault = f"must not contain the {setting} {path}: the run would write over it"
-    elif path.is_dir() and path in directory.parents and setting != "model":
-        fault = f"must not lie in the {setting} folder {path}: what the run writes would be read as {setting}"
+        fault = f"must not contain the {setting} {_shown(path)}: the run would write over it"
+    elif is_folder and setting != "model":
+        fault = f"must not lie in the {setting} folder {_shown(path)}: what the run writes would be read as {setting}"
     else:
         return
     outside = min(path, directory, key=lambda place: len(place.parts)).parent
     raise RunDirectoryError(
-        f"output_dir {directory} {fault}",
-        hint=f"an output_dir of its own, e.g. {outside / 'runs' / directory.name}",
+        f"output_dir {_shown(directory)} {fault}",
+        hint=f"an output_dir of its own, e.g. {_shown(outside / 'runs' / directory.name)}",
     )
 
 

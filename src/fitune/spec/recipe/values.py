@@ -97,7 +97,15 @@ def as_bandwidth(value: Any) -> Any:
 def as_path(value: str) -> str:
     if fault := path_fault(value):
         raise ValueError(fault)
+    if match := _SLASH_MISSING.match(value):
+        meant = f"{match[1] or match[2]}://{value[match.end() :]}"
+        raise ValueError(
+            f"looks like a URL whose '://' is not whole: {meant}, or ./{value} for a folder here"
+        )
     return value
+
+
+_SLASH_MISSING = re.compile(r"([A-Za-z][\w+.-]*):/(?!/)|(s3a?|gc?s|abfs|hdfs|ftp|https?)//")
 
 
 def require_plain_text(value: Any) -> None:
