@@ -238,15 +238,15 @@ def _traced_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
     from fitune.spec.model.tracing import profile_for
 
     step = profile_for(plan, shape)
-    tokens, square = shape.tokens, step.square(shape)
+    extent = step.extent(shape)
     return ModelProfile(
         blocks=traced_blocks(plan, step, shape),
         untouched=0,
         final_norm=traced_final_norm(plan, step, shape),
         around_traced=(
-            step.around.at(tokens, square),
-            (step.around_recomputed or step.around).at(tokens, square),
-            step.around_forward.at(tokens, square),
+            step.around.at(extent),
+            (step.around_recomputed or step.around).at(extent),
+            step.around_forward.at(extent),
         ),
     )
 

@@ -12,7 +12,7 @@ from fitune.spec.model.block_profile import (
     TracedMemory,
 )
 from fitune.spec.model.model_spec import BlockKind
-from fitune.spec.model.traced_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
+from fitune.spec.model.traced_profile import Extent, Moment, Size, TracedBlock, TracedPass, TracedStep
 from fitune.spec.plan import Lora, Plan
 
 
@@ -32,13 +32,13 @@ def traced_blocks(plan: Plan, step: TracedStep, shape: BatchShape) -> tuple[Bloc
 
 def traced_final_norm(plan: Plan, step: TracedStep, shape: BatchShape) -> Stage:
     """The norm after the last block; its gradients are all those outside of blocks and tables."""
-    tokens, square = shape.tokens, step.square(shape)
+    extent = step.extent(shape)
     trained = 0 if isinstance(plan.tuning, Lora) else plan.model.hidden_size * plan.precision.compute_bytes
     return Stage(
         name="final norm",
-        kept=step.final_norm_kept.at(tokens, square),
-        forward=step.final_norm_forward.at(tokens, square),
-        backward=step.final_norm_backward.at(tokens, square),
+        kept=step.final_norm_kept.at(extent),
+        forward=step.final_norm_forward.at(extent),
+        backward=step.final_norm_backward.at(extent),
         gradients=trained,
         largest_gradient=trained,
     )
@@ -47,17 +47,17 @@ def traced_final_norm(plan: Plan, step: TracedStep, shape: BatchShape) -> Stage:
 def _profile(
     plan: Plan, kind: BlockKind, block: TracedBlock, step: TracedStep, shape: BatchShape, attention: Attention
 ) -> BlockProfile:
-    tokens, square = shape.tokens, step.square(shape)
+    extent = step.extent(shape)
 
     def most(sizes: Sequence[Size]) -> int:
-        return max(size.at(tokens, square) for size in sizes)
+        return max(size.at(extent) for size in sizes)
 
     def worst(moments: Sequence[Moment]) -> BackwardPeak:
         peaks = [
             BackwardPeak(
-                kept=moment.kept.at(tokens, square),
+                kept=moment.kept.at(extent),
                 gradients=round(moment.gradients),
-                temporaries=moment.temporaries.at(tokens, square),
+                temporaries=moment.temporaries.at(extent),
             )
             for moment in moments
         ]
@@ -65,11 +65,11 @@ def _profile(
 
     return BlockProfile(
         stages=(),
-        forward=_pass(block.there, tokens, square),
-        backward=_pass(block.back, tokens, square),
+        forward=_pass(block.there, extent),
+        backward=_pass(block.back, extent),
         attention=attention,
         traced=TracedMemory(
-            kept=block.kept.at(tokens, square),
+            kept=block.kept.at(extent),
             gradients=_gradient_elements(plan, kind) * plan.precision.compute_bytes,
             forward=most(block.forward),
             building=most(block.building),
@@ -93,10 +93,10 @@ def _gradient_elements(plan: Plan, kind: BlockKind) -> int:
     )
 
 
-def _pass(traced: TracedPass, tokens: int, square: int) -> Pass:
+def _pass(traced: TracedPass, extent: Extent) -> Pass:
     return Pass(
-        flops=traced.flops.at(tokens, square) / tokens,
-        bytes=traced.bytes.at(tokens, square) / tokens,
+        flops=traced.flops.at(extent) / extent.tokens,
+        bytes=traced.bytes.at(extent) / extent.tokens,
         products=round(traced.products),
         operations=round(traced.operations),
     )

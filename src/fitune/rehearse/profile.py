@@ -27,19 +27,35 @@ from fitune.spec.plan import Plan, Recompute, trains_embeddings
 from fitune.spec.predictions import Phase
 
 
-def _fitted(values: Sequence[float], tokens: Sequence[int], rows: int) -> Size:
-    """The polynomial through three values, whose tokens are as 1 : 2 : 4; squares are of rows."""
-    one, two, four = values
+def _fitted(values: Sequence[float], tokens: Sequence[int], rows: int, chunk: int = 0) -> Size:
+    """The polynomial through three values, whose tokens are as 1 : 2 : 4; squares are of rows.
+
+    With chunks, a fourth value is of a row that is no whole number of them.
+    """
+    one, two, four, *cut = values
     first = tokens[0]
     square = ((four - two) - 2 * (two - one)) / (6 * first * first)
-    if abs(square) * tokens[-1] ** 2 < _NO_SQUARE * max(1.0, abs(four)):
+    if abs(square) * (LENGTHS[-1] * first) ** 2 < _NO_SQUARE * max(1.0, abs(four)):
         square = 0.0
     token = (four - two) / (2 * first) - 6 * square * first
-    return Size(
+    size = Size(
         constant=one - token * first - square * first * first, per_token=token, per_square=square * rows
     )
+    return _with_padding(size, cut[0], tokens[-1], chunk) if cut else size
 
 
+def _with_padding(size: Size, value: float, tokens: int, chunk: int) -> Size:
+    """``size`` with what grows with whole chunks: a moment's squares are of those altogether, or not at all."""
+    padded = -(-tokens // chunk) * chunk
+    beyond = value - (size.constant + size.per_token * tokens + size.per_square * tokens**2)
+    if abs(beyond) < _NO_SQUARE * max(1.0, abs(value)):
+        return size
+    per_padding = (beyond - size.per_square * (padded**2 - tokens**2)) / (padded - tokens)
+    return replace(size, per_padding=round(per_padding, 6), per_padding_square=size.per_square)
+
+
+_LONGEST = len(LENGTHS) - 1
+"""Place of the longest row among those that are traced."""
 _NO_SQUARE = 1e-6
 """Share of a size below which a square term is rounding."""
 
@@ -51,9 +67,10 @@ class _Fit:
     accounts: Sequence[Account]
     tokens: Sequence[int]
     rows: int
+    chunk: int = 0
 
     def size(self, of: Callable[[Account], float]) -> Size:
-        return _fitted([of(account) for account in self.accounts], self.tokens, self.rows)
+        return self._fit([of(account) for account in self.accounts])
 
     def sizes(self, of: Callable[[Account], Sequence[int]]) -> tuple[Size, ...]:
         """The sizes of which the largest decides; one where the order of events depends on the length."""
@@ -72,7 +89,7 @@ class _Fit:
         def every(account: Account) -> list[Work]:
             return account.work.get((direction.value, block), [])
 
-        longest = every(self.accounts[-1])
+        longest = every(self.accounts[_LONGEST])
         return TracedPass(
             flops=self.size(lambda a: sum(w.flops for w in every(a))),
             bytes=self.size(lambda a: sum(w.bytes for w in every(a))),
@@ -82,12 +99,12 @@ class _Fit:
 
     def heads(self, block: int) -> list[tuple[int, int]]:
         """Number and size of heads of each fused attention of one row (or of all rows at once)."""
-        works = self.accounts[-1].work.get((Phase.FORWARD.value, block), [])
+        works = self.accounts[_LONGEST].work.get((Phase.FORWARD.value, block), [])
         found = [w.heads for w in works if w.heads is not None]
         return found[:: self.rows] if len(found) % self.rows == 0 else found
 
     def _fit(self, values: Sequence[float]) -> Size:
-        return _fitted(values, self.tokens, self.rows)
+        return _fitted(values, self.tokens, self.rows, self.chunk)
 
     def _moment(self, values: Sequence[Numbers]) -> Moment:
         kept, gradients, rest = (self._fit([v[place] for v in values]) for place in range(3))
@@ -130,6 +147,7 @@ def trace_profile(plan: Plan, config: PretrainedConfig, *, first: int, rows: int
         final_norm_backward=_one(keeping.sizes(lambda a: a.final_backward)),
         squares_stream=model.masks_whole_stream,
         around_recomputed=None if around_recomputed == around else around_recomputed,
+        chunk=model.chunk,
     )
 
 
@@ -145,11 +163,13 @@ def _one(sizes: Sequence[Size]) -> Size:
 
 
 def _fit_of(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], *, first: int, rows: int) -> _Fit:
-    samples = [
-        recorded(_shallow(plan, len(chosen)), config, chosen, (first * times,) * rows) for times in LENGTHS
-    ]
-    whole = plan.model.masks_whole_stream
-    return _Fit([account_of(sample) for sample in samples], [s.tokens for s in samples], 1 if whole else rows)
+    whole, chunk = plan.model.masks_whole_stream, plan.model.chunk
+    lengths = [first * times for times in LENGTHS]
+    if chunk > 1:
+        lengths.append(first + chunk // 2)
+    samples = [recorded(_shallow(plan, len(chosen)), config, chosen, (n,) * rows) for n in lengths]
+    accounts = [account_of(sample) for sample in samples]
+    return _Fit(accounts, [s.tokens for s in samples], 1 if whole else rows, chunk)
 
 
 def _shallow(plan: Plan, blocks: int) -> Plan:

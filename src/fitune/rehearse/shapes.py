@@ -35,6 +35,8 @@ _RECURRENT = (
     "lightning",
 )
 """Parts of names of modules that carry a state, or a convolution, along the whole stream."""
+_DECAY = "A_log"
+"""Parameter of every state-space mixer."""
 
 
 def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str) -> ModelSpec:
@@ -85,13 +87,14 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
         config_digest=digest,
         uneven_heads=_has_uneven_heads(text),
         masks_whole_stream=not attends_by_rows(model),
+        chunk=_chunk(blocks),
         separates_rows=not _carries_along(blocks) and not _counts_along(text),
         table_bytes=sum(b.numel() * b.element_size() for b in model.buffers() if b.dim() > 1),
         longest_stream=_longest_mask(blocks),
     )
 
 
-def _number(config: PretrainedConfig, *names: str, default: int) -> int:
+def _number(config: PretrainedConfig | nn.Module, *names: str, default: int) -> int:
     for name in names:
         value = getattr(config, name, None)
         if type(value) is int and value > 0:
@@ -129,6 +132,12 @@ def _carries_along(blocks: nn.ModuleList) -> bool:
     return any("SSM" in name or part in name.lower() for name in names for part in _RECURRENT) or any(
         isinstance(module, nn.Conv1d) for module in blocks.modules()
     )
+
+
+def _chunk(blocks: nn.ModuleList) -> int:
+    """Tokens of the chunks in which state-space mixers go along a row; 0 without any."""
+    mixers = [module for module in blocks.modules() if _DECAY in module._parameters]
+    return max((_number(mixer, "chunk_size", default=0) for mixer in mixers), default=0)
 
 
 def _counts_along(config: PretrainedConfig) -> bool:

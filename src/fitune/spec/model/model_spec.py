@@ -165,6 +165,8 @@ class ModelSpec:
     """Heads of values differ in size from those of queries and keys (MLA)."""
     separates_rows: bool = True
     """False where a block carries something from token to token by itself: rows of one stream would see each other."""
+    chunk: int = 0
+    """Tokens to whole multiples of which its state-space mixers pad a row (Mamba 2); 0 where none does."""
     has_vision_part: bool = False
     """Its checkpoint also has a part for images, which is neither planned nor trained."""
     table_bytes: int = 0

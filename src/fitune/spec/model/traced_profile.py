@@ -9,8 +9,18 @@ from fitune.spec.model.block_profile import BatchShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """A micro-batch as sizes see it: t tokens, Σ n², and by how much both grow with rows padded to whole chunks."""
+
+    tokens: int
+    square: int
+    padding: int = 0
+    padding_square: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Bytes (or FLOPs, where a field says so): constant + per_token · t + per_square · Σ n².
+    """Bytes (or FLOPs, where a field says so): constant + per_token · t + per_square · Σ n² + those of padding.
 
     ``TracedStep.squares_stream`` says whether n are the rows' lengths or the stream's.
     """
@@ -18,6 +28,9 @@ class Size:
     constant: float = 0.0
     per_token: float = 0.0
     per_square: float = 0.0
+    per_padding: float = 0.0
+    """For each token by which state-space mixers lengthen rows to whole chunks."""
+    per_padding_square: float = 0.0
 
     def plus(self, other: "Size", times: float = 1.0) -> "Size":
         """This one and ``times`` the other."""
@@ -25,6 +38,8 @@ class Size:
             constant=self.constant + times * other.constant,
             per_token=self.per_token + times * other.per_token,
             per_square=self.per_square + times * other.per_square,
+            per_padding=self.per_padding + times * other.per_padding,
+            per_padding_square=self.per_padding_square + times * other.per_padding_square,
         )
 
     def exceeds(self, other: "Size") -> bool:
@@ -33,11 +48,15 @@ class Size:
             self.constant >= other.constant
             and self.per_token >= other.per_token
             and self.per_square >= other.per_square
+            and self.per_padding >= other.per_padding
+            and self.per_padding_square >= other.per_padding_square
         )
 
-    def at(self, tokens: int, square: int) -> int:
-        """The value for so many tokens and such a sum of squares."""
-        return round(self.constant + self.per_token * tokens + self.per_square * square)
+    def at(self, extent: Extent) -> int:
+        """The value for a micro-batch of that extent."""
+        whole = self.constant + self.per_token * extent.tokens + self.per_square * extent.square
+        padding = self.per_padding * extent.padding + self.per_padding_square * extent.padding_square
+        return round(whole + padding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +124,14 @@ class TracedStep:
     """True where squares are of the whole stream: its rows are told apart by a mask."""
     around_recomputed: Size | None = None
     """``around`` where a block recomputes and so keeps what it was called with; None where that is no more."""
+    chunk: int = 0
+    """Tokens of a chunk, to whole ones of which state-space mixers pad a row; 0 where none does."""
 
-    def square(self, shape: BatchShape) -> int:
-        """Σ n² that sizes are meant for."""
-        return shape.tokens**2 if self.squares_stream else shape.pairs()
+    def extent(self, shape: BatchShape) -> Extent:
+        """Tokens, squares and padding that sizes are meant for."""
+        square = shape.tokens**2 if self.squares_stream else shape.pairs()
+        row = shape.row_tokens  # the only one: such mixers take one row at a time
+        padded = -(-row // self.chunk) * self.chunk if self.chunk else row
+        return Extent(
+            tokens=shape.tokens, square=square, padding=padded - row, padding_square=padded**2 - row**2
+        )

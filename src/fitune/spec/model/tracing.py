@@ -36,6 +36,8 @@ from fitune.spec.serial import from_json, to_data, to_json
 
 FORMAT = 3
 """Goes up when what is stored, or how it is counted, changes."""
+_SHAPES_FORMAT = 2
+"""The same for cached shapes alone: with it, profiles that are shipped stay valid."""
 
 LENGTHS = (1, 2, 4)
 """Lengths of rows that are traced, as multiples of the first."""
@@ -67,7 +69,7 @@ class Way:
             plan.hardware.gpu.is_cpu, plan.hardware.gpu.capability >= (8, 0), self.rows, self.first,
             to_data(plan.optimizer) if updates_in_backward(plan.tuning) else None,
         ]  # fmt: skip
-        return _digest(facts)
+        return _digest(facts + [plan.model.chunk] if plan.model.chunk else facts)
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
@@ -91,7 +93,7 @@ def shapes_for(config: Mapping[str, Any], *, name: str, where: str, dtype: str) 
     """The shapes of an architecture without a formula. Raises ModelError when they cannot be found out here."""
     digest = config_digest(config)
     found = shipped_shapes(digest) if _takes_shipped() else None
-    file = _file(f"{digest}.shapes")
+    file = _file(f"{digest}.shapes.{_SHAPES_FORMAT}")
     found = found or _stored(ModelSpec, file)
     if found is None:
         tracer = current_tracer()
@@ -162,6 +164,8 @@ def way_of(plan: Plan, shape: BatchShape) -> Way:
         first = max(16, window // 4)
     else:
         first = 2 * window
+    if plan.model.chunk:
+        first = -(-first // plan.model.chunk) * plan.model.chunk
     longest = plan.model.longest_stream
     if longest:
         first = max(1, min(first, longest // (rows * LENGTHS[-1])))
