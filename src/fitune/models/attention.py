@@ -83,6 +83,12 @@ def attends_by_rows(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend)
 
 
+def takes_mask(model: PreTrainedModel) -> bool:
+    """True if attention of the model's own tells rows apart by a mask; blocks that never attend take none."""
+    attends = any("attention" in type(module).__name__.lower() for module in model.modules())
+    return attends and not attends_by_rows(model)
+
+
 def row_mask(sequence_lengths: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Additive mask [1, 1, T, T] of causal blocks on the diagonal, for models that cannot attend by rows."""
     visible = torch.block_diag(

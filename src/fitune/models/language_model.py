@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.errors import ModelError
-from fitune.models.attention import Rows, attends_by_rows, row_mask, rows_of_lengths
+from fitune.models.attention import Rows, attends_by_rows, row_mask, rows_of_lengths, takes_mask
 from fitune.spec.model.block_profile import IGNORED
 from fitune.spec.plan import ChunkedLoss, Loss, Recompute
 
@@ -43,7 +43,8 @@ class LanguageModel:
     """Factor of the head's logits."""
     chunk_tokens: int | None
     by_rows: bool
-    """True if attention keeps the rows apart by itself; otherwise it needs a mask."""
+    """True if attention keeps the rows apart by itself."""
+    takes_mask: bool
     device: torch.device
     dtype: torch.dtype
 
@@ -54,11 +55,11 @@ class LanguageModel:
     def hidden_states(self, batch: Stream) -> Tensor:
         """Last hidden states [T, D] of one stream."""
         lengths = batch.sequence_lengths
-        separation: dict[str, Any] = (
-            {"rows": Rows(lengths)}
-            if self.by_rows
-            else {"attention_mask": row_mask(lengths, dtype=self.dtype, device=self.device)}
-        )
+        separation: dict[str, Any] = {}
+        if self.by_rows:
+            separation["rows"] = Rows(lengths)
+        elif self.takes_mask:
+            separation["attention_mask"] = row_mask(lengths, dtype=self.dtype, device=self.device)
         with rows_of_lengths(lengths):
             output = self.body(
                 input_ids=batch.input_ids_T.to(self.device)[None],
@@ -104,8 +105,30 @@ def language_model(whole: PreTrainedModel | PeftModel, loss: Loss) -> LanguageMo
         logit_scale=_logit_scale(base.config.get_text_config()),
         chunk_tokens=loss.chunk_tokens if isinstance(loss, ChunkedLoss) else None,
         by_rows=attends_by_rows(base),
+        takes_mask=takes_mask(base),
         device=base.device,
         dtype=base.dtype,
+    )
+
+
+_RECURRENT = (
+    "mamba",
+    "delta",
+    "rwkv",
+    "lstm",
+    "recurrent",
+    "shortconv",
+    "linearattention",
+    "lightning",
+)
+"""Parts of names of modules that carry a state, or a convolution, along the whole stream."""
+
+
+def carries_along(blocks: nn.ModuleList) -> bool:
+    """True if a token of a stream sees those of the rows before it, whatever attention does."""
+    names = {type(module).__name__ for module in blocks.modules()}
+    return any("SSM" in name or part in name.lower() for name in names for part in _RECURRENT) or any(
+        isinstance(module, nn.Conv1d) for module in blocks.modules()
     )
 
 

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fitune.models.experts import STACKS, hold_packed, is_experts
-from fitune.models.quantised import PackedWeight, is_dense_linear, packed_linear, packed_stack
+from fitune.models.quantised import (
+    PackedWeight,
+    is_dense_linear,
+    is_read_by_kernels,
+    packed_linear,
+    packed_stack,
+)
 from fitune.spec.plan import Dense, Quantiser
 
 
@@ -78,7 +84,7 @@ def places_in(block: nn.Module, base: Dense | Quantiser) -> Iterator[tuple[str, 
     for name, module in block.named_modules():
         before = f"{name}." if name else ""
         for child_name, child in module.named_children():
-            if is_dense_linear(child):
+            if is_dense_linear(child) and not is_read_by_kernels(module, child_name):
                 yield f"{before}{child_name}.weight", _Linear(module, child_name)
         if base.stack is not None and is_experts(module):
             for stack in STACKS:

@@ -136,6 +136,19 @@ def is_dense_linear(module: nn.Module) -> bool:
     return is_linear and not type(module).__name__.endswith("Router")
 
 
+def is_state_space(module: nn.Module) -> bool:
+    """True for the mixers of Mamba and Mamba 2; a delta rule has no D."""
+    return module._parameters.keys() >= {"A_log", "D"}
+
+
+def is_read_by_kernels(parent: nn.Module, name: str) -> bool:
+    """True for a linear of ``parent`` whose weight fused kernels of state-space mixers read without calling it.
+
+    It is neither packed nor adapted: PEFT 0.21 refuses ``out_proj`` of most such models for that reason.
+    """
+    return name in ("dt_proj", "out_proj", "x_proj") and is_state_space(parent)
+
+
 def packed_linear(linear: nn.Module, weight: Tensor, base: Quantiser) -> QuantisedLinear:
     """A linear like ``linear`` that holds ``weight`` in few bits.
 

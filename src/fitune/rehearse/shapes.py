@@ -9,11 +9,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fitune.errors import ModelError
-from fitune.models.attention import attends_by_rows
+from fitune.models.attention import takes_mask
 from fitune.models.door import empty_model
-from fitune.models.language_model import blocks_of
+from fitune.models.language_model import blocks_of, carries_along
 from fitune.models.packing import places_in
-from fitune.models.quantised import is_dense_linear
+from fitune.models.quantised import is_dense_linear, is_read_by_kernels, is_state_space
 from fitune.spec.model.model_spec import BlockKind, Dropout, Linear, ModelSpec
 from fitune.spec.plan import Nf4
 
@@ -24,19 +24,6 @@ BLOCK_NUMBERS = {"layer_idx", "layer_id", "layer_number", "idx", "index", "block
 """Attributes in which modules keep the number of their block, by which equal blocks differ."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
-_RECURRENT = (
-    "mamba",
-    "delta",
-    "rwkv",
-    "lstm",
-    "recurrent",
-    "shortconv",
-    "linearattention",
-    "lightning",
-)
-"""Parts of names of modules that carry a state, or a convolution, along the whole stream."""
-_DECAY = "A_log"
-"""Parameter of every state-space mixer."""
 
 
 def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str) -> ModelSpec:
@@ -86,9 +73,9 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
         roots=tuple(_root_shapes(model, blocks, (head, embedding))),
         config_digest=digest,
         uneven_heads=_has_uneven_heads(text),
-        masks_whole_stream=not attends_by_rows(model),
+        masks_whole_stream=takes_mask(model),
         chunk=_chunk(blocks),
-        separates_rows=not _carries_along(blocks) and not _counts_along(text),
+        separates_rows=not carries_along(blocks) and not _counts_along(text),
         table_bytes=sum(b.numel() * b.element_size() for b in model.buffers() if b.dim() > 1),
         longest_stream=_longest_mask(blocks),
     )
@@ -127,17 +114,10 @@ def _dropout(config: PretrainedConfig) -> Dropout:
     )
 
 
-def _carries_along(blocks: nn.ModuleList) -> bool:
-    names = {type(module).__name__ for module in blocks.modules()}
-    return any("SSM" in name or part in name.lower() for name in names for part in _RECURRENT) or any(
-        isinstance(module, nn.Conv1d) for module in blocks.modules()
-    )
-
-
 def _chunk(blocks: nn.ModuleList) -> int:
-    """Tokens of the chunks in which state-space mixers go along a row; 0 without any."""
-    mixers = [module for module in blocks.modules() if _DECAY in module._parameters]
-    return max((_number(mixer, "chunk_size", default=0) for mixer in mixers), default=0)
+    """Tokens of the chunks in which state-space mixers go along a row, 1 for Mamba's; 0 without any."""
+    mixers = [module for module in blocks.modules() if is_state_space(module)]
+    return max((_number(mixer, "chunk_size", default=1) for mixer in mixers), default=0)
 
 
 def _counts_along(config: PretrainedConfig) -> bool:
@@ -193,7 +173,9 @@ def _kind(block: nn.Module, config: PretrainedConfig, *, example: int) -> BlockK
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear | Conv1D):
             inside.update(id(p) for p in module.parameters(recurse=False))
-            linears.append(_linear(name, module))
+            path, _, last = name.rpartition(".")
+            called = not is_read_by_kernels(block.get_submodule(path), last)
+            linears.append(_linear(name, module, called=called))
     packable = {name for name, _ in places_in(block, Nf4())}
     others: list[tuple[int, ...]] = []
     for name, parameter in block.named_parameters():
@@ -214,7 +196,7 @@ def _kind(block: nn.Module, config: PretrainedConfig, *, example: int) -> BlockK
     return BlockKind(linears=tuple(linears), others=tuple(others), example=example)
 
 
-def _linear(name: str, module: nn.Module) -> Linear:
+def _linear(name: str, module: nn.Module, *, called: bool) -> Linear:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     plain = is_dense_linear(module)  # else it makes more than a product, as Llama 4's router does
@@ -223,7 +205,8 @@ def _linear(name: str, module: nn.Module) -> Linear:
     mixes = any(word in lowered for word in ("attn", "attention", "mixer", "mamba", "conv"))
     return Linear(
         name=name, in_features=int(into), out_features=int(out), bias=module.bias is not None,
-        part="router" if not plain else "attention" if mixes else "mlp", adaptable=plain,
+        part="router" if not plain else "attention" if mixes else "mlp",
+        adaptable=plain and called,
     )  # fmt: skip
 
 

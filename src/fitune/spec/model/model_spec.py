@@ -166,7 +166,8 @@ class ModelSpec:
     separates_rows: bool = True
     """False where a block carries something from token to token by itself: rows of one stream would see each other."""
     chunk: int = 0
-    """Tokens to whole multiples of which its state-space mixers pad a row (Mamba 2); 0 where none does."""
+    """Tokens to whole multiples of which state-space mixers pad a row (Mamba 2), 1 where they go token by token
+    (Mamba); 0 without such mixers."""
     has_vision_part: bool = False
     """Its checkpoint also has a part for images, which is neither planned nor trained."""
     table_bytes: int = 0

@@ -42,6 +42,9 @@ _SHAPES_FORMAT = 2
 LENGTHS = (1, 2, 4)
 """Lengths of rows that are traced, as multiples of the first."""
 
+_FIRST_BY_TOKEN = 64
+"""Shortest row that is traced where a mixer's loop takes dozens of operations for each token."""
+
 _NOT_OF_SHAPES = {
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "dtype",
     "torch_dtype", "transformers_version", "use_cache", "initializer_range", "name_or_path",
@@ -164,7 +167,9 @@ def way_of(plan: Plan, shape: BatchShape) -> Way:
         first = max(16, window // 4)
     else:
         first = 2 * window
-    if plan.model.chunk:
+    if plan.model.chunk == 1:
+        first = _FIRST_BY_TOKEN
+    elif plan.model.chunk:
         first = -(-first // plan.model.chunk) * plan.model.chunk
     longest = plan.model.longest_stream
     if longest:
