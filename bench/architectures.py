@@ -49,7 +49,7 @@ SMALL: dict[str, Any] = {
     "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 16, "state_size": 16,
     "hidden_size_per_layer_input": 16, "window_size": 16, "layer_types": None, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "time_step_rank": 4, "lru_width": 64, "conv_dim": 64,
-    "rotary_dim": 8, "use_cache": False, "initializer_range": 0.1,
+    "mamba_chunk_size": 24, "chunk_size": 24, "rotary_dim": 8, "use_cache": False, "initializer_range": 0.1,
 }  # fmt: skip
 DIFFERENT: dict[str, dict[str, Any]] = {
     "mpt": {"max_seq_len": 256},

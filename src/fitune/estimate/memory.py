@@ -85,23 +85,27 @@ def _forward_terms(step: StepStages) -> Terms:
         "temporaries": 2 * step.hidden,
         "gathered weights": step.buffers.forward,
     }
-    earlier = max(0, last - 1)
-    a_block_earlier: Terms = {  # while the last one's weights come from the host
-        "activations": step.kept_before(earlier),
-        "recompute inputs": step.inputs_before(earlier) + step.own_input(earlier),
-        "temporaries": step.block(earlier).forward,
-        "gathered weights": step.buffers.forward + step.buffers.forward_ahead,
-    }
     at_the_start: Terms = {"temporaries": step.hidden, "gathered weights": step.buffers.start}
     gradients = {"gradients": step.gradients_before}
     moments = [at_the_end, in_the_last_block, before_the_last_block, behind_the_last_block, at_the_start]
-    if step.buffers.forward_ahead:
-        moments.append(a_block_earlier)
+    if step.buffers.forward_ahead:  # while the last one's weights come from the host
+        moments.append(_in_a_block_earlier(step, max(0, last - 1)))
+    if step.plan.model.is_traced:  # where blocks of several kinds take turns, the last may be a small one
+        moments += [_in_a_block_earlier(step, index) for index in step.run_ends if index != last]
     largest = _largest(moments)
     hidden = largest.get("hidden states", 0) + _embedded_tokens(step)
     copies = {"16-bit copies": step.weight_copies}
     forward = {**step.around(in_forward=True), **gradients, **copies, **largest, "hidden states": hidden}
     return {**forward, "reduce buffers": step.buffers.standing}
+
+
+def _in_a_block_earlier(step: StepStages, index: int) -> Terms:
+    return {
+        "activations": step.kept_before(index),
+        "recompute inputs": step.inputs_before(index) + step.own_input(index),
+        "temporaries": step.block(index).forward,
+        "gathered weights": step.buffers.forward + step.buffers.forward_ahead,
+    }
 
 
 def _embedded_tokens(step: StepStages) -> int:

@@ -30,7 +30,7 @@ from fitune.spec.predictions import Phase
 def _fitted(values: Sequence[float], tokens: Sequence[int], rows: int, chunk: int = 0) -> Size:
     """The polynomial through three values, whose tokens are as 1 : 2 : 4; squares are of rows.
 
-    With chunks, a fourth value is of a row that is no whole number of them.
+    With chunks, two more are of rows that are no whole number of them.
     """
     one, two, four, *cut = values
     first = tokens[0]
@@ -41,23 +41,33 @@ def _fitted(values: Sequence[float], tokens: Sequence[int], rows: int, chunk: in
     size = Size(
         constant=one - token * first - square * first * first, per_token=token, per_square=square * rows
     )
-    return _with_padding(size, cut[0], tokens[-1], chunk) if cut else size
+    return _with_padding(size, cut, tokens[-len(cut) :], chunk) if cut else size
 
 
-def _with_padding(size: Size, value: float, tokens: int, chunk: int) -> Size:
-    """``size`` with what grows with whole chunks: a moment's squares are of those altogether, or not at all."""
-    padded = -(-tokens // chunk) * chunk
-    beyond = value - (size.constant + size.per_token * tokens + size.per_square * tokens**2)
-    if abs(beyond) < _NO_SQUARE * max(1.0, abs(value)):
+def _with_padding(size: Size, cut: Sequence[float], tokens: Sequence[int], chunk: int) -> Size:
+    """``size`` with what grows by whole chunks, from two rows that are no whole number of them."""
+    padding = [-(-n // chunk) * chunk - n for n in tokens]
+    squares = [(n + more) ** 2 - n * n for n, more in zip(tokens, padding, strict=True)]
+    beyond = [
+        value - (size.constant + size.per_token * n + size.per_square * n * n)
+        for value, n in zip(cut, tokens, strict=True)
+    ]
+    if max(map(abs, beyond)) < _NO_SQUARE * max(1.0, *map(abs, cut)):
         return size
-    per_padding = (beyond - size.per_square * (padded**2 - tokens**2)) / (padded - tokens)
-    return replace(size, per_padding=round(per_padding, 6), per_padding_square=size.per_square)
+    square = (beyond[1] - beyond[0]) / (squares[1] - squares[0])  # their paddings are equal
+    if abs(square) * squares[1] < _NO_SQUARE * max(1.0, *map(abs, cut)):
+        square = 0.0
+    per_padding = (beyond[0] - square * squares[0]) / padding[0]
+    return replace(size, per_padding=round(per_padding, 6), per_padding_square=round(square, 9))
 
 
 _LONGEST = len(LENGTHS) - 1
 """Place of the longest row among those that are traced."""
 _NO_SQUARE = 1e-6
 """Share of a size below which a square term is rounding."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +86,22 @@ class _Fit:
         """The sizes of which the largest decides; one where the order of events depends on the length."""
         found = [of(account) or [0] for account in self.accounts]
         if len({len(values) for values in found}) > 1:
-            return (self._fit([max(values) for values in found]),)
+            found = self._aligned(found, lambda value: value)
         return _largest([self._fit(values) for values in zip(*found, strict=True)], lambda size: size)
 
     def moments(self, of: Callable[[Account], Sequence[Numbers]]) -> tuple[Moment, ...]:
         found = [of(account) or [(0, 0, 0)] for account in self.accounts]
         if len({len(values) for values in found}) > 1:
-            found = [[max(values, key=sum)] for values in found]
+            found = self._aligned(found, sum)
         return _largest([self._moment(values) for values in zip(*found, strict=True)], lambda m: m.total)
+
+    def _aligned(self, found: list[Sequence[T]], size: Callable[[T], float]) -> list[Sequence[T]]:
+        """As many values for each length: the largest, and where mixers loop over tokens those before and behind too.
+
+        Those come in one order at every length, and gradients of weights outweigh a short row's loop.
+        """
+        ends = min(map(len, found)) // 3 if self.chunk == 1 else 0
+        return [[*v[:ends], max(v[ends : len(v) - ends], key=size), *v[len(v) - ends :]] for v in found]
 
     def passed(self, direction: Phase, block: int) -> TracedPass:
         def every(account: Account) -> list[Work]:
@@ -109,9 +127,6 @@ class _Fit:
     def _moment(self, values: Sequence[Numbers]) -> Moment:
         kept, gradients, rest = (self._fit([v[place] for v in values]) for place in range(3))
         return Moment(kept=kept, gradients=gradients.constant, temporaries=rest)
-
-
-T = TypeVar("T")
 
 
 def _largest(items: Sequence[T], size: Callable[[T], Size]) -> tuple[T, ...]:
@@ -166,7 +181,7 @@ def _fit_of(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], *, firs
     whole, chunk = plan.model.masks_whole_stream, plan.model.chunk
     lengths = [first * times for times in LENGTHS]
     if chunk > 1:
-        lengths.append(first + chunk // 2)
+        lengths += [first + chunk // 2, 2 * first + chunk // 2]
     samples = [recorded(_shallow(plan, len(chosen)), config, chosen, (n,) * rows) for n in lengths]
     accounts = [account_of(sample) for sample in samples]
     return _Fit(accounts, [s.tokens for s in samples], 1 if whole else rows, chunk)

@@ -6,11 +6,13 @@ EQUAL_TO_TRANSFORMERS = frozenset(
     (
         "apertus",
         "arcee",
+        "bamba",
         "bitnet",
         "codegen",
         "cohere",
         "cohere2",
         "ernie4_5",
+        "falcon_h1",
         "flex_olmo",
         "gemma",
         "glm",
@@ -22,6 +24,7 @@ EQUAL_TO_TRANSFORMERS = frozenset(
         "gptj",
         "granite",
         "granitemoe",
+        "granitemoehybrid",
         "granitemoeshared",
         "helium",
         "hunyuan_v1_dense",
@@ -30,12 +33,15 @@ EQUAL_TO_TRANSFORMERS = frozenset(
         "jais2",
         "lfm2",
         "llama4_text",
+        "mamba",
+        "mamba2",
         "mellum",
         "minimax_m2",
         "minimax_m3_vl_text",
         "ministral",
         "ministral3",
         "nanochat",
+        "nemotron_h",
         "olmo",
         "olmo2",
         "olmo3",
@@ -51,12 +57,7 @@ EQUAL_TO_TRANSFORMERS = frozenset(
 """Values of model_type: a small random model of each has the losses and gradients of transformers' own forward, fully
 trained, with LoRA and with LoRA on NF4 (bench/architectures.py)."""
 
-EQUAL_WITHOUT_STATES = frozenset(("granitemoehybrid",))
-"""The same of models whose blocks all attend; those with state-space mixers were not."""
-
 
 def trains_like_transformers(model: ModelSpec) -> bool:
     """True if its way through fitune was compared with transformers' own."""
-    if not model.is_traced or model.model_type in EQUAL_TO_TRANSFORMERS:
-        return True
-    return model.model_type in EQUAL_WITHOUT_STATES and model.separates_rows
+    return not model.is_traced or model.model_type in EQUAL_TO_TRANSFORMERS

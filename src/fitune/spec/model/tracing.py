@@ -42,7 +42,7 @@ _SHAPES_FORMAT = 2
 LENGTHS = (1, 2, 4)
 """Lengths of rows that are traced, as multiples of the first."""
 
-_FIRST_BY_TOKEN = 64
+_FIRST_BY_TOKEN = 16
 """Shortest row that is traced where a mixer's loop takes dozens of operations for each token."""
 
 _NOT_OF_SHAPES = {
@@ -72,7 +72,7 @@ class Way:
             plan.hardware.gpu.is_cpu, plan.hardware.gpu.capability >= (8, 0), self.rows, self.first,
             to_data(plan.optimizer) if updates_in_backward(plan.tuning) else None,
         ]  # fmt: skip
-        return _digest(facts + [plan.model.chunk] if plan.model.chunk else facts)
+        return _digest([*facts, plan.model.chunk] if plan.model.chunk else facts)
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
@@ -169,8 +169,8 @@ def way_of(plan: Plan, shape: BatchShape) -> Way:
         first = 2 * window
     if plan.model.chunk == 1:
         first = _FIRST_BY_TOKEN
-    elif plan.model.chunk:
-        first = -(-first // plan.model.chunk) * plan.model.chunk
+    elif plan.model.chunk:  # with one chunk alone some copies are not made
+        first = 2 * plan.model.chunk
     longest = plan.model.longest_stream
     if longest:
         first = max(1, min(first, longest // (rows * LENGTHS[-1])))

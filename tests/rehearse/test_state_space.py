@@ -1,0 +1,131 @@
+"""Mamba, Mamba 2 and hybrids of them with attention: rows in chunks, loops over tokens, weights that kernels read."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fitune.estimate.predict import predict_memory
+from fitune.models.attention import use_attention
+from fitune.models.door import model_config
+from fitune.models.language_model import language_model, recompute_blocks
+from fitune.models.packing import places_in
+from fitune.rehearse.profile import TransformersTracer
+from fitune.rehearse.step import trace_plan
+from fitune.rehearse.trace import peaks_by_kind
+from fitune.spec.model import tracing
+from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.model.traced_profile import Extent, Size
+from fitune.spec.model.tracer import trace_with
+from fitune.spec.plan import Batch, Nf4, PlainLoss, Plan, Recompute
+from models.streams import make_rows, stream_of
+from plans import plan_for
+
+CHUNK = 24
+COMMON = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 200, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GRANITE = {
+    **COMMON, "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 48, "num_local_experts": 0,
+    "num_experts_per_tok": 0, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": CHUNK,
+    "mamba_n_groups": 1,
+}  # fmt: skip
+MAMBA = {**COMMON, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4}
+MAMBA_2 = {
+    **COMMON, "num_hidden_layers": 2, "state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1,
+    "chunk_size": CHUNK,
+}  # fmt: skip
+MODELS = {"granitemoehybrid": GRANITE, "mamba": MAMBA, "mamba2": MAMBA_2}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
+    trace_with(TransformersTracer())
+    return tmp_path / "model"
+
+
+def spec_of(folder: Path, model_type: str) -> ModelSpec:
+    AutoConfig.for_model(model_type, **MODELS[model_type]).save_pretrained(folder)
+    return load_model_spec(str(folder))
+
+
+def one_row(spec: ModelSpec, *, tokens: int, **choice: Any) -> Plan:
+    batch = Batch(micro_batch_size=1, accumulation=1, seq_len=tokens, packing=False)
+    return replace(plan_for(spec, **choice), model_path=spec.name, batch=batch)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["granitemoehybrid", "mamba2", pytest.param("mamba", marks=pytest.mark.slow)]
+)
+def test_the_estimate_is_the_rehearsed_step(folder: Path, model_type: str) -> None:
+    """At rows that are no whole number of chunks, and longer than those that were traced."""
+    spec = spec_of(folder, model_type)
+    assert not spec.separates_rows
+    assert spec.chunk == (1 if model_type == "mamba" else CHUNK)
+    for tokens, recompute in ((3 * CHUNK + 5, 0), (9 * CHUNK - 1, 2)):
+        plan = one_row(spec, tokens=tokens, tuning="lora", recompute=recompute)
+        trace, _ = trace_plan(plan, model_config(spec.name), exact=True)
+        rehearsed = peaks_by_kind(trace, on_cuda=False)
+        predicted = predict_memory(plan)
+        assert predicted.tensor_peak_bytes == pytest.approx(
+            max(sum(kinds.values()) for kinds in rehearsed.values()), rel=0.005
+        )
+        for phase, kinds in rehearsed.items():
+            assert sum(predicted.phases[phase].values()) == pytest.approx(sum(kinds.values()), rel=0.03), (
+                phase
+            )
+
+
+@pytest.mark.parametrize(("model_type", "blocks"), [("granitemoehybrid", 3), ("mamba", 0), ("mamba2", 1)])
+def test_a_row_is_trained_as_transformers_does(model_type: str, blocks: int) -> None:
+    (row,) = make_rows((2 * CHUNK + 5,))
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **MODELS[model_type])).train()
+    ours = AutoModelForCausalLM.from_config(plain.config).train()
+    ours.load_state_dict(plain.state_dict())
+    logits = plain(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+    expected = torch.nn.functional.cross_entropy(logits, row[1:])
+    expected.backward()
+    use_attention(ours, "sdpa")
+    parts = language_model(ours, PlainLoss())
+    recompute_blocks(parts.blocks, Recompute(blocks=blocks), has_dropout=False)
+    stream = stream_of([row])
+    hidden = parts.hidden_states(stream)
+    total, gradient = parts.loss_and_gradient(hidden.detach(), stream, scale=1 / stream.supervised_tokens)
+    hidden.backward(gradient)
+    assert total.item() / stream.supervised_tokens == pytest.approx(expected.item(), abs=2e-6)
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, wanted[name], rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize(("model_type", "called"), [("mamba", {"in_proj"}), ("mamba2", {"in_proj"})])
+def test_weights_that_kernels_read_are_neither_packed_nor_adapted(
+    folder: Path, model_type: str, called: set[str]
+) -> None:
+    spec = spec_of(folder, model_type)
+    assert set(spec.adaptable_names) == called
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(spec.name))
+    packed = {name.split(".")[-2] for name, _ in places_in(language_model(model, PlainLoss()).blocks, Nf4())}
+    assert packed == called
+
+
+def test_short_rows_stand_for_long_ones_where_a_mixer_loops_over_tokens(folder: Path) -> None:
+    plan = one_row(spec_of(folder, "mamba"), tokens=4096)
+    assert tracing.way_of(plan, BatchShape(tokens=4096, supervised_tokens=4095, rows=1)).first == 16
+
+
+def test_padding_counts_by_whole_chunks() -> None:
+    size = Size(constant=10, per_token=2, per_square=1, per_padding=3, per_padding_square=0.5)
+    assert size.at(Extent(tokens=4, square=16)) == 10 + 8 + 16
+    assert size.at(Extent(tokens=4, square=16, padding=2, padding_square=20)) == 10 + 8 + 16 + 6 + 10
