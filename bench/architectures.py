@@ -63,6 +63,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "ministral": {"head_dim": 16},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
     "falcon_h1": {"mamba_d_ssm": 128, "mlp_expansion_factor": 2, "mamba_n_heads": 8, "mamba_d_head": 16},
     "llama4_text": {"intermediate_size": 64, "intermediate_size_mlp": 128},
 }

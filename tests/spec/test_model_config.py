@@ -388,3 +388,14 @@ def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
     twice = json.dumps(LLAMA).replace("{", '{"hidden_size": 32, ', 1)
     with pytest.raises(ModelError, match=r"config\.json: the key 'hidden_size' is there twice"):
         load_model_spec(str(write_config(tmp_path / "model", twice)))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n", "gemma3n_text", "gemma4", "gemma4_text"])
+def test_gemma_3n_and_4_are_refused_with_the_reason_and_a_model_that_works(model_type: str) -> None:
+    """Before their lists of sizes, which other models give as one number, are read."""
+    config = {"model_type": model_type, "text_config": {"intermediate_size": [16384, 16384]}}
+    with pytest.raises(
+        ModelError, match=f"model_type = '{model_type}' is not supported: its .* block"
+    ) as refusal:
+        spec_from_config(config, name="mine")
+    assert find_known_model(str(refusal.value.hint).rpartition(" ")[2])

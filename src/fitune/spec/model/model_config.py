@@ -72,6 +72,7 @@ def _text_spec(config: Mapping[str, Any], *, name: str, where: str | None) -> Mo
         raise ModelError(f"{fields.where}: model_type is missing: this is no model's config.json")
     if not isinstance(model_type, str):
         fields.refuse("model_type", "is not supported")
+    _refuse_untraceable(fields, model_type)
     _refuse_other_code(fields, model_type)
     check_config(fields, traced=model_type not in FAMILIES)
     _refuse_other_tasks(fields)
@@ -98,6 +99,26 @@ def _text_part(fields: ConfigFields) -> ConfigFields:
     usual = _WITH_TEXT_OF_A_FAMILY[fields.values["model_type"]]
     values = {**outer, **text, "model_type": text.get("model_type", usual)}
     return ConfigFields(values=values, where=f"{fields.where}: text_config")
+
+
+_SHARED = (
+    "blocks read keys and values of earlier blocks and embeddings of their own, and a trace of single blocks sees "
+    "neither"
+)
+_UNEVEN = "heads differ in size from block to block, and some blocks read embeddings of their own"
+_UNTRACEABLE = {
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), _SHARED),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _UNEVEN),
+}
+"""model_type -> why no shapes of it are read."""
+
+
+def _refuse_untraceable(fields: ConfigFields, model_type: str) -> None:
+    if model_type in _UNTRACEABLE:
+        raise ModelError(
+            f"{fields.where}: model_type = {model_type!r} is not supported: its {_UNTRACEABLE[model_type]}",
+            hint="a Gemma 3 model, such as google/gemma-3-4b-it",
+        )
 
 
 def _refuse_other_code(fields: ConfigFields, model_type: str) -> None:
