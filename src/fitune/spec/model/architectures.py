@@ -13,6 +13,7 @@ EQUAL_TO_TRANSFORMERS = frozenset(
         "cohere2",
         "ernie4_5",
         "falcon_h1",
+        "falcon_mamba",
         "flex_olmo",
         "gemma",
         "glm",
