@@ -1,12 +1,14 @@
 """A step under Ray costs so much more than under torchrun: the same plan by two ranks, the sides in turn.
 
+    python bench/ray_overhead.py --apart --json results/ray_overhead_apart.json
     python bench/ray_overhead.py --json results/ray_overhead.json
 
 A Llama of 14 M parameters with LoRA by DDP on the CPU, one thread a rank. A round is one run of each side; its
 figures are the ratios of their median steps (``step_seconds`` + ``data_seconds`` in metrics.jsonl, without the first)
 and of the core seconds that both ranks took for a step, and the median of the rounds counts: what the machine does
 beside slows both sides of a round. The cluster is started once. Where the ranks have all cores, the clock also counts
-what Ray's own processes take of them; core seconds of the ranks do not.
+what Ray's own processes take of them; core seconds of the ranks do not. With ``--apart`` both ranks share the first
+core, on both sides, and all other processes have the others, as beside GPUs: then the clock counts what a step waits.
 """
 
 import argparse
@@ -48,18 +50,37 @@ class Step:
     """That both ranks took, mean of the steps."""
 
 
-def core_seconds(side: str) -> float:
-    """Seconds of a core that the ranks below this process have taken."""
-    taken = 0.0
+def ranks_of(side: str) -> list[psutil.Process]:
+    """Processes of the ranks below this one."""
+    found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if RANKS[side] in " ".join(process.cmdline()):
-                times = process.cpu_times()
-                taken += times.user + times.system
+                found.append(process)
+    return found
+
+
+def core_seconds(side: str) -> float:
+    """Seconds of a core that the ranks below this process have taken."""
+    taken = 0.0
+    for process in ranks_of(side):
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            taken += times.user + times.system
     return taken
 
 
-def train(side: str, work: Path, number: int, *, steps: int, tokens: int, address: str) -> Step:
+def keep_on_first_core(side: str) -> None:
+    """Every thread of the ranks; threads that they start later stay there, too."""
+    for process in ranks_of(side):
+        with suppress(psutil.Error, ProcessLookupError):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {0})
+
+
+def train(
+    side: str, work: Path, number: int, *, steps: int, tokens: int, address: str, is_apart: bool
+) -> Step:
     folder = work / f"{side}{number}"
     settings = {
         "model": work / "model", "data": work / "rows.jsonl", "tuning": "lora", "lora_r": 8, "precision": "fp32",
@@ -77,6 +98,8 @@ def train(side: str, work: Path, number: int, *, steps: int, tokens: int, addres
     metrics, taken = folder / "metrics.jsonl", dict[int, float]()
     while running.poll() is None:
         done = metrics.read_text().count("\n") if metrics.exists() else 0
+        if is_apart and done < FIRST:
+            keep_on_first_core(side)
         if FIRST <= done < FIRST + steps:  # in the last step a rank may end before it is asked
             taken.setdefault(done, core_seconds(side))
         time.sleep(0.02)
@@ -96,7 +119,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="that are counted")
     parser.add_argument("--tokens", type=int, default=256, help="of a row")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--apart", action="store_true", help="both ranks on the first core, all else on the others"
+    )
     wanted = parser.parse_args()
+    if wanted.apart:
+        os.sched_setaffinity(0, os.sched_getaffinity(0) - {0})  # and of all that is started here
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     from fitune.launch.ray_cluster import loaded_ray
 
@@ -117,7 +145,7 @@ def main() -> None:
                 for side in sides:
                     took = train(
                         side, work, number, steps=wanted.steps, tokens=wanted.tokens,
-                        address=context.address_info["address"],
+                        address=context.address_info["address"], is_apart=wanted.apart,
                     )  # fmt: skip
                     found[side].append(took)
                     print(
@@ -133,6 +161,7 @@ def main() -> None:
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in ("torch", "ray")},
         "cores": os.cpu_count(),
+        "ranks_on_one_core": wanted.apart,
         "seconds_of_a_step": {
             side: [dataclasses.asdict(step) for step in steps] for side, steps in found.items()
         },
