@@ -9,7 +9,7 @@ Prints seconds to start, rows/s, seconds of the processor, the ratios, and how m
 Prompts are texts of the demo, cut somewhere, and up to three whole ones before them; or a field of a JSONL file
 (``--data test.jsonl --field question``). Without --model it is a random one of the demo's shape, whose answers seldom
 end before --new. A side whose library is not installed is left out and named: lm_eval here, and vLLM in the environment
-of FITUNE_VLLM_PYTHON.
+of FITUNE_VLLM_PYTHON. ``--json`` adds the run to a file, in the place of one with the same model and settings.
 """
 
 import argparse
@@ -240,12 +240,21 @@ def _show(sides: Sequence[Side], requests: Sequence[Request], asked: argparse.Na
         )  # fmt: skip
     if asked.json:
         versions = {name: version(name) for name in ("torch", "transformers", "lm_eval")}
-        head = {
-            "date": date.today().isoformat(), "versions": versions, "rows": len(requests), "batch": asked.batch,
-            "threads": asked.threads, "prompt_tokens": [min(prompts), max(prompts)],
-            "answer_tokens": [min(lengths), statistics.mean(lengths), max(lengths)],
+        run = {
+            "model": asked.model or "random", "rows": len(requests), "batch": asked.batch, "threads": asked.threads,
+            "new": asked.new, "date": date.today().isoformat(), "versions": versions,
+            "prompt_tokens": [min(prompts), max(prompts)],
+            "answer_tokens": [min(lengths), statistics.mean(lengths), max(lengths)], "sides": told,
         }  # fmt: skip
-        asked.json.write_text(json.dumps(head | {"sides": told}, indent=1) + "\n", encoding="utf-8")
+        _add(run, asked.json)
+
+
+def _add(run: dict[str, Any], file: Path) -> None:
+    """Runs that differ in model or settings stay."""
+    known = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
+    same = ("model", "rows", "batch", "threads", "new")
+    kept = [one for one in known if any(one[name] != run[name] for name in same)]
+    file.write_text(json.dumps({"runs": [*kept, run]}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
