@@ -95,7 +95,7 @@ OTHERS = [pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3", "gemma3_tex
 
 
 @pytest.mark.parametrize(("batch", "prompt", "new"), [(1, 30, 8), (8, 60, 6), (8, 8, 40)])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3_moe", *OTHERS])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "falcon", "qwen3_moe", *OTHERS])
 def test_live_tensors_are_predicted(family: str, batch: int, prompt: int, new: int) -> None:
     model = tiny_model(family, **WIDE).eval()
     use_cached_attention(model)
@@ -104,6 +104,21 @@ def test_live_tensors_are_predicted(family: str, batch: int, prompt: int, new: i
         model, spec, batch=batch, prompt=prompt, new=new, adapter=NO_ADAPTER
     )
     assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "falcon"])
+@pytest.mark.parametrize(("batch", "prompt", "new"), [(16, 30, 60), (4, 300, 2), (8, 60, 6)])
+def test_scores_that_a_block_returns_count_beside_its_mlp_and_norms(
+    family: str, batch: int, prompt: int, new: int
+) -> None:
+    """Attention that is written out, in a model wide enough that its scores are not all that counts."""
+    model = tiny_model(family, **{**WIDE, "hidden_size": 128, "num_hidden_layers": 6}).eval()
+    use_cached_attention(model)
+    spec = spec_from_config(model.config.to_dict(), name="tiny")
+    measured, predicted = measured_and_predicted(
+        model, spec, batch=batch, prompt=prompt, new=new, adapter=NO_ADAPTER
+    )
+    assert predicted == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -137,7 +137,8 @@ def _in_block(answering: Answering, *, rows: int, tokens: int, width: int) -> in
     model, e, t = answering.model, _e(answering), rows * tokens
     turned = 0 if model.learned_positions else 2 * round(model.head_dim * model.rotary_share)
     attention = _in_attention(answering, rows=rows, tokens=tokens, width=width)
-    worst = max(attention, _in_mlp(answering, tokens=t), _in_norm(answering, t))
+    behind = _returned_scores(answering, rows=rows, tokens=tokens, width=width)
+    worst = max(attention, behind + max(_in_mlp(answering, tokens=t), _in_norm(answering, t)))
     return worst + t * e * turned + _masks(answering, rows=rows, tokens=tokens, width=width)
 
 
@@ -151,6 +152,14 @@ def _masks(answering: Answering, *, rows: int, tokens: int, width: int) -> int:
 def _writes_scores(model: ModelSpec) -> bool:
     """True where attention is not fused: capped scores, and Falcon's own."""
     return model.caps_scores or model.masks_whole_stream
+
+
+def _returned_scores(answering: Answering, *, rows: int, tokens: int, width: int) -> int:
+    """Scores that a written-out attention returns, which its block holds to its end; of Falcon's the block before's,
+    too."""
+    model = answering.model
+    blocks = min(2, model.num_layers) if model.masks_whole_stream else int(model.caps_scores)
+    return blocks * rows * model.num_heads * tokens * width * _e(answering)
 
 
 def _in_attention(answering: Answering, *, rows: int, tokens: int, width: int) -> int:
@@ -170,7 +179,10 @@ def _in_attention(answering: Answering, *, rows: int, tokens: int, width: int) -
     repeats = grouped and not model.is_multi_query and (tokens > 1 or model.caps_scores)
     repeated = 2 * rows * width * q * e if repeats else 0
     scores = rows * model.num_heads * tokens * width
-    eager = 2 * scores * FP32 + t * e * q if _writes_scores(model) else 0
+    if model.masks_whole_stream:  # masked, their softmax, and the block before returned its own
+        eager = scores * e * (4 if model.num_layers > 1 else 3)
+    else:
+        eager = 2 * scores * FP32 + t * e * q if model.caps_scores else 0
     at_scores = t * e * (held * h + (1 if eager else 2) * q + fused) + repeated + eager
     return max(t * e * (held * h + turning - own), at_scores)
 
@@ -203,11 +215,12 @@ def _in_mlp(answering: Answering, *, tokens: int) -> int:
 
 
 def _in_norm(answering: Answering, tokens: int) -> int:
-    """RMSNorm in 16 bit: t·h·(3e + 8), + 4 where its weight multiplies in fp32; else t·5e·h."""
+    """RMSNorm in 16 bit: t·h·(3e + 8), + 4 where its weight multiplies in fp32; else t·5e·h, t·6e·h where norms stand
+    behind attention and MLP, too."""
     e, h, model = _e(answering), answering.model.hidden_size, answering.model
     if model.norm_type == "rms" and e < FP32:
         return tokens * h * (3 * e + FP32 * (3 if model.scales_norms_in_fp32 else 2))
-    return tokens * h * 5 * e
+    return tokens * h * (6 if model.norms_per_block > 2 else 5) * e
 
 
 def _growing(answering: Answering, *, rows: int, width: int) -> int:
