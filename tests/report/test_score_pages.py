@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,26 @@ def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path: P
     assert "50.0 % here, 33.3 % there: +16.7 points (95 %:" in text
     assert "McNemar p = 1): may be chance." in text
     assert "in both only here only there in neither regex:&lt;b&gt;$x^2$ 1 2 1 2" in text
-    better, _, rest = text.partition("Better here: 2 rows")[2].partition("Worse here: 1 rows")
+    better, _, rest = text.partition("Better here: 2 rows")[2].partition("Worse here: 1 row by")
     assert "answer 0 of mine" in better
     assert "answer 0 of other" in better
     assert "answer 1 of mine" in better
     assert "answer 2 of mine" in rest
     assert "answer 2 of other" in rest
-    assert "3 rows have the same grade in both" in text
+    assert "3 rows have the same grade by regex" in text
+
+
+def test_the_rows_shown_are_those_of_a_grader_by_which_some_changed(tmp_path: Path) -> None:
+    mine = write_folder(tmp_path / "mine", [1.0, 1.0, 0.0])
+    other = write_folder(tmp_path / "other", [0.0, 1.0, 0.0])
+    changed: list[dict[str, Any]] = []
+    (by_pattern,) = compare(mine, other, on_changed=changed.append)
+    alike = replace(by_pattern, grader="alike", other=by_pattern.mean, difference=0.0, better=0, worse=0)
+    text = text_of(write_comparison(mine, other, [alike, by_pattern], changed))
+    assert "alike: 66.7 % in both: no row changed." in text
+    assert "Better here: 1 row by regex" in text
+    assert "answer 0 of mine" in text
+    assert "2 rows have the same grade by regex" in text
 
 
 def test_without_matplotlib_the_page_says_how_to_get_the_pictures(

@@ -23,7 +23,7 @@ _SURE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changed:
-    """Rows of one direction by the first grader, the largest changes first."""
+    """Rows of one direction by the first grader that has any, the largest changes first."""
 
     title: str
     count: int
@@ -35,7 +35,7 @@ def write_comparison(
 ) -> Path:
     """Write ``comparison.html`` into ``directory``. Raises RunDirectoryError when a folder's rows cannot be read."""
     mine, theirs = read_score(directory), read_score(other)
-    first = paired[0]
+    first = next((found for found in paired if found.better + found.worse), paired[0])
     better, worse = _largest(changed, first.grader, sign=-1 if first.scale == "perplexity" else 1)
     wanted = {*better, *worse}
     here, there = _rows(directory, wanted), _rows(other, wanted)
@@ -97,13 +97,13 @@ def difference_text(value: float, scale: Scale) -> str:
 
 def _verdict(found: PairedScore) -> str:
     """One sentence a grader: the difference, and if it may be chance."""
+    if not found.better + found.worse:
+        return f"{found.grader}: {describe_grade(found.mean, found.scale)} in both: no row changed."
     interval = f"{difference_text(found.low, found.scale)} to {difference_text(found.high, found.scale)}"
     is_sure = found.low > 0 or found.high < 0
     if found.p_value is not None:
         is_sure = found.p_value < _SURE
-    chance = (
-        "more than chance" if is_sure else "may be chance" if found.better + found.worse else "no row changed"
-    )
+    chance = "more than chance" if is_sure else "may be chance"
     lower = " (lower is better)" if found.scale == "perplexity" else ""
     p = "" if found.p_value is None else f", McNemar p = {found.p_value:.3g}"
     return (
