@@ -497,13 +497,20 @@ def test_a_line_is_read_once_for_all_graders_that_compare_texts(
     assert sorted(read) == sorted(f"{number} {kind}" for number in range(3) for kind in ("answers", "tasks"))
 
 
-def test_a_line_of_a_shard_that_is_no_json_is_an_error_with_its_shard(finished: ScorePlan) -> None:
+@pytest.mark.parametrize("damage", ["{\n" * 8, "", "null\n" * 8, '{"other": 1}\n' * 8, "[" * 100_000 + "\n"])
+def test_grades_that_were_damaged_are_an_error_with_their_file_and_without_it_they_are_made_again(
+    finished: ScorePlan, damage: str
+) -> None:
     """Grades have no hash of their own."""
-    grades = (Path(finished.output_dir) / "shards").glob("00001.grades-*.jsonl")
-    for path in grades:
-        path.write_text("{\n" * 8)
-    with pytest.raises(RunDirectoryError, match="00001.json: the shard is damaged"):
+    before = everything(finished)
+    (path, *_) = (Path(finished.output_dir) / "shards").glob("00001.grades-*.jsonl")
+    path.write_text(damage)
+    with pytest.raises(RunDirectoryError, match="00001.grades-.*: damaged: ") as caught:
         quietly(finished)
+    assert str(caught.value.hint).startswith("remove this file")
+    path.unlink()
+    quietly(finished)
+    assert everything(finished) == before
 
 
 @pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (8, 2048)])

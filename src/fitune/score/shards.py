@@ -132,11 +132,12 @@ class Shards:
 
     def rows(self, number: int, kind: str = "answers") -> list[Line]:
         """All lines of a shard as objects. Raises RunDirectoryError."""
-        return [self._parsed(number, line) for line in self.lines(number, kind)]
+        return [self._parsed(number, kind, line) for line in self.lines(number, kind)]
 
     def row(self, number: int, place: int, kind: str = "answers") -> Line:
         """One line of a shard as an object. Raises RunDirectoryError."""
-        return self._parsed(number, self.lines(number, kind)[place])
+        lines = self.lines(number, kind)
+        return self._parsed(number, kind, lines[place] if place < len(lines) else b"")
 
     def has_grades(self, number: int, key: str) -> bool:
         """True if the shard was graded under ``key``, for these very answers."""
@@ -152,7 +153,12 @@ class Shards:
         self._lines.pop((number, name), None)
 
     def grade(self, number: int, key: str, place: int) -> Line:
-        return self.row(number, place, self._grades(number, key))
+        """Raises RunDirectoryError."""
+        name = self._grades(number, key)
+        found = self.row(number, place, name)
+        if not isinstance(found, dict) or "grade" not in found:
+            raise _damaged(self._path(number, f".{name}.jsonl"), f"line {place + 1} holds no grade")
+        return found
 
     def _grades(self, number: int, key: str) -> str:
         """The name of the file, tied to the answers by their hash."""
@@ -161,12 +167,12 @@ class Shards:
             self._names[number, key] = f"grades-{tied.hexdigest()[:12]}"
         return self._names[number, key]
 
-    def _parsed(self, number: int, line: bytes) -> Line:
+    def _parsed(self, number: int, kind: str, line: bytes) -> Line:
         """``json.loads`` alone: the bytes are those that were written here, and each row is read several times."""
         try:
             found: Line = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _damaged(self._path(number, ".json"), str(error)) from None
+            raise _damaged(self._path(number, f".{kind}.jsonl"), str(error)) from None
         return found
 
     def _check(self, shard: Shard, kind: str) -> None:
@@ -222,6 +228,10 @@ def _text(lines: Iterable[Line]) -> bytes:
 
 def _damaged(path: Path, why: str) -> RunDirectoryError:
     number = path.name.partition(".")[0]
+    if ".grades-" in path.name:
+        return RunDirectoryError(
+            f"{path}: damaged: {why}", hint="remove this file, and the rows of the shard are graded again"
+        )
     return RunDirectoryError(
         f"{path}: the shard is damaged: {why}",
         hint=f"remove {path.parent / number}.json to answer its rows again, or score into a new directory",
