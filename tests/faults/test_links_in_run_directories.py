@@ -13,7 +13,7 @@ from fitune.checkpoint.layout import staged
 from fitune.checkpoint.state import TrainState
 from fitune.errors import FituneError, RunDirectoryError
 from fitune.files import open_for_append, remove_stale_siblings, temporary_sibling, write_atomically
-from fitune.report.compare import read_run
+from fitune.report.run_files import read_run
 from fitune.spec.plan import Plan
 from fitune.spec.run_directory import FILES, FOLDERS, require_real_files
 from fitune.spec.run_lock import lock_directory

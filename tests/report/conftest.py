@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fitune.report.compare import Prediction, RunnerUp
+from fitune.report.run_files import Prediction, RunnerUp
 from fitune.spec.machines.hardware import Gpu, Hardware
 from fitune.spec.model.model_spec import Linear, ModelSpec
 from fitune.spec.plan import (

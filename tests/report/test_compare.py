@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from fitune.report.compare import Prediction, Row, compare, comparison_table
+from fitune.report.compare import Row, compare, comparison_table
+from fitune.report.run_files import Prediction
 from fitune.spec.predictions import MemoryBreakdown, Phase
 from fitune.spec.reports import MeasuredMemory, RunReport, StepReport
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fitune.report.compare import RunFiles, read_run
 from fitune.report.methods_page import final_loss, findings
+from fitune.report.run_files import RunFiles, read_run
 from fitune.spec.plan import ClipByNorm, Full, Lomo, Lora, Nf4, Tuning
 
 

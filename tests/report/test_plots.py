@@ -11,8 +11,8 @@ import pytest
 
 from fitune.errors import MissingExtra
 from fitune.report import plots, run_plots
-from fitune.report.compare import Prediction
 from fitune.report.plots import SERIES
+from fitune.report.run_files import Prediction
 from fitune.spec.predictions import Phase
 from fitune.spec.reports import StepReport
 from fitune.units import format_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.report.compare import Prediction, read_run
+from fitune.report.run_files import Prediction, read_run
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport, StepReport
 from fitune.spec.serial import to_json

@@ -8,9 +8,10 @@ from statistics import quantiles
 
 from fitune.errors import MissingExtra
 from fitune.report import plan_words
-from fitune.report.compare import PEAK, Row, RunFiles, compare, row_texts
+from fitune.report.compare import PEAK, Row, compare, row_texts
 from fitune.report.comparison_plots import held_out_curves, loss_curves, peak_bars, speed_bars
 from fitune.report.page import render, write_page
+from fitune.report.run_files import RunFiles
 from fitune.spec.plan import Dense, Lomo, Lora, Plan, trains_every_weight
 from fitune.spec.reports import MeterKind, settled_steps
 from fitune.units import format_bytes, format_number, format_percent, format_rate

@@ -7,20 +7,11 @@ from typing import Any
 from fitune.errors import MissingExtra
 from fitune.report import plan_words, run_plots
 from fitune.report.account import ledger_table
-from fitune.report.compare import (
-    PEAK,
-    PHASE_NAMES,
-    Measured,
-    RunFiles,
-    compare,
-    describe_restart,
-    describe_retry,
-    measure,
-    read_run,
-    row_texts,
-)
+from fitune.report.attempts import describe_restart, describe_retry
+from fitune.report.compare import PEAK, PHASE_NAMES, Measured, compare, measure, row_texts
 from fitune.report.page import Tile, render, write_page
 from fitune.report.ranks import RANK_HEADINGS, long_steps, rank_rows
+from fitune.report.run_files import RunFiles, read_run
 from fitune.report.under_way import SIGN_HEADINGS, UnderWay, clock, restart_summary, sign_rows, state_line
 from fitune.report.under_way import tiles as under_way_tiles
 from fitune.spec.reports import Restart, RunReport

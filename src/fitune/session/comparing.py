@@ -9,8 +9,9 @@ from typing import Any
 from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.planner.defaults import default_learning_rate, optimizer_of, staging_of
 from fitune.planner.methods import lomo_of, lora_of, packed_base
-from fitune.report.compare import read_run, text_table
+from fitune.report.compare import text_table
 from fitune.report.methods_page import MethodRun, comparison_rows, write_comparison
+from fitune.report.run_files import read_run
 from fitune.score.shards import remove_scores
 from fitune.session.events import Event, Note, Planned, Tell
 from fitune.session.fresh_process import run_child, train_program

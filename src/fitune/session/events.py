@@ -9,7 +9,8 @@ from fitune.data.ledger import Reading as Reading  # an event like the others
 from fitune.data.ledger import describe_ledger
 from fitune.planner.reasons.explain import explain_plan
 from fitune.planner.whole_run import run_lines
-from fitune.report.compare import Prediction, describe_retry
+from fitune.report.attempts import describe_retry
+from fitune.report.run_files import Prediction
 from fitune.session.reported import Reported, comparison_text
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import PlanReport

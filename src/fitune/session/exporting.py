@@ -11,7 +11,7 @@ from fitune.errors import RecipeError, RunDirectoryError, work_under_way
 from fitune.files import cache_folder, remove, write_atomically
 from fitune.models.weights import planned_tokenizer
 from fitune.planner.defaults import staging_of
-from fitune.report.compare import RunFiles, read_run
+from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import write_report
 from fitune.session.events import Exported, Note, Tell, WeightsRead, tell_nobody
 from fitune.spec.plan import Lora, Plan

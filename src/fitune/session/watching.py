@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fitune.checkpoint.commit import last_saved
-from fitune.report.compare import RunFiles, read_run
 from fitune.report.page import write_page
+from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import page_of
 from fitune.report.under_way import Sign, UnderWay, state_line
 from fitune.session.signals import quiet_stop

@@ -10,7 +10,7 @@ from fitune.estimate.predict import predict
 from fitune.files import write_atomically
 from fitune.planner.fit import describe_size, smaller_plan, why_no_smaller
 from fitune.planner.less_memory import next_to_try
-from fitune.report.compare import shortage_words
+from fitune.report.attempts import shortage_words
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase, PlanReport, Priced
 from fitune.spec.recipe.recipe import Recipe

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from fitune.engine.ranks import Ranks
 from fitune.errors import FituneError
-from fitune.report.compare import Row, compare, read_run, row_texts
+from fitune.report.compare import Row, compare, row_texts
+from fitune.report.run_files import read_run
 from fitune.report.run_page import write_report
 from fitune.session.events import Note, Tell
 from fitune.spec.plan import Plan

@@ -23,7 +23,7 @@ from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
 from fitune.models.weights import planned_tokenizer
 from fitune.planner.whole_run import whole_run
-from fitune.report.compare import Prediction, RunnerUp
+from fitune.report.run_files import Prediction, RunnerUp
 from fitune.report.run_page import write_report
 from fitune.score.engines.engine import Sampling
 from fitune.score.engines.engine_transformers import answer_all
