@@ -24,7 +24,8 @@ from typing import Any
 from fitune.data.children import Child, ChildEnded
 from fitune.data.conversations.answers import conversation_pieces, prompt_pieces
 from fitune.data.conversations.formats import Conversation, Message
-from fitune.data.conversations.rendering import Piece, Renderer, SafeTemplate
+from fitune.data.conversations.rendering import Piece, Renderer
+from fitune.data.conversations.sandbox import SafeTemplate
 from fitune.data.conversations.tool_calls import ToolCall
 from fitune.data.reading.rows import BadRow, from_message, to_message
 from fitune.errors import DataError
@@ -38,7 +39,7 @@ _OUT_OF_MEMORY = 3
 """Exit code."""
 _BY_LIMIT = (-signal.SIGPROF, _OUT_OF_MEMORY)
 _LARGEST_ANSWER = 256 * 1024**2
-"""Bytes: a rendering has at most rendering.SIZE_LIMIT characters, and an answer ends after a long one."""
+"""Bytes: a rendering has at most sandbox.SIZE_LIMIT characters, and an answer ends after a long one."""
 _ENOUGH = 4 * 1024**2
 """Characters in one answer; the parent asks again for the rows that are left."""
 _COLLECT_AFTER = 50_000
