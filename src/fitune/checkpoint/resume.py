@@ -79,15 +79,19 @@ def begin_line(
             folder.mkdir(parents=True, exist_ok=True)
         if folder.is_dir():
             write_line(folder, descent.line)
-            for path in reversed(step_folders(folder)):
-                word = DAMAGED if path in damaged else _word(path, descent.line)
-                if word:
-                    on_note(set_aside(path, word))
+            _set_others_aside(folder, descent.line, damaged, on_note)
     except OSError as error:
         raise CheckpointError(
             f"{folder} cannot be written: {error.strerror}", hint="check the free space and the permissions"
         ) from error
     return descent
+
+
+def _set_others_aside(folder: Path, line: Line, damaged: tuple[Path, ...], on_note: OnNote) -> None:
+    for path in reversed(step_folders(folder)):
+        word = DAMAGED if path in damaged else _word(path, line)
+        if word:
+            on_note(set_aside(path, word))
 
 
 def _descent(attempt: str, base: Path | None) -> Descent:

@@ -45,14 +45,14 @@ class DeepSpeedShares(ABC):
     @abstractmethod
     def trained(self) -> dict[str, Tensor]: ...
 
+    @torch.no_grad()
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
         """Give weights and their masters the values of ``weights``."""
-        with torch.no_grad():
-            for group, names in self._groups().items():
-                with self._in_memory(group, is_changed=True):
-                    for name in names:
-                        self._put_weight(self.parameters[name], weights[name])
-                        self._master(name).copy_(self._own(name, weights[name]))
+        for group, names in self._groups().items():
+            with self._in_memory(group, is_changed=True):
+                for name in names:
+                    self._put_weight(self.parameters[name], weights[name])
+                    self._master(name).copy_(self._own(name, weights[name]))
 
     def states(self) -> dict[str, Tensor]:
         """``master/<weight>``, and ``<state>/<weight>`` once there are states; called by every rank."""
@@ -72,16 +72,16 @@ class DeepSpeedShares(ABC):
                 found[f"{key}/{name}"] = self._by_rows(name, _cut(value, piece)) if flat else value
         return found
 
+    @torch.no_grad()
     def restore(self, states: Mapping[str, Tensor]) -> None:
         """A state without masters is of an optimizer that stepped the weights themselves."""
         of_group: dict[int, dict[str, Tensor]] = {}
         for key, whole in states.items():
             of_group.setdefault(self.pieces[key.partition("/")[2]].group, {})[key] = whole
-        with torch.no_grad():
-            for group, own in of_group.items():
-                with self._in_memory(group, is_changed=True):
-                    for key, whole in own.items():
-                        self._restore(key, whole)
+        for group, own in of_group.items():
+            with self._in_memory(group, is_changed=True):
+                for key, whole in own.items():
+                    self._restore(key, whole)
 
     def _restore(self, key: str, whole: Tensor) -> None:
         kind, _, name = key.partition("/")

@@ -120,18 +120,7 @@ def read_accelerate(r: Reading) -> None:
 def put_accelerate(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
     kind = str(config.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
-        inside = config.get("deepspeed_config") or {}
-        file = (
-            find_file(r, str(inside["deepspeed_config_file"])) if "deepspeed_config_file" in inside else None
-        )
-        if file is not None:
-            put_deepspeed(r, _json_object(file), key=key)
-        else:
-            r.put("zero", int(inside.get("zero_stage", 2)), key=key, said=_DIVIDED)
-            for theirs, name in (("offload_param_device", "offload_parameters"),
-                                 ("offload_optimizer_device", "offload_optimizer")):  # fmt: skip
-                if (place := _PLACES.get(str(inside.get(theirs, "none")))) is not None:
-                    r.put(name, place, key=key)
+        _put_deepspeed_of_accelerate(r, config.get("deepspeed_config") or {}, key=key)
     elif kind == "FSDP":
         put_fsdp(r, config.get("fsdp_config") or {}, words=[], key=key)
     machines = int(config.get("num_machines") or 1)
@@ -142,6 +131,20 @@ def put_accelerate(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
         r.put("nodes", machines, key=key)
     if kind not in ("DEEPSPEED", "FSDP") and processes <= 1:
         r.passed(key, "one device")
+
+
+def _put_deepspeed_of_accelerate(r: Reading, inside: Mapping[str, Any], *, key: str) -> None:
+    """The file that it names, or its own keys."""
+    if "deepspeed_config_file" in inside:
+        file = find_file(r, str(inside["deepspeed_config_file"]))
+        if file is not None:
+            put_deepspeed(r, _json_object(file), key=key)
+            return
+    r.put("zero", int(inside.get("zero_stage", 2)), key=key, said=_DIVIDED)
+    for theirs, name in (("offload_param_device", "offload_parameters"),
+                         ("offload_optimizer_device", "offload_optimizer")):  # fmt: skip
+        if (place := _PLACES.get(str(inside.get(theirs, "none")))) is not None:
+            r.put(name, place, key=key)
 
 
 def _json_object(file: Path) -> dict[str, Any]:

@@ -239,11 +239,7 @@ class Feed:
             written = time.monotonic()
             while batch := self._next():
                 process.steps(batch)
-                with self._changed:
-                    self._sent += len(batch)
-                    for _ in batch:
-                        self._waiting.popleft()
-                    self._changed.notify_all()
+                self._count_sent(len(batch))
                 if time.monotonic() > written + _WRITE_S:
                     self._on_change()
                     written = time.monotonic()
@@ -251,6 +247,13 @@ class Feed:
             self._found(process.finish(self._end))
         finally:
             process.close()
+
+    def _count_sent(self, count: int) -> None:
+        with self._changed:
+            self._sent += count
+            for _ in range(count):
+                self._waiting.popleft()
+            self._changed.notify_all()
 
     def _found(self, where: Where) -> None:
         self._state = replace(

@@ -106,41 +106,30 @@ def run(
         tokenizer, data, loader = ranks.in_turn(lambda: _read_data(plan, start, callbacks, ranks))
         require_same_on_all(ranks, plan, rows=data.train.fingerprint, base=base)
 
-        uploads: list[Uploads | None] = [None]
+        uploads: Uploads | None = None  # the first rank's alone
 
         def begin() -> Descent:
+            nonlocal uploads
             if overwrite:  # only now: what was there is untouched until the data is known
                 remove_run(directory)
-            _begin(directory, {"plan.json": to_json(plan), **(files or {})})
-            if plan.run.upload_to:
-                (directory / CHECKPOINTS).mkdir(
-                    exist_ok=True
-                )  # the line is written there, also before a save
-            descent = begin_line(
-                directory,
-                attempt=owner.attempt,
-                base=start.path,
-                damaged=start.damaged,
-                on_note=callbacks.on_note,
-            )
-            uploads[0] = begin_in_store(plan.run, descent.line, callbacks.on_note, overwrite=overwrite)
+            descent = _begin(plan, start, files or {}, attempt=owner.attempt, on_note=callbacks.on_note)
+            uploads = begin_in_store(plan.run, descent.line, callbacks.on_note, overwrite=overwrite)
             return descent
 
         descent = ranks.from_first(begin)
-        owned.enter_context(sent_beside(uploads[0]))
+        owned.enter_context(sent_beside(uploads))
         current = Run(
             plan=plan, callbacks=callbacks, ranks=ranks, tokenizer=tokenizer, data=data, loader=loader, log=None,
             sinks=sinks, base=base, descent=descent, began=began, steps_of_other_plan=start.steps_of_other_plan,
-            where=where, uploads=uploads[0],
+            where=where, uploads=uploads,
         )  # fmt: skip
         if not ranks.is_alone:
             current.waits = owned.enter_context(waits_measured())
         runs.append(current)
         if ranks.is_first:
-            current.log = log = owned.enter_context(MetricsLog(directory / "metrics.jsonl"))
-            _restart(log, start, callbacks.on_note)
-            told = {retry for step in read_metrics(log.path) for retry in step.retries}
-            current.retries = tuple(retry for retry in retries if retry not in told)
+            current.log = owned.enter_context(MetricsLog(directory / "metrics.jsonl"))
+            _restart(current.log, start, callbacks.on_note)
+            current.retries = _untold(retries, current.log)
             current.restarts = tuple(restarts)
         return _train_and_report(current, start)
 
@@ -179,12 +168,24 @@ def _read_data(
     )
 
 
-def _begin(directory: Path, files: Mapping[str, str]) -> None:
-    """Makes the directory this run's; what an earlier attempt said about its end holds no longer."""
+def _begin(
+    plan: Plan, start: Start, files: Mapping[str, str], *, attempt: str, on_note: Callable[[str], None]
+) -> Descent:
+    """Makes the directory this attempt's; what an earlier one said about its end holds no longer."""
+    directory = Path(plan.run.output_dir)
     for name in ("report.json", "report.html", TRACEBACK):
         (directory / name).unlink(missing_ok=True)
-    for name, text in files.items():
+    for name, text in {"plan.json": to_json(plan), **files}.items():
         write_atomically(directory / name, text)
+    if plan.run.upload_to:
+        (directory / CHECKPOINTS).mkdir(exist_ok=True)  # the line is written there, also before a save
+    return begin_line(directory, attempt=attempt, base=start.path, damaged=start.damaged, on_note=on_note)
+
+
+def _untold(retries: Sequence[Retry], log: MetricsLog) -> tuple[Retry, ...]:
+    """The retries that no step of the log tells of yet."""
+    told = {retry for step in read_metrics(log.path) for retry in step.retries}
+    return tuple(retry for retry in retries if retry not in told)
 
 
 def put_metrics_back(directory: Path, plan: Plan, *, steps: int, on_note: Callable[[str], None]) -> None:
