@@ -7,7 +7,7 @@ import pytest
 from fitune.errors import DataError, RecipeError
 from fitune.session.recipes.new_recipe import QUESTIONS, asked_keys, recipe_text, write_recipe
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe, read_recipe
-from fitune.spec.recipe.words import parse_value
+from fitune.spec.recipe.strict_yaml import parse_value
 
 GIVEN = {"model": "meta-llama/Llama-3.1-8B", "data": "rows.jsonl", "tuning": "lora", "gpu": "rtx-4090"}
 

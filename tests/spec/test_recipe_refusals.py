@@ -8,8 +8,8 @@ import pytest
 from fitune.errors import RecipeError
 from fitune.files import path_fault
 from fitune.spec.recipe.recipe import Recipe, SourceRecipe, dump_recipe, parse_recipe, read_recipe
+from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.recipe.values import MOST
-from fitune.spec.recipe.words import parse_value
 
 _TAGS = [
     "!!map [1, 2]", "!!map x", "!!seq x", "!!seq {a: b}", '!!timestamp "x"', '!!bool "maybe"', '!!int "x"',

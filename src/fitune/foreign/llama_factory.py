@@ -13,7 +13,7 @@ from fitune.foreign.trainer_keys import (
     read_precision,
     read_trainer_keys,
 )
-from fitune.spec.recipe.words import MAX_RECIPE_BYTES
+from fitune.spec.recipe.strict_yaml import MAX_RECIPE_BYTES
 
 _SAME = {
     "model_name_or_path": "model",

@@ -6,7 +6,7 @@ from typing import Any
 from fitune.foreign.reading import Reading
 from fitune.foreign.sharding_files import find_file, read_deepspeed
 from fitune.foreign.trainer_keys import SPEED_SAID, read_precision, read_trainer_keys
-from fitune.spec.recipe.words import load_yaml
+from fitune.spec.recipe.strict_yaml import load_yaml
 
 _SAME = {
     "model": "model",

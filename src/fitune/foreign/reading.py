@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fitune.errors import RecipeError, did_you_mean
-from fitune.spec.recipe.words import canonical_value
+from fitune.spec.recipe.aliases import canonical_value
 
 Fate = Literal["translated", "assumed", "passed", "refused", "unknown"]
 

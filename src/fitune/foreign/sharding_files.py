@@ -13,7 +13,7 @@ from typing import Any
 from fitune.errors import RecipeError
 from fitune.files import read_text
 from fitune.foreign.reading import Reading
-from fitune.spec.recipe.words import MAX_RECIPE_BYTES, load_yaml
+from fitune.spec.recipe.strict_yaml import MAX_RECIPE_BYTES, load_yaml
 
 _STAGE_IN_NAME = re.compile(r"(?:zero|z)_?([0-3])", re.IGNORECASE)
 _DIVIDED = "divided the same way; FSDP2 or DeepSpeed, whichever the plan takes"

@@ -20,7 +20,7 @@ from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
-from fitune.spec.recipe.words import parse_value
+from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.words import describe_base_of, describe_plan, method_name
 from fitune.units import format_bytes, format_rate, format_seconds, wrapped
 

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from fitune.errors import RecipeError, did_you_mean
 from fitune.files import open_regular, read_text
 from fitune.score.engines.engine import ENGINES
-from fitune.spec.recipe.words import load_yaml
+from fitune.spec.recipe.strict_yaml import load_yaml
 from fitune.spec.reports import Scale
 
 Verdict = Literal["points", "yes_no", "prefer"]

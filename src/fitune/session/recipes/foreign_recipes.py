@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fitune.errors import RecipeError
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_options, layered_recipe
-from fitune.spec.recipe.words import load_yaml
+from fitune.spec.recipe.strict_yaml import load_yaml
 
 if TYPE_CHECKING:  # a recipe of options alone is no other trainer's
     from fitune.foreign.reading import Reading

@@ -10,7 +10,7 @@ from fitune.errors import RecipeError
 from fitune.session.recipes.foreign_recipes import recipe_of_keys
 from fitune.spec.plan import Attention, Backend, Kernels, Place
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
-from fitune.spec.recipe.words import load_yaml
+from fitune.spec.recipe.strict_yaml import load_yaml
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,10 @@ from typing import Any, get_args
 
 from fitune.errors import RecipeError
 from fitune.session.recipes.foreign_recipes import ReadRecipe, read_any_recipe
+from fitune.spec.recipe.aliases import ALIASES, SWITCHES
 from fitune.spec.recipe.recipe import Recipe, canonical_keys
+from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.recipe.values import as_sources
-from fitune.spec.recipe.words import ALIASES, SWITCHES, parse_value
 
 _TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "upload_to", "chat_template"}
 """Kept as typed: ``--gpu 4090`` is a name, not a number."""

@@ -10,7 +10,7 @@ from fitune.files import write_atomically
 from fitune.session.train.attempts import Attempt
 from fitune.spec.predictions import PlanReport
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, dump_recipe, parse_recipe
-from fitune.spec.recipe.words import parse_value
+from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.reports import Retry
 from fitune.spec.run_directory import RETRY, require_real_files
 from fitune.spec.serial import from_data, from_json, read_json, to_json

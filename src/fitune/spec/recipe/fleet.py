@@ -18,8 +18,8 @@ from fitune.spec.recipe.job_settings import (
     checked_job,
     require_meaningful,
 )
+from fitune.spec.recipe.strict_yaml import load_yaml
 from fitune.spec.recipe.values import Bandwidth, CountInt, PositiveFloat, PositiveInt, Size, Text, as_name
-from fitune.spec.recipe.words import load_yaml
 
 Objective = Literal["fastest", "cheapest", "soonest"]
 Source = Literal["nodes", "kueue", "slurm", "ray"]

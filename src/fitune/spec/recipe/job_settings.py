@@ -17,8 +17,8 @@ from pydantic import (
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.machines.job import System
+from fitune.spec.recipe.strict_yaml import load_yaml, parse_value
 from fitune.spec.recipe.values import Names, PositiveInt, Size, require_plain_text, whole_number
-from fitune.spec.recipe.words import load_yaml, parse_value
 from fitune.units import parse_seconds
 
 T = TypeVar("T", bound=BaseModel)

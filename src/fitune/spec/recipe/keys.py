@@ -6,8 +6,8 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from fitune.spec.quantisers import QUANTISERS
+from fitune.spec.recipe.aliases import ALIASES
 from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.recipe.words import ALIASES
 
 GROUPS: dict[str, dict[str, str]] = {
     "Model and method": {

@@ -22,7 +22,16 @@ from pydantic import (
 
 from fitune.errors import RecipeError, did_you_mean
 from fitune.spec.plan import Attention, Backend, DataFormat, Kernels, Place
+from fitune.spec.recipe.aliases import (
+    ALIASES,
+    FOREIGN_FILES,
+    SWITCHES,
+    canonical_value,
+    read_switch,
+    refuse_foreign_value,
+)
 from fitune.spec.recipe.deepspeed_file import with_deepspeed_file
+from fitune.spec.recipe.strict_yaml import load_yaml, parse_value
 from fitune.spec.recipe.values import (
     Bandwidth,
     CountFloat,
@@ -47,16 +56,6 @@ from fitune.spec.recipe.values import (
     require_plain_text,
     switch_or_count,
     whole_number,
-)
-from fitune.spec.recipe.words import (
-    ALIASES,
-    FOREIGN_FILES,
-    SWITCHES,
-    canonical_value,
-    load_yaml,
-    parse_value,
-    read_switch,
-    refuse_foreign_value,
 )
 
 

@@ -1,0 +1,94 @@
+"""Strict YAML: a stranger may have written it. No tags, no aliases, no duplicate keys; errors name the line."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fitune.errors import RecipeError
+from fitune.files import read_text
+from fitune.units import KIB
+
+MAX_RECIPE_BYTES = 256 * KIB
+"""Two seconds of reading. The longest recipes here have two KiB."""
+
+_MOST_NESTING = 32
+
+
+class StrictLoader(yaml.SafeLoader):
+    """Safe YAML that refuses tags, duplicate keys and aliases (a few bytes of them can fill the memory)."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            raise _refused("aliases (*name) are not allowed", event)
+        if getattr(event, "tag", None) is not None:
+            name = event.tag.replace("tag:yaml.org,2002:", "!!")
+            raise _refused(f"tags ({name}) are not allowed: write the value alone", event)
+        self.depth += 1
+        if self.depth > _MOST_NESTING:
+            raise _refused(f"nested more than {_MOST_NESTING} deep", event)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Deep, so that whatever a value cannot be is raised here, where its line is known: 2024-99-99, 0x_."""
+        try:
+            return super().construct_object(node, deep=True)
+        except (ValueError, TypeError, KeyError, ArithmeticError) as error:
+            raise _refused(f"{str(node.value)[:40]!r} cannot be read: {error}", node) from None
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str | int | float):
+                raise _refused(f"{key!r} is no key", key_node)
+            if key in seen:
+                raise _refused(f"duplicate key {key!r}", key_node)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _refused(why: str, place: Any) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, why, place.start_mark)
+
+
+def load_yaml(path: Path, *, kind: str = "recipe") -> dict[str, Any]:
+    try:
+        text = read_text(path, limit=MAX_RECIPE_BYTES, encoding="utf-8-sig", own_pipe=True)
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such {kind} file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise RecipeError(f"{path}: cannot be read: {cause}") from None
+    value = parse_value(text, where=str(path))
+    if not isinstance(value, dict):
+        raise RecipeError(f"{path}: a {kind} is a list of `key: value` lines, found {type(value).__name__}")
+    return value
+
+
+def parse_value(text: str, *, where: str) -> Any:
+    """One YAML value, read safely. Raises RecipeError with the line."""
+    try:
+        return yaml.load(text, Loader=StrictLoader)  # StrictLoader is a SafeLoader
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{where}{_place(error, text)}: {_cause(error)}") from None
+
+
+def _place(error: yaml.YAMLError, text: str) -> str:
+    """``:line:column``, from 1."""
+    if isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        return f":{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+
+
+def _cause(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"the character U+{error.character:04X} is not allowed"
+    return getattr(error, "problem", None) or str(error)
