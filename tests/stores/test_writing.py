@@ -192,6 +192,7 @@ def test_credentials_that_are_absent_are_named_and_schemes_that_are_unknown(
         ("ftp:///x", "names no host", "ftp://HOST/folder"),
         ("s3://bucket/runs/../x", "'..' is a name like others", "without '..'"),
         ("https://example.com/x", "https:// addresses are not opened", "a folder, or s3://"),
+        ("s3://bucket/x?versionId=3", "'?' may not stand in a folder's URL", "s3://bucket/x"),
     ],
 )  # fmt: skip
 def test_urls_that_name_no_store_are_refused_before_they_are_asked(url: str, words: str, hint: str) -> None:

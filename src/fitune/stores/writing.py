@@ -51,6 +51,8 @@ class Store:
 
     def __init__(self, url: str, *, allow_private: bool = False) -> None:
         require_address(url, WRITTEN, error=StoreError)
+        if "?" in url:  # s3fs takes what follows for a version, and writes to the name before it
+            raise StoreError(f"{url}: '?' may not stand in a folder's URL", hint=url.partition("?")[0])
         self.url = url.rstrip("/")
         self._has_answered = False
         require_allowed(url, allow_private=allow_private, error=StoreError)
