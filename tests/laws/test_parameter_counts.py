@@ -250,6 +250,7 @@ PUBLISHED_TOTALS_OF_TRACED = {
     "ibm-granite/granite-4.0-1b": 1_631_750_144,
     "ibm-granite/granite-4.0-350m": 352_379_904,
     "swiss-ai/Apertus-8B-2509": 8_053_338_176,
+    "ibm-granite/granite-4.0-h-350m": 340_332_224,
     "LiquidAI/LFM2-350M": 354_483_968,
     "LiquidAI/LFM2-700M": 742_489_344,
     "LiquidAI/LFM2-1.2B": 1_170_340_608,
