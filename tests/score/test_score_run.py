@@ -383,7 +383,10 @@ def test_lines_of_openais_batch_input_are_answered_with_their_own_sampling(plan:
     assert [row["custom_id"] for row in found] == ["r-1", "r-2", "r-3", "r-4"]
     tokens = [row["response"]["body"]["choices"][0]["token_ids"] for row in found[:2]]
     assert tokens[1] == tokens[0][:3]
-    assert "max_new_tokens = 1000000000: must be from 1 to 1,000,000" in found[2]["error"]["message"]
+    assert (
+        "max_new_tokens = 1000000000: must be a whole number from 1 to 1,000,000"
+        in found[2]["error"]["message"]
+    )
     assert "body.logit_bias is not supported" in found[3]["error"]["message"]
 
 
@@ -575,3 +578,24 @@ def test_an_engine_is_told_the_rows_of_the_next_shard_before_this_one_is_answere
 )
 def test_shards_are_as_large_as_suits_the_engine(plan: ScorePlan, engine: Any, dtype: str, rows: int) -> None:
     assert rows_of_a_shard(replace(plan, engine=engine, dtype=dtype, batch_size=4)) == rows
+
+
+@pytest.mark.parametrize(
+    "change", [{"ids": ["train-0001"]}, {"states": ["x"] * 8}, {"contents": [1] * 8}, {"states": [[]] * 8}]
+)
+def test_a_manifest_that_does_not_hold_together_is_an_error_with_its_file(
+    finished: ScorePlan, change: dict
+) -> None:
+    path = Path(finished.output_dir) / "shards" / "00000.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(RunDirectoryError, match="00000.json: the shard is damaged: .* (differ|0, 1 or 2)"):
+        quietly(finished)
+
+
+@pytest.mark.parametrize("own", [{"max_tokens": 2.5}, {"seed": 0.5, "temperature": 1}])
+def test_parts_of_a_token_are_an_error_of_their_row(plan: ScorePlan, own: dict) -> None:
+    body = {"messages": [{"role": "user", "content": "Where?"}]}
+    rows = [{"custom_id": "part", "body": body | own}, {"custom_id": "whole", "body": body}]
+    Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert quietly(plan).answered == 1
+    assert "must be a whole number from" in lines(answers(plan))[0]["error"]["message"]

@@ -85,10 +85,16 @@ class Shards:
         try:
             with open_regular(path, follow_links=False) as file:
                 found = parse_json(file.read())
-            return Shard(
+            shard = Shard(
                 number=number, ids=tuple(found["ids"]), contents=tuple(found["contents"]),
                 states=tuple(found["states"]), hashes=dict(found["sha256"]),
             )  # fmt: skip
+            if not len(shard.ids) == len(shard.contents) == len(shard.states):
+                raise ValueError("ids, contents and states differ in number")
+            texts = all(isinstance(text, str) for text in (*shard.ids, *shard.contents))
+            if not texts or any(state not in (RETRY, REFUSED, ANSWERED) for state in shard.states):
+                raise ValueError("ids and contents are texts, states 0, 1 or 2")
+            return shard
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, str(error)) from None
 
@@ -156,7 +162,7 @@ class Shards:
         """Raises RunDirectoryError."""
         name = self._grades(number, key)
         found = self.row(number, place, name)
-        if not isinstance(found, dict) or "grade" not in found:
+        if "grade" not in found:
             raise _damaged(self._path(number, f".{name}.jsonl"), f"line {place + 1} holds no grade")
         return found
 
@@ -171,6 +177,8 @@ class Shards:
         """``json.loads`` alone: the bytes are those that were written here, and each row is read several times."""
         try:
             found: Line = json.loads(line)
+            if not isinstance(found, dict):
+                raise ValueError("a line is no object")
         except (ValueError, RecursionError) as error:
             raise _damaged(self._path(number, f".{kind}.jsonl"), str(error)) from None
         return found

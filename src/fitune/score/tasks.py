@@ -268,9 +268,13 @@ def _of_batch_line(row: Row, id_: str) -> Question:
     own = {_OF_BODIES[name]: body[name] for name in _OF_BODIES if body.get(name) is not None}
     for name, value in own.items():
         least, most = _LIMITS[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        is_whole = isinstance(least, int)
+        kinds = int if is_whole else int | float
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+            number = "a whole number " if is_whole else ""
             raise BadRow(
-                f"{row.where}: {name} = {value!r}: must be from {least:,} to {most:,}", reason="sampling"
+                f"{row.where}: {name} = {value!r}: must be {number}from {least:,} to {most:,}",
+                reason="sampling",
             )
     return Question(id=id_, where=row.where, messages=messages, own=tuple(sorted(own.items())))
 
