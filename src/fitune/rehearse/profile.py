@@ -100,7 +100,7 @@ class _Fit:
 
         Those come in one order at every length, and gradients of weights outweigh a short row's loop.
         """
-        ends = min(map(len, found)) // 3 if self.chunk == 1 else 0
+        ends = min(map(len, found)) // 8 if self.chunk == 1 else 0
         return [[*v[:ends], max(v[ends : len(v) - ends], key=size), *v[len(v) - ends :]] for v in found]
 
     def passed(self, direction: Phase, block: int) -> TracedPass:
