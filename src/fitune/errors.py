@@ -17,7 +17,7 @@ from fitune.credentials import without_credentials
 
 
 class FituneError(Exception):
-    """What went wrong, in words a user can act on."""
+    """Error whose message and hint a user can act on."""
 
     exit_code = 2
 

@@ -1,1 +1,1 @@
-"""How a loss becomes new weights."""
+"""Engines: they turn losses into new weights."""

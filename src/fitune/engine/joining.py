@@ -1,4 +1,4 @@
-"""How a process learns that it is one of several: what torchrun, SLURM or MPI say in its environment."""
+"""Finds out whether this process is one of several: from what torchrun, SLURM or MPI say in its environment."""
 
 import os
 import re

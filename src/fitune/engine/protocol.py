@@ -56,7 +56,7 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
 
 
 class Engine(Protocol):
-    """How a loss becomes new weights."""
+    """Turns losses into new weights."""
 
     def forward_backward(
         self, batch: Any, *, supervised_tokens: int, enter_phase: EnterPhase, last: bool = True

@@ -1,4 +1,4 @@
-"""How a plan divides its states over ranks: how many there are, what is divided, and the elements of a share."""
+"""A plan's states divided over ranks: how many there are, what is divided, and the elements of a share."""
 
 from collections.abc import Iterable
 

@@ -58,7 +58,7 @@ class StepStages:
     shape: BatchShape
     num_layers: int
     recomputed: int
-    """How many of the first blocks run again in backward."""
+    """Number of first blocks that run again in backward."""
     blocks: tuple[Block, ...]
     """Memory of up to eight kinds of blocks (``model_profile``)."""
     forward: Pass
@@ -71,7 +71,7 @@ class StepStages:
     gradients_of_blocks: tuple[int, ...]
     """Cumulative bytes of the gradients that the blocks 0…index−1 leave."""
     untouched: int
-    """How many of the first blocks no gradient reaches."""
+    """Number of first blocks that no gradient reaches."""
     run_ends: frozenset[int]
     """Blocks of another kind than one beside them, and the outer ones."""
     final_norm: Stage

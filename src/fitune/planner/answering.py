@@ -1,4 +1,4 @@
-"""How a dataset is answered fastest: the engine, its devices within a node, and the largest batch that fits."""
+"""The fastest way to answer a dataset: the engine, its devices within a node, and the largest batch that fits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What was predicted next to what was measured: the only place where the two meet."""
+"""Predicted next to measured: the only place where the two meet."""
 
 import statistics
 from collections.abc import Sequence

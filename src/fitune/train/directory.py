@@ -67,7 +67,7 @@ def _inputs(plan: Plan) -> Iterator[tuple[str, Path]]:
 
 
 def _remote_inputs(plan: Plan) -> Iterator[tuple[str, PurePosixPath]]:
-    """What the plan reads from stores."""
+    """Places in stores that the plan reads."""
     return ((setting, _in_store(name)) for setting, name in _sources(plan) if "://" in name)
 
 

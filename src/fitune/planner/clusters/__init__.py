@@ -1,1 +1,1 @@
-"""Where a job runs best: a plan on every cluster of a fleet, ranked by time and cost."""
+"""The best cluster for a job: a plan on every cluster of a fleet, ranked by time and cost."""

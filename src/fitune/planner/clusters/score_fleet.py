@@ -1,4 +1,4 @@
-"""Where a scoring runs best: every cluster of a fleet, ranked by the time and the cost of the whole job."""
+"""The best cluster for a scoring: every cluster of a fleet, ranked by the time and the cost of the whole job."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress

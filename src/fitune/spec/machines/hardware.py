@@ -169,7 +169,7 @@ class Gpu:
     host_bandwidth: float
     """To and from host memory, bytes/s in one direction."""
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
     slower_board: str = ""
     """The slowest card that the same name may mean, where it does not say which; else empty."""
 

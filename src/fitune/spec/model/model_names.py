@@ -1,4 +1,4 @@
-"""Which known model a name that nobody knows may mean: of its family and its size, or none."""
+"""The known model that an unknown name may mean: of its family and its size, or none."""
 
 import re
 from collections.abc import Iterable

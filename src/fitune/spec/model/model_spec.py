@@ -22,7 +22,7 @@ class Linear:
     copies: int = 1
     """More than one for the experts of a mixture."""
     active_copies: int = 1
-    """How many of the copies one token goes through."""
+    """Number of copies that one token goes through."""
     part: Literal["attention", "mlp", "experts", "router"] = "attention"
     adaptable: bool = True
     """False when transformers holds it as a bare parameter that LoRA cannot wrap (fused experts, routers)."""

@@ -37,7 +37,7 @@ from fitune.spec.serial import from_json, to_data, to_json
 FORMAT = 3
 """Goes up when what is stored, or how it is counted, changes."""
 _SHAPES_FORMAT = 2
-"""The same for cached shapes alone: with it, profiles that are shipped stay valid."""
+"""Format of cached shapes; apart from FORMAT, so that shipped profiles stay valid when only shapes change."""
 
 LENGTHS = (1, 2, 4)
 """Lengths of rows that are traced, as multiples of the first."""

@@ -75,7 +75,7 @@ _EXAMPLES = {
     "interconnect": "450GB/s", "node_network": "50GB/s", "storage": "2GB/s", "start": "3m",
     "live": "nodes, kueue, slurm or ray", "job": "{queue: training}",
 }  # fmt: skip
-"""How the keys of a cluster are written."""
+"""Key of a cluster -> an example of how it is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
