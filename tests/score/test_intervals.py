@@ -2,14 +2,22 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.score.grades.intervals import mean_interval
+from fitune.score.grades.intervals import WeightedMean
 from fitune.score.grades.paired import compare, mcnemar
+
+
+def mean_interval(values: Iterable[float]) -> tuple[float, float, float]:
+    found = WeightedMean()
+    for value in values:
+        found.add(value)
+    return found.interval()
 
 
 def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:

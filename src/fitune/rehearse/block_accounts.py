@@ -77,7 +77,9 @@ def account_of(sample: Sample) -> Account:
     account = Account(hidden=found.sizes[sample.outputs[0]])
     if any(found.sizes[storage] != account.hidden for storage in sample.inputs.values()):
         raise ModelError(
-            "what goes from block to block is not one hidden state, which no estimate is made for"
+            "the stream between the blocks takes other bytes than what a block returns (Mamba's residual stream is "
+            "fp32 in every precision), and no estimate is made for that",
+            hint="precision: fp32",
         )
     kept = {block: found.kept.get((0, block), 0) for block in range(sample.blocks)}
     account.kept = [kept[block] for block in range(sample.blocks)]

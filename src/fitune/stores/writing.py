@@ -63,7 +63,7 @@ class Store:
     def below(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
 
-    def infos(self, folder: str = "", *, again: bool = True) -> dict[str, Mapping[str, Any]]:
+    def infos(self, folder: str = "") -> dict[str, Mapping[str, Any]]:
         """Every file below ``folder`` by its name there, with the store's words about it; none where it is not."""
         url = self.below(folder)
 
@@ -73,7 +73,7 @@ class Store:
             found = filesystem.find(inner, detail=True) if filesystem.exists(inner) else {}
             return {name[len(inner.rstrip("/")) + 1 :]: said for name, said in found.items() if name != inner}
 
-        return self._tried(url, ask, doing="read", waits=opening.WAITS_S if again else ())
+        return self._tried(url, ask, doing="read", waits=opening.WAITS_S)
 
     def read(self, name: str, *, limit: int = _SMALL_BYTES) -> bytes | None:
         """The content of a small file; None where there is none. Raises StoreError for one larger than ``limit``."""

@@ -1,4 +1,4 @@
-"""The best cluster for a recipe: a plan on every cluster of a fleet, ranked by the time and the cost of the whole job."""
+"""The best cluster for a recipe: a plan on every cluster of a fleet, ranked by time and cost of the whole job."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

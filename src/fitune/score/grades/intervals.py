@@ -7,7 +7,7 @@ the mean is normal enough, and its error comes from running sums. Memory does no
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,6 @@ _DRAWN_TOGETHER = 100
 """Resamples that exist at a time: all of them, of 5,000 values, would take 80 MB."""
 _SEED = 95
 _BLOCK = 1_024
-
-
-def mean_interval(values: Iterable[float]) -> tuple[float, float, float]:
-    """Mean and the ends of its 95 % interval. No values: zeros."""
-    found = WeightedMean()
-    for value in values:
-        found.add(value)
-    return found.interval()
 
 
 class WeightedMean:

@@ -6,7 +6,7 @@ perplexity count the end, too, as the loss of training does. The prompt counts n
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,6 @@ def perplexity(body: Weighed) -> Graded:
 def byte_perplexity(body: Weighed) -> Graded:
     """exp of the nats per UTF-8 byte of the reference: comparable between tokenizers."""
     return _perplexity(_nats(body), len(body["choices"][body["right"]]["text"].encode()))
-
-
-def mean_perplexity(logs: Sequence[tuple[float, float]]) -> float:
-    """Perplexity over rows of (nats per piece, pieces)."""
-    return math.exp(min(sum(log * size for log, size in logs) / sum(size for _, size in logs), _LARGEST_LOG))
 
 
 def _nats(body: Weighed) -> float:
