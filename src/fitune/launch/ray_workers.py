@@ -46,8 +46,8 @@ def run_workers(
 ) -> WorkersEnd:
     """Run ``function(config)`` in every worker of a TorchTrainer. ``watch`` is called several times a second, until it
     says that Ray's end is not worth waiting for; ``lost`` in a process of Ray on this node, with ranks that ended.
-    ``desk`` is that of open_desk. Whatever ends the call, Ray has ended the workers and nothing here asks Ray any more:
-    Ray ends a process that asks it from behind ray.shutdown()."""
+    ``desk`` is that of open_desk. Once workers have begun, whatever ends the call ends them, too, and no thread asks Ray
+    any more: Ray ends a process that asks it from behind ray.shutdown()."""
     loaded_ray()
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
