@@ -46,7 +46,7 @@ def run_workers(
 ) -> WorkersEnd:
     """Run ``function(config)`` in every worker of a TorchTrainer. ``watch`` is called several times a second, until it
     says that Ray's end is not worth waiting for; ``lost`` in a process of Ray on this node, with ranks that ended.
-    ``desk`` is that of open_desk. Once workers have begun, whatever ends the call ends them, too, and no thread asks Ray
+    ``desk`` is that of open_desk. Once workers have begun, whatever ends the call ends them, and no thread asks Ray
     any more: Ray ends a process that asks it from behind ray.shutdown()."""
     loaded_ray()
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
