@@ -23,6 +23,7 @@ from fitune.estimate.division import (
     weights_are_divided,
     zero_stage,
 )
+from fitune.estimate.model_profile import ModelProfile, model_profile
 from fitune.estimate.parameters import head_parameters
 from fitune.estimate.states import (
     SUB_GROUP,
@@ -31,7 +32,7 @@ from fitune.estimate.states import (
     has_masters,
     states_per_parameter,
 )
-from fitune.estimate.step import ModelProfile, StepStages, Terms, describe_step, model_profile
+from fitune.estimate.step import StepStages, Terms, describe_step
 from fitune.estimate.tensors import adapter_tensors, base_tensors, trained_tables
 from fitune.spec.model.block_profile import BatchShape, BlockProfile, Stage
 from fitune.spec.model.model_spec import Linear

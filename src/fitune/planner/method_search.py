@@ -13,9 +13,10 @@ from functools import cache, cached_property
 from itertools import count
 
 from fitune.estimate.memory import memory_of
+from fitune.estimate.model_profile import ModelProfile, model_profile
 from fitune.estimate.overhead import host_terms, room_bytes, usable_bytes
 from fitune.estimate.predict import largest_batch
-from fitune.estimate.step import ModelProfile, StepStages, describe_step, model_profile, resident_terms
+from fitune.estimate.step import StepStages, describe_step, resident_terms
 from fitune.planner.candidates import (
     Method,
     Placement,

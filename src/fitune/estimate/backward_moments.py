@@ -1,0 +1,209 @@
+"""The moments of backward, each with the bytes alive in it: the end of the loss, the blocks, the embedding.
+
+Under FSDP2 three more follow, in which the root's gradients (embedding, head, final norm) are summed, divided and
+stepped: it reduces them last.
+"""
+
+from fitune.estimate.blocks import activations
+from fitune.estimate.division import num_shares, reduce_width
+from fitune.estimate.parameters import embedding_parameters, head_parameters
+from fitune.estimate.states import leaves_after_the_loss, stepping_bytes
+from fitune.estimate.step import StepStages, Terms
+from fitune.estimate.tensors import trained_tensors
+from fitune.spec.plan import trains_embeddings, updates_in_backward
+
+
+def backward_moments(step: StepStages) -> list[Terms]:
+    """Terms of every moment that may be the worst, in the order in which they come.
+
+    The ends of every run of equal blocks suffice: from one to the next everything changes by the same.
+    """
+    layers, split = step.num_layers, step.recomputed
+    summed_from = layers - 2 if step.buffers.reduce else 0  # the first block that has sums beside it
+    ends = {0, 1, split - 1, split, split + 1, split + 2, summed_from} | step.run_ends
+    return [
+        _head_used_moment(step),
+        _final_norm_moment(step),
+        *(_block_moment(step, index) for index in sorted(ends) if step.untouched <= index < layers),
+        _embedding_moment(step),
+        _root_sum_moment(step),
+        _root_divided_moment(step),
+        _root_stepped_moment(step),
+    ]
+
+
+def _head_used_moment(step: StepStages) -> Terms:
+    """Bytes while the head is stepped: in backward, before the body goes back, where it is a matrix of its own."""
+    if not updates_in_backward(step.plan.tuning) or step.root_waits:
+        return {}
+    return {
+        "gradients": step.head_gradient,
+        "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
+        "recompute inputs": step.inputs_before(step.num_layers),
+        "temporaries": stepping_bytes(step.plan, head_parameters(step.plan.model)),
+    }
+
+
+def _final_norm_moment(step: StepStages) -> Terms:
+    return {
+        "gradients": _before_the_blocks(step, step.head_gradient),
+        "gathered weights": step.buffers.final_norm,
+        "reduce buffers": step.buffers.buckets,
+        "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
+        "recompute inputs": step.inputs_before(step.num_layers),
+        "temporaries": step.final_norm.backward - step.hidden,  # no residual gradient beside it yet
+    }
+
+
+def _before_the_blocks(step: StepStages, head: int) -> int:
+    """Gradients when only the head's is new: added to whole ones, waiting beside a share, or already settled."""
+    if step.root_waits or leaves_after_the_loss(step.plan):
+        return step.gradients_before + head
+    return step.gradients_before or step.settled(head)
+
+
+def _block_moment(step: StepStages, index: int) -> Terms:
+    """Block ``index`` going back: blocks before it still keep theirs, those behind it left their gradients."""
+    block = step.block(index)
+    peak = block.recomputed_peak if index < step.recomputed else block.peak
+    later = step.num_layers - 1 - index
+    root = step.head_gradient + step.final_norm.gradients
+    blocks = step.gradients_of_blocks[-1] - step.gradients_of_blocks[index + 1]
+    resting = step.gradients_before or step.settled(blocks if step.root_waits else root + blocks)
+    waiting = root if step.root_waits else 0
+    kept = peak.kept
+    if index < step.recomputed and _input_is_kept_by_norm(step):
+        kept -= step.hidden  # the block's input, counted with the recomputed ones' inputs
+    return {
+        "gradients": resting + waiting + peak.gradients,
+        "activations": _kept_around(step, index) + kept,
+        "recompute inputs": _inputs_around(step, index),
+        "temporaries": peak.temporaries,
+        "gathered weights": step.gathered_in_backward(index),
+        "reduce buffers": step.buffers.buckets
+        + (step.buffers.reduce if later else 0)
+        + later * step.buffers.summed_per_block,
+    }
+
+
+def _input_is_kept_by_norm(step: StepStages) -> bool:
+    """An fp32 RMSNorm or a LayerNorm keeps the residual stream itself, so a block's input is not held twice."""
+    if step.plan.model.is_traced:
+        return False  # a recomputed block was traced without its input
+    return step.element_bytes == activations.FP32 or step.fp32_stream or step.plan.model.norm_type == "layer"
+
+
+def _kept_around(step: StepStages, index: int) -> int:
+    """Bytes that other blocks keep while ``index`` goes back: those before it, or all if backward runs twice."""
+    if not step.goes_back_twice or step.activations_leave:
+        return step.kept_before(index)
+    own = 0 if index < step.recomputed else step.block(index).peak.kept
+    return step.kept_before(step.num_layers) + step.final_norm.kept - own
+
+
+def _inputs_around(step: StepStages, index: int) -> int:
+    """Bytes of the recomputed blocks' inputs while ``index`` goes back, its own among them."""
+    if not step.goes_back_twice or step.activations_leave:
+        held = (step.num_layers - 1 - index) * step.held_behind
+        return step.inputs_before(index) + step.own_input(index) + held
+    return step.inputs_before(step.num_layers)
+
+
+def _embedding_moment(step: StepStages) -> Terms:
+    """All gradients, and the embedding's made last: beside the head's when tied, or the earlier micro-batches'."""
+    elements = embedding_parameters(step.plan.model) if trains_embeddings(step.plan.tuning) else 0
+    divided = step.gradients != step.whole_gradients
+    adds = step.gradients_exist or step.plan.model.tied_embeddings or divided
+    table = elements * step.element_bytes if adds else 0
+    stepped = 0 if step.buffers.root_end else stepping_bytes(step.plan, elements)
+    return {
+        **_kept_for_a_second_pass(step),
+        "gradients": _blocks_and_waiting(step),
+        "temporaries": step.hidden + table + stepped,
+        "gathered weights": step.buffers.root,
+        "reduce buffers": step.buffers.buckets
+        + max(step.buffers.reduce, step.buffers.last_sum)
+        + _summed_by_nodes(step),
+    }
+
+
+def _root_sum_moment(step: StepStages) -> Terms:
+    """FSDP2 at the end: the root's whole gradients beside the buffer they are summed from.
+
+    Its weights are let go by then, unless the loss runs on them again before a second backward.
+    """
+    if not step.buffers.root_end:
+        return {}
+    table = embedding_parameters(step.plan.model) * step.element_bytes
+    return {
+        **_kept_for_a_second_pass(step),
+        "gradients": _blocks_and_waiting(step) + (0 if step.plan.model.tied_embeddings else table),
+        "gathered weights": step.buffers.root if step.goes_back_twice else 0,
+        "reduce buffers": step.buffers.root_end + _summed_by_nodes(step),
+    }
+
+
+def _root_divided_moment(step: StepStages) -> Terms:
+    """The root's shares, summed in the reduce type and copied to their own, beside the buffer they came from."""
+    if not step.buffers.root_end:
+        return {}
+    width = reduce_width(step.plan)
+    shares = sum(_root_shares(step))
+    return {
+        **_kept_for_a_second_pass(step),
+        "gradients": _blocks_at_rest(step) + shares * step.element_bytes + _last_of_root(step),
+        "gathered weights": step.buffers.root if step.goes_back_twice else 0,
+        "reduce buffers": step.buffers.root_end
+        + _summed_by_nodes(step)
+        + (shares * width if width > step.element_bytes else 0),
+    }
+
+
+def _root_stepped_moment(step: StepStages) -> Terms:
+    """The root's shares being stepped in backward, beside the buffer that they were summed from."""
+    if not step.buffers.root_end or not updates_in_backward(step.plan.tuning):
+        return {}
+    shares = _root_shares(step)
+    return {
+        "gradients": sum(shares) * step.element_bytes + _last_of_root(step),
+        "temporaries": stepping_bytes(step.plan, max(shares)),
+        "reduce buffers": step.buffers.root_end,
+    }
+
+
+def _root_shares(step: StepStages) -> list[int]:
+    """Elements of this rank's shares of what is trained outside the blocks."""
+    parts = num_shares(step.plan)
+    return [t.count * t.share(parts) for t in trained_tensors(step.plan) if not t.in_block]
+
+
+def _last_of_root(step: StepStages) -> int:
+    """The head's whole gradient: FSDP2 names the last of a group until its shares are there (foreach_reduce)."""
+    return 0 if step.plan.model.tied_embeddings else step.head_gradient
+
+
+def _summed_by_nodes(step: StepStages) -> int:
+    """Shares of all blocks that FSDP2 still holds when only the root is left."""
+    return step.num_layers * step.buffers.summed_per_block
+
+
+def _kept_for_a_second_pass(step: StepStages) -> Terms:
+    """All that the blocks keep, where backward runs twice and this moment is in the first one too."""
+    if not step.goes_back_twice:
+        return {}
+    return {
+        "activations": step.kept_before(step.num_layers) + step.final_norm.kept,
+        "recompute inputs": step.inputs_before(step.num_layers),
+    }
+
+
+def _blocks_and_waiting(step: StepStages) -> int:
+    """The blocks' gradients as they rest, and the whole ones of head and final norm where they wait."""
+    if not step.root_waits:
+        return step.gradients
+    return _blocks_at_rest(step) + step.head_gradient + step.final_norm.gradients
+
+
+def _blocks_at_rest(step: StepStages) -> int:
+    """The gradients that rest on the device when all blocks have gone back."""
+    return step.gradients_before or step.settled(step.gradients_of_blocks[-1])

@@ -1,0 +1,105 @@
+"""The blocks of the model for one micro-batch, however its states are divided or offloaded."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from fitune.estimate.blocks.block import (
+    Block,
+    block_of,
+    block_profile,
+    final_norm_stage,
+    traced_block,
+    untouched_block,
+)
+from fitune.spec.counts import blocks_gone_back_through
+from fitune.spec.model.block_profile import BatchShape, BlockProfile, Pass, Stage, in_all
+from fitune.spec.plan import Lora, Plan, trains_embeddings
+from fitune.spec.remembered import remembered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """The blocks of the model for one micro-batch: the same however its states are divided or offloaded."""
+
+    blocks: tuple[BlockProfile, ...]
+    """Of each block; those of one kind are the same object."""
+    untouched: int
+    final_norm: Stage
+    around_traced: tuple[int, int, int] | None = None
+
+
+def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
+    """The profile of a plan: up to eight kinds of blocks (adapters, a gradient that goes further back, a window)."""
+    layers = plan.model.num_layers
+    if plan.model.is_traced:
+        return _traced_profile(plan, shape)
+    untouched = layers - blocks_gone_back_through(plan.model, plan.tuning)
+    kinds: dict[tuple[bool, bool, bool], BlockProfile] = {}
+    blocks = []
+    for index in range(layers):
+        enters = trains_embeddings(plan.tuning) or index > untouched
+        kind = (_trains_in(plan, index), enters, plan.model.has_window(index))
+        if kind not in kinds:
+            kinds[kind] = block_profile(
+                plan, shape, has_adapters=kind[0], gradient_enters=kind[1], has_window=kind[2]
+            )
+        blocks.append(kinds[kind])
+    return ModelProfile(blocks=tuple(blocks), untouched=untouched, final_norm=final_norm_stage(plan, shape))
+
+
+def _traced_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
+    from fitune.estimate.traced import traced_blocks, traced_final_norm
+    from fitune.spec.model.tracing import profile_for
+
+    step = profile_for(plan, shape)
+    extent = step.extent(shape)
+    return ModelProfile(
+        blocks=traced_blocks(plan, step, shape),
+        untouched=0,
+        final_norm=traced_final_norm(plan, step, shape),
+        around_traced=(
+            step.around.at(extent),
+            (step.around_recomputed or step.around).at(extent),
+            step.around_forward.at(extent),
+        ),
+    )
+
+
+def _trains_in(plan: Plan, index: int) -> bool:
+    return plan.tuning.adapts(index) if isinstance(plan.tuning, Lora) else True
+
+
+@remembered
+def work_of(profile: ModelProfile) -> tuple[Pass, Pass]:
+    """Work per token: forward of all blocks, backward of those that a gradient goes back through."""
+    behind = profile.blocks[profile.untouched :]
+    return (
+        in_all((each.forward, times) for each, times in _kinds(profile.blocks)),
+        in_all((each.backward, times) for each, times in _kinds(behind)),
+    )
+
+
+def _kinds(blocks: tuple[BlockProfile, ...]) -> list[tuple[BlockProfile, int]]:
+    """Each kind and how many there are of it; those of one kind are the same object."""
+    kinds = {id(each): each for each in blocks}
+    counts = Counter(map(id, blocks))
+    return [(each, counts[key]) for key, each in kinds.items()]
+
+
+@remembered
+def blocks_of(profile: ModelProfile, gradients_exist: bool) -> tuple[Block, ...]:
+    """Memory of every block, in order; those of one kind are one object here, too."""
+    kinds: dict[int, Block] = {}
+    blocks = []
+    for index, block in enumerate(profile.blocks):
+        if id(block) not in kinds:
+            reached = index >= profile.untouched
+            kinds[id(block)] = (
+                traced_block(block.traced, gradients_exist=gradients_exist)
+                if block.traced is not None
+                else block_of(block.stages, gradients_exist=gradients_exist)
+                if reached
+                else untouched_block(block.stages)
+            )
+        blocks.append(kinds[id(block)])
+    return tuple(blocks)
