@@ -11,7 +11,7 @@ from fitune.units import GIB
 _WATTS = re.compile(r"(?<!\d)(\d{2,4}) ?w(?:atts?)?(?![a-z])")
 _NOISE = re.compile(
     r"nvidia|geforce|tesla|quadro|rtx|gtx|jetson|blackwell|generation|edition|workstation|amd|instinct|intel|apple"
-    r"|(?<![a-z])(?:gpu|ac)(?![a-z])"
+    r"|colab|kaggle|(?<![a-z])(?:gpu|ac)(?![a-z])"
 )
 _FORM_FACTOR = re.compile(r"(sxm\d?|pcie|hbm\d?e?)")
 _MEMORY = re.compile(r"(?<![a-z\d])(\d+)\s*(?:gb|gib|g)(?![a-z])")
@@ -53,6 +53,7 @@ def _card_of(name: str) -> Card:
             hint=" or ".join(card.gpu.name for card in cards),
         )
     _refuse_elsewhere(name, key, gb)
+    _refuse_slips(name)
     raise HardwareError(
         f"gpu = {name!r} is not cpu and none of the {len(known_cards())} known cards (docs/cards.md)",
         hint="; ".join(filter(None, (did_you_mean(name, gpu_names()), BY_FIGURES))),
@@ -81,6 +82,39 @@ def _refuse_elsewhere(name: str, key: str, gb: int | None) -> None:
     )
 
 
+def _refuse_slips(name: str) -> None:
+    """Raises HardwareError for a number of cards, a laptop's card, a device without CUDA, and ``cuda`` itself."""
+    text = name.lower()
+    for pattern in _COUNTED:
+        found = pattern.fullmatch(text)
+        if found and _cards_of(_split_name(found["card"])[0]):
+            card = found["card"].replace(" ", "-")
+            raise HardwareError(
+                f"gpu = {name!r} is a number of cards", hint=f"--gpu {card} --gpus {found['number']}"
+            )
+    if re.fullmatch(r"(cuda|gpu)(:\d+)?", text):
+        raise HardwareError(f"gpu = {name!r} is no card", hint="leave gpu out for the GPUs of this machine")
+    if _LAPTOP.search(text):
+        raise HardwareError(
+            f"gpu = {name!r}: a laptop's card has less memory and speed than the desktop's of its name, and none "
+            "is in the table",
+            hint=BY_FIGURES,
+        )
+    if _NO_CUDA.search(text):
+        raise HardwareError(
+            f"gpu = {name!r} is no CUDA device: fitune trains on those and on processors",
+            hint="--gpu cpu, or a card of docs/cards.md",
+        )
+
+
+_COUNTED = (
+    re.compile(r"(?P<number>\d{1,2}) ?[x×*] ?(?P<card>.+)"),
+    re.compile(r"(?P<card>.+?) ?[x×*] ?(?P<number>\d{1,2})"),
+)
+_LAPTOP = re.compile(r"laptop|mobile|max-?q")
+_NO_CUDA = re.compile(
+    r"radeon|\brx ?\d{4}|\d{4} ?xtx?\b|\bstrix|\barc\b|\btpu|\bv\d[ep]\b|trainium|inferentia|ascend|\bnpu\b"
+)
 _ON_A_MAC = "on that Mac, --gpu cpu plans for its own processor and memory"
 _APPLE = re.compile(r"m\d(pro|max|ultra)?|mps|metal|(apple|mac).*")
 """Keys of Apple's chips and machines; of those that come with several bandwidths the table has no line."""

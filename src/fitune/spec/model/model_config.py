@@ -11,7 +11,7 @@ from fitune.spec.hub import HUB_TIMEOUT_S, answers, is_offline
 from fitune.spec.model.config_schema import ConfigFields, check_config
 from fitune.spec.model.families import FAMILIES, stored_type
 from fitune.spec.model.known_models import accepted_model_names, find_known_model
-from fitune.spec.model.model_names import closest_name
+from fitune.spec.model.model_names import closest_name, is_packed
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.positions import check_positions
 from fitune.spec.serial import read_object
@@ -170,12 +170,12 @@ def _refuse_folder_without_config(path: Path, name: str) -> None:
 def _unknown(name: str, *, why: str = "") -> ModelError:
     close = closest_name(name, accepted_model_names())
     reason = f": {why}" if why else " is not known"
-    return ModelError(
-        f"model = {name!r}{reason}",
-        hint=f"did you mean {close!r}?"
-        if close
-        else "a Hub name (meta-llama/Llama-3.1-8B) or a folder with a config.json",
-    )
+    if close is None:
+        hint = "a Hub name (meta-llama/Llama-3.1-8B) or a folder with a config.json"
+    else:
+        packs = "; tuning: qlora packs its weights itself" if is_packed(name) else ""
+        hint = f"did you mean {close!r}?{packs}"
+    return ModelError(f"model = {name!r}{reason}", hint=hint)
 
 
 def _cached_config(name: str) -> Path | None:

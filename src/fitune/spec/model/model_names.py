@@ -1,36 +1,102 @@
-"""The known model that an unknown name may mean: of its family and its size, or none."""
+"""The known model that an unknown name may mean: of its family, generation and size, or none."""
 
 import re
 from collections.abc import Iterable
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 
-_SIZE = re.compile(r"(?<![a-z0-9.])(?:\d+x)?\d+(?:\.\d+)?[bm](?![a-z0-9])")
-_FAMILY = re.compile(r"[a-z]+")
+_SIZE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])")
+_GENERATION = re.compile(r"[a-z]?\d+(?:\.\d+)?[a-z]?")
+_LETTERS_THEN_NUMBER = re.compile(r"(?<![a-z])([a-z]{2,})(\d)")
+_PACKED = re.compile(
+    r"[-.](?:gguf|awq|gptq|mlx|exl\d|hqq|bnb|unsloth|i?q\d(?:[-_][a-z\d]+)*|(?:int|fp)[48]|[48]-?bits?"
+    r"|(?:quantized\.)?w\d+a\d+)(?=[-.]|$)"
+)
+"""Parts of names that say in which bits a copy is packed."""
+_MEANINGS = {"it": "instruct", "chat": "instruct", "pt": "base"}
+_NEAR = 1.5
+"""Sizes within this factor may be meant for one another."""
 
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like ``name`` in its family: of its size where the family has that."""
-    wanted = _plain(name)
-    alike = [each for each in known if _family(_plain(each)) == _family(wanted)]
-    size = _SIZE.search(wanted)
-    if size is not None:
-        alike = [each for each in alike if size[0] in _SIZE.findall(_plain(each))] or alike
-    return max(
-        alike,
-        key=lambda each: (_likeness(wanted, _plain(each)), _likeness(name.lower(), each.lower())),
-        default=None,
-    )
+    """The known name most like ``name`` in its family and generation: of its size, or one within half of it.
+
+    A name with a colon is ollama's, which means the instructed model.
+    """
+    wanted = _words(name)
+    if not wanted:
+        return None
+    words = {each: _words(each) for each in known}
+    family = _closest_family(wanted[0], {its[0] for its in words.values() if its})
+    alike = [each for each, its in words.items() if its and its[0] == family]
+    generation = _generation(wanted)
+    if generation:
+        alike = [each for each in alike if _generation(words[each]) == generation]
+    alike = _of_size(wanted, alike, words)
+    is_ollamas = ":" in name
+
+    def likeness(each: str) -> tuple[float, float, float]:
+        its = words[each]
+        common = sum(bool(get_close_matches(word, its, n=1, cutoff=0.8)) for word in wanted)
+        return (
+            4 * common - len(its) + 1.5 * (is_ollamas and "instruct" in its),
+            SequenceMatcher(None, wanted, its).ratio(),
+            SequenceMatcher(None, name.lower(), each.lower()).ratio(),
+        )
+
+    return max(alike, key=likeness, default=None)
+
+
+def is_packed(name: str) -> bool:
+    """True if the name says that the weights are packed in 4 or 8 bits, such as GGUF, AWQ or GPTQ."""
+    return _PACKED.search(_plain(name)) is not None
 
 
 def _plain(name: str) -> str:
-    """``meta-llama/Meta-Llama-3-8B`` -> ``llama-3-8b``."""
-    return name.rsplit("/", 1)[-1].lower().removeprefix("meta-").replace("_", "-")
+    return name.rsplit("/", 1)[-1].lower().replace("_", "-").replace(":", "-").replace(" ", "-")
 
 
-def _family(plain: str) -> str:
-    found = _FAMILY.match(plain)
-    return found[0] if found else ""
+def _words(name: str) -> list[str]:
+    """``meta-llama/Meta-Llama-3-8B-it`` -> ``[llama, 3, 8b, instruct]``."""
+    plain = _LETTERS_THEN_NUMBER.sub(r"\1-\2", _PACKED.sub("", _plain(name)).removeprefix("meta-"))
+    return [_MEANINGS.get(word, word) for word in plain.split("-") if word]
 
 
-def _likeness(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other).ratio()
+def _closest_family(wanted: str, families: set[str]) -> str | None:
+    """``wanted`` if it is one, else the one that a slip of a letter or two makes of it."""
+    if wanted in families:
+        return wanted
+    best = max(sorted(families), key=lambda each: SequenceMatcher(None, wanted, each).ratio(), default="")
+    return best if SequenceMatcher(None, wanted, best).ratio() >= 0.75 else None
+
+
+def _generation(words: list[str]) -> str:
+    """The number behind the family, unless it is the size."""
+    second = words[1] if len(words) > 1 else ""
+    is_one = _GENERATION.fullmatch(second) and not _SIZE.fullmatch(second)
+    return second.removesuffix(".0") if is_one else ""
+
+
+def _of_size(wanted: list[str], names: list[str], words: dict[str, list[str]]) -> list[str]:
+    """Names of ``wanted``'s size or of the nearest, if it is near; else those that say none. All if it has no size."""
+    size = next(filter(None, map(_billions, wanted)), 0.0)
+    if not size:
+        return names
+    away = {each: _times(size, words[each]) for each in names}
+    nearest = min(away.values(), default=_NEAR)
+    if nearest > _NEAR:
+        return [each for each in names if not any(map(_billions, words[each]))]
+    return [each for each in names if away[each] == nearest]
+
+
+def _times(size: float, words: list[str]) -> float:
+    """The factor between ``size`` and the nearest size in a name; infinite without one."""
+    sizes = filter(None, map(_billions, words))
+    return min((max(size / each, each / size) for each in sizes), default=float("inf"))
+
+
+def _billions(word: str) -> float:
+    """Parameters that ``word`` says, in billions; 0 if it says none."""
+    found = _SIZE.fullmatch(word)
+    if found is None:
+        return 0.0
+    return int(found[1] or 1) * float(found[2]) / (1 if found[3] == "b" else 1000)
