@@ -14,7 +14,7 @@ from checkpoint.tiny_export import TEMPLATE, byte_tokenizer, tiny_base, with_ada
 from fitune.checkpoint import export, parity
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
 from fitune.errors import CheckpointError, RunDirectoryError
-from fitune.models.adapter_check import linear_shapes
+from fitune.models.adapter_shapes import linear_shapes
 from fitune.models.attention import use_attention
 from models.tiny_models import tiny_model
 

@@ -14,8 +14,9 @@ from checkpoint.tiny_export import TARGETS, byte_tokenizer, tiny_base, with_adap
 from fitune.checkpoint.export import adapter_weights, export_merged
 from fitune.checkpoint.layout import write_adapter
 from fitune.errors import CheckpointError
-from fitune.models.adapter_check import check_adapter, linear_shapes
-from fitune.models.door import refuse_pickle, refuse_remote_code
+from fitune.models.adapter_check import check_adapter
+from fitune.models.adapter_shapes import linear_shapes
+from fitune.models.remote_code import refuse_pickle, refuse_remote_code
 from fitune.spec.model.model_spec import Linear, ModelSpec
 
 SPEC = ModelSpec(

@@ -16,7 +16,8 @@ from checkpoint.tiny_export import TARGETS, tiny_base
 from fitune.checkpoint.export import adapter_weights
 from fitune.checkpoint.layout import write_adapter
 from fitune.errors import CheckpointError
-from fitune.models.adapter_check import check_adapter, linear_shapes, tensor_shapes
+from fitune.models.adapter_check import check_adapter
+from fitune.models.adapter_shapes import linear_shapes, tensor_shapes
 from fitune.models.adapters import load_adapter
 from fitune.spec.model.model_config import load_model_spec
 

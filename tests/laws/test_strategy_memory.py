@@ -214,7 +214,7 @@ def test_the_largest_linear_is_whole_while_it_is_multiplied():
 
 
 def test_hqq_keeps_no_more_than_nf4():
-    """hqq's own module keeps the inputs of its linears; ours drops them all (models/quantised.py)."""
+    """hqq's own module keeps the inputs of its linears; ours drops them all (models/low_bit/quantised.py)."""
     memory = [predict_memory(quantised(base)).phases[Phase.LOSS] for base in (Hqq(bits=4), Nf4())]
     assert memory[0]["activations"] == memory[1]["activations"]
 

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fitune.models.attention import Rows, attending_as, one_call, rows_eager, rows_flash, rows_sdpa
+from fitune.models.row_attention import (
+    Rows,
+    attend_by,
+    attending_as,
+    one_call,
+    rows_eager,
+    rows_flash,
+    rows_sdpa,
+)
 
 LENGTHS = (9, 1, 13)
 A100, H100, V100, CPU = (8, 0), (9, 0), (7, 0), (0, 0)
@@ -64,7 +72,9 @@ def test_what_runs_on_a_gpu(capability, calls, masked, repeated, window):
     """Fake tensors on the CPU stand for CUDA's: Ampere and newer call once, older ones row by row with masks."""
     with FakeTensorMode(), attending_as(capability), Operations() as seen:
         q, k, v = queries_keys_values(dtype=torch.float16)
-        output, _ = rows_flash(nn.Module(), q, k, v, None, rows=Rows(LENGTHS), sliding_window=window)
+        output, _ = attend_by(rows_flash)(
+            nn.Module(), q, k, v, None, rows=Rows(LENGTHS), sliding_window=window
+        )
         assert output.shape == (1, sum(LENGTHS), 4, 8)
         output.sum().backward()
         assert k.grad is not None
@@ -102,11 +112,11 @@ def kernel_by_contract(
 @pytest.mark.parametrize("scaling", [None, 0.3])
 def test_the_one_call_says_what_row_by_row_says(window, scaling, monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel_by_contract)
-    monkeypatch.setattr("fitune.models.attention.one_call", lambda *_, **__: True)
+    monkeypatch.setattr("fitune.models.row_attention.one_call", lambda *_, **__: True)
     results = []
     for function in (rows_flash, rows_sdpa, rows_eager):
         q, k, v = queries_keys_values()
-        output, _ = function(
+        output, _ = attend_by(function)(
             nn.Module(), q, k, v, None, rows=Rows(LENGTHS), sliding_window=window, scaling=scaling
         )
         gradients = torch.autograd.grad(output.square().sum(), (q, k, v))
@@ -126,7 +136,7 @@ def test_the_kernel_equals_attention_written_out(window):
         q, k, v = (
             x.detach().bfloat16().to(dtype).requires_grad_() for x in queries_keys_values(device="cuda")
         )
-        output, _ = function(nn.Module(), q, k, v, None, rows=Rows(LENGTHS), sliding_window=window)
+        output, _ = attend_by(function)(nn.Module(), q, k, v, None, rows=Rows(LENGTHS), sliding_window=window)
         results.append((output, *torch.autograd.grad(output.float().square().sum(), (q, k, v))))
     for mine, written_out in zip(*results, strict=True):
         torch.testing.assert_close(mine.float(), written_out, rtol=3e-2, atol=3e-2)

@@ -148,7 +148,7 @@ def test_no_memory_while_packing_is_not_taken_for_damaged_files(
     def full(*words: object, **named: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("fitune.models.packing.packed_linear", full)
+    monkeypatch.setattr("fitune.models.low_bit.packing.packed_linear", full)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         load_model(str(folder), dtype=torch.float32, device=CPU, base=base)
     assert is_out_of_memory(caught.value)

@@ -9,8 +9,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fitune.errors import MissingExtra, ModelError
-from fitune.models.packing import quantise_blocks
-from fitune.models.quantised import QuantisedLinear
+from fitune.models.low_bit.packing import quantise_blocks
+from fitune.models.low_bit.quantised import QuantisedLinear
 from fitune.spec.plan import Hqq
 from models.test_nf4 import dense_linear, forward_and_gradient
 

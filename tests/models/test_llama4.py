@@ -5,18 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    Llama4Config,
-    Llama4ForCausalLM,
-    Llama4ForConditionalGeneration,
-    Llama4TextConfig,
-)
+from transformers import Llama4Config, Llama4ForCausalLM, Llama4ForConditionalGeneration, Llama4TextConfig
 
 from fitune.errors import FituneError
 from fitune.estimate.predict import predict_memory
-from fitune.models.attention import Rows, use_attention
+from fitune.models.attention import use_attention
 from fitune.models.language_model import language_model, recompute_blocks
-from fitune.models.quantised import is_dense_linear
+from fitune.models.low_bit.quantised import is_dense_linear
+from fitune.models.row_attention import Rows
 from fitune.models.weights import load_model
 from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.model.model_config import load_model_spec

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from checkpoint.tiny_export import byte_tokenizer
 from fitune.checkpoint.export import export_adapter, export_merged
 from fitune.errors import CheckpointError
-from fitune.models.adapter_check import check_adapter, linear_shapes
+from fitune.models.adapter_check import check_adapter
+from fitune.models.adapter_shapes import linear_shapes
 from fitune.models.adapters import add_adapters
 from fitune.spec.plan import Lora
 from models.tiny_models import tiny_model

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fitune.errors import MissingExtra
 from fitune.measure.memory import LiveTensors
-from fitune.models.packing import quantise_blocks
-from fitune.models.quantised import QuantisedLinear, quantised_base
+from fitune.models.low_bit.packing import quantise_blocks
+from fitune.models.low_bit.quantised import QuantisedLinear, quantised_base
 from fitune.spec.plan import Dense, Nf4
 from models.tiny_models import tiny_model
 

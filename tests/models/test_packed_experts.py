@@ -15,8 +15,8 @@ from fitune.estimate.parameters import stored_bytes
 from fitune.measure.memory import LiveTensors
 from fitune.models import experts as ours
 from fitune.models.experts import STACKS, is_experts
-from fitune.models.packing import quantise_blocks
-from fitune.models.quantised import PackedWeight, packed_linear, packed_stack
+from fitune.models.low_bit.packing import quantise_blocks
+from fitune.models.low_bit.quantised import PackedWeight, packed_linear, packed_stack
 from fitune.spec.plan import Hqq, Nf4
 
 pytest.importorskip("bitsandbytes")

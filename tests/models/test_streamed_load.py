@@ -15,8 +15,8 @@ from transformers.quantizers import AutoHfQuantizer
 from faults.budgets import Budget
 from fitune.errors import MissingExtra, ModelError
 from fitune.models.language_model import blocks_of
-from fitune.models.pack_on_arrival import PackOnArrival
-from fitune.models.packing import quantise_blocks
+from fitune.models.low_bit.pack_on_arrival import PackOnArrival
+from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.weights import load_model
 from fitune.spec.plan import Dense, Hqq, Nf4
 from models.tiny_models import tiny_model

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from checkpoint.tiny_export import byte_tokenizer
 from fitune.checkpoint.export import export_adapter, export_merged
 from fitune.errors import CheckpointError
-from fitune.models.adapter_check import check_adapter, linear_shapes
+from fitune.models.adapter_check import check_adapter
+from fitune.models.adapter_shapes import linear_shapes
 from fitune.models.adapters import add_adapters, load_adapter
 from fitune.models.language_model import blocks_of
-from fitune.models.packing import quantise_blocks
+from fitune.models.low_bit.packing import quantise_blocks
 from fitune.spec.plan import Lora, Nf4
 from models.tiny_models import tiny_model
 

@@ -12,7 +12,7 @@ from fitune.estimate.predict import predict_memory
 from fitune.models.attention import use_attention
 from fitune.models.door import model_config
 from fitune.models.language_model import language_model, recompute_blocks
-from fitune.models.packing import places_in
+from fitune.models.low_bit.packing import places_in
 from fitune.rehearse.profile import TransformersTracer
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from conftest import plan_of
 from fitune.errors import RecipeError
 from fitune.models.adapters import add_adapters
-from fitune.models.packing import quantise_blocks
-from fitune.models.quantised import PackedWeight
+from fitune.models.low_bit.packing import quantise_blocks
+from fitune.models.low_bit.quantised import PackedWeight
 from fitune.spec.plan import Dense, Nf4, Plan
 from fitune.train.run import run
 from models.tiny_models import tiny_model

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fitune.errors import RecipeError
-from fitune.models.quantised import QuantisedLinear, quantised_base
+from fitune.models.low_bit.quantised import QuantisedLinear, quantised_base
 from fitune.spec import serial
 from fitune.spec.plan import Plan
 from fitune.spec.quantisers import QUANTISERS, Quantiser

@@ -33,7 +33,7 @@ from fitune.models.attention import attends_by_rows
 from fitune.models.door import whole_model, with_adapter
 from fitune.models.expert_adapters import names_as_given
 from fitune.models.headers import name_in_whole
-from fitune.models.quantised import quantised_base
+from fitune.models.low_bit.quantised import quantised_base
 from fitune.models.weights import load_model, resized
 from fitune.spec.plan import Dense
 

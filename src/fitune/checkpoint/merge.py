@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fitune.errors import CheckpointError
 from fitune.models.expert_adapters import pairs_of_experts
-from fitune.models.quantised import PackedWeight
+from fitune.models.low_bit.quantised import PackedWeight
 
 
 def merged_weights(model: PeftModel, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ another base is then silently ignored (vllm#34186). Here the config promises key
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,29 +13,23 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from fitune.errors import CheckpointError
 from fitune.models.adapter_config import CONFIG, WEIGHTS, AdapterConfig, Targets, read_adapter_config
-from fitune.models.door import refuse_pickle, refuse_remote_code
+from fitune.models.adapter_shapes import (
+    Shape,
+    Shapes,
+    Stack,
+    from_block,
+    layers_around,
+    shape_in_base,
+    stacks_of,
+    table_shape,
+)
+from fitune.models.remote_code import refuse_pickle, refuse_remote_code
 from fitune.spec.model.model_spec import ModelSpec
 
-Shape = tuple[int, ...]
-Shapes = Mapping[str, tuple[int, int]]
-"""Name of a linear in the model -> (in_features, out_features)."""
-
 _Key = tuple[str, Shape]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
-    """The stacked matrices of a block's experts."""
-
-    in_features: int
-    out_features: int
-    copies: int
-
-
 _LONGEST_KEY = 1_000
 _SHOWN_KEYS = 8
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -78,67 +72,6 @@ def check_adapter(
     if config.unknown_words:
         warnings.append(f"adapter_config.json: unknown and ignored: {', '.join(config.unknown_words[:5])}")
     return (*warnings, *_other_base(config, base))
-
-
-def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """(in_features, out_features) of every linear of a model without adapters, by name."""
-    from transformers.pytorch_utils import Conv1D
-
-    shapes = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            shapes[name] = (module.in_features, module.out_features)
-        elif isinstance(module, Conv1D):  # GPT-2 keeps its weights transposed
-            shapes[name] = (module.weight.shape[0], module.weight.shape[1])
-    return shapes
-
-
-def stack_shapes(model: nn.Module) -> dict[str, Stack]:
-    """The stacks of experts of a model without adapters, packed or not, by name, in the order of their modules."""
-    from fitune.models.experts import is_experts, shape_of
-
-    found = {}
-    for name, module in model.named_modules():
-        if is_experts(module):
-            for inner in module._parameters:
-                shape = shape_of(module, inner)
-                if shape is not None and len(shape) == 3:
-                    copies, one, other = shape
-                    into, out = (one, other) if getattr(module, "is_transposed", False) else (other, one)
-                    found[f"{name}.{inner}"] = Stack(in_features=into, out_features=out, copies=copies)
-    return found
-
-
-def stacks_of(base: ModelSpec | Shapes) -> dict[str, Stack]:
-    """The stacks of experts that a ModelSpec knows, by their names from the block's number on; none of bare shapes."""
-    if not isinstance(base, ModelSpec):
-        return {}
-    return {
-        f"layers.{layer}.{m.name}": Stack(
-            in_features=m.in_features, out_features=m.out_features, copies=m.copies
-        )
-        for layer in range(base.num_layers)
-        for m in base.linears
-        if m.stacked
-    }
-
-
-def layers_around(wanted: Sequence[str], stacks: Mapping[str, Stack]) -> dict[str, Stack]:
-    """PEFT's layer for each wanted stack: around a module's experts, those of the last stack outermost."""
-    names: dict[str, list[str]] = {}
-    for name in stacks:
-        if any(name == each or name.endswith(f".{each}") for each in wanted):
-            names.setdefault(name.rpartition(".")[0], []).append(name)
-    return {
-        module + ".base_layer" * depth: stacks[name]
-        for module, held in names.items()
-        for depth, name in enumerate(reversed(held))
-    }
-
-
-def tensor_shapes(model: nn.Module) -> dict[str, Shape]:
-    """Shape of every tensor of a model without adapters, by name; of one with two names, both."""
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 @contextmanager
@@ -186,7 +119,7 @@ class _Check:
             ) is None:
                 saved[key] = shape
             elif match[2] in parts.setdefault(match[1], {}) or (
-                name == key and _shape_in_base(match[1], self.base)
+                name == key and shape_in_base(match[1], self.base)
             ):
                 self.problems.append(
                     f"{key}: PEFT would ignore it: it does not begin with {_PREFIX}, or is there twice"
@@ -199,7 +132,7 @@ class _Check:
             self._module(module, keys, targets)
         self._saved(saved)
         self.problems += [f"{name}: missing" for name in _missing(set(parts), targets, self.base)]
-        there = {_tail(name) if isinstance(self.base, ModelSpec) else name for name in parts}
+        there = {from_block(name) if isinstance(self.base, ModelSpec) else name for name in parts}
         self.problems += [f"{name}: missing" for name in self.stacks if name not in there]
 
     def values(self, file: Any) -> None:
@@ -216,14 +149,14 @@ class _Check:
             self.is_zero = self.is_zero and (starts_as_something or not tensor.any())
 
     def _module(self, module: str, found: Mapping[str, _Key], targets: Targets) -> None:
-        stack = self.stacks.get(_tail(module) if isinstance(self.base, ModelSpec) else module)
+        stack = self.stacks.get(from_block(module) if isinstance(self.base, ModelSpec) else module)
         if stack is not None:
             rank = self.config.r * stack.copies
             promised = _promised(self.config, (stack.in_features, stack.out_features), rank)
             for part in (*promised, *(found.keys() - promised.keys())):
                 self._part(f"{module}.{part.removesuffix('.weight')}", found.get(part), promised.get(part))
             return
-        shape = _shape_in_base(module, self.base)
+        shape = shape_in_base(module, self.base)
         if shape is None:
             self.problems.append(f"{module}: the base has no such linear")
             return
@@ -250,7 +183,7 @@ class _Check:
         for key, shape in found.items():
             name = key.removeprefix(_PREFIX)
             known = _is_whole(name, wanted) if self.tensors is None else name in promised
-            expected = promised.get(name) or _table_shape(name, shape, self.base)
+            expected = promised.get(name) or table_shape(name, shape, self.base)
             if not known or name == key:
                 self.problems.append(f"{key}: unknown key")
             elif expected is not None and not _fits(shape, expected):
@@ -288,36 +221,10 @@ def _saved_whole(modules: list[str], tensors: Mapping[str, Shape] | None) -> dic
     return {name: shape for name, shape in (tensors or {}).items() if _is_whole(name, modules)}
 
 
-def _table_shape(name: str, found: Shape, base: ModelSpec | Shapes) -> Shape | None:
-    """(vocabulary, hidden size) of a table; None when a model without a head has no saying."""
-    if not name.endswith(".weight") or len(found) != 2:
-        return None
-    if isinstance(base, ModelSpec):
-        return base.vocab_size, base.hidden_size
-    head = base.get("lm_head")
-    return (head[1], head[0]) if head else None
-
-
 def _fits(found: Shape, expected: Shape) -> bool:
     """Equal, or a table with more rows: tokens were added."""
     grown = len(found) == len(expected) == 2 and found[1] == expected[1] and found[0] >= expected[0]
     return grown or found == expected
-
-
-_IN_BLOCK = re.compile(r".*?\.(\d{1,9})\.(.+)")
-
-
-def _shape_in_base(module: str, base: ModelSpec | Shapes) -> tuple[int, int] | None:
-    """(in_features, out_features), or None when the base has no linear of that name."""
-    if not isinstance(base, ModelSpec):
-        return base.get(module)
-    if module == "lm_head":
-        return base.hidden_size, base.vocab_size
-    match = _IN_BLOCK.fullmatch(module)
-    if match is None or int(match[1]) >= base.num_layers:
-        return None
-    found = [m for m in base.linears if m.name == match[2] and m.adaptable]
-    return (found[0].in_features, found[0].out_features) if found else None
 
 
 def _missing(present: set[str], targets: Targets, base: ModelSpec | Shapes) -> list[str]:
@@ -329,16 +236,10 @@ def _missing(present: set[str], targets: Targets, base: ModelSpec | Shapes) -> l
         return [name for name in base if name not in present and targets.adapts(name)]
     if not targets.are_plain:
         return []
-    tails = {_tail(name) for name in present}
+    tails = {from_block(name) for name in present}
     linears = [m for m in base.linears if m.adaptable and m.copies == 1]
     names = [f"model.layers.{layer}.{m.name}" for layer in range(base.num_layers) for m in linears]
-    return [_tail(name) for name in names if _tail(name) not in tails and targets.adapts(name)]
-
-
-def _tail(name: str) -> str:
-    """The name from the block number on: a ModelSpec does not know the part before it."""
-    match = _IN_BLOCK.fullmatch(name)
-    return f"layers.{match[1]}.{match[2]}" if match else name
+    return [from_block(name) for name in names if from_block(name) not in tails and targets.adapts(name)]
 
 
 def _other_base(config: AdapterConfig, base: ModelSpec | Shapes) -> tuple[str, ...]:

@@ -20,8 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from fitune.errors import ModelError
-from fitune.models.adapter_check import check_adapter, linear_shapes, stack_shapes, tensor_shapes
+from fitune.models.adapter_check import check_adapter
 from fitune.models.adapter_config import WEIGHTS, read_adapter_config, settled
+from fitune.models.adapter_shapes import linear_shapes, stack_shapes, tensor_shapes
 from fitune.models.door import read_config, reading, with_adapter
 from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_among, stacks_shown
 from fitune.models.headers import name_in_whole, own_name, read_header

@@ -1,7 +1,8 @@
 """The one door to transformers' and PEFT's readers of model folders and of the Hub: no other file calls them.
 
-Before a reader sees a folder, its names and JSON are checked: pickles and code of the folder are refused, there is no
-standard input to ask for trust at, and whatever a reader trips over becomes a ModelError.
+Before a reader sees a folder, its names and JSON are checked: pickles and code of the folder are refused
+(models/remote_code.py), there is no standard input to ask for trust at, and whatever a reader trips over becomes a
+ModelError.
 """
 
 import copy
@@ -27,9 +28,9 @@ from transformers import (
 )
 
 from fitune.errors import CheckpointError, FituneError, ModelError, is_out_of_memory
-from fitune.files import PICKLE_SUFFIXES
 from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_shown
-from fitune.spec.hub import AUTO_MAP, code_asked_for, no_waiting_for_the_hub
+from fitune.models.remote_code import CONFIG, GENERATION, JSON_FILES, TOKENIZER, refuse_remote_code
+from fitune.spec.hub import no_waiting_for_the_hub
 from fitune.spec.model.config_schema import (
     ConfigFields,
     check_config,
@@ -39,95 +40,6 @@ from fitune.spec.model.config_schema import (
 from fitune.spec.model.families import FAMILIES
 from fitune.spec.model.known_models import find_known_model
 from fitune.spec.serial import read_object
-
-
-def pickled_files(folder: Path) -> list[str]:
-    """Names of the files in ``folder`` that are pickles by their suffix."""
-    return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLE_SUFFIXES)
-
-
-def refuse_pickle(folder: Path) -> None:
-    """Raises CheckpointError when the only weights in ``folder`` are pickled; no pickle is ever opened."""
-    if not folder.is_dir() or any(folder.glob("*.safetensors")):
-        return
-    if pickled := pickled_files(folder):
-        raise CheckpointError(
-            f"{folder}: the weights are pickled ({', '.join(pickled[:3])}); reading them could run code",
-            hint="convert them to safetensors where you trust the source, or take a safetensors revision",
-        )
-
-
-CONFIG, TOKENIZER, GENERATION = "config.json", "tokenizer_config.json", "generation_config.json"
-JSON_FILES = (CONFIG, TOKENIZER, GENERATION, "adapter_config.json")
-"""JSON files from which transformers and PEFT take names of classes and modules."""
-
-
-def refuse_remote_code(folder: Path, *, error: type[FituneError] = CheckpointError) -> tuple[str, ...]:
-    """A note for each code that ``folder`` brings and that is left alone, because transformers has its own.
-
-    Raises ``error`` when the folder can only be loaded by importing code that it brings or names. ``auto_map`` beside
-    an architecture, or a tokenizer, that transformers knows is harmless: transformers' own class is taken.
-    """
-    contents = {name: _read(folder / name, error) for name in JSON_FILES}
-    notes = []
-    for name, content in contents.items():
-        for key, value in code_asked_for(content):
-            if key.rpartition(".")[2] != AUTO_MAP or not _transformers_has_its_own(name, contents):
-                raise error(
-                    f"{folder / name}: {key} = {value!r} asks to run code that comes with the files; fitune never does",
-                    hint="use a model or adapter whose architecture transformers knows",
-                )
-            notes.append(f"{folder / name}: the code that {key} names is not run: transformers' own is taken")
-    _refuse_no_tokenizer(folder, contents, error)
-    return tuple(notes)
-
-
-def _transformers_has_its_own(name: str, contents: dict[str, dict[str, Any]]) -> bool:
-    """True if what ``auto_map`` of this file would replace is in transformers."""
-    from transformers import CONFIG_MAPPING
-
-    model_type = contents[CONFIG].get("model_type")
-    knows_model = isinstance(model_type, str) and model_type in CONFIG_MAPPING
-    if name == TOKENIZER:
-        named = contents[TOKENIZER].get("tokenizer_class")
-        return knows_model if named is None else _is_tokenizer(_of_transformers(named))
-    return name == CONFIG and knows_model
-
-
-def _refuse_no_tokenizer(folder: Path, contents: dict[str, dict[str, Any]], error: type[FituneError]) -> None:
-    """transformers would take any class of its own by the name that a folder gives, and load whatever that loads."""
-    for name in (TOKENIZER, CONFIG):
-        named = contents[name].get("tokenizer_class")
-        found = _of_transformers(named)
-        if named is None or (isinstance(named, str) and (found is None or _is_tokenizer(found))):
-            continue
-        raise error(
-            f"{folder / name}: tokenizer_class = {named!r} is no tokenizer",
-            hint="copy the base model's file again",
-        )
-
-
-def _of_transformers(name: object) -> object:
-    """Class that transformers has under that name, with or without "Fast"; None without one."""
-    import transformers
-
-    if not isinstance(name, str) or not name.isidentifier():
-        return None
-    return getattr(transformers, name, None) or getattr(transformers, name.removesuffix("Fast"), None)
-
-
-def _is_tokenizer(found: object) -> bool:
-    from transformers import PreTrainedTokenizerBase
-
-    return isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
-
-
-def _read(file: Path, error: type[FituneError]) -> dict[str, Any]:
-    try:
-        return read_object(file) if file.is_file() else {}
-    except (OSError, ValueError) as cause:
-        raise error(f"{file}: {cause}", hint="fetch it again") from cause
-
 
 FETCH_AGAIN = "the files may be cut short or of another model: fetch them again"
 
@@ -265,7 +177,7 @@ def _fields(file: Path) -> ConfigFields:
 
 def _of_plain_weights(config: PretrainedConfig) -> PretrainedConfig:
     """Drop ``auto_map``, an export has no code beside it, and ``quantization_config``: weights of few bits are read as
-    the 16-bit ones that they stand for (models/low_bit_files.py)."""
+    the 16-bit ones that they stand for (models/low_bit/files.py)."""
     for part in (config, config.get_text_config()):
         for name in ("auto_map", "quantization_config"):
             part.__dict__.pop(name, None)

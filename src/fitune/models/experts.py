@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fitune.models.quantised import PackedWeight
+from fitune.models.low_bit.quantised import PackedWeight
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Names under which transformers' experts hold their matrices; ``up_proj`` where there is no gate."""

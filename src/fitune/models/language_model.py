@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.errors import ModelError
-from fitune.models.attention import Rows, attends_by_rows, row_mask, rows_of_lengths, takes_mask
+from fitune.models.attention import attends_by_rows, row_mask, rows_of_lengths, takes_mask
+from fitune.models.row_attention import Rows
 from fitune.spec.model.block_profile import IGNORED
 from fitune.spec.plan import ChunkedLoss, Loss, Recompute
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fitune.errors import ModelError
 from fitune.files import cache_folder, open_regular, read_text, write_atomically
-from fitune.models.door import CONFIG, pickled_files
 from fitune.models.headers import AGAIN, StoredTensor, read_header
-from fitune.models.low_bit_files import Decode, LowBitTensor, as_read
+from fitune.models.low_bit.files import Decode, LowBitTensor, as_read
+from fitune.models.remote_code import CONFIG, pickled_files
 from fitune.spec.serial import TABLE_BYTES, read_object
 
 SINGLE = "model.safetensors"

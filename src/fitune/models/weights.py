@@ -27,8 +27,8 @@ from fitune.models.door import (
     reading,
 )
 from fitune.models.headers import StoredTensor, text_part
-from fitune.models.pack_on_arrival import Keep, PackOnArrival
-from fitune.models.quantised import require_quantiser
+from fitune.models.low_bit.pack_on_arrival import Keep, PackOnArrival
+from fitune.models.low_bit.quantised import require_quantiser
 from fitune.models.weight_files import OnBytes, Unread, nobody, stored_tensors, unread_tensors
 from fitune.spec.plan import Dense, Plan, Precision, Quantiser
 

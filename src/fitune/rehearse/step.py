@@ -14,17 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.engine.ranks import local_part
-from fitune.models.attention import attending_as
 from fitune.models.door import empty_model, model_config, with_layers
 from fitune.models.liger import computing_with
+from fitune.models.row_attention import attending_as
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.deep_update import make_states, parameter_keys, record_update
 from fitune.rehearse.layer_extrapolation import Depth, Irregular, extrapolated
-from fitune.rehearse.recorder import (
-    Recorder,
-    fake_ranks,
-    modules_may_move,
-)
+from fitune.rehearse.recorder import Recorder, fake_ranks, modules_may_move
 from fitune.rehearse.stand_ins import LIGER_STAND_INS, StandIns, cuda_functions
 from fitune.rehearse.trace import Trace, peaks_by_kind, reserved_peak
 from fitune.spec.machines.hardware import Gpu

@@ -83,8 +83,8 @@ class Nf4(Quantiser):
     widths: ClassVar = (4,)
     settings: ClassVar = frozenset({"double_quantization"})
     library: ClassVar = "bitsandbytes"
-    linear: ClassVar = "fitune.models.nf4:Nf4Linear"
-    stack: ClassVar = "fitune.models.nf4:Nf4Weight"
+    linear: ClassVar = "fitune.models.low_bit.nf4:Nf4Linear"
+    stack: ClassVar = "fitune.models.low_bit.nf4:Nf4Weight"
 
     block: ClassVar = 64
     """Weights per scale (bitsandbytes' default; section 3 of the paper)."""
@@ -132,8 +132,8 @@ class Hqq(Quantiser):
     widths: ClassVar = (4, 8, 3, 2)
     settings: ClassVar = frozenset({"quantization_group_size"})
     library: ClassVar = "hqq.core.quantize"
-    linear: ClassVar = "fitune.models.hqq:HqqLinear"
-    stack: ClassVar = "fitune.models.hqq:HqqWeight"
+    linear: ClassVar = "fitune.models.low_bit.hqq:HqqLinear"
+    stack: ClassVar = "fitune.models.low_bit.hqq:HqqWeight"
 
     words: ClassVar = {8: (1, 1), 4: (2, 1), 3: (10, 4), 2: (4, 1)}
     """Bits -> weights per packed word, bytes of the word: ten 3-bit weights share an int32 (hqq.core.bitpack)."""

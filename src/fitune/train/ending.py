@@ -15,7 +15,7 @@ from fitune.errors import FituneError
 from fitune.files import write_atomically
 from fitune.measure.memory import process_bytes
 from fitune.models.language_model import LanguageModel
-from fitune.models.quantised import count_weights
+from fitune.models.low_bit.quantised import count_weights
 from fitune.spec.predictions import Phase
 from fitune.spec.reports import (
     MeasuredMemory,

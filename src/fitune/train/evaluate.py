@@ -16,7 +16,7 @@ from fitune.errors import FituneError
 from fitune.files import write_atomically
 from fitune.models.attention import use_attention
 from fitune.models.language_model import LanguageModel, language_model
-from fitune.models.quantised import quantised_base
+from fitune.models.low_bit.quantised import quantised_base
 from fitune.spec.plan import Batch, Dense, Plan
 from fitune.spec.reports import MergedLoss, Sample
 from fitune.spec.serial import read_json

@@ -28,8 +28,8 @@ from fitune.models.language_model import (
     recompute_blocks,
 )
 from fitune.models.liger import use_kernels
+from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.offload import before_backward, offload_blocks
-from fitune.models.packing import quantise_blocks
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import add_rows, compute_dtype, load_model
 from fitune.spec.deepspeed import deepspeed_config, nvme_folder

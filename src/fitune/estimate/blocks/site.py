@@ -177,7 +177,7 @@ class Site:
     def reads_input(self, linears: Sequence[Linear]) -> bool:
         """True if the linears keep the input they share; dropped-out adapters keep their own instead.
 
-        A packed product keeps nothing (models/quantised.py).
+        A packed product keeps nothing (models/low_bit/quantised.py).
         """
         return self.full or (bool(self.adapted(linears)) and self.dropout == 0)
 

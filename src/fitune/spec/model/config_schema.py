@@ -221,7 +221,7 @@ def _no_other_weights(fields: ConfigFields, name: str, value: Any) -> None:
 
 
 def _readable(fields: ConfigFields, name: str, value: Any) -> None:
-    """Weights of few bits are read as 16-bit ones where they were stored as models/low_bit_files.py says."""
+    """Weights of few bits are read as 16-bit ones where they were stored as models/low_bit/files.py says."""
     _object(fields, name, value)
     method = value.get("quant_method")
     can_be_read = (

@@ -50,7 +50,7 @@ _COPY = re.compile(r"(-unsloth)?-(bnb-4bit|bf16|fp8)$")
 def find_known_model(name: str) -> KnownModel | None:
     """The model of a Hub name or short name (``llama-3.1-8b``, ``qwen3-8b``), upper and lower case alike.
 
-    A copy in fewer bits that can be read (models/low_bit_files.py) is the same model.
+    A copy in fewer bits that can be read (models/low_bit/files.py) is the same model.
     """
     lowered = name.lower()
     owner, _, short = lowered.partition("/")

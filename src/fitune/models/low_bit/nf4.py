@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fitune.models.quantised import PackedWeight, QuantisedLinear
+from fitune.models.low_bit.quantised import PackedWeight, QuantisedLinear
 from fitune.spec.plan import Nf4
 
 

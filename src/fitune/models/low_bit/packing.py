@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fitune.models.experts import STACKS, hold_packed, is_experts
-from fitune.models.quantised import (
+from fitune.models.low_bit.quantised import (
     PackedWeight,
     is_dense_linear,
     is_read_by_kernels,

@@ -15,8 +15,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fitune.models.language_model import blocks_of
-from fitune.models.packing import Place, places_in
-from fitune.models.quantised import PackedWeight, QuantisedLinear
+from fitune.models.low_bit.packing import Place, places_in
+from fitune.models.low_bit.quantised import PackedWeight, QuantisedLinear
 from fitune.spec.plan import Dense, Quantiser
 
 Keep = Callable[[Tensor], Tensor]
