@@ -30,8 +30,8 @@ DENIED = refusal("403 Forbidden", "AccessDenied")
 
 class Wire:
     """Forwards connections to a server: cuts them after ``cut_after`` bytes of answers or ``cut_sent_after`` bytes of
-    what is sent, refuses while down, waits ``slow_s`` before each block that is sent, and answers the next ``refused``
-    requests that write by ``refusal``."""
+    what is sent, refuses while down, forwards nothing while silent, waits ``slow_s`` before each block that is sent,
+    and answers the next ``refused`` requests that write by ``refusal``."""
 
     def __init__(self, host: str, port: int) -> None:
         self._server = (host, port)
@@ -44,6 +44,7 @@ class Wire:
         self.refusal = UNAVAILABLE
         self.stays_down = False
         self.is_down = False
+        self.is_silent = False
         self.requests: list[bytes] = []
         self.headers: list[bytes] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -65,6 +66,8 @@ class Wire:
     def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(16_384):
+                while self.is_silent:
+                    time.sleep(0.01)
                 if answers and self.cut_after is not None:
                     data = data[: self.cut_after]
                     self.cut_after -= len(data)
@@ -180,7 +183,7 @@ def use_server(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     wire.cut_after = wire.cut_sent_after = None
-    wire.is_down = wire.stays_down = False
+    wire.is_down = wire.stays_down = wire.is_silent = False
     wire.refused, wire.slow_s, wire.refusal = 0, 0.0, UNAVAILABLE
 
 

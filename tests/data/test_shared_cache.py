@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fitune.data.preparing import PreparedData, prepare_data
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import StoreError
 from fitune.spec.plan import DataPlan, DataSource
+from fitune.stores.writing import Store
 from optional_libraries import NEEDS_S3
 
 pytestmark = NEEDS_S3
@@ -28,15 +30,17 @@ def prepare(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         sources=(DataSource(path=str(file)),), cache_dir=f"s3://{bucket}/shared/", val_fraction=0.2
     )
 
-    def run(machine: str, *, tokenises: bool = True, **settings: Any) -> tuple[PreparedData, list[str]]:
+    def run(
+        machine: str, *, tokenises: bool = True, cache_dir: str = data.cache_dir, **settings: Any
+    ) -> tuple[PreparedData, list[str]]:
         notes: list[str] = []
         with monkeypatch.context() as patched:
             patched.setenv("FITUNE_CACHE", str(tmp_path / machine))
             if not tokenises:
                 patched.setattr(RowTokeniser, "__call__", lambda self, _: pytest.fail("tokenised again"))
             prepared = prepare_data(
-                data, tokenizer=byte_tokenizer(), tokenizer_path="tiny", seq_len=64, seed=1,
-                on_note=notes.append, **settings,
+                replace(data, cache_dir=cache_dir), tokenizer=byte_tokenizer(), tokenizer_path="tiny", seq_len=64,
+                seed=1, on_note=notes.append, **settings,
             )  # fmt: skip
         return prepared, notes
 
@@ -109,10 +113,14 @@ def test_a_damaged_entry_is_named_made_again_and_replaced(bucket: str, prepare: 
 
 
 def test_what_only_this_machine_has_is_sent_by_the_process_that_may(
-    wire: Wire, bucket: str, prepare: Callable[..., Any]
+    wire: Wire, bucket: str, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wire.refused, wire.refusal = 50, DENIED
-    _, (refused,) = prepare("one")
+    def denied_from_now(_store: Store) -> None:
+        wire.refused, wire.refusal = 50, DENIED
+
+    with monkeypatch.context() as failing:
+        failing.setattr(Store, "require_writable", denied_from_now)
+        _, (refused,) = prepare("one")
     assert "is not in s3://" in refused
     assert "goes on with that of this machine" in refused
     assert SECRET not in refused
@@ -120,6 +128,22 @@ def test_what_only_this_machine_has_is_sent_by_the_process_that_may(
     assert prepare("one", tokenises=False, sends=False)[1] == []
     assert objects(bucket) == {}
     assert "is in s3://" in prepare("one", tokenises=False)[1][0]
+
+
+def test_a_bucket_that_is_missing_or_read_only_is_an_error_before_anything_is_tokenised(
+    wire: Wire, bucket: str, prepare: Callable[..., Any]
+) -> None:
+    with pytest.raises(
+        StoreError, match=r"^cache_dir: s3://not-there/x: nothing there: no such file, folder or"
+    ):
+        prepare("one", tokenises=False, cache_dir="s3://not-there/x")
+    wire.refused, wire.refusal = 50, DENIED
+    with pytest.raises(StoreError, match=r"^cache_dir: s3://.*/shared: the store does not let you write it"):
+        prepare("one", tokenises=False)
+    wire.refused = 0
+    prepare("one")
+    wire.refused = 50
+    assert "is fetched" in prepare("other", tokenises=False)[1][0], "it is only read there"
 
 
 def test_a_store_that_may_not_be_read_is_an_error_that_names_the_setting(

@@ -20,6 +20,7 @@ from data.s3_server import (
     names,
     objects,
 )
+from fitune.stores import opening
 from fitune.stores.writing import Store
 from fitune.track.metrics import read_metrics
 from fitune.train.uploading import Uploads
@@ -164,7 +165,10 @@ def test_a_store_that_cannot_be_written_to_is_refused_before_anything(
     assert (code, "is no URL" in err) == (2, True)
     code, _, err = train(upload_to=f"s3://{bucket}/x", output_dir="s3://other/y")
     assert (code, "names another" in err) == (2, True)
-    for data, url in (("rows", "rows/run"), ("run/adapter/rows.jsonl", "run"), ("rows", "rows")):
+    for data, url in (
+        ("rows", "rows/run"), ("run/adapter/rows.jsonl", "run"), ("rows", "rows"), ("rows/**/*.jsonl", "rows/run"),
+        ("*/*/m*.jsonl", "rows/run"), ("rows/*/*/*.json", "rows/run"),
+    ):  # fmt: skip
         code, _, err = train(data=f"s3://{bucket}/{data}", upload_to=f"s3://{bucket}/{url}")
         assert (code, f"output_dir s3://{bucket}/{url} " in err) == (2, True), err
     code, _, err = train(upload_to=f"s3://me:{SECRET}@{bucket}/x")
@@ -226,6 +230,34 @@ def test_a_store_that_fails_on_the_way_costs_no_step_and_is_made_up_for(
     there = objects(bucket)
     assert {"x/report.json", "x/report.html", "x/adapter/adapter_config.json"} <= there.keys()
     assert there["x/checkpoints/step-3/COMMIT"] == (run / "checkpoints/step-3/COMMIT").read_bytes()
+
+
+def test_a_store_that_falls_silent_does_not_hold_up_the_end_of_the_run(
+    train: Call, bucket: str, wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, run = f"s3://{bucket}/x", tmp_path / "run"
+    write = Store.write
+
+    def silent_from_now(store: Store, name: str, content: bytes) -> None:
+        write(store, name, content)
+        if name.endswith("LINE"):
+            wire.is_silent = True
+            short.setattr(opening, "SILENT_S", 0.2)
+            short.setattr(opening, "ANSWER_S", 0.2)
+
+    with monkeypatch.context() as short:
+        short.setattr(Store, "write", silent_from_now)
+        code, _, err = train(upload_to=url, max_steps=3, save_steps=1)
+        wire.is_silent = False
+    assert code == 1
+    assert f"the end of the run is not in {url}" in err
+    assert "the store did not answer within 0.2 s" in err
+    assert f"all of it is in {run}" in err
+    assert "--resume sends what is missing" in err
+    assert json.loads((run / "report.json").read_text())["status"] == "complete"
+    assert train("--resume", upload_to=url, max_steps=3, save_steps=1)[0] == 0
+    there = names(bucket)
+    assert {"x/report.json", "x/adapter/adapter_config.json", "x/checkpoints/step-3/COMMIT"} <= there
 
 
 STEPS = 40

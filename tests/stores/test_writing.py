@@ -250,6 +250,48 @@ def test_a_server_that_never_answers_is_not_waited_for(bucket: str, monkeypatch:
             reading.look_up(f"s3://{bucket}/rows.jsonl", is_pattern=False)
 
 
+def test_a_store_that_falls_silent_is_given_up_with_what_was_sent_and_asked_again_later(
+    wire: Wire, bucket: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, more = Store(f"s3://{bucket}/x"), [f"{number}.bin" for number in range(40)]
+    store.put_file(folder / "one.bin", "one.bin")
+    monkeypatch.setattr(opening, "SILENT_S", 0.2)
+    monkeypatch.setattr(opening, "ANSWER_S", 0.2)
+    for name in more:
+        (folder / name).write_bytes(b"5" * 3_000)
+    wire.is_silent = True
+    with monkeypatch.context() as listed:
+        listed.setattr(store, "infos", lambda _name: {})  # it falls silent after its list
+        with pytest.raises(StoreError) as late:
+            store.put_folder(folder, "more", more)  # each would be waited for
+    assert "nothing was heard of the store for 0 s, after 195.3 KiB in whole files" in late.value.message
+    assert "AWS_ENDPOINT_URL = " in str(late.value.hint)
+    with pytest.raises(StoreError, match="did not answer within 0.2 s"):
+        put(store, folder)
+    wire.is_silent = False
+    monkeypatch.setattr(opening, "ANSWER_S", 30)
+    put(store, folder)
+    assert {f"x/step-1/{name}" for name in FILES} <= objects(bucket).keys()
+
+
+def test_a_slow_part_is_waited_for_while_the_store_answers_at_all(
+    wire: Wire, bucket: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, asked = Store(f"s3://{bucket}/x"), []
+    store.require_writable()
+    answers = store._answers
+    monkeypatch.setattr(opening, "SILENT_S", 0.02)
+    monkeypatch.setattr(store, "_answers", lambda: asked.append(answers()) or asked[-1])
+    wire.slow_s = 0.01
+    put(store, folder)
+    assert True in asked
+    assert False not in asked
+    monkeypatch.setattr(opening, "STUCK_S", 0.05)
+    wire.slow_s = 0.1
+    with pytest.raises(StoreError, match="nothing was heard"):
+        store.put_file(folder / "one.bin", "again.bin")
+
+
 def test_a_page_in_place_of_a_store_is_named_with_the_address(
     bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,8 @@ def prepare_data(
     with shared_cache(
         data.cache_dir, allow_private=allow_private, beat=progress.beat, on_note=on_note
     ) as shared:
+        if shared is not None and sends:
+            shared.require_ready(entry)
         prepared = _from_cache(entry, progress, on_note)
         if prepared is None and shared is not None and shared.fetch(entry):
             prepared = _from_cache(entry, progress, on_note)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +29,11 @@ class SharedCache:
     def __init__(self, store: Store, *, beat: Callable[[], None], on_note: Callable[[str], None]) -> None:
         self._store, self._beat, self._on_note = store, beat, on_note
         self._stopped, self._is_damaged = threading.Event(), False
+
+    def require_ready(self, entry: Path) -> None:
+        """Raises StoreError where the store has no such entry and does not take one: known before it is made here."""
+        if not self._has(entry):
+            self._ask(self._store.require_writable)
 
     def fetch(self, entry: Path) -> bool:
         """Bring the entry into the cache of this machine; False where the store has none that is whole.
@@ -54,7 +60,7 @@ class SharedCache:
         return False
 
     def send(self, entry: Path) -> None:
-        """Let the store hold the entry. A store that does not take it costs other machines their time: it is noted."""
+        """Let the store hold the entry. One that fails on the way costs other machines their time: it is noted."""
         url = self._store.below(_name(entry))
         try:
             if self._has(entry) and not self._is_damaged:
@@ -74,8 +80,12 @@ class SharedCache:
             self._on_note(f"the tokenised data is not in {url}: {error.strerror or error}")
 
     def _has(self, entry: Path) -> bool:
+        return cache.MANIFEST in self._ask(partial(self._store.infos, _name(entry)))
+
+    @staticmethod
+    def _ask(question: Callable[[], T]) -> T:
         try:
-            return cache.MANIFEST in self._store.infos(_name(entry))
+            return question()
         except StoreError as error:
             raise StoreError(f"cache_dir: {error.message}", hint=error.hint) from error
 

@@ -125,7 +125,7 @@ def _exported(
     def data() -> PreparedData:
         return prepare_data(
             plan.data, tokenizer=tokenizer, tokenizer_path=plan.model_path, seq_len=plan.batch.seq_len,
-            seed=plan.run.seed,
+            seed=plan.run.seed, sends=False,
         )  # fmt: skip
 
     report = files.run or summarise(

@@ -28,6 +28,11 @@ _PROBE_S, _READ_S = 10, 60
 """Seconds until a store that does not answer, or stops in the middle, counts as cut off. Clients then try again."""
 ANSWER_S = 30.0
 """Seconds that a store has for its first answer, whatever its client tries."""
+SILENT_S = 90.0
+"""Seconds without a part or an answer after which a store that answered before is asked a short question. Without an
+answer to it within ANSWER_S, two minutes after the last sign of life, the store is given up."""
+STUCK_S = 600.0
+"""Seconds without a part or an answer after which a store is given up that still answers the short question."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "s3fs": {
         "config_kwargs": {
@@ -122,6 +127,14 @@ def in_time(url: str, ask: Callable[[], T], *, error: type[FituneError]) -> T:
 
     Clients try so often, with a minute for each, that nobody would wait for them; the thread that asks is left alone.
     """
+    answer = asked_beside(ask)
+    if not wait([answer], timeout=ANSWER_S).done:
+        raise error(f"{url}: the store did not answer within {ANSWER_S:g} s", hint=look_at(url))
+    return answer.result()
+
+
+def asked_beside(ask: Callable[[], T]) -> Future[T]:
+    """The result to come of ``ask``, which runs in a thread that nobody has to wait for, not even at exit."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -130,10 +143,8 @@ def in_time(url: str, ask: Callable[[], T], *, error: type[FituneError]) -> T:
         except BaseException as problem:  # raised where the answer is waited for
             answer.set_exception(problem)
 
-    threading.Thread(target=run, name="asking", daemon=True).start()
-    if not wait([answer], timeout=ANSWER_S).done:
-        raise error(f"{url}: the store did not answer within {ANSWER_S:g} s", hint=_look_at(scheme_of(url)))
-    return answer.result()
+    threading.Thread(target=run, name="sending", daemon=True).start()
+    return answer
 
 
 _DONE = {"read": "read", "write": "written"}
@@ -170,12 +181,13 @@ def asking(
             raise error(
                 f"{url}: no credentials for {scheme}://: {cause_of(problem)}", hint=_credentials_hint(scheme)
             ) from None
-        raise error(f"{url}: cannot be {_DONE[doing]}: {cause_of(problem)}", hint=_look_at(scheme)) from None
+        raise error(f"{url}: cannot be {_DONE[doing]}: {cause_of(problem)}", hint=look_at(url)) from None
 
 
-def _look_at(scheme: str) -> str:
+def look_at(url: str) -> str:
     """Hint for a store that does not answer as one: the settings of its client in the environment."""
-    names = (*_ENDPOINTS, "AWS_PROFILE", "AWS_DEFAULT_REGION") if CLIENTS.get(scheme) == "s3fs" else ()
+    is_s3 = CLIENTS.get(scheme_of(url)) == "s3fs"
+    names = (*_ENDPOINTS, "AWS_PROFILE", "AWS_DEFAULT_REGION") if is_s3 else ()
     found = [f"{name} = {os.environ[name]}" for name in names if os.environ.get(name)]
     settings = f"{', '.join(found)} in the environment, and at " if found else ""
     return without_credentials(f"look at {settings}the network; run it again when the store answers")

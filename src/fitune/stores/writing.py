@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,9 +20,11 @@ from fitune.stores.opening import (
     CLIENTS,
     HOSTS,
     WRITTEN,
+    asked_beside,
     asking,
     in_time,
     lacks_credentials,
+    look_at,
     open_store,
     require_address,
     require_allowed,
@@ -55,6 +57,8 @@ class Store:
             raise StoreError(f"{url}: '?' may not stand in a folder's URL", hint=url.partition("?")[0])
         self.url = url.rstrip("/")
         self._has_answered = False
+        self._moved = self._heard = time.monotonic()
+        self._sent_bytes = 0
         require_allowed(url, allow_private=allow_private, error=StoreError)
         self._shared: tuple[Any, str] | None = None
         self._making = threading.Lock()
@@ -201,8 +205,13 @@ class Store:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _all(self, action: Callable[[str], T], names: Iterable[str]) -> list[T]:
-        """Run ``action`` on several names at once; returns its results. Raises the first error when all have ended."""
+        """Run ``action`` on several names at once; returns its results. Raises the first error when all have ended;
+        after a store fell silent no more of them are begun."""
         begun = [self._pool.submit(action, name) for name in names]
+        wait(begun, return_when=FIRST_EXCEPTION)
+        if not self._has_answered:
+            for one in begun:
+                one.cancel()
         wait(begun)
         return [one.result() for one in begun]
 
@@ -243,14 +252,18 @@ class Store:
         size = file.stat().st_size
 
         def put() -> None:
+            from fsspec.callbacks import Callback
+
             filesystem, inner = self._open_in_folder(name)
-            filesystem.put_file(str(file), inner, **self._how(size))
+            arrived = Callback(hooks={"moved": lambda *_size_and_value: self._move()})
+            filesystem.put_file(str(file), inner, callback=arrived, **self._how(size))
             filesystem.invalidate_cache()
             if not self._holds(file, name, filesystem.info(inner)):
                 raise OSError("the store does not hold what was sent")
 
         with open_regular(file, follow_links=False):
             self._tried(self.below(name), put, doing="write")
+        self._sent_bytes += size
         return size
 
     def _how(self, size: int) -> dict[str, Any]:
@@ -278,11 +291,50 @@ class Store:
         """Run ``action``, again after each of the waits; returns its result. Raises at once what no wait changes."""
         tries = partial(_tries, action, opening.WAITS_S if waits is None else waits)
         with asking(url, error=StoreError, doing=doing):
-            if self._has_answered:
-                return tries()
-            result = in_time(url, tries, error=StoreError)
+            ask = self._while_heard if self._has_answered else partial(in_time, error=StoreError)
+            result = ask(url, tries)
             self._has_answered = True
+            self._move()
             return result
+
+    def _while_heard(self, url: str, ask: Callable[[], T]) -> T:
+        """The result of ``ask``. Raises StoreError when the store falls silent meanwhile: its client alone would try
+        for a quarter of an hour, and for ever where the other end takes no bytes. Its thread is left alone."""
+        self._move()
+        answer = asked_beside(ask)
+        while not wait([answer], timeout=opening.SILENT_S / 20).done:
+            now = time.monotonic()
+            if now - self._heard < opening.SILENT_S:
+                continue
+            if now - self._moved > opening.STUCK_S or not self._answers():
+                self._has_answered = False
+                raise StoreError(
+                    f"{url}: nothing was heard of the store for {time.monotonic() - self._moved:.0f} s, after "
+                    f"{format_bytes(self._sent_bytes)} in whole files were sent",
+                    hint=look_at(url),
+                )
+            self._heard = time.monotonic()
+        return answer.result()
+
+    def _answers(self) -> bool:
+        """True if the store answers a short question now: on a slow link a part alone may take minutes."""
+
+        def ask() -> None:
+            filesystem, inner = self._open(f"fitune-probe-{uuid.uuid4().hex[:12]}")
+            filesystem.invalidate_cache()
+            filesystem.info(inner)
+
+        try:
+            in_time(self.url, ask, error=StoreError)
+        except (FileNotFoundError, PermissionError, ftplib.error_perm):
+            pass
+        except Exception:  # clients of stores have no error in common
+            return False
+        return True
+
+    def _move(self) -> None:
+        """The store took a part, or answered."""
+        self._moved = self._heard = time.monotonic()
 
 
 def _tries(action: Callable[[], T], waits: Iterable[float]) -> T:

@@ -1,5 +1,6 @@
 """The run directory is for the run alone: nothing that goes into a run may lie where its results go."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePath, PurePosixPath
 
@@ -18,6 +19,11 @@ def require_own_directory(plan: Plan) -> None:
     if plan.run.upload_to:
         for setting, url in _remote_inputs(plan):
             _refuse_overlap(_in_store(plan.run.upload_to), setting, url)
+    for setting, pattern in _patterns(plan):
+        if not isinstance(pattern, Path):
+            _refuse_matched(_in_store(plan.run.upload_to), setting, pattern)
+        else:
+            _refuse_matched(directory, setting, pattern)
     require_real_files(directory)
     try:
         if not (directory / "plan.json").exists():
@@ -56,6 +62,7 @@ def remove_run(directory: Path) -> None:
 
 
 _LOCKS = (LOCK, LAUNCH_LOCK)
+_MODEL_FILES = ("tokenizer", "tokenizer_config", "config")
 
 
 def _inputs(plan: Plan) -> Iterator[tuple[str, Path]]:
@@ -77,9 +84,38 @@ def _sources(plan: Plan) -> Iterator[tuple[str, str]]:
             yield setting, source.path.rpartition("#")[0] or source.path
 
 
+def _patterns(plan: Plan) -> Iterator[tuple[str, PurePath]]:
+    """Sources that name files by a pattern."""
+    for setting, name in _sources(plan):
+        if re.search(r"[*?\[]", name) and not Path(name).exists():
+            yield setting, _in_store(name) if "://" in name else _resolved(Path(name).expanduser())
+
+
 def _in_store(url: str) -> PurePosixPath:
     """``s3:/bucket/folder``"""
     return PurePosixPath(url)
+
+
+_READ_AS_DATA = (
+    *FILES, "checkpoints/step-1/state.json", "adapter/adapter_config.json",
+    *(f"{name}/{file}.json" for name in ("adapter", "merged", "model") for file in _MODEL_FILES),
+)  # fmt: skip
+"""Names below the output with a suffix that patterns for data look for."""
+
+
+def _refuse_matched(place: PurePath, setting: str, pattern: PurePath) -> None:
+    """Raises RunDirectoryError when the pattern would find what the run writes."""
+    from fsspec.utils import glob_translate
+
+    part_of_a_name = r"(?<=[^/])\*\*|\*\*(?=[^/])"
+    finds = re.compile(glob_translate(re.sub(part_of_a_name, "*", str(pattern))))
+    name = next((name for name in _READ_AS_DATA if finds.match(str(place / name))), None)
+    if name is not None:
+        raise RunDirectoryError(
+            f"output_dir {_shown(place)} must not lie where the {setting} pattern {_shown(pattern)} looks: "
+            f"{name} of the run would be read as {setting}",
+            hint="an output_dir of its own, or a narrower pattern",
+        )
 
 
 def _shown(path: PurePath) -> str:
