@@ -118,6 +118,7 @@ def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path: P
     assert "answer 2 of mine" in rest
     assert "answer 2 of other" in rest
     assert "3 rows have the same grade by regex" in text
+    assert "regex:&lt;b&gt;$x^2$</text>" in page.read_text()  # beside its interval, not read as a formula
 
 
 def test_the_rows_shown_are_those_of_a_grader_by_which_some_changed(tmp_path: Path) -> None:

@@ -172,10 +172,11 @@ def _draw_card(axes: Any, card: Card, *, x: float, y: float, line: float) -> Non
     colour = _COLOURS.get(card.method, _BAD if card.filled else _BAR)
     axes.add_patch(Rectangle((x, y), 0.94, 0.94, color=_PANEL, lw=0))
     axes.add_patch(Rectangle((x, y), 0.02, 0.94, color=colour, lw=0))
-    axes.text(x + 0.06, y + 1.2 * line, card.title, fontweight="bold")
+    axes.text(x + 0.06, y + 1.2 * line, card.title, fontweight="bold", fontsize=8)
     if card.filled:
         axes.add_patch(Rectangle((x + 0.06, y + 1.5 * line), 0.82, 0.4 * line, color=_BAR, lw=0))
         width = 0.82 * min(card.filled, 1)
         axes.add_patch(Rectangle((x + 0.06, y + 1.5 * line), width, 0.4 * line, color=colour, lw=0))
     for number, words in enumerate(card.lines):
-        axes.text(x + 0.06, y + (number + 2.8) * line, words, family="monospace", fontsize=7)
+        aligned = words.replace(" ", "\N{NO-BREAK SPACE}")  # SVG draws several spaces as one
+        axes.text(x + 0.06, y + (number + 2.8) * line, aligned, family="monospace", fontsize=7)

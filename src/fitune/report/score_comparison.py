@@ -19,6 +19,8 @@ COMPARISON_PAGE = "comparison.html"
 _SHOWN = 8
 """Rows of each direction."""
 _SURE = 0.05
+_NAME = 24
+"""Characters of a grader's name beside its interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +97,16 @@ def difference_text(value: float, scale: Scale) -> str:
     return f"{value:+.4g}{' nats' if scale == 'nats' else ''}".replace("-", "−")
 
 
+def _interval(found: PairedScore) -> str:
+    """``−1.0 to +9.0 points``: both ends in one unit."""
+    low, high = difference_text(found.low, found.scale), difference_text(found.high, found.scale)
+    return f"{low.split()[0]} to {high}"
+
+
 def _verdict(found: PairedScore) -> str:
     """One sentence a grader: the difference, and if it may be chance."""
     if not found.better + found.worse:
         return f"{found.grader}: {describe_grade(found.mean, found.scale)} in both: no row changed."
-    interval = f"{difference_text(found.low, found.scale)} to {difference_text(found.high, found.scale)}"
     is_sure = found.low > 0 or found.high < 0
     if found.p_value is not None:
         is_sure = found.p_value < _SURE
@@ -109,7 +116,7 @@ def _verdict(found: PairedScore) -> str:
     return (
         f"{found.grader}: {describe_grade(found.mean, found.scale)} here, "
         f"{describe_grade(found.other, found.scale)} there{lower}: {difference_text(found.difference, found.scale)} "
-        f"(95 %: {interval}{p}): {chance}."
+        f"(95 %: {_interval(found)}{p}): {chance}."
     )
 
 
@@ -119,7 +126,7 @@ def _cells(found: PairedScore) -> Sequence[str]:
         describe_grade(found.mean, found.scale),
         describe_grade(found.other, found.scale),
         difference_text(found.difference, found.scale),
-        f"{difference_text(found.low, found.scale)} to {difference_text(found.high, found.scale)}",
+        _interval(found),
         "–" if found.p_value is None else f"{found.p_value:.3g}",
         f"{found.better:,}",
         f"{found.worse:,}",
@@ -156,11 +163,15 @@ def _pictures(paired: Sequence[PairedScore]) -> tuple[list[tuple[str, Any]], str
     try:
         for scale in dict.fromkeys(found.scale for found in paired):
             some = [found for found in paired if found.scale == scale]
-            title = f"Difference by {', '.join(found.grader for found in some)}, top to bottom"
-            drawn.append((title, Markup(_intervals(some, scale))))
+            drawn.append(("Difference with its interval of 95 %", Markup(_intervals(some, scale))))
     except MissingExtra as error:
         return [], f"No {error.what}: {error.hint}"
     return drawn, ""
+
+
+def _short(grader: str) -> str:
+    """A grader's name for an axis: a pattern or a judge's file may be long."""
+    return grader if len(grader) <= _NAME else f"{grader[: _NAME - 1]}…"
 
 
 def _intervals(some: Sequence[PairedScore], scale: Scale) -> str:
@@ -174,7 +185,8 @@ def _intervals(some: Sequence[PairedScore], scale: Scale) -> str:
             )  # fmt: skip
             axes.plot([factor * found.difference], [place], color=colour("series-1"), marker="o")
         axes.axvline(0, color=colour("ink"), linewidth=1)
-        axes.set_yticks([])
+        axes.set_yticks(range(len(some)), [_short(found.grader) for found in some], parse_math=False)
+        axes.tick_params(axis="y", labelcolor=colour("ink"))
         axes.set_ylim(len(some) - 0.5, -0.5)
         axes.set_xlabel({"share": "percentage points", "perplexity": "perplexity"}.get(scale, scale))
 

@@ -141,8 +141,7 @@ def write_score_page(directory: Path) -> Path:
     pictures, advice = _pictures(report, seen)
     page = render(
         "score.html",
-        title=f"{Path(report.model).name}: fitune score",
-        name=Path(report.model).name,
+        title=f"{report.model}: fitune score",
         report=report,
         directory=directory.name,
         verdict=_verdict(report),

@@ -8,7 +8,7 @@ from fitune.estimate.predict import predict
 from fitune.planner.whole_run import run_lines
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.gpus import find_gpu
-from fitune.spec.plan import Plan
+from fitune.spec.plan import Lora, Plan
 from fitune.spec.predictions import Estimate, MemoryBreakdown, Phase, PlanReport, Priced, WholeRun
 from fitune.spec.rules import broken_rules
 from fitune.spec.serial import to_data
@@ -73,8 +73,9 @@ def _only_planned(plan: Plan) -> list[str]:
 def _title(plan: Plan) -> str:
     total = count_parameters(plan.model).total
     trained = trained_parameters(plan)
-    percent = format_percent(trained / total, digits=2)
-    share = f"{format_count(trained)} trained ({percent})" if trained < total else "all trained"
+    beside = isinstance(plan.tuning, Lora)  # as PEFT counts: what is trained lies beside the model's own
+    percent = format_percent(trained / (total + trained), digits=2)
+    share = f"{format_count(trained)} trained ({percent})" if beside else "all trained"
     where = devices_with_memory(plan.hardware)
     return f"{plan.model.name} · {format_count(total)} parameters, {share} · on {where}"
 
