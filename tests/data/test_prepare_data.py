@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
-from fitune.data import cache, preparing
+from fitune.data import cache, making
 from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.templates import load_template
 from fitune.data.dataset import DatasetWriter
@@ -228,7 +228,7 @@ def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch):
 def test_batches_of_the_tokenizer_change_nothing(tmp_path, prepare, monkeypatch):
     source = write_rows(tmp_path / "rows.jsonl", 30)
     whole = texts(prepare(source).train)
-    monkeypatch.setattr(preparing, "_BATCH_ROWS", 7)
+    monkeypatch.setattr(making, "_BATCH_ROWS", 7)
     monkeypatch.setattr(cache, "_CODE_VERSION", 0)
     assert texts(prepare(source).train) == whole
 

@@ -10,7 +10,8 @@ import pytest
 
 from data.s3_server import DENIED, SECRET, Wire, objects
 from data.tiny_tokenizers import byte_tokenizer
-from fitune.data.preparing import PreparedData, prepare_data
+from fitune.data.making import PreparedData
+from fitune.data.preparing import prepare_data
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import StoreError
 from fitune.spec.plan import DataPlan, DataSource

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
-from fitune.data import preparing, tokenising
+from fitune.data import making, tokenising
 from fitune.data.preparing import prepare_data
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
@@ -42,7 +42,7 @@ def in_processes(monkeypatch):
     """Small data, tokenised as large data is: in so many processes, in small batches."""
 
     def use(count):
-        monkeypatch.setattr(preparing, "_BATCH_ROWS", 16)
+        monkeypatch.setattr(making, "_BATCH_ROWS", 16)
         monkeypatch.setattr(tokenising, "_WORTH_A_START", 0)
         monkeypatch.setattr(tokenising, "_cores", lambda: count)
 
@@ -143,7 +143,7 @@ def test_processes_end_with_their_parent():
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path, prepare, monkeypatch):
-    monkeypatch.setattr(preparing, "_BATCH_ROWS", 64)
+    monkeypatch.setattr(making, "_BATCH_ROWS", 64)
 
     def peak(count):
         source = write(tmp_path / f"{count}.jsonl", [row(i) for i in range(count)])
@@ -160,14 +160,14 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, prepare, monkeypatch):
 
 def test_long_rows_are_tokenised_a_few_at_a_time(tmp_path, prepare, monkeypatch):
     seen = []
-    real = preparing.RowTokeniser.__call__
+    real = making.RowTokeniser.__call__
 
     def call(self, examples):
         seen.append(sum(map(tokenising.text_size, examples)))
         return real(self, examples)
 
-    monkeypatch.setattr(preparing.RowTokeniser, "__call__", call)
-    monkeypatch.setattr(preparing, "MAX_TEXT", 3000)
+    monkeypatch.setattr(making.RowTokeniser, "__call__", call)
+    monkeypatch.setattr(making, "MAX_TEXT", 3000)
     long = [{"prompt": "why?", "completion": "so " * 400}] * 20 + [
         {"prompt": "why?", "completion": "so " * 4000}
     ]

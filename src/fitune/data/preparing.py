@@ -1,51 +1,23 @@
 """From the sources of a plan to the datasets that training reads: tokenised once, then taken from the cache."""
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fitune.data import cache
-from fitune.data.conversations.formats import Conversation, Example, detect_format, to_example
+from fitune.data.conversations.formats import Conversation
 from fitune.data.conversations.templates import load_template
-from fitune.data.dataset import DatasetWriter, Facts, TokenDataset
-from fitune.data.ledger import LedgerBook, Progress, Watch, describe_dropped, ignore_reading
-from fitune.data.reading.rows import BadRow
-from fitune.data.reading.sources import content_key, read_rows, with_skip_hint
+from fitune.data.dataset import Facts, TokenDataset
+from fitune.data.ledger import Progress, Watch, ignore_reading
+from fitune.data.making import Making, PreparedData
+from fitune.data.reading.sources import content_key
 from fitune.data.shared_cache import shared_cache
-from fitune.data.tokenising import MAX_TEXT, Fate, Job, RowTokeniser, TokenRows, text_size, tokenised
+from fitune.data.tokenising import Job, RowTokeniser
 from fitune.errors import DataError
-from fitune.spec.plan import DataFormat, DataPlan, DataSource
+from fitune.spec.plan import DataPlan, DataSource
 from fitune.spec.reports import Ledger
 from fitune.spec.serial import from_data, to_data
-
-FIRST_CONVERSATIONS = 64
-"""Conversations that are kept as text too."""
-_LEFT_OUT = "left out by the weight of the source"
-_BATCH_ROWS = 1024
-"""Rows that are tokenised together; fewer when they are long."""
-_MOST_PLACES = 50_000_000
-"""Most places of repeated rows: an epoch keeps some 50 bytes in memory for each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedData:
-    """Rows for training and evaluation, and the account of how they came to be."""
-
-    train: TokenDataset
-    train_ledger: Ledger
-    eval: TokenDataset | None
-    eval_ledger: Ledger | None
-    eval_examples: list[Conversation]
-    """The first held-out conversations, at most FIRST_CONVERSATIONS: prompts for the samples of the report."""
-    also_trained: tuple[str, ...] = ()
-    """Paths of evaluation sources whose content is also trained on: their loss says nothing about new rows."""
 
 
 def prepare_data(
@@ -106,7 +78,7 @@ def prepare_data(
         if prepared is None:
             tokenise = RowTokeniser(data, template, seq_len=seq_len)
             with cache.making(entry) as folder:
-                prepared = _Preparation(job, folder, tokenise, progress).run(seed)
+                prepared = Making(job, folder, tokenise, progress).run(seed)
                 _publish(prepared, folder, entry, tokenizer_path, progress)
         if shared is not None and sends:
             shared.send(entry)
@@ -122,230 +94,6 @@ def _refuse_weights(sources: tuple[DataSource, ...]) -> None:
                 f"eval_data {source.path}: weight {source.weight:g} is not used, every row is evaluated once",
                 hint=f"leave the weight out; {source.path}#500 evaluates 500 rows",
             )
-
-
-class _Part:
-    """The training rows, or the held-out ones, while they are made."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.book = LedgerBook()
-        self.first_conversations: list[Conversation] = []
-        self.writer = DatasetWriter(folder)
-
-    def add(self, examples: list[tuple[Example, int]], rows: TokenRows) -> None:
-        """``examples`` with their places. Raises DataError when the cache is full, or the places are too many."""
-        repeats = []
-        for (example, places), fate in zip(examples, rows.fates, strict=True):
-            self._account(example, places, fate)
-            if fate.rows:
-                repeats.append((fate.rows, places))
-        wanted = self.writer.places + sum(rows * places for rows, places in repeats)
-        if wanted > _MOST_PLACES and any(places > 1 for _, places in repeats):
-            where = examples[-1][0].where
-            raise DataError(
-                f"the weights repeat rows: up to {where} an epoch has {wanted:,} of them, and at most "
-                f"{_MOST_PLACES:,} are possible",
-                hint="weights count against each other: divide all of them by the same number",
-            )
-        try:
-            self.writer.add(
-                rows.ids, rows.supervised, rows.lengths, np.array(repeats, np.int64).reshape(-1, 2)
-            )
-        except OSError as error:
-            raise cache.unwritable(self.folder.parent.parent, error) from None
-
-    def _account(self, example: Example, places: int, fate: Fate) -> None:
-        if not fate.rows:
-            # a row that the template refuses is counted once, like one that cannot be read
-            self.book.drop(fate.reason, tokens=fate.tokens, times=places if fate.tokens else 1)
-            return
-        self.book.keep(tokens=fate.tokens, kept=fate.kept, supervised=fate.supervised, times=places)
-        room = FIRST_CONVERSATIONS - len(self.first_conversations)
-        if room and isinstance(example, Conversation):
-            self.first_conversations += [example] * min(places, room)
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """An example on its way: the part it belongs to, and how many places it has there."""
-
-    example: Example
-    part: _Part
-    places: int
-
-
-class _Preparation:
-    """One making of the datasets."""
-
-    def __init__(self, job: Job, folder: Path, tokenise: RowTokeniser, progress: Progress) -> None:
-        self._job, self._data, self._tokenise, self._progress = job, job.data, tokenise, progress
-        try:
-            self._train, self._held_out = _Part(folder / "train"), _Part(folder / "eval")
-        except OSError as error:
-            raise cache.unwritable(folder.parent, error) from None
-        self._formats: list[str] = []
-
-    def run(self, seed: int) -> PreparedData:
-        """Raises DataError when no row is left."""
-        data, train, held_out = self._data, self._train, self._held_out
-        with ExitStack() as files:
-            for part in (train, held_out):
-                files.enter_context(part.writer)
-            self._write_all(seed)
-        if data.val_fraction and not train.book.rows_read and held_out.book.rows_read:
-            raise DataError(
-                f"no rows to train on: val_fraction {data.val_fraction:g} holds out every row of the data",
-                hint="lower val_fraction, or name eval_data",
-            )
-        formats = tuple(self._formats[: len(data.sources)])
-        eval_formats = tuple(self._formats[len(data.sources) :])
-        ledger, dataset = _closed(train, formats, "train on", data.sources)
-        prepared = PreparedData(
-            train=dataset, train_ledger=ledger, eval=None, eval_ledger=None, eval_examples=[]
-        )
-        if not data.eval_sources and not data.val_fraction:
-            return prepared
-        eval_ledger, eval_dataset = _closed(
-            held_out, eval_formats or formats, "evaluate", data.eval_sources, val_fraction=data.val_fraction
-        )
-        return replace(
-            prepared, eval=eval_dataset, eval_ledger=eval_ledger, eval_examples=held_out.first_conversations
-        )
-
-    def _write_all(self, seed: int) -> None:
-        """Tokenise batch after batch; those on their way to other processes are few, so memory does not grow."""
-        under_way: list[list[_Placed]] = []
-
-        def batches() -> Iterator[list[Example]]:
-            for batch in _batches(self._placed(seed)):
-                under_way.append(batch)
-                yield [placed.example for placed in batch]
-
-        made = tokenised(batches(), self._job, self._tokenise, beat=self._progress.beat)
-        with closing(made):
-            for rows in made:
-                batch = under_way.pop(0)
-                if rows.error is not None:
-                    raise rows.error
-                self._write(batch, rows)
-                self._progress.made(rows=len(batch), tokens=sum(fate.tokens for fate in rows.fates))
-
-    def _write(self, batch: list[_Placed], rows: TokenRows) -> None:
-        for part in (self._train, self._held_out):
-            mine = [placed.part is part for placed in batch]
-            if any(mine):
-                examples = [(placed.example, placed.places) for placed in batch if placed.part is part]
-                part.add(examples, rows if all(mine) else _chosen(rows, np.array(mine)))
-
-    def _placed(self, seed: int) -> Iterator[_Placed]:
-        for source in self._data.sources:
-            yield from self._read_source(source, self._train, seed=seed)
-        for source in self._data.eval_sources:
-            yield from self._read_source(source, None, seed=seed)
-
-    def _read_source(self, source: DataSource, train: _Part | None, *, seed: int) -> Iterator[_Placed]:
-        """Every row of a source, sent to its side; notes the format it was read as."""
-        data, book = self._data, (train or self._held_out).book
-        weight, per = Fraction(source.weight).limit_denominator(1_000_000).as_integer_ratio()
-        format: DataFormat = source.format
-        position = 0
-        rows = read_rows(
-            source, on_bad_row=data.on_bad_row, count_bad=book.drop, on_bytes=self._progress.read
-        )
-        for row in rows:
-            if format == "auto":
-                format = detect_format(row, source.columns)
-            try:
-                example = to_example(row, format=format, columns=source.columns)
-            except BadRow as bad:
-                if data.on_bad_row == "error":
-                    raise with_skip_hint(bad) from None
-                book.drop(bad.reason)
-                continue
-            if train is None or _is_held_out(example, data.val_fraction, seed):
-                yield _Placed(example, self._held_out, 1)
-                continue
-            places = (position + 1) * weight // per - position * weight // per
-            position += 1
-            if places:
-                yield _Placed(example, train, places)
-            else:
-                book.drop(_LEFT_OUT)
-        self._formats.append(format)
-
-
-def _batches(examples: Iterator[_Placed]) -> Iterator[list[_Placed]]:
-    """Batches of at most _BATCH_ROWS rows and about MAX_TEXT characters. What came before an error comes first."""
-    batch: list[_Placed] = []
-    size = 0
-    try:
-        for placed in examples:
-            own = text_size(placed.example)
-            if batch and size + own > MAX_TEXT:
-                yield batch
-                batch, size = [], 0
-            batch.append(placed)
-            size += own
-            if len(batch) == _BATCH_ROWS:
-                yield batch
-                batch, size = [], 0
-    except DataError:
-        if batch:
-            yield batch
-        raise
-    if batch:
-        yield batch
-
-
-def _chosen(rows: TokenRows, mine: np.ndarray) -> TokenRows:
-    """The rows of the chosen examples of a batch."""
-    of_rows = np.repeat(mine, [fate.rows for fate in rows.fates])
-    of_tokens = np.repeat(of_rows, rows.lengths)
-    return TokenRows(
-        ids=rows.ids[of_tokens],
-        supervised=rows.supervised[of_tokens],
-        lengths=rows.lengths[of_rows],
-        fates=[fate for fate, wanted in zip(rows.fates, mine.tolist(), strict=True) if wanted],
-    )
-
-
-def _is_held_out(example: Example, fraction: float, seed: int) -> bool:
-    if not fraction:
-        return False
-    content: Any = example.text
-    if isinstance(example, Conversation):
-        content = [[m.role, m.text] for m in example.messages]
-        content += [["tools", example.tools]] if example.tools else []
-    digest = hashlib.blake2b(json.dumps([seed, content]).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
-
-
-def _closed(
-    part: _Part,
-    formats: tuple[str, ...],
-    purpose: str,
-    sources: tuple[DataSource, ...],
-    *,
-    val_fraction: float = 0.0,
-) -> tuple[Ledger, TokenDataset]:
-    """The ledger and the dataset. Raises DataError when no row is left."""
-    book = part.book
-    if book.rows_kept:
-        dataset = TokenDataset.load(part.folder)
-        return book.close(formats=formats), TokenDataset.load(part.folder, dataset.facts)
-    names = ", ".join(source.path for source in sources) or f"val_fraction {val_fraction:g}"
-    if not book.rows_read:
-        raise DataError(f"no rows to {purpose}: {names} gave none", hint=_empty_hint(val_fraction))
-    raise DataError(
-        f"no rows left to {purpose}: {names} gave {book.rows_read:,}, and all were dropped: "
-        f"{describe_dropped(book.dropped)}",
-        hint="look at the first rows of the data, or raise seq_len if they are too long",
-    )
-
-
-def _empty_hint(val_fraction: float) -> str:
-    return "raise val_fraction, or name eval_data" if val_fraction else "is it the right file and split?"
 
 
 def _publish(

@@ -16,12 +16,9 @@ from fitune.models.language_model import LanguageModel
 from fitune.rehearse.layer_extrapolation import Depth
 from fitune.rehearse.recorder import Recorder
 from fitune.rehearse.stand_ins import StandIns
-from fitune.rehearse.trace import (
-    ParameterKey,
-    Trace,
-)
+from fitune.rehearse.trace import ParameterKey, Trace
 from fitune.spec.plan import Plan, updates_in_backward
-from fitune.train.prepare import engine_for
+from fitune.train.engines import engine_for
 
 Keyed = tuple[ParameterKey, Tensor]
 

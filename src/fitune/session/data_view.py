@@ -13,8 +13,9 @@ from fitune.data.conversations.formats import Example, detect_format, to_example
 from fitune.data.conversations.templates import load_template
 from fitune.data.dataset import TokenDataset
 from fitune.data.ledger import describe_ledger
+from fitune.data.making import PreparedData
 from fitune.data.packing import pack_rows
-from fitune.data.preparing import PreparedData, prepare_data
+from fitune.data.preparing import prepare_data
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows
 from fitune.data.tokenising import RowTokeniser

@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fitune.data.preparing import PreparedData, prepare_data
+from fitune.data.making import PreparedData
+from fitune.data.preparing import prepare_data
 from fitune.errors import RecipeError, RunDirectoryError, work_under_way
 from fitune.files import cache_folder, remove, write_atomically
 from fitune.models.weights import planned_tokenizer

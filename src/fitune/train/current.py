@@ -11,7 +11,7 @@ from fitune.checkpoint.commit import Descent
 from fitune.data.conversations.formats import Conversation
 from fitune.data.ledger import Watch, ignore_reading
 from fitune.data.loader import Loader, LoaderState
-from fitune.data.preparing import PreparedData
+from fitune.data.making import PreparedData
 from fitune.engine.ranks import Ranks
 from fitune.measure.communication import Waits
 from fitune.measure.memory import CpuMeter, MemoryMeter

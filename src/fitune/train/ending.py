@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fitune.data.preparing import PreparedData
+from fitune.data.making import PreparedData
 from fitune.errors import FituneError
 from fitune.files import write_atomically
 from fitune.measure.memory import process_bytes

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from fitune.data.conversations.formats import Conversation
 from fitune.data.dataset import TokenDataset
 from fitune.data.loader import MicroBatch, eval_batches, without_labels
-from fitune.data.preparing import PreparedData
+from fitune.data.making import PreparedData
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import FituneError
 from fitune.files import write_atomically

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.checkpoint.export import Exported, export_adapter, export_full, export_merged
 from fitune.data.conversations.templates import load_template
-from fitune.data.preparing import PreparedData
+from fitune.data.making import PreparedData
 from fitune.files import read_text
 from fitune.models.language_model import LanguageModel
 from fitune.models.weight_files import base_reference

@@ -1,18 +1,13 @@
 """A Plan becomes a model and an engine: one line per transformation, in the order that matters."""
 
-import shutil
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from fitune.engine.fused_rules import rule_for
-from fitune.engine.in_backward import InBackwardEngine
 from fitune.engine.plain import PlainEngine
 from fitune.engine.protocol import Engine
 from fitune.engine.ranks import ALONE, Ranks, local_part
@@ -32,26 +27,13 @@ from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.offload import before_backward, offload_blocks
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import add_rows, compute_dtype, load_model
-from fitune.spec.deepspeed import deepspeed_config, nvme_folder
-from fitune.spec.plan import (
-    Ddp,
-    Full,
-    Lomo,
-    Lora,
-    Offload,
-    Plan,
-    Single,
-    Zero,
-    base_of,
-    clip_in_backward,
-    trains_every_weight,
-)
+from fitune.spec.plan import Ddp, Full, Lomo, Lora, Offload, Plan, Single, Zero, base_of, trains_every_weight
 from fitune.spec.rules import require_rules
+from fitune.train.engines import deepspeed_engine, engine_for, replicated_engine, sharded_engine
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fitune.engine.fsdp import Trunk
     from fitune.engine.kept_rows import KeptRows
 
 
@@ -132,9 +114,8 @@ def prepare_loaded(
     turn_by_rows(model)
     use_kernels(model, plan.kernels, device=device)
     whole = tuned(model, plan)  # before recompute: adapters are inside the blocks that run twice
-    if plan.offload.parameters == "cpu" and isinstance(
-        plan.sharding, Single
-    ):  # FSDP2 and DeepSpeed have their own way
+    # FSDP2 and DeepSpeed have their own way
+    if plan.offload.parameters == "cpu" and isinstance(plan.sharding, Single):
         trained = trains_every_weight(plan.tuning)
         stay_on(device or model.device, whole, blocks_of(model), trained=trained)
     parts = language_model(whole, plan.loss)
@@ -145,13 +126,19 @@ def prepare_loaded(
     recompute_blocks(parts.blocks, plan.recompute, has_dropout=_has_dropout(parts))
     host = None if plan.offload == Offload() else HostMemory(parts.device)
     whole.train()
-    if isinstance(plan.sharding, Zero):
-        return _divided(plan, plan.sharding, parts, mesh, rows, host)
-    if isinstance(plan.sharding, Ddp):
-        return _replicated(plan, parts)
-    engine = engine_for(plan, parts, parts.trained, host=host)
-    if host is not None:
-        _offload(plan, parts, engine, host)  # after recompute: what leaves is what is kept
+    match plan.sharding:
+        case Zero(backend="fsdp") as zero:
+            parts, engine = sharded_engine(plan, zero, parts, mesh, rows, host)
+        case Zero():
+            parts, engine = deepspeed_engine(plan, parts)
+            host = None  # DeepSpeed moves what it offloads
+        case Ddp():
+            parts, engine = replicated_engine(plan, parts)
+            host = None
+        case Single():
+            engine = engine_for(plan, parts, parts.trained, host=host)
+            if host is not None:
+                _offload(plan, parts, engine, host)  # after recompute: what leaves is what is kept
     return Prepared(model=parts, engine=engine, host=host)
 
 
@@ -162,160 +149,10 @@ def _offload(plan: Plan, parts: LanguageModel, engine: Engine, host: HostMemory)
     offload_blocks(parts.blocks, plan.offload, host, trains_weights=trains_every_weight(plan.tuning))
 
 
-def _divided(
-    plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh | None", rows: "KeptRows | None",
-    host: HostMemory | None,
-) -> Prepared:  # fmt: skip
-    """The states divided over the ranks by the library that the plan names."""
-    match sharding.backend:
-        case "fsdp":
-            from fitune.engine.fsdp import mesh_of
-
-            if mesh is None:
-                mesh = mesh_of(sharding, plan.hardware, device=parts.device.type)
-            return _by_fsdp(plan, sharding, parts, mesh, rows, host)
-        case "deepspeed":
-            return _by_deepspeed(plan, parts)
-
-
-def _by_fsdp(
-    plan: Plan, sharding: Zero, parts: LanguageModel, mesh: "DeviceMesh", rows: "KeptRows | None",
-    host: HostMemory | None,
-) -> Prepared:  # fmt: skip
-    from fitune.engine.fsdp import shard
-
-    trunk = shard(
-        parts.whole,
-        parts.body,
-        parts.blocks,
-        sharding=sharding,
-        mesh=mesh,
-        precision=plan.precision,
-        rows=rows,
-        on_host=plan.offload.parameters == "cpu",
-    )
-    if host is not None:  # weights are FSDP2's to move
-        if plan.offload.parameters == "cpu":
-            for parameter in parts.whole.parameters():
-                host.adopt(local_part(parameter))
-        offload_blocks(
-            parts.blocks, Offload(activations=plan.offload.activations), host, trains_weights=False
-        )
-    parts = replace(parts, body=trunk)
-    return Prepared(model=parts, engine=_sharded_engine(plan, sharding, parts, trunk, mesh, host), host=host)
-
-
-def _sharded_engine(
-    plan: Plan, sharding: Zero, parts: LanguageModel, trunk: "Trunk", mesh: "DeviceMesh",
-    host: HostMemory | None,
-) -> Engine:  # fmt: skip
-    from fitune.engine.fsdp import ShardedEngine
-    from fitune.engine.fsdp_in_backward import ShardedInBackwardEngine
-
-    clip = clip_in_backward(plan.tuning)
-    if clip is not None:
-        return ShardedInBackwardEngine(
-            parts,
-            parts.trained,
-            trunk=trunk,
-            mesh=mesh,
-            tuning=plan.tuning,
-            clip=clip,
-            optimizer=plan.optimizer,
-            precision=plan.precision,
-        )
-    return ShardedEngine(
-        parts,
-        parts.trained,
-        trunk=trunk,
-        mesh=mesh,
-        sharding=sharding,
-        optimizer=plan.optimizer,
-        precision=plan.precision,
-        max_grad_norm=plan.schedule.max_grad_norm,
-        host=host if plan.offload.optimizer == "cpu" else None,
-    )
-
-
-def _replicated(plan: Plan, parts: LanguageModel) -> Prepared:
-    from fitune.engine.ddp import ReplicatedEngine, replicate
-
-    body = replicate(parts.body, parts.head)
-    parts = replace(parts, body=body)
-    engine = ReplicatedEngine(
-        parts,
-        parts.trained,
-        body=body,
-        optimizer=plan.optimizer,
-        precision=plan.precision,
-        max_grad_norm=plan.schedule.max_grad_norm,
-    )
-    return Prepared(model=parts, engine=engine)
-
-
 def _divided_by_deepspeed(plan: Plan) -> bool:
     """True if DeepSpeed divides the weights themselves."""
     sharding = plan.sharding
     return isinstance(sharding, Zero) and sharding.backend == "deepspeed" and sharding.stage == 3
-
-
-def _by_deepspeed(plan: Plan, parts: LanguageModel) -> Prepared:
-    from fitune.engine.deepspeed import DeepSpeedEngine, Head, require_nvme
-
-    if "nvme" in plan.offload.places:
-        require_nvme(plan.offload.nvme_path)
-    head = Head(parts.head)
-    trained = parts.trained
-    parts = replace(parts, head=head)
-    engine = DeepSpeedEngine(
-        parts,
-        trained,
-        whole=parts.whole,
-        head=head,
-        optimizer=plan.optimizer,
-        precision=plan.precision,
-        config=deepspeed_config(plan),
-        device=parts.device,
-    )
-    if "nvme" in plan.offload.places:  # checkpoints have all of it
-        weakref.finalize(engine, shutil.rmtree, nvme_folder(plan), ignore_errors=True)
-    return Prepared(model=parts, engine=engine)
-
-
-def engine_for(
-    plan: Plan, model: LanguageModel, trained: Mapping[str, Parameter], *, host: HostMemory | None = None
-) -> Engine:
-    """The engine that turns losses of ``model`` into new ``trained`` weights; ``host`` holds an offloaded optimizer."""
-    clip = clip_in_backward(plan.tuning)
-    if clip is not None:
-        return InBackwardEngine(
-            model,
-            trained,
-            rule=rule_for(trained, tuning=plan.tuning, optimizer=plan.optimizer, precision=plan.precision),
-            clip=clip,
-            precision=plan.precision,
-            used_twice=_used_twice(model, trained),
-        )
-    return PlainEngine(
-        model,
-        trained,
-        optimizer=plan.optimizer,
-        precision=plan.precision,
-        max_grad_norm=plan.schedule.max_grad_norm,
-        host=host if plan.offload.optimizer == "cpu" else None,
-        blocks=_trained_by_block(model, trained),
-    )
-
-
-def _trained_by_block(model: LanguageModel, trained: Mapping[str, Parameter]) -> list[list[str]]:
-    names = {id(parameter): name for name, parameter in trained.items()}
-    return [[names[id(p)] for p in block.parameters() if id(p) in names] for block in model.blocks]
-
-
-def _used_twice(model: LanguageModel, trained: Mapping[str, Parameter]) -> list[str]:
-    """The head that is the embedding too."""
-    both = {id(p) for p in model.head.parameters()} & {id(p) for p in model.body.parameters()}
-    return [name for name, parameter in trained.items() if id(parameter) in both]
 
 
 def training_device(plan: Plan, ranks: Ranks = ALONE) -> torch.device:

@@ -5,51 +5,34 @@ the export and report.json.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from fitune.checkpoint.commit import FOLDER as CHECKPOINTS
 from fitune.checkpoint.commit import Descent
-from fitune.checkpoint.resume import begin_line
-from fitune.data.loader import Loader
-from fitune.data.preparing import PreparedData, prepare_data
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import OutOfMemory, PeerGone, TrainingFailed
-from fitune.files import remove_stale_siblings, write_atomically
 from fitune.measure.communication import waits_measured
 from fitune.measure.memory import memory_meter
-from fitune.models.weights import planned_tokenizer, require_rows
 from fitune.spec.plan import Plan
-from fitune.spec.rank_status import forget_statuses
 from fitune.spec.reports import Restart, Retry, RunReport, StepReport
 from fitune.spec.run_directory import LOGS
-from fitune.spec.run_lock import Ownership, lock_directory
 from fitune.spec.schedule import is_due
-from fitune.spec.serial import to_json
-from fitune.track.metrics import MetricsLog, Sink, read_metrics
+from fitune.track.metrics import MetricsLog, Sink
+from fitune.train.beginning import begin_attempt, own_directory, read_data, restart_log, untold
 from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
 from fitune.train.ending import complete, failed, interrupted, tell_what_is_saved
 from fitune.train.evaluate import answer_before, evaluate
-from fitune.train.failure import TRACEBACK, Whereabouts, explain, require_finite_step, shortage_of
+from fitune.train.failure import Whereabouts, explain, require_finite_step, shortage_of
 from fitune.train.loop import train
 from fitune.train.peers import known_to_peers, name_the_cause
 from fitune.train.prepare import prepare
-from fitune.train.resume import (
-    Start,
-    base_identity,
-    require_same_base,
-    require_same_rows,
-    restore,
-    where_all_start,
-    where_to_start,
-)
+from fitune.train.resume import Start, base_identity, require_same_base, restore, where_all_start
 from fitune.train.saving import Saver, saving
 from fitune.train.spikes import jump_words
 from fitune.train.together import (
@@ -90,7 +73,7 @@ def run(
     if overwrite:
         require_removable(directory)
     with ExitStack() as owned:
-        owner = ranks.from_first(lambda: _own(directory, owned))
+        owner = ranks.from_first(lambda: own_directory(directory, owned))
         where = Whereabouts()
         runs: list[Run] = []
         on_stall = partial(_report_stall, runs)
@@ -103,7 +86,7 @@ def run(
             callbacks.on_note(note)
         base = base_identity(plan)
         require_same_base(start, plan, base=base)
-        tokenizer, data, loader = ranks.in_turn(lambda: _read_data(plan, start, callbacks, ranks))
+        tokenizer, data, loader = ranks.in_turn(lambda: read_data(plan, start, callbacks, ranks))
         require_same_on_all(ranks, plan, rows=data.train.fingerprint, base=base)
 
         uploads: Uploads | None = None  # the first rank's alone
@@ -112,7 +95,9 @@ def run(
             nonlocal uploads
             if overwrite:  # only now: what was there is untouched until the data is known
                 remove_run(directory)
-            descent = _begin(plan, start, files or {}, attempt=owner.attempt, on_note=callbacks.on_note)
+            descent = begin_attempt(
+                plan, start, files or {}, attempt=owner.attempt, on_note=callbacks.on_note
+            )
             uploads = begin_in_store(plan.run, descent.line, callbacks.on_note, overwrite=overwrite)
             return descent
 
@@ -128,81 +113,10 @@ def run(
         runs.append(current)
         if ranks.is_first:
             current.log = owned.enter_context(MetricsLog(directory / "metrics.jsonl"))
-            _restart(current.log, start, callbacks.on_note)
-            current.retries = _untold(retries, current.log)
+            restart_log(current.log, start, callbacks.on_note)
+            current.retries = untold(retries, current.log)
             current.restarts = tuple(restarts)
         return _train_and_report(current, start)
-
-
-def _own(directory: Path, owned: ExitStack) -> Ownership:
-    """Lock the directory and remove what killed runs left: half-written files, and what their ranks said last."""
-    owner = owned.enter_context(lock_directory(directory))
-    remove_stale_siblings(directory)
-    forget_statuses(directory / LOGS)
-    return owner
-
-
-def _read_data(
-    plan: Plan, start: Start, callbacks: Callbacks, ranks: Ranks
-) -> tuple[PreTrainedTokenizerBase, PreparedData, Loader]:
-    """Tokenise before the model is loaded: bad data should not cost the wait for the weights."""
-    tokenizer = planned_tokenizer(plan)
-    data = prepare_data(
-        plan.data,
-        tokenizer=tokenizer,
-        tokenizer_path=plan.model_path,
-        seq_len=plan.batch.seq_len,
-        seed=plan.run.seed,
-        watch=callbacks.on_reading,
-        on_note=callbacks.on_note,
-        sends=ranks.is_first,
-    )
-    largest = max(part.largest_id for part in (data.train, data.eval) if part is not None)
-    require_rows(plan.model_path, largest_id=largest, rows=plan.model.vocab_size)
-    require_same_rows(start, data.train.fingerprint)
-    loader = Loader(data.train, plan.batch, seed=plan.run.seed, rank=ranks.rank, world_size=ranks.world)
-    return (
-        tokenizer,
-        replace(data, train_ledger=replace(data.train_ledger, packs=loader.num_packs)),
-        loader,
-    )
-
-
-def _begin(
-    plan: Plan, start: Start, files: Mapping[str, str], *, attempt: str, on_note: Callable[[str], None]
-) -> Descent:
-    """Makes the directory this attempt's; what an earlier one said about its end holds no longer."""
-    directory = Path(plan.run.output_dir)
-    for name in ("report.json", "report.html", TRACEBACK):
-        (directory / name).unlink(missing_ok=True)
-    for name, text in {"plan.json": to_json(plan), **files}.items():
-        write_atomically(directory / name, text)
-    if plan.run.upload_to:
-        (directory / CHECKPOINTS).mkdir(exist_ok=True)  # the line is written there, also before a save
-    return begin_line(directory, attempt=attempt, base=start.path, damaged=start.damaged, on_note=on_note)
-
-
-def _untold(retries: Sequence[Retry], log: MetricsLog) -> tuple[Retry, ...]:
-    """The retries that no step of the log tells of yet."""
-    told = {retry for step in read_metrics(log.path) for retry in step.retries}
-    return tuple(retry for retry in retries if retry not in told)
-
-
-def put_metrics_back(directory: Path, plan: Plan, *, steps: int, on_note: Callable[[str], None]) -> None:
-    """Make metrics.jsonl of a complete run of ``steps`` what its last checkpoint says, if that can be used."""
-    start = where_to_start(directory, plan, resume=True)
-    if start.step == steps:
-        with MetricsLog(directory / "metrics.jsonl") as log:
-            _restart(log, start, on_note)
-
-
-def _restart(log: MetricsLog, start: Start, on_note: Callable[[str], None]) -> None:
-    saved = b"" if start.state is None else start.state.log
-    difference = log.restart(saved, step=start.step)
-    if difference:
-        on_note(
-            f"{log.path}: {difference}; the lines up to step {start.step} are put back from its checkpoint"
-        )
 
 
 def _train_and_report(current: Run, start: Start) -> RunReport:

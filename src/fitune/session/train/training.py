@@ -8,16 +8,9 @@ from fitune.checkpoint.commit import last_saved
 from fitune.data.conversations.formats import Conversation
 from fitune.data.conversations.templates import load_template
 from fitune.data.loader import Loader
-from fitune.data.preparing import PreparedData
+from fitune.data.making import PreparedData
 from fitune.engine.ranks import ALONE, Ranks
-from fitune.errors import (
-    CheckpointError,
-    FituneError,
-    OutOfMemory,
-    RecipeError,
-    StoreError,
-    work_under_way,
-)
+from fitune.errors import CheckpointError, FituneError, OutOfMemory, RecipeError, StoreError, work_under_way
 from fitune.estimate.predict import predict
 from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
@@ -56,11 +49,12 @@ from fitune.spec.schedule import total_steps
 from fitune.spec.serial import to_json
 from fitune.spec.words import describe_plan
 from fitune.track.metrics import Sink
+from fitune.train.beginning import put_metrics_back
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
 from fitune.train.export import FOLDERS, TITLES
 from fitune.train.failure import release
-from fitune.train.run import put_metrics_back, run
+from fitune.train.run import run
 from fitune.train.uploading import examined_store, send_run
 
 _SAMPLE_TOKENS = 128
