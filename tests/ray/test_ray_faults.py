@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from fitune.errors import HardwareError, RecipeError, TrainingFailed
 from fitune.files import process_lives
 from fitune.launch.ray_cluster import RayPlace, ask_nodes, connected, ray_place
+from fitune.launch.ray_desk import open_desk
+from fitune.launch.ray_workers import run_workers
 from fitune.session.clusters import on_ray
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.session.clusters.ray_nodes import facts_of_node, require_same_versions, versions_here
@@ -67,6 +70,26 @@ def test_a_signal_lets_the_workers_save_and_one_process_goes_on(
     by_one_process(recipe("two", resume=True, **LONGER))
     # sums of two ranks are rounded otherwise than those of one: 2e-5 of the loss after 200 steps
     assert losses(folder) == pytest.approx(losses(one), rel=1e-4)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 8.0])
+def test_a_run_that_is_stopped_while_it_waits_for_room_asks_ray_no_more(
+    cluster: Any, tmp_path: Path, seconds: float
+) -> None:
+    """At once, when Ray's controller does not live yet, and later, when it does."""
+    began, desk = time.monotonic(), open_desk()
+
+    def watch() -> bool:
+        if time.monotonic() - began >= seconds:
+            raise SystemExit(130)
+        return False
+
+    with pytest.raises(SystemExit):
+        run_workers(
+            print, {}, place=RayPlace(fewest=9, most=9), each={"CPU": 1.0}, directory=tmp_path, name="waits",
+            desk=desk, watch=watch, lost=print, timeout_s=60,
+        )  # fmt: skip
+    assert not [thread for thread in threading.enumerate() if thread.name == "fit"]
 
 
 def test_a_driver_killed_and_started_again_ends_with_the_losses_of_one_process(

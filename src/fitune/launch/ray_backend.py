@@ -1,5 +1,5 @@
 """Parts of fitune that Ray Train calls: its set-up of torch's process group, over the network interface that Ray
-itself uses, its word of lost workers, and of itself. Needs ray."""
+itself uses, its word of lost workers, and of its controller. Needs ray."""
 
 import os
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 from ray.train import UserCallback
 from ray.train.torch import TorchConfig
+from ray.train.v2._internal.execution.callback import ControllerCallback
 
 import ray
 
@@ -24,17 +25,12 @@ def use_own_interface() -> None:
 
 class OwnInterfaceBackend(TorchConfig().backend_cls):  # type: ignore[misc]  # ray does not type it
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        ray.get(backend_config.desk.control.remote(ray.get_runtime_context().current_actor))
         worker_group.execute(use_own_interface)
         super().on_start(worker_group, backend_config)
 
 
 @dataclass
 class OwnInterface(TorchConfig):  # type: ignore[misc]  # ray does not type it
-    """``desk`` learns which actor starts the workers."""
-
-    desk: Any = None
-
     @property
     def backend_cls(self) -> type:
         return OwnInterfaceBackend
@@ -48,3 +44,13 @@ class LossesTold(UserCallback):  # type: ignore[misc]  # ray does not type it
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         self._told(sorted(worker_exceptions))
+
+
+class ControllerTold(ControllerCallback):  # type: ignore[misc]  # ray does not type it
+    """Tells ``desk`` which actor starts and watches the workers, as soon as it lives: before there is room for them."""
+
+    def __init__(self, desk: Any) -> None:
+        self._desk = desk
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        self._desk.control.remote(ray.get_runtime_context().current_actor)

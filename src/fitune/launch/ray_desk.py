@@ -16,6 +16,7 @@ class Desk:
         self._begun: dict[int, int] = {}
         self._failed = ""
         self._controller: Any = None
+        self._has_controller = asyncio.Event()
 
     async def tell(self, event: Any) -> None:
         self._events.append(event)
@@ -38,8 +39,11 @@ class Desk:
     async def control(self, controller: Any) -> None:
         """``controller``, an actor of Ray Train's, starts and watches the workers."""
         self._controller = controller
+        self._has_controller.set()
 
     async def controller(self) -> Any:
+        """Returns it once it is known."""
+        await self._has_controller.wait()
         return self._controller
 
     async def stop(self) -> None:

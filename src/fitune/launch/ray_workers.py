@@ -14,6 +14,7 @@ from fitune.launch.ray_cluster import RayPlace, last_words, loaded_ray
 
 _LOOK_SECONDS = 0.2
 _LEAVE_SECONDS = 15.0
+"""For the controller to be known, which takes seconds after ``fit`` began, and then for ``fit`` to see its end."""
 _TRIES_FOR_ROOM = 5
 """Times that Ray looks for room, 20 s each, for every restart: a lost node may come back, and for up to 20 s Ray counts
 on one that is gone."""
@@ -46,21 +47,19 @@ def run_workers(
 ) -> WorkersEnd:
     """Run ``function(config)`` in every worker of a TorchTrainer. ``watch`` is called several times a second, until it
     says that Ray's end is not worth waiting for; ``lost`` in a process of Ray on this node, with ranks that ended.
-    ``desk`` is that of open_desk. Once workers have begun, whatever ends the call ends them, and no thread asks Ray
-    any more: Ray ends a process that asks it from behind ray.shutdown()."""
+    ``desk`` is that of open_desk. Whatever ends the call ends the workers, and no thread asks Ray any more, also where
+    it still waited for room: Ray ends a process that asks it from behind ray.shutdown()."""
     loaded_ray()
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    from fitune.launch.ray_backend import LossesTold, OwnInterface
+    from fitune.launch.ray_backend import ControllerTold, LossesTold, OwnInterface
 
     gpus = bool(each.get("GPU"))
     trainer = TorchTrainer(
         function,
         train_loop_config=config,
-        torch_config=OwnInterface(
-            backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=int(timeout_s), desk=desk
-        ),
+        torch_config=OwnInterface(backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=int(timeout_s)),
         scaling_config=ScalingConfig(
             num_workers=(place.fewest, place.most) if place.is_elastic else place.most,
             use_gpu=gpus,
@@ -76,7 +75,7 @@ def run_workers(
                 max_preemption_failures=place.restarts,
             ),
             logging_config=LoggingConfig(log_level="CRITICAL"),
-            callbacks=[LossesTold(lost)],
+            callbacks=[LossesTold(lost), ControllerTold(desk)],
         ),
     )
     end = WorkersEnd()
@@ -92,13 +91,12 @@ def run_workers(
 
 
 def _leave(thread: threading.Thread, desk: Any) -> None:
-    """End ``fit`` with the workers. One that waits for room has no workers yet, and stays."""
+    """End ``fit`` with the workers, or before there is room for them."""
     if not thread.is_alive():
         return
     ray = loaded_ray()
     with suppress(ray.exceptions.RayError):  # the cluster is gone, and fit with it
-        if (controller := ray.get(desk.controller.remote(), timeout=_LEAVE_SECONDS)) is not None:
-            ray.kill(controller)
+        ray.kill(ray.get(desk.controller.remote(), timeout=_LEAVE_SECONDS))
     thread.join(_LEAVE_SECONDS)
 
 
