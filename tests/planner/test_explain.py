@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from fitune.planner.defaults import with_host_memory
 from fitune.planner.reasons.explain import explain_plan, explain_priced, plan_data
 from fitune.planner.search import find_plan
 from fitune.spec.model.known_models import find_known_model
@@ -73,6 +74,28 @@ def test_a_model_that_also_sees_says_which_part_is_planned(tmp_path):
     assert not any(
         note in line for line in report_of("gemma-3-1b", gpu("rtx-4090"), tuning="qlora").decisions
     )
+
+
+def test_a_plan_that_cannot_be_trained_yet_stands_beside_the_one_that_is_trained():
+    """Two cards, activations on the host: planned for both, trained on one alone."""
+    settings, cards = {"tuning": "lora", "seq_len": 2048}, with_host_memory(gpu("rtx-3090", gpus=2))
+    report = report_of("qwen3-8b", cards, **settings)
+    assert report.chosen.plan.offload.activations == "cpu"
+    trained = find_plan(
+        parse_recipe({"model": "qwen3-8b", **settings}),
+        model=known("qwen3-8b"),
+        hardware=cards,
+        purposes=("plan", "train"),
+    )
+    assert report.trained == trained.chosen
+    text = " ".join(explain_plan(report).split())
+    assert text.startswith("only planned: this version cannot train it, because offload on several devices")
+    assert f"What fitune train takes {describe_plan(trained.chosen.plan)}" in text
+    data = plan_data(report)
+    assert data["trained"]["summary"] == describe_plan(trained.chosen.plan)
+    refused = report_of("qwen3-8b", cards, zero=0, offload_activations="cpu", **settings)
+    assert refused.trained is None
+    assert "no plan that keeps these settings and fits" in explain_plan(refused)
 
 
 def test_small_models_are_told_in_mib():

@@ -20,7 +20,7 @@ from fitune.spec.plan import Lora, Plan
 from fitune.spec.predictions import PlanReport, Priced, Rejection
 from fitune.spec.recipe.contradictions import require_consistent
 from fitune.spec.recipe.recipe import Recipe
-from fitune.spec.rules import Purpose, Rule, broken_rules
+from fitune.spec.rules import Purpose, Rule, broken_rules, keeps_rules
 from fitune.spec.words import describe_method, describe_placement
 
 RUNNERS_UP = 3
@@ -58,6 +58,7 @@ def find_plan(
             *notes_on_nodes(request, method, chosen),
         ),
         price_per_gpu_hour=price,
+        trained=_trained_instead(request, chosen.plan),
     )
 
 
@@ -131,6 +132,14 @@ def first_choice(request: Request) -> Priced | None:
             return _priced(saving_beside_steps(request.recipe, answer.found[0].plan))
         smallest += [answer.smallest] if answer.smallest is not None else []
     return _priced(min(smallest, key=shortage).plan) if smallest else None
+
+
+def _trained_instead(request: Request, plan: Plan) -> Priced | None:
+    """The plan that training takes where it cannot run ``plan``; None where it can, or finds none that fits."""
+    if keeps_rules(plan, "train"):
+        return None
+    found = first_choice(replace(request, purposes=(*request.purposes, "train")))
+    return found if found is not None and found.estimate.fits else None
 
 
 def _is_settled(method: Method, fitting: Sequence[Method]) -> bool:

@@ -197,3 +197,5 @@ class PlanReport:
     """US dollars; 0 when it is not known."""
     run: WholeRun | None = None
     """None where the rows of the data are not known yet."""
+    trained: Priced | None = None
+    """The plan that training takes where ``chosen`` is only planned; None where it is ``chosen``, or none fits."""

@@ -28,6 +28,8 @@ from fitune.units import (
 def explain_plan(report: PlanReport) -> str:
     """The winner with its memory and time, the runners-up, what was rejected, what was decided."""
     sections = [explain_priced(report.chosen, price=report.price_per_gpu_hour)]
+    if broken_rules(report.chosen.plan, "train"):
+        sections.append("\n".join(["What fitune train takes", *_trained(report)]))
     if report.run is not None:
         lines = [wrapped(line, hanging=2) for line in run_lines(report.run, report.chosen.plan)]
         sections.append("\n".join(["On your data", *lines]))
@@ -67,7 +69,15 @@ def explain_priced(priced: Priced, *, price: float = 0.0) -> str:
 def _only_planned(plan: Plan) -> list[str]:
     """Before anything else: that this version cannot train what follows, and why."""
     why = "; ".join(rule.why(plan) for rule in broken_rules(plan, "train"))
-    return [wrapped(f"only planned: {why}", indent=0, hanging=2)] if why else []
+    line = f"only planned: this version cannot train it, because {why}"
+    return [wrapped(line, indent=0, hanging=2)] if why else []
+
+
+def _trained(report: PlanReport) -> list[str]:
+    """The plan that is trained instead of the one that is only planned."""
+    if report.trained is None:
+        return [wrapped("no plan that keeps these settings and fits")]
+    return _runner_up(report.trained, report.chosen)
 
 
 def _title(plan: Plan) -> str:
@@ -157,9 +167,10 @@ def _runner_up(priced: Priced, chosen: Priced) -> list[str]:
     estimate = priced.estimate
     faster = estimate.tokens_per_second / chosen.estimate.tokens_per_second - 1
     beside = "as fast" if abs(faster) < 0.005 else format_percent(faster, signed=True, digits=0)
+    planned = "; only planned" if broken_rules(priced.plan, "train") else ""
     return [
         wrapped(describe_plan(priced.plan)),
-        f"    {format_bytes(estimate.peak_bytes)}, {format_rate(estimate.tokens_per_second)} ({beside})",
+        f"    {format_bytes(estimate.peak_bytes)}, {format_rate(estimate.tokens_per_second)} ({beside}){planned}",
     ]
 
 
@@ -242,6 +253,7 @@ def plan_data(report: PlanReport) -> dict[str, Any]:
         "decisions": list(report.decisions),
         "price_per_gpu_hour": report.price_per_gpu_hour,
         "run": None if report.run is None else run_data(report.run),
+        "trained": None if report.trained is None else priced_data(report.trained),
     }
 
 
