@@ -6,8 +6,7 @@ import pytest
 
 from fitune.errors import Shortage
 from fitune.estimate.predict import predict
-from fitune.planner.fit import smaller_batches, smaller_plan, why_no_smaller
-from fitune.planner.less_memory import next_to_try
+from fitune.planner.retry import next_to_try, smaller_batches, smaller_plan, why_no_smaller
 from fitune.planner.search import find_plan
 from fitune.spec.machines.gpus import find_gpu, hardware_for
 from fitune.spec.model.model_config import load_model_spec

@@ -10,9 +10,9 @@ from fitune.estimate.predict import predict
 from fitune.planner.candidates import Method, Request
 from fitune.planner.defaults import ROW_STEP
 from fitune.planner.fit import last_true, shortage
-from fitune.planner.less_memory import largest_known_model
 from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import methods_for
+from fitune.planner.nothing_fits import largest_known_model
 from fitune.planner.reasons.explain import memory_sum, priced_data
 from fitune.planner.search import refuse_contradictions, saving_beside_steps, search
 from fitune.spec.machines.hardware import Hardware

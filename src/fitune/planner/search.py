@@ -41,7 +41,7 @@ def find_plan(
     fitting = [answer for answer in answers if answer.found]
     rejected = _rejections(answers)
     if not fitting:
-        from fitune.planner.less_memory import nothing_fits  # advice: not for those whose plan fits
+        from fitune.planner.nothing_fits import nothing_fits  # advice: not for those whose plan fits
 
         smallest = [answer.smallest for answer in answers if answer.smallest is not None]
         raise nothing_fits(request, smallest, rejected)

@@ -11,12 +11,7 @@ from pathlib import Path
 
 from fitune.checkpoint.commit import Commit, last_saved
 from fitune.engine.ranks import WAIT
-from fitune.errors import (
-    FituneError,
-    OutOfMemory,
-    RecipeError,
-    TrainingFailed,
-)
+from fitune.errors import FituneError, OutOfMemory, RecipeError, TrainingFailed
 from fitune.launch.command import command_of
 from fitune.launch.ray_cluster import (
     RayCluster,
@@ -36,7 +31,7 @@ from fitune.session.clusters.ray_growth import Growth
 from fitune.session.clusters.ray_losses import WORD_SECONDS, cause_of_loss, has_first_ended, take_down_losses
 from fitune.session.clusters.ray_nodes import hardware_of_workers, require_shared
 from fitune.session.clusters.ray_ranks import Change, Orders, RankEnd, train_as_rank
-from fitune.session.events import Note, RanOutOfMemory, StepsBegin, Tell
+from fitune.session.events import Note, StepsBegin, Tell
 from fitune.session.planning import plan_for
 from fitune.session.signals import INTERRUPTED, StopRequest, stop_requests
 from fitune.session.train.attempts import Attempt, next_attempt, shortage_of_ranks
@@ -269,8 +264,7 @@ class _Job:
         shortage = shortage_of_ranks(self.directory)
         if shortage is not None and not self.place.is_elastic:
             attempt, recipe = self.attempts[self.place.most]
-            following = next_attempt(attempt, recipe, shortage, had=self.had)
-            self.tell(RanOutOfMemory(retry=following.retries[-1]))
+            following = next_attempt(attempt, recipe, shortage, had=self.had, tell=self.tell)
             self.attempts[self.place.most] = (following, recipe)
             return
         if shortage is not None:

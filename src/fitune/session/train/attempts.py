@@ -8,9 +8,9 @@ from fitune.engine.ranks import Ranks
 from fitune.errors import OutOfMemory, Shortage
 from fitune.estimate.predict import predict
 from fitune.files import write_atomically
-from fitune.planner.fit import describe_size, smaller_plan, why_no_smaller
-from fitune.planner.less_memory import next_to_try
+from fitune.planner.retry import describe_size, next_to_try, smaller_plan, why_no_smaller
 from fitune.report.attempts import shortage_words
+from fitune.session.events import RanOutOfMemory, Tell
 from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase, PlanReport, Priced
 from fitune.spec.recipe.recipe import Recipe
@@ -40,8 +40,11 @@ class Attempt:
         return self.report.chosen.plan
 
 
-def next_attempt(failed: Attempt, recipe: Recipe, error: OutOfMemory, *, had: Commit | None) -> Attempt:
-    """One that takes less, from the last checkpoint; ``had`` is the one before the attempt that failed.
+def next_attempt(
+    failed: Attempt, recipe: Recipe, error: OutOfMemory, *, had: Commit | None, tell: Tell
+) -> Attempt:
+    """Tells of one that takes less, and returns it. It begins at the last checkpoint; ``had`` is the last one before
+    the attempt that failed.
 
     Raises OutOfMemory with what was predicted, what was measured and what to try when there is no such attempt.
     """
@@ -52,7 +55,9 @@ def next_attempt(failed: Attempt, recipe: Recipe, error: OutOfMemory, *, had: Co
     if plan is None:
         raise _nothing_smaller(error, shortage, failed.plan, recipe)
     saved = last_saved(Path(plan.run.output_dir))
-    return _next(failed, plan, error, shortage, has_saved=saved is not None and saved != had)
+    following = _next(failed, plan, error, shortage, has_saved=saved is not None and saved != had)
+    tell(RanOutOfMemory(retry=following.retries[-1]))
+    return following
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from fitune.estimate.predict import predict
 from fitune.launch.command import command_of
 from fitune.launch.nodes import Nodes, Place, meeting, place_of
 from fitune.launch.torchrun import Ended, fresh_logs, run_ranks
-from fitune.session.events import Event, Note, RanOutOfMemory, Tell
+from fitune.session.events import Event, Note, Tell
 from fitune.session.planning import wanted_hardware
 from fitune.session.signals import EXIT_CODES
 from fitune.session.train.attempts import Attempt, next_attempt, shortage_of_ranks
@@ -157,9 +157,7 @@ def _after(
     shortage = shortage_of_ranks(Path(attempt.plan.run.output_dir))
     if shortage is None or ended.exit_code in EXIT_CODES.values():
         return None
-    following = next_attempt(attempt, recipe, shortage, had=had)
-    tell(RanOutOfMemory(retry=following.retries[-1]))
-    return following
+    return next_attempt(attempt, recipe, shortage, had=had, tell=tell)
 
 
 def _require_same_request(nodes: Nodes, recipe: Recipe, *, overwrite: bool) -> None:

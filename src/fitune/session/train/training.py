@@ -28,7 +28,6 @@ from fitune.session.events import (
     Note,
     Planned,
     Predicted,
-    RanOutOfMemory,
     StepTeller,
     Tell,
     WeightsRead,
@@ -179,9 +178,7 @@ def _run_or_report(
                 leave_shortage(attempt.plan, error, ranks)
             if stop_asked() or not ranks.is_alone:
                 raise
-            following = next_attempt(attempt, recipe, error, had=had)
-            tell(RanOutOfMemory(retry=following.retries[-1]))
-            return following
+            return next_attempt(attempt, recipe, error, had=had, tell=tell)
     except FituneError as error:
         if error.exit_code != FituneError.exit_code and ranks.is_first:
             with suppress(FituneError, OSError):  # the cause is worth more than the page

@@ -1,57 +1,28 @@
-"""Changes that take less memory, for the user to decide: when nothing fits, and when a step ran out of memory.
-
-All of them are computed: a change is named only if the plan with it was predicted to fit, or to take less.
-"""
+"""The error when nothing fits, with the changes that would: each is named only if a plan with it was found to fit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fitune.errors import NothingFits, Shortage
+from fitune.errors import NothingFits
 from fitune.estimate.memory import memory_of
 from fitune.estimate.overhead import enough_host_bytes, host_terms, usable_bytes
 from fitune.estimate.predict import predict
 from fitune.estimate.step import StepStages
 from fitune.planner.candidates import Request
-from fitune.planner.defaults import CHUNK_TOKENS, ROW_STEP, optimizer_of
-from fitune.planner.fit import Known, described, fits, host_fits, last_true, shortage
+from fitune.planner.defaults import ROW_STEP
+from fitune.planner.fit import fits, host_fits, last_true, shortage
 from fitune.planner.method_search import MethodSearch
-from fitune.planner.methods import lora_of, methods_for, packed_base, to_adapters
+from fitune.planner.methods import methods_for, to_adapters
 from fitune.planner.reasons.explain import host_sum
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.cards import known_cards
 from fitune.spec.model.known_models import names_with_formulas
 from fitune.spec.model.model_config import load_model_spec
-from fitune.spec.plan import (
-    ChunkedLoss,
-    ClipByNorm,
-    Dense,
-    Full,
-    InBackward,
-    Lora,
-    Plan,
-    Precision,
-    Recompute,
-    Single,
-    trains_every_weight,
-)
+from fitune.spec.plan import Plan, Precision
 from fitune.spec.predictions import Rejection
-from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.rules import adds_gradients_up, keeps_rules
 from fitune.spec.words import describe_offload, describe_plan
 from fitune.units import GIB, format_bytes, wrapped
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Settings to change, in words, and the step with them."""
-
-    words: str
-    step: StepStages
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak of tensors."""
-        return memory_of(self.step).tensor_peak_bytes
 
 
 def nothing_fits(
@@ -116,16 +87,16 @@ class _Changes:
     def advice(self) -> str:
         """Changes that were computed to fit; failing that, what the largest single change leaves short."""
         tried = [
-            Change(words=words, step=step)
+            (words, step)
             for words, settings in (*self._settings(), *self._more_devices())
             if (step := self._smallest(settings)) is not None
         ]
-        helpful = [change.words for change in tried if fits(change.step)]
+        helpful = [words for words, step in tried if fits(step)]
         shorter = self._longest_row()
         helpful += [f"seq_len: {shorter}"] if shorter else []
         if helpful:
             return ", or ".join(helpful)
-        notes = [f"{change.words} would need {_needs(change.step)}" for change in tried]
+        notes = [f"{words} would need {_needs(step)}" for words, step in tried]
         model = largest_known_model(self.request, self._is_enough)
         notes += [f"the largest known model that fits this way is {model}"] if model is not None else []
         return "a smaller model or more memory; " + "; ".join(notes)
@@ -249,82 +220,3 @@ def largest_known_model(request: Request, fits: Callable[[Request], bool]) -> st
 def _needs(step: StepStages) -> str:
     estimate = predict(step.plan)
     return format_bytes(estimate.peak_bytes) if host_fits(step) else f"on the host {host_sum(estimate)}"
-
-
-def next_to_try(failed: Plan, recipe: Recipe, shortage: Shortage) -> tuple[Change, ...]:
-    """Changes, after memory ran out, that take less at the peak and where it ran out, and can be trained: first those
-    that cost time, then those that cost quality."""
-    known = Known.of(failed, shortage)
-    changes = (
-        Change(words=words, step=described(plan))
-        for words, plan in _changes(failed, recipe)
-        if keeps_rules(plan, "plan", "train")
-    )
-    return tuple(change for change in changes if known.is_less(memory_of(change.step)))
-
-
-def _changes(failed: Plan, recipe: Recipe) -> Iterator[tuple[str, Plan]]:
-    """Plans with the same arithmetic in less room, each on top of the one before; then one other change on top."""
-    words, plan = "", failed
-    for more, plan in _frugal(failed):
-        words = f"{words}, {more}" if words else more
-        yield words, plan
-    for more, other in (
-        *_stepped_in_backward(plan), *_offloaded(plan), *_other_method(plan, recipe), *_fewer_tokens(plan),
-    ):  # fmt: skip
-        yield (f"{words}, {more}" if words else more), other
-
-
-def _frugal(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    smallest = min(CHUNK_TOKENS)
-    if not isinstance(plan.loss, ChunkedLoss) or plan.loss.chunk_tokens > smallest:
-        plan = replace(plan, loss=ChunkedLoss(chunk_tokens=smallest))
-        yield f"loss: chunked, loss_chunk_tokens: {smallest}", plan
-    if plan.recompute.blocks < plan.model.num_layers:
-        plan = replace(plan, recompute=Recompute(blocks=plan.model.num_layers))
-        yield "gradient_checkpointing: true", plan
-
-
-def _stepped_in_backward(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Full fine-tuning that steps in backward, clipped alike: all gradients are never there at once."""
-    gathers = plan.tuning == Full() and plan.offload.optimizer == "device"
-    if gathers and isinstance(plan.sharding, Single) and plan.batch.accumulation == 1:
-        clip = ClipByNorm(max_norm=plan.schedule.max_grad_norm)
-        yield "optimizer_in_backward: true", replace(plan, tuning=Full(update=InBackward(clip=clip)))
-
-
-def _offloaded(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    offload = plan.offload
-    if plan.hardware.gpu.is_cpu:
-        return
-    if offload.activations == "device":
-        yield "offload_activations: cpu", replace(plan, offload=replace(offload, activations="cpu"))
-    if offload.optimizer == "device":
-        offload = replace(offload, optimizer="cpu")
-        yield "offload_optimizer: cpu", replace(plan, offload=offload)
-    if offload.parameters == "device":
-        both = replace(offload, parameters="cpu")
-        yield "offload_parameters: cpu, offload_optimizer: cpu", replace(plan, offload=both)
-
-
-def _other_method(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Plan]]:
-    """An adapter in place of all weights, four bits in place of sixteen."""
-    if trains_every_weight(plan.tuning):
-        lora = lora_of(recipe, plan.model, Dense())
-        run = replace(plan.run, export="adapter")
-        plan = replace(plan, tuning=lora, optimizer=optimizer_of(recipe), run=run)
-        yield to_adapters(recipe, "lora")[0], plan
-    elif isinstance(plan.tuning, Lora) and isinstance(plan.tuning.base, Dense):
-        yield "tuning: qlora", replace(plan, tuning=replace(plan.tuning, base=packed_base(recipe)))
-
-
-def _fewer_tokens(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    batch = plan.batch
-    if not adds_gradients_up(plan.tuning) and batch.micro_batch_size > 1:
-        rows = batch.micro_batch_size // 2
-        words = f"micro_batch_size: {rows} (a smaller global batch: another run)"
-        yield words, replace(plan, batch=replace(batch, micro_batch_size=rows))
-    if batch.seq_len > 1:
-        length = batch.seq_len // 2
-        words = f"seq_len: {length} (longer rows are cut or left out)"
-        yield words, replace(plan, batch=replace(batch, seq_len=length))
