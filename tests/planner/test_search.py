@@ -7,6 +7,7 @@ import pytest
 
 from fitune.errors import HardwareError, NothingFits, RecipeError
 from fitune.planner.defaults import with_host_memory
+from fitune.planner.reasons.explain import memory_sum
 from fitune.planner.search import find_plan
 from fitune.spec.plan import AdamW, ChunkedLoss, Full, Lora, PlainLoss, Precision, Sgd, Steps
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
@@ -35,8 +36,16 @@ def test_an_8b_model_on_a_24_gib_card_gets_lora_and_says_why():
     assert report.chosen.plan.attention == "flash"
     assert report.chosen.estimate.fits
     assert {item.what for item in report.rejected} == {"full, bf16-master, AdamW"}
-    assert all("short" in item.why and "weights 15.0" in item.why for item in report.rejected)
+    assert all("short" in item.why and "weights 14.96" in item.why for item in report.rejected)
     assert any(line.startswith("tuning: lora") for line in report.decisions)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-0.6b", "llama-2-7b"])
+def test_the_terms_of_a_sum_add_up_as_printed(model: str) -> None:
+    report = report_of(model, "rtx-4090", tuning="lora")
+    terms, _, rest = memory_sum(report.chosen.estimate).replace(",", "").partition(" = ")
+    added = sum(float(term.rsplit(" ", 1)[1]) for term in terms.split(" + "))
+    assert added == pytest.approx(float(rest.split()[0]), abs=0.011)
 
 
 def test_a_small_model_is_trained_in_full():

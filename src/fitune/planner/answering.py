@@ -7,6 +7,7 @@ from fitune.errors import NothingFits
 from fitune.estimate.answering import AnsweringMemory, memory_of_answering
 from fitune.estimate.answering_time import AnsweringTime, time_of_answering
 from fitune.planner.fit import last_true
+from fitune.planner.reasons.explain import verdict
 from fitune.spec.answering import Adapter, Answering, PlannedEngine, Questions, answering_precision
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
@@ -140,15 +141,13 @@ def name_of(answering: Answering) -> str:
 
 
 def bytes_sum(memory: AnsweringMemory) -> str:
-    """``weights 15.0 + keys and values 4.1 + … = 25.3 GiB writing, 22.5 usable, 2.8 short``."""
+    """``weights 14.96 + keys and values 4.10 + … = 25.30 GiB writing, 22.49 usable, 2.81 short``."""
     writes = sum(memory.writing.values()) >= sum(memory.reading.values())
     terms = {**(memory.writing if writes else memory.reading), **memory.outside}
     terms |= {"rows that enter": memory.entering} if memory.entering else {}
     unit, name = (GIB, "GiB") if memory.peak_bytes >= GIB else (MIB, "MiB")
     shown = [f"{term} {size / unit:,.2f}" for term, size in terms.items() if size >= unit / 200]
-    rest = memory.usable_bytes - memory.peak_bytes
-    verdict = f"{rest / unit:,.1f} spare" if rest >= 0 else f"{-rest / unit:,.1f} short"
     return (
         f"{' + '.join(shown)} = {memory.peak_bytes / unit:,.2f} {name} "
-        f"{'writing' if writes else 'reading'}, {memory.usable_bytes / unit:,.1f} usable, {verdict}"
+        f"{'writing' if writes else 'reading'}, {verdict(memory.peak_bytes, memory.usable_bytes, unit, digits=2)}"
     )

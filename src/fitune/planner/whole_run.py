@@ -104,7 +104,8 @@ def _reserved(run: WholeRun, plan: Plan) -> Iterator[str]:
 def _duration(run: WholeRun, plan: Plan) -> str:
     rows = plan.batch.global_batch_size * num_ranks(plan)
     unit = "packs" if plan.batch.packing else "rows"
-    line = f"{_steps(run.steps)} of {rows:,} {unit}, {_epochs(run)}, in {format_seconds(run.seconds)}"
+    about = "about " if run.epoch.guess else ""
+    line = f"{about}{_steps(run.steps)} of {rows:,} {unit}, {_epochs(run)}, in {format_seconds(run.seconds)}"
     if run.cost:
         line += f" for ${run.cost:,.2f}"
     if run.steps > run.steps_per_epoch:
@@ -127,7 +128,8 @@ def _epochs(run: WholeRun) -> str:
 
 def _rows(epoch: Epoch, *, packed: bool) -> str:
     mean = round(epoch.tokens / epoch.rows)
-    line = f"{epoch.rows:,} rows of {mean:,} tokens on average, the longest {epoch.longest_row:,}"
+    about = "about " if epoch.guess else ""
+    line = f"{about}{epoch.rows:,} rows of {mean:,} tokens on average, the longest {epoch.longest_row:,}"
     if packed:
         line += f", in {epoch.units:,} packs"
     line += f": {format_count(epoch.tokens)} tokens an epoch"
@@ -155,6 +157,8 @@ def _saved(run: WholeRun, plan: Plan) -> str:
         size = format_bytes(checkpoint_bytes(plan))
         took = f" ({format_seconds(steps * run.step_seconds)})"
         saves = f"a checkpoint of {size} is saved {_often(run, steps, took=took)}"
+        if steps * run_plan.keep_checkpoints < run.steps:
+            saves += f"; the newest {run_plan.keep_checkpoints} are kept (keep_checkpoints)"
     if not (data.eval_sources or data.val_fraction):
         return f"{saves}; no rows are held out to evaluate (val_fraction, eval_data)"
     steps = _steps_between(run, every=run_plan.eval_every, per_epoch=run_plan.evals_per_epoch)

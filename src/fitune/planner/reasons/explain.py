@@ -175,23 +175,26 @@ def _runner_up(priced: Priced, chosen: Priced) -> list[str]:
 
 
 def memory_sum(estimate: Estimate) -> str:
-    """``weights 15.0 + gradients 15.0 + … = 131.2 GiB in backward, 22.5 usable, 108.7 short (or: 1.2 spare)``."""
+    """``weights 14.96 + … = 131.20 GiB in backward, 22.49 usable, 108.71 short (or: 1.20 spare)``, as in the table."""
     terms = {**estimate.memory.phases[estimate.memory.peak_phase], **estimate.memory.outside}
     unit, name = unit_for(estimate.peak_bytes)
-    shown = [f"{term} {size / unit:,.1f}" for term, size in terms.items() if size >= unit / 20]
-    rest = sum(size for size in terms.values() if size < unit / 20)
-    if rest >= unit / 20:
-        shown.append(f"others {rest / unit:,.1f}")
+    large = {term: round(size / unit, 2) for term, size in terms.items() if size >= unit / 20}
+    shown = [f"{term} {size:,.2f}" for term, size in large.items()]
+    rest = round(estimate.peak_bytes / unit, 2) - sum(
+        large.values()
+    )  # so that the line adds up as it is printed
+    if rest >= 0.005:
+        shown.append(f"others {rest:,.2f}")
     line = (
-        f"{' + '.join(shown)} = {estimate.peak_bytes / unit:,.1f} {name} {moment(estimate.memory.peak_phase)}, "
-        f"{_verdict(estimate.peak_bytes, estimate.usable_bytes, unit)}"
+        f"{' + '.join(shown)} = {estimate.peak_bytes / unit:,.2f} {name} {moment(estimate.memory.peak_phase)}, "
+        f"{verdict(estimate.peak_bytes, estimate.usable_bytes, unit, digits=2)}"
     )
     if estimate.peak_bytes <= estimate.usable_bytes < estimate.memory.reserved_bytes:
         cached = estimate.memory.reclaimable / unit
         line += f"; fits, with allocator retries: torch's cache would take {cached:,.1f} {name} more for FSDP's streams"
     if estimate.usable_nvme_bytes and estimate.nvme_bytes > estimate.usable_nvme_bytes:
-        verdict = _verdict(estimate.nvme_bytes, estimate.usable_nvme_bytes, GIB)
-        line += f"; on NVMe {estimate.nvme_bytes / GIB:,.1f} GiB, {verdict}"
+        left = verdict(estimate.nvme_bytes, estimate.usable_nvme_bytes, GIB)
+        line += f"; on NVMe {estimate.nvme_bytes / GIB:,.1f} GiB, {left}"
     host = host_sum(estimate)
     too_small = estimate.usable_host_bytes and estimate.host_bytes > estimate.usable_host_bytes
     return f"{line}; on the host {host}" if host and too_small else line
@@ -206,13 +209,14 @@ def host_sum(estimate: Estimate) -> str:
     line = f"{terms} = {estimate.host_bytes / GIB:,.1f} GiB a node"
     if not estimate.usable_host_bytes:
         return f"{line}; host_memory is not known, so this was not checked"
-    return f"{line}, {_verdict(estimate.host_bytes, estimate.usable_host_bytes, GIB)}"
+    return f"{line}, {verdict(estimate.host_bytes, estimate.usable_host_bytes, GIB)}"
 
 
-def _verdict(size: int, usable: int, unit: int) -> str:
+def verdict(size: int, usable: int, unit: int, *, digits: int = 1) -> str:
+    """``22.5 usable, 1.2 spare`` (or: ``short``)."""
     difference = (usable - size) / unit
-    left = f"{difference:,.1f} spare" if difference >= 0 else f"{-difference:,.1f} short"
-    return f"{usable / unit:,.1f} usable, {left}"
+    left = f"{abs(difference):,.{digits}f} {'spare' if difference >= 0 else 'short'}"
+    return f"{usable / unit:,.{digits}f} usable, {left}"
 
 
 def unit_for(size: int) -> tuple[int, str]:
