@@ -34,7 +34,7 @@ def test_the_terminal_is_given_back_when_loading_fails() -> None:
     stream = Terminal()
 
     def load() -> None:
-        with loading_bar(stream=stream) as on_bytes:
+        with loading_bar(stream=stream, quiet=False) as on_bytes:
             on_bytes(1, 2)
             raise OSError("gone")
 

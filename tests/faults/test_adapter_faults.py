@@ -39,7 +39,7 @@ WIDER_DOWN = Linear(name="mlp.down_proj", in_features=96, out_features=32)
 
 def write(model, folder):
     folder.mkdir(exist_ok=True)
-    write_adapter(model, folder, adapter_weights(model), "org/tiny")
+    write_adapter(model, folder, adapter_weights(model), "org/tiny", in_whole=False)
     return folder
 
 

@@ -305,6 +305,6 @@ def test_what_fitune_writes_is_checked_by_the_same_rules(base: Path, tmp_path: P
         model = peft_model(base, KINDS[kind])
         folder = tmp_path / kind
         folder.mkdir()
-        write_adapter(model, folder, adapter_weights(model), "base")
+        write_adapter(model, folder, adapter_weights(model), "base", in_whole=False)
         spec = replace(load_model_spec(str(base)), name="base")
         assert check_adapter(folder, base=spec) == ()

@@ -29,7 +29,8 @@ def test_a_converted_recipe_is_the_same_recipe(tmp_path: Path) -> None:
         options = {"gpus": 8}
         assert trainer_of(yaml.safe_load(text)) is None, example.name
         same = (
-            read_any_recipe(ours, options=options).recipe == read_any_recipe(theirs, options=options).recipe
+            read_any_recipe(ours, options=options, settings=()).recipe
+            == read_any_recipe(theirs, options=options, settings=()).recipe
         )
         assert same, example.name
         converted += 1

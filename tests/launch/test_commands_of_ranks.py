@@ -73,7 +73,7 @@ def test_one_command_for_each_machine(model_folder: Path, data_file: Path, tmp_p
     plan: Plan = plan_of(model_folder, data_file, tmp_path)
     one = replace(plan, hardware=replace(plan.hardware, gpus_per_node=4, cpu_cores=16))
     two = replace(one, hardware=replace(one.hardware, nodes=2))
-    [alone] = machine_commands(one, ["my recipe.yaml"])
+    [alone] = machine_commands(one, ["my recipe.yaml"], rendezvous="HOST:PORT")
     assert str(alone) == (
         "OMP_NUM_THREADS=4 torchrun --standalone --nproc-per-node 4 -m fitune train 'my recipe.yaml'"
     )

@@ -139,7 +139,7 @@ def test_a_script_trains_by_the_tasks_of_srun(
         "model": str(model_folder), "data": [str(data_file)], "precision": "fp32", "gpu": "cpu", "gpus": 2,
         "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2, "samples": 0,
     }  # fmt: skip
-    _, text = launch_file(recipe_of(**settings), "slurm")
+    _, text = launch_file(recipe_of(**settings), "slurm", settings=())
     ended = run_script(text, tmp_path, srun=_SRUN)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "runs/a/report.json").read_text().count('"complete"') == 1

@@ -244,7 +244,7 @@ def test_what_pods_cannot_see_is_refused() -> None:
         with pytest.raises(RecipeError, match=f"{setting} = .* is not on the shared folder"):
             documents(recipe_of(**{**RECIPES["one device"], setting: path}))
     paths = ["s3://b/x.jsonl", "org/set:main#50", "/mnt/fitune/y.jsonl"]
-    seen = recipe_below(recipe_of(model="a/b", data=paths), "/mnt/fitune")
+    seen = recipe_below(recipe_of(model="a/b", data=paths), "/mnt/fitune", anywhere=False)
     assert [source.path for source in seen.data] == paths
 
 
@@ -339,7 +339,7 @@ def test_a_wait_that_is_no_time_is_refused(
 def test_the_manifests_that_are_shown_are_those_that_are_written(recipe: str, example: str) -> None:
     """Their first line is the command. Predicted figures in words may change with the estimate."""
     read = read_recipe(ROOT / f"recipes/{recipe}.yaml", options={"data": "train.jsonl"})
-    _, text = launch_file(read, "kuberay", job_file=ROOT / "examples/job.yaml")
+    _, text = launch_file(read, "kuberay", job_file=ROOT / "examples/job.yaml", settings=())
     written, shown = (
         [document for document in yaml.safe_load_all(one)]
         for one in (text, (ROOT / f"examples/{example}.yaml").read_text())

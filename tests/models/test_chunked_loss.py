@@ -132,7 +132,12 @@ def test_without_a_label_there_is_no_loss_and_no_gradient(chunk_tokens: int | No
     for gradient in found.head_gradients:  # zeros, not None: ranks that sum their gradients wait for it
         assert gradient is not None
         assert not gradient.any()
-    assert loss_sum(case.hidden_TD, case.labels_T, case.head, chunk_tokens=chunk_tokens).item() == 0.0
+    assert (
+        loss_sum(
+            case.hidden_TD, case.labels_T, case.head, chunk_tokens=chunk_tokens, softcap=None, logit_scale=1.0
+        ).item()
+        == 0.0
+    )
 
 
 def test_ignored_tokens_leave_their_hidden_states_without_gradient() -> None:

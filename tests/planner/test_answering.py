@@ -21,7 +21,13 @@ def plan(
 ) -> AnsweringReport:
     questions = replace(QUESTIONS, **more)
     return plan_answering(
-        known(model), questions, hardware, engines=engines, batch_size=batch_size, adapter=NO_ADAPTER
+        known(model),
+        questions,
+        hardware,
+        engines=engines,
+        batch_size=batch_size,
+        adapter=NO_ADAPTER,
+        price=0.0,
     )
 
 
@@ -112,7 +118,7 @@ def test_more_of_anything_takes_more() -> None:
 
 def test_a_processor_answers_in_fp32_and_every_number_is_in_the_data() -> None:
     report = plan_answering(
-        small_llama(), QUESTIONS, CPU, engines=("transformers",), batch_size=4, adapter=NO_ADAPTER
+        small_llama(), QUESTIONS, CPU, engines=("transformers",), batch_size=4, adapter=NO_ADAPTER, price=0.0
     )
     data = answering_data(report)
     assert data["chosen"]["precision"] == "fp32"

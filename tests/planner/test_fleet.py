@@ -50,7 +50,9 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ranking]:
     fleet = fleet_of(tmp_path_factory.mktemp("fleet"))
     recipe = recipe_of()
 
-    offers = offers_on(fleet, recipe, model=load_model_spec(recipe.model), epoch_of=epoch_of)
+    offers = offers_on(
+        fleet, recipe, model=load_model_spec(recipe.model), epoch_of=epoch_of, fetches_model=True
+    )
     return lambda **wanted: rank_offers(offers, Wanted(**wanted))
 
 

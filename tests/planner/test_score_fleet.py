@@ -25,7 +25,8 @@ def ranking(*clusters: Cluster, model: str = "llama-3.1-8b", **wanted) -> ScoreR
     return rank_scoring(
         Fleet(source="fleet.yaml", clusters=clusters), Wanted(**wanted), QUESTIONS,
         lambda node, questions: plan_answering(
-            known(model), questions, node, engines=("transformers", "vllm"), batch_size=16, adapter=NO_ADAPTER
+            known(model), questions, node, engines=("transformers", "vllm"), batch_size=16, adapter=NO_ADAPTER,
+            price=0.0,
         ),
     )  # fmt: skip
 

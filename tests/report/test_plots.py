@@ -91,7 +91,7 @@ def test_the_shortest_run_draws_without_a_warning(steps: list[StepReport], count
         for svg in (
             run_plots.loss_curve(few),
             run_plots.learning_rate_curve(few),
-            run_plots.throughput_curve(few),
+            run_plots.throughput_curve(few, predicted=None),
             run_plots.grad_norm_curve(few, clipped_at=1.0),
             run_plots.memory_bars(None, {Phase.IDLE: 0}),
         ):

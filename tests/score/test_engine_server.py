@@ -192,7 +192,11 @@ def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp
     data = DataSource(path=str(tmp_path / "rows.jsonl"))
     prompts = [
         list(task.prompt_ids)
-        for task in to_tasks(list(read_questions([data])), template=tiny.template, sampling=Sampling())
+        for task in to_tasks(
+            list(read_questions([data], id_column="", weighed=False)),
+            template=tiny.template,
+            sampling=Sampling(),
+        )
     ]
     is_healthy = False
 

@@ -124,5 +124,17 @@ def test_a_file_that_is_named_twice_and_none_at_all_are_refused(
 
 
 def test_a_plan_counts_the_rows_of_all_files(tiny: Any, files: list[Path]) -> None:
-    words = score_words(str(tiny.folder), files, "", None, 2, 16, "", "")
+    words = score_words(
+        str(tiny.folder),
+        files,
+        "",
+        None,
+        2,
+        16,
+        "",
+        "",
+        graders=(),
+        allow_https=False,
+        allow_private_addresses=False,
+    )
     assert read_lengths(words).rows == 3

@@ -22,7 +22,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> DataSource:
 def checked(*sources: DataSource, id_column: str = "") -> list[Question]:
     with open_index(Path(sources[0].path).parent) as index:
         index_input(sources, index, id_column=id_column)
-    return list(read_questions(sources, id_column=id_column))
+    return list(read_questions(sources, id_column=id_column, weighed=False))
 
 
 def row(number: int, **more: Any) -> dict[str, Any]:

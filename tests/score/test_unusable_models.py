@@ -107,7 +107,7 @@ def test_fields_of_no_format_name_their_row(tiny, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n{"left": "a", "right": "b"}\n')
     with pytest.raises(DataError, match=r"rows.jsonl:2: format auto"):
-        list(read_questions([DataSource(path=str(rows))]))
+        list(read_questions([DataSource(path=str(rows))], id_column="", weighed=False))
 
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows(

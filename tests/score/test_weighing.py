@@ -49,7 +49,7 @@ RIGHT = (1, 0, 3)
     ],
 )  # fmt: skip
 def test_choices_are_read_as_people_write_them(fields: dict[str, Any], right: int) -> None:
-    found = read_choices(Row("f:1", fields))
+    found = read_choices(Row("f:1", fields), columns=())
     assert (found.question, found.right) == ("q", right)
     assert len(found.choices) >= 2
 
@@ -67,14 +67,14 @@ def test_choices_are_read_as_people_write_them(fields: dict[str, Any], right: in
 )
 def test_a_row_that_does_not_say_which_is_right_is_refused(answer: object, choices: list, named: str) -> None:
     with pytest.raises(BadRow, match=named):
-        read_choices(Row("f:1", {"question": "q", "choices": choices, "answer": answer}))
+        read_choices(Row("f:1", {"question": "q", "choices": choices, "answer": answer}), columns=())
 
 
 def test_a_column_mapping_names_the_choices_and_other_rows_have_none() -> None:
     columns = (("prompt", "frage"), ("choices", "wahl"), ("completion", "nummer"))
     found = read_choices(Row("f:1", {"frage": "q", "wahl": ["x", "y"], "nummer": 1}), columns)
     assert (found.question, found.choices, found.right) == ("q", ("x", "y"), 1)
-    assert not has_choices(Row("f:1", {"question": "q", "answer": "#### 3"}))
+    assert not has_choices(Row("f:1", {"question": "q", "answer": "#### 3"}), columns=())
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> DataSource:

@@ -62,7 +62,9 @@ def run(model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPathFa
 
 
 def opened(*names: object, system: str = "", **changed: object) -> Chat:
-    return open_chat([str(name) for name in names], system=system, sampling={**SAMPLING, **changed})
+    return open_chat(
+        [str(name) for name in names], system=system, sampling={**SAMPLING, **changed}, chat_template=""
+    )
 
 
 def answers(chat: Chat, *questions: str) -> list[list[Reply]]:

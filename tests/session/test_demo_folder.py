@@ -27,13 +27,13 @@ def test_the_demo_runs_again_over_an_earlier_one_and_keeps_what_is_not_its_own(
     quick: None, tmp_path: Path
 ) -> None:
     folder = tmp_path / "demo"
-    demo.run_demo(folder, tell=tell_nobody)
+    demo.run_demo(folder, tell=tell_nobody, gpus=1)
     theirs = [folder / "notes.txt", folder / "lora" / "notes.txt", folder / "mine" / "notes.txt"]
     for file in theirs:
         file.parent.mkdir(exist_ok=True)
         file.write_text("three years")
     adapter = (folder / "lora" / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns
-    demo.run_demo(folder, tell=tell_nobody)
+    demo.run_demo(folder, tell=tell_nobody, gpus=1)
     assert [file.read_text() for file in theirs] == ["three years"] * 3
     assert (folder / "lora" / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns > adapter
     assert (folder / "lora" / "scores" / "grades.jsonl").is_file()
@@ -42,5 +42,5 @@ def test_the_demo_runs_again_over_an_earlier_one_and_keeps_what_is_not_its_own(
 def test_a_folder_that_is_no_demo_is_refused_untouched(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RunDirectoryError, match="no earlier demo"):
-        demo.run_demo(tmp_path, tell=tell_nobody)
+        demo.run_demo(tmp_path, tell=tell_nobody, gpus=1)
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["notes.txt"]

@@ -40,7 +40,7 @@ def request_of(folder: Path, text: str = FLEET, **options: Any) -> FleetRequest:
 
 
 def test_the_winner_is_launched_and_the_next_one_when_it_is_full(tmp_path: Path) -> None:
-    text, place = launch_on_fleet(recipe_of(), request_of(tmp_path), ["deadline=1h"])
+    text, place = launch_on_fleet(recipe_of(), request_of(tmp_path), ["deadline=1h"], on=None)
     assert place == "fast, 1 node"
     config, job = yaml.safe_load_all(text)
     assert wrong_with(job) == []
@@ -50,12 +50,12 @@ def test_the_winner_is_launched_and_the_next_one_when_it_is_full(tmp_path: Path)
     recipe = yaml.safe_load(config["data"]["recipe.yaml"])
     assert (recipe["gpu"], recipe["gpus"], recipe["nodes"]) == ("l40s", 1, 1)
     full = FLEET.replace("gpus: 1, price: 1, host", "gpus: 1, free: 0, price: 1, host")
-    text, place = launch_on_fleet(recipe_of(), request_of(tmp_path, full), [])
+    text, place = launch_on_fleet(recipe_of(), request_of(tmp_path, full), [], on=None)
     assert place == "slow, 1 node (fast, 1 node: full now)"
     assert "#SBATCH --partition=gpu" in text
     all_full = full.replace("gpu: l4, gpus: 1", "gpu: l4, gpus: 1, free: 0")
     with pytest.raises(HardwareError, match="every cluster is full: fast, 1 node, slow, 1 node"):
-        launch_on_fleet(recipe_of(), request_of(tmp_path, all_full), [])
+        launch_on_fleet(recipe_of(), request_of(tmp_path, all_full), [], on=None)
 
 
 def test_wishes_without_a_fleet_and_two_kinds_of_place_are_refused(

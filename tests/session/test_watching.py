@@ -127,7 +127,7 @@ def test_a_run_that_still_reads_its_data_is_waited_for(run: Path, trainer: _Trai
 
 def test_where_no_run_is_there_is_nothing_to_watch(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="no such run directory"):
-        watch_run(tmp_path / "nowhere", tell=print)
+        watch_run(tmp_path / "nowhere", tell=print, every_s=5.0)
 
 
 def test_looking_at_a_lock_does_not_give_it_up(run: Path) -> None:

@@ -77,7 +77,7 @@ def saved_by_all(run: Path, step: int) -> list[BaseException | None]:
             saving.save_together(
                 cast(Ranks, ThreadRanks(rank, group)), run, shares[rank],
                 descent=Descent(line=(Attempt(id="only", after=0),)), keep=2, eval_loss=None, on_note=print,
-            )  # fmt: skip
+            spare=())  # fmt: skip
             ended[rank] = None
         except BaseException as error:
             ended[rank] = error

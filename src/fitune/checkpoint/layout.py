@@ -100,7 +100,7 @@ def _sync(folder: Path) -> None:
 
 
 def write_adapter(
-    model: PeftModel, folder: Path, weights: dict[str, Tensor], base: str, *, in_whole: bool = False
+    model: PeftModel, folder: Path, weights: dict[str, Tensor], base: str, *, in_whole: bool
 ) -> None:
     """adapter_model.safetensors and adapter_config.json naming ``base``.
 

@@ -112,7 +112,7 @@ def _refuse(wrong: Sequence[str]) -> None:
         )
 
 
-def require_close(found: Tensor, expected: Tensor, dtype: torch.dtype, *, slack: float = 1.0) -> float:
+def require_close(found: Tensor, expected: Tensor, dtype: torch.dtype, *, slack: float) -> float:
     """Largest |difference| of logits. Raises CheckpointError when it is more than rounding in ``dtype`` explains."""
     difference = (found - expected).abs().max().item()
     allowed = slack * TOLERANCE[dtype] * max(1.0, expected.abs().max().item())

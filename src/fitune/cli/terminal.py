@@ -149,7 +149,7 @@ _BAR_EVERY_S, _LINE_EVERY_S = 0.2, 30.0
 
 
 @contextmanager
-def loading_bar(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
+def loading_bar(*, quiet: bool, stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
     """A bar with bytes on standard error while weights are read. Yields what is told bytes that were read, and all."""
     stream = sys.stderr if stream is None else stream
     if quiet or not stream.isatty():
@@ -170,17 +170,15 @@ def loading_bar(*, quiet: bool = False, stream: TextIO | None = None) -> Iterato
 
 
 @contextmanager
-def reading_bar(
-    *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Show]:
+def reading_bar() -> Iterator[Show]:
     """Yields what is told how far it is. The bar is on standard error, and gone when the data is read."""
-    stream, pace = sys.stderr if stream is None else stream, ReadingPace(clock)
+    stream, pace = sys.stderr, ReadingPace(time.monotonic)
 
     def print_line(reading: Reading) -> None:
         print(pace.line(reading), file=stream, flush=True)
 
     if not stream.isatty():
-        yield at_most_every(_LINE_EVERY_S, print_line, clock)
+        yield at_most_every(_LINE_EVERY_S, print_line, time.monotonic)
         return
     from rich.progress import BarColumn, TextColumn
 
@@ -196,7 +194,7 @@ def reading_bar(
             total = 1.0 if share else None
             bar.update(task, description=reading.doing, completed=share, total=total, note=words)
 
-        yield at_most_every(_BAR_EVERY_S, show, clock)
+        yield at_most_every(_BAR_EVERY_S, show, time.monotonic)
 
 
 @contextmanager

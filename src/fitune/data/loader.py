@@ -241,7 +241,7 @@ def without_labels(micro: MicroBatch) -> MicroBatch:
     return replace(micro, labels_T=torch.full_like(micro.labels_T, IGNORED), row_ids=())
 
 
-def eval_batches(dataset: TokenDataset, batch: Batch, *, rows: int | None = None) -> Iterator[MicroBatch]:
+def eval_batches(dataset: TokenDataset, batch: Batch, *, rows: int | None) -> Iterator[MicroBatch]:
     """Every row once, or the first ``rows``, in the order of the dataset: ``micro_batch_size`` rows at a time, or,
     with packing, as many as the tokens of a micro-batch have room for. Never more memory than a training step."""
     chosen: list[int] = []

@@ -30,9 +30,7 @@ class MachineCommand:
         return " ".join([*settings, shlex.join(self.words)])
 
 
-def machine_commands(
-    plan: Plan, words: Sequence[str], *, rendezvous: str = "HOST:PORT"
-) -> list[MachineCommand]:
+def machine_commands(plan: Plan, words: Sequence[str], *, rendezvous: str) -> list[MachineCommand]:
     """The command for each machine of a plan; ``words`` follow ``fitune train``.
 
     Several start their ranks themselves and meet at ``rendezvous``: an address of the first and a free port there. One

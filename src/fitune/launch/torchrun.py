@@ -22,7 +22,7 @@ from fitune.errors import PeerGone, RankFailed, TrainingFailed
 from fitune.files import remove
 from fitune.launch.board import interface_towards
 from fitune.launch.command import RankCommand
-from fitune.launch.nodes import ONE_NODE, TIMEOUT_SECONDS, Nodes, Place
+from fitune.launch.nodes import TIMEOUT_SECONDS, Nodes, Place
 from fitune.spec.rank_status import LAUNCHER, RankStatus, read_statuses
 from fitune.spec.run_directory import LOGS, log_of
 
@@ -67,7 +67,7 @@ def fresh_logs(directory: Path) -> None:
     (directory / LOGS).mkdir(parents=True)
 
 
-def run_ranks(command: RankCommand, *, directory: Path, nodes: Nodes = ONE_NODE, run_id: str = "") -> Ended:
+def run_ranks(command: RankCommand, *, directory: Path, nodes: Nodes, run_id: str) -> Ended:
     """Run every rank of this node to its end. The first signal to this process asks them to finish their step and
     save; the next stops them at once. Where another of the ``nodes`` cannot go on, they are stopped.
 

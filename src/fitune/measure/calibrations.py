@@ -40,7 +40,7 @@ def quick_key(device: str, *, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return f"{device}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}-quick"
 
 
-def processor_threads(cores: int, environment: Mapping[str, str] = os.environ) -> int:
+def processor_threads(cores: int, environment: Mapping[str, str]) -> int:
     """OMP_NUM_THREADS as torch reads it, else one for each core."""
     wanted = environment.get("OMP_NUM_THREADS", "").split(",")[0]
     return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else max(1, cores)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fitune.errors import HardwareError
 from fitune.measure.calibrate import calibrate
-from fitune.measure.device_rates import HURRIED, Effort
+from fitune.measure.device_rates import Effort
 from fitune.measure.hardware import detect_hardware
 from fitune.spec.machines.hardware import Calibration, Hardware
 from fitune.spec.serial import from_json, to_json
@@ -25,7 +25,7 @@ _SECONDS = 120
 _FOUND = "found.json"
 
 
-def calibrate_together(hardware: Hardware, *, effort: Effort = HURRIED) -> Calibration:
+def calibrate_together(hardware: Hardware, *, effort: Effort) -> Calibration:
     """Measure one of the ``hardware.gpus_per_node`` processes on this machine's processor, and their collectives.
 
     Raises HardwareError where one of the processes ends badly or does not end.

@@ -180,8 +180,8 @@ def loss_sum(
     head: nn.Module,
     *,
     chunk_tokens: int | None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    softcap: float | None,
+    logit_scale: float,
 ) -> Tensor:
     """Summed negative log-likelihood without gradients, for evaluation."""
     chosen = torch.nonzero(labels_T != IGNORED).squeeze(1)

@@ -155,7 +155,7 @@ def rows_flash(call: RowCall) -> Tensor:
         return rows_sdpa(call)
 
 
-def one_call(query_BnTd: Tensor, *, softcap: float | None = None) -> bool:
+def one_call(query_BnTd: Tensor, *, softcap: float | None) -> bool:
     """True if FlashAttention takes the whole stream: Ampere or newer, 16 bit, heads of 8, 16, … 256, no cap."""
     head_size = query_BnTd.shape[-1]
     capability = _capability(query_BnTd.device)

@@ -53,7 +53,7 @@ def plan_answering(
     engines: Sequence[PlannedEngine],
     batch_size: int,
     adapter: Adapter,
-    price: float = 0.0,
+    price: float,
 ) -> AnsweringReport:
     """The fastest of ``engines`` that fits on one node of ``hardware``.
 

@@ -64,7 +64,7 @@ def _headline(run: RunFiles | None) -> str:
 
 
 def comparison_rows(
-    methods: Sequence[MethodRun], base_grades: Mapping[str, float] | None = None
+    methods: Sequence[MethodRun], base_grades: Mapping[str, float] | None
 ) -> list[tuple[str, ...]]:
     """The head, then one row of texts for the base when it was scored and for every trained method."""
     graders = _graders(methods, base_grades or {})

@@ -81,7 +81,7 @@ def learning_rate_curve(steps: Sequence[StepReport]) -> str:
     return draw_svg(draw, name="learning-rate", label="Learning rate over the steps")
 
 
-def throughput_curve(steps: Sequence[StepReport], *, predicted: float | None = None) -> str:
+def throughput_curve(steps: Sequence[StepReport], *, predicted: float | None) -> str:
     """Tokens per second of each step; the prediction as a dashed line."""
     points = [(step.step, step.tokens_per_second) for step in steps]
 

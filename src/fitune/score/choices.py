@@ -53,7 +53,7 @@ class _Fields:
     system: str = ""
 
 
-def has_choices(row: Row, columns: Columns = ()) -> bool:
+def has_choices(row: Row, columns: Columns) -> bool:
     """True for a row in one of the layouts above."""
     return _fields(row, columns) is not None
 
@@ -64,7 +64,7 @@ def first_row_has_choices(sources: Sequence[DataSource]) -> bool:
     return first is not None and has_choices(first, sources[0].columns)
 
 
-def read_choices(row: Row, columns: Columns = ()) -> Chosen:
+def read_choices(row: Row, columns: Columns) -> Chosen:
     """The row's question and choices. Raises BadRow naming field and value where it is unclear which is right."""
     fields = _fields(row, columns)
     if fields is None:

@@ -115,9 +115,7 @@ class Answer:
         return self.completion_tokens + sum(len(each.logprobs) for each in self.likelihoods)
 
 
-def read_questions(
-    sources: Sequence[DataSource], *, id_column: str = "", weighed: bool = False
-) -> Iterator[Question]:
+def read_questions(sources: Sequence[DataSource], *, id_column: str, weighed: bool) -> Iterator[Question]:
     """Every row of the sources, one source after another. ``weighed``: rows with choices, and plain texts, are
     questions too.
 
@@ -177,7 +175,7 @@ def _require_same(first: tuple[str, _Layout], other: tuple[str, _Layout]) -> Non
         )
 
 
-def id_column_of(sources: Sequence[DataSource], id_column: str = "") -> str:
+def id_column_of(sources: Sequence[DataSource], id_column: str) -> str:
     """The column that ``read_questions`` takes the ids from; empty where rows are numbered."""
     first = next(iter(read_rows(sources[0])), None)
     return _layout(first, sources[0], id_column).id_column if first else id_column

@@ -85,7 +85,7 @@ class ShownData:
     """0 without packing."""
 
 
-def view_data(recipe: Recipe, *, rows: int = 3, tell: Tell) -> ShownData:
+def view_data(recipe: Recipe, *, rows: int, tell: Tell) -> ShownData:
     """Tokenise the data of ``recipe`` as training would, into the same cache, and show ``rows`` rows of it.
 
     No plan is made: it does not matter whether the model fits anything here. Raises DataError, ModelError, RecipeError.

@@ -38,7 +38,7 @@ class Outcome:
     report: Path | None
 
 
-def run_demo(directory: Path, *, gpus: int = 1, tell: Tell) -> tuple[Outcome, ...]:
+def run_demo(directory: Path, *, gpus: int, tell: Tell) -> tuple[Outcome, ...]:
     """Write, pretrain, plan, train twice, score three times, compare.
 
     ``gpus`` 2: train the second once more by two processes, GPUs where there are two.

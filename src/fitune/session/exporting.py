@@ -28,7 +28,7 @@ from fitune.train.streamed import stored_weights, streamed_handover
 from fitune.train.uploading import CONFIGS, fetch_run, send_export
 
 
-def export_anywhere(run: str, out: str, kind: Kind | None, *, tell: Tell = tell_nobody) -> Exported:
+def export_anywhere(run: str, out: str, kind: Kind | None, *, tell: Tell) -> Exported:
     """``export_run`` of a run, and into a folder, that may each be behind a URL.
 
     A run in a store is fetched into the folder where its training would write it, and without ``out`` its export goes

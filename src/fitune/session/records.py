@@ -33,7 +33,7 @@ class Check:
     leave_one_out: bool
 
 
-def check_records(files: Sequence[Path], *, confidence: str, leave_one_out: bool = False) -> Check:
+def check_records(files: Sequence[Path], *, confidence: str, leave_one_out: bool) -> Check:
     """Raises DataError for a file that cannot be read and RecipeError for another confidence."""
     if confidence not in _CONFIDENCE:
         raise RecipeError(

@@ -19,7 +19,7 @@ class Rehearsed:
     rehearsal: Rehearsal
 
 
-def rehearse_recipe(recipe: Recipe, *, exact: bool = False) -> Rehearsed:
+def rehearse_recipe(recipe: Recipe, *, exact: bool) -> Rehearsed:
     """Plan among what can be rehearsed, then rehearse what was chosen. ``exact`` traces every block."""
     report = plan_for(recipe, purposes=("plan", "rehearse"))
     from fitune.rehearse.step import rehearse

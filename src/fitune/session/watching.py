@@ -75,7 +75,7 @@ class RunView:
         )
 
 
-def watch_run(directory: Path, *, tell: Tell, every_s: float = 5.0, sure_s: float = 10.0) -> bool:
+def watch_run(directory: Path, *, tell: Tell, every_s: float, sure_s: float = 10.0) -> bool:
     """Write report.html every few seconds until the run in ``directory`` has ended; False if a signal came before that.
 
     A run without a report and without an owner for ``sure_s`` seconds has ended: it was killed, and nobody took it

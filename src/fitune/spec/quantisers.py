@@ -173,9 +173,7 @@ QUANTISERS: dict[str, type[Quantiser]] = {"nf4": Nf4, "hqq": Hqq}
 """The recipe's word -> quantiser. The first that has the bits asked for is taken where no word is given."""
 
 
-def quantiser_for(
-    word: str | None, *, bits: int | None, group_size: int = 64, double: bool = True
-) -> Quantiser:
+def quantiser_for(word: str | None, *, bits: int | None, group_size: int, double: bool) -> Quantiser:
     """The quantiser that a recipe asks for, or the default one."""
     kinds = [QUANTISERS[word]] if word in QUANTISERS else list(QUANTISERS.values())
     kind = next(kind for kind in kinds if bits is None or bits in kind.widths)

@@ -39,7 +39,7 @@ from fitune.train.streamed import streamed_handover
 from fitune.units import as_ranges
 
 
-def complete(current: Run, weights: Mapping[str, Tensor] | None = None) -> RunReport:
+def complete(current: Run, weights: Mapping[str, Tensor] | None) -> RunReport:
     """Save what was trained before anything else can fail, answer the samples again, merge, write report.json.
 
     ``weights``: what was trained, where it is divided over ranks; asked for once each and in their order.

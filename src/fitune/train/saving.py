@@ -161,7 +161,7 @@ def save_together(
     keep: int,
     eval_loss: float | None,
     on_note: OnNote,
-    spare: Collection[str] = (),
+    spare: Collection[str],
 ) -> None:
     """Save what all ranks hold, each its ``share``, as ``save_checkpoint`` does for one. Called by every rank.
     ``spare`` names older checkpoints that stay for now.

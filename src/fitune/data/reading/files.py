@@ -23,7 +23,7 @@ _MAX_JSON_BYTES = 256 * MIB
 Rows = Iterator[Row | BadRow]
 
 
-def read_file(path: str, on_bytes: Callable[[int], None] = lambda _count: None) -> Rows:
+def read_file(path: str, on_bytes: Callable[[int], None]) -> Rows:
     """The rows of one file, read as its name says. Raises DataError when the file cannot be opened or parsed.
 
     ``on_bytes`` is told what was read, and may raise to stop.

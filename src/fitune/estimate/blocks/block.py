@@ -113,9 +113,9 @@ def block_profile(
     plan: Plan,
     shape: BatchShape,
     *,
-    gradient_enters: bool = True,
-    has_adapters: bool = True,
-    has_window: bool = False,
+    gradient_enters: bool,
+    has_adapters: bool,
+    has_window: bool,
 ) -> BlockProfile:
     """The profile of one kind of block, by the formulas of transformers' eager code."""
     forward, backward = block_passes(plan, has_adapters=has_adapters)

@@ -97,7 +97,7 @@ def rank_fleet(
 
 
 def offers_on(
-    fleet: Fleet, recipe: Recipe, *, model: ModelSpec, epoch_of: EpochOf, fetches_model: bool = True
+    fleet: Fleet, recipe: Recipe, *, model: ModelSpec, epoch_of: EpochOf, fetches_model: bool
 ) -> Offers:
     """An offer for each number of nodes of each cluster. Raises NothingFits where there is none at all.
 

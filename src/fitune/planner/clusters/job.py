@@ -31,8 +31,8 @@ def job_of(
     settings: JobSettings,
     *,
     fetches_model: bool,
-    cluster: str = "",
-    storage_bandwidth: float = 0.0,
+    cluster: str,
+    storage_bandwidth: float,
 ) -> JobSpec:
     """The job of a plan. Settings win over what the plan needs, but not below it: that raises HardwareError.
 

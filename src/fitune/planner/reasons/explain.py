@@ -46,7 +46,7 @@ def explain_plan(report: PlanReport) -> str:
     return "\n\n".join(sections)
 
 
-def explain_priced(priced: Priced, *, price: float = 0.0) -> str:
+def explain_priced(priced: Priced, *, price: float) -> str:
     """One plan: what it is, bytes by phase and on the host, seconds by phase, what that costs."""
     plan, estimate = priced.plan, priced.estimate
     return "\n".join(

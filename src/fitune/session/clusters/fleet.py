@@ -94,7 +94,7 @@ def launch_on_fleet(
     request: FleetRequest,
     settings: Sequence[str],
     *,
-    on: System | None = None,
+    on: System | None,
     job_file: Path | None = None,
 ) -> tuple[str, str]:
     """The file of the job for the best offer whose nodes are free, and where that is.

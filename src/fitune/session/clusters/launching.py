@@ -39,7 +39,7 @@ def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def launch_file(
-    recipe: Recipe, on: System, *, job_file: Path | None = None, settings: Sequence[str] = ()
+    recipe: Recipe, on: System, *, job_file: Path | None = None, settings: Sequence[str]
 ) -> tuple[JobSpec, str]:
     """The job of the recipe's plan, and the file that starts it on ``on``: YAML for kubectl, a script for sbatch."""
     _require_named_hardware(recipe)
@@ -85,7 +85,7 @@ def recipe_text(recipe: Recipe) -> str:
     return text
 
 
-def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool = False) -> Recipe:
+def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool) -> Recipe:
     """The recipe with every relative path below ``mount``, and one that goes on where an earlier attempt stopped.
 
     Raises RecipeError for a path elsewhere, which pods cannot see; ``anywhere`` True: nodes see the same disk as here.

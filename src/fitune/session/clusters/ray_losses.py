@@ -38,14 +38,17 @@ def has_first_ended(logs: Path) -> bool:
 
 def has_said_why(logs: Path) -> bool:
     """True if a rank failed by an error of its own, which would come again."""
-    statuses = read_statuses(logs)
-    return any(s.error is not None and s.error.kind != PeerGone.__name__ for s in statuses.values())
+    return bool(_failed_by_themselves(read_statuses(logs)))
+
+
+def _failed_by_themselves(statuses: dict[int, RankStatus]) -> list[RankStatus]:
+    """Statuses of the ranks that failed by another error than the loss of a rank."""
+    return [s for s in statuses.values() if s.error is not None and s.error.kind != PeerGone.__name__]
 
 
 def cause_of_loss(statuses: dict[int, RankStatus]) -> str:
     """Which rank ended first and why, as far as it or another one wrote it down."""
-    failed = [s for s in statuses.values() if s.error is not None and s.error.kind != PeerGone.__name__]
-    if failed:
+    if failed := _failed_by_themselves(statuses):
         first = min(failed, key=lambda status: status.error.at if status.error else 0.0)
         return f"rank {first.rank} failed: {first.error.message if first.error else ''}"
     named = [

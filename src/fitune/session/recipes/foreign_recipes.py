@@ -22,7 +22,7 @@ class ReadRecipe:
 
 
 def read_any_recipe(
-    path: Path | None, *, settings: Iterable[str] = (), options: Mapping[str, Any] | None = None
+    path: Path | None, *, settings: Iterable[str], options: Mapping[str, Any] | None
 ) -> ReadRecipe:
     """A YAML file of fitune or of another trainer, then ``a.b=c`` settings, then options; the later wins.
 

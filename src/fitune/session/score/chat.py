@@ -175,7 +175,7 @@ def open_chat(
     *,
     system: str,
     sampling: dict[str, Any],
-    chat_template: str = "",
+    chat_template: str,
     tell: Tell = tell_nobody,
 ) -> Chat:
     """Load the models that are named. Raises what ``find_model`` does, and DataError where a template refuses

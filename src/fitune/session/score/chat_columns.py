@@ -9,7 +9,7 @@ _GAP = 3
 
 
 def side_by_side(
-    titles: Sequence[str], texts: Sequence[str], notes: Sequence[str], *, width: int, most_lines: int = 0
+    titles: Sequence[str], texts: Sequence[str], notes: Sequence[str], *, width: int, most_lines: int
 ) -> str:
     """Each text below its title and above its note, in columns that are ``width`` together; of long texts the last
     ``most_lines`` lines, 0: all."""

@@ -30,7 +30,7 @@ _READ_AT_ONCE = 2**22
 _MLP_NAMES = (".mlp.", "feed_forward", ".fc1.", ".experts.")
 
 
-def plan_scoring(words: ScoreWords, *, gpu: str = "", gpus: int = 0) -> AnsweringReport:
+def plan_scoring(words: ScoreWords, *, gpu: str, gpus: int) -> AnsweringReport:
     """The fastest way to answer on ``gpus`` of the GPU that is named, else on this machine.
 
     Raises NothingFits with the arithmetic, RecipeError for what no plan knows, DataError for data without a row.
@@ -40,7 +40,7 @@ def plan_scoring(words: ScoreWords, *, gpu: str = "", gpus: int = 0) -> Answerin
     return plan_on(words, hardware, engines=engines, questions=read_lengths(words))
 
 
-def score_on_fleet(words: ScoreWords, request: FleetRequest, *, gpu: str = "") -> ScoreRanking:
+def score_on_fleet(words: ScoreWords, request: FleetRequest, *, gpu: str) -> ScoreRanking:
     """The clusters of a fleet in the order of what is wanted. Raises RecipeError, NothingFits or DataError."""
     if gpu:
         raise RecipeError(

@@ -41,8 +41,8 @@ def sources_of(
     data: Paths,
     columns: Mapping[str, str],
     *,
-    allow_https: bool = False,
-    allow_private_addresses: bool = False,
+    allow_https: bool,
+    allow_private_addresses: bool,
 ) -> tuple[DataSource, ...]:
     """A source for each path, in their order. Raises RecipeError for one that is named twice, and where none is."""
     paths = [str(path) for path in ([data] if isinstance(data, str | os.PathLike) else data)]
@@ -108,8 +108,8 @@ def _require_written(graders: Sequence[str]) -> None:
 
 def score_words(
     model: str, data: Paths, adapter: str, columns: Sequence[str] | None, max_new_tokens: int, batch_size: int,
-    engine: str, id_column: str, *, graders: Sequence[str] = (), allow_https: bool = False,
-    allow_private_addresses: bool = False,
+    engine: str, id_column: str, *, graders: Sequence[str], allow_https: bool,
+    allow_private_addresses: bool,
 ) -> ScoreWords:  # fmt: skip
     """The words, checked. Raises RecipeError for a number out of its limits, a role that is none, and graders for which
     nothing is written."""

@@ -32,7 +32,7 @@ _SMALL_FILES_BYTES = 48 * MIB
 
 
 def complete_run(
-    directory: Path, plan: Plan, *, resume: bool | str, saved_elsewhere: bool = False
+    directory: Path, plan: Plan, *, resume: bool | str, saved_elsewhere: bool
 ) -> RunReport | None:
     """The report of this very run if ``directory`` holds it complete, else None. A longer one is left to ``resume``.
 

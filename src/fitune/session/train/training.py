@@ -233,7 +233,7 @@ def run_once(
     )
 
 
-def predict_run(report: PlanReport, loader: Loader, *, after: int = 0) -> Prediction:
+def predict_run(report: PlanReport, loader: Loader, *, after: int) -> Prediction:
     """Prediction for the batches this run will really see, with the alternatives considered.
 
     The plan was made for the largest batch its settings allow; the heaviest of this data is known before it runs.

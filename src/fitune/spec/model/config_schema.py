@@ -93,7 +93,7 @@ Check = Callable[[ConfigFields, str, Any], None]
 """Refuses the value of a field, or returns."""
 
 
-def check_config(fields: ConfigFields, *, traced: bool = False) -> None:
+def check_config(fields: ConfigFields, *, traced: bool) -> None:
     """Raises ModelError naming the first field of a config.json whose value has no meaning.
 
     A model whose blocks are ``traced`` may have any activation that transformers has.

@@ -172,7 +172,7 @@ def require_meaningful(settings: JobSettings, on: System) -> None:
 
 
 def read_job_settings(
-    path: Path | None, *, settings: Iterable[str] = (), defaults: Mapping[str, Any] | None = None
+    path: Path | None, *, settings: Iterable[str], defaults: Mapping[str, Any] | None = None
 ) -> JobSettings:
     """``defaults``, then a YAML file, then ``image=…`` settings without their ``job.``; the later wins."""
     wanted = dict(defaults or {})
