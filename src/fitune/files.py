@@ -196,7 +196,7 @@ def sync_tree(folder: Path) -> None:
 
 
 TEMPORARY = ".tmp-"
-"""How the name of every unfinished file and folder begins."""
+"""Prefix of the name of every unfinished file and folder."""
 
 
 def temporary_sibling(target: Path) -> Path:

@@ -99,7 +99,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _place(tensor: Tensor, rank: int) -> Divided | None:
-    """Where this rank's part of ``tensor`` belongs, without a part when it writes none; None for a whole tensor."""
+    """The place of this rank's part of ``tensor``, without a part when it writes none; None for a whole tensor."""
     if not isinstance(tensor, DTensor):
         return None
     mesh = tensor.device_mesh

@@ -49,6 +49,7 @@ class LedgerBook:
         self.longest_row = max(self.longest_row, tokens)
 
     def close(self, *, formats: tuple[str, ...]) -> Ledger:
+        """The account as it stands: rows and tokens, and the ``formats`` that the sources were read as."""
         return Ledger(
             rows_read=self.rows_read,
             rows_kept=self.rows_kept,

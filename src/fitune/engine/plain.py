@@ -60,6 +60,7 @@ class PlainEngine(WholeWeights):
         return loss
 
     def update(self, *, learning_rate: float, enter_phase: EnterPhase) -> Update:
+        """Steps the optimizer with clipped gradients and drops them; fp16 gradients that overflowed are skipped."""
         enter_phase(Phase.UPDATE)
         scale = self._scale()
         norm = self.gradient_norm().item() / scale

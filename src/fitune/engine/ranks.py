@@ -18,7 +18,7 @@ from fitune.errors import FituneError, PeerGone, RankFailed
 T = TypeVar("T")
 
 WAIT = timedelta(hours=2)
-"""How long a rank waits for the others in a collective: the first one may tokenise, write a checkpoint or merge
+"""Longest wait of a rank for the others in a collective: the first one may tokenise, write a checkpoint or merge
 meanwhile. A rank that dies is seen at once, by its closed connections, and one that hangs in a step by the watch
 (train/peers.py)."""
 

@@ -22,7 +22,7 @@ class ModelProfile:
     """The blocks of the model for one micro-batch: the same however its states are divided or offloaded."""
 
     blocks: tuple[BlockProfile, ...]
-    """Of each block; those of one kind are the same object."""
+    """One for each block; those of one kind are the same object."""
     untouched: int
     final_norm: Stage
     around_traced: tuple[int, int, int] | None = None

@@ -28,7 +28,7 @@ FlashAttention-2."""
 ATTENTION_ROW_TOKENS = 512
 """Rows of 512 tokens reach half of that rate, of 2,048 four fifths (Dao 2023, its plots over the length of rows)."""
 CPU_ATTENTION_EFFICIENCY, CPU_ATTENTION_ROW_TOKENS = 0.5, 64
-"""Of what products reach; measured on a core of a cloud EPYC (fitune doctor --calibrate, torch 2.13)."""
+"""Share of the rate of products; measured on a core of a cloud EPYC (fitune doctor --calibrate, torch 2.13)."""
 BANDWIDTH_EFFICIENCY = 0.80
 """Share of the datasheet bandwidth that elementwise kernels reach. Not measured by us."""
 CPU_16_BIT_TRAFFIC = 0.5
@@ -75,6 +75,7 @@ class Rates:
 
 @remembered
 def rates_of(hardware: Hardware, precision: Precision) -> Rates:
+    """Rates of the device (FLOP/s, bytes/s, seconds), calibrated where it was measured, else from its datasheet."""
     numbers = "bf16" if precision is Precision.BF16_MASTER else precision.value
     calibration = hardware.calibration
     products = calibration.product_rate(numbers) if calibration is not None else None

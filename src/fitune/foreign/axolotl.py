@@ -120,6 +120,7 @@ _PLUGINS = {
 
 
 def read_axolotl(r: Reading) -> None:
+    """Reads an Axolotl config: every key is put as ours, passed over or refused."""
     r.same(_SAME)
     _method(r)
     _model(r)

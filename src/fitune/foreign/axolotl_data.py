@@ -7,6 +7,7 @@ from fitune.foreign.reading import Reading
 
 
 def read_datasets(r: Reading) -> None:
+    """Puts the datasets, the evaluation sets and the held-out share of an Axolotl config."""
     for key, name in (("datasets", "data"), ("test_datasets", "eval_data")):
         sources = r.take(key)
         if not isinstance(sources, list):

@@ -94,6 +94,7 @@ _MEGATRON = (
 
 
 def read_llama_factory(r: Reading) -> None:
+    """Reads a LLaMA-Factory config: every key is put as ours, passed over or refused."""
     stage = str(r.take("stage") or "sft")
     if stage != "sft":
         r.refuse("stage", "fitune does supervised fine-tuning: stage: sft")

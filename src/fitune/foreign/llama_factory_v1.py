@@ -24,6 +24,7 @@ _PASSED = (
 
 
 def read_llama_factory_v1(r: Reading) -> None:
+    """Reads a config of LLaMA-Factory's v1 layout: every key is put as ours, passed over or refused."""
     r.same(_SAME)
     _method(r, r.take("peft_config") or {}, r.take("quant_config") or {})
     _data(r)

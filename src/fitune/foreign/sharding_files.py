@@ -1,4 +1,4 @@
-"""How other trainers divide a model over devices: DeepSpeed's JSON, FSDP's keys, accelerate's YAML.
+"""Sharding as other trainers say it: DeepSpeed's JSON, FSDP's keys, accelerate's YAML.
 
 All of them divide without changing the result, so what is read here is the stage and what lies on the host; buckets,
 prefetching and wrapping are for the engine. The backend is left to the plan.
@@ -85,6 +85,7 @@ def read_fsdp(r: Reading) -> None:
 
 
 def put_fsdp(r: Reading, config: Mapping[str, Any], *, words: list[str], key: str) -> None:
+    """Puts zero, offload and recompute as FSDP's ``config`` and the ``words`` of its strategy say."""
     values = {str(name).removeprefix("fsdp_"): value for name, value in config.items()}
     strategy = next((word.upper() for word in words if word.upper() in _FSDP_STAGES), None)
     if strategy is None:
@@ -118,6 +119,7 @@ def read_accelerate(r: Reading) -> None:
 
 
 def put_accelerate(r: Reading, config: Mapping[str, Any], *, key: str) -> None:
+    """Puts devices, nodes and sharding as an accelerate ``config`` says."""
     kind = str(config.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
         _put_deepspeed_of_accelerate(r, config.get("deepspeed_config") or {}, key=key)

@@ -65,6 +65,7 @@ _ADAMW_DECAY = 0.01
 
 
 def read_torchtune(r: Reading) -> None:
+    """Reads a torchtune config: every key is put as ours, passed over or refused."""
     r.same(_SAME)
     _model(r)
     _data(r, "dataset", "data")

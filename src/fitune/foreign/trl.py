@@ -57,6 +57,7 @@ _DEFAULTS = {"TRL": (1024, 8, 2e-5, 3.0), "Unsloth": (2048, 8, 5e-5, 3.0)}
 
 
 def read_trl(r: Reading) -> None:
+    """Reads a TRL config for supervised fine-tuning: every key is put as ours, passed over or refused."""
     r.same(_SAME)
     if is_on(revision := r.take("model_revision")) and revision != "main":
         r.refuse("model_revision", "a revision of the model; name the folder it was downloaded to")

@@ -1,1 +1,1 @@
-"""How the processes of a job are started: commands and environment from a Plan, and the launchers that run them."""
+"""The start of a job's processes: commands and environment from a Plan, and the launchers that run them."""

@@ -16,7 +16,7 @@ from fitune.errors import FituneError, HardwareError, NodeFailed, RecipeError
 from fitune.launch.board import LOOK_SECONDS, Board, is_own_address, reached_store, served_store
 
 TIMEOUT_SECONDS = 600.0
-"""How long a node waits for the others to come: machines of one job may start minutes apart."""
+"""Longest wait of a node for the others to come: machines of one job may start minutes apart."""
 
 SILENCE_SECONDS = 60.0
 """A launcher that gives no sign for so long is lost: its machine is off, or the network between them is."""

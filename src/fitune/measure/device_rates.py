@@ -52,11 +52,11 @@ class Effort:
     trial_seconds: float
     trials: int
     few_trials: int
-    """Where one call is a trial: it takes long enough to find a quiet moment of its own."""
+    """Trials where one call is a trial: it takes long enough to find a quiet moment of its own."""
     rounds: int
     """More than one: other work of a second or two spoils one round alone."""
     products: int
-    """How many of PRODUCTS_TDF_CPU are measured, the small ones first."""
+    """Number of PRODUCTS_TDF_CPU that are measured, the small ones first."""
     row_lengths: tuple[int, ...]
     tensor_mib: tuple[float, ...]
     pool_bytes: int

@@ -21,7 +21,7 @@ from fitune.spec.reports import MeterKind
 
 
 class OtherMemory(Protocol):
-    """Where tensors are that the device does not hold, although a CPU has them in the same chips."""
+    """The place of tensors that the device does not hold, although a CPU has them in the same chips."""
 
     def claims(self, tensor: Tensor) -> bool: ...
 

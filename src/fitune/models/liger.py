@@ -76,6 +76,7 @@ def liger_operations(device: torch.device) -> Operations:
 
 
 def operations_of_liger() -> Operations:
+    """Liger's kernels as operations of a block. Raises MissingExtra without liger-kernel."""
     require_library("liger_kernel.ops", needed_by="kernels: liger", extra="liger")
     from liger_kernel import ops
 

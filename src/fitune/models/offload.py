@@ -173,6 +173,8 @@ class OffloadedActivations:
         self._at_work = {}
 
     def keep(self, tensor: Tensor) -> _View | None:
+        """A view of ``tensor`` on a storage that leaves the device; None for one that stays. Views of one
+        storage share it."""
         key = tensor.untyped_storage()._cdata
         if key in self._stays:
             return None

@@ -102,6 +102,7 @@ def default_learning_rate(tuning: Tuning, optimizer: Optimizer) -> float:
 
 
 def optimizer_of(recipe: Recipe) -> Optimizer:
+    """The optimizer that the recipe names, with its settings."""
     match recipe.optimizer:
         case "adamw" | "adamw-8bit":
             kind = AdamW if recipe.optimizer == "adamw" else AdamW8bit
@@ -118,6 +119,7 @@ def optimizer_of(recipe: Recipe) -> Optimizer:
 
 
 def schedule_of(recipe: Recipe, *, learning_rate: float) -> Schedule:
+    """The schedule of the recipe: its rates, warm-up and length in steps or epochs."""
     return Schedule(
         learning_rate=learning_rate,
         kind=recipe.lr_scheduler,
@@ -133,6 +135,7 @@ def schedule_of(recipe: Recipe, *, learning_rate: float) -> Schedule:
 
 
 def data_of(recipe: Recipe) -> DataPlan:
+    """The data of the recipe: its sources with their weights, and how rows are read."""
     return DataPlan(
         sources=tuple(
             _source(source, recipe, weight=weight)
@@ -163,6 +166,7 @@ def _source(source: SourceRecipe, recipe: Recipe, *, weight: float) -> DataSourc
 
 
 def run_of(recipe: Recipe, *, model: ModelSpec, tuning: Tuning) -> RunPlan:
+    """The settings of the run; an output_dir that is a URL becomes a folder here that is uploaded there."""
     directory, upload_to = recipe.output_dir or default_output_dir(model, tuning), recipe.upload_to
     if "://" in directory:
         directory, upload_to = staging_of(directory), directory

@@ -143,6 +143,7 @@ def to_adapters(recipe: Recipe, tuning: Literal["lora", "qlora"]) -> tuple[str, 
 
 
 def lora_of(recipe: Recipe, model: ModelSpec, base: Dense | Quantiser) -> Lora:
+    """The adapters that the recipe asks for, on ``base`` weights, with targets resolved to the model's linears."""
     adapted = resolve_adapted(model, targets=recipe.lora_target_modules, layers=recipe.lora_layers)
     return Lora(
         rank=recipe.lora_r,

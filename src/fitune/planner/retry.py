@@ -95,7 +95,7 @@ class Known:
 
     failed: MemoryBreakdown
     phase: Phase | None
-    """Where memory ran out; None: between two steps."""
+    """The phase in which memory ran out; None: between two steps."""
     room: int
 
     @classmethod

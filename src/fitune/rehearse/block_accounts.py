@@ -73,6 +73,8 @@ def _storages(sample: Sample) -> _Storages:
 
 
 def account_of(sample: Sample) -> Account:
+    """Bytes of each block of the ``sample``: kept, needed for a moment, left as gradients. Raises ModelError
+    where the residual stream is wider than a block's output."""
     found = _storages(sample)
     account = Account(hidden=found.sizes[sample.outputs[0]])
     if any(found.sizes[storage] != account.hidden for storage in sample.inputs.values()):

@@ -80,7 +80,7 @@ def _draw(axes: Any, points: Sequence[Point]) -> None:
 
 _PLACES = [(7, -3), (7, 6), (7, -12), (-7, -3), (-7, 6), (-7, -12), (7, 15), (7, -21), (-7, 15), (-7, -21), (7, 24),
            (7, -30)]  # fmt: skip
-"""Where a label may begin, or end to the left of its point, in points of type; the first that is free is taken."""
+"""Offsets of a label that begins, or ends to the left of its point, in points of type; the first free one is taken."""
 
 
 def _label(axes: Any, points: Sequence[Point], best: Sequence[Point]) -> None:

@@ -143,6 +143,7 @@ def draw_line(
     marker: str = "",
     style: object = "-",
 ) -> None:
+    """Draws ``points`` (step, value) in the colour of ``series``, thinned; a single one as a dot."""
     finite = thin([point for point in points if math.isfinite(point[1])])
     marker = marker or ("o" if len(finite) == 1 else "")
     axes.plot(

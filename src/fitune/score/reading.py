@@ -9,7 +9,7 @@ from fitune.score.tasks import Question, id_column_of, read_questions
 from fitune.spec.plan import DataSource
 
 _SHOWN = 5
-"""How many faulty rows an error lists."""
+"""Most faulty rows that an error lists."""
 
 
 def index_input(

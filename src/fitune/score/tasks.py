@@ -142,7 +142,7 @@ def read_questions(sources: Sequence[DataSource], *, id_column: str, weighed: bo
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How the rows of a source are asked and named, by its first row. ``id_column`` empty: they are numbered."""
+    """The way to ask and name the rows of a source, by its first row. ``id_column`` empty: they are numbered."""
 
     kind: str
     id_column: str

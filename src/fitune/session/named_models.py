@@ -14,7 +14,7 @@ from fitune.train.export import FOLDERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
-    """Where the files of a model are."""
+    """The place of a model's files."""
 
     title: str
     model: str

@@ -64,6 +64,7 @@ def check_data(check: Check) -> dict[str, Any]:
 
 
 def check_text(check: Check, *, rows: bool) -> str:
+    """The table of errors by source and group; with ``rows`` those of every row."""
     levels = " or ".join(level or "unstated" for level in check.confidence)
     lines = [
         f"{len(check.compared)} of {check.rows} rows map to a plan; errors are of rows with {levels} confidence"

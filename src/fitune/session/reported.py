@@ -30,7 +30,7 @@ class Reported:
     remarks: tuple[str, ...] = ()
     """Steps that took much longer than the others."""
     state: str = ""
-    """How far a run without a report is, and whether anybody goes on with it; empty for one with a report."""
+    """Progress of a run without a report, and whether anybody goes on with it; empty for one with a report."""
     trackers: "tuple[Tracked, ...]" = ()
 
 
@@ -141,6 +141,7 @@ def reported_data(reported: Reported) -> dict[str, Any]:
 
 
 def explain_score(report: ScoreReport) -> str:
+    """Grades, rows, tokens and seconds of a scoring, in words."""
     grades = "\n".join(_explain_grade(report, name) for name in report.grades)
     failed = f", {report.failed} failed" if report.failed else ""
     cut = ""

@@ -1,4 +1,4 @@
-"""How a model answers a dataset: engine, devices, rows at once; and the questions, as far as a plan needs them."""
+"""The plan of answering a dataset: engine, devices, rows at once; and the questions, as far as a plan needs them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -35,7 +35,7 @@ class Questions:
     longest_prompt: int
     new_tokens: int
     guess: str = ""
-    """How tokens were estimated; empty when every prompt was encoded."""
+    """Way in which tokens were estimated; empty when every prompt was encoded."""
 
     @property
     def mean_prompt(self) -> float:

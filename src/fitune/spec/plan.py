@@ -276,7 +276,7 @@ class Plan:
     data: DataPlan = field(default_factory=DataPlan)
     run: RunPlan
     added_tokens: tuple[str, ...] = ()
-    """Of which the tokenizer learns and ``model.vocab_size`` counts the rows."""
+    """Tokens that the tokenizer learns; ``model.vocab_size`` counts their rows."""
 
     @property
     def goes_back_twice(self) -> bool:

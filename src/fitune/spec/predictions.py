@@ -160,7 +160,7 @@ class Epoch:
     usual: BatchShape
     """A micro-batch of average size: what a step's time is made of."""
     guess: str = ""
-    """How lengths and counts were estimated; empty when every row was counted."""
+    """Way in which lengths and counts were estimated; empty when every row was counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ class StepReport:
     skipped: bool = False
     """True when fp16 gradients overflowed and no update was made."""
     waiting_seconds: float | None = None
-    """Of step_seconds, those in which this rank waited in collectives; None for one process, and on GPUs, where the
+    """Part of step_seconds in which this rank waited in collectives; None for one process, and on GPUs, where the
     device waits."""
     memory_bytes: dict[Phase, int] = field(default_factory=dict)
     """Measured peaks of this step; empty when the step was not measured."""
@@ -127,7 +127,7 @@ class RankReport:
     step_seconds: float
     """Mean, without the first."""
     waiting_seconds: float | None = None
-    """Of step_seconds, those in collectives: for the bytes and for the ranks that come later. None on GPUs."""
+    """Part of step_seconds in collectives: for the bytes and for the ranks that come later. None on GPUs."""
     busiest_step: int = 0
     """The step, of the same ones, in which this rank was busy longest."""
     busiest_seconds: float = 0.0

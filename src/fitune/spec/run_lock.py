@@ -155,8 +155,8 @@ def _open(file: Path) -> int:
 
 
 WAIT_VARIABLE = "FITUNE_WAIT_FOR_RUN_SECONDS"
-"""How long a run waits for an earlier attempt to let go of its directory, instead of failing at once. A cluster starts
-the next attempt while the pods of the one before still save."""
+"""Names the seconds that a run waits for an earlier attempt to let go of its directory, instead of failing at once. A
+cluster starts the next attempt while the pods of the one before still save."""
 _LOOK_SECONDS = 1.0
 
 

@@ -23,6 +23,7 @@ class Comet:
     folder ``comet``, one for each attempt."""
 
     def start(self, beginning: Beginning) -> Where:
+        """Begins or goes on with the experiment, offline without a key; returns its address."""
         import comet_ml
 
         wanted = beginning.tracking
@@ -54,6 +55,7 @@ class Comet:
             self._experiment.log_metrics(dict(scalars(report)), step=report.step)
 
     def finish(self, end: End) -> Where:
+        """Logs final figures, table and files, and ends the experiment."""
         self._experiment.log_others({"status": end.status, **end.figures})
         if end.table:
             head, *rows = end.table

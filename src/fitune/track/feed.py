@@ -27,7 +27,7 @@ MOST_WAITING = 10_000
 """Steps in the queue of one tracker: some 6 MB."""
 _MOST_AT_ONCE = 500
 _WRITE_S = 10.0
-"""How often the record is brought up to date: a run that is killed has counted what it sent until then."""
+"""Seconds between two writings of the record: a run that is killed has counted what it sent until then."""
 PAUSES_S = (5.0, 60.0, 300.0)
 """Before a tracker that failed begins again."""
 SETTLE_S = 5.0
@@ -66,6 +66,7 @@ class Trackers:
         return (*now, *(one for one in self._earlier if one.tracker not in named))
 
     def start(self, plan: Plan, run_name: str) -> None:
+        """Begins the feed of every tracker; a run that was tracked before goes on under its old id."""
         self._earlier = read_tracked(self._directory)
         known = {one.tracker: one for one in self._earlier}
         for name, row in self._rows.items():

@@ -22,6 +22,7 @@ class MLflow:
     """A run of MLflow. Its server makes the ids; every attempt goes on with the one of the first."""
 
     def start(self, beginning: Beginning) -> Where:
+        """Begins the run, or goes on with a known one; returns its address."""
         import mlflow
         from mlflow import entities
 
@@ -46,6 +47,7 @@ class MLflow:
         self._send(metrics)
 
     def finish(self, end: End) -> Where:
+        """Logs final figures, table and files, and ends the run."""
         now = int(time() * 1000)
         self._send([self._entities.Metric(name, number, now, 0) for name, number in end.figures.items()])
         for file in end.files:

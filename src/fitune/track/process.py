@@ -28,7 +28,7 @@ from fitune.track.record import log_of
 from fitune.track.trackers import Row
 
 _LONELY_SECONDS = 60.0
-"""How long a tracker may take for the end of a run that is gone."""
+"""Longest time a tracker may take for the end of a run that is gone."""
 _LONGEST_CAUSE = 300
 
 

@@ -17,6 +17,7 @@ class TensorBoard:
     """
 
     def start(self, beginning: Beginning) -> Where:
+        """Opens the event file in the run directory; returns the command that shows it."""
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

@@ -26,6 +26,7 @@ class Wandb:
     """
 
     def start(self, beginning: Beginning) -> Where:
+        """Begins or goes on with the run, offline without a key; returns its address."""
         import wandb
 
         self._wandb: Any = wandb
@@ -47,6 +48,7 @@ class Wandb:
             self._run.log({"step": report.step, **dict(scalars(report))})
 
     def finish(self, end: End) -> Where:
+        """Logs final figures, table and files, and ends the run."""
         self._run.summary.update({"status": end.status, **end.figures})
         if end.table:
             head, *rows = end.table

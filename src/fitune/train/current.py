@@ -82,11 +82,11 @@ class Run:
     is_trained: bool = False
     """The last step is done."""
     exported: str = ""
-    """Where what was trained is saved and verified; empty until then."""
+    """Folder in which the export is saved and verified; empty until then."""
     done: list[StepReport] = field(default_factory=list)
     """Steps of this process, where several train together."""
     rows: tuple[RankReport, ...] = ()
-    """Of all of them, once the last step is done or the run was asked to stop."""
+    """Reports of all of them, once the last step is done or the run was asked to stop."""
     best_eval_loss: float = math.inf
     """The lowest of all evaluations, those before a resume too."""
 

@@ -44,7 +44,7 @@ class Prepared:
     model: LanguageModel
     engine: Engine
     host: HostMemory | None = None
-    """Where the plan's offloaded tensors wait; None: nothing leaves the device."""
+    """Host memory in which the plan's offloaded tensors wait; None: nothing leaves the device."""
 
     def resident_tensors(self) -> Iterator[Tensor]:
         """Everything that stays in memory between two steps."""

@@ -192,6 +192,8 @@ def _from_bytes(message: bytes) -> Any:
 
 
 def main() -> None:
+    """Answers requests from the parent's pipe, under the limits of memory and files that it gives, until the
+    parent is gone."""
     connection, cpu_s, memory_bytes = Connection(int(sys.argv[1])), float(sys.argv[2]), int(sys.argv[3])
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)

@@ -63,6 +63,7 @@ def traced_block(memory: TracedMemory, *, gradients_exist: bool) -> Block:
 
 
 def block_of(stages: Sequence[Stage], *, gradients_exist: bool) -> Block:
+    """Bytes of a block, kept or recomputed: the sums and the worst moments of its stages."""
     peak = backward_peak(stages, gradients_exist=gradients_exist)
     again = _running_again(stages)
     return Block(

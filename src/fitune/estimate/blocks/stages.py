@@ -20,6 +20,7 @@ from fitune.spec.model.traits import ACTIVATIONS, falls_back_to_scores, writes_s
 def attention_stages(
     site: Site, projections: Sequence[Linear], output: Sequence[Linear], *, passes: bool
 ) -> Iterator[Stage]:
+    """Stages of attention: queries, keys and values; scores; output. ``passes``: a gradient goes back through them."""
     model, t, e = site.model, site.shape.tokens, site.element_bytes
     sizes = {"hidden": model.hidden_size, "q_dim": model.q_dim, "kv_dim": _attended_kv_dim(site)}
     kept = _queries_keys_values(site, projections) if passes else 0

@@ -17,6 +17,7 @@ class Nf4Weight(PackedWeight):
     base: Nf4
 
     def pack(self, weight: Tensor) -> None:
+        """Holds ``weight`` as NF4 codes with a scale for each block, the scales in 8 bits where quantised twice."""
         packed, scales = torch.ops.bitsandbytes.quantize_4bit.default(
             weight.contiguous(), Nf4.block, "nf4", torch.uint8
         )

@@ -289,6 +289,7 @@ def priced_data(priced: Priced) -> dict[str, Any]:
 
 
 def estimate_data(estimate: Estimate) -> dict[str, Any]:
+    """The estimate as JSON: bytes by phase and term, seconds by phase, tokens/s."""
     return {
         "peak_bytes": estimate.peak_bytes,
         "usable_bytes": estimate.usable_bytes,

@@ -77,6 +77,8 @@ class GuardedGrader:
 
 
 def main() -> None:
+    """Loads the grader that the first request names, then answers one request after the other with a grade or an
+    error."""
     grade: Callable[..., Any] | None = None
     for connection, message in requests(sys.argv):
         asked = json.loads(message)

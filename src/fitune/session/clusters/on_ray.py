@@ -143,7 +143,7 @@ class _Job:
     larger: int = 0
     """Workers that have room, for which the present attempt is left; 0 while there are no more."""
     failed: RankEnd | None = None
-    """Of the rank that failed first by itself."""
+    """End of the rank that failed first by itself."""
 
     @property
     def plan(self) -> Plan:

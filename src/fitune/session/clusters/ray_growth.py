@@ -17,7 +17,7 @@ _LOOK_SECONDS = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class Growth:
-    """How many workers train, and how many have had room for a while."""
+    """Number of workers that train, and of those that have had room for a while."""
 
     each: Mapping[str, float]
     most: int

@@ -67,7 +67,7 @@ class Orders:
     """The last checkpoint before this job."""
     change: Change | None
     folder: str
-    """Where the driver runs: relative paths of the plan begin there."""
+    """Folder of the driver: relative paths of the plan begin there."""
     environment: dict[str, str]
     threads: int
     desk: Any

@@ -20,7 +20,7 @@ from fitune.spec.serial import from_data, read_json, to_json
 from fitune.units import format_bytes
 
 IN_A_STEP = (*(phase.value for phase in Phase), "evaluating")
-"""Where the micro-batch decides about memory; loading, answering and exporting know none."""
+"""Phases in which the micro-batch decides about memory; loading, answering and exporting know none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

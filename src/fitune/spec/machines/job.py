@@ -58,7 +58,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How often and how long. Seconds; 0 is no limit."""
+    """Retries and times of a job. Seconds; 0 is no limit."""
 
     retries: int
     grace_seconds: int

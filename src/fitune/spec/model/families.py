@@ -127,6 +127,7 @@ def read_falcon(fields: ConfigFields, name: str) -> ModelSpec:
 
 
 def read_phi(fields: ConfigFields, name: str) -> ModelSpec:
+    """Phi-1 to 2: attention and MLP side by side behind one LayerNorm, a bias on every linear and on the head."""
     widths = _widths(fields, kv_optional=True)
     linears = (
         *attention(widths, qkv_bias=True, out_bias=True, out_name="self_attn.dense"),

@@ -158,9 +158,9 @@ class ModelSpec:
     kind_of: tuple[int, ...] = ()
     """Index into ``kinds`` for each block."""
     roots: tuple[tuple[int, ...], ...] = ()
-    """Of such an architecture: shapes of the parameters outside of blocks, embedding and head."""
+    """Traced architectures: shapes of the parameters outside of blocks, embedding and head."""
     config_digest: str = ""
-    """Of such an architecture: names its config together with the libraries that built it."""
+    """Traced architectures: digest of the config together with the libraries that built it."""
     uneven_heads: bool = False
     """Heads of values differ in size from those of queries and keys (MLA)."""
     separates_rows: bool = True

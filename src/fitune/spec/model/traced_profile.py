@@ -94,16 +94,16 @@ class TracedBlock:
     """In a forward that keeps everything, its input included."""
     backward: tuple[Moment, ...]
     adding: tuple[Moment, ...]
-    """The same where gradients exist already and fresh ones are added to them, or used at once."""
+    """Moments of backward where gradients exist already and fresh ones are added to them, or used at once."""
     recomputed: tuple[Moment, ...]
-    """Of a block that runs again first, beyond its input."""
+    """Moments of a block that runs again first, beyond its input."""
     recomputed_adding: tuple[Moment, ...]
     there: TracedPass
     back: TracedPass
     heads: int
     head_size: int
     flops_per_pair: float
-    """Of fused attention, forward and backward, for each pair of a query and a key."""
+    """FLOPs of fused attention, forward and backward, for each pair of a query and a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

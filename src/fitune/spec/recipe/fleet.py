@@ -41,13 +41,13 @@ class Cluster(Strict):
     price: PositiveFloat | None = None
     """US dollars for an hour of one GPU."""
     host_memory: Size | None = None
-    """Of a node."""
+    """Bytes of a node."""
     disk: Size | None = None
-    """Of a node, for caches."""
+    """Bytes of a node, for caches."""
     interconnect: Bandwidth | None = None
     node_network: Bandwidth | None = None
     storage: Bandwidth | None = None
-    """Of one node to the shared file system."""
+    """Bytes/s of one node to the shared file system."""
     start: Duration | None = None
     """Seconds from a free node to the first line of fitune: pulling the image, starting Ray."""
     instance_type: LabelValue = ""

@@ -21,6 +21,7 @@ class StrictLoader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """The next node. Raises an error for aliases, tags and deep nesting."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             raise _refused("aliases (*name) are not allowed", event)
