@@ -10,10 +10,11 @@ import os
 import queue
 import sys
 import threading
-from typing import Any
+from typing import Any, TextIO
 
 
 def main() -> None:
+    """Loads what the first line of input says, then answers, weighs and compares until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.path.pop(0)  # this file's folder: vLLM's imports must not find the files beside it
@@ -21,82 +22,111 @@ def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     # GiB of keys and values on a CPU, where vLLM would ask for 92 % of all memory; a GPU does not look at it.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    opened = json.loads(sys.stdin.readline())
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
-    from vllm.sampling_params import RequestOutputKind
+    worker = _Worker(json.loads(sys.stdin.readline()), answers)
+    if worker.has_begun():
+        worker.serve(_lines_of_input())
 
-    settings = dict(opened["settings"])
-    adapter = opened["adapter"]
-    if adapter:
-        settings.update(enable_lora=True, max_loras=1, max_lora_rank=opened["max_lora_rank"])
-    llm = LLM(model=opened["model"], tokenizer=opened["tokenizer"], **settings)
-    lora = LoRARequest("adapter", 1, adapter) if adapter else None
 
-    def say(line: dict[str, Any]) -> None:
-        answers.write(json.dumps(line) + "\n")
-        answers.flush()
+class _Worker:
+    """vLLM with one model, and with one adapter or none."""
 
-    def run(entries: Any, parameters: Any, lora_request: Any = lora) -> Any:
-        prompts = [{"prompt_token_ids": entry["ids"]} for entry in entries]
-        return llm.generate(prompts, parameters, lora_request=lora_request, use_tqdm=False)
+    def __init__(self, opened: dict[str, Any], answers: TextIO) -> None:
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
 
-    def step() -> None:
+        settings, adapter = dict(opened["settings"]), opened["adapter"]
+        if adapter:
+            settings.update(enable_lora=True, max_loras=1, max_lora_rank=opened["max_lora_rank"])
+        self.llm = LLM(model=opened["model"], tokenizer=opened["tokenizer"], **settings)
+        self.engine = self.llm.llm_engine
+        self.lora = LoRARequest("adapter", 1, adapter) if adapter else None
+        self.stop_ids = opened["stop_ids"]
+        self.answers = answers
+
+    def has_begun(self) -> bool:
+        """Say the positions and tokens of the model; False when vLLM refuses the adapter, which is said, too."""
+        if self.lora is not None:
+            try:
+                self.engine.add_lora(self.lora)
+            except Exception as error:  # which class depends on vLLM's version
+                self._say({"refused": f"{error}"})
+                return False
+        loaded = self.engine.model_config
+        self._say({"context": loaded.max_model_len, "vocabulary": loaded.get_vocab_size()})
+        return True
+
+    def serve(self, lines: "queue.SimpleQueue[bytes]") -> None:
+        """Do what each line asks for until an empty one comes; rows are answered while none waits."""
+        while True:
+            if lines.empty() and self.engine.has_unfinished_requests():
+                self._step()
+                continue
+            text = lines.get()
+            if not text:
+                return
+            asked = json.loads(text)
+            if asked["what"] == "answer":
+                self._add(asked["entries"])
+                continue
+            while self.engine.has_unfinished_requests():  # ``generate`` would take their answers
+                self._step()
+            if asked["what"] == "weigh":
+                self._weigh(asked["entries"])
+            else:
+                self._compare(asked["entries"])
+            self._say({"done": True})
+
+    def _add(self, entries: list[dict[str, Any]]) -> None:
+        """These rows join those that are being answered."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        for e in entries:
+            parameters = SamplingParams(
+                temperature=e["temperature"], top_p=e["top_p"], seed=e["seed"], max_tokens=e["max_new_tokens"],
+                stop_token_ids=self.stop_ids, logprobs=0, detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )  # fmt: skip
+            prompt = {"prompt_token_ids": e["ids"]}
+            self.engine.add_request(str(e["number"]), prompt, parameters, lora_request=self.lora)
+
+    def _step(self) -> None:
         """One step of vLLM; answers go out as they end: ``generate`` would keep the first until the last has ended."""
-        for output in llm.llm_engine.step():
+        for output in self.engine.step():
             if output.finished:
                 written = output.outputs[0]
-                say({
+                self._say({
                     "answer": int(output.request_id), "token_ids": list(written.token_ids),
                     "reason": written.finish_reason, "logprobs": _chosen(written.token_ids, written.logprobs),
                 })  # fmt: skip
 
-    if lora is not None:
-        try:
-            llm.llm_engine.add_lora(lora)
-        except Exception as error:  # which class depends on vLLM's version
-            say({"refused": f"{error}"})
-            return
-    loaded = llm.llm_engine.model_config
-    say({"context": loaded.max_model_len, "vocabulary": loaded.get_vocab_size()})
-    lines = _lines_of_input()
-    while True:
-        if lines.empty() and llm.llm_engine.has_unfinished_requests():
-            step()
-            continue
-        text = lines.get()
-        if not text:
-            return
-        asked = json.loads(text)
-        entries = asked["entries"]
-        if asked["what"] == "answer":  # these rows join those that are being answered
-            for e in entries:
-                parameters = SamplingParams(
-                    temperature=e["temperature"], top_p=e["top_p"], seed=e["seed"], max_tokens=e["max_new_tokens"],
-                    stop_token_ids=opened["stop_ids"], logprobs=0, detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )  # fmt: skip
-                prompt = {"prompt_token_ids": e["ids"]}
-                llm.llm_engine.add_request(str(e["number"]), prompt, parameters, lora_request=lora)
-            continue
-        while llm.llm_engine.has_unfinished_requests():  # ``generate`` would take their answers
-            step()
-        if asked["what"] == "weigh":
-            one = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-            for entry, output in zip(entries, run(entries, one), strict=True):
-                ids, told = entry["ids"][entry["prompt"] :], output.prompt_logprobs[entry["prompt"] :]
-                greedy = all(max(t, key=lambda i: t[i].logprob) == i for i, t in zip(ids, told, strict=True))
-                say({"id": entry["id"], "logprobs": _chosen(ids, told), "is_greedy": greedy})
-        else:  # the canary: log-probabilities of a prompt with the adapter and without it
-            one = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-            sides = [run(entries, one, lora_request=side)[0].prompt_logprobs[1:] for side in (lora, None)]
-            say(
-                {
-                    "differs": _chosen(entries[0]["ids"][1:], sides[0])
-                    != _chosen(entries[0]["ids"][1:], sides[1])
-                }
-            )
-        say({"done": True})
+    def _weigh(self, entries: list[dict[str, Any]]) -> None:
+        """Log-probabilities of given tokens behind their prompts."""
+        for entry, told in zip(entries, self._told(entries, self.lora, logprobs=1), strict=True):
+            ids, told = entry["ids"][entry["prompt"] :], told[entry["prompt"] :]
+            greedy = all(max(t, key=lambda i: t[i].logprob) == i for i, t in zip(ids, told, strict=True))
+            self._say({"id": entry["id"], "logprobs": _chosen(ids, told), "is_greedy": greedy})
+
+    def _compare(self, entries: list[dict[str, Any]]) -> None:
+        """The canary: True if the log-probabilities of a prompt differ with the adapter and without it."""
+        ids = entries[0]["ids"][1:]
+        with_it, without = (
+            _chosen(ids, self._told(entries, side, logprobs=0)[0][1:]) for side in (self.lora, None)
+        )
+        self._say({"differs": with_it != without})
+
+    def _told(self, entries: list[dict[str, Any]], lora: Any, *, logprobs: int) -> list[Any]:
+        """Log-probabilities of every prompt's tokens, and of so many likelier ones in each place."""
+        from vllm import SamplingParams
+
+        one = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=logprobs, detokenize=False)
+        prompts = [{"prompt_token_ids": entry["ids"]} for entry in entries]
+        outputs = self.llm.generate(prompts, one, lora_request=lora, use_tqdm=False)
+        return [output.prompt_logprobs for output in outputs]
+
+    def _say(self, line: dict[str, Any]) -> None:
+        self.answers.write(json.dumps(line) + "\n")
+        self.answers.flush()
 
 
 def _lines_of_input() -> "queue.SimpleQueue[bytes]":
