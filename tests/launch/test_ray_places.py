@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from fitune.errors import HardwareError, MissingExtra
-from fitune.launch.ray_cluster import Node, RayCluster, RayPlace, connected, with_room
+from fitune.errors import HardwareError, MissingExtra, RecipeError
+from fitune.launch.ray_cluster import Node, RayCluster, RayPlace, connected, ray_place, with_room
 
 TWO = RayPlace(fewest=2, most=2)
 
@@ -19,6 +19,20 @@ def test_without_ray_the_command_that_installs_it_is_named(monkeypatch: pytest.M
     with pytest.raises(MissingExtra) as refused, connected("127.0.0.1:6379"):
         pass
     assert "pip install 'fitune[ray]'" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["nowhere", "10.0.0.1", "host:-1", "host:0", "host:99999", ":6379", "http://h:1"]
+)
+def test_what_is_no_address_is_refused_before_ray_is_asked(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    with pytest.raises(RecipeError, match=f"--ray-address '{address}' is no address of a Ray cluster"):
+        ray_place(address=address, workers="2")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(RecipeError, match=f"RAY_ADDRESS '{address}'") as refused, connected(""):
+        pass
+    assert "HOST:PORT" in str(refused.value.hint)
 
 
 def test_a_cluster_without_gpus_says_so() -> None:

@@ -198,6 +198,11 @@ def test_numbers_of_nodes_that_are_planned(nodes: int, counts: list[int]) -> Non
         ("clusters: [{name: a, gpu: h100, job: {quue: x}}]", RecipeError, "job of cluster a: unknown key 'quue'"),
         ("clusters: [{name: a, gpu: h100, kind: slurm, job: {image: x}}]", RecipeError, "job.image has no meaning"),
         ("clusters: [3]", RecipeError, "cluster 1 is 3"),
+        ("", RecipeError, "a fleet is a list of `key: value` lines, and this file is empty"),
+        ('clusters: [{name: "a\\nb", gpu: h100}]', RecipeError, "name = .*must be one line"),
+        ("clusters: [{name: a, gpu: h100, nodes: 2, free: 5}]", RecipeError, "free = 5, more than its nodes = 2"),
+        ("clusters: [{name: a, gpu: h100, job: {extra_resources: {nvidia.com/gpu: 3}}}]", RecipeError, "is the plan's"),
+        ("clusters: [{name: a, gpu: h100, job: {extra_resources: {memory: 3}}}]", RecipeError, "is no device"),
         ("clusters: [{name: a, gpu: h100, host_memory: 512}]", RecipeError, "host_memory = 512: .*write the unit"),
     ],
 )  # fmt: skip

@@ -109,7 +109,7 @@ def test_the_defaults_leave_the_planner_its_choices() -> None:
         ("model: ''", ["model = ''", "must not be empty"]),
         ("tuning: lora", ["no model is named", "--model"]),
         ("- model", ["`key: value` lines", "found list"]),
-        ("", ["`key: value` lines", "found NoneType"]),
+        ("", ["`key: value` lines", "this file is empty"]),
         ("model: [gpt2", ["recipe.yaml:1"]),
         ("model: a\n---\nmodel: b", ["recipe.yaml"]),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from fitune.errors import HardwareError, RecipeError
-from fitune.spec.machines.job import JobSpec
+from fitune.spec.machines.job import GPU_RESOURCE, JobSpec
 from fitune.spec.run_lock import WAIT_VARIABLE
 from fitune.units import GIB, MIB
 
@@ -15,7 +15,6 @@ Manifest = dict[str, Any]
 
 RECIPE = "/etc/fitune/recipe.yaml"
 CACHE = "/cache"
-GPU_RESOURCE = "nvidia.com/gpu"
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 """NVIDIA's feature discovery, which its GPU operator brings, writes the driver's name of the card there."""
 

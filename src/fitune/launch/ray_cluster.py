@@ -61,13 +61,25 @@ def ray_place(*, address: str, workers: str, restarts: int = 3) -> RayPlace:
         )
     if restarts < 0:
         raise RecipeError(f"--ray-restarts is {restarts}", hint="0 or more")
+    _require_address(address, "--ray-address")
+    return RayPlace(address=address, fewest=fewest, most=most, restarts=restarts)
+
+
+def _require_address(address: str, setting: str) -> None:
+    """Raises RecipeError for what Ray would take minutes to find wrong, or end in an error of its own."""
     if address.startswith("ray://"):
         raise RecipeError(
-            f"--ray-address {address} is Ray Client's, which cannot run a trainer from here",
+            f"{setting} {address} is Ray Client's, which cannot run a trainer from here",
             hint="run fitune on a machine of the cluster with --ray-address auto, or submit it: ray job submit -- "
             "fitune train … --on ray",
         )
-    return RayPlace(address=address, fewest=fewest, most=most, restarts=restarts)
+    host, _, port = address.rpartition(":")
+    is_port = re.fullmatch(r"\d{1,5}", port, re.ASCII) is not None and 0 < int(port) < 2**16
+    if address not in ("", "auto", "local") and not (is_port and re.fullmatch(r"[^\s/]+", host)):
+        raise RecipeError(
+            f"{setting} {address!r} is no address of a Ray cluster",
+            hint="HOST:PORT of its head, e.g. 10.0.0.1:6379; auto on a machine of it",
+        )
 
 
 def asked_place(on: str, *, address: str, workers: str, default: str, restarts: int = 3) -> RayPlace | None:
@@ -144,10 +156,12 @@ def loaded_ray() -> Any:
 def connected(address: str) -> Iterator[RayCluster]:
     """Inside, this process is a driver of the cluster; whatever it started there ends with the block.
 
-    Raises HardwareError when nobody answers at ``address``, or Ray or Python have another version there.
+    Raises RecipeError for what is no address, HardwareError when nobody answers there, or Ray or Python have another
+    version there.
     """
     ray = loaded_ray()
     named = address or os.environ.get("RAY_ADDRESS", "")
+    _require_address(named, "--ray-address" if address else "RAY_ADDRESS")
     host, _, port = named.rpartition(":")
     if port.isdecimal():
         _require_answer(host, int(port))

@@ -1,5 +1,6 @@
 """A recipe is planned on every cluster of a fleet; the best of them that is free gets the job."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -67,6 +68,11 @@ def fleet_of(request: FleetRequest) -> Fleet:
 
 def wanted_of(request: FleetRequest, objective: str = "fastest") -> Wanted:
     """Deadline, budget and objective of the request; ``objective`` where none is typed. Raises RecipeError."""
+    if request.budget is not None and not 0 < request.budget < math.inf:
+        raise RecipeError(
+            f"--budget {request.budget:g} is no amount to spend",
+            hint="--budget 50: US dollars for the whole job",
+        )
     return Wanted(
         objective=_objective(request.objective or objective),
         deadline_seconds=_seconds(request.deadline),

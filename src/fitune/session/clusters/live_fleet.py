@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from fitune.errors import HardwareError, MissingExtra
+from fitune.spec.machines.job import GPU_RESOURCE
 from fitune.spec.recipe.fleet import Cluster, Fleet
 
 _SECONDS = 20.0
 """A cluster that does not answer in this time is an error, not a wait."""
-_GPU = "nvidia.com/gpu"
 
 
 def with_free_nodes(fleet: Fleet) -> Fleet:
@@ -51,9 +51,9 @@ def free_by_nodes(cluster: Cluster) -> int:
     for pod in _kubectl(cluster, "get", "pods", "--all-namespaces", f"--field-selector={running}")["items"]:
         for container in pod["spec"].get("containers", []):
             requests = container.get("resources", {}).get("requests", {})
-            taken[pod["spec"].get("nodeName", "")] += int(requests.get(_GPU, 0))
+            taken[pod["spec"].get("nodeName", "")] += int(requests.get(GPU_RESOURCE, 0))
     free = (
-        int(node["status"].get("allocatable", {}).get(_GPU, 0)) - taken[node["metadata"]["name"]]
+        int(node["status"].get("allocatable", {}).get(GPU_RESOURCE, 0)) - taken[node["metadata"]["name"]]
         for node in nodes
         if _is_usable(node)
     )
@@ -80,13 +80,13 @@ def free_by_kueue(cluster: Cluster) -> int:
         for group in queue["spec"].get("resourceGroups", [])
         for flavor in group["flavors"]
         for resource in flavor["resources"]
-        if resource["name"] == _GPU
+        if resource["name"] == GPU_RESOURCE
     )
     reserved = sum(
         int(resource["total"])
         for flavor in queue.get("status", {}).get("flavorsReservation", [])
         for resource in flavor["resources"]
-        if resource["name"] == _GPU
+        if resource["name"] == GPU_RESOURCE
     )
     return max(0, quota - reserved) // cluster.gpus
 

@@ -10,6 +10,9 @@ from fitune.errors import RecipeError
 
 System = Literal["kuberay", "kubernetes", "slurm"]
 
+GPU_RESOURCE = "nvidia.com/gpu"
+"""Kubernetes' name for the GPUs of a node."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:

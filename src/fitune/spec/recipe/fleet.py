@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.spec.machines.gpus import BY_FIGURES, find_gpu
@@ -16,6 +16,7 @@ from fitune.spec.recipe.job_settings import (
     Strict,
     checked,
     checked_job,
+    one_line,
     require_meaningful,
 )
 from fitune.spec.recipe.strict_yaml import load_yaml
@@ -28,7 +29,7 @@ Source = Literal["nodes", "kueue", "slurm", "ray"]
 class Cluster(Strict):
     """Nodes that are alike. What is not said is not held against a plan, or is assumed and said so."""
 
-    name: Text
+    name: Annotated[Text, AfterValidator(one_line)]
     gpu: Annotated[Text, BeforeValidator(as_name)]
     gpus: PositiveInt = 1
     """In each node."""
@@ -113,6 +114,11 @@ def _cluster(entry: Any, number: int, path: Path) -> Cluster:
     if cluster.nodes == 0:
         raise RecipeError(
             f"{where}: nodes is 0", hint="free: 0 where all of them are taken now, or leave the cluster out"
+        )
+    if cluster.free is not None and cluster.free > cluster.nodes:
+        raise RecipeError(
+            f"{where}: free = {cluster.free}, more than its nodes = {cluster.nodes}",
+            hint=f"nodes: {cluster.free}, or free: {cluster.nodes}",
         )
     try:
         gpu = find_gpu(cluster.gpu)

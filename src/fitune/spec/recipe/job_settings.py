@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from fitune.errors import RecipeError, did_you_mean
-from fitune.spec.machines.job import System
+from fitune.spec.machines.job import GPU_RESOURCE, System
 from fitune.spec.recipe.strict_yaml import load_yaml, parse_value
 from fitune.spec.recipe.values import Names, PositiveInt, Size, require_plain_text, whole_number
 from fitune.units import parse_seconds
@@ -50,6 +50,16 @@ def _labels(value: Mapping[str, str]) -> Mapping[str, str]:
     return value
 
 
+def _devices(counts: Mapping[str, int]) -> Mapping[str, int]:
+    """Resources beside those that the plan decides."""
+    for name in counts:
+        if name == GPU_RESOURCE:
+            raise ValueError(f"{name} is the plan's: gpus in the recipe says how many")
+        if "/" not in name or not _LABEL_KEY.fullmatch(name):
+            raise ValueError(f"{name!r} is no device of a node, like rdma/hca")
+    return counts
+
+
 def _image(value: str) -> str:
     if value and not _IMAGE.fullmatch(value):
         raise ValueError("is no image: REGISTRY/NAME:TAG")
@@ -64,7 +74,7 @@ def _folder(value: str) -> str:
     return value.rstrip("/")
 
 
-def _one_line(value: str) -> str:
+def one_line(value: str) -> str:
     if not value.isprintable():
         raise ValueError("must be one line")
     return value
@@ -99,7 +109,7 @@ Labels = Annotated[dict[str, Annotated[str, BeforeValidator(_as_text)]], AfterVa
 Folder = Annotated[str, AfterValidator(_folder)]
 Word = Annotated[str, BeforeValidator(_as_text), AfterValidator(_word)]
 Duration = Annotated[int, BeforeValidator(_as_seconds), Field(gt=0, le=366 * 86_400)]
-Lines = Annotated[list[Annotated[str, AfterValidator(_one_line)]], BeforeValidator(_as_list)]
+Lines = Annotated[list[Annotated[str, AfterValidator(one_line)]], BeforeValidator(_as_list)]
 ObjectNames = Annotated[Names, AfterValidator(_object_names)]
 
 
@@ -135,7 +145,7 @@ class JobSettings(Strict):
     service_account: ObjectName = ""
     instance_type: LabelValue = ""
     node_selector: Labels = {}
-    extra_resources: dict[str, PositiveInt] = {}
+    extra_resources: Annotated[dict[str, PositiveInt], AfterValidator(_devices)] = {}
     cpus: PositiveInt | None = None
     memory: Size | None = None
     shm: Size | None = None

@@ -58,17 +58,27 @@ def _refused(why: str, place: Any) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, why, place.start_mark)
 
 
+_EXAMPLES = {
+    "recipe": "model: …, data: …; docs/recipes.md",
+    "fleet": "clusters: [{name: a, gpu: h100, gpus: 8}]",
+}
+"""Kind of file -> how it begins."""
+
+
 def load_yaml(path: Path, *, kind: str = "recipe") -> dict[str, Any]:
     try:
         text = read_text(path, limit=MAX_RECIPE_BYTES, encoding="utf-8-sig", own_pipe=True)
     except FileNotFoundError:
-        raise RecipeError(f"{path}: no such {kind} file") from None
+        raise RecipeError(f"{path}: no such {kind} file", hint="look at the spelling of the path") from None
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or error
         raise RecipeError(f"{path}: cannot be read: {cause}") from None
     value = parse_value(text, where=str(path))
     if not isinstance(value, dict):
-        raise RecipeError(f"{path}: a {kind} is a list of `key: value` lines, found {type(value).__name__}")
+        found = "and this file is empty" if value is None else f"found {type(value).__name__}"
+        raise RecipeError(
+            f"{path}: a {kind} is a list of `key: value` lines, {found}", hint=_EXAMPLES.get(kind)
+        )
     return value
 
 
