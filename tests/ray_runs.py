@@ -136,7 +136,7 @@ class Faulty:
         from fitune.session.clusters import ray_ranks
         from fitune.train import run as training
 
-        real, calls, explain = LanguageModel.loss_and_gradient, [0], training.explain
+        real, calls, explain = LanguageModel.loss_and_gradient, [0], training.explain_failure
 
         def slowly(*words: Any, **named: Any) -> Any:
             if self.is_slow and os.environ.get("RANK") == "0":
@@ -152,7 +152,7 @@ class Faulty:
         vars(ray_ranks)["Talker"] = Known
         if self.fault == "spoil":
             vars(ray_ranks)["_REPORT_SECONDS"] = 1e6
-        training.explain = slowly
+        training.explain_failure = slowly
 
         def failing(*words: Any, **named: Any) -> Any:
             calls[0] += 1

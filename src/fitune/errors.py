@@ -60,7 +60,7 @@ class CheckpointError(FituneError):
 
 
 class RunDirectoryError(FituneError):
-    """The output directory cannot be used."""
+    """The run directory cannot be used."""
 
 
 class StoreError(FituneError):

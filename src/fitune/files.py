@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from fitune.units import MIB, format_bytes
 
-MAX_TEXT_BYTES = 16 * MIB
+MOST_TEXT_BYTES = 16 * MIB
 """Largest file that is read whole, written by hand or by this program: a recipe, a plan, a report, a template."""
 
 _KINDS = {
@@ -44,7 +44,7 @@ def open_regular(path: str | Path, *, follow_links: bool = True) -> BufferedRead
 
 
 def read_bytes(
-    path: str | Path, *, limit: int = MAX_TEXT_BYTES, follow_links: bool = True, own_pipe: bool = False
+    path: str | Path, *, limit: int = MOST_TEXT_BYTES, follow_links: bool = True, own_pipe: bool = False
 ) -> bytes:
     """The content of a regular file of at most ``limit`` bytes. Raises OSError.
 
@@ -59,7 +59,7 @@ def read_bytes(
 
 
 def read_text(
-    path: str | Path, *, limit: int = MAX_TEXT_BYTES, follow_links: bool = True, own_pipe: bool = False,
+    path: str | Path, *, limit: int = MOST_TEXT_BYTES, follow_links: bool = True, own_pipe: bool = False,
     encoding: str = "utf-8",
 ) -> str:  # fmt: skip
     """The text of a file, as ``read_bytes`` reads it. Raises OSError and UnicodeDecodeError."""

@@ -167,7 +167,7 @@ def test_long_rows_are_tokenised_a_few_at_a_time(tmp_path, prepare, monkeypatch)
         return real(self, examples)
 
     monkeypatch.setattr(making.RowTokeniser, "__call__", call)
-    monkeypatch.setattr(making, "MAX_TEXT", 3000)
+    monkeypatch.setattr(making, "MOST_TEXT_AT_ONCE", 3000)
     long = [{"prompt": "why?", "completion": "so " * 400}] * 20 + [
         {"prompt": "why?", "completion": "so " * 4000}
     ]

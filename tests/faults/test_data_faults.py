@@ -5,13 +5,7 @@ import pickle
 
 import pytest
 
-from data.tiny_tokenizers import (
-    BRACKET_STYLE,
-    HEADER_STYLE,
-    NO_SYSTEM_STYLE,
-    UNMARKED_STYLES,
-    byte_tokenizer,
-)
+from data.tiny_tokenizers import BRACKET_STYLE, HEADER_STYLE, NO_SYSTEM_STYLE, UNMARKED_STYLES, byte_tokenizer
 from fitune.data.conversations.formats import Conversation, Message, to_example
 from fitune.data.conversations.templates import load_template
 from fitune.data.preparing import prepare_data
@@ -109,7 +103,7 @@ def test_a_line_of_20_mb_is_named_or_counted(tmp_path):
 
 
 def test_a_long_last_line_without_an_end_is_counted_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(lines, "MOST_LINE_BYTES", 100)
     file = tmp_path / "rows.jsonl"
     file.write_bytes(GOOD + b"a" * 1000)
     assert read(file, on_bad_row="skip")[1] == ["line longer than 100 B"]

@@ -123,7 +123,9 @@ def test_an_adapter_or_a_model_that_fails_can_be_exported_again(
     words = {"tuning": tuning, "export": kind, "save_steps": 2 if how == "checkpoint" else 0}
     assert train(output_dir=tmp_path / "whole", **words)[0] == 0
     place = (
-        "fitune.checkpoint.export.verify" if how == "unverified" else "fitune.checkpoint.export.write_texts"
+        "fitune.checkpoint.export.verify_export"
+        if how == "unverified"
+        else "fitune.checkpoint.export.write_texts"
     )
     error = CheckpointError("logits differ") if how == "unverified" else NO_ROOM
     run = tmp_path / "run"

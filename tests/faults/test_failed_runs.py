@@ -13,7 +13,7 @@ from fitune.errors import OutOfMemory, is_out_of_memory
 from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
-from fitune.train.failure import Whereabouts, explain
+from fitune.train.failure import Whereabouts, explain_failure
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -208,10 +208,14 @@ def test_what_is_out_of_memory() -> None:
 
 
 def test_a_micro_batch_that_has_no_half_is_divided_as_it_can(make_plan: Callable[..., Plan]) -> None:
-    odd = explain(MemoryError(), make_plan(micro_batch_size=9, gradient_accumulation_steps=1), Whereabouts())
+    odd = explain_failure(
+        MemoryError(), make_plan(micro_batch_size=9, gradient_accumulation_steps=1), Whereabouts()
+    )
     assert isinstance(odd, OutOfMemory)
     assert "micro_batch_size: 3 with gradient_accumulation_steps: 3 " in str(odd.hint)
-    one = explain(MemoryError(), make_plan(micro_batch_size=1, gradient_accumulation_steps=1), Whereabouts())
+    one = explain_failure(
+        MemoryError(), make_plan(micro_batch_size=1, gradient_accumulation_steps=1), Whereabouts()
+    )
     assert "micro_batch_size:" not in str(one.hint)
     assert "seq_len: 32" in str(one.hint)
 

@@ -95,13 +95,13 @@ def test_compressed_bombs_are_refused_or_read_within_bounds(tmp_path, name, monk
     with pytest.raises(DataError, match=".zip is not a compression that is read"):
         read(tmp_path / f"{name}.zip")
     limit = "larger than 256 MiB|longer than 16.0 MiB|a NUL byte|one column"
-    monkeypatch.setattr(files, "_MAX_JSON_BYTES", MIB)
+    monkeypatch.setattr(files, "_MOST_JSON_BYTES", MIB)
     with pytest.raises(DataError, match=limit.replace("256 MiB", "1.0 MiB")):
         read(tmp_path / f"{name}.gz")
 
 
 def test_a_csv_record_without_an_end_is_named_or_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 10_000)
+    monkeypatch.setattr(lines, "MOST_LINE_BYTES", 10_000)
     file = tmp_path / "rows.csv"
     fields = ",".join('"' + "line\n" * 500 + '"' for _ in range(8))
     file.write_text(f"a,b,c,d,e,f,g,h\n1,2,3,4,5,6,7,8\n{fields}\n1,2,3,4,5,6,7,9\n")
@@ -113,7 +113,7 @@ def test_a_csv_record_without_an_end_is_named_or_counted(tmp_path, monkeypatch):
 
 
 def test_one_field_of_a_csv_file_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 10_000)
+    monkeypatch.setattr(lines, "MOST_LINE_BYTES", 10_000)
     file = tmp_path / "rows.csv"
     file.write_text('a,b\n1,"' + "line\n" * 5000 + '"\n3,4\n')
     with pytest.raises(DataError, match=r"rows.csv:2: "):
@@ -121,7 +121,7 @@ def test_one_field_of_a_csv_file_is_bounded(tmp_path, monkeypatch):
 
 
 def test_a_json_file_that_would_not_fit_in_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr(files, "_MOST_JSON_BYTES", 1000)
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([{"text": "word " * 30}] * 10))
     with pytest.raises(DataError, match=r"larger than 1000 B, and a .json file is parsed whole") as caught:

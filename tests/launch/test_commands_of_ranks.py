@@ -16,7 +16,7 @@ from fitune.launch.torchrun import Ended, Exit, ended
 from fitune.session.clusters.ray_losses import cause_of_loss, write_losses
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import RankError, RankStatus, read_statuses, write_status
-from fitune.spec.run_directory import LOGS, log_of
+from fitune.spec.run_directory import LOGS, rank_log
 from fitune.train.peers import name_the_cause, stall_seconds, stalled_error
 
 SLURM = {
@@ -101,7 +101,7 @@ def test_the_first_rank_that_failed_by_itself_is_the_cause(tmp_path: Path, tell:
     exits = {0: Exit(code=4), 1: Exit(code=1), 2: Exit(code=1)}
     found = ended(exits, tmp_path, received=[], ranks=range(3))
     assert (found.exit_code, found.cause) == (1, "rank 2 failed: DataError of 2")
-    assert str(tmp_path / log_of(2)) in found.hint
+    assert str(tmp_path / rank_log(2)) in found.hint
 
 
 def test_an_error_of_all_ranks_is_said_once_and_of_nobody(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_rank_that_the_agent_stops_while_it_fails_is_the_cause(
 
 def test_a_rank_that_the_agent_kills_afterwards_is_no_cause(tmp_path: Path) -> None:
     (tmp_path / LOGS).mkdir()
-    (tmp_path / log_of(1)).write_text("Traceback\nImportError: no such thing\n")
+    (tmp_path / rank_log(1)).write_text("Traceback\nImportError: no such thing\n")
     exits = {1: Exit(code=1, at=100), 0: Exit(code=-signal.SIGKILL, at=130)}
     assert (
         ended(exits, tmp_path, received=[], ranks=range(3)).cause

@@ -6,7 +6,7 @@ from fitune.errors import NothingFits, RecipeError
 from fitune.planner.alternatives import changed_recipe, largest
 from fitune.planner.search import find_plan
 from fitune.session.alternatives import largest_for, plan_with
-from fitune.session.results import data_of, text_of
+from fitune.session.results import result_data, text_of
 from fitune.spec.recipe.recipe import parse_recipe
 from plans import gpu, known
 
@@ -34,14 +34,14 @@ def test_why_not_zero_3_is_answered_in_bytes_and_seconds():
 
 def test_a_change_that_does_not_fit_is_answered_with_its_sum():
     recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "rtx-4090"})
-    answer = data_of(plan_with(recipe, "tuning: full, offload_optimizer: device"))["why"]
+    answer = result_data(plan_with(recipe, "tuning: full, offload_optimizer: device"))["why"]
     assert answer["fits"] is False
     assert answer["pinned"]["estimate"]["peak_bytes"] > answer["taken"]["estimate"]["peak_bytes"]
 
 
 def test_the_method_stays_unless_the_change_names_one():
     recipe = parse_recipe({"model": "llama-3.1-8b", "gpu": "a100-80gb", "gpus": 4})
-    answer = data_of(plan_with(recipe, "offload_optimizer: cpu"))["why"]
+    answer = result_data(plan_with(recipe, "offload_optimizer: cpu"))["why"]
     assert answer["taken"]["plan"]["tuning"] == answer["pinned"]["plan"]["tuning"]
 
 
@@ -67,7 +67,7 @@ def test_fewer_trained_parameters_leave_room_for_more():
 
 def test_the_largest_model_is_named():
     recipe = parse_recipe({"model": "llama-3.2-1b", "gpu": "rtx-4090", "tuning": "qlora", "seq_len": 1024})
-    answer = data_of(largest_for(recipe, "model"))
+    answer = result_data(largest_for(recipe, "model"))
     assert answer["methods"][0]["value"] in ("01-ai/Yi-34B", "Qwen/Qwen2.5-32B")
 
 

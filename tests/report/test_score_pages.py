@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fitune.errors import RunDirectoryError
-from fitune.report.score_comparison import write_comparison
+from fitune.report.score_comparison import write_score_comparison
 from fitune.report.score_page import write_score_page
 from fitune.report.score_rows import read_scored_rows
 from fitune.score.grades.paired import compare
@@ -105,7 +105,7 @@ def test_two_scorings_are_shown_with_the_rows_that_changed_both_ways(tmp_path: P
     other = write_folder(tmp_path / "other", [0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
     changed: list[dict[str, Any]] = []
     paired = compare(mine, other, on_changed=changed.append)
-    page = write_comparison(mine, other, paired, changed)
+    page = write_score_comparison(mine, other, paired, changed)
     require_harmless(page)
     text = text_of(page)
     assert "50.0 % here, 33.3 % there: +16.7 points (95 %:" in text
@@ -127,7 +127,7 @@ def test_the_rows_shown_are_those_of_a_grader_by_which_some_changed(tmp_path: Pa
     changed: list[dict[str, Any]] = []
     (by_pattern,) = compare(mine, other, on_changed=changed.append)
     alike = replace(by_pattern, grader="alike", other=by_pattern.mean, difference=0.0, better=0, worse=0)
-    text = text_of(write_comparison(mine, other, [alike, by_pattern], changed))
+    text = text_of(write_score_comparison(mine, other, [alike, by_pattern], changed))
     assert "alike: 66.7 % in both: no row changed." in text
     assert "Better here: 1 row by regex" in text
     assert "answer 0 of mine" in text

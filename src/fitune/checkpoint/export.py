@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fitune.checkpoint import parity
-from fitune.checkpoint.layout import staged, stored_bytes, write_adapter, write_model, write_texts
+from fitune.checkpoint.layout import bytes_in_files, staged, write_adapter, write_model, write_texts
 from fitune.checkpoint.merge import base_weights, in_dtype, merged_weights, refuse_quantised_base
 from fitune.checkpoint.merge_law import merged_checks
-from fitune.checkpoint.parity import Check, Model, Verified, is_equal, reload_device, verify
+from fitune.checkpoint.parity import Check, Model, Verified, is_equal, reload_device, verify_export
 from fitune.models.adapters import (
     copy_tables,
     is_loaded_whole,
@@ -78,7 +78,7 @@ def export_adapter(
     return _export(
         model,
         target,
-        size_bytes=stored_bytes(weights),
+        size_bytes=bytes_in_files(weights),
         write=lambda folder: write_adapter(model, folder, weights, base, in_whole=in_whole),
         texts=(tokenizer, chat_template, card),
         checks={name_of(name): partial(is_equal, tensor, tensor.dtype) for name, tensor in weights.items()},
@@ -116,7 +116,7 @@ def export_merged(
     return _export(
         model,
         target,
-        size_bytes=stored_bytes(base_weights(model), kind),
+        size_bytes=bytes_in_files(base_weights(model), kind),
         write=lambda folder: write_model(model.get_base_model(), folder, merged_weights(model, kind)),
         texts=(tokenizer, chat_template, card),
         checks=merged_checks(model, kind),
@@ -147,7 +147,7 @@ def export_full(
     return _export(
         model,
         target,
-        size_bytes=stored_bytes(weights, kind),
+        size_bytes=bytes_in_files(weights, kind),
         write=lambda folder: write_model(model, folder, in_dtype(weights, kind)),
         texts=(tokenizer, chat_template, card),
         checks={name: partial(is_equal, tensor, kind) for name, tensor in weights.items()},
@@ -183,7 +183,7 @@ def _export(
         parity.require_filled(stage.folder)
         if secure:
             stage.secure()
-        verified = verify(
+        verified = verify_export(
             model,
             stage.folder,
             checks,

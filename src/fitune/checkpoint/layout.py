@@ -22,7 +22,7 @@ from fitune.checkpoint.durable import require_space
 from fitune.errors import CheckpointError, FituneError, RunDirectoryError
 from fitune.files import path_fault, remove, remove_stale_siblings, sync_tree, temporary_sibling
 from fitune.models.adapter_config import WEIGHTS
-from fitune.models.adapters import trained_tables
+from fitune.models.adapters import trained_table_modules
 from fitune.models.headers import name_in_whole
 from fitune.spec.deepspeed import tell_deepspeed_where
 from fitune.units import MIB
@@ -120,7 +120,7 @@ def write_adapter(
         config.layers_to_transform = None
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # the same file from every process
-    saved = {name.rsplit(".", 1)[-1] for name in trained_tables(model.get_base_model())}
+    saved = {name.rsplit(".", 1)[-1] for name in trained_table_modules(model.get_base_model())}
     config.modules_to_save = sorted(saved) or None
     config.save_pretrained(str(folder))
 
@@ -167,7 +167,7 @@ def _storage(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.data_ptr()
 
 
-def stored_bytes(weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> int:
+def bytes_in_files(weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> int:
     """Bytes that ``weights`` take in a file, floating ones in ``dtype`` where it is given."""
     return sum(t.numel() * _stored_as(t, dtype).itemsize for t in _distinct(weights))
 

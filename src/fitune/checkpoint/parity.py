@@ -225,7 +225,7 @@ class Verified:
     warnings: tuple[str, ...] = ()
 
 
-def verify(
+def verify_export(
     model: Model,
     folder: Path,
     checks: Mapping[str, Check],

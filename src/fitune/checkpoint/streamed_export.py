@@ -31,7 +31,7 @@ from fitune.checkpoint.merge_law import is_merged
 from fitune.checkpoint.parity import is_equal, require_same_files
 from fitune.checkpoint.streamed import Piece, stored_names, write_streamed
 from fitune.errors import CheckpointError
-from fitune.models.adapters import PREFIX, is_loaded_whole, trained_tables
+from fitune.models.adapters import PREFIX, is_loaded_whole, trained_table_modules
 from fitune.models.headers import name_in_whole
 from fitune.models.weight_files import Unread, nobody, stored_tensors, unread_tensors
 
@@ -177,7 +177,7 @@ def _tables(model: PeftModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         f"{name}.{inner}": weights[names[id(parameter)]]
-        for name, module in trained_tables(model.get_base_model()).items()
+        for name, module in trained_table_modules(model.get_base_model()).items()
         for inner, parameter in module.named_parameters()
     }
 

@@ -557,10 +557,10 @@ def _recipe(words: list[str] | None, settings: list[str] | None, *, quiet: bool 
 
 
 def _show(result: "Result", *, json: bool) -> None:
-    from fitune.session.results import data_of, text_of
+    from fitune.session.results import result_data, text_of
 
     if json:
-        _print("", data_of(result), json=True)
+        _print("", result_data(result), json=True)
     else:
         print(text_of(result))
 

@@ -17,7 +17,7 @@ from fitune.data.dataset import DatasetWriter, TokenDataset
 from fitune.data.ledger import LedgerBook, Progress, describe_dropped
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows, with_skip_hint
-from fitune.data.tokenising import MAX_TEXT, Fate, Job, RowTokeniser, TokenRows, text_size, tokenised
+from fitune.data.tokenising import MOST_TEXT_AT_ONCE, Fate, Job, RowTokeniser, TokenRows, text_size, tokenised
 from fitune.errors import DataError
 from fitune.spec.plan import DataFormat, DataSource
 from fitune.spec.reports import Ledger
@@ -224,13 +224,13 @@ def _empty_hint(val_fraction: float) -> str:
 
 
 def _batches(examples: Iterator[_Placed]) -> Iterator[list[_Placed]]:
-    """Batches of at most _BATCH_ROWS rows and about MAX_TEXT characters. What came before an error comes first."""
+    """At most _BATCH_ROWS rows and about MOST_TEXT_AT_ONCE letters. What came before an error comes first."""
     batch: list[_Placed] = []
     size = 0
     try:
         for placed in examples:
             own = text_size(placed.example)
-            if batch and size + own > MAX_TEXT:
+            if batch and size + own > MOST_TEXT_AT_ONCE:
                 yield batch
                 batch, size = [], 0
             batch.append(placed)

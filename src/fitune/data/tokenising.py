@@ -24,7 +24,7 @@ from fitune.data.reading.sources import with_skip_hint
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan
 
-MAX_TEXT = 2**19
+MOST_TEXT_AT_ONCE = 2**19
 """Characters per call of the tokenizer, which needs some hundred bytes for each. A longer row goes alone."""
 
 
@@ -59,7 +59,7 @@ class RowTokeniser:
         self._data, self._template, self._seq_len = data, template, seq_len
 
     def __call__(self, examples: Sequence[Example]) -> TokenRows:
-        """The rows of ``examples`` in their order; never more text at once in the tokenizer than MAX_TEXT."""
+        """The rows of ``examples`` in their order; never more text at once in the tokenizer than MOST_TEXT_AT_ONCE."""
         rows = _Rows()
         waiting: list[tuple[Example, list[Piece]] | BadRow] = []
         text = 0
@@ -70,7 +70,7 @@ class RowTokeniser:
                 else:
                     waiting.append((example, laid_out))
                     text += sum(len(piece.text) for piece in laid_out)
-                if text > MAX_TEXT:
+                if text > MOST_TEXT_AT_ONCE:
                     self._encode(waiting, rows)
                     waiting, text = [], 0
                 if isinstance(laid_out, BadRow) and self._data.on_bad_row == "error":
@@ -199,7 +199,7 @@ _WORTH_A_START = 2**21
 """Characters that are tokenised here before other processes are started: about as long as a start takes."""
 _AHEAD = 3
 """Batches that are on their way to each process: none waits for work, and memory stays bounded."""
-_MAX_WORKERS = 16
+_MOST_WORKERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +225,7 @@ def tokenised(
     here = 0
     for batch in batches:
         size = sum(map(text_size, batch))
-        if here + size > _WORTH_A_START or size > MAX_TEXT:
+        if here + size > _WORTH_A_START or size > MOST_TEXT_AT_ONCE:
             yield from _by_workers(batch, batches, job, beat=beat, count=_cores())
             return
         beat()
@@ -241,7 +241,7 @@ def text_size(example: Example) -> int:
 
 
 def _cores() -> int:
-    return min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
 def _by_workers(

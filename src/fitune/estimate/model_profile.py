@@ -87,7 +87,7 @@ def _kinds(blocks: tuple[BlockProfile, ...]) -> list[tuple[BlockProfile, int]]:
 
 
 @remembered
-def blocks_of(profile: ModelProfile, gradients_exist: bool) -> tuple[Block, ...]:
+def memory_of_blocks(profile: ModelProfile, gradients_exist: bool) -> tuple[Block, ...]:
     """Memory of every block, in order; those of one kind are one object here, too."""
     kinds: dict[int, Block] = {}
     blocks = []

@@ -14,7 +14,7 @@ from fitune.estimate.states import (
     states_per_parameter,
     sub_group_elements,
 )
-from fitune.estimate.step import StepStages
+from fitune.estimate.step import StepStages, Terms
 from fitune.spec.deepspeed import NVME_BUFFERS, largest_share_elements
 from fitune.spec.machines.hardware import Gpu, Hardware
 from fitune.spec.plan import AdamW8bit, Lomo, Offload, Plan
@@ -99,8 +99,6 @@ def usable_bytes(hardware: Hardware) -> int:
         return max(0, total - total // 8 - GIB)
     return total - min(total // 16, 2 * GIB)
 
-
-Terms = dict[str, int]
 
 PROCESS_BYTES = 3 * GIB
 """One rank's interpreter, torch, CUDA libraries, tokenised data. Others report 2–4 GiB. Not measured by us."""

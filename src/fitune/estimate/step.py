@@ -7,7 +7,7 @@ from fitune.estimate.blocks import activations
 from fitune.estimate.blocks.block import Block
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.division import trained_share
-from fitune.estimate.model_profile import ModelProfile, blocks_of, model_profile, work_of
+from fitune.estimate.model_profile import ModelProfile, memory_of_blocks, model_profile, work_of
 from fitune.estimate.parameters import (
     adapters_bytes,
     gradients_bytes,
@@ -200,7 +200,7 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
     A search over ways to divide the states hands in the ``profile`` that all of them share.
     """
     profile = profile or model_profile(plan, shape)
-    blocks = blocks_of(profile, one_gradient_at_a_time(plan))
+    blocks = memory_of_blocks(profile, one_gradient_at_a_time(plan))
     forward, backward = work_of(profile)
     e = plan.precision.compute_bytes
     return StepStages(

@@ -8,12 +8,8 @@ from fitune.errors import RecipeError
 from fitune.files import read_text
 from fitune.foreign.reading import Reading, is_on
 from fitune.foreign.sharding_files import find_file, read_deepspeed, read_fsdp
-from fitune.foreign.trainer_keys import (
-    SPEED_SAID,
-    read_precision,
-    read_trainer_keys,
-)
-from fitune.spec.recipe.strict_yaml import MAX_RECIPE_BYTES
+from fitune.foreign.trainer_keys import SPEED_SAID, read_precision, read_trainer_keys
+from fitune.spec.recipe.strict_yaml import MOST_RECIPE_BYTES
 
 _SAME = {
     "model_name_or_path": "model",
@@ -232,7 +228,7 @@ def _registry(r: Reading) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        value = json.loads(read_text(file, limit=16 * MAX_RECIPE_BYTES, encoding="utf-8-sig"))
+        value = json.loads(read_text(file, limit=16 * MOST_RECIPE_BYTES, encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"{file}: cannot be read as JSON: {error}") from None
     entries = value if isinstance(value, dict) else {}

@@ -13,7 +13,7 @@ from typing import Any
 from fitune.errors import RecipeError
 from fitune.files import read_text
 from fitune.foreign.reading import Reading
-from fitune.spec.recipe.strict_yaml import MAX_RECIPE_BYTES, load_yaml
+from fitune.spec.recipe.strict_yaml import MOST_RECIPE_BYTES, load_yaml
 
 _STAGE_IN_NAME = re.compile(r"(?:zero|z)_?([0-3])", re.IGNORECASE)
 _DIVIDED = "divided the same way; FSDP2 or DeepSpeed, whichever the plan takes"
@@ -151,7 +151,7 @@ def _put_deepspeed_of_accelerate(r: Reading, inside: Mapping[str, Any], *, key: 
 
 def _json_object(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(read_text(file, limit=MAX_RECIPE_BYTES, encoding="utf-8-sig"))
+        value = json.loads(read_text(file, limit=MOST_RECIPE_BYTES, encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"{file}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):

@@ -24,7 +24,7 @@ from fitune.launch.board import interface_towards
 from fitune.launch.command import RankCommand
 from fitune.launch.nodes import TIMEOUT_SECONDS, Nodes, Place
 from fitune.spec.rank_status import LAUNCHER, RankStatus, read_statuses
-from fitune.spec.run_directory import LOGS, log_of
+from fitune.spec.run_directory import LOGS, rank_log
 
 _STOPPING_SECONDS = "10"
 """After a second signal, ranks have so long to end by themselves before they are killed."""
@@ -217,7 +217,7 @@ def _one_file_a_rank(directory: Path) -> Any:
             return LogsDest(
                 stdouts={local: os.devnull if rank else "" for local, rank in ranks.items()},
                 stderrs={
-                    local: str(directory / log_of(rank)) if rank else "" for local, rank in ranks.items()
+                    local: str(directory / rank_log(rank)) if rank else "" for local, rank in ranks.items()
                 },
                 error_files=dict.fromkeys(envs, os.devnull),
             )
@@ -245,7 +245,7 @@ def ended(exits: dict[int, Exit], directory: Path, *, received: list[int], ranks
     rank = min(
         own, key=lambda rank: (own[rank].at, own[rank].code >= 0, _failed_at(statuses.get(rank)), rank)
     )
-    log, code = directory / log_of(rank), own[rank].code
+    log, code = directory / rank_log(rank), own[rank].code
     if code < 0:
         name = signal.Signals(-code).name
         hint = "; the system kills so where memory runs out: see `dmesg`" if code == -signal.SIGKILL else ""

@@ -127,7 +127,7 @@ def train_tables(base: PreTrainedModel, modules_to_save: Sequence[str]) -> None:
             module.requires_grad_(True)
 
 
-def trained_tables(base: PreTrainedModel) -> dict[str, nn.Module]:
+def trained_table_modules(base: PreTrainedModel) -> dict[str, nn.Module]:
     """Name in the base -> module, of those whose weight trains; both names of a table that is tied."""
     trained = [m for m in _tables(base).values() if m.weight.requires_grad]
     return {name: module for name, module in base.named_modules() if any(module is m for m in trained)}
@@ -137,7 +137,7 @@ def table_weights(base: PreTrainedModel) -> dict[str, Tensor]:
     """Trained embedding and head weights, under the names of PEFT's files."""
     return {
         f"{PREFIX}{name}.{inner}": parameter
-        for name, module in trained_tables(base).items()
+        for name, module in trained_table_modules(base).items()
         for inner, parameter in module.named_parameters()
     }
 
@@ -145,7 +145,7 @@ def table_weights(base: PreTrainedModel) -> dict[str, Tensor]:
 @torch.no_grad()
 def copy_tables(source: PreTrainedModel, target: PreTrainedModel) -> None:
     """Give ``target`` the trained tables of ``source``, in its own type."""
-    for name, module in trained_tables(source).items():
+    for name, module in trained_table_modules(source).items():
         own = dict(target.get_submodule(name).named_parameters())
         for inner, parameter in module.named_parameters():
             own[inner].copy_(parameter)

@@ -214,13 +214,13 @@ def _hash_of(files: Sequence[Path]) -> str:
 
 def _file_hash(file: Path) -> str:
     """sha256 of every byte: processors have instructions for it, so it is faster here than younger hashes."""
-    known = remembered(file)
+    known = remembered_hash(file)
     if known is not None:
         return known
     before = file.stat()
     with open_regular(file) as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
-    remember(file, found, as_of=before)
+    remember_hash(file, found, as_of=before)
     return found
 
 
@@ -228,8 +228,8 @@ _SETTLED_S = 2.0
 """A file younger than this may change again within one tick of the file system's clock and look the same."""
 
 
-def remembered(file: Path) -> str | None:
-    """The hash that ``remember`` was told, when the file is still the same one by all that the system says of it."""
+def remembered_hash(file: Path) -> str | None:
+    """The hash that ``remember_hash`` was told, if the file is still the same one by all that the system says of it."""
     try:
         entry = json.loads(read_text(_place_of_hash(file), follow_links=False))
         return str(entry["sha256"]) if entry["file"] == _facts(file, file.stat()) else None
@@ -237,7 +237,7 @@ def remembered(file: Path) -> str | None:
         return None  # never hashed, or an entry that cannot be read: it is hashed again
 
 
-def remember(file: Path, sha256: str, *, as_of: os.stat_result) -> None:
+def remember_hash(file: Path, sha256: str, *, as_of: os.stat_result) -> None:
     """Keep the hash of ``file``; ``as_of`` is its state before it was read. A cache that cannot be written costs time
     only."""
     facts = _facts(file, as_of)

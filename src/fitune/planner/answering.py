@@ -84,7 +84,7 @@ def plan_answering(
     return AnsweringReport(
         questions=questions,
         chosen=chosen,
-        largest_batch=largest_batch(chosen.answering, questions),
+        largest_batch=rows_that_fit(chosen.answering, questions),
         others=tuple(fitting[1:]),
         rejected=tuple((name_of(each.answering), bytes_sum(each.memory)) for each in rejected),
         price_per_gpu_hour=price,
@@ -110,7 +110,7 @@ def _device_counts(engine: PlannedEngine, asked: Answering) -> Iterator[int]:
             count *= 2
 
 
-def largest_batch(answering: Answering, questions: Questions) -> int:
+def rows_that_fit(answering: Answering, questions: Questions) -> int:
     """Rows at once that fit, of as many as there may be; 0 where not even one does, or vLLM decides."""
     if answering.engine == "vllm":
         return 0
@@ -125,7 +125,7 @@ def largest_batch(answering: Answering, questions: Questions) -> int:
 def _smaller(asked: Answering, questions: Questions, rejected: Sequence[PricedAnswering]) -> str:
     """The next thing to try where nothing fits."""
     if any(each.answering.engine == "transformers" for each in rejected):
-        rows = largest_batch(asked, questions)
+        rows = rows_that_fit(asked, questions)
         if rows:
             return f"--batch-size {rows}"
         if memory_of_answering(replace(asked, batch_size=1), replace(questions, rows=1, new_tokens=1)).fits:

@@ -10,7 +10,7 @@ from fitune.files import read_text
 from fitune.spec.serial import parse_json
 from fitune.units import MIB
 
-_MAX_BYTES = 64 * MIB
+_MOST_BYTES = 64 * MIB
 _MOST = 1e12
 _COUNTS = (
     "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "n_gpus", "lora_rank",
@@ -87,7 +87,7 @@ def read_records(path: Path) -> list[Row]:
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        text = read_text(path, limit=_MAX_BYTES, encoding="utf-8-sig")
+        text = read_text(path, limit=_MOST_BYTES, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from None
     except OSError as error:

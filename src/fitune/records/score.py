@@ -65,7 +65,7 @@ def compare_rows(
     compared, skipped = [], []
     for row in rows:
         try:
-            compared.append(_recorded(row) or compare(row, left_out=leave_one_out))
+            compared.append(_recorded(row) or compare_row(row, left_out=leave_one_out))
         except Unrepresented as reason:
             skipped.append((row, str(reason)))
     if leave_one_out:
@@ -167,7 +167,7 @@ def trainer_of(row: Row, profile: Profile) -> Trainer:
     return Trainer(fp32_trained=wide, autocast=autocast, eager_mlp="foak" in row.remarks, **switches)
 
 
-def compare(row: Row, *, left_out: bool = False) -> Comparison:
+def compare_row(row: Row, *, left_out: bool = False) -> Comparison:
     """Raises Unrepresented."""
     profile = profile_of(row, left_out=left_out)
     plan = plan_of(row, dropout=profile.dropout)

@@ -30,7 +30,7 @@ class MethodRun:
     grades: Mapping[str, float] = field(default_factory=dict)
 
 
-def write_comparison(
+def write_methods_page(
     directory: Path, methods: Sequence[MethodRun], *, base_grades: Mapping[str, float]
 ) -> Path:
     """Write ``compare.html`` into ``directory``. Raises RunDirectoryError."""

@@ -32,7 +32,7 @@ class _Changed:
     pairs: list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def write_comparison(
+def write_score_comparison(
     directory: Path, other: Path, paired: Sequence[PairedScore], changed: Iterable[dict[str, Any]]
 ) -> Path:
     """Write ``comparison.html`` into ``directory``. Raises RunDirectoryError when a folder's rows cannot be read."""

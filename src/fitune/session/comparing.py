@@ -10,7 +10,7 @@ from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.planner.defaults import default_learning_rate, optimizer_of, staging_of
 from fitune.planner.methods import lomo_of, lora_of, packed_base
 from fitune.report.compare import text_table
-from fitune.report.methods_page import MethodRun, comparison_rows, write_comparison
+from fitune.report.methods_page import MethodRun, comparison_rows, write_methods_page
 from fitune.report.run_files import read_run
 from fitune.score.shards import remove_scores
 from fitune.session.events import Event, Note, Planned, Tell
@@ -61,7 +61,7 @@ def compare_methods(
         methods.append(method)
         failed = failed or code == 1 or not_scored
         if any(one.run for one in methods):
-            page = write_comparison(directory, methods, base_grades=base)
+            page = write_methods_page(directory, methods, base_grades=base)
         if code not in (0, 1):
             return code
     if not any(method.run for method in methods):

@@ -15,17 +15,11 @@ from fitune.launch.command import require_one_machine
 from fitune.launch.nodes import ONE_NODE, Place
 from fitune.launch.ray_cluster import RayPlace
 from fitune.session.clusters.on_ray import train_on_ray
-from fitune.session.events import Note, Tell
-from fitune.session.signals import (
-    EXIT_CODES,
-    INTERRUPTED,
-    end_with_launcher,
-    ended_by_signals,
-    stop_requests,
-)
+from fitune.session.events import Note, Tell, tell_nobody
+from fitune.session.signals import EXIT_CODES, INTERRUPTED, end_with_launcher, ended_by_signals, stop_requests
 from fitune.session.train.attempts import Attempt
 from fitune.session.train.handover import hand_over, program_again, take_over
-from fitune.session.train.ranks_of_nodes import nobody, require_no_launcher, train_by_ranks, train_on_nodes
+from fitune.session.train.ranks_of_nodes import require_no_launcher, train_by_ranks, train_on_nodes
 from fitune.session.train.training import first_attempt, run_attempt
 from fitune.spec.rank_status import is_left_to_launcher
 from fitune.spec.recipe.recipe import Recipe
@@ -69,7 +63,7 @@ def train_program(
             return train_on_ray(recipe, on_ray, overwrite=overwrite, tell=tell)
         if place is not None:
             return train_on_nodes(recipe, place, overwrite=overwrite, tell=tell)
-        tell = tell if ranks.is_first else nobody
+        tell = tell if ranks.is_first else tell_nobody
         attempt = first_attempt(recipe, overwrite=overwrite, tell=tell, ranks=ranks)
         if not isinstance(attempt, Attempt):
             return 0
@@ -89,7 +83,7 @@ def go_on(directory: Path, *, tell: Tell) -> int:
         if not ranks.is_first:
             os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # one log a rank
         attempt, recipe = ranks.from_first(lambda: take_over(directory))
-        tell = tell if ranks.is_first else nobody
+        tell = tell if ranks.is_first else tell_nobody
         if ranks.is_alone:
             return attempt_program(attempt, recipe, tell=tell)
         try:

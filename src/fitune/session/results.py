@@ -80,7 +80,7 @@ def text_of(result: Result) -> str:
             )
 
 
-def data_of(result: Result) -> dict[str, Any]:
+def result_data(result: Result) -> dict[str, Any]:
     """The object that the command prints with ``--json``."""
     if isinstance(result, PlanReport):
         return plan_data(result)

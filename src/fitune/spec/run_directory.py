@@ -34,7 +34,7 @@ SHORTAGE = f"{LOGS}/out-of-memory.json"
 """File with the facts of a rank whose memory ran out, for the launcher to choose the next attempt."""
 
 
-def log_of(rank: int) -> str:
+def rank_log(rank: int) -> str:
     return f"{LOGS}/rank{rank}.log"
 
 
@@ -42,7 +42,7 @@ def traceback_of(rank: int) -> str:
     return f"{LOGS}/rank{rank}-traceback.txt" if rank else "traceback.txt"
 
 
-def stacks_of(rank: int) -> str:
+def rank_stacks(rank: int) -> str:
     return f"{LOGS}/rank{rank}-stacks.txt"
 
 

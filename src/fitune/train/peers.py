@@ -20,7 +20,7 @@ from fitune.engine.ranks import Ranks
 from fitune.errors import FituneError, PeerGone, RecipeError, TrainingFailed, exit_code_of
 from fitune.spec.predictions import Phase
 from fitune.spec.rank_status import RankStatus, error_of, is_left_to_launcher, read_statuses, write_status
-from fitune.spec.run_directory import LOGS, log_of, stacks_of
+from fitune.spec.run_directory import LOGS, rank_log, rank_stacks
 from fitune.train.failure import Whereabouts
 
 STALL = "FITUNE_STALL_SECONDS"
@@ -92,7 +92,7 @@ def name_the_cause(error: PeerGone, logs: Path) -> None:
         first = min(failed, key=lambda status: status.error.at if status.error else 0.0)
         assert first.error is not None
         error.message = f"rank {first.rank} failed: {first.error.message}"
-        error.hint = first.error.hint or f"what it said is in {logs.parent / log_of(first.rank)}"
+        error.hint = first.error.hint or f"what it said is in {logs.parent / rank_log(first.rank)}"
     elif gone:
         error.message = gone[0].loss
         error.hint = "it was killed, or it crashed: `dmesg` tells of processes killed for want of memory"
@@ -110,7 +110,7 @@ class _Watch:
         self.main_thread = threading.get_ident()
         self.ended = threading.Event()
         logs.mkdir(parents=True, exist_ok=True)
-        self.stacks = (logs.parent / stacks_of(status.rank)).open("w")
+        self.stacks = (logs.parent / rank_stacks(status.rank)).open("w")
         write_status(logs, status)
         self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self.thread.start()

@@ -28,7 +28,7 @@ from fitune.train.current import Callbacks, Run
 from fitune.train.directory import remove_run, require_own_directory, require_removable
 from fitune.train.ending import complete, failed, interrupted, tell_what_is_saved
 from fitune.train.evaluate import answer_before, evaluate
-from fitune.train.failure import Whereabouts, explain, require_finite_step, shortage_of
+from fitune.train.failure import Whereabouts, explain_failure, require_finite_step, shortage_of
 from fitune.train.loop import train
 from fitune.train.peers import known_to_peers, name_the_cause
 from fitune.train.prepare import prepare
@@ -56,7 +56,7 @@ def run(
     restarts: Sequence[Restart] = (),
     ranks: Ranks = ALONE,
 ) -> RunReport:
-    """Execute ``plan`` in its output directory. ``files`` (name -> text) are written beside plan.json.
+    """Execute ``plan`` in its run directory. ``files`` (name -> text) are written beside plan.json.
 
     ``resume``: True for the newest valid checkpoint (from the start when there is none), or a checkpoint's path or
     URL.
@@ -137,7 +137,7 @@ def _train_and_report(current: Run, start: Start) -> RunReport:
         report = interrupted(current, f"stopped at once ({current.where})")
         raise
     except Exception as error:  # the one place that catches all: it is written down and raised again
-        explained = explain(error, current.plan, current.where, rank=current.ranks.rank)
+        explained = explain_failure(error, current.plan, current.where, rank=current.ranks.rank)
         if isinstance(explained, PeerGone):
             name_the_cause(explained, current.directory / LOGS)
         if isinstance(explained, OutOfMemory):

@@ -19,7 +19,7 @@ from fitune.units import GIB, MIB, format_bytes
 _MEMORY, _MOST_MEMORY = GIB, 8 * GIB
 """Address space for the reader beyond what it has when it begins: so much, and twice the file, but not more than the
 second. A batch in an arrow file is as large as it was written."""
-_MAX_ROW_BYTES = 16 * MIB
+_MOST_ROW_BYTES = 16 * MIB
 """As much as a line may have."""
 _MESSAGE_BYTES = 4 * MIB
 _BATCH_ROWS = 1024
@@ -47,7 +47,7 @@ def read_arrow(path: str, on_bytes: Callable[[int], None]) -> Iterator[Row | Bad
                 raise from_message(**json.loads(content))
             if kind == _TOO_LONG:
                 number += 1
-                limit = format_bytes(_MAX_ROW_BYTES)
+                limit = format_bytes(_MOST_ROW_BYTES)
                 yield BadRow(
                     f"{path} row {number}: the row is longer than {limit}", reason=f"row longer than {limit}"
                 )
@@ -119,7 +119,7 @@ def _parquet_batches(file: BinaryIO) -> Iterator[tuple[Any, float]]:
     parquet = pyarrow.parquet.ParquetFile(file, buffer_size=MIB, pre_buffer=False)
     groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
     row_bytes = max((g.total_byte_size / max(g.num_rows, 1) for g in groups), default=1)
-    rows = max(1, min(_BATCH_ROWS, int(_MAX_ROW_BYTES / max(row_bytes, 1))))
+    rows = max(1, min(_BATCH_ROWS, int(_MOST_ROW_BYTES / max(row_bytes, 1))))
     done = 0
     for batch in parquet.iter_batches(batch_size=rows, use_threads=False):
         done += batch.num_rows
@@ -155,7 +155,7 @@ def _within_bounds(batch: Any) -> Iterator[bytes]:
 
     if batch.num_rows == 0:
         return
-    if batch.nbytes > _MAX_ROW_BYTES and batch.num_rows == 1:
+    if batch.nbytes > _MOST_ROW_BYTES and batch.num_rows == 1:
         yield _TOO_LONG
     elif batch.nbytes > _MESSAGE_BYTES and batch.num_rows > 1:
         half = batch.num_rows // 2

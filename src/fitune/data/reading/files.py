@@ -11,14 +11,14 @@ from typing import Any, BinaryIO
 
 from fitune.data.reading.arrow import read_arrow
 from fitune.data.reading.kinds import require_readable
-from fitune.data.reading.lines import BOM, MAX_LINE_BYTES, BadLine, decode, numbered_lines, opened
+from fitune.data.reading.lines import BOM, MOST_LINE_BYTES, BadLine, decode, numbered_lines, opened
 from fitune.data.reading.rows import BadRow, Row
 from fitune.data.reading.separated import read_separated
 from fitune.errors import DataError
 from fitune.spec.serial import require_shallow
 from fitune.units import MIB, format_bytes
 
-_MAX_JSON_BYTES = 256 * MIB
+_MOST_JSON_BYTES = 256 * MIB
 """Largest file that is one JSON value: it is parsed whole, which takes some ten times its size."""
 Rows = Iterator[Row | BadRow]
 
@@ -143,10 +143,10 @@ def _read_json(file: BinaryIO, path: str) -> Rows:
 
 
 def _whole_text(file: BinaryIO, path: str) -> str:
-    raw = file.read(_MAX_JSON_BYTES + 1)
-    if len(raw) > _MAX_JSON_BYTES:
+    raw = file.read(_MOST_JSON_BYTES + 1)
+    if len(raw) > _MOST_JSON_BYTES:
         raise DataError(
-            f"{path}: larger than {format_bytes(_MAX_JSON_BYTES)}, and a .json file is parsed whole",
+            f"{path}: larger than {format_bytes(_MOST_JSON_BYTES)}, and a .json file is parsed whole",
             hint=f"jq -c '.[]' {path} > {path}l; a .jsonl file is read row by row, however long it is",
         )
     raw = raw.removeprefix(BOM)
@@ -169,9 +169,9 @@ def _numbered_objects(values: list[Any], path: str) -> Rows:
 
 def _read_text(file: BinaryIO, path: str) -> Rows:
     """A text file is one document, and one row."""
-    raw = file.read(MAX_LINE_BYTES + 1)
-    limit = format_bytes(MAX_LINE_BYTES)
-    if len(raw) > MAX_LINE_BYTES:
+    raw = file.read(MOST_LINE_BYTES + 1)
+    limit = format_bytes(MOST_LINE_BYTES)
+    if len(raw) > MOST_LINE_BYTES:
         yield BadRow(
             f"{path}: a text file is one row, and this one is longer than {limit}",
             reason=f"text longer than {limit}",

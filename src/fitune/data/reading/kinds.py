@@ -49,7 +49,7 @@ def kind_of(path: str) -> FileKind | None:
 
 def require_readable(path: str) -> FileKind:
     """The kind of the file. Raises DataError for a name that says it cannot be read."""
-    refuse_pickle(path)
+    _refuse_pickle(path)
     found = kind_of(path)
     if found is not None:
         return found
@@ -69,7 +69,7 @@ def require_readable(path: str) -> FileKind:
     raise DataError(f"{path}: not a data file this version reads", hint=f"one of {ACCEPTED_FILES}")
 
 
-def refuse_pickle(path: str) -> None:
+def _refuse_pickle(path: str) -> None:
     suffix = PurePosixPath(_name(path)).suffix
     if suffix in PICKLE_SUFFIXES:
         raise DataError(

@@ -13,7 +13,7 @@ from fitune.data.reading.rows import BadRow
 from fitune.errors import DataError
 from fitune.units import KIB, MIB, format_bytes
 
-MAX_LINE_BYTES = 16 * MIB
+MOST_LINE_BYTES = 16 * MIB
 """Longer lines are a broken file far more often than a row: 16 MiB of text is some four million tokens."""
 _BLOCK_BYTES = 64 * KIB
 """Read at once, and between two calls of on_bytes: some 500 short rows."""
@@ -125,12 +125,12 @@ class BadLine(bytes):
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Lines with their numbers from 1, the byte order mark taken off; CRLF is left to the caller's strip."""
     number = 0
-    while raw := file.readline(MAX_LINE_BYTES + 1):
+    while raw := file.readline(MOST_LINE_BYTES + 1):
         number += 1
-        if len(raw) > MAX_LINE_BYTES:
+        if len(raw) > MOST_LINE_BYTES:
             rest = raw
             while rest and not rest.endswith(b"\n"):
-                rest = file.readline(MAX_LINE_BYTES)
+                rest = file.readline(MOST_LINE_BYTES)
             raw = BadLine(raw[:64])
         # removeprefix would make plain bytes of a BadLine
         yield number, raw.removeprefix(BOM) if number == 1 and raw.startswith(BOM) else raw
@@ -139,7 +139,7 @@ def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def decode(line: bytes, where: str) -> str:
     """The text of a line. Raises BadRow."""
     if isinstance(line, BadLine):
-        limit = format_bytes(MAX_LINE_BYTES)
+        limit = format_bytes(MOST_LINE_BYTES)
         raise BadRow(f"{where}: the line is longer than {limit}", reason=f"line longer than {limit}")
     if b"\0" in line:
         raise BadRow(f"{where}: a NUL byte at column {line.index(0) + 1}", reason="NUL byte")

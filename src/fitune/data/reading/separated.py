@@ -18,7 +18,7 @@ def read_separated(file: BinaryIO, path: str) -> Iterator[Row | BadRow]:
 
     Raises DataError for a header that names no columns, or one column twice.
     """
-    csv.field_size_limit(lines.MAX_LINE_BYTES)
+    csv.field_size_limit(lines.MOST_LINE_BYTES)
     text = _TextLines(file, path)
     header, mark = _header(text, path)
     reader = csv.reader(text, strict=True, delimiter=mark)
@@ -55,8 +55,8 @@ class _TextLines:
     def __next__(self) -> str:
         self.number, raw = next(self._lines)
         self._record_bytes += len(raw)
-        if self._record_bytes > lines.MAX_LINE_BYTES and not isinstance(raw, BadLine):
-            limit = format_bytes(lines.MAX_LINE_BYTES)
+        if self._record_bytes > lines.MOST_LINE_BYTES and not isinstance(raw, BadLine):
+            limit = format_bytes(lines.MOST_LINE_BYTES)
             raise BadRow(
                 f"{self._path}:{self._first}: the record is longer than {limit}",
                 reason=f"record longer than {limit}",

@@ -17,10 +17,9 @@ from fitune.checkpoint.commit import Commit, last_saved
 from fitune.errors import FituneError, PeerGone, RankFailed, RunDirectoryError, exit_code_of
 from fitune.launch.ray_cluster import loaded_ray
 from fitune.session.clusters.ray_losses import cause_of_loss, has_said_why
-from fitune.session.events import Event, Note, Tell
+from fitune.session.events import Event, Note, Tell, tell_nobody
 from fitune.session.train.attempts import Attempt
 from fitune.session.train.handover import unpacked
-from fitune.session.train.ranks_of_nodes import nobody
 from fitune.session.train.training import run_attempt
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import LAUNCHER, read_statuses
@@ -92,7 +91,7 @@ def train_as_rank(config: dict[str, Any]) -> RankEnd:
             return RankEnd(status="failed")  # the driver waits no longer
         before = ranks.from_first(lambda: mine)  # a group that grew has ranks that never began
         attempt, recipe = unpacked(orders.attempts[ranks.world])
-        tell = _desk_teller(orders.desk) if ranks.is_first else nobody
+        tell = _desk_teller(orders.desk) if ranks.is_first else tell_nobody
         talker = Talker(orders.desk, is_first=ranks.is_first)
         try:
             if before and ranks.from_first(lambda: has_said_why(Path(attempt.plan.run.output_dir) / LOGS)):

@@ -27,7 +27,7 @@ from fitune.score.engines.engine_transformers import TransformersEngine, require
 from fitune.score.engines.opening import changes_the_base, load_adapted
 from fitune.session.events import Tell, WeightsRead, tell_nobody
 from fitune.session.named_models import NamedModel, find_model
-from fitune.session.score.score_words import require_allowed
+from fitune.session.score.score_words import require_within_limits
 from fitune.spec.model.model_config import load_model_spec
 
 _COMMAND = re.compile(r"/[a-z]+")
@@ -182,7 +182,7 @@ def open_chat(
     ``system``."""
     if not 1 <= len(names) <= 2:
         raise RecipeError(f"{len(names)} models are named", hint="fitune chat MODEL_OR_RUN [SECOND]")
-    require_allowed(sampling, {})
+    require_within_limits(sampling, {})
     found = [find_model(name) for name in names]
     notes = [note for named in found for note in _notes(named)]
     shared = _adapter_for_both(found)

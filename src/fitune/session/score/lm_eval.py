@@ -28,7 +28,7 @@ from fitune.score.plan import ScorePlan
 from fitune.score.shards import FOLDER
 from fitune.session.events import Note, Tell, WeightsRead
 from fitune.session.score.lm_eval_words import TaskScores, require_task_numbers, scores_of, task_names
-from fitune.session.score.score_words import require_allowed
+from fitune.session.score.score_words import require_within_limits
 from fitune.session.score.scoring import Pace
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.run_lock import lock_directory
@@ -51,7 +51,7 @@ def score_tasks(
     ``chat_template``: empty: prompts are plain texts; "own": chats, by the tokenizer's template; else a Jinja file.
     """
     require_library("lm_eval", needed_by="--lm-eval", extra="lm-eval")
-    require_allowed({"batch_size": batch_size, "seed": seed}, {})
+    require_within_limits({"batch_size": batch_size, "seed": seed}, {})
     names = task_names(tasks)
     require_task_numbers(shots=shots, limit=limit)
     plan = ScorePlan(

@@ -72,7 +72,7 @@ def columns_of(words: Sequence[str]) -> dict[str, str]:
     return columns
 
 
-def require_allowed(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
+def require_within_limits(numbers: Mapping[str, float], columns: Mapping[str, str]) -> None:
     for name, value in numbers.items():
         least, most = _LIMITS[name]
         if not least <= value <= most:
@@ -115,7 +115,7 @@ def score_words(
     nothing is written."""
     roles = columns_of(columns or [])
     _require_written(graders)
-    require_allowed({"batch_size": batch_size, "max_new_tokens": max_new_tokens}, roles)
+    require_within_limits({"batch_size": batch_size, "max_new_tokens": max_new_tokens}, roles)
     sources = sources_of(
         data, roles, allow_https=allow_https, allow_private_addresses=allow_private_addresses
     )

@@ -13,7 +13,7 @@ from fitune.errors import ScoringFailed
 from fitune.files import written_whole
 from fitune.launch.ray_cluster import RayPlace
 from fitune.models.adapter_config import CONFIG
-from fitune.report.score_comparison import write_comparison
+from fitune.report.score_comparison import write_score_comparison
 from fitune.report.score_page import write_score_page
 from fitune.report.score_rows import first_failed, read_changed
 from fitune.score.answers import CHANGED
@@ -23,7 +23,7 @@ from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
 from fitune.session.score.score_memory import ScoreMemory
-from fitune.session.score.score_words import Paths, require_allowed, sources_of
+from fitune.session.score.score_words import Paths, require_within_limits, sources_of
 from fitune.spec.reports import ScoreReport
 
 _LINE_SECONDS = 30.0
@@ -43,7 +43,7 @@ def score_dataset(
     ``place``: on a Ray cluster.
     Raises RecipeError for a number out of its limits and a role that is none.
     """
-    require_allowed({"batch_size": batch_size, **(sampling or {})}, columns or {})
+    require_within_limits({"batch_size": batch_size, **(sampling or {})}, columns or {})
     plan = ScorePlan(
         model=model,
         adapter=adapter,
@@ -184,7 +184,7 @@ def compare_scores(directory: Path, other: Path) -> str:
             f"(95 %: {found.low:+.4f} to {found.high:+.4f}) over {found.rows} rows{lower}; "
             f"{found.better} better, {found.worse} worse{chance}"
         )
-    page = write_comparison(directory, other, paired, read_changed(directory))
+    page = write_score_comparison(directory, other, paired, read_changed(directory))
     return "\n".join([*shown, f"changed rows: {directory / CHANGED}", f"page: {page}"])
 
 

@@ -16,7 +16,7 @@ from fitune.estimate.predict import predict
 from fitune.launch.command import command_of
 from fitune.launch.nodes import Nodes, Place, meeting, place_of
 from fitune.launch.torchrun import Ended, fresh_logs, run_ranks
-from fitune.session.events import Event, Note, Tell
+from fitune.session.events import Note, Tell
 from fitune.session.planning import wanted_hardware
 from fitune.session.signals import EXIT_CODES
 from fitune.session.train.attempts import Attempt, next_attempt, shortage_of_ranks
@@ -31,10 +31,6 @@ from fitune.spec.words import describe_plan
 from fitune.units import format_bytes
 
 LOST = "the ranks lost the connection between them, and none of them says why"
-
-
-def nobody(event: Event) -> None:
-    """The ranks and nodes after the first tell nobody what the first tells."""
 
 
 def place_in(recipe: Recipe, *, node: int | None, rendezvous: str, timeout_s: float) -> Place | None:

@@ -11,7 +11,7 @@ from fitune.spec.hub import HUB_TIMEOUT_S, answers, is_offline
 from fitune.spec.model.config_schema import ConfigFields, check_config
 from fitune.spec.model.families import FAMILIES, stored_type
 from fitune.spec.model.known_models import accepted_model_names, find_known_model
-from fitune.spec.model.model_names import closest_name, is_packed
+from fitune.spec.model.model_names import closest_name, names_packed_weights
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.positions import check_positions
 from fitune.spec.serial import read_object
@@ -173,7 +173,7 @@ def _unknown(name: str, *, why: str = "") -> ModelError:
     if close is None:
         hint = "a Hub name (meta-llama/Llama-3.1-8B) or a folder with a config.json"
     else:
-        packs = "; tuning: qlora packs its weights itself" if is_packed(name) else ""
+        packs = "; tuning: qlora packs its weights itself" if names_packed_weights(name) else ""
         hint = f"did you mean {close!r}?{packs}"
     return ModelError(f"model = {name!r}{reason}", hint=hint)
 

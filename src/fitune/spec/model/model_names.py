@@ -46,7 +46,7 @@ def closest_name(name: str, known: Iterable[str]) -> str | None:
     return max(alike, key=likeness, default=None)
 
 
-def is_packed(name: str) -> bool:
+def names_packed_weights(name: str) -> bool:
     """True if the name says that the weights are packed in 4 or 8 bits, such as GGUF, AWQ or GPTQ."""
     return _PACKED.search(_plain(name)) is not None
 

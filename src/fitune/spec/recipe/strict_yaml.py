@@ -9,7 +9,7 @@ from fitune.errors import RecipeError
 from fitune.files import read_text
 from fitune.units import KIB
 
-MAX_RECIPE_BYTES = 256 * KIB
+MOST_RECIPE_BYTES = 256 * KIB
 """Two seconds of reading. The longest recipes here have two KiB."""
 
 _MOST_NESTING = 32
@@ -67,7 +67,7 @@ _EXAMPLES = {
 
 def load_yaml(path: Path, *, kind: str = "recipe") -> dict[str, Any]:
     try:
-        text = read_text(path, limit=MAX_RECIPE_BYTES, encoding="utf-8-sig", own_pipe=True)
+        text = read_text(path, limit=MOST_RECIPE_BYTES, encoding="utf-8-sig", own_pipe=True)
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such {kind} file", hint="look at the spelling of the path") from None
     except (OSError, UnicodeDecodeError) as error:
