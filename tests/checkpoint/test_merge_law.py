@@ -172,7 +172,7 @@ def test_what_is_secured_outlives_its_verification(tmp_path: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as stopped:
-        stopped.setattr(export, "verify", interrupted)
+        stopped.setattr(export, "verify_export", interrupted)
         with pytest.raises(KeyboardInterrupt):
             export.export_adapter(model, byte_tokenizer(), tmp_path / "adapter", **words)
     assert (kept / "adapter_model.safetensors").is_file()

@@ -12,7 +12,7 @@ from fitune.engine.joining import first_host, launched_ranks, meeting_point
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import HardwareError, PeerGone, RecipeError
 from fitune.launch.command import machine_commands
-from fitune.launch.torchrun import Ended, Exit, ended
+from fitune.launch.ends import Ended, Exit, ended
 from fitune.session.clusters.ray_losses import cause_of_loss, write_losses
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import RankError, RankStatus, read_statuses, write_status

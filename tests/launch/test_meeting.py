@@ -10,8 +10,8 @@ import pytest
 
 from fitune.errors import FituneError, HardwareError, NodeFailed, RecipeError
 from fitune.launch.board import interface_towards
+from fitune.launch.ends import Ended
 from fitune.launch.nodes import Meeting, OneNode, Place, meeting, place_of
-from fitune.launch.torchrun import Ended
 from fitune.session.train.ranks_of_nodes import job_end
 
 Part = Callable[[Meeting], object]

@@ -10,7 +10,6 @@ import pytest
 from fitune.errors import HardwareError
 from fitune.measure import hardware as detection
 from fitune.measure.hardware import (
-    FoundGpu,
     cpu_cores,
     describe_found,
     describe_hardware,
@@ -19,10 +18,9 @@ from fitune.measure.hardware import (
     has_bf16_products,
     host_memory_bytes,
     memory_limits,
-    query_gpus,
     resolve_hardware,
-    visible_gpus,
 )
+from fitune.measure.nvml import FoundGpu, query_gpus, visible_gpus
 from fitune.spec.machines.gpus import GpuFigures, find_gpu, hardware_for
 from fitune.units import GIB, MIB
 

@@ -9,7 +9,7 @@ import pytest
 
 import fitune
 from fitune.errors import HardwareError, ModelError, NothingFits
-from fitune.measure.hardware import FoundGpu
+from fitune.measure.nvml import FoundGpu
 from fitune.score.plan import ScorePlan
 from fitune.session.score.score_plan import engine_and_devices, plan_scoring
 from fitune.session.score.score_words import ScoreWords

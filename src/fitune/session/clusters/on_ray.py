@@ -13,6 +13,7 @@ from fitune.checkpoint.commit import Commit, last_saved
 from fitune.engine.ranks import WAIT
 from fitune.errors import FituneError, OutOfMemory, RecipeError, TrainingFailed
 from fitune.launch.command import command_of
+from fitune.launch.ends import Ended, ended
 from fitune.launch.ray_cluster import (
     RayCluster,
     RayPlace,
@@ -25,7 +26,7 @@ from fitune.launch.ray_cluster import (
 )
 from fitune.launch.ray_desk import open_desk
 from fitune.launch.ray_workers import WorkersEnd, run_workers
-from fitune.launch.torchrun import Ended, ended, fresh_logs
+from fitune.launch.torchrun import fresh_logs
 from fitune.report.run_page import write_report
 from fitune.session.clusters.ray_growth import Growth
 from fitune.session.clusters.ray_losses import WORD_SECONDS, cause_of_loss, has_first_ended, take_down_losses

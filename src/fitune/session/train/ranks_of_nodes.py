@@ -14,8 +14,9 @@ from fitune.engine.ranks import Ranks
 from fitune.errors import HardwareError, TrainingFailed
 from fitune.estimate.predict import predict
 from fitune.launch.command import command_of
+from fitune.launch.ends import Ended
 from fitune.launch.nodes import Nodes, Place, meeting, place_of
-from fitune.launch.torchrun import Ended, fresh_logs, run_ranks
+from fitune.launch.torchrun import fresh_logs, run_ranks
 from fitune.session.events import Note, Tell
 from fitune.session.planning import wanted_hardware
 from fitune.session.signals import EXIT_CODES
