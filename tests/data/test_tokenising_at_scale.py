@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
-from fitune.data import making, tokenising
+from fitune.data import making, tokenising, tokenising_processes
 from fitune.data.preparing import prepare_data
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
@@ -43,8 +43,8 @@ def in_processes(monkeypatch):
 
     def use(count):
         monkeypatch.setattr(making, "_BATCH_ROWS", 16)
-        monkeypatch.setattr(tokenising, "_WORTH_A_START", 0)
-        monkeypatch.setattr(tokenising, "_cores", lambda: count)
+        monkeypatch.setattr(tokenising_processes, "_WORTH_A_START", 0)
+        monkeypatch.setattr(tokenising_processes, "_cores", lambda: count)
 
     return use
 
@@ -88,8 +88,10 @@ def test_the_first_row_that_cannot_be_used_is_named(tmp_path, prepare, in_proces
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_stop_leaves_no_process_and_no_half_entry(tmp_path, prepare, in_processes, count, monkeypatch):
     started = []
-    real = tokenising.Child
-    monkeypatch.setattr(tokenising, "Child", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
+    real = tokenising_processes.Child
+    monkeypatch.setattr(
+        tokenising_processes, "Child", lambda *a, **k: started.append(real(*a, **k)) or started[-1]
+    )
     if count:
         in_processes(count)
 
@@ -106,13 +108,13 @@ def test_a_stop_leaves_no_process_and_no_half_entry(tmp_path, prepare, in_proces
 
 def test_a_process_that_dies_is_an_error_that_names_the_rows(tmp_path, prepare, in_processes, monkeypatch):
     in_processes(1)
-    real = tokenising._send
+    real = tokenising_processes._send
 
     def send_and_kill(child, batch):
         real(child, batch)
         child._process.kill()
 
-    monkeypatch.setattr(tokenising, "_send", send_and_kill)
+    monkeypatch.setattr(tokenising_processes, "_send", send_and_kill)
     with pytest.raises(
         DataError, match=r"ended with signal SIGKILL at .*rows.jsonl:1 or in the 15 rows after"
     ):

@@ -11,9 +11,9 @@ from transformers.activations import ACT2FN
 
 from fitune.errors import ModelError
 from fitune.models.door import model_config, read_config
+from fitune.spec.model.config_fields import ConfigFields
 from fitune.spec.model.config_schema import (
     CONFIG_FIELDS,
-    ConfigFields,
     check_config,
     check_generation_config,
     check_tokenizer_config,

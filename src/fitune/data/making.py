@@ -17,7 +17,8 @@ from fitune.data.dataset import DatasetWriter, TokenDataset
 from fitune.data.ledger import LedgerBook, Progress, describe_dropped
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows, with_skip_hint
-from fitune.data.tokenising import MOST_TEXT_AT_ONCE, Fate, Job, RowTokeniser, TokenRows, text_size, tokenised
+from fitune.data.tokenising import MOST_TEXT_AT_ONCE, Fate, RowTokeniser, TokenRows, text_size
+from fitune.data.tokenising_processes import Job, tokenised
 from fitune.errors import DataError
 from fitune.spec.plan import DataFormat, DataSource
 from fitune.spec.reports import Ledger

@@ -13,7 +13,8 @@ from fitune.data.ledger import Progress, Watch, ignore_reading
 from fitune.data.making import Making, PreparedData
 from fitune.data.reading.sources import content_key
 from fitune.data.shared_cache import shared_cache
-from fitune.data.tokenising import Job, RowTokeniser
+from fitune.data.tokenising import RowTokeniser
+from fitune.data.tokenising_processes import Job
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
 from fitune.spec.reports import Ledger

@@ -31,12 +31,8 @@ from fitune.errors import CheckpointError, FituneError, ModelError, is_out_of_me
 from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_shown
 from fitune.models.remote_code import CONFIG, GENERATION, JSON_FILES, TOKENIZER, refuse_remote_code
 from fitune.spec.hub import no_waiting_for_the_hub
-from fitune.spec.model.config_schema import (
-    ConfigFields,
-    check_config,
-    check_generation_config,
-    check_tokenizer_config,
-)
+from fitune.spec.model.config_fields import ConfigFields
+from fitune.spec.model.config_schema import check_config, check_generation_config, check_tokenizer_config
 from fitune.spec.model.families import FAMILIES
 from fitune.spec.model.known_models import find_known_model
 from fitune.spec.serial import read_object

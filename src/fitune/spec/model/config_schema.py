@@ -1,4 +1,4 @@
-"""A model's config.json read field by field, and one table of what its fields may be, checked before anybody uses one.
+"""One table of what the fields of a model's config.json may be, checked before anybody uses one.
 
 A field that is absent or null is its class's default; a field that is not in the table is left alone. Types are those
 of transformers' configuration classes (a test compares), ranges those in which a model can be built and run. Every
@@ -7,87 +7,11 @@ complaint names the file, the field and the value.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from fitune.errors import ModelError
+from fitune.spec.model.config_fields import ConfigFields
 from fitune.spec.model.traits import ACTIVATIONS, WITH_WEIGHTS
-
-_MOST = 1_000_000_000
-"""Largest count in a config: positions reach ten millions, and arithmetic with what lies beyond never ends."""
-_MOST_LAYERS = 10_000
-_SHOWN = 200
-"""Characters of a value in an error message."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigFields:
-    """The values of one config.json and the words that say where they come from.
-
-    ``null`` counts as absent: Hugging Face writes it for "the class decides".
-    """
-
-    values: Mapping[str, Any]
-    where: str
-
-    def count(self, *names: str, default: int | None = None) -> int:
-        """A whole number of at least 1 under the first of ``names`` that is set."""
-        for name in names:
-            value = self.values.get(name)
-            if value is None:
-                continue
-            if type(value) is not int or value < 1:
-                self.refuse(name, "must be a whole number of at least 1")
-            most = _MOST_LAYERS if "layer" in name else _MOST
-            if value > most:
-                self.refuse(name, f"is more than any model has ({most:,})")
-            return value
-        if default is None:
-            raise ModelError(
-                f"{self.where}: {names[0]} is missing", hint="a config.json of transformers has it"
-            )
-        return default
-
-    def optional_count(self, name: str) -> int:
-        """A whole number as by ``count``, 0 when the field is absent."""
-        return self.count(name) if self.values.get(name) is not None else 0
-
-    def share(self, name: str, *, default: float = 0.0) -> float:
-        """A part of 1, whose range the schema has checked; the ``default`` when the field is absent."""
-        value = self.values.get(name)
-        return default if value is None else float(value)
-
-    def is_capped(self, name: str, *, default: bool) -> bool:
-        """True if a soft cap is set: ``null`` switches it off, an absent one is the ``default`` of the class."""
-        return self.values[name] is not None if name in self.values else default
-
-    def flag(self, name: str, *, default: bool = False) -> bool:
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            self.refuse(name, "must be true or false")
-        return value
-
-    def word(self, name: str, *, default: str) -> str:
-        """A name, which the schema has checked; the ``default`` when the field is absent."""
-        value = self.values.get(name)
-        return default if value is None else str(value)
-
-    def words(self, name: str) -> tuple[str, ...]:
-        """A list of strings, empty when the field is absent."""
-        value = self.values.get(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            self.refuse(name, "must be a list of names")
-        return tuple(value)
-
-    def refuse(self, name: str, why: str, *, hint: str | None = None) -> NoReturn:
-        shown = repr(self.values.get(name))
-        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
-        raise ModelError(f"{self.where}: {name} = {shown} {why}", hint=hint)
-
 
 Check = Callable[[ConfigFields, str, Any], None]
 """Refuses the value of a field, or returns."""

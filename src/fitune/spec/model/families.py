@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fitune.errors import ModelError
-from fitune.spec.model.config_schema import ConfigFields
+from fitune.spec.model.config_fields import ConfigFields
 from fitune.spec.model.model_spec import (
     Dropout,
     Linear,

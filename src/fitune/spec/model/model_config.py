@@ -8,7 +8,8 @@ from typing import Any
 
 from fitune.errors import ModelError
 from fitune.spec.hub import HUB_TIMEOUT_S, answers, is_offline
-from fitune.spec.model.config_schema import ConfigFields, check_config
+from fitune.spec.model.config_fields import ConfigFields
+from fitune.spec.model.config_schema import check_config
 from fitune.spec.model.families import FAMILIES, stored_type
 from fitune.spec.model.known_models import accepted_model_names, find_known_model
 from fitune.spec.model.model_names import closest_name, names_packed_weights

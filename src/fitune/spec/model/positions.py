@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fitune.spec.model.config_schema import ConfigFields
+from fitune.spec.model.config_fields import ConfigFields
 from fitune.spec.model.model_spec import ModelSpec
 
 _NEEDS = {
