@@ -5,6 +5,7 @@ Names of models, paths, settings and answers come from strangers: everything is 
 
 import errno
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,19 @@ class Tile:
 
 
 def render(template: str, **values: Any) -> str:
+    text: str = _environment().get_template(template).render(**values)
+    return text
+
+
+@cache
+def _environment() -> Any:
+    """Keeps the templates that were compiled."""
     import jinja2
 
-    environment = jinja2.Environment(
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("fitune.report"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    return environment.get_template(template).render(**values)
 
 
 def write_page(path: Path, text: str) -> Path:

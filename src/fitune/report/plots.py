@@ -30,10 +30,12 @@ def colour(name: str) -> str:
 
 
 def draw_svg(
-    draw: Callable[[Axes], None], *, name: str, label: str, grid: str = "y", height_in: float = 2.7
-) -> str:
+    draw: Callable[[Axes], None], *, name: str, label: str, grid: str = "y", height_in: float = 2.7,
+    left_in: float = 0.0,
+) -> str:  # fmt: skip
     """Call ``draw`` with empty axes; ``grid`` is the axis of the values: ``y`` over steps, ``x`` for bars.
 
+    ``left_in``: room for one line of labels on the left, where it is known: matplotlib finds it by drawing twice.
     Raises MissingExtra without matplotlib.
     """
     try:
@@ -49,8 +51,13 @@ def draw_svg(
         "axes.labelcolor": colour("muted"),
     }
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_IN, height_in), layout="none" if left_in else "constrained")
         axes = figure.add_subplot()
+        if left_in:
+            edge, below = 0.1, 0.5
+            figure.subplots_adjust(
+                left=left_in / _WIDTH_IN, right=1 - edge / _WIDTH_IN, bottom=below / height_in, top=1 - edge / height_in
+            )  # fmt: skip
         _quiet(axes, grid)
         if grid == "y":
             axes.set_xlabel("step")

@@ -262,7 +262,8 @@ def histogram(bars: Bars, axis: str, *, name: str) -> str:
         axes.set_ylabel("rows")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
-    return draw_svg(draw, name=name, label=f"Rows by {axis}")
+    digits = len(f"{int(bars.counts.max()):,}")
+    return draw_svg(draw, name=name, label=f"Rows by {axis}", left_in=0.4 + 0.07 * digits)
 
 
 def _all_alike(bars: Bars) -> tuple[int, int]:

@@ -131,9 +131,11 @@ class Index:
         )
         return (number for (number,) in self._db.execute(text))
 
-    def places(self) -> Iterator[tuple[int, int]]:
-        """Shard, and place in it, of the line that counts: one for each row, in the order of the input."""
-        return iter(self._db.execute("SELECT shard, place FROM rows JOIN best USING (id) ORDER BY number"))
+    def places(self) -> Iterator[tuple[str, int, int]]:
+        """Id, shard, and place in it, of the line that counts: one for each row, in the order of the input."""
+        return iter(
+            self._db.execute("SELECT id, shard, place FROM rows JOIN best USING (id) ORDER BY number")
+        )
 
     def _count(self, of: str, what: str = "count(*)") -> int:
         (count,) = self._db.execute(f"SELECT {what} FROM {of}").fetchone()

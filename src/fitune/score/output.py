@@ -37,11 +37,10 @@ def write_outputs(
             for name in ("answers.jsonl", "grades.jsonl", "answers.parquet")
         )
         add_record = stack.enter_context(_parquet(table, graders=tuple(keys)))
-        for number, place in index.places():
-            answer = shards.line(number, place)
-            line, task = shards.row(number, place), shards.row(number, place, "tasks")
+        for id_, number, place in index.places():
+            line, task = shards.answer(number, place, id_), shards.row(number, place, "tasks")
             grades = {name: shards.grade(number, key, place) for name, key in keys.items()}
-            answers.write(answer)
+            answers.write(shards.line(number, place))
             graded.write(_grade_line(line, task, grades))
             add_record(_record(line, task, grades))
             on_row(line, grades)

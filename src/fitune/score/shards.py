@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fitune.errors import RunDirectoryError
 from fitune.files import open_regular, write_atomically
@@ -22,9 +22,12 @@ from fitune.score.answers import MANIFEST, OURS, Line, answer_line
 from fitune.score.index import ANSWERED, REFUSED, RETRY, Index
 from fitune.score.tasks import Answer
 from fitune.spec.serial import parse_json
+from fitune.units import MIB
 
 T = TypeVar("T")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
+_decode = json.JSONDecoder().decode
+"""``json.loads`` guesses the encoding of each line first."""
 
 FOLDER = "shards"
 _KINDS = ("answers", "tasks")
@@ -32,6 +35,8 @@ _OPEN = 8
 """Shards whose lines are kept in memory; rows that were retried stand in other shards than their neighbours."""
 _MANIFEST = re.compile(r"(\d{5,})\.json")
 _OURS = re.compile(r"\d{5,}(\.json|\.(answers|tasks|grades-[0-9a-f]+)\.jsonl)")
+
+_OF_A_LINE = {"custom_id", "response", "error"}
 
 OF_THE_ROW = ("prompt_too_long", "empty_prompt", "bad_row")
 """Codes of errors that another try cannot mend."""
@@ -85,9 +90,10 @@ class Shards:
         try:
             with open_regular(path, follow_links=False) as file:
                 found = parse_json(file.read())
+            _require_parts(found)
             shard = Shard(
                 number=number, ids=tuple(found["ids"]), contents=tuple(found["contents"]),
-                states=tuple(found["states"]), hashes=dict(found["sha256"]),
+                states=tuple(found["states"]), hashes=found["sha256"],
             )  # fmt: skip
             if not len(shard.ids) == len(shard.contents) == len(shard.states):
                 raise ValueError("ids, contents and states differ in number")
@@ -95,7 +101,7 @@ class Shards:
             if not texts or any(state not in (RETRY, REFUSED, ANSWERED) for state in shard.states):
                 raise ValueError("ids and contents are texts, states 0, 1 or 2")
             return shard
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise _damaged(path, str(error)) from None
 
     def write(self, number: int, answers: Sequence[Answer], *, model: str) -> Shard:
@@ -145,6 +151,16 @@ class Shards:
         lines = self.lines(number, kind)
         return self._parsed(number, kind, lines[place] if place < len(lines) else b"")
 
+    def answer(self, number: int, place: int, id_: str) -> Line:
+        """The line that answers row ``id_``, as an object. Raises RunDirectoryError."""
+        found = self.row(number, place)
+        if found["custom_id"] != id_:
+            raise _damaged(
+                self._path(number, ".answers.jsonl"),
+                f"line {place + 1} answers {found['custom_id']!r}, its manifest says {id_!r}",
+            )
+        return found
+
     def has_grades(self, number: int, key: str) -> bool:
         """True if the shard was graded under ``key``, for these very answers."""
         return self._path(number, f".{self._grades(number, key)}.jsonl").is_file()
@@ -174,24 +190,32 @@ class Shards:
         return self._names[number, key]
 
     def _parsed(self, number: int, kind: str, line: bytes) -> Line:
-        """``json.loads`` alone: the bytes are those that were written here, and each row is read several times."""
+        """Without the checks of ``parse_json``: the bytes were written here, and each row is read several times."""
         try:
-            found: Line = json.loads(line)
+            found: Line = _decode(line.decode())
             if not isinstance(found, dict):
                 raise ValueError("a line is no object")
+            if kind == "answers" and not found.keys() >= _OF_A_LINE:
+                raise ValueError(f"a line has no {min(_OF_A_LINE - found.keys())}")
         except (ValueError, RecursionError) as error:
             raise _damaged(self._path(number, f".{kind}.jsonl"), str(error)) from None
         return found
 
     def _check(self, shard: Shard, kind: str) -> None:
+        """The file's bytes are those that were written, and its lines those of the manifest."""
         path = self._path(shard.number, f".{kind}.jsonl")
+        sha256, lines = hashlib.sha256(), 0
         try:
             with open_regular(path, follow_links=False) as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                while part := file.read(MIB):
+                    sha256.update(part)
+                    lines += part.count(b"\n")
         except OSError as error:
             raise _damaged(path, error.strerror or str(error)) from None
-        if found != shard.hashes.get(kind):
+        if sha256.hexdigest() != shard.hashes[kind]:
             raise _damaged(path, "its bytes are not those that were written")
+        if lines != len(shard.ids):
+            raise _damaged(path, f"it has {lines:,} lines, its manifest {len(shard.ids):,}")
 
     def _path(self, number: int, ending: str) -> Path:
         return self._folder / f"{number:05d}{ending}"
@@ -222,6 +246,25 @@ def groups(items: Iterator[T], size: int) -> Iterator[list[T]]:
             group = []
     if group:
         yield group
+
+
+_PARTS = {
+    "ids": (list, "a list"), "contents": (list, "a list"), "states": (list, "a list"), "sha256": (dict, "an object"),
+}  # fmt: skip
+
+
+def _require_parts(found: Any) -> None:
+    """Raises ValueError where a manifest lacks what this program writes into each."""
+    if not isinstance(found, dict):
+        raise ValueError("it is not an object")
+    for name, (kind, called) in _PARTS.items():
+        if name not in found:
+            raise ValueError(f"it has no {name}")
+        if not isinstance(found[name], kind):
+            raise ValueError(f"{name} is not {called}")
+    for name in _KINDS:
+        if not isinstance(found["sha256"].get(name), str):
+            raise ValueError(f"sha256 says nothing of its {name}")
 
 
 def _state(answer: Answer) -> int:
