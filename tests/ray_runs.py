@@ -197,7 +197,7 @@ class Faulty:
 
 class Squarer:
     """A worker of a pool that squares numbers. Files in ``folder`` say what happens at a piece: ``die-N`` once,
-    ``always-N``, ``refuse-N``, ``hold-N`` until it is gone; and which were done."""
+    ``always-N``, ``refuse-N``, ``hold-N`` until it is gone; and which were done, and known to come ``next-N``."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -208,7 +208,9 @@ class Squarer:
     def done(self) -> int:
         return 0
 
-    def work(self, piece: int) -> int:
+    def work(self, piece: int, ahead: int | None) -> int:
+        if ahead is not None:
+            (self.folder / f"next-{ahead}").touch()
         if (self.folder / f"die-{piece}").exists():
             (self.folder / f"die-{piece}").unlink()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -39,6 +39,27 @@ def test_a_piece_whose_actor_died_is_done_by_another_one(cluster: Any, tmp_path:
     assert done == list(range(12))
 
 
+def test_an_actor_knows_its_next_piece_and_another_one_does_it_if_it_is_free_before(
+    cluster: Any, tmp_path: Path
+) -> None:
+    """Both are begun with a piece and know another; the one of the actor that is held is done all the same."""
+    (tmp_path / "hold-0").touch()
+
+    def look(parts: int) -> None:
+        if {path.name for path in tmp_path.glob("did-*")} == {"did-1", "did-2", "did-3"}:
+            (tmp_path / "hold-0").unlink(missing_ok=True)
+
+    with pool_of(2, tmp_path) as pool:
+        assert list(pool.results(iter(range(4)), look=look)) == [0, 1, 4, 9]
+    assert len(list(tmp_path.glob("next-*"))) == 2
+
+
+def test_what_a_dead_actor_had_before_it_is_done_by_another_one(cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "die-0").touch()
+    with pool_of(1, tmp_path) as pool:
+        assert list(pool.results(iter(range(3)), look=nobody_looks)) == [0, 1, 4]
+
+
 def test_actors_that_die_beyond_the_limit_are_an_error(cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "always-3").touch()
     with (

@@ -1,7 +1,8 @@
 """A pool of actors on a Ray cluster: each takes one piece of work after the other; results come in the pieces' order.
 
-A piece whose actor died is given back and done by another one. Pieces are taken from their source only while somebody
-is free for them, and nobody runs far ahead of the oldest piece that is not done.
+A piece whose actor died is given back and done by another one. Each actor knows the piece that it will be given next,
+and may begin with it, but only its result counts: a piece that another actor does in the end is done once. Pieces are
+taken from their source as actors become free, and nobody runs far ahead of the oldest piece that is not done.
 """
 
 import time
@@ -34,8 +35,8 @@ class Worker(Protocol):
         """Process and machine that it runs on, in words."""
         ...
 
-    def work(self, piece: Any) -> Any:
-        """The result of a piece."""
+    def work(self, piece: Any, ahead: Any) -> Any:
+        """The result of a piece; ``ahead`` is the one that comes next, or None."""
         ...
 
     def done(self) -> int:
@@ -52,6 +53,8 @@ class _Member(Generic[Piece]):
     """Empty until it has a place."""
     task: tuple[int, Piece] | None = None
     """Number and piece that it works at."""
+    ahead: tuple[int, Piece] | None = None
+    """The piece that it is given next, unless somebody else is free before."""
 
 
 class ActorPool(Generic[Piece, Result]):
@@ -71,6 +74,7 @@ class ActorPool(Generic[Piece, Result]):
         self._start: Callable[[], Any] = partial(options.remote, *words)
         self._restarts, self._told, self._ahead = restarts, told, _AHEAD * workers
         self._given_back: deque[tuple[int, Piece]] = deque()
+        self._is_over = False
         self._members = [self._member() for _ in range(workers)]
         self._had_place = self._looked = time.monotonic()
 
@@ -88,19 +92,14 @@ class ActorPool(Generic[Piece, Result]):
 
         Raises HardwareError when more died than may be replaced, or none finds a place.
         """
-        source, finished, following, is_over = enumerate(pieces), dict[int, Result](), 0, False
+        source, finished, following = enumerate(pieces), dict[int, Result](), 0
+        self._is_over = False
         while True:
-            for member in self._free():
-                if self._given_back:
-                    self._hand_out(member, self._given_back.popleft())
-                elif not is_over and self._begun(finished) < self._ahead:
-                    task = next(source, None)
-                    is_over = task is None
-                    if task is not None:
-                        self._hand_out(member, task)
-            if is_over and not self._begun(finished):
+            self._share_out(source, finished)
+            if self._is_over and not self._begun(finished):
                 return
             finished.update(self._arrived())
+            self._share_out(source, finished)  # nobody waits until a result is written
             while following in finished:
                 yield finished.pop(following)
                 following += 1
@@ -110,17 +109,43 @@ class ActorPool(Generic[Piece, Result]):
         actor = self._start()
         return _Member(actor=actor, promise=actor.hello.remote())
 
-    def _free(self) -> list[_Member[Piece]]:
-        return [member for member in self._members if member.promise is None]
+    def _share_out(self, source: Iterator[tuple[int, Piece]], finished: Mapping[int, Result]) -> None:
+        """A piece for each member that is free, and the one that comes next, as far as there are pieces."""
+        free = [member for member in self._members if member.promise is None]
+        for member in free:
+            member.task = member.ahead or self._next(source, finished) or self._of_another(member)
+            member.ahead = None
+        for member in [member for member in free if member.task is not None]:
+            member.ahead = self._next(source, finished)
+        for member in free:
+            if member.task is not None:
+                ahead = member.ahead and member.ahead[1]
+                member.promise = member.actor.work.remote(member.task[1], ahead)
+
+    def _next(
+        self, source: Iterator[tuple[int, Piece]], finished: Mapping[int, Result]
+    ) -> tuple[int, Piece] | None:
+        if self._given_back:
+            return self._given_back.popleft()
+        if self._is_over or self._begun(finished) >= self._ahead:
+            return None
+        task = next(source, None)
+        self._is_over = task is None
+        return task
+
+    def _of_another(self, free: _Member[Piece]) -> tuple[int, Piece] | None:
+        """The oldest piece that waits for a member which is busy with another one."""
+        waiting = [each for each in self._members if each.ahead is not None and each is not free]
+        if not waiting:
+            return None
+        oldest = min(waiting, key=lambda each: each.ahead[0] if each.ahead else 0)
+        task, oldest.ahead = oldest.ahead, None
+        return task
 
     def _begun(self, finished: Mapping[int, Result]) -> int:
         """Pieces that were taken from the source and whose results were not given out."""
-        busy = sum(member.task is not None for member in self._members)
-        return busy + len(self._given_back) + len(finished)
-
-    @staticmethod
-    def _hand_out(member: _Member[Piece], task: tuple[int, Piece]) -> None:
-        member.task, member.promise = task, member.actor.work.remote(task[1])
+        held = sum((member.task is not None) + (member.ahead is not None) for member in self._members)
+        return held + len(self._given_back) + len(finished)
 
     def _arrived(self) -> dict[int, Result]:
         """Results that came within a second, by the numbers of their pieces."""
@@ -154,8 +179,7 @@ class ActorPool(Generic[Piece, Result]):
         ray = loaded_ray()
         ray.kill(member.actor)  # one that only cannot be reached must not go on
         self._members.remove(member)
-        if member.task is not None:
-            self._given_back.append(member.task)
+        self._given_back += [task for task in (member.task, member.ahead) if task is not None]
         lost = f"the worker {member.where}" if member.where else "a worker that was starting"
         if not self._restarts:
             raise HardwareError(

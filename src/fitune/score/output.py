@@ -1,10 +1,11 @@
 """The files that a finished scoring leaves: every row once, in the order of the input, merged from the shards."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from pydantic_core import to_json
 
 from fitune.files import written_whole
 from fitune.score.answers import Line, answer_logprob, answer_text
@@ -13,7 +14,6 @@ from fitune.score.shards import Shards
 
 _ROW_GROUP = 1024
 """Rows that a group of the parquet file holds, and this process at a time."""
-_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 Graded = Mapping[str, Line]
 """Grader -> the line of its grade."""
@@ -55,7 +55,7 @@ def _grade_line(line: Line, task: Line, grades: Graded) -> bytes:
     for field, named in (("errors", "error"), ("weights", "weight"), ("said", "said")):
         if told := {name: found[named] for name, found in grades.items() if found.get(named)}:
             row[field] = told
-    return f"{_encode(row)}\n".encode()
+    return to_json(row) + b"\n"
 
 
 def _record(line: Line, task: Line, grades: Graded) -> dict[str, Any]:

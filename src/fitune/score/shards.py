@@ -8,13 +8,14 @@ Grades stand beside them, one file for each shard and grader.
 """
 
 import hashlib
-import json
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic_core import from_json, to_json
 
 from fitune.errors import RunDirectoryError
 from fitune.files import open_regular, write_atomically
@@ -25,9 +26,6 @@ from fitune.spec.serial import parse_json
 from fitune.units import MIB
 
 T = TypeVar("T")
-_encode = json.JSONEncoder(ensure_ascii=False).encode
-_decode = json.JSONDecoder().decode
-"""``json.loads`` guesses the encoding of each line first."""
 
 FOLDER = "shards"
 _KINDS = ("answers", "tasks")
@@ -124,7 +122,7 @@ class Shards:
             "rows": len(answers), "sha256": shard.hashes, "ids": shard.ids, "contents": shard.contents,
             "states": shard.states,
         }  # fmt: skip
-        write_atomically(self._path(number, ".json"), f"{_encode(manifest)}\n")
+        write_atomically(self._path(number, ".json"), to_json(manifest) + b"\n")
         return shard
 
     def line(self, number: int, place: int) -> bytes:
@@ -192,12 +190,12 @@ class Shards:
     def _parsed(self, number: int, kind: str, line: bytes) -> Line:
         """Without the checks of ``parse_json``: the bytes were written here, and each row is read several times."""
         try:
-            found: Line = _decode(line.decode())
+            found: Line = from_json(line)
             if not isinstance(found, dict):
                 raise ValueError("a line is no object")
             if kind == "answers" and not found.keys() >= _OF_A_LINE:
                 raise ValueError(f"a line has no {min(_OF_A_LINE - found.keys())}")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise _damaged(self._path(number, f".{kind}.jsonl"), str(error)) from None
         return found
 
@@ -274,7 +272,7 @@ def _state(answer: Answer) -> int:
 
 
 def _text(lines: Iterable[Line]) -> bytes:
-    return "".join(f"{_encode(line)}\n" for line in lines).encode()
+    return b"".join(to_json(line) + b"\n" for line in lines)
 
 
 def _damaged(path: Path, why: str) -> RunDirectoryError:

@@ -59,8 +59,10 @@ class ScoringWorker:
     def hello(self) -> str:
         return f"process {os.getpid()} on {socket.gethostname()}"
 
-    def work(self, tasks: Sequence[Task]) -> list[Answer]:
-        """Raises ScoringFailed with the words and the exit code of whatever error of fitune's it met."""
+    def work(self, tasks: Sequence[Task], ahead: Sequence[Task] | None) -> list[Answer]:
+        """An answer for each task; the engine may begin with those ``ahead``.
+
+        Raises ScoringFailed with the words and the exit code of whatever error of fitune's it met."""
         self._done = 0
         is_first = self._asker is None
         try:
@@ -68,7 +70,7 @@ class ScoringWorker:
                 tokenizer = load_tokenizer(tokenizer_folder(self._plan))
                 template = load_template(tokenizer, self._plan.chat_template)
                 self._asker = open_asker(self._plan, tokenizer, template, nobody, weighed_by=self._weighed_by)
-            answers = self._asker.ask(tasks, on_answer=self._count)
+            answers = self._asker.ask(tasks, on_answer=self._count, ahead=ahead or ())
             if is_first:
                 gc.freeze()  # libraries and model stay: to look for garbage there takes 0.3 s each time
             return answers
