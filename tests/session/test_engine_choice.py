@@ -11,6 +11,7 @@ import fitune
 from fitune.errors import HardwareError, ModelError, NothingFits
 from fitune.measure.nvml import FoundGpu
 from fitune.score.plan import ScorePlan
+from fitune.session.events import tell_nobody
 from fitune.session.score.score_plan import engine_and_devices, plan_scoring
 from fitune.session.score.score_words import ScoreWords
 from fitune.spec.plan import DataSource
@@ -116,11 +117,11 @@ def test_a_plan_for_this_machine_is_for_all_of_its_gpus(here: Here, tmp_path: Pa
     here(*["NVIDIA A100-SXM4-80GB"] * 4)
     plan = plan_for(tmp_path, ANSWERED, rows=9, model="llama-3.1-70b")
     words = ScoreWords(plan.model, plan.sources)
-    report = plan_scoring(words, gpu="", gpus=0)
+    report = plan_scoring(words, gpu="", gpus=0, tell=tell_nobody)
     assert {each.answering.devices for each in (report.chosen, *report.others)} == {2, 4}
-    assert plan_scoring(words, gpus=2, gpu="").chosen.answering.devices == 2
+    assert plan_scoring(words, gpus=2, gpu="", tell=tell_nobody).chosen.answering.devices == 2
     with pytest.raises(HardwareError, match="gpus = 5, but this machine has 4"):
-        plan_scoring(words, gpus=5, gpu="")
+        plan_scoring(words, gpus=5, gpu="", tell=tell_nobody)
 
 
 def test_gpus_of_two_kinds_do_not_end_a_scoring_that_is_done(

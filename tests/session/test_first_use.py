@@ -9,7 +9,11 @@ import torch
 from fitune.measure import device_rates
 from fitune.measure.calibrations import calibrations_folder, device_key, quick_key
 from fitune.measure.hardware import calibrated, detect_hardware
+from fitune.planner.answering import AnsweringReport
+from fitune.session.score.score_plan import plan_scoring
+from fitune.session.score.score_words import ScoreWords
 from fitune.session.train.first_use import measure_on_first_use
+from fitune.spec.plan import DataSource
 
 
 @pytest.fixture
@@ -36,6 +40,28 @@ def test_the_first_training_measures_and_the_second_does_not() -> None:
     assert again.calibration.device == quick_key(device_key(here.gpu, cores=here.cpu_cores))
     assert not measure_on_first_use(again, tell=lambda event: said.append(str(event)), environment={})
     assert len(said) == 1
+
+
+@pytest.mark.usefixtures("little")
+def test_the_first_plan_of_a_scoring_measures_and_the_second_uses_it(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("FITUNE_CALIBRATE")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "How many?", "completion": "Two."}\n')
+    words = ScoreWords(str(model_folder), (DataSource(path=str(rows)),), engine="transformers")
+    said: list[str] = []
+
+    def plan(gpu: str = "") -> AnsweringReport:
+        return plan_scoring(words, gpu=gpu, gpus=0, tell=lambda event: said.append(str(event)))
+
+    plans = [plan() for _ in range(2)]
+    assert "measured this processor in" in said[0]
+    assert len(said) == 1
+    first, second = (plan.chosen.answering.hardware.calibration for plan in plans)
+    assert first is not None
+    assert first == second
+    assert plan(gpu="h100").chosen.answering.hardware.calibration is None
 
 
 @pytest.mark.slow

@@ -362,14 +362,14 @@ def score(
 
     request = _fleet(fleet, objective, deadline, budget, None, live)
     if plan or request is not None:
-        from fitune.session.score.score_plan import plan_scoring, score_on_fleet
+        from fitune.session.score.score_plan import predict_scoring
 
         words = score_words(
             model, data, adapter, columns, max_new_tokens, batch_size, engine, id_column, graders=grader or (),
             allow_https=allow_https, allow_private_addresses=allow_private_addresses,
         )  # fmt: skip
-        told = score_on_fleet(words, request, gpu=gpu) if request else plan_scoring(words, gpu=gpu, gpus=gpus)
-        return _show(told, json=json)
+        with _terminal(lines=sys.stderr, quiet=json) as terminal:
+            return _show(predict_scoring(words, request, gpu=gpu, gpus=gpus, tell=terminal), json=json)
     from fitune.session.clusters.score_on_ray import place_of_scoring
     from fitune.session.score.scoring import compare_scores, score_dataset, why_not_all
 

@@ -51,7 +51,7 @@ def draw_svg(
         "axes.labelcolor": colour("muted"),
     }
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(_WIDTH_IN, height_in), layout="none" if left_in else "constrained")
+        figure = Figure(figsize=(_WIDTH_IN, height_in), layout=None if left_in else "constrained")
         axes = figure.add_subplot()
         if left_in:
             edge, below = 0.1, 0.5

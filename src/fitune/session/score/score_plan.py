@@ -1,4 +1,6 @@
-"""Predictions for a scoring: bytes, rows at once, seconds and cost. Neither torch nor the model is loaded."""
+"""Predictions for a scoring: bytes, rows at once, seconds and cost.
+
+The model is not loaded, nor is torch, but to measure a processor once."""
 
 import math
 import os
@@ -19,7 +21,9 @@ from fitune.score.engines.engine import engine_named
 from fitune.score.plan import ScorePlan, names_of
 from fitune.score.tasks import Question, read_questions
 from fitune.session.clusters.fleet import FleetRequest, fleet_of, wanted_of
+from fitune.session.events import Tell
 from fitune.session.score.score_words import ScoreWords
+from fitune.session.train.first_use import measure_on_first_use
 from fitune.spec.answering import NO_ADAPTER, Adapter, PlannedEngine, Questions
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec
@@ -30,14 +34,30 @@ _READ_AT_ONCE = 2**22
 _MLP_NAMES = (".mlp.", "feed_forward", ".fc1.", ".experts.")
 
 
-def plan_scoring(words: ScoreWords, *, gpu: str, gpus: int) -> AnsweringReport:
-    """The fastest way to answer on ``gpus`` of the GPU that is named, else on this machine.
+def predict_scoring(
+    words: ScoreWords, request: FleetRequest | None, *, gpu: str, gpus: int, tell: Tell
+) -> AnsweringReport | ScoreRanking:
+    """The plan for a machine, or with a ``request`` the ranking of a fleet's clusters. Raises what those do."""
+    if request is not None:
+        return score_on_fleet(words, request, gpu=gpu)
+    return plan_scoring(words, gpu=gpu, gpus=gpus, tell=tell)
+
+
+def plan_scoring(words: ScoreWords, *, gpu: str, gpus: int, tell: Tell) -> AnsweringReport:
+    """The fastest way to answer on ``gpus`` of the GPU that is named, else on this machine, whose processor is measured
+    first if it never was.
 
     Raises NothingFits with the arithmetic, RecipeError for what no plan knows, DataError for data without a row.
     """
     engines = engines_for(words.engine, elsewhere=bool(gpu))
-    hardware = resolve_hardware(gpu=gpu or None, gpus=gpus or (1 if gpu else _devices_here()))
-    return plan_on(words, hardware, engines=engines, questions=read_lengths(words))
+    hardware, questions = _hardware(gpu, gpus), read_lengths(words)
+    if not gpu and measure_on_first_use(hardware, tell=tell):  # assumed rates are off by two times and more
+        hardware = _hardware(gpu, gpus)
+    return plan_on(words, hardware, engines=engines, questions=questions)
+
+
+def _hardware(gpu: str, gpus: int) -> Hardware:
+    return resolve_hardware(gpu=gpu or None, gpus=gpus or (1 if gpu else _devices_here()))
 
 
 def score_on_fleet(words: ScoreWords, request: FleetRequest, *, gpu: str) -> ScoreRanking:

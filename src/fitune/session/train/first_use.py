@@ -1,5 +1,5 @@
-"""A processor that was never measured is measured before its first training, in about three seconds; by
-several processes at once where they will share it, in about ten."""
+"""A processor that was never measured is measured before its first training, or the first prediction of a scoring, in
+about three seconds; by several processes at once where they will share it, in about ten."""
 
 import os
 import time
@@ -13,7 +13,7 @@ from fitune.spec.machines.hardware import Calibration, Hardware
 from fitune.units import format_seconds
 
 SWITCH = "FITUNE_CALIBRATE"
-"""0 in the environment: nothing is measured before training."""
+"""0 in the environment: nothing is measured by itself."""
 
 
 def measure_on_first_use(
