@@ -49,7 +49,8 @@ def test_the_first_plan_of_a_scoring_measures_and_the_second_uses_it(
     monkeypatch.delenv("FITUNE_CALIBRATE")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "How many?", "completion": "Two."}\n')
-    words = ScoreWords(str(model_folder), (DataSource(path=str(rows)),), engine="transformers")
+    source = DataSource(path=str(rows))
+    words = ScoreWords(str(model_folder), (source,), max_new_tokens=8, engine="transformers")
     said: list[str] = []
 
     def plan(gpu: str = "") -> AnsweringReport:
