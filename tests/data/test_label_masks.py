@@ -14,7 +14,7 @@ from data.tiny_tokenizers import (
 )
 from fitune.data.conversations.formats import Conversation, Message
 from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
-from fitune.demo.files import BOS, EOS, PAD, ROLES
+from fitune.demo.files import BOS, EOS, PAD, ROLE_TOKENS
 from fitune.demo.files import CHAT_TEMPLATE as DEMO_TEMPLATE
 
 _HEADERS = """\
@@ -193,7 +193,7 @@ def test_each_answer_is_learned_with_its_own_end_where_the_last_one_ends_differe
 def test_the_demo_learns_its_answers_and_their_ends_only():
     names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     tokenizer = byte_tokenizer(template=DEMO_TEMPLATE, **names)
-    tokenizer.add_special_tokens({"extra_special_tokens": list(ROLES)})
+    tokenizer.add_special_tokens({"extra_special_tokens": list(ROLE_TOKENS)})
     for turns in TALKS.values():
         encoded = load_template(tokenizer).encode(talk(*turns))
         assert (encoded.ids, encoded.supervised) == transformers_mask(tokenizer, talk(*turns))

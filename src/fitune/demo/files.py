@@ -204,7 +204,7 @@ def _quoted(text: str) -> str:
 
 
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
-ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 
 INITIALIZER_RANGE = 0.05
 """Close to 1/√hidden_size, so that a narrow model starts with signals of size one."""
@@ -240,7 +240,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> P
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    special = [BOS, EOS, PAD, *ROLES]
+    special = [BOS, EOS, PAD, *ROLE_TOKENS]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=special,
@@ -253,7 +253,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> P
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=PAD,
-        extra_special_tokens=list(ROLES), model_max_length=context, clean_up_tokenization_spaces=False,
+        extra_special_tokens=list(ROLE_TOKENS), model_max_length=context, clean_up_tokenization_spaces=False,
     )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -23,7 +23,7 @@ from fitune.stores.opening import is_url
 from fitune.stores.writing import Store, opened_store
 from fitune.train.again import find_source, load_trained, require_trained
 from fitune.train.ending import summarise
-from fitune.train.export import FOLDERS, TITLES, Handover, Kind
+from fitune.train.export import EXPORT_FOLDERS, TITLES, Handover, Kind
 from fitune.train.streamed import stored_weights, streamed_handover
 from fitune.train.uploading import CONFIGS, fetch_run, send_export
 
@@ -92,13 +92,13 @@ def _refuse(run: Path, plan: Plan, wanted: Kind, *, is_there: bool) -> None:
     if not isinstance(plan.tuning, Lora) and wanted != "full":
         raise RecipeError(
             f"{run} trained every parameter: there is no adapter to {'merge' if wanted == 'merged' else 'export'}",
-            hint=f"use {run / FOLDERS['full']}",
+            hint=f"use {run / EXPORT_FOLDERS['full']}",
         )
     if isinstance(plan.tuning, Lora) and wanted == "full":
         raise RecipeError(
             f"{run} trained an adapter, not every parameter", hint="--as merged, or --as adapter"
         )
-    folder = run / FOLDERS[wanted]
+    folder = run / EXPORT_FOLDERS[wanted]
     if is_there and wanted == plan.run.export and folder.is_dir():
         done = "merged its adapter already" if wanted == "merged" else f"has its {TITLES[wanted]} already"
         raise RecipeError(

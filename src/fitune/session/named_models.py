@@ -9,7 +9,7 @@ from fitune.models.adapter_config import CONFIG, read_adapter_config
 from fitune.models.weight_files import base_reference
 from fitune.report.run_files import read_run
 from fitune.spec.plan import Plan
-from fitune.train.export import FOLDERS
+from fitune.train.export import EXPORT_FOLDERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def _of_run(run: Path, title: str) -> NamedModel:
     warning = ""
     if files.run is None or files.run.status != "complete":
         warning = f"{run} is not complete: this is what it exported last"
-    for kind in FOLDERS.values():
+    for kind in EXPORT_FOLDERS.values():
         folder = run / kind
         if folder.is_dir():
             is_adapter = (folder / CONFIG).is_file()
@@ -77,7 +77,7 @@ def _of_run(run: Path, title: str) -> NamedModel:
                 warning=warning,
             )
     raise RunDirectoryError(
-        f"{run} has exported nothing yet: there is no {', '.join(FOLDERS.values())} in it",
+        f"{run} has exported nothing yet: there is no {', '.join(EXPORT_FOLDERS.values())} in it",
         hint=f"wait for its end, or fitune export {run}",
     )
 
@@ -89,7 +89,7 @@ def _of_adapter(folder: Path, title: str) -> NamedModel:
             f"{folder / CONFIG}: base_model_name_or_path is missing, so its base is not known",
             hint="write the base's folder or Hub id there",
         )
-    of_run = folder.name in FOLDERS.values() and (folder.parent / "plan.json").is_file()
+    of_run = folder.name in EXPORT_FOLDERS.values() and (folder.parent / "plan.json").is_file()
     return NamedModel(
         title=f"{folder.resolve().parent.name}/{title}" if of_run else title, model=base, adapter=str(folder)
     )

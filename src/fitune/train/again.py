@@ -17,7 +17,7 @@ from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import add_rows, compute_dtype, load_model
 from fitune.spec.plan import Lora, Plan, base_of
 from fitune.spec.reports import RunReport, StepReport
-from fitune.train.export import FOLDERS, trained_kind
+from fitune.train.export import EXPORT_FOLDERS, trained_kind
 from fitune.train.prepare import training_device, tuned
 
 
@@ -46,7 +46,7 @@ def find_source(directory: Path, plan: Plan, report: RunReport | None, *, step: 
     earlier end of a run that was made longer. Raises CheckpointError when there is none.
     """
     kind = trained_kind(plan)
-    folder = directory / FOLDERS[kind]
+    folder = directory / EXPORT_FOLDERS[kind]
     told = report is not None and (report.status == "complete" or report.exported)
     for path, counts in ((folder, told), (unverified(folder), False)):
         if path.is_dir() and (counts or _is_younger(path, directory / "metrics.jsonl")):

@@ -22,7 +22,7 @@ from fitune.train.evaluate import measured_merged, measured_trained, or_say_why_
 from fitune.units import format_bytes, format_count, format_seconds
 
 Kind = Literal["adapter", "merged", "full"]
-FOLDERS: dict[Kind, str] = {"adapter": "adapter", "merged": "merged", "full": "model"}
+EXPORT_FOLDERS: dict[Kind, str] = {"adapter": "adapter", "merged": "merged", "full": "model"}
 """Kind of export -> its folder in the run directory."""
 TITLES: dict[Kind, str] = {"adapter": "adapter", "merged": "merged model", "full": "model"}
 """Names of the exports for people."""
@@ -85,7 +85,7 @@ class Handover:
 
     def _words(self, kind: Kind, target: Path | None) -> dict[str, Any]:
         return {
-            "target": target or Path(self.plan.run.output_dir) / FOLDERS[kind],
+            "target": target or Path(self.plan.run.output_dir) / EXPORT_FOLDERS[kind],
             "chat_template": load_template(self.tokenizer, self.plan.data.chat_template).source,
             "card": model_card(self.plan, self.report, kind=kind),
             "replace": target is None,  # a folder of the run's own; any other may hold what somebody needs

@@ -15,7 +15,7 @@ from fitune.models.weights import stored_dtype
 from fitune.score.engines.engine_vllm import python_of_vllm, rounded_rank
 from fitune.score.engines.opening import choose_device, why_merged_first
 from fitune.session.named_models import NamedModel, find_model
-from fitune.train.export import FOLDERS
+from fitune.train.export import EXPORT_FOLDERS
 
 Server = Literal["vllm", "transformers"]
 
@@ -109,7 +109,7 @@ def _model_words(folder: str) -> list[str]:
 def _merged(named: NamedModel, why: str) -> str:
     """The merged model beside the adapter, where its run exported one. Raises CheckpointError otherwise."""
     run = Path(named.adapter).parent
-    folder = run / FOLDERS["merged"]
+    folder = run / EXPORT_FOLDERS["merged"]
     if (run / "plan.json").is_file() and folder.is_dir():
         return str(folder)
     of_run = (run / "plan.json").is_file()

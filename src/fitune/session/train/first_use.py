@@ -12,7 +12,7 @@ from fitune.session.events import Note, Tell
 from fitune.spec.machines.hardware import Calibration, Hardware
 from fitune.units import format_seconds
 
-SWITCH = "FITUNE_CALIBRATE"
+CALIBRATE_VARIABLE = "FITUNE_CALIBRATE"
 """0 in the environment: nothing is measured by itself."""
 
 
@@ -25,7 +25,7 @@ def measure_on_first_use(
     Rates that are here already stay, and a cache that cannot be written is said and does not stop the training.
     """
     is_new = hardware.gpu.is_cpu and hardware.nodes == 1 and hardware.calibration is None
-    if not is_new or environment.get(SWITCH) == "0":
+    if not is_new or environment.get(CALIBRATE_VARIABLE) == "0":
         return False
     start = time.perf_counter()
     try:
@@ -45,7 +45,7 @@ def measure_on_first_use(
     tell(
         Note(
             f"measured this processor{who} in {took}, once: plans use it from now on "
-            f"(fitune doctor --calibrate: better; {SWITCH}=0: never)"
+            f"(fitune doctor --calibrate: better; {CALIBRATE_VARIABLE}=0: never)"
         )
     )
     return True

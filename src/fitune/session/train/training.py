@@ -51,7 +51,7 @@ from fitune.track.metrics import Sink
 from fitune.train.beginning import put_metrics_back
 from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
-from fitune.train.export import FOLDERS, TITLES
+from fitune.train.export import EXPORT_FOLDERS, TITLES
 from fitune.train.failure import release
 from fitune.train.run import run
 from fitune.train.uploading import examined_store, send_run
@@ -129,7 +129,7 @@ def make_up_for_missing(directory: Path, plan: Plan, report: RunReport, *, tell:
     """Write the export or the page of a complete run that is not there: a run may be killed after its report.json."""
     kind = plan.run.export
     owes_export, owes_page = (
-        not (directory / FOLDERS[kind]).is_dir(),
+        not (directory / EXPORT_FOLDERS[kind]).is_dir(),
         not (directory / "report.html").is_file(),
     )
     if owes_export or owes_page:
