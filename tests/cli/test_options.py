@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import RecipeError
+from fitune.planner.defaults import data_of
 from fitune.session.recipes.typed_words import recipe_from, split_words
 
 
@@ -45,6 +46,36 @@ def test_names_of_other_frameworks_are_options_too() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "setting", "value"),
+    [
+        (["--num-gpus", "2"], "gpus", 2),
+        (["--output", "out"], "output_dir", "out"),
+        (["--method", "qlora"], "tuning", "qlora"),
+        (["--rank", "8"], "lora_r", 8),
+        (["--grad-accum", "4"], "gradient_accumulation_steps", 4),
+        (["--vram", "24GiB"], "gpu_memory", 24 * 2**30),
+    ],
+)
+def test_words_that_people_try_first_are_understood(typed: list[str], setting: str, value: object) -> None:
+    assert getattr(recipe_from(["--model", "a", *typed], []).recipe, setting) == value
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        (["--save-strategy", "epoch"], "saves_per_epoch"),
+        (["--qlora"], "tuning: qlora"),
+        (["--wandb", "mine"], "report_to: wandb"),
+        (["--verbose"], "fitune plan --help lists every key"),
+    ],
+)
+def test_a_key_of_others_is_refused_with_what_says_the_same(typed: list[str], hint: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe_from(["--model", "a", *typed], [])
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["a.yaml", "b.yaml"], "two recipes"),
@@ -78,3 +109,24 @@ def test_mistakes_are_named(words: list[str], said: str) -> None:
 )  # fmt: skip
 def test_a_switch_does_not_swallow_the_recipe(words: list[str], path: str | None, options: dict) -> None:
     assert split_words(words) == (Path(path) if path else None, options)
+
+
+def test_columns_of_other_names_are_an_option() -> None:
+    """As ``fitune score`` takes them; a source that names its own keeps them."""
+    words = ["--model", "m", "--data", "a.csv", "--columns"]
+    wanted = {"prompt": "question, in full", "completion": "reply"}
+    for typed in (
+        ["prompt=question, in full", "--columns", "completion=reply"],
+        ["prompt=question, in full,completion=reply"],
+    ):
+        assert recipe_from([*words, *typed], []).recipe.columns == wanted
+    own = ["data.columns.prompt=q", "data.columns.completion=r"]
+    sources = data_of(recipe_from([*words, "prompt=question,completion=reply"], own).recipe).sources
+    assert [dict(source.columns) for source in sources] == [{"prompt": "q", "completion": "r"}]
+    with pytest.raises(RecipeError, match="'question' is not role=column"):
+        recipe_from([*words, "question"], [])
+
+
+def test_a_setting_inside_a_source_reaches_the_source_that_an_option_names() -> None:
+    recipe = recipe_from(["--model", "m", "--data", "a.jsonl"], ["data.sample=5", "lora_r=8"]).recipe
+    assert (recipe.data[0].path, recipe.data[0].sample, recipe.lora_r) == ("a.jsonl", 5, 8)

@@ -101,3 +101,23 @@ def test_fields_of_other_tools_that_say_nothing_are_left_alone():
     fields = {"messages": [asked, answered], "tools": None, "images": [], "id": 3}
     assert example(fields) == Conversation((USER, ANSWER), "f:1")
     assert example({"text": "a cat", "image": "a.png"}) == Text("a cat", "f:1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [
+        (
+            {"id": "7", "user_question": "hi", "best_reply": "yo"},
+            "--columns prompt=user_question,completion=best_reply",
+        ),
+        ({"prompt": "hi", "response": "yo"}, "columns: {prompt: prompt, completion: response}"),
+        ({"Input": "hi", "Output": "yo"}, "--columns prompt=Input,completion=Output"),
+        ({"my question": "hi", "answer": "yo"}, "--columns 'prompt=my question,completion=answer'"),
+        ({"chat": [turn("user", "hi"), turn("assistant", "yo")]}, "--columns messages=chat"),
+        ({"left": "hi", "right": "yo"}, "--columns prompt=…,completion=…"),
+    ],
+)
+def test_a_row_with_other_columns_is_refused_with_the_option_that_names_them(fields, hint):
+    with pytest.raises(DataError) as caught:
+        detect_format(Row("f:1", fields))
+    assert hint in caught.value.hint

@@ -156,7 +156,7 @@ def _source(source: SourceRecipe, recipe: Recipe, *, weight: float) -> DataSourc
         path=source.path,
         format=source.format,
         split=source.split,
-        columns=tuple(source.columns.items()),
+        columns=tuple((source.columns or recipe.columns).items()),
         sample=source.sample,
         weight=weight,
         allow_https=recipe.allow_https,

@@ -16,7 +16,9 @@ instruction in front of a dialogue is the data's to give.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -118,8 +120,45 @@ def detect_format(row: Row, columns: Columns = ()) -> DataFormat:
             return name
     found = ", ".join(sorted(map(str, names))) or "no fields"
     raise DataError(
-        f"{row.where}: format auto: the row has {found}, which is not a known format", hint=ACCEPTED
+        f"{row.where}: format auto: the row has {found}, which is not a known format",
+        hint=f"{_mapped(row)}; {ACCEPTED}",
     )
+
+
+def _mapped(row: Row) -> str:
+    """The columns of this row by role, as a recipe and as an option: those whose names sound like it, else open."""
+    talks = [name for name, value in row.fields.items() if isinstance(value, list)]
+    if talks:
+        roles = {"messages": talks[0]}
+    else:
+        texts = [str(name) for name, value in row.fields.items() if isinstance(value, str)]
+        roles = {role: _sounding(texts, words) for role, words in _SOUNDS.items()}
+    written = ", ".join(f"{role}: {name}" for role, name in roles.items())
+    typed = ",".join(f"{role}={name}" for role, name in roles.items())
+    option = typed if "…" in typed else shlex.quote(typed)
+    return f"columns: {{{written}}} in the recipe, or --columns {option}"
+
+
+_SOUNDS = {
+    "prompt": ("prompt", "instruction", "question", "query", "input", "user", "source", "problem", "q"),
+    "completion": (
+        "completion",
+        "response",
+        "answer",
+        "output",
+        "reply",
+        "assistant",
+        "target",
+        "solution",
+        "a",
+    ),
+}
+
+
+def _sounding(names: Sequence[str], words: Sequence[str]) -> str:
+    """The first of ``names`` that has the first of ``words`` as a part, and so on; … for none."""
+    parts = {name: set(re.split(r"[^a-z]+", name.lower())) for name in names}
+    return next((name for word in words for name in names if word in parts[name]), "…")
 
 
 def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:

@@ -11,10 +11,10 @@ from fitune.spec.recipe.recipe import Recipe, canonical_keys
 from fitune.spec.recipe.strict_yaml import parse_value
 from fitune.spec.recipe.values import as_sources
 
-_TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "upload_to", "chat_template"}
+_TEXT_KEYS = {"model", "gpu", "data", "eval_data", "output_dir", "upload_to", "chat_template", "columns"}
 """Kept as typed: ``--gpu 4090`` is a name, not a number."""
 
-_REPEATABLE = {"data", "eval_data"}
+_REPEATABLE = {"data", "eval_data", "columns"}
 """``--data a.jsonl --data b.jsonl`` are two sources."""
 
 _YES_AND_NO = ("true", "false", "yes", "no", "on", "off", "1", "0")

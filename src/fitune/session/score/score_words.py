@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from fitune.errors import RecipeError
 from fitune.spec.plan import DataSource
+from fitune.spec.recipe.values import as_columns
 
 _LIMITS: dict[str, tuple[float, float]] = {
     "max_new_tokens": (1, 1_000_000),
@@ -63,12 +64,10 @@ def sources_of(
 
 def columns_of(words: Sequence[str]) -> dict[str, str]:
     """``prompt=question`` -> {"prompt": "question"}. Raises RecipeError for anything else."""
-    columns: dict[str, str] = {}
-    for word in words:
-        role, equals, column = word.partition("=")
-        if not (role and equals and column) or role in columns:
-            raise RecipeError(f"--columns {word!r} is not role=column", hint="--columns prompt=question")
-        columns[role] = column
+    try:
+        columns: dict[str, str] = as_columns(list(words))
+    except ValueError as error:
+        raise RecipeError(f"--columns {error}", hint="--columns prompt=question") from None
     return columns
 
 

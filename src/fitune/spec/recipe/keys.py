@@ -46,6 +46,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Data": {
         "data": "Files, folders, URLs, names on the Hub; FILE#500 takes 500",
         "data_weights": "One for each source: 2 repeats its rows, 0.5 takes half",
+        "columns": "Of other names: prompt=question,completion=best_reply",
         "eval_data": "Rows to evaluate on",
         "val_fraction": "Share of the rows held out to evaluate on",
         "chat_template": "A Jinja file; left out: the tokenizer's own",

@@ -47,6 +47,7 @@ from fitune.spec.recipe.values import (
     Share,
     Size,
     Targets,
+    as_columns,
     as_name,
     as_numbers,
     as_source,
@@ -70,13 +71,22 @@ class _Strict(BaseModel):
         return value
 
 
+Columns = Annotated[
+    dict[Literal["system", "prompt", "completion", "text", "messages", "tools"], str],
+    BeforeValidator(as_columns),
+]
+
+
+EVERY_KEY = "fitune plan --help lists every key"
+
+
 class SourceRecipe(_Strict):
     """One dataset: a path or Hub id (``path#500`` takes 500 rows), how to read it, its weight in the mix."""
 
     path: NamedPath
     format: DataFormat = "auto"
     split: str = "train"
-    columns: dict[Literal["system", "prompt", "completion", "text", "messages", "tools"], str] = {}
+    columns: Columns = {}
     sample: CountInt = 0
     weight: PositiveFloat = 1.0
     streaming: bool = False
@@ -127,6 +137,7 @@ class Recipe(_Strict):
     # with which data
     data: Sources = []
     data_weights: Annotated[list[PositiveFloat], BeforeValidator(as_numbers)] = []
+    columns: Columns = {}
     eval_data: Sources = []
     val_fraction: Share = 0.0
     chat_template: PathText = ""
@@ -236,12 +247,22 @@ def layered_recipe(
     settings: Iterable[str] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """Canonical keys of a file, then ``a.b=c`` settings, then options; the later wins. Raises RecipeError."""
+    """Canonical keys of a file, then ``a=c`` settings, then options, then ``a.b=c`` settings, which change a part of
+    what an option names; the later wins. Raises RecipeError."""
     wanted = dict(keys)
+    settings = tuple(settings)
     for setting in settings:
-        _apply_setting(wanted, setting)
+        if not _sets_a_part(setting):
+            _apply_setting(wanted, setting)
     wanted.update(canonical_keys(options or {}, where="the options"))
+    for setting in filter(_sets_a_part, settings):
+        _apply_setting(wanted, setting)
     return parse_recipe(wanted, where=where)
+
+
+def _sets_a_part(setting: str) -> bool:
+    """True for ``data.format=alpaca``."""
+    return "." in setting.partition("=")[0]
 
 
 def parse_recipe(wanted: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
@@ -289,7 +310,7 @@ def _refuse_unknown(raw: Mapping[str, Any], *, where: str) -> None:
     unknown = [key for key in raw if key not in SWITCHES and ALIASES.get(key, key) not in Recipe.model_fields]
     hints = [FOREIGN_FILES.get(key) or did_you_mean(str(key), known) for key in unknown]
     if len(unknown) == 1:
-        raise RecipeError(f"{where}: unknown key {unknown[0]!r}", hint=hints[0])
+        raise RecipeError(f"{where}: unknown key {unknown[0]!r}", hint=hints[0] or EVERY_KEY)
     if unknown:
         lines = [
             f"  {key!r}" + (f": {hint}" if hint else "") for key, hint in zip(unknown, hints, strict=True)

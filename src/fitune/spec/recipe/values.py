@@ -137,6 +137,20 @@ def as_numbers(value: Any) -> Any:
     return [value] if isinstance(value, int | float) else value
 
 
+def as_columns(value: Any) -> Any:
+    """``prompt=question, completion=reply``, or a list of such parts, as a mapping; a mapping as it is."""
+    if not isinstance(value, str | list):
+        return value
+    parts = value if isinstance(value, list) else [value]
+    columns: dict[str, str] = {}
+    for part in (piece.strip() for one in parts for piece in re.split(r",(?=\s*\w+=)", str(one))):
+        role, equals, column = part.partition("=")
+        if not (role and equals and column) or role in columns:
+            raise ValueError(f"{part!r} is not role=column, each role once: prompt=question")
+        columns[role] = column
+    return columns
+
+
 def as_targets(value: Any) -> Any:
     """A list of names of linears; a regular expression keeps its commas."""
     if isinstance(value, str) and set(value) & set("()[]{}|*+?^$\\"):
