@@ -9,13 +9,14 @@ import pytest
 import fitune
 from fitune.data.conversations.formats import Conversation, Message
 from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
-from fitune.errors import ModelError, RunDirectoryError
+from fitune.errors import ModelError, RecipeError, RunDirectoryError
 from fitune.models.weights import load_tokenizer
 from fitune.score.engines import engine_transformers
 from fitune.score.engines.engine import Request
 from fitune.session.named_models import find_model
 from fitune.session.score.chat import Chat, Reply, converse, open_chat
 from fitune.session.score.chat_columns import side_by_side
+from fitune.session.score.score_words import weights_and_adapter
 
 TEMPLATE = PLAIN_TEMPLATE.replace("### User", "### Customer").replace("### Assistant", "### Shop")
 SAMPLING = {"max_new_tokens": 12, "temperature": 0.7, "top_p": 0.9, "seed": 5}
@@ -205,3 +206,15 @@ def test_columns_keep_within_their_width() -> None:
     from rich.cells import cell_len
 
     assert max(map(cell_len, lines)) <= 83
+
+
+def test_a_scoring_takes_a_run_or_its_adapter_by_name_too(
+    run: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    base, adapter = str(model_folder), str(run / "adapter")
+    for named in ((str(run), ""), (adapter, ""), (base, str(run)), (base, adapter)):
+        found = weights_and_adapter(*named)
+        assert (Path(found[0]).resolve(), found[1]) == (model_folder.resolve(), adapter)
+    assert weights_and_adapter("owner/name", "") == ("owner/name", "")
+    with pytest.raises(RecipeError, match="has the adapter .*adapter, and --adapter names other"):
+        weights_and_adapter(str(run), "other")

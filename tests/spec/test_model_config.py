@@ -263,6 +263,10 @@ def test_unknown_models(name: str, words: str, tmp_path: Path, monkeypatch: pyte
 def test_folders_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"the folder has no config\.json"):
         load_model_spec(str(tmp_path))
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(ModelError, match="is the directory of a run, not a model") as caught:
+        load_model_spec(str(tmp_path))
+    assert f"fitune export {tmp_path} --as merged" in caught.value.hint
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match="is an adapter, not a model"):
         load_model_spec(str(tmp_path))

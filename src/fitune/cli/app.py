@@ -308,7 +308,7 @@ def compare(
 @app.command()
 def score(
     context: typer.Context,
-    model: Annotated[str, Option(help="Model folder or Hub id.")],
+    model: Annotated[str, Option(help=_NAMED)],
     data: Annotated[
         list[str] | None, Option(help="Questions with references: a file, folder or Hub id; repeatable.")
     ] = None,

@@ -64,7 +64,7 @@ class RecipeKeys(TypedDict, total=False):
 
     data: Sources
     data_weights: Sequence[float]
-    columns: Mapping[str, str]
+    columns: Mapping[Literal["system", "prompt", "completion", "text", "messages", "tools"], str]
     eval_data: Sources
     val_fraction: float
     chat_template: PathLike

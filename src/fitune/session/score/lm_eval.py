@@ -28,7 +28,7 @@ from fitune.score.plan import ScorePlan
 from fitune.score.shards import FOLDER
 from fitune.session.events import Note, Tell, WeightsRead
 from fitune.session.score.lm_eval_words import TaskScores, require_task_numbers, scores_of, task_names
-from fitune.session.score.score_words import require_within_limits
+from fitune.session.score.score_words import require_within_limits, weights_and_adapter
 from fitune.session.score.scoring import Pace
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.run_lock import lock_directory
@@ -52,6 +52,7 @@ def score_tasks(
     """
     require_library("lm_eval", needed_by="--lm-eval", extra="lm-eval")
     require_within_limits({"batch_size": batch_size, "seed": seed}, {})
+    model, adapter = weights_and_adapter(model, adapter)
     names = task_names(tasks)
     require_task_numbers(shots=shots, limit=limit)
     plan = ScorePlan(

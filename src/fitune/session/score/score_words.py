@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 from fitune.errors import RecipeError
@@ -21,6 +22,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """One or several of files, folders, URLs and Hub datasets."""
 
+_ADAPTER = "adapter_config.json"
 _ROLES = ("system", "prompt", "completion", "choices")
 
 
@@ -105,6 +107,35 @@ def _require_written(graders: Sequence[str]) -> None:
         )
 
 
+def weights_and_adapter(model: str, adapter: str) -> tuple[str, str]:
+    """Weights and the adapter on them, where ``model`` names a run or an adapter, or ``adapter`` names a run; else both
+    as they are. Raises RecipeError for two adapters, and for a run that trained none."""
+    folder = Path(model)
+    is_base = not _is_run(folder) and (
+        (folder / "config.json").is_file() or not (folder / _ADAPTER).is_file()
+    )
+    if is_base and not _is_run(Path(adapter)):
+        return model, adapter
+    from fitune.session.named_models import find_model  # imports torch
+
+    if is_base:
+        found = find_model(adapter)
+        if not found.adapter:
+            raise RecipeError(f"--adapter {adapter}: the run has no adapter", hint=f"--model {found.model}")
+        return model, found.adapter
+    found = find_model(model)
+    if adapter and found.adapter:
+        raise RecipeError(
+            f"--model {model} has the adapter {found.adapter}, and --adapter names {adapter}",
+            hint=f"keep one of them; its base is {found.model}",
+        )
+    return found.model, found.adapter or adapter
+
+
+def _is_run(folder: Path) -> bool:
+    return folder != Path() and (folder / "plan.json").is_file()
+
+
 def score_words(
     model: str, data: Paths, adapter: str, columns: Sequence[str] | None, max_new_tokens: int, batch_size: int,
     engine: str, id_column: str, *, graders: Sequence[str], allow_https: bool,
@@ -113,6 +144,7 @@ def score_words(
     """The words, checked. Raises RecipeError for a number out of its limits, a role that is none, and graders for which
     nothing is written."""
     roles = columns_of(columns or [])
+    model, adapter = weights_and_adapter(model, adapter)
     _require_written(graders)
     require_within_limits({"batch_size": batch_size, "max_new_tokens": max_new_tokens}, roles)
     sources = sources_of(

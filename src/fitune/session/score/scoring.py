@@ -23,7 +23,7 @@ from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
 from fitune.session.score.score_memory import ScoreMemory
-from fitune.session.score.score_words import Paths, require_within_limits, sources_of
+from fitune.session.score.score_words import Paths, require_within_limits, sources_of, weights_and_adapter
 from fitune.spec.reports import ScoreReport
 
 _LINE_SECONDS = 30.0
@@ -44,6 +44,7 @@ def score_dataset(
     Raises RecipeError for a number out of its limits and a role that is none.
     """
     require_within_limits({"batch_size": batch_size, **(sampling or {})}, columns or {})
+    model, adapter = weights_and_adapter(model, adapter)
     plan = ScorePlan(
         model=model,
         adapter=adapter,

@@ -158,7 +158,13 @@ def _refuse_folder_without_config(path: Path, name: str) -> None:
     if (path / "adapter_config.json").is_file():
         raise ModelError(
             f"model = {name!r} is an adapter, not a model",
-            hint="name the model it was trained on (base_model_name_or_path in adapter_config.json)",
+            hint="name the model it was trained on (base_model_name_or_path in adapter_config.json); to go on from "
+            "the adapter, merge it first: fitune export RUN --as merged",
+        )
+    if (path / "plan.json").is_file():
+        raise ModelError(
+            f"model = {name!r} is the directory of a run, not a model",
+            hint=f"fitune export {name} --as merged, and name {path / 'merged'}; --resume makes the run longer",
         )
     if path.is_dir():
         raise ModelError(f"model = {name!r}: the folder has no config.json", hint="name a model's own folder")
