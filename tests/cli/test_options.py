@@ -6,6 +6,7 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.planner.defaults import data_of
+from fitune.session.planning import plan_on_data
 from fitune.session.recipes.typed_words import recipe_from, split_words
 
 
@@ -130,3 +131,11 @@ def test_columns_of_other_names_are_an_option() -> None:
 def test_a_setting_inside_a_source_reaches_the_source_that_an_option_names() -> None:
     recipe = recipe_from(["--model", "m", "--data", "a.jsonl"], ["data.sample=5", "lora_r=8"]).recipe
     assert (recipe.data[0].path, recipe.data[0].sample, recipe.lora_r) == ("a.jsonl", 5, 8)
+
+
+def test_data_that_is_elsewhere_is_said_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--model", "gpt2", "--gpu", "h100", "--tuning", "lora", "--data", "owner/rows"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    report = plan_on_data(recipe_from(words, []).recipe)
+    assert report.run is None
+    assert report.decisions[-1].startswith("note on data: owner/rows: not all of it is on this machine")

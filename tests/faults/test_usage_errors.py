@@ -16,6 +16,7 @@ from faults.conftest import Call
         (["export", "run", "--as", "mergd"], "--as = 'mergd': must be 'merged', 'adapter' or 'full'", "'merged'?"),
         (["demo", "--gpus", "5"], "--gpus = '5': must be at most 2", ""),
         (["plan", "--rows", "many"], "--rows = 'many': must be a whole number", ""),
+        (["export", "run", "--merge"], "--merge is not an option of fitune export", "--as merged"),
         (["doctor", "--calibrat"], "--calibrat is not an option of fitune doctor", "did you mean '--calibrate'?"),
         (["plan", "--fleet"], "--fleet has no value", "--help"),
         (["trian"], "fitune: no such command 'trian'", "did you mean 'train'?"),

@@ -111,6 +111,7 @@ def test_the_defaults_leave_the_planner_its_choices() -> None:
         ("- model", ["`key: value` lines", "found list"]),
         ("", ["`key: value` lines", "this file is empty"]),
         ("model: [gpt2", ["recipe.yaml:1"]),
+        ("model: gpt2\n\tseq_len: 5", ["recipe.yaml:2:1: a tab, where YAML takes spaces alone"]),
         ("model: a\n---\nmodel: b", ["recipe.yaml"]),
     ],
 )  # fmt: skip
@@ -159,6 +160,11 @@ def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no such recipe file"):
         read_recipe(tmp_path / "none.yaml")
+    with pytest.raises(RecipeError, match="is a folder, not a recipe file"):
+        read_recipe(tmp_path)
+    with pytest.raises(RecipeError, match=r"rows.jsonl is data by its name, not a recipe") as caught:
+        read_recipe(tmp_path / "rows.jsonl")
+    assert caught.value.hint == f"--data {tmp_path / 'rows.jsonl'}"
     (tmp_path / "image.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match="cannot be read"):
         read_recipe(tmp_path / "image.yaml")

@@ -129,7 +129,10 @@ def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
             is_whole = next(examples, None) is None
             break
     if not lengths:
-        raise DataError(f"{path}: no row that can be trained on", hint="fitune says why when it trains")
+        raise DataError(
+            f"{path}: no row that can be trained on",
+            hint="is it the right file? `fitune data` says of each row why",
+        )
     rows = float(len(lengths))
     if not is_whole and rows_when_told:
         rows = max(rows, rows_when_told * sum(Path(name).stat().st_size for name in files) / told)

@@ -33,7 +33,15 @@ def plan_for(
 
 def plan_on_data(recipe: Recipe) -> PlanReport:
     """The plan, and the whole run on the data that the recipe names. Raises DataError for a file that is missing."""
-    return _on_data(recipe, plan_for(recipe))
+    report = _on_data(recipe, plan_for(recipe))
+    sources = report.chosen.plan.data.sources
+    if report.run is not None or not sources:
+        return report
+    note = (
+        f"note on data: {', '.join(source.path for source in sources)}: not all of it is on this machine, and nothing "
+        "is fetched for a plan; fitune train prints steps, time and cost before its first step"
+    )
+    return replace(report, decisions=(*report.decisions, note))
 
 
 def saving_in_time(recipe: Recipe, report: PlanReport) -> PlanReport:

@@ -17,6 +17,10 @@ _SENTENCES = (
 """pydantic's sentences, which typer shows since 0.26, and ours."""
 
 
+_ELSEWHERE = {"--merge": "--as merged", "--merged": "--as merged"}
+"""Options of other tools, and what says the same here."""
+
+
 def refusal_of(error: Any) -> RecipeError:
     """The error to show for ``error``, a UsageError of the click that typer brings along and does not export."""
     command = "fitune" if error.ctx is None else str(error.ctx.command_path)
@@ -25,7 +29,7 @@ def refusal_of(error: Any) -> RecipeError:
     if option := getattr(error, "option_name", ""):
         if "No such" not in message:
             return RecipeError(f"{option} has no value", hint=f"{command} --help")
-        near = did_you_mean(option, error.possibilities or [])
+        near = _ELSEWHERE.get(option) or did_you_mean(option, error.possibilities or [])
         return RecipeError(f"{option} is not an option of {command}", hint=near or f"{command} --help")
     if param is None or not error.message:  # no such command, a word too many, an option that is missing
         said, _, hint = error.format_message().partition(". ")

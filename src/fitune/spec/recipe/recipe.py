@@ -272,7 +272,7 @@ def parse_recipe(wanted: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
     if "model" not in wanted:
         raise RecipeError(
             f"{where}: no model is named",
-            hint="model: meta-llama/Llama-3.1-8B, or --model on the command line",
+            hint="model: meta-llama/Llama-3.1-8B, or --model on the command line; `fitune init` writes a recipe",
         )
     try:
         return Recipe.model_validate(wanted)

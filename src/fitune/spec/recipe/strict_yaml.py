@@ -64,12 +64,26 @@ _EXAMPLES = {
 }
 """Kind of file -> how it begins."""
 
+_MISSING = {
+    "recipe": "look at the path; a model is named by --model, data by --data, and `fitune init` writes a recipe"
+}
+
+
+_DATA = {".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"}
+"""Ends of names that no recipe has."""
+
 
 def load_yaml(path: Path, *, kind: str = "recipe") -> dict[str, Any]:
+    if path.suffix.lower() in _DATA:
+        raise RecipeError(f"{path} is data by its name, not a {kind}", hint=f"--data {path}")
+    if path.is_dir():
+        raise RecipeError(f"{path} is a folder, not a {kind} file", hint=_MISSING.get(kind))
     try:
         text = read_text(path, limit=MOST_RECIPE_BYTES, encoding="utf-8-sig", own_pipe=True)
     except FileNotFoundError:
-        raise RecipeError(f"{path}: no such {kind} file", hint="look at the spelling of the path") from None
+        raise RecipeError(
+            f"{path}: no such {kind} file", hint=_MISSING.get(kind, "look at the path")
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or error
         raise RecipeError(f"{path}: cannot be read: {cause}") from None
@@ -87,7 +101,10 @@ def parse_value(text: str, *, where: str) -> Any:
     try:
         return yaml.load(text, Loader=StrictLoader)  # StrictLoader is a SafeLoader
     except yaml.YAMLError as error:
-        raise RecipeError(f"{where}{_place(error, text)}: {_cause(error)}") from None
+        cause, hint = _cause(error), None
+        if "'\\t'" in cause:
+            cause, hint = "a tab, where YAML takes spaces alone", "replace each tab by two spaces"
+        raise RecipeError(f"{where}{_place(error, text)}: {cause}", hint=hint) from None
 
 
 def _place(error: yaml.YAMLError, text: str) -> str:
