@@ -86,3 +86,10 @@ def test_why_with_what_was_taken_anyway_is_the_same_plan():
 def test_an_unknown_quantity_is_refused():
     with pytest.raises(RecipeError, match="--largest speed is not known"):
         largest_for(parse_recipe({"model": "llama-3.2-1b", "gpu": "t4"}), "speed")
+
+
+def test_a_side_that_cannot_be_trained_yet_is_marked():
+    recipe = parse_recipe({"model": "qwen3-8b", "gpu": "rtx-3090", "gpus": 2, "tuning": "lora"})
+    lines = text_of(plan_with(recipe, "zero: 3, backend: fsdp, offload_activations: device")).splitlines()
+    assert lines[0] == "taken (only planned: fitune plan says what is trained instead)"
+    assert "with zero: 3, backend: fsdp, offload_activations: device" in lines

@@ -5,9 +5,17 @@ from pathlib import Path
 import pytest
 
 from fitune.errors import DataError, RecipeError
-from fitune.session.recipes.new_recipe import QUESTIONS, asked_keys, recipe_text, write_recipe
+from fitune.session.planning import plan_for
+from fitune.session.recipes.new_recipe import (
+    QUESTIONS,
+    asked_keys,
+    explain_new_recipe,
+    recipe_text,
+    write_recipe,
+)
 from fitune.spec.recipe.recipe import canonical_keys, parse_recipe, read_recipe
 from fitune.spec.recipe.strict_yaml import parse_value
+from fitune.spec.words import describe_plan
 
 GIVEN = {"model": "meta-llama/Llama-3.1-8B", "data": "rows.jsonl", "tuning": "lora", "gpu": "rtx-4090"}
 
@@ -78,3 +86,14 @@ def test_a_line_that_is_switched_on_changes_nothing() -> None:
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         write_recipe(tmp_path / "r.yaml", {**GIVEN, "data": str(tmp_path / "none.jsonl")}, overwrite=False)
+
+
+def test_the_plan_that_is_told_is_one_that_trains(tmp_path: Path) -> None:
+    """The fastest plan of these settings is only planned (docs/planning.md)."""
+    report = plan_for(
+        parse_recipe({"model": "qwen3-8b", "gpu": "rtx-3090", "gpus": 2, "tuning": "lora"}),
+    )
+    assert report.trained is not None
+    text = " ".join(explain_new_recipe(tmp_path / "r.yaml", report).split())
+    assert describe_plan(report.trained.plan) in text
+    assert describe_plan(report.chosen.plan) not in text

@@ -21,6 +21,7 @@ from fitune.spec.plan import Plan
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, parse_recipe
 from fitune.spec.recipe.strict_yaml import parse_value
+from fitune.spec.rules import keeps_rules
 from fitune.spec.words import describe_base_of, describe_plan, method_name
 from fitune.units import format_bytes, format_rate, format_seconds, wrapped
 
@@ -78,11 +79,23 @@ def _like(plan: Plan, changed: Recipe) -> Callable[[Method], bool]:
 def explain_alternative(alternative: Alternative) -> str:
     """Both plans, then what changes, in bytes and seconds."""
     taken, pinned = alternative.taken, alternative.pinned
-    lines = ["taken", wrapped(describe_plan(taken.plan)), f"with {alternative.change}"]
+    lines = [
+        f"taken{_only_planned(taken)}",
+        wrapped(describe_plan(taken.plan)),
+        f"with {alternative.change}{_only_planned(pinned)}",
+    ]
     if pinned.plan == taken.plan:
         return "\n".join([*lines, wrapped("the same plan: that is what was taken")])
     lines += [wrapped(describe_plan(pinned.plan)), "", *_table(taken, pinned), ""]
     return "\n".join([*lines, wrapped(_verdict(pinned, taken))])
+
+
+def _only_planned(priced: Priced) -> str:
+    return (
+        ""
+        if keeps_rules(priced.plan, "train")
+        else " (only planned: fitune plan says what is trained instead)"
+    )
 
 
 def _verdict(pinned: Priced, taken: Priced) -> str:

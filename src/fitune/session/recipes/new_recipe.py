@@ -188,11 +188,12 @@ def _line(key: Key, keys: Mapping[str, Any]) -> str:
 
 
 def explain_new_recipe(path: Path, report: PlanReport) -> str:
-    """The plan in a few lines, and what to do next."""
-    estimate, run = report.chosen.estimate, report.run
+    """The plan that training takes in a few lines, and what to do next."""
+    taken, run = report.trained or report.chosen, None if report.trained else report.run
+    estimate = taken.estimate
     lines = [
         f"{path} is written; the plan of it:",
-        wrapped(describe_plan(report.chosen.plan)),
+        wrapped(describe_plan(taken.plan)),
         f"  {format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)}, "
         f"{format_rate(estimate.tokens_per_second)}"
         + (f", {run.steps:,} steps in {format_seconds(run.seconds)}" if run else ""),
