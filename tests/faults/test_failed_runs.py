@@ -209,12 +209,12 @@ def test_what_is_out_of_memory() -> None:
 
 def test_a_micro_batch_that_has_no_half_is_divided_as_it_can(make_plan: Callable[..., Plan]) -> None:
     odd = explain_failure(
-        MemoryError(), make_plan(micro_batch_size=9, gradient_accumulation_steps=1), Whereabouts()
+        MemoryError(), make_plan(micro_batch_size=9, gradient_accumulation_steps=1), Whereabouts(), rank=0
     )
     assert isinstance(odd, OutOfMemory)
     assert "micro_batch_size: 3 with gradient_accumulation_steps: 3 " in str(odd.hint)
     one = explain_failure(
-        MemoryError(), make_plan(micro_batch_size=1, gradient_accumulation_steps=1), Whereabouts()
+        MemoryError(), make_plan(micro_batch_size=1, gradient_accumulation_steps=1), Whereabouts(), rank=0
     )
     assert "micro_batch_size:" not in str(one.hint)
     assert "seq_len: 32" in str(one.hint)

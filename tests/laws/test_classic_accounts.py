@@ -118,16 +118,16 @@ def test_llama_2_70b_with_zero_3_and_lora_on_8_devices():
 
 def test_nf4_with_double_quantisation_takes_4_127_bits():
     weights = 4096 * 4096 * 4
-    double = stored_bytes(weights, Nf4(), element_bytes=2) - Nf4().table_bytes()
+    double = stored_bytes(weights, Nf4(), element_bytes=2, copies=1) - Nf4().table_bytes()
     assert double * 8 / weights == 4 + 8 / 64 + 32 / (64 * 256)
     assert round(double * 8 / weights, 3) == 4.127
-    assert stored_bytes(weights, Nf4(double_quant=False), element_bytes=2) * 8 / weights == 4.5
+    assert stored_bytes(weights, Nf4(double_quant=False), element_bytes=2, copies=1) * 8 / weights == 4.5
 
 
 @pytest.mark.parametrize(("bits", "expected"), [(8, 8.5), (4, 4.5), (3, 3.7), (2, 2.5)])
 def test_hqq_adds_a_scale_and_a_zero_point_of_16_bits_to_each_group_of_64(bits, expected):
     weights = 64 * 10_000
-    assert stored_bytes(weights, Hqq(bits=bits), element_bytes=2) * 8 / weights == expected
+    assert stored_bytes(weights, Hqq(bits=bits), element_bytes=2, copies=1) * 8 / weights == expected
 
 
 def test_embedding_head_and_norms_are_not_quantised():

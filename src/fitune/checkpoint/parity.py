@@ -233,8 +233,8 @@ def verify_export(
     reload: Callable[[str], Any],
     weights_of: Callable[[Any], Mapping[str, Tensor]],
     dtypes: Sequence[torch.dtype],
-    slack: float = 1.0,
-    on_reloaded: Callable[[PreTrainedModel], None] | None = None,
+    slack: float,
+    on_reloaded: Callable[[PreTrainedModel], None] | None,
 ) -> Verified:
     """Compare what ``reload`` (given the name of an attention) makes of ``folder`` with ``model``.
 

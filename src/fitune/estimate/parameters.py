@@ -11,7 +11,7 @@ from fitune.spec.quantisers import is_packed
 from fitune.spec.remembered import remembered_by
 
 
-def stored_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int, copies: int = 1) -> int:
+def stored_bytes(weights: int, base: Dense | Quantiser, *, element_bytes: int, copies: int) -> int:
     """One matrix, or a stack of ``copies`` with so many weights in all, as the device holds it."""
     if isinstance(base, Dense):
         return weights * element_bytes

@@ -167,7 +167,7 @@ def trainer_of(row: Row, profile: Profile) -> Trainer:
     return Trainer(fp32_trained=wide, autocast=autocast, eager_mlp="foak" in row.remarks, **switches)
 
 
-def compare_row(row: Row, *, left_out: bool = False) -> Comparison:
+def compare_row(row: Row, *, left_out: bool) -> Comparison:
     """Raises Unrepresented."""
     profile = profile_of(row, left_out=left_out)
     plan = plan_of(row, dropout=profile.dropout)

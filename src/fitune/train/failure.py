@@ -49,7 +49,7 @@ class Whereabouts:
         return Failure(error=error.kind, doing=self.doing, step=self.step, shortage=shortage)
 
 
-def explain_failure(error: Exception, plan: Plan, where: Whereabouts, *, rank: int = 0) -> FituneError:
+def explain_failure(error: Exception, plan: Plan, where: Whereabouts, *, rank: int) -> FituneError:
     """``error`` itself when it is one for people, else one that says where it happened and what to try.
 
     What fails once steps are under way exits with 1: it is no refusal any more.
