@@ -63,18 +63,6 @@ class Keyboard:
     def press(self, keys: bytes) -> None:
         os.write(self._terminal, keys)
 
-    def press_until(self, keys: bytes, text: bytes) -> None:
-        """Press again every few seconds: the terminal shows keys before the program waits for them."""
-        for _ in range(20):
-            self.press(keys)
-            until = time.monotonic() + 5
-            while text not in self.seen[self._waited :] and time.monotonic() < until:
-                if select.select([self._terminal], [], [], 1)[0]:
-                    self.seen += os.read(self._terminal, 65_536)
-            if text in self.seen[self._waited :]:
-                return
-        pytest.fail(f"{text!r} never came: {self.seen.decode()}")
-
     def ended(self) -> int:
         while True:
             try:
@@ -95,7 +83,14 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless: Path) -> None:
     person.wait_for(b"> ")
     person.press(b"half")
     person.wait_for(b"half")
-    person.press_until(b"\x03", b"Ctrl-D ends")
+    person.press(b"\x03")
+    person.wait_for(b"Ctrl-D ends")
+    person.wait_for(b"> ")
+    person.press(b"first line\\\n")
+    person.wait_for(b"> ")
+    person.press(b"\x03")
+    person.wait_for(b"Ctrl-D ends")
+    person.wait_for(b"> ")
     person.press(b"\x04")
     assert person.ended() == 0
     assert b"Traceback" not in person.seen

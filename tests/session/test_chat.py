@@ -172,6 +172,21 @@ def test_lines_are_questions_and_commands(run: Path) -> None:
     assert heard.notes == ["/rest is unknown; /reset begins anew, /exit ends", "the conversation begins anew"]
 
 
+def test_ctrl_c_between_two_answers_gives_up_what_was_typed(run: Path) -> None:
+    chat, heard = opened(run), Heard()
+    lines = iter(["given up\\", KeyboardInterrupt(), "What is", None])
+
+    def read() -> str | None:
+        line = next(lines)
+        if isinstance(line, KeyboardInterrupt):
+            raise line
+        return line
+
+    assert converse(chat, read=read, screen=heard) == 0
+    assert chat.sides[0].history[0] == Message("user", "What is")
+    assert heard.notes == ["\n(/exit or Ctrl-D ends)"]
+
+
 def test_names_of_models(run: Path, model_folder: Path, tmp_path: Path) -> None:
     named = find_model(str(run))
     assert (named.model, named.adapter, named.title) == (str(model_folder), str(run / "adapter"), "run")

@@ -11,7 +11,7 @@ from fitune.errors import ScoringFailed
 from fitune.session.data_view import harmless
 from fitune.session.score.chat import Chat, Reply, converse
 from fitune.session.score.chat_columns import side_by_side
-from fitune.session.signals import keyboard_interrupts
+from fitune.session.signals import keyboard_interrupts, typed_line
 
 _WIDE = 100
 """Columns of a terminal from which two answers stand beside each other."""
@@ -89,11 +89,8 @@ def talk(chat: Chat, *, as_json: bool) -> None:
 
 
 def read_line() -> str | None:
-    """The next line; None at the end. Ctrl-C at the prompt gives up what was typed."""
+    """The next line; None at the end."""
     try:
-        return input("> ") if sys.stdin.isatty() else next(sys.stdin)
+        return typed_line("> ") if sys.stdin.isatty() else next(sys.stdin)
     except (EOFError, StopIteration):
         return None
-    except KeyboardInterrupt:
-        print("\n(/exit or Ctrl-D ends)", file=sys.stderr)
-        return ""

@@ -2,6 +2,7 @@
 own."""
 
 import os
+import select
 import signal
 import stat
 import sys
@@ -104,6 +105,27 @@ def keyboard_interrupts() -> Iterator[None]:
     """Inside, SIGINT raises KeyboardInterrupt, for programs that go on after it."""
     with _handled_by(signal.default_int_handler, {signal.SIGINT: EXIT_CODES[signal.SIGINT]}):
         yield
+
+
+def typed_line(prompt: str) -> str:
+    """The next line from the terminal. Raises EOFError at its end, and KeyboardInterrupt for a Ctrl-C.
+
+    Python's ``input`` sees a Ctrl-C that comes just before it waits only with the next key: here the signal itself
+    ends the waiting, whenever it comes.
+    """
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    try:
+        print(prompt, end="", flush=True)
+        select.select([sys.stdin, woken], [], [])
+        if line := sys.stdin.readline():
+            return line
+        raise EOFError
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(wake)
+        os.close(woken)
 
 
 @contextmanager

@@ -221,27 +221,33 @@ def open_chat(
 def converse(chat: Chat, *, read: Callable[[], str | None], screen: Screen) -> int:
     """Answer each line of ``read`` until it returns None; returns how many questions have no answer of some model.
 
-    A line that ends with a backslash goes on in the next one.
+    A line that ends with a backslash goes on in the next one. Ctrl-C between two answers gives up what was typed.
     """
     unanswered, begun = 0, ""
-    while (line := read()) is not None:
-        text = begun + line.strip("\r\n").encode("utf-8", "replace").decode()
-        begun = text[:-1] + "\n" if text.endswith("\\") else ""
-        if begun:
-            continue
-        match text.strip():
-            case "":
+    while True:
+        try:
+            line = read()
+            if line is None:
+                return unanswered
+            text = begun + line.strip("\r\n").encode("utf-8", "replace").decode()
+            begun = text[:-1] + "\n" if text.endswith("\\") else ""
+            if begun:
                 continue
-            case "/exit":
-                break
-            case "/reset":
-                chat.reset()
-                screen.note("the conversation begins anew")
-            case word if _COMMAND.fullmatch(word):
-                screen.note(f"{word} is unknown; /reset begins anew, /exit ends")
-            case _:
-                unanswered += any(reply.error for reply in chat.ask(text, screen))
-    return unanswered
+            match text.strip():
+                case "":
+                    continue
+                case "/exit":
+                    return unanswered
+                case "/reset":
+                    chat.reset()
+                    screen.note("the conversation begins anew")
+                case word if _COMMAND.fullmatch(word):
+                    screen.note(f"{word} is unknown; /reset begins anew, /exit ends")
+                case _:
+                    unanswered += any(reply.error for reply in chat.ask(text, screen))
+        except KeyboardInterrupt:
+            begun = ""
+            screen.note("\n(/exit or Ctrl-D ends)")
 
 
 class _Written:
