@@ -117,7 +117,8 @@ def typed_line(prompt: str) -> str:
     os.set_blocking(wake, False)
     before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     try:
-        print(prompt, end="", flush=True)
+        sys.stdout.write(prompt)
+        sys.stdout.flush()
         select.select([sys.stdin, woken], [], [])
         if line := sys.stdin.readline():
             return line
