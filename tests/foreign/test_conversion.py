@@ -65,3 +65,23 @@ def test_one_key_may_not_be_set_twice() -> None:
     reading = Reading(trainer="t", where="t", raw={"a": 1, "b": 2}, folder=Path("."))
     reading.same({"a": "seq_len", "b": "seq_len"})
     assert [line.key for line in reading.of("refused")] == ["b"]
+
+
+def test_another_task_is_not_told_to_leave_a_key_out(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    keys: dict[str, Any] = {
+        "base_model": "gpt2", "rl": "dpo", "datasets": [{"path": "org/d", "type": "chatml.intel"}],
+        "sequence_len": 512, "micro_batch_size": 1,
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(keys))
+    with pytest.raises(RecipeError) as caught:
+        convert_recipe(path)
+    assert "datasets[0] would change the result: type: chatml.intel" in caught.value.message
+    assert caught.value.hint == "a recipe of supervised fine-tuning with data for it"
+
+
+def test_a_push_to_the_hub_is_not_called_bookkeeping(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    keys = {"model_name_or_path": "gpt2", "dataset_name": "org/d", "use_peft": True, "push_to_hub": True}
+    path.write_text(yaml.safe_dump(keys))
+    assert "push_to_hub: fitune pushes nothing to the Hub" in convert_recipe(path)

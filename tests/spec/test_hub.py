@@ -1,11 +1,14 @@
 """No library that fitune imports fetches compiled code from a hub, or prints anything when it is imported."""
 
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from fitune.spec.hub import keep_out_hub_kernels
 
 _FETCHING = "def get_kernel(*_, **__):\n    open({mark!r}, 'w').close()\n    raise RuntimeError('fetched')\n"
 
@@ -38,3 +41,15 @@ def test_a_library_that_the_user_imported_stays() -> None:
         "import fitune, kernels; sys.exit(kernels is not mine)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["transformers.integrations.hub_kernels", "transformers.activations"])
+def test_a_missing_kernel_is_no_line_on_start_and_other_warnings_are(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    keep_out_hub_kernels()
+    logger = logging.getLogger(name)
+    logger.warning("`mamba_inner_fn` is falling back to its reference PyTorch implementation")
+    logger.warning("anything else")
+    assert [record.getMessage() for record in caplog.records] == ["anything else"]

@@ -150,13 +150,20 @@ def require_readable(reading: Reading) -> None:
     if not refused and not unknown:
         return
     lines = [f"{reading.where}: read as a recipe of {reading.trainer}"]
-    lines += [f"  {line.key}: {_short(line.value)} would change the result: {line.said}" for line in refused]
+    lines += [f"  {_named(line)} would change the result: {line.said}" for line in refused]
     lines += [f"  unknown key {line.key!r}" + (f" ({line.said})" if line.said else "") for line in unknown]
     several = len(refused) + len(unknown) > 1
+    is_other_task = any(line.key in ("rl", "stage") for line in refused)
     raise RecipeError(
         "\n".join(lines),
-        hint=f"leave {'them' if several else 'it'} out to train without",
+        hint="a recipe of supervised fine-tuning with data for it"
+        if is_other_task
+        else f"leave {'them' if several else 'it'} out to train without",
     )
+
+
+def _named(line: Line) -> str:
+    return line.key if line.value is None else f"{line.key}: {_short(line.value)}"
 
 
 def _is_empty(value: Any) -> bool:

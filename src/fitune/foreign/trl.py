@@ -31,7 +31,7 @@ _LORA = {
 }
 _BOOKKEEPING = (
     "trust_remote_code dataset_streaming streaming gradio env lora_task_type task_type bnb_4bit_quant_storage "
-    "dataset_text_field dataset_kwargs truncation_mode ignore_bias_buffers eval_packing pad_token eos_token "
+    "dataset_text_field dataset_kwargs truncation_mode ignore_bias_buffers eval_packing pad_token "
     "bnb_4bit_compute_dtype max_memory device_map token fast_inference gpu_memory_utilization max_lora_rank "
     "unsloth_force_compile bias loftq_config finetune_vision_layers finetune_language_layers "
     "finetune_attention_modules finetune_mlp_modules mixed_precision main_process_port machine_rank main_process_ip "
@@ -75,6 +75,7 @@ def read_trl(r: Reading) -> None:
     _precision(r)
     _checkpointing(r)
     _defaults(r)
+    r.passed("eos_token", "the tokenizer's own, or what its chat template ends a turn with")
     r.pass_over(_BOOKKEEPING)
     r.pass_over(_SPEED, SPEED_SAID)
 

@@ -64,6 +64,13 @@ def keep_out_hub_kernels() -> None:
     os.environ.setdefault("USE_HUB_KERNELS", "NO")  # transformers asks this, too
     # bitsandbytes tells people at every start to install what is kept out.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    for name in ("transformers.integrations.hub_kernels", "transformers.activations"):
+        logging.getLogger(name).addFilter(_is_no_fallback)
+
+
+def _is_no_fallback(record: logging.LogRecord) -> bool:
+    """False for the line that a Mamba mixer or xIELU logs where only transformers' own code is there to run it."""
+    return "falling back to" not in record.getMessage()
 
 
 AUTO_MAP = "auto_map"
