@@ -22,7 +22,7 @@ from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.traced_profile import Extent, Size
 from fitune.spec.model.tracer import trace_with
-from fitune.spec.plan import Batch, Nf4, PlainLoss, Plan, Recompute
+from fitune.spec.plan import Batch, Nf4, PlainLoss, Plan, Precision, Recompute
 from fitune.spec.predictions import Phase
 from models.streams import make_rows, stream_of
 from plans import plan_for
@@ -70,13 +70,19 @@ def test_the_estimate_is_the_rehearsed_step(folder: Path, model_type: str) -> No
     spec = spec_of(folder, model_type)
     assert not spec.separates_rows
     assert spec.chunk == (1 if model_type == "mamba" else CHUNK)
-    for tokens, recompute in ((3 * CHUNK + 5, 0), (9 * CHUNK - 1, 2)):
+    assert spec.fp32_stream == (model_type != "granitemoehybrid")
+    cases = [(3 * CHUNK + 5, 0, Precision.FP32), (9 * CHUNK - 1, 2, Precision.FP32)]
+    if spec.fp32_stream:
+        cases += [(tokens, recompute, Precision.BF16_MASTER) for tokens, recompute, _ in cases]
+    for tokens, recompute, precision in cases:
         plan = one_row(spec, tokens=tokens, tuning="lora", recompute=recompute)
+        plan = replace(plan, precision=precision)
         trace, _ = trace_plan(plan, model_config(spec.name), exact=True)
         rehearsed = peaks_by_kind(trace, on_cuda=False)
         predicted = predict_memory(plan)
         assert predicted.tensor_peak_bytes == pytest.approx(
-            max(sum(kinds.values()) for kinds in rehearsed.values()), rel=0.005
+            max(sum(kinds.values()) for kinds in rehearsed.values()),
+            rel=0.005 if precision is Precision.FP32 else 0.01,
         )
         forward = sum(predicted.phases[Phase.FORWARD].values())
         assert forward == pytest.approx(sum(rehearsed[Phase.FORWARD].values()), rel=0.03)
@@ -105,6 +111,33 @@ def test_a_row_is_trained_as_transformers_does(model_type: str, blocks: int) -> 
         torch.testing.assert_close(
             parameter.grad, wanted[name], rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2"])
+def test_an_fp32_stream_under_bf16_weights_has_the_loss_of_transformers(model_type: str) -> None:
+    (row,) = make_rows((2 * CHUNK + 5,))
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **MODELS[model_type])
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    ours = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    ours.load_state_dict(plain.state_dict())
+    logits = plain(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+    expected = torch.nn.functional.cross_entropy(logits, row[1:])
+    expected.backward()
+    use_attention(ours, "sdpa")
+    parts = language_model(ours, PlainLoss())
+    stream = stream_of([row])
+    hidden = parts.hidden_states(stream)
+    assert hidden.dtype is torch.float32
+    total, gradient = parts.loss_and_gradient(hidden.detach(), stream, scale=1 / stream.supervised_tokens)
+    hidden.backward(gradient)
+    assert total.item() / stream.supervised_tokens == pytest.approx(expected.item(), abs=2e-6)
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None
+        assert wanted[name] is not None
+        gap = (parameter.grad - wanted[name]).float().norm()
+        assert gap <= 0.02 * wanted[name].float().norm(), name
 
 
 @pytest.mark.parametrize(("model_type", "called"), [("mamba", {"in_proj"}), ("mamba2", {"in_proj"})])

@@ -133,7 +133,9 @@ def _loss_moments(step: StepStages, gradients: int) -> list[Terms]:
     chunk = activations.chunk_tokens(plan.loss, step.shape)
     softmax, backward = _chunk_sizes(step, chunk)
     buffers = activations.loss_buffers_bytes(
-        supervised_tokens=step.shape.supervised_tokens, hidden=model.hidden_size, element_bytes=e
+        supervised_tokens=step.shape.supervised_tokens,
+        hidden=model.hidden_size,
+        element_bytes=activations.FP32 if model.fp32_stream else e,
     )
     head = step.head_gradient
     after_first = gradients if step.adds_in_place else gradients + head

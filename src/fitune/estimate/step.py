@@ -87,7 +87,8 @@ class StepStages:
     element_bytes: int
     """e, of one element in the compute type."""
     hidden: int
-    """The last hidden state, t · e · h; also the size of a block's input and of their gradients."""
+    """The last hidden state, t · e · h, with e of the residual stream; also the size of a block's input and of their
+    gradients."""
     head_gradient: int
     """A whole gradient of the head; 0 where it is frozen."""
     goes_back_twice: bool
@@ -231,7 +232,9 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         stepped=trained_share(plan) if plan.offload.optimizer == "device" else 0,
         element_bytes=e,
         hidden=activations.block_input_kept(
-            tokens=shape.tokens, hidden=plan.model.hidden_size, element_bytes=e
+            tokens=shape.tokens,
+            hidden=plan.model.hidden_size,
+            element_bytes=activations.FP32 if plan.model.fp32_stream else e,
         ),
         head_gradient=e * head_parameters(plan.model) if trains_head(plan.tuning) else 0,
         goes_back_twice=plan.goes_back_twice,

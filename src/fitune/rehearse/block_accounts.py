@@ -77,12 +77,9 @@ def account_of(sample: Sample) -> Account:
     where the residual stream is wider than a block's output."""
     found = _storages(sample)
     account = Account(hidden=found.sizes[sample.outputs[0]])
-    if any(found.sizes[storage] != account.hidden for storage in sample.inputs.values()):
-        raise ModelError(
-            "the stream between the blocks takes other bytes than what a block returns (Mamba's residual stream is "
-            "fp32 in every precision), and no estimate is made for that",
-            hint="precision: fp32",
-        )
+    behind_the_first = (storage for (_, block), storage in sample.inputs.items() if block)
+    if any(found.sizes[storage] != account.hidden for storage in behind_the_first):
+        raise ModelError("the stream between the blocks takes other bytes than the hidden states behind them")
     kept = {block: found.kept.get((0, block), 0) for block in range(sample.blocks)}
     account.kept = [kept[block] for block in range(sample.blocks)]
     account.around = found.kept.get((0, "around"), 0)

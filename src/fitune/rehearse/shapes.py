@@ -75,6 +75,7 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
         uneven_heads=_has_uneven_heads(text),
         masks_whole_stream=takes_mask(model),
         chunk=_chunk(blocks),
+        fp32_stream=bool(getattr(text, "residual_in_fp32", False)),
         separates_rows=not carries_along(blocks) and not _counts_along(text),
         table_bytes=sum(b.numel() * b.element_size() for b in model.buffers() if b.dim() > 1),
         longest_stream=_longest_mask(blocks),

@@ -95,7 +95,8 @@ def describe_tuning(tuning: Tuning) -> str:
             return f"{'AdaLomo' if adaptive else 'LOMO'} {describe_clip(clip)}"
         case Lora(rank=rank, targets=targets, base=base):
             scaled = "rank-stabilised " if tuning.rslora else ""
-            adapters = f"{scaled}{'DoRA' if tuning.dora else 'LoRA'} r{rank} on {len(targets)} linears"
+            linears = "1 linear" if len(targets) == 1 else f"{len(targets)} linears"
+            adapters = f"{scaled}{'DoRA' if tuning.dora else 'LoRA'} r{rank} on {linears}"
             adapters += f" of blocks {as_ranges(tuning.layers)}" if tuning.layers else ""
             adapters += f", {' and '.join(tuning.modules_to_save)} whole," if tuning.modules_to_save else ""
             return (

@@ -168,6 +168,8 @@ class ModelSpec:
     chunk: int = 0
     """Tokens to whole multiples of which state-space mixers pad a row (Mamba 2), 1 where they go token by token
     (Mamba); 0 without such mixers."""
+    fp32_stream: bool = False
+    """The residual stream is fp32 in every precision (Mamba's ``residual_in_fp32``)."""
     has_vision_part: bool = False
     """Its checkpoint also has a part for images, which is neither planned nor trained."""
     table_bytes: int = 0

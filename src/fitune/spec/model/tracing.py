@@ -36,7 +36,7 @@ from fitune.spec.serial import from_json, to_data, to_json
 
 FORMAT = 3
 """Goes up when what is stored, or how it is counted, changes."""
-_SHAPES_FORMAT = 2
+_SHAPES_FORMAT = 3
 """Format of cached shapes; apart from FORMAT, so that shipped profiles stay valid when only shapes change."""
 
 LENGTHS = (1, 2, 4)
