@@ -116,6 +116,11 @@ def test_a_missing_file_and_one_without_rows_are_refused(tmp_path: Path) -> None
         guessed(tmp_path / "missing.jsonl")
     with pytest.raises(DataError, match="no row"):
         guessed(rows_file(tmp_path, []))
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a", "completion": 7}\n')
+    with pytest.raises(
+        DataError, match=r"no row that can be trained on, from the first: .*other.jsonl:1: .*7"
+    ):
+        guessed(tmp_path / "other.jsonl")
 
 
 def test_guessing_imports_no_torch(tmp_path: Path) -> None:

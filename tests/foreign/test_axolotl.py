@@ -153,12 +153,16 @@ def test_all_unknown_keys_are_listed_with_what_they_may_mean() -> None:
 
 def test_off_empty_and_bookkeeping_keys_take_one_line() -> None:
     found = recipe_of_keys(
-        {**PLAIN, "strict": False, "hub_model_id": "me/x", "never_seen": None, "special_tokens": {}},
+        {
+            **PLAIN, "strict": False, "hub_model_id": "me/x", "load_best_model_at_end": True, "never_seen": None,
+            "special_tokens": {},
+        },
         where="theirs.yaml", folder=Path("nowhere"),
     )  # fmt: skip
     last = found.notes[-1]
     assert "passed over" in last
     assert all(key in last for key in ("strict", "hub_model_id", "never_seen", "special_tokens"))
+    assert any("load_best_model_at_end: the weights of the last step" in note for note in found.notes)
 
 
 def test_sharding_is_left_to_the_plan_on_one_device() -> None:

@@ -99,7 +99,7 @@ def test_modules_that_cannot_be_trained_whole_are_refused(settings, words):
 def test_what_dropout_costs_is_said():
     lines = "\n".join(found(lora_dropout=0.05).decisions)
     assert re.search(
-        r"lora_dropout: 0\.05 keeps .*: [\d.]+ [MG]iB more at the peak .* takes \d+\.\d% longer", lines
+        r"lora_dropout: 0\.05 keeps .*: [\d.]+ [MG]iB more at the peak .* takes \d+\.\d % longer", lines
     )
     assert "lora_dropout" not in "\n".join(found().decisions)
 
@@ -108,7 +108,7 @@ def test_what_the_dropout_of_the_config_costs_is_said():
     lines = "\n".join(found(model="gpt2").decisions)
     assert re.search(
         r"dropout 0\.1 on attention, residuals and the embedding, from the model's config: "
-        r"[\d.]+ [MG]iB more at the peak than without, and a step takes \d+\.\d% longer",
+        r"[\d.]+ [MG]iB more at the peak than without, and a step takes \d+\.\d % longer",
         lines,
     )
     assert "from the model's config" not in "\n".join(found().decisions)

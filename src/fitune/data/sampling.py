@@ -119,7 +119,8 @@ def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
         nonlocal told, rows_when_told
         told, rows_when_told = told + count, len(lengths)
 
-    examples = _examples(replace(source, path=path, sample=0), on_bytes)
+    bad: list[BadRow] = []
+    examples = _examples(replace(source, path=path, sample=0), on_bytes, bad)
     is_whole = True
     for example in examples:
         lengths.append(_length(example, train_on_prompt=train_on_prompt))
@@ -130,8 +131,8 @@ def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
             break
     if not lengths:
         raise DataError(
-            f"{path}: no row that can be trained on",
-            hint="is it the right file? `fitune data` says of each row why",
+            f"{path}: no row that can be trained on" + (f", from the first: {bad[0].message}" if bad else ""),
+            hint=bad[0].hint if bad else "is it the right file and split?",
         )
     rows = float(len(lengths))
     if not is_whole and rows_when_told:
@@ -148,12 +149,13 @@ def _files_of(source: DataSource) -> tuple[str, ...] | None:
     return None if isinstance(place, HubDataset) else place
 
 
-def _examples(source: DataSource, on_bytes: Callable[[int], None]) -> Iterator[Example]:
+def _examples(source: DataSource, on_bytes: Callable[[int], None], bad: list[BadRow]) -> Iterator[Example]:
+    """The rows that can be read as examples; the first of the others goes into ``bad``."""
     for row in read_rows(source, on_bad_row="skip", on_bytes=on_bytes):
         try:
             yield to_example(row, format=source.format, columns=source.columns)
-        except BadRow:
-            continue
+        except BadRow as error:
+            bad += [error] if not bad else []
 
 
 def _length(example: Example, *, train_on_prompt: bool) -> _Length:

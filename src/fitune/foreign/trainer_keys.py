@@ -21,8 +21,8 @@ SAME = {
 
 BOOKKEEPING = (
     "run_name logging_dir logging_first_step logging_strategy log_level log_on_each_node disable_tqdm "
-    "overwrite_output_dir save_only_model save_safetensors save_on_each_node load_best_model_at_end "
-    "metric_for_best_model greater_is_better hub_model_id hub_strategy hub_token push_dataset_to_hub "
+    "overwrite_output_dir save_only_model save_safetensors save_on_each_node "
+    "hub_model_id hub_strategy hub_token push_dataset_to_hub "
     "hub_private_repo local_rank ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
     "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers "
     "preprocessing_num_workers dataset_num_proc overwrite_cache remove_unused_columns group_by_length "
@@ -32,6 +32,9 @@ BOOKKEEPING = (
     "trackio_run_name wandb_project wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id wandb_mode "
     "use_wandb mlflow_tracking_uri mlflow_experiment_name mlflow_run_name"
 )
+
+_BEST = "load_best_model_at_end metric_for_best_model greater_is_better"
+_BEST_SAID = "the weights of the last step are exported, whatever was evaluated before"
 
 SPEED = (
     "tf32 use_liger_kernel enable_liger_kernel torch_compile torch_compile_backend torch_compile_mode use_cache "
@@ -84,6 +87,7 @@ def read_trainer_keys(r: Reading, *, optimizer: str, scheduler: str, refused: di
     r.refuse_if_on({**REFUSED, **refused})
     r.passed("push_to_hub", "fitune pushes nothing to the Hub; the export stands in output_dir")
     r.pass_over(BOOKKEEPING)
+    r.pass_over(_BEST, _BEST_SAID)
     r.pass_over(SPEED, SPEED_SAID)
 
 

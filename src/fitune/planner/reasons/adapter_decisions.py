@@ -13,7 +13,7 @@ from fitune.spec.plan import Dense, Lora, Plan
 from fitune.spec.quantisers import is_packed
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.words import describe_dropout
-from fitune.units import as_ranges, format_bytes, format_count
+from fitune.units import as_ranges, format_bytes, format_count, format_percent
 
 
 def adapter_decisions(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -156,5 +156,5 @@ def _costs(plan: Plan, without: Plan, name: str) -> str:
     seconds = [predict_step_time(each).step_seconds for each in (plan, without)]
     return (
         f"{format_bytes(max(0, peaks[0] - peaks[1]))} more at the peak than {name}, and a step takes "
-        f"{seconds[0] / seconds[1] - 1:.1%} longer"
+        f"{format_percent(seconds[0] / seconds[1] - 1)} longer"
     )

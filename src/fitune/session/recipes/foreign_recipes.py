@@ -89,5 +89,12 @@ def _values(reading: "Reading") -> dict[str, Any]:
 
 def _source(source: dict[str, Any]) -> dict[str, Any]:
     """Without what a source has by default."""
-    usual = {"format": "auto", "split": "train", "columns": {}, "sample": 0, "weight": 1.0}
+    usual = {
+        "format": "auto",
+        "split": "train",
+        "columns": {},
+        "sample": 0,
+        "weight": 1.0,
+        "streaming": False,
+    }
     return {key: value for key, value in source.items() if usual.get(key, ...) != value}
