@@ -153,7 +153,7 @@ def test_not_finite(adapter, value):
         return weights
 
     edit_weights(adapter, spoil)
-    with pytest.raises(CheckpointError, match=r"1 keys:\n.*v_proj\.lora_B\.weight: NaN or infinite"):
+    with pytest.raises(CheckpointError, match=r"1 key:\n.*v_proj\.lora_B\.weight: NaN or infinite"):
         check_adapter(adapter, base=SPEC)
 
 

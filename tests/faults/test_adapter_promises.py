@@ -122,7 +122,7 @@ def test_a_promised_key_that_is_missing_is_named(
     edit_weights(adapter, lambda weights: {n: t for n, t in weights.items() if n != name})
     module = name.removeprefix("base_model.model.").removesuffix(".weight")
     for words in ({"base": load_model_spec(str(base))}, shapes(base)):
-        with pytest.raises(CheckpointError, match=r"1 keys:\n.*missing") as refused:
+        with pytest.raises(CheckpointError, match=r"1 key:\n.*missing") as refused:
             check_adapter(adapter, **words)
         assert module in refused.value.message or "modules_to_save" in refused.value.message
 

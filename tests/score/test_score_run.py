@@ -679,5 +679,7 @@ def test_parts_of_a_token_are_an_error_of_their_row(plan: ScorePlan, own: dict) 
     body = {"messages": [{"role": "user", "content": "Where?"}]}
     rows = [{"custom_id": "part", "body": body | own}, {"custom_id": "whole", "body": body}]
     Path(plan.sources[0].path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert quietly(plan).answered == 1
+    report = quietly(plan)
+    assert report.answered == 1
+    assert text_of(report).startswith("1 of 2 rows answered, 1 failed")
     assert "must be a whole number from" in lines(answers(plan))[0]["error"]["message"]

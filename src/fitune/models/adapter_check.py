@@ -261,6 +261,7 @@ def _does_not_fit(
     if len(problems) > _SHOWN_KEYS:
         shown.append(f"  … and {len(problems) - _SHOWN_KEYS} more")
     return CheckpointError(
-        f"{path}: the adapter (r {config.r}) does not fit {name}, {len(problems)} keys:\n" + "\n".join(shown),
+        f"{path}: the adapter (r {config.r}) does not fit {name}, {len(problems)} key{'s' * (len(problems) != 1)}:\n"
+        + "\n".join(shown),
         hint=f"take it with the base it names, {config.base_model_name_or_path!r}, or export it again",
     )

@@ -142,7 +142,7 @@ def reported_data(reported: Reported) -> dict[str, Any]:
 
 def explain_score(report: ScoreReport) -> str:
     """Grades, rows, tokens and seconds of a scoring, in words."""
-    grades = "\n".join(_explain_grade(report, name) for name in report.grades)
+    grades = "".join(f"{_explain_grade(report, name)}\n" for name in report.grades)
     failed = f", {report.failed} failed" if report.failed else ""
     cut = ""
     if report.cut_off:
@@ -155,7 +155,7 @@ def explain_score(report: ScoreReport) -> str:
         else f"{report.generated_tokens:,} tokens generated"
     )
     return (
-        f"{grades}\n{report.answered} of {report.rows} rows {done}{failed} in {format_seconds(report.seconds)}, "
+        f"{grades}{report.answered} of {report.rows} rows {done}{failed} in {format_seconds(report.seconds)}, "
         f"{tokens}{cut}{_explain_memory(report)}"
     )
 
