@@ -46,6 +46,12 @@ def closest_name(name: str, known: Iterable[str]) -> str | None:
     return max(alike, key=likeness, default=None)
 
 
+def generation_of(name: str) -> str:
+    """Family and generation that ``name`` says: ``google/gemma-3n-E4B-it`` -> ``gemma3n``."""
+    words = _words(name)
+    return words[0] + _generation(words) if words else ""
+
+
 def names_packed_weights(name: str) -> bool:
     """True if the name says that the weights are packed in 4 or 8 bits, such as GGUF, AWQ or GPTQ."""
     return _PACKED.search(_plain(name)) is not None
