@@ -93,6 +93,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless: Path) -> None:
     person.wait_for(b"> ")
     person.press(b"\x04")
     assert person.ended() == 0
+    assert person.seen.endswith(b"> \r\n")
     assert b"Traceback" not in person.seen
 
 

@@ -92,5 +92,8 @@ def read_line() -> str | None:
     """The next line; None at the end."""
     try:
         return typed_line("> ") if sys.stdin.isatty() else next(sys.stdin)
-    except (EOFError, StopIteration):
+    except StopIteration:
+        return None
+    except EOFError:  # Ctrl-D: what the shell prints begins a line
+        print()
         return None
