@@ -197,6 +197,7 @@ def test_numbers_of_nodes_that_are_planned(nodes: int, counts: list[int]) -> Non
         ("clusters: [{name: a, gpu: h100}, {name: a, gpu: l4}]", RecipeError, "two clusters are called 'a'"),
         ("clusters: [{name: a, gpu: h100, job: {quue: x}}]", RecipeError, "job of cluster a: unknown key 'quue'"),
         ("clusters: [{name: a, gpu: h100, kind: slurm, job: {image: x}}]", RecipeError, "job.image has no meaning"),
+        ("clusters: [{name: a, gpu: h100, job: {queue: GPUs}}]", RecipeError, "job.queue = .GPUs.: is no name of"),
         ("clusters: [3]", RecipeError, "cluster 1 is 3"),
         ("", RecipeError, "a fleet is a list of `key: value` lines, and this file is empty"),
         ('clusters: [{name: "a\\nb", gpu: h100}]', RecipeError, "name = .*must be one line"),

@@ -173,12 +173,18 @@ _ONLY_FOR: dict[str, tuple[System, ...]] = {
 
 
 def require_meaningful(settings: JobSettings, on: System) -> None:
-    """Raises RecipeError for a setting that nothing on this system would honour."""
+    """Raises RecipeError for a setting that nothing on this system would honour, or find by its name."""
     for name, systems in _ONLY_FOR.items():
         if name in settings.model_fields_set and on not in systems:
             raise RecipeError(
                 f"job.{name} has no meaning --on {on}", hint=f"leave it out, or --on {systems[0]}"
             )
+    named = {"queue": settings.queue, "priority": settings.priority} if on != "slurm" else {}
+    for name, value in named.items():  # SLURM's partitions have other names
+        try:
+            object_name(value)
+        except ValueError as why:
+            raise RecipeError(f"job.{name} = {value!r}: {why}", hint=f"job.{name}={value.lower()}") from None
 
 
 def read_job_settings(
