@@ -98,7 +98,7 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         [head] = self._head
         with nullcontext() if self._held else _gathered(head):
-            return head.forward(hidden)
+            return head.forward(hidden.to(next(head.parameters()).dtype))
 
     @contextmanager
     def held(self) -> Iterator[dict[Parameter, Parameter]]:

@@ -215,8 +215,9 @@ def _chunk(
 
 def _logits(hidden_SD: Tensor, head: nn.Module, softcap: float | None, scale: float) -> Tensor:
     """Scaled where they are still small: the head is linear. An fp32 stream ends here, as in transformers."""
-    if hidden_SD.dtype is torch.float32:
-        hidden_SD = hidden_SD.to(next(head.parameters()).dtype)
+    weight = next(head.parameters(), None)  # DeepSpeed's head shows none, and does this itself
+    if weight is not None and hidden_SD.dtype is torch.float32:
+        hidden_SD = hidden_SD.to(weight.dtype)
     logits_SV: Tensor = head(hidden_SD if scale == 1 else hidden_SD * scale)
     return logits_SV if softcap is None else softcap * torch.tanh(logits_SV / softcap)
 
