@@ -157,9 +157,10 @@ def test_progress_adds_up(tiny, tasks: list[Task]) -> None:
     assert sum(counts) == len(tasks)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "qwen3_moe", "phi3", "falcon"])
 def test_rows_that_enter_and_leave_write_what_they_write_alone(tiny, family: str) -> None:
-    """Sliding windows, learned positions, experts: 14 rows through 4 places, each with a limit of its own."""
+    """Sliding windows, learned positions, experts, fused and shared heads: 14 rows through 4 places, each with a limit
+    of its own, one of them beyond two growths of the cache."""
     model = tiny_model(family).eval()
     engine = TransformersEngine(model=model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=4)
     rows = make_rows([3 + 5 * place % 37 for place in range(14)])
@@ -167,7 +168,7 @@ def test_rows_that_enter_and_leave_write_what_they_write_alone(tiny, family: str
         Request(
             id=str(place),
             prompt_ids=tuple(row.tolist()),
-            sampling=Sampling(max_new_tokens=1 + place * 5 % 11),
+            sampling=Sampling(max_new_tokens=70 if place == 3 else 1 + place * 5 % 11),
         )
         for place, row in enumerate(rows)
     ]
@@ -177,6 +178,26 @@ def test_rows_that_enter_and_leave_write_what_they_write_alone(tiny, family: str
     for request in requests:
         most = request.sampling.max_new_tokens
         assert found[request.id] == most_likely(model, request.prompt_ids, most, stop)
+
+
+def test_prompts_that_enter_together_need_little_padding(tiny) -> None:
+    """In order of length, so the padding of all groups together is less than one batch of the longest prompt."""
+    lengths = [3 + 37 * place % 150 for place in range(60)]
+    requests = [
+        Request(id=str(place), prompt_ids=(5,) * length, sampling=Sampling(max_new_tokens=1 + place % 4))
+        for place, length in enumerate(lengths)
+    ]
+    engine = TransformersEngine(
+        model=tiny.model, tokenizer=tiny.tokenizer, template=tiny.template, batch_size=8
+    )
+    read: list[int] = []
+    handle = tiny.model.get_input_embeddings().register_forward_hook(
+        lambda _, ids, __: read.append(ids[0].numel() if ids[0].shape[1] > 1 else 0)
+    )
+    found = list(engine.answer(requests))
+    handle.remove()
+    assert len(found) == 60
+    assert sum(lengths) < sum(read) < sum(lengths) + 8 * max(lengths)
 
 
 def test_a_row_ends_at_its_stop_text(tiny) -> None:

@@ -1,8 +1,8 @@
 """Bytes of answering: weights, keys and values, and what lives for a moment, while prompts are read and tokens written.
 
 The transformers engine (score/engines/continuous.py) keeps keys and values in rectangles [rows, heads, width, d],
-grown by a copy for each token; vLLM keeps pages of a pool that it fills the device with. Formulas hold for transformers
-5.23 and say what its tensors are; tests count them.
+grown by a copy for every CACHE_ROOM tokens; vLLM keeps pages of a pool that it fills the device with. Formulas hold for
+transformers 5.23 and say what its tensors are; tests count them.
 
 Symbols: B rows, T tokens of the longest prompt, W columns of the cache, t = B·T, e bytes of an element, h hidden,
 f intermediate, q and k widths of queries and keys, L blocks.
@@ -17,7 +17,7 @@ from fitune.estimate.blocks.key_values import (
     windowed_tokens,
 )
 from fitune.estimate.overhead import cublas_workspace_bytes, cuda_context_bytes, outside_terms, usable_bytes
-from fitune.spec.answering import Answering, Questions
+from fitune.spec.answering import CACHE_ROOM, Answering, Questions
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.hardware import Gpu
 from fitune.spec.model.model_spec import ModelSpec
@@ -99,7 +99,8 @@ def _of_transformers(answering: Answering, questions: Questions) -> AnsweringMem
     moving = _moving(answering, rows=rows, tokens=prompt, width=prompt)
     reading = {**weights, "keys and values": kv_bytes(answering, rows=rows, width=prompt), **moving}
     step = _moving(answering, rows=rows, tokens=1, width=width)
-    grown = max(sum(step.values()), _growing(answering, rows=rows, width=width))
+    before = prompt + (new - 2) // CACHE_ROOM * CACHE_ROOM if new > 1 else prompt
+    grown = max(sum(step.values()), _growing(answering, rows=rows, before=before, width=width))
     writing = {**weights, "keys and values": kv_bytes(answering, rows=rows, width=width)}
     writing |= {"activations": grown - step["logits"], "logits": step["logits"]}
     peak_moves = max(sum(moving.values()), grown)
@@ -223,19 +224,20 @@ def _in_norm(answering: Answering, tokens: int) -> int:
     return tokens * h * (6 if model.norms_per_block > 2 else 5) * e
 
 
-def _growing(answering: Answering, *, rows: int, width: int) -> int:
-    """Beside the grown cache, the old tensor of one block while the new one is made from it: B·(W − 1)·e·k."""
+def _growing(answering: Answering, *, rows: int, before: int, width: int) -> int:
+    """Beside the grown cache, the old tensor of one block while it is copied to the new one: B·before·e·k, where
+    ``before`` are the columns that it had."""
     e, model = _e(answering), answering.model
     largest = max(elements_of_blocks(model)) // 2
     few = rows * (3 * model.hidden_size + 2 * model.q_dim + model.kv_dim)
-    return rows * (width - 1) * largest * e + few * e + ID * rows * (width + 2)
+    return rows * before * largest * e + few * e + ID * rows * (width + 2)
 
 
 def _entering(answering: Answering, questions: Questions, *, rows: int, width: int) -> int:
     """More than the peak when a quarter of the rows leaves early and others enter: 0 where none waits.
 
-    Joined, all columns are as many as the widest row's; meanwhile the entering rows' own cache is alive, and two
-    padded copies of one block.
+    They take the places of those that left; meanwhile their own cache is alive, and where their prompts are wider than
+    all there is, a second copy of one block.
     """
     if questions.rows <= rows:
         return 0

@@ -12,7 +12,7 @@ from fitune.estimate.blocks.eager import elementwise_of
 from fitune.estimate.rates import Rates, rates_of
 from fitune.estimate.time import Work, count_in_large, roofline
 from fitune.estimate.transfers import COLLECTIVE_SECONDS, HOP_SECONDS, LINK_EFFICIENCY
-from fitune.spec.answering import NARROW, Answering, Questions
+from fitune.spec.answering import CACHE_ROOM, NARROW, Answering, Questions
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import Linear
 
@@ -101,15 +101,17 @@ def _pass(answering: Answering, rates: Rates, *, rows: int, tokens: int, width: 
     pairs = square * rows * tokens * (width + rates.attention_row_tokens) if tokens > 1 else 0.0
     attention = 4.0 * model.q_dim * model.num_layers * pairs / parts / rates.attention_flops
     grows = answering.engine == "transformers"
+    copied = 0.0 if not grows else 1.0 if tokens > 1 else 1 / CACHE_ROOM  # share of the cache
+    kept = kv / (2 * model.num_layers)
     return Work(
         product_flops=(t * flops + head) / parts,
         products=products + 1,
         attention_seconds=attention,
-        bytes=model.num_layers * t * between.bytes / parts + (2 * kv if grows else 0.0),
-        tensor_bytes=max(t * e * model.hidden_size, kv / (2 * model.num_layers) if grows else 0.0),
+        bytes=model.num_layers * t * between.bytes / parts + 2 * kv * copied,
+        tensor_bytes=max(t * e * model.hidden_size, kept if grows else 0.0),
         bytes_in_place=_weights_read(answering, rows=t) + kv,
         logits=rows * model.vocab_size,
-        new_bytes=2 * model.num_layers * count_in_large(kv / (2 * model.num_layers)) if grows else 0.0,
+        new_bytes=2 * model.num_layers * count_in_large(kept) * copied,
         forward_operations=model.num_layers * (between.operations + _CACHE_OPERATIONS) + products
         if grows
         else 0.0,

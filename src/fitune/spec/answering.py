@@ -13,6 +13,9 @@ PlannedEngine = Literal["transformers", "vllm"]
 NARROW = 512
 """Hidden size up to which a second thread of a processor brings nothing when tokens are written one by one."""
 
+CACHE_ROOM = 32
+"""Columns that the transformers engine adds to its keys and values together, each time by copying what is there."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:

@@ -1,10 +1,11 @@
 """Continuous batching: a row that ends leaves the batch, and the next one enters in its place.
 
-All rows of the batch end at the same place of a rectangular key/value cache and are padded on the left, so one token
-is written for each by one step of the model. Rows enter in groups, by a forward pass over their prompts alone, whose
-cache is joined to the batch's. Prompts come in order of length, so those that enter together need little padding.
+All rows of the batch end at the same column of its cache (score/engines/roomy_cache.py) and are padded on the left, so
+one token is written for each by one step of the model. Rows enter in groups, by a forward pass over their prompts
+alone, whose cache is joined to the batch's. Prompts come in order of length, so those that enter together need little
+padding.
 
-Shapes: B rows of the batch, W columns of the cache, n heads, d of a head.
+Shapes: B rows of the batch, W columns of the cache.
 """
 
 import inspect
@@ -17,24 +18,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from transformers import DynamicCache
 
 from fitune.models.attention import longrope_boundary
 from fitune.score.engines.choosing import OnToken, Row, choose, nobody
 from fitune.score.engines.engine import Completion, Request
+from fitune.score.engines.roomy_cache import RoomyCache
+from fitune.spec.answering import CACHE_ROOM
 
 _PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
 _ENTER_TOGETHER = 4
 """Rows enter when one place in this many is free: a pass over one prompt costs nearly as much as over several."""
 
-_WATCHED_STEPS = 32
-"""One step in so many is watched: a counter of tensors makes a step several times as long."""
+_WATCHED_STEPS = CACHE_ROOM
+"""One step in so many is watched, those in which the cache grows: a counter makes a step several times as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A pass of the first batch: prompts of at most ``prompt_tokens`` are read, or the cache grows to ``width``."""
+    """A pass of the first batch: prompts of at most ``prompt_tokens`` are read, or a token is written and the cache
+    has ``width`` columns then."""
 
     rows: int
     prompt_tokens: int
@@ -104,19 +106,21 @@ class _Batch:
     def __init__(self, model: Any, on_token: OnToken) -> None:
         self.rows: list[Row] = []
         self._model, self._on_token = model, on_token
-        self._cache = DynamicCache()
+        self._cache = RoomyCache()
         self._gaps: list[int] = []
 
     def tensors(self) -> Iterable[Tensor]:
         """All that live between two passes."""
-        cached = ((layer.keys, layer.values) for layer in filled_layers(self._cache))
+        cached = ((layer.keys, layer.values) for layer in self._cache.filled)
         return chain(self._model.parameters(), self._model.buffers(), chain.from_iterable(cached))
 
     def moment(self, entering: Sequence[Row] = ()) -> Moment:
         """The pass that follows: over the prompts of ``entering``, else over one token of each row."""
         rows = entering or self.rows
         longest = max(len(row.request.prompt_ids) for row in rows)
-        return Moment(len(rows), longest, longest if entering else self._width() + 1)
+        full = self._width() >= self._cache.columns
+        grown = self._width() + self._room() if full else self._cache.columns
+        return Moment(len(rows), longest, longest if entering else grown)
 
     @torch.inference_mode()
     def enter(self, rows: list[Row]) -> None:
@@ -124,10 +128,10 @@ class _Batch:
         width = max(row.length for row in rows)
         gaps = [width - row.length for row in rows]
         ids = [[0] * gap + list(row.request.prompt_ids) for gap, row in zip(gaps, rows, strict=True)]
-        cache = DynamicCache()
+        cache = RoomyCache()
         places_BW = (torch.arange(width)[None] - torch.tensor(gaps)[:, None]).clamp_min(0)
         self._forward(torch.tensor(ids), places_BW, _mask(gaps, width), cache, rows)
-        self._join(cache, gaps)
+        self._join(cache, width, gaps)
         self.rows += rows
 
     @torch.inference_mode()
@@ -136,6 +140,7 @@ class _Batch:
         last_B1 = torch.tensor([[row.token_ids[-1]] for row in self.rows])
         places_B1 = torch.tensor([[row.length - 1] for row in self.rows])
         mask_BW = _mask(self._gaps, self._width() + 1)
+        self._cache.room = self._room()
         self._forward(last_B1, places_B1, mask_BW, self._cache, self.rows)
 
     @torch.inference_mode()
@@ -148,13 +153,11 @@ class _Batch:
             if reason is not None
         ]
         if done:
-            kept = [place for place, reason in enumerate(reasons) if reason is None]
-            self.rows = [self.rows[place] for place in kept]
-            self._keep(kept)
+            self._keep([place for place, reason in enumerate(reasons) if reason is None])
         return done
 
     def _forward(
-        self, ids: Tensor, places: Tensor, mask_BW: Tensor, cache: DynamicCache, rows: Sequence[Row]
+        self, ids: Tensor, places: Tensor, mask_BW: Tensor, cache: RoomyCache, rows: Sequence[Row]
     ) -> None:
         device = self._model.device
         output = self._model(
@@ -171,39 +174,34 @@ class _Batch:
     def _width(self) -> int:
         return self.rows[0].length - 1 + self._gaps[0] if self.rows else 0
 
-    def _join(self, entering: DynamicCache, gaps: list[int]) -> None:
-        """Both caches are padded on the left to the wider one, then stand one above the other."""
+    def _room(self) -> int:
+        """Columns that a growth of the cache adds: no more than the rows may still fill."""
+        most = max((row.request.sampling.max_new_tokens - len(row.token_ids) for row in self.rows), default=1)
+        return min(CACHE_ROOM, most)
+
+    def _join(self, entering: RoomyCache, there: int, gaps: list[int]) -> None:
+        """Put the rows of ``entering``, ``there`` columns wide, below those of the batch."""
         if not self.rows:
             self._cache, self._gaps = entering, gaps
             return
-        here, there = self._width(), entering.get_seq_length()
+        here = self._width()
         width = max(here, there)
-        for mine, new in zip(filled_layers(self._cache), filled_layers(entering), strict=True):
-            mine.keys = torch.cat([_widened(mine.keys, width), _widened(new.keys, width)])
-            mine.values = torch.cat([_widened(mine.values, width), _widened(new.values, width)])
+        self._cache.join(entering)
         self._gaps = [gap + width - here for gap in self._gaps] + [gap + width - there for gap in gaps]
 
-    def _keep(self, places: list[int]) -> None:
-        self._gaps = [self._gaps[place] for place in places]
-        unused = min(self._gaps, default=0)
-        self._gaps = [gap - unused for gap in self._gaps]
-        if not places:
-            self._cache = DynamicCache()
-            return
-        for layer in filled_layers(self._cache):
-            chosen = torch.tensor(places, device=layer.keys.device)
-            layer.keys = layer.keys[:, :, unused:].index_select(0, chosen)
-            layer.values = layer.values[:, :, unused:].index_select(0, chosen)
-
-
-def filled_layers(cache: DynamicCache) -> list[Any]:
-    """The layers that hold keys; some models share keys between layers and leave the rest empty."""
-    layers: list[Any] = cache.layers
-    return [layer for layer in layers if layer.get_seq_length()]
-
-
-def _widened(states_BnWd: Tensor, width: int) -> Tensor:
-    return functional.pad(states_BnWd, (0, 0, width - states_BnWd.shape[2], 0))
+    def _keep(self, kept: list[int]) -> None:
+        """Keep the rows of these places: the last ones move to the places of those that leave."""
+        moving = [place for place in kept if place >= len(kept)]
+        order = [place if place in kept else moving.pop() for place in range(len(kept))]
+        self.rows = [self.rows[place] for place in order]
+        gaps = [self._gaps[place] for place in order]
+        unused = min(gaps, default=0)
+        self._gaps = [gap - unused for gap in gaps]
+        moved = [(source, place) for place, source in enumerate(order) if source != place]
+        if self.rows:
+            self._cache.keep(moved, len(self.rows), unused)
+        else:
+            self._cache = RoomyCache()
 
 
 def _mask(gaps: Sequence[int], width: int) -> Tensor:

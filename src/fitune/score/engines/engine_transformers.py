@@ -33,6 +33,7 @@ from fitune.score.engines.engine import (
     no_effect,
     refusal,
 )
+from fitune.score.engines.products import fast_products
 from fitune.score.engines.shared_prompts import batches_of, prompts_shared, weigh_behind
 from fitune.score.engines.together import answer_together
 from fitune.score.tasks import Answer, Task, to_answer
@@ -239,7 +240,7 @@ def answer_all(
 
 @contextmanager
 def _ready_to_answer(engine: TransformersEngine) -> Iterator[frozenset[int]]:
-    """Evaluation mode, attention with a cache, no generation settings but ours; all undone afterwards.
+    """Evaluation mode, attention with a cache, fast products, no generation settings but ours; undone afterwards.
 
     ``generate`` fills what a call leaves open from the model's own generation_config (Llama's has a temperature,
     others a repetition penalty), so that is set aside too. Yields the ids that end an answer.
@@ -258,7 +259,8 @@ def _ready_to_answer(engine: TransformersEngine) -> Iterator[frozenset[int]]:
             pad_token_id=_pad_id(tokenizer),
             bos_token_id=tokenizer.bos_token_id,
         )
-        yield stop_ids
+        with fast_products(base):
+            yield stop_ids
     finally:
         model.train(training)
         if base.config._attn_implementation != attention:

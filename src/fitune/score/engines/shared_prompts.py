@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from fitune.score.engines.continuous import filled_layers
 from fitune.score.engines.engine import Continuation, Likelihood
 
 Weights = Callable[[Sequence[Tensor], Sequence[Sequence[int]]], list[tuple[tuple[float, ...], bool]]]
@@ -68,7 +67,7 @@ def weigh_behind(
     longest = max(len(one.token_ids) for one in texts) - 1
     hidden_BCD = last_GD.new_zeros(len(texts), 0, last_GD.shape[-1])
     if longest:
-        for layer in filled_layers(cache):
+        for layer in _filled_layers(cache):
             chosen = owners_B.to(layer.keys.device)
             layer.keys, layer.values = (
                 layer.keys.index_select(0, chosen),
@@ -99,3 +98,9 @@ def _hidden(
         past_key_values=cache, use_cache=True, return_dict=True,
     ).last_hidden_state  # fmt: skip
     return hidden
+
+
+def _filled_layers(cache: DynamicCache) -> list[Any]:
+    """The layers that hold keys; some models share keys between layers and leave the rest empty."""
+    layers: list[Any] = cache.layers
+    return [layer for layer in layers if layer.get_seq_length()]
