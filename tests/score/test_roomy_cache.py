@@ -1,6 +1,8 @@
 """A cache with room holds what one that copies for every token would, and copies once in 32."""
 
+import gc
 import random
+import weakref
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ def test_rows_that_come_and_go_keep_their_keys_and_values() -> None:
     for _ in range(200):
         what = draw.choice(["write", "write", "join", "leave"])
         if what == "write":
-            cache.room = draw.randint(1, 4)
+            cache.growth.room = draw.randint(1, 4)
             new = states(len(rows), 1)
             cache.update(new, -new, 0)
             rows = [torch.cat([row, one], 1) for row, one in zip(rows, new, strict=True)]
@@ -55,7 +57,7 @@ def test_rows_that_come_and_go_keep_their_keys_and_values() -> None:
 def test_what_is_there_is_copied_once_for_every_growth() -> None:
     """Sixty-four tokens behind a prompt, 32 columns at a time: two buffers after the prompt's own."""
     cache = RoomyCache()
-    cache.room = 32
+    cache.growth.room = 32
     new = states(4, 10)
     cache.update(new, new, 0)
     buffers = set()
@@ -65,3 +67,16 @@ def test_what_is_there_is_copied_once_for_every_growth() -> None:
         buffers.add(keys.untyped_storage().data_ptr())
     assert len(buffers) == 2
     assert cache.columns == 10 + 64
+
+
+def test_a_cache_that_nobody_holds_is_gone_at_once() -> None:
+    """Not when garbage is searched: the next batch needs its memory."""
+    cache = RoomyCache()
+    cache.update(states(2, 5), states(2, 5), 0)
+    watched = weakref.ref(cache.layers[0].stores[0])
+    gc.disable()
+    try:
+        del cache
+        assert watched() is None
+    finally:
+        gc.enable()

@@ -140,7 +140,7 @@ class _Batch:
         last_B1 = torch.tensor([[row.token_ids[-1]] for row in self.rows])
         places_B1 = torch.tensor([[row.length - 1] for row in self.rows])
         mask_BW = _mask(self._gaps, self._width() + 1)
-        self._cache.room = self._room()
+        self._cache.growth.room = self._room()
         self._forward(last_B1, places_B1, mask_BW, self._cache, self.rows)
 
     @torch.inference_mode()

@@ -7,6 +7,8 @@ Shapes: B rows, n heads, W columns, d of a head.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +18,13 @@ from transformers.cache_utils import DynamicLayer
 
 
 class RoomyCache(DynamicCache):
-    """The cache of a batch. ``room``: columns that its next growth adds."""
+    """The cache of a batch; ``growth`` says how many columns are added next time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer_class_to_replicate = lambda: _Layer(self)  # type: ignore[assignment]
-        self.room = 1
+        self.growth = _Growth()
+        # layers do not know their cache: in a circle its memory would wait for the search for garbage
+        self.layer_class_to_replicate = partial(_Layer, self.growth)  # type: ignore[assignment]
 
     @property
     def filled(self) -> list["_Layer"]:
@@ -37,6 +40,7 @@ class RoomyCache(DynamicCache):
     def join(self, entering: "RoomyCache") -> None:
         """Put the rows of ``entering`` below those of this cache; all rows end at the same column."""
         for mine, new in zip(self.filled, entering.filled, strict=True):
+            mine.keys = mine.values = None
             for store, other in zip(mine.stores, new.stores, strict=True):
                 store.join(other.states)
             mine.show()
@@ -49,10 +53,15 @@ class RoomyCache(DynamicCache):
             layer.show()
 
 
+@dataclass(slots=True)
+class _Growth:
+    room: int = 1
+
+
 class _Layer(DynamicLayer):
-    def __init__(self, cache: RoomyCache) -> None:
+    def __init__(self, growth: _Growth) -> None:
         super().__init__()
-        self._cache = cache
+        self._growth = growth
         self.stores: tuple[_Store, ...] = ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -60,8 +69,9 @@ class _Layer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
             self.stores = (_Store(key_states), _Store(value_states))
         else:
+            self.keys = self.values = None  # views would hold the old buffers while the new ones are filled
             for store, states in zip(self.stores, (key_states, value_states), strict=True):
-                store.append(states, room=self._cache.room)
+                store.append(states, room=self._growth.room)
         return self.show()
 
     def show(self) -> tuple[Tensor, Tensor]:
