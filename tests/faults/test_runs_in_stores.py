@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from data.s3_server import (
 from fitune.stores import opening
 from fitune.stores.writing import Store
 from fitune.track.metrics import read_metrics
+from fitune.train import uploading
 from fitune.train.uploading import Uploads
 from optional_libraries import NEEDS_S3
 
@@ -230,6 +232,30 @@ def test_a_store_that_fails_on_the_way_costs_no_step_and_is_made_up_for(
     there = objects(bucket)
     assert {"x/report.json", "x/report.html", "x/adapter/adapter_config.json"} <= there.keys()
     assert there["x/checkpoints/step-3/COMMIT"] == (run / "checkpoints/step-3/COMMIT").read_bytes()
+
+
+def test_a_checkpoint_that_is_on_its_way_when_the_steps_end_is_waited_for_with_a_word(
+    train: Call, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way, send = threading.Event(), Uploads._send
+    close = Uploads.close
+
+    def slowly(uploads: Uploads) -> None:
+        under_way.set()
+        time.sleep(0.5)
+        send(uploads)
+
+    def close_meanwhile(uploads: Uploads) -> None:
+        under_way.wait(60)
+        close(uploads)
+
+    monkeypatch.setattr(uploading, "_QUIET_S", 0.0)
+    monkeypatch.setattr(Uploads, "_send", slowly)
+    monkeypatch.setattr(Uploads, "close", close_meanwhile)
+    url = f"s3://{bucket}/x"
+    code, out, err = train(upload_to=url, max_steps=2, save_steps=1)
+    assert code == 0, err
+    assert f"waiting for {url}, to which a checkpoint is on its way" in out
 
 
 def test_a_store_that_falls_silent_does_not_hold_up_the_end_of_the_run(

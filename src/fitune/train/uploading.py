@@ -34,6 +34,8 @@ _FIRST_PAPERS = ("plan.json", "recipe.yaml", "estimate.json", "samples_before.js
 """Written before the steps. metrics.jsonl grows with each of them: a checkpoint holds it as it was."""
 _LAST_PAPERS = ("metrics.jsonl", "traceback.txt", "report.html", "report.json")
 """report.json is sent last: where it says that the run is complete, all else is there."""
+_QUIET_S = 5.0
+"""Seconds of waiting at the end that nothing is said of."""
 _EXPORTS = ("adapter", "merged", "model", "tensorboard")
 CONFIGS = ("adapter_config.json", "config.json")
 """Sent last: without one of them a folder is no adapter and no model."""
@@ -64,7 +66,10 @@ class Uploads:
         """Stop after the files that are on the way; ``send_run`` sends what is missing."""
         self._is_over.set()
         self._saved.set()
-        self._thread.join()
+        self._thread.join(_QUIET_S)
+        if self._thread.is_alive():
+            self._on_note(f"waiting for {self._store.url}, to which a checkpoint is on its way")
+            self._thread.join()
         self._store.close()
 
     def tidy(self) -> None:
