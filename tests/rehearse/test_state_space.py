@@ -88,6 +88,18 @@ def test_the_estimate_is_the_rehearsed_step(folder: Path, model_type: str) -> No
         assert forward == pytest.approx(sum(rehearsed[Phase.FORWARD].values()), rel=0.03)
 
 
+@pytest.mark.parametrize(("tuning", "recompute"), [("lora", 0), ("full", 2)])
+def test_rows_of_one_chunk_are_traced_by_themselves(folder: Path, tuning: str, recompute: int) -> None:
+    """Copies that several chunks need are not made for them."""
+    spec = spec_of(folder, "mamba2")
+    for tokens in (CHUNK // 2, CHUNK):
+        plan = one_row(spec, tokens=tokens, tuning=tuning, recompute=recompute)
+        rehearsed = peaks_by_kind(trace_plan(plan, model_config(spec.name), exact=True)[0], on_cuda=False)
+        assert predict_memory(plan).tensor_peak_bytes == pytest.approx(
+            max(sum(kinds.values()) for kinds in rehearsed.values()), rel=0.01
+        )
+
+
 @pytest.mark.parametrize(("model_type", "blocks"), [("granitemoehybrid", 3), ("mamba", 0), ("mamba2", 1)])
 def test_a_row_is_trained_as_transformers_does(model_type: str, blocks: int) -> None:
     (row,) = make_rows((2 * CHUNK + 5,))

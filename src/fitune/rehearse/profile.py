@@ -125,8 +125,12 @@ class _Fit:
         return _fitted(values, self.tokens, self.rows, self.chunk)
 
     def _moment(self, values: Sequence[Numbers]) -> Moment:
-        kept, gradients, rest = (self._fit([v[place] for v in values]) for place in range(3))
-        return Moment(kept=kept, gradients=gradients.constant, temporaries=rest)
+        """Gradients of weights do not grow with tokens; where moments are aligned, a short row's may be another's."""
+        gradients = values[_LONGEST][1]
+        kept = self._fit([v[0] for v in values])
+        return Moment(
+            kept=kept, gradients=gradients, temporaries=self._fit([v[1] + v[2] - gradients for v in values])
+        )
 
 
 def _largest(items: Sequence[T], size: Callable[[T], Size]) -> tuple[T, ...]:
@@ -162,7 +166,7 @@ def trace_profile(plan: Plan, config: PretrainedConfig, *, first: int, rows: int
         final_norm_backward=_one(keeping.sizes(lambda a: a.final_backward)),
         squares_stream=model.masks_whole_stream,
         around_recomputed=None if around_recomputed == around else around_recomputed,
-        chunk=model.chunk,
+        chunk=_chunk(model, first),
     )
 
 
@@ -178,13 +182,18 @@ def _one(sizes: Sequence[Size]) -> Size:
 
 
 def _fit_of(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], *, first: int, rows: int) -> _Fit:
-    whole, chunk = plan.model.masks_whole_stream, plan.model.chunk
+    whole, chunk = plan.model.masks_whole_stream, _chunk(plan.model, first)
     lengths = [first * times for times in LENGTHS]
     if chunk > 1:
         lengths += [first + chunk // 2, 2 * first + chunk // 2]
     samples = [recorded(_shallow(plan, len(chosen)), config, chosen, (n,) * rows) for n in lengths]
     accounts = [account_of(sample) for sample in samples]
     return _Fit(accounts, [s.tokens for s in samples], 1 if whole else rows, chunk)
+
+
+def _chunk(model: ModelSpec, first: int) -> int:
+    """Tokens of a chunk to which rows are padded; 0 where none is longer: the padded length is the same then."""
+    return 0 if model.chunk > 1 and first * LENGTHS[-1] <= model.chunk else model.chunk
 
 
 def _shallow(plan: Plan, blocks: int) -> Plan:

@@ -170,7 +170,8 @@ def way_of(plan: Plan, shape: BatchShape) -> Way:
     if plan.model.chunk == 1:
         first = _FIRST_BY_TOKEN
     elif plan.model.chunk:  # with one chunk alone some copies are not made
-        first = 2 * plan.model.chunk
+        is_one = plan.batch.seq_len <= plan.model.chunk
+        first = max(1, plan.model.chunk // LENGTHS[-1]) if is_one else 2 * plan.model.chunk
     longest = plan.model.longest_stream
     if longest:
         first = max(1, min(first, longest // (rows * LENGTHS[-1])))
