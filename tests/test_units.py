@@ -148,3 +148,10 @@ def test_did_you_mean_offers_only_what_is_close() -> None:
     assert did_you_mean("learning_rat", known) == "did you mean 'learning_rate'?"
     assert did_you_mean("lora_r", known) == "did you mean 'Lora_R'?"
     assert did_you_mean("zzz", known) is None
+
+
+@pytest.mark.parametrize(
+    ("dollars", "text"), [(0, "$0.00"), (0.004, "under $0.01"), (0.01, "$0.01"), (1234.5, "$1,234.50")]
+)
+def test_a_cost_below_a_cent_is_not_nothing(dollars: float, text: str) -> None:
+    assert units.format_dollars(dollars) == text

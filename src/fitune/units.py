@@ -82,6 +82,11 @@ def _decimals(value: float) -> int:
     return 2 if round(abs(value), 2) < 10 else 1 if round(abs(value), 1) < 100 else 0
 
 
+def format_dollars(dollars: float) -> str:
+    """``$1,234.50``; less than a cent is said in words."""
+    return "under $0.01" if 0 < dollars < 0.01 else f"${dollars:,.2f}"
+
+
 def format_seconds(value: float) -> str:
     """A duration for people: ``840 ms``, ``1.92 s``, ``12.3 s``, ``4 min 10 s``, ``3 h 25 min``, ``2 d 4 h``."""
     if not math.isfinite(value):

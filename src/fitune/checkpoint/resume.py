@@ -112,7 +112,7 @@ def load_checkpoint(path: Path, *, verified: bool = False) -> TrainState:
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"{path}: no such checkpoint", hint="resume: true takes the newest one of output_dir"
+            f"{path}: no such checkpoint", hint="--resume without a path takes the newest one of output_dir"
         )
     if (path / FOLDER).is_dir():
         found = newest_checkpoint(path).path

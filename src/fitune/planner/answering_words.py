@@ -8,7 +8,7 @@ from fitune.planner.reasons.explain import unit_for
 from fitune.spec.answering import Questions
 from fitune.spec.counts import count_parameters
 from fitune.spec.words import devices_with_memory
-from fitune.units import format_bytes, format_count, format_rate, format_seconds, wrapped
+from fitune.units import format_bytes, format_count, format_dollars, format_rate, format_seconds, wrapped
 
 
 def explain_answering(report: AnsweringReport) -> str:
@@ -58,13 +58,13 @@ def _on_data(report: AnsweringReport) -> Iterator[str]:
     yield rows_line(questions)
     parts = {"start": time.start_seconds, "reading": time.reading_seconds, "writing": time.writing_seconds}
     shown = [f"{name} {format_seconds(seconds)}" for name, seconds in parts.items() if seconds]
-    cost = f" for ${report.cost:,.2f}" if report.cost else ""
+    cost = f" for {format_dollars(report.cost)}" if report.cost else ""
     yield (
         f"{' + '.join(shown)} = {format_seconds(time.seconds)}{cost} without loading the model: an upper bound, as if "
         f"every answer had {questions.new_tokens:,} tokens (--max-new-tokens)"
     )
     if report.cost:
-        yield f"${report.price_per_gpu_hour:,.2f} per GPU-hour"
+        yield f"{format_dollars(report.price_per_gpu_hour)} per GPU-hour"
 
 
 def rows_line(questions: Questions) -> str:

@@ -9,7 +9,7 @@ from fitune.planner.method_search import MethodSearch
 from fitune.planner.methods import lomo_of
 from fitune.spec.plan import AdamW8bit, Full, Precision, Sgd
 from fitune.spec.predictions import Priced
-from fitune.units import format_rate
+from fitune.units import format_dollars, format_rate
 
 MUCH_FASTER = 1.4
 """Times the speed from which a way that changes the quality is named."""
@@ -68,7 +68,7 @@ def _cost_words(found: Found, chosen: Priced, price: float) -> str:
         return ""
     dollars = price * chosen.plan.hardware.num_gpus / 3600 * 1e6
     there, here = dollars / found.tokens_per_second, dollars / chosen.estimate.tokens_per_second
-    return f" (${there:,.2f} instead of ${here:,.2f} a million tokens)"
+    return f" ({format_dollars(there)} instead of {format_dollars(here)} a million tokens)"
 
 
 def notes_on_nodes(request: Request, method: Method, chosen: Priced) -> Iterator[str]:

@@ -12,7 +12,14 @@ from fitune.spec.plan import Plan
 from fitune.spec.predictions import Epoch, WholeRun
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.schedule import total_steps, warmup_steps
-from fitune.units import format_bytes, format_count, format_learning_rate, format_percent, format_seconds
+from fitune.units import (
+    format_bytes,
+    format_count,
+    format_dollars,
+    format_learning_rate,
+    format_percent,
+    format_seconds,
+)
 
 
 def whole_run(plan: Plan, epoch: Epoch, *, price_per_gpu_hour: float) -> WholeRun:
@@ -103,35 +110,37 @@ def _reserved(run: WholeRun, plan: Plan) -> Iterator[str]:
 
 def _duration(run: WholeRun, plan: Plan) -> str:
     rows = plan.batch.global_batch_size * num_ranks(plan)
-    unit = "packs" if plan.batch.packing else "rows"
+    unit = "pack" if plan.batch.packing else "row"
     about = "about " if run.epoch.guess else ""
-    line = f"{about}{_steps(run.steps)} of {rows:,} {unit}, {_epochs(run)}, in {format_seconds(run.seconds)}"
+    steps = f"{about}{_counted(run.steps, 'step')} of {_counted(rows, unit)}"
+    line = f"{steps}, {_epochs(run)}, in {format_seconds(run.seconds)}"
     if run.cost:
-        line += f" for ${run.cost:,.2f}"
+        line += f" for {format_dollars(run.cost)}"
     if run.steps > run.steps_per_epoch:
         line += f"; an epoch takes {format_seconds(run.seconds / run.epochs)}"
-        line += f", ${run.cost / run.epochs:,.2f}" if run.cost else ""
+        line += f", {format_dollars(run.cost / run.epochs)}" if run.cost else ""
     a_step = format_seconds(run.seconds / run.steps)
     return f"{line} ({a_step} a step on average; training alone: no reading, evaluating or saving)"
 
 
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count:,} steps"
+def _counted(count: int, what: str) -> str:
+    """``1 step``, ``1,200 rows``."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def _epochs(run: WholeRun) -> str:
     if run.steps == run.steps_per_epoch:
         return "1 epoch"
     number = f"{run.epochs:.2f}".rstrip("0").rstrip(".")
-    return f"{number} epochs of {_steps(run.steps_per_epoch)}"
+    return f"{number} epochs of {_counted(run.steps_per_epoch, 'step')}"
 
 
 def _rows(epoch: Epoch, *, packed: bool) -> str:
     mean = round(epoch.tokens / epoch.rows)
     about = "about " if epoch.guess else ""
-    line = f"{about}{epoch.rows:,} rows of {mean:,} tokens on average, the longest {epoch.longest_row:,}"
+    line = f"{about}{_counted(epoch.rows, 'row')} of {mean:,} tokens on average, the longest {epoch.longest_row:,}"
     if packed:
-        line += f", in {epoch.units:,} packs"
+        line += f", in {_counted(epoch.units, 'pack')}"
     line += f": {format_count(epoch.tokens)} tokens an epoch"
     return f"{line}; guessed {epoch.guess}" if epoch.guess else line
 
@@ -139,7 +148,11 @@ def _rows(epoch: Epoch, *, packed: bool) -> str:
 def _schedule(run: WholeRun, plan: Plan) -> str:
     schedule = plan.schedule
     rate = format_learning_rate(schedule.learning_rate)
-    warm = f"rises to {rate} over {_steps(run.warmup_steps)}" if run.warmup_steps else f"starts at {rate}"
+    warm = (
+        f"rises to {rate} over {_counted(run.warmup_steps, 'step')}"
+        if run.warmup_steps
+        else f"starts at {rate}"
+    )
     to = format_learning_rate(schedule.learning_rate * schedule.min_ratio) if schedule.min_ratio else "0"
     then = {
         "constant": "stays there",

@@ -52,15 +52,19 @@ def saving_in_time(recipe: Recipe, report: PlanReport) -> PlanReport:
 
 
 def _on_data(recipe: Recipe, report: PlanReport) -> PlanReport:
-    plan = report.chosen.plan
+    taken = report.taken
+    plan = taken.plan
     if not plan.data.sources:
         return report
     from fitune.data.sampling import guess_epoch  # not for those who name no data
 
     epoch = guess_epoch(plan.data, plan.batch, tokenizer_folder=Path(plan.model_path))
     run = None if epoch is None else whole_run(plan, epoch, price_per_gpu_hour=report.price_per_gpu_hour)
-    plan = with_timely_saves(recipe, plan, run, step_seconds=report.chosen.estimate.step_seconds)
-    return replace(report, chosen=replace(report.chosen, plan=plan), run=run)
+    plan = with_timely_saves(recipe, plan, run, step_seconds=taken.estimate.step_seconds)
+    saving = replace(taken, plan=plan)
+    if report.trained is None:
+        return replace(report, chosen=saving, run=run)
+    return replace(report, trained=saving, run=run)
 
 
 def wanted_hardware(recipe: Recipe) -> Hardware:

@@ -196,6 +196,11 @@ class PlanReport:
     price_per_gpu_hour: float = 0.0
     """US dollars; 0 when it is not known."""
     run: WholeRun | None = None
-    """None where the rows of the data are not known yet."""
+    """That of ``taken``; None where the rows of the data are not known yet."""
     trained: Priced | None = None
     """The plan that training takes where ``chosen`` is only planned; None where it is ``chosen``, or none fits."""
+
+    @property
+    def taken(self) -> Priced:
+        """The plan that training takes; ``chosen``, which is only planned, where none that is trained fits."""
+        return self.trained or self.chosen

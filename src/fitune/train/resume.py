@@ -120,12 +120,12 @@ def where_to_start(
     if step_folders(directory / FOLDER) or _has_steps(directory / "metrics.jsonl"):
         raise RunDirectoryError(
             f"output_dir {directory} holds an earlier run",
-            hint="resume: true to continue it, --overwrite to start anew, or another output_dir",
+            hint="--resume to continue it, --overwrite to start anew, or another output_dir",
         )
     if store is not None and is_run(store):
         raise RunDirectoryError(
             f"{store.url} holds an earlier run",
-            hint="resume: true to continue it, --overwrite to start anew, or another URL",
+            hint="--resume to continue it, --overwrite to start anew, or another URL",
         )
     return Start(state=None)
 

@@ -16,7 +16,7 @@ from fitune.spec.words import (
     describe_sharding,
     method_name,
 )
-from fitune.units import format_bytes, format_count, format_rate, format_seconds, wrapped
+from fitune.units import format_bytes, format_count, format_dollars, format_rate, format_seconds, wrapped
 
 _SIMILAR = 0.05
 """Speeds and costs that differ by less are called the same."""
@@ -51,7 +51,7 @@ def _title(ranking: Ranking) -> str:
     if wanted.deadline_seconds is not None:
         words.append(f"within {format_seconds(wanted.deadline_seconds)}")
     if wanted.budget is not None:
-        words.append(f"for at most ${wanted.budget:,.2f}")
+        words.append(f"for at most {format_dollars(wanted.budget)}")
     return " · ".join(words)
 
 
@@ -93,7 +93,7 @@ def free_words(offer: Stay) -> str:
 
 
 def cost_words(offer: Stay) -> str:
-    return "–" if offer.cost is None else f"${offer.cost:,.2f}"
+    return "–" if offer.cost is None else format_dollars(offer.cost)
 
 
 def _short(plan: Plan) -> str:

@@ -7,7 +7,7 @@ from typing import TypeVar
 from fitune.errors import NothingFits, RecipeError
 from fitune.planner.clusters.whole_job import Stay
 from fitune.spec.recipe.fleet import Fleet, Objective
-from fitune.units import format_seconds
+from fitune.units import format_dollars, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def none_kept(offers: Sequence[Stay], wanted: Wanted) -> NothingFits:
         lines.append(f"the fastest within the budget is {where(first)}: {too_late(first, wanted)}")
     if not in_time:
         first = min(offers, key=_by_end)
-        cost = "" if first.cost is None else f", for ${first.cost:,.2f}"
+        cost = "" if first.cost is None else f", for {format_dollars(first.cost)}"
         lines.append(f"none is in time; the fastest is {where(first)}: {too_late(first, wanted)}{cost}")
     if not in_budget:
         cheapest = min(offers, key=_by_cost)
@@ -112,7 +112,7 @@ def too_dear(offer: Stay, wanted: Wanted) -> str:
     """Reason why the offer breaks the budget; empty when it keeps it."""
     if wanted.budget is None or offer.cost is None or offer.cost <= wanted.budget:
         return ""
-    return f"costs ${offer.cost:,.2f}, more than ${wanted.budget:,.2f}"
+    return f"costs {format_dollars(offer.cost)}, more than {format_dollars(wanted.budget)}"
 
 
 def require_prices(fleet: Fleet, wanted: Wanted) -> None:

@@ -18,6 +18,7 @@ from fitune.units import (
     MIB,
     format_bytes,
     format_count,
+    format_dollars,
     format_percent,
     format_rate,
     format_seconds,
@@ -31,8 +32,8 @@ def explain_plan(report: PlanReport) -> str:
     if broken_rules(report.chosen.plan, "train"):
         sections.append("\n".join(["What fitune train takes", *_trained(report)]))
     if report.run is not None:
-        lines = [wrapped(line, hanging=2) for line in run_lines(report.run, report.chosen.plan)]
-        sections.append("\n".join(["On your data", *lines]))
+        lines = [wrapped(line, hanging=2) for line in run_lines(report.run, report.taken.plan)]
+        sections.append("\n".join(["On your data" + " as it is trained" * bool(report.trained), *lines]))
     if report.runners_up:
         lines = [line for priced in report.runners_up for line in _runner_up(priced, report.chosen)]
         sections.append("\n".join(["Also fits", *lines]))
@@ -107,7 +108,8 @@ def _cost_line(priced: Priced, price: float) -> list[str]:
         return []
     hours = 1e6 / priced.estimate.tokens_per_second / 3600
     cost = hours * price * priced.plan.hardware.num_gpus
-    return [wrapped(f"a million tokens cost ${cost:,.2f} at ${price:,.2f} per GPU-hour (price_per_gpu_hour)")]
+    rate = f"{format_dollars(price)} per GPU-hour (price_per_gpu_hour)"
+    return [wrapped(f"a million tokens cost {format_dollars(cost)} at {rate}")]
 
 
 def _memory_table(memory: MemoryBreakdown) -> str:

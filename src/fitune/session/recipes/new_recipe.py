@@ -189,7 +189,7 @@ def _line(key: Key, keys: Mapping[str, Any]) -> str:
 
 def explain_new_recipe(path: Path, report: PlanReport) -> str:
     """The plan that training takes in a few lines, and what to do next."""
-    taken, run = report.trained or report.chosen, None if report.trained else report.run
+    taken, run = report.taken, report.run
     estimate = taken.estimate
     lines = [
         f"{path} is written; the plan of it:",
