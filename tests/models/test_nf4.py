@@ -82,6 +82,12 @@ def test_bytes_are_those_of_the_paper() -> None:
     assert held == pytest.approx(1024 * 1024 * 4.127 / 8, rel=1e-4)
 
 
+def test_parameters_are_no_whole_numbers() -> None:
+    """FSDP2 of torch 2.11 divides floating-point parameters alone, frozen or not."""
+    linear = packed(dense_linear(torch.bfloat16, sizes=(128, 256)), Nf4())
+    assert all(parameter.is_floating_point() for parameter in linear.parameters())
+
+
 @pytest.mark.parametrize("journey", ["copy", "casts", "meta view", "safetensors"])
 def test_packed_bytes_come_back_bit_identical(journey: str, tmp_path) -> None:
     """What leaves the device and comes back is never quantised again, and no cast touches it."""

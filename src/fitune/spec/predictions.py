@@ -196,7 +196,7 @@ class PlanReport:
     price_per_gpu_hour: float = 0.0
     """US dollars; 0 when it is not known."""
     run: WholeRun | None = None
-    """That of ``taken``; None where the rows of the data are not known yet."""
+    """The run of ``taken``; None where the rows of the data are not known yet."""
     trained: Priced | None = None
     """The plan that training takes where ``chosen`` is only planned; None where it is ``chosen``, or none fits."""
 

@@ -49,7 +49,7 @@ class Nf4Weight(PackedWeight):
         if not self.base.double_quant:
             return self.scales
         scales: Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
-            self._in_whole_blocks(self.scales.view(self.copies, -1)), self.nested_scales, self.code,
+            self._in_whole_blocks(self.scales.view(torch.uint8).view(self.copies, -1)), self.nested_scales, self.code,
             Nf4.scale_block, torch.float32,
         )  # fmt: skip
         scales = self._without_filling(scales)

@@ -48,17 +48,14 @@ class PackedWeight(nn.Module, ABC):
         """The weight in its shape and the compute type, new."""
 
     def hold(self, packed: Tensor, **beside: Tensor) -> None:
-        """Keep the packed weight, in the compute type where its bytes come out even, and its scales as they are.
+        """Keep the packed weight and its scales as parameters; whole numbers as the bytes of the compute type.
 
         PEFT makes adapters in the type of ``weight``. FSDP2 divides the rows of each; where the types of frozen
-        parameters differ it gathers bytes.
+        parameters differ it gathers bytes. That of torch 2.11 asks whole numbers for a gradient, and fails.
         """
-        as_bytes = packed.contiguous().view(torch.uint8)
-        divides = as_bytes.shape[-1] * as_bytes.shape[0] % self.dtype.itemsize == 0
-        stored = as_bytes.view(-1).view(self.dtype if divides else torch.uint8)
-        self.weight = nn.Parameter(stored, requires_grad=False)
-        for name, tensor in beside.items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        for name, tensor in {"weight": packed, **beside}.items():
+            stored = tensor if tensor.is_floating_point() else _as_type(tensor, self.dtype)
+            self.register_parameter(name, nn.Parameter(stored, requires_grad=False))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Packed bytes and scales move between devices, and no ``to(dtype)`` casts them."""
@@ -71,6 +68,12 @@ class PackedWeight(nn.Module, ABC):
         for name, buffer in self.named_buffers(recurse=False):
             self._buffers[name] = moved(buffer)
         return self
+
+
+def _as_type(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes of ``words`` in a row, seen as ``dtype`` where they come out even, else as single bytes."""
+    as_bytes = words.contiguous().view(torch.uint8).view(-1)
+    return as_bytes.view(dtype if len(as_bytes) % dtype.itemsize == 0 else torch.uint8)
 
 
 class QuantisedLinear(PackedWeight, nn.Linear):

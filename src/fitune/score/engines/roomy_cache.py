@@ -9,7 +9,7 @@ Shapes: B rows, n heads, W columns, d of a head.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class RoomyCache(DynamicCache):
         super().__init__()
         self.growth = _Growth()
         # layers do not know their cache: in a circle its memory would wait for the search for garbage
-        self.layer_class_to_replicate = partial(_Layer, self.growth)  # type: ignore[assignment]
+        self.layer_class_to_replicate = cast(Any, partial(_Layer, self.growth))
 
     @property
     def filled(self) -> list["_Layer"]:
