@@ -228,7 +228,8 @@ def test_recompute_alone_leaves_the_block_inputs_to_the_host():
     ready = prepared(plan)
     taken = taken_from(ready)
     losses(ready, plan, steps=1)
-    assert [elements for _, elements in taken] == [sum(ROWS) * 128] * (ALL - 1)  # the last one's stays
+    inputs = [elements for _, elements in taken if elements]  # torch 2.11 keeps an empty tensor a block, too
+    assert inputs == [sum(ROWS) * 128] * (ALL - 1)  # the last one's stays
 
 
 def test_tensors_of_any_type_and_shape_stream():
