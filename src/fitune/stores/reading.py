@@ -110,9 +110,7 @@ class _Stream(io.RawIOBase):
                 return bytes(self._file.read(size))
             except (FituneError, MemoryError):
                 raise
-            except (
-                Exception
-            ) as error:  # clients of stores have no error in common; the last try tells its own
+            except Exception as error:  # clients of stores have no error in common
                 cause = error
         assert cause is not None
         whole = f" of {format_bytes(self._size)}" if self._size else ""

@@ -328,7 +328,7 @@ class Store:
             in_time(self.url, ask, error=StoreError)
         except (FileNotFoundError, PermissionError, ftplib.error_perm):
             pass
-        except Exception:  # clients of stores have no error in common
+        except Exception:  # clients have no error in common; any but those above is no answer
             return False
         return True
 
