@@ -4,7 +4,7 @@ All sides answer the same prompts greedily with the same model folder in fp32, i
 Prints seconds to start, rows/s, seconds of the processor, the ratios, and how many answers have the same tokens.
 
     fitune demo --out demo
-    python bench/score_rows.py --model demo/base/model [--rows 200] [--batch 16] [--new 64] [--threads 1]
+    python bench/score_rows.py --model demo/base/model [--rows 200] [--batch 32] [--new 64] [--threads 1]
 
 Prompts are texts of the demo, cut somewhere, and up to three whole ones before them; or a field of a JSONL file
 (``--data test.jsonl --field question``). Without --model it is a random one of the demo's shape, whose answers seldom
@@ -37,6 +37,7 @@ from fitune.errors import MissingExtra
 from fitune.models.weights import load_model, load_tokenizer
 from fitune.score.engines.engine import Engine, Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
+from fitune.spec.answering import ROWS_AT_ONCE
 
 ROUNDS = 3
 Answers = dict[str, list[int]]
@@ -63,7 +64,7 @@ def main() -> None:
     words.add_argument("--model", help="a folder; default: a random model of the demo's shape")
     words.add_argument("--data", type=Path, help="JSONL of prompts")
     words.add_argument("--field", default="question")
-    for name, default in (("rows", 200), ("batch", 16), ("new", 64), ("threads", 1)):
+    for name, default in (("rows", 200), ("batch", ROWS_AT_ONCE), ("new", 64), ("threads", 1)):
         words.add_argument(f"--{name}", type=int, default=default)
     words.add_argument("--hidden", type=int, help="hidden size of the random model")
     words.add_argument("--json", type=Path)

@@ -34,6 +34,7 @@ from fitune.score.shards import Shards
 from fitune.session.events import tell_nobody
 from fitune.session.score import scoring
 from fitune.session.score.score_memory import ScoreMemory
+from fitune.spec.answering import ROWS_AT_ONCE
 
 PARTS = (
     ("reading and ids", score_run, "index_input"),
@@ -75,7 +76,7 @@ class Clock:
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--model", help="a folder; default: a random model of the demo's shape")
-    for name, default in (("rows", 2000), ("new", 32), ("batch", 16), ("rounds", 3)):
+    for name, default in (("rows", 2000), ("new", 32), ("batch", ROWS_AT_ONCE), ("rounds", 3)):
         words.add_argument(f"--{name}", type=int, default=default)
     asked = words.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1"}

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"spec", "models", "stores"},
     "train": {"spec", "stores", "data", "models", "engine", "checkpoint", "measure", "track"},
     "rehearse": {"spec", "models", "engine", "train", "measure"},  # measure: one counter of live storages
-    "score": {"spec", "data", "models"},
+    "score": {"spec", "estimate", "data", "models", "measure"},  # as many rows at once as fit
     "demo": {"spec", "data"},
     # one use of the program, for the command line and for Python
     "session": {

@@ -64,6 +64,15 @@ def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:
     assert 16 < rows < 200
 
 
+@pytest.mark.parametrize(("longest", "rows"), [(600, 32), (3_000, None), (9_000, None), (20_000, 1)])
+def test_a_batch_that_nobody_said_is_32_or_what_fits(longest: int, rows: int | None) -> None:
+    report = plan(
+        "llama-3.1-8b", gpu("rtx-4090"), engines=("transformers",), batch_size=0, longest_prompt=longest
+    )
+    assert report.chosen.answering.batch_size == rows or (rows is None and report.largest_batch < 32)
+    assert report.chosen.answering.batch_size == min(32, report.largest_batch)
+
+
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:
     with pytest.raises(
         NothingFits, match=r"weights 14\.96 \+ keys and values .* 22\.49 usable, .* short"

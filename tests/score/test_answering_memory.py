@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from fitune.estimate.answering import memory_of_answering
 from fitune.measure.memory import LiveTensors
+from fitune.models.adapter_size import adapter_size
 from fitune.models.attention import use_cached_attention
 from fitune.report.score_rows import read_score
 from fitune.score.engines.continuous import Moment, answer_continuously
@@ -18,7 +19,6 @@ from fitune.score.plan import ScorePlan
 from fitune.session.results import text_of
 from fitune.session.score import score_memory
 from fitune.session.score.score_memory import ScoreMemory
-from fitune.session.score.score_plan import adapter_size
 from fitune.session.score.scoring import score_dataset
 from fitune.spec.answering import NO_ADAPTER, Adapter, Answering, Questions
 from fitune.spec.model.model_config import spec_from_config

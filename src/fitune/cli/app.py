@@ -324,7 +324,9 @@ def score(
         Option(help="exact_match, number, f1, rouge, regex:…, … (docs/scoring.md); repeatable."),
     ] = None,
     max_new_tokens: MaxNewTokens = 256,
-    batch_size: Annotated[int, Option(help="Rows answered together.")] = 16,
+    batch_size: Annotated[
+        int | None, Option(help="Rows answered together; default: what fits, to 32.")
+    ] = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,

@@ -8,7 +8,8 @@ Symbols: B rows, T tokens of the longest prompt, W columns of the cache, t = B·
 f intermediate, q and k widths of queries and keys, L blocks.
 """
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 
 from fitune.estimate.blocks.key_values import (
     elements_of_blocks,
@@ -70,6 +71,17 @@ def memory_of_answering(answering: Answering, questions: Questions) -> Answering
         if answering.engine == "vllm"
         else _of_transformers(answering, questions)
     )
+
+
+def rows_that_fit(answering: Answering, questions: Questions, *, most: int) -> int:
+    """Rows of transformers at once, at most ``most``, of as many questions as there may be; 0 where not even one
+    fits."""
+    endless = replace(questions, rows=most + 1)
+
+    def is_too_much(rows: int) -> bool:
+        return not memory_of_answering(replace(answering, batch_size=rows), endless).fits
+
+    return bisect_left(range(1, most + 1), True, key=is_too_much) if is_too_much(most) else most
 
 
 def weights_bytes(answering: Answering) -> int:
@@ -234,12 +246,12 @@ def _growing(answering: Answering, *, rows: int, before: int, width: int) -> int
 
 
 def _entering(answering: Answering, questions: Questions, *, rows: int, width: int) -> int:
-    """More than the peak when a quarter of the rows leaves early and others enter: 0 where none waits.
+    """More than the peak when a quarter of the rows leaves early and others enter: 0 where none waits, or none stays.
 
     They take the places of those that left; meanwhile their own cache is alive, and where their prompts are wider than
     all there is, a second copy of one block.
     """
-    if questions.rows <= rows:
+    if questions.rows <= rows or rows == 1:
         return 0
     quarter = -(-rows // 4)
     largest = max(elements_of_blocks(answering.model)) // 2

@@ -4,11 +4,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fitune.errors import NothingFits
-from fitune.estimate.answering import AnsweringMemory, memory_of_answering
+from fitune.estimate.answering import AnsweringMemory, memory_of_answering, rows_that_fit
 from fitune.estimate.answering_time import AnsweringTime, time_of_answering
-from fitune.planner.fit import last_true
 from fitune.planner.reasons.explain import verdict
-from fitune.spec.answering import Adapter, Answering, PlannedEngine, Questions, answering_precision
+from fitune.spec.answering import (
+    ROWS_AT_ONCE,
+    Adapter,
+    Answering,
+    PlannedEngine,
+    Questions,
+    answering_precision,
+)
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.words import devices_with_memory
@@ -55,7 +61,8 @@ def plan_answering(
     adapter: Adapter,
     price: float,
 ) -> AnsweringReport:
-    """The fastest of ``engines`` that fits on one node of ``hardware``.
+    """The fastest of ``engines`` that fits on one node of ``hardware``. ``batch_size`` 0: as many rows at once as fit,
+    at most ``ROWS_AT_ONCE``.
 
     Raises NothingFits with the arithmetic when none does, ModelError for a model whose state is not known.
     """
@@ -63,6 +70,9 @@ def plan_answering(
         engine="transformers", model=model, hardware=hardware, precision=answering_precision(hardware),
         batch_size=batch_size, adapter=adapter,
     )  # fmt: skip
+    if not batch_size:
+        rows = rows_that_fit(asked, questions, most=ROWS_AT_ONCE)
+        asked = replace(asked, batch_size=rows or 1)
     found = [
         priced(replace(asked, engine=engine, devices=devices), questions)
         for engine in engines
@@ -84,7 +94,7 @@ def plan_answering(
     return AnsweringReport(
         questions=questions,
         chosen=chosen,
-        largest_batch=rows_that_fit(chosen.answering, questions),
+        largest_batch=_largest_batch(chosen.answering, questions),
         others=tuple(fitting[1:]),
         rejected=tuple((name_of(each.answering), bytes_sum(each.memory)) for each in rejected),
         price_per_gpu_hour=price,
@@ -110,23 +120,15 @@ def _device_counts(engine: PlannedEngine, asked: Answering) -> Iterator[int]:
             count *= 2
 
 
-def rows_that_fit(answering: Answering, questions: Questions) -> int:
-    """Rows at once that fit, of as many as there may be; 0 where not even one does, or vLLM decides."""
-    if answering.engine == "vllm":
-        return 0
-    endless = replace(questions, rows=_MOST_ROWS + 1)
-
-    def fits(rows: int) -> bool:
-        return memory_of_answering(replace(answering, batch_size=rows), endless).fits
-
-    return last_true(fits, 0, _MOST_ROWS + 1, guess=answering.batch_size) if fits(1) else 0
+def _largest_batch(answering: Answering, questions: Questions) -> int:
+    """Rows at once that fit; 0 where not even one does, or vLLM decides."""
+    return 0 if answering.engine == "vllm" else rows_that_fit(answering, questions, most=_MOST_ROWS)
 
 
 def _smaller(asked: Answering, questions: Questions, rejected: Sequence[PricedAnswering]) -> str:
     """The next thing to try where nothing fits."""
     if any(each.answering.engine == "transformers" for each in rejected):
-        rows = rows_that_fit(asked, questions)
-        if rows:
+        if rows := _largest_batch(asked, questions):
             return f"--batch-size {rows}"
         if memory_of_answering(replace(asked, batch_size=1), replace(questions, rows=1, new_tokens=1)).fits:
             return "a smaller --max-new-tokens with --batch-size 1"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fitune.score.engines.engine import EngineName, Sampling
+from fitune.spec.answering import ROWS_AT_ONCE
 from fitune.spec.plan import DataSource
 
 
@@ -21,7 +22,8 @@ class ScorePlan:
     sampling: Sampling = field(default_factory=Sampling)
     chat_template: str = ""
     id_column: str = ""
-    batch_size: int = 16
+    batch_size: int = 0
+    """Rows answered together; 0: as many as fit, at most ``ROWS_AT_ONCE``."""
     shard_rows: int = 0
     """Rows of a shard; 0: as many as suit the engine."""
     engine: EngineName = "transformers"
@@ -33,6 +35,11 @@ class ScorePlan:
     """Precision in which the answers are computed, where it is not that of this machine's device."""
     served_model: str = ""
     """The name under which the server knows the model; empty: ``model``."""
+
+    @property
+    def rows_at_once(self) -> int:
+        """At most."""
+        return self.batch_size or ROWS_AT_ONCE
 
 
 def names_of(sources: Sequence[DataSource]) -> str:

@@ -17,6 +17,10 @@ CACHE_ROOM = 32
 """Columns that the transformers engine adds to its keys and values together, each time by copying what is there."""
 
 
+ROWS_AT_ONCE = 32
+"""Rows that are answered together where nobody says how many, if as many fit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
     """Size of an adapter: elements of all its tensors; ``on_mlp``: it adapts inputs of the MLP."""

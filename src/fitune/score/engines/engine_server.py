@@ -26,6 +26,7 @@ from fitune.score.engines.engine import (
     Request,
     failed,
 )
+from fitune.spec.answering import ROWS_AT_ONCE
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class ServerEngine:
     stop_ids: frozenset[int] = frozenset()
     key: str = ""
     context: int = 0
-    batch_size: int = 16
+    batch_size: int = ROWS_AT_ONCE
     """Requests under way at a time."""
     tries: int = 5
     timeout_s: float = 600.0

@@ -34,10 +34,11 @@ from fitune.score.engines.engine import (
     refusal,
 )
 from fitune.score.engines.products import fast_products
+from fitune.score.engines.room import Room, unlimited
 from fitune.score.engines.shared_prompts import batches_of, prompts_shared, weigh_behind
 from fitune.score.engines.together import answer_together
 from fitune.score.tasks import Answer, Task, to_answer
-from fitune.spec.answering import NARROW
+from fitune.spec.answering import NARROW, ROWS_AT_ONCE, Questions
 from fitune.spec.plan import ChunkedLoss
 
 _PROBE = Conversation((Message("user", "What changes?"), Message("assistant", "-")), "the canary")
@@ -58,7 +59,9 @@ class TransformersEngine:
     tokenizer: Any
     template: ChatTemplate
     tokenizer_folder: str = "the tokenizer"
-    batch_size: int = 16
+    batch_size: int = ROWS_AT_ONCE
+    room: Room = unlimited
+    """Rows answered together are at most ``batch_size``, and at most so many."""
     on_token: OnToken = nobody
     watch: Watch = unwatched
 
@@ -82,16 +85,20 @@ class TransformersEngine:
         rows = self.model.get_input_embeddings().weight.shape[0]
         require_rows(self.tokenizer_folder, largest_id=largest, rows=rows)
         on_token = stopping(self.on_token, lambda ids: str(self.tokenizer.decode(ids)))
+        size = self._rows_at_once(
+            [len(request.prompt_ids) for request in fitting],
+            new_tokens=max((request.sampling.max_new_tokens for request in fitting), default=1),
+        )
         with _ready_to_answer(self) as stop_ids, _threads_for(self.model):
             if can_join(self.model):
                 yield from answer_continuously(
-                    self.model, fitting, stop_ids=stop_ids, batch_size=self.batch_size, on_token=on_token,
+                    self.model, fitting, stop_ids=stop_ids, batch_size=size, on_token=on_token,
                     watch=self.watch,
                 )  # fmt: skip
             else:
                 yield from answer_together(
                     self.model, fitting, stop_ids=stop_ids, pad_id=_pad_id(self.tokenizer),
-                    batch_size=self.batch_size, on_token=on_token,
+                    batch_size=size, on_token=on_token,
                 )  # fmt: skip
 
     def prepare(self, requests: Sequence[Request]) -> None:
@@ -105,15 +112,23 @@ class TransformersEngine:
             shared, alone = prompts_shared([one for one in continuations if _has_room(one, context)])
             alone += [one for one in continuations if not _has_room(one, context)]
         by_length = sorted(alone, key=lambda c: len(c.prompt_ids) + len(c.token_ids), reverse=True)
+        size = self._rows_at_once([_tokens_read(one) for one in continuations], new_tokens=1)
         with _ready_to_answer(self), _threads_for(self.model):
-            for batch in batches_of(shared, self.batch_size):
+            for batch in batches_of(shared, size):
                 yield from self._weigh_sharing(batch)
-            size = self.batch_size if can_join(self.model) else 1
+            size = size if can_join(self.model) else 1
             for start in range(0, len(by_length), size):
                 yield from self._weigh_batch(by_length[start : start + size])
 
     def close(self) -> None:
         """Does nothing: the model belongs to the caller."""
+
+    def _rows_at_once(self, tokens: Sequence[int], *, new_tokens: int) -> int:
+        """``tokens``: that are read of each row."""
+        questions = Questions(
+            rows=len(tokens), prompt_tokens=sum(tokens), longest_prompt=max(tokens, default=1), new_tokens=new_tokens
+        )  # fmt: skip
+        return min(self.batch_size, self.room(questions))
 
     def _weigh_sharing(self, batch: Sequence[Sequence[Continuation]]) -> list[Likelihood]:
         parts = language_model(self.model, ChunkedLoss(chunk_tokens=_HEAD_TOKENS))
@@ -220,7 +235,7 @@ def answer_all(
     tasks: Sequence[Task],
     sampling: Sampling,
     *,
-    batch_size: int = 16,
+    batch_size: int = ROWS_AT_ONCE,
     on_answers: Callable[[int], None] = lambda count: None,
 ) -> list[Answer]:
     """Answers to all tasks, in the order given; ``on_answers`` is called with 1 after each.

@@ -14,6 +14,7 @@ from fitune.models.weight_files import OnBytes
 from fitune.models.weights import load_model, require_finite
 from fitune.score.engines.continuous import Watch, unwatched
 from fitune.score.engines.engine import Engine, listed_stop_ids
+from fitune.score.engines.room import room_for
 from fitune.score.plan import ScorePlan
 
 
@@ -44,7 +45,7 @@ def rows_of_a_shard(plan: ScorePlan) -> int:
 
     vLLM on a GPU has two shards at a time, so it is full while the last rows of the first are written.
     """
-    rows = plan.batch_size * _BATCHES_PER_SHARD
+    rows = plan.rows_at_once * _BATCHES_PER_SHARD
     on_gpu = dtype_of(plan) != str(torch.float32)
     return max(rows, _VLLM_SHARD_ROWS) if plan.engine == "vllm" and on_gpu else rows
 
@@ -117,7 +118,7 @@ def open_engine(
             from fitune.score.engines.engine_server import ServerEngine
 
             return ServerEngine(
-                url=plan.url, model=plan.served_model or plan.model, stop_ids=stop_ids, batch_size=plan.batch_size,
+                url=plan.url, model=plan.served_model or plan.model, stop_ids=stop_ids, batch_size=plan.rows_at_once,
                 to_text=lambda ids: str(tokenizer.decode(ids)), key=os.environ.get("OPENAI_API_KEY", ""),
             )  # fmt: skip
         case "vllm":
@@ -127,7 +128,8 @@ def open_engine(
 
             engine = TransformersEngine(
                 model=load_adapted(plan.model, plan.adapter, on_bytes=on_bytes), tokenizer=tokenizer,
-                template=template, tokenizer_folder=tokenizer_folder(plan), batch_size=plan.batch_size, watch=watch,
+                template=template, tokenizer_folder=tokenizer_folder(plan), batch_size=plan.rows_at_once,
+                room=room_for(plan), watch=watch,
             )  # fmt: skip
             if plan.adapter:
                 require_effect(engine, plan.adapter)

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 from fitune.errors import RecipeError, did_you_mean
 from fitune.files import open_regular, read_text
 from fitune.score.engines.engine import ENGINES
+from fitune.spec.answering import ROWS_AT_ONCE
 from fitune.spec.recipe.strict_yaml import load_yaml
 from fitune.spec.reports import Scale
 
@@ -93,7 +94,7 @@ class Judge:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-    batch_size: int = 16
+    batch_size: int = ROWS_AT_ONCE
 
     @property
     def scale(self) -> Scale:

@@ -28,7 +28,7 @@ from fitune.score.plan import ScorePlan
 from fitune.score.shards import FOLDER
 from fitune.session.events import Note, Tell, WeightsRead
 from fitune.session.score.lm_eval_words import TaskScores, require_task_numbers, scores_of, task_names
-from fitune.session.score.score_words import require_within_limits, weights_and_adapter
+from fitune.session.score.score_words import require_within_limits, said_rows, weights_and_adapter
 from fitune.session.score.scoring import Pace
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.run_lock import lock_directory
@@ -41,7 +41,7 @@ OWN_TEMPLATE = "own"
 
 def score_tasks(
     *, model: str, tasks: str | Sequence[str], out: Path, tell: Tell, tasks_folder: Path | None = None,
-    shots: int | None = None, limit: int | None = None, adapter: str = "", batch_size: int = 16, seed: int = 0,
+    shots: int | None = None, limit: int | None = None, adapter: str = "", batch_size: int | None = None, seed: int = 0,
     chat_template: str = "", engine: str = "", url: str = "", served_model: str = "",
 ) -> TaskScores:  # fmt: skip
     """Run tasks of lm-evaluation-harness on a model; its results and the samples of each task are written into ``out``.
@@ -51,13 +51,13 @@ def score_tasks(
     ``chat_template``: empty: prompts are plain texts; "own": chats, by the tokenizer's template; else a Jinja file.
     """
     require_library("lm_eval", needed_by="--lm-eval", extra="lm-eval")
-    require_within_limits({"batch_size": batch_size, "seed": seed}, {})
+    require_within_limits({**said_rows(batch_size), "seed": seed}, {})
     model, adapter = weights_and_adapter(model, adapter)
     names = task_names(tasks)
     require_task_numbers(shots=shots, limit=limit)
     plan = ScorePlan(
         model=model, adapter=adapter, output_dir=str(out), sampling=Sampling(seed=seed),
-        chat_template="" if chat_template == OWN_TEMPLATE else chat_template, batch_size=batch_size,
+        chat_template="" if chat_template == OWN_TEMPLATE else chat_template, batch_size=batch_size or 0,
         engine=engine_named(engine or "transformers"), url=url, served_model=served_model,
     )  # fmt: skip
     _check(plan, tell)

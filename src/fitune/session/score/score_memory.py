@@ -12,9 +12,9 @@ from fitune.estimate.answering import memory_of_answering
 from fitune.files import write_atomically
 from fitune.measure.hardware import resolve_hardware
 from fitune.measure.memory import memory_meter
+from fitune.models.adapter_size import adapter_size
 from fitune.score.engines.continuous import Moment
 from fitune.score.plan import ScorePlan
-from fitune.session.score.score_plan import adapter_size
 from fitune.spec.answering import Answering, Questions, answering_precision
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.reports import ScoreReport

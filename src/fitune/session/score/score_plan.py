@@ -2,7 +2,6 @@
 
 The model is not loaded, nor is torch, but to measure a processor once."""
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fitune.data.sampling import TOKENS_PER_MESSAGE, bytes_per_token
-from fitune.errors import CheckpointError, DataError, ModelError, RecipeError
+from fitune.errors import DataError, ModelError, RecipeError
 from fitune.measure.hardware import detect_hardware, resolve_hardware
-from fitune.models.headers import read_header
+from fitune.models.adapter_size import adapter_size
 from fitune.planner.answering import AnsweringReport, name_of, plan_answering
 from fitune.planner.clusters.score_fleet import ScoreRanking, rank_scoring
 from fitune.planner.defaults import price_of
@@ -24,14 +23,13 @@ from fitune.session.clusters.fleet import FleetRequest, fleet_of, wanted_of
 from fitune.session.events import Tell
 from fitune.session.score.score_words import ScoreWords
 from fitune.session.train.first_use import measure_on_first_use
-from fitune.spec.answering import NO_ADAPTER, Adapter, PlannedEngine, Questions
+from fitune.spec.answering import PlannedEngine, Questions
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec
 from fitune.units import format_seconds
 
 _READ_AT_ONCE = 2**22
 """Bytes of text of which the tokenizer is shown a part."""
-_MLP_NAMES = (".mlp.", "feed_forward", ".fc1.", ".experts.")
 
 
 def predict_scoring(
@@ -203,18 +201,3 @@ def _no_room(data: str, longest: int, new: int, room: int) -> DataError:
 def _text(question: Question, *, weighed: bool) -> str:
     given = (question.choices or (question.expected or "",)) if weighed else ()
     return "\n".join([*(message.text for message in question.messages), question.tools, *given])
-
-
-def adapter_size(folder: str) -> Adapter:
-    """Elements of a saved adapter, by the header of its file. Raises CheckpointError where there is none, ModelError
-    where it is damaged."""
-    if not folder:
-        return NO_ADAPTER
-    file = Path(folder) / "adapter_model.safetensors"
-    if not file.is_file():
-        raise CheckpointError(
-            f"{file} is not there", hint="name an adapter's folder, with adapter_config.json"
-        )
-    tensors = read_header(file)
-    elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    return Adapter(elements=elements, on_mlp=any(part in name for name in tensors for part in _MLP_NAMES))

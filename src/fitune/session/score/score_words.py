@@ -34,7 +34,8 @@ class ScoreWords:
     sources: tuple[DataSource, ...]
     adapter: str = ""
     max_new_tokens: int = 256
-    batch_size: int = 16
+    batch_size: int = 0
+    """0: as many rows at once as fit, at most ``ROWS_AT_ONCE``."""
     engine: str = ""
     """Empty: the fastest that fits."""
     id_column: str = ""
@@ -82,6 +83,11 @@ def require_within_limits(numbers: Mapping[str, float], columns: Mapping[str, st
         if role not in _ROLES or not column:
             fault = f"{role!r} is not a role" if role not in _ROLES else f"{role} names no column"
             raise RecipeError(f"columns: {fault}", hint=f"roles are {', '.join(_ROLES)}")
+
+
+def said_rows(batch_size: int | None) -> dict[str, int]:
+    """The number of rows at once among those that have limits, if it is said."""
+    return {} if batch_size is None else {"batch_size": batch_size}
 
 
 def require_planned(*, gpu: str, gpus: int) -> None:
@@ -137,7 +143,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def score_words(
-    model: str, data: Paths, adapter: str, columns: Sequence[str] | None, max_new_tokens: int, batch_size: int,
+    model: str, data: Paths, adapter: str, columns: Sequence[str] | None, max_new_tokens: int,
+    batch_size: int | None,
     engine: str, id_column: str, *, graders: Sequence[str], allow_https: bool,
     allow_private_addresses: bool,
 ) -> ScoreWords:  # fmt: skip
@@ -146,8 +153,8 @@ def score_words(
     roles = columns_of(columns or [])
     model, adapter = weights_and_adapter(model, adapter)
     _require_written(graders)
-    require_within_limits({"batch_size": batch_size, "max_new_tokens": max_new_tokens}, roles)
+    require_within_limits({**said_rows(batch_size), "max_new_tokens": max_new_tokens}, roles)
     sources = sources_of(
         data, roles, allow_https=allow_https, allow_private_addresses=allow_private_addresses
     )
-    return ScoreWords(model, sources, adapter, max_new_tokens, batch_size, engine, id_column)
+    return ScoreWords(model, sources, adapter, max_new_tokens, batch_size or 0, engine, id_column)

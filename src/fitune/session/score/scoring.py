@@ -23,7 +23,13 @@ from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
 from fitune.session.score.score_memory import ScoreMemory
-from fitune.session.score.score_words import Paths, require_within_limits, sources_of, weights_and_adapter
+from fitune.session.score.score_words import (
+    Paths,
+    require_within_limits,
+    said_rows,
+    sources_of,
+    weights_and_adapter,
+)
 from fitune.spec.reports import ScoreReport
 
 _LINE_SECONDS = 30.0
@@ -31,7 +37,7 @@ _LINE_SECONDS = 30.0
 
 def score_dataset(
     *, model: str, data: Paths, out: Path, tell: Tell, adapter: str = "", columns: Mapping[str, str] | None = None,
-    graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None, batch_size: int = 16,
+    graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None, batch_size: int | None = None,
     chat_template: str = "", id_column: str = "", engine: str = "", url: str = "",
     served_model: str = "", allow_https: bool = False, allow_private_addresses: bool = False,
     place: RayPlace | None = None,
@@ -40,10 +46,10 @@ def score_dataset(
 
     ``data`` may be several: their rows are answered in their order, as if they were one.
     ``columns`` maps system, prompt and completion to columns; ``sampling`` are fields of ``Sampling``.
-    ``place``: on a Ray cluster.
+    ``batch_size``: rows answered together, None: as many as fit, at most 32. ``place``: on a Ray cluster.
     Raises RecipeError for a number out of its limits and a role that is none.
     """
-    require_within_limits({"batch_size": batch_size, **(sampling or {})}, columns or {})
+    require_within_limits({**said_rows(batch_size), **(sampling or {})}, columns or {})
     model, adapter = weights_and_adapter(model, adapter)
     plan = ScorePlan(
         model=model,
@@ -56,7 +62,7 @@ def score_dataset(
         sampling=Sampling(**(sampling or {})),
         chat_template=chat_template,
         id_column=id_column,
-        batch_size=batch_size,
+        batch_size=batch_size or 0,
         engine=engine_named(engine or "transformers"),
         url=url,
         served_model=served_model,

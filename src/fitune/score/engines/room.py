@@ -1,0 +1,43 @@
+"""How many rows the embedded engine answers together where nobody says: as many as fit, at most ``ROWS_AT_ONCE``."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from fitune.errors import HardwareError, ModelError
+from fitune.estimate.answering import rows_that_fit
+from fitune.measure.hardware import resolve_hardware
+from fitune.models.adapter_size import adapter_size
+from fitune.score.plan import ScorePlan
+from fitune.spec.answering import ROWS_AT_ONCE, Answering, Questions, answering_precision
+from fitune.spec.model.model_config import load_model_spec
+
+Room = Callable[[Questions], int]
+"""Rows of such questions that may be answered together."""
+
+
+def unlimited(questions: Questions) -> int:
+    return sys.maxsize
+
+
+def room_for(plan: ScorePlan) -> Room:
+    """What fits on the device of this process; no limit where the plan says how many."""
+    return unlimited if plan.batch_size else partial(_fitting, _answering(plan))
+
+
+def _fitting(answering: Answering | None, questions: Questions) -> int:
+    if answering is None:
+        return ROWS_AT_ONCE
+    return max(1, rows_that_fit(answering, questions, most=ROWS_AT_ONCE))
+
+
+def _answering(plan: ScorePlan) -> Answering | None:
+    """None where nothing can be predicted: for a model without formula, on GPUs of two kinds."""
+    try:
+        hardware = resolve_hardware()
+        return Answering(
+            engine="transformers", model=load_model_spec(plan.model), hardware=hardware,
+            precision=answering_precision(hardware), batch_size=ROWS_AT_ONCE, adapter=adapter_size(plan.adapter),
+        )  # fmt: skip
+    except (ModelError, HardwareError):
+        return None
