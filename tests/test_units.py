@@ -150,6 +150,10 @@ def test_did_you_mean_offers_only_what_is_close() -> None:
     assert did_you_mean("zzz", known) is None
 
 
+def test_one_is_singular() -> None:
+    assert [units.counted(number, "row") for number in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
+
+
 @pytest.mark.parametrize(
     ("dollars", "text"), [(0, "$0.00"), (0.004, "under $0.01"), (0.01, "$0.01"), (1234.5, "$1,234.50")]
 )

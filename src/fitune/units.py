@@ -82,6 +82,11 @@ def _decimals(value: float) -> int:
     return 2 if round(abs(value), 2) < 10 else 1 if round(abs(value), 1) < 100 else 0
 
 
+def counted(count: int, what: str) -> str:
+    """``1 row``, ``1,200 rows``."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
 def format_dollars(dollars: float) -> str:
     """``$1,234.50``; less than a cent is said in words."""
     return "under $0.01" if 0 < dollars < 0.01 else f"${dollars:,.2f}"

@@ -105,5 +105,5 @@ def test_lines_of_a_pipe_are_answered(model_folder: Path) -> None:
     answers = json.loads(first)["answers"]
     assert answers[0]["text"] == answers[1]["text"] != ""
     assert "not asked" in json.loads(second)["answers"][0]["error"]
-    assert json.loads(error.strip("\x00"))["error"]["message"] == "1 questions have no answer"
+    assert json.loads(error.strip("\x00"))["error"]["message"] == "no answer to 1 question"
     assert done.returncode == 1

@@ -123,6 +123,17 @@ def test_a_missing_file_and_one_without_rows_are_refused(tmp_path: Path) -> None
         guessed(tmp_path / "other.jsonl")
 
 
+def test_rows_that_cannot_be_used_are_counted_by_reason(tmp_path: Path) -> None:
+    file = rows_file(tmp_path, [40] * 5)
+    with file.open("a") as lines:
+        lines.write('{"prompt": "a", "completion": 7}\n{"prompt": \n[1, 2]\n{"prompt": "x"\n')
+    epoch = guessed(file)
+    assert epoch.rows == 5
+    assert sum(epoch.bad_rows.values()) == 4
+    assert epoch.bad_rows["not JSON"] == 2
+    assert not guessed(rows_file(tmp_path, [40] * 5)).bad_rows
+
+
 def test_guessing_imports_no_torch(tmp_path: Path) -> None:
     file = rows_file(tmp_path, [40] * 10)
     words = ["fitune", "plan", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--data", str(file)]

@@ -101,6 +101,45 @@ def test_a_failed_run_gives_its_lock_up(tmp_path):
         pass
 
 
+def test_a_refused_run_leaves_no_lock_in_a_folder_of_others(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/adapter_config.json").write_text("{}")
+    for name in ("theirs", "new"):
+        with pytest.raises(RunDirectoryError, match="no run"), lock_directory(tmp_path / name):
+            raise RunDirectoryError("it is no run")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["adapter_config.json", "theirs"]
+
+
+def test_a_run_that_wrote_something_keeps_its_lock_when_it_fails(tmp_path):
+    def fail():
+        (tmp_path / "run/plan.json").write_text("{}")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), lock_directory(tmp_path / "run"):
+        fail()
+    assert (tmp_path / "run/run.lock").read_text() == ""
+
+
+def test_a_lock_that_was_removed_before_it_was_got_is_made_anew(tmp_path, monkeypatch):
+    """The owner before was refused between our opening of the file and its lock."""
+    import fcntl
+
+    locked = fcntl.lockf
+    removed = []
+
+    def refused_before(handle, *how):
+        if not removed:
+            removed.append((tmp_path / "run.lock").unlink())
+        return locked(handle, *how)
+
+    monkeypatch.setattr(fcntl, "lockf", refused_before)
+    with lock_directory(tmp_path, attempt="ours"):
+        assert try_elsewhere(tmp_path).startswith(
+            "RunDirectoryError"
+        )  # first: reading the lock here gives it up
+        assert "ours" in (tmp_path / "run.lock").read_text()
+
+
 def test_another_live_process_is_named_and_a_killed_one_is_taken_over(tmp_path):
     hold = "print('owned', flush=True); input()"
     code = f"{_IMPORT}\nwith lock_directory(Path({str(tmp_path)!r}), attempt='older'): {hold}"

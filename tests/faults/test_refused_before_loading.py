@@ -37,6 +37,20 @@ def test_nothing_fits(call: Call, tmp_path: Path, data_file: Path, command: str)
     assert not (tmp_path / "run").exists()
 
 
+def test_a_gpu_that_is_not_here_is_said_before_the_data_is_read(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*words: object, **named: object) -> None:
+        raise AssertionError("the data was tokenised")
+
+    monkeypatch.setattr(import_module("fitune.train.beginning"), "prepare_data", read)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = train(gpu="3090")
+    assert code == 2
+    assert "the plan is for rtx-3090, and torch sees no CUDA device" in err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_host_that_is_too_small_for_what_was_offloaded(call: Call, tmp_path: Path, data_file: Path) -> None:
     words = ("--offload-parameters", "cpu", "--offload-optimizer", "cpu", "--output-dir", tmp_path / "run")
     code, _, err = call("train", *GPU, "--gpu", "a100-40gb", "--tuning", "full", "--data", data_file, *words)

@@ -8,7 +8,7 @@ import yaml
 
 from fitune.errors import RecipeError
 from fitune.foreign.door import trainer_of
-from fitune.session.recipes.foreign_recipes import recipe_of_keys
+from fitune.session.recipes.foreign_recipes import convert_recipe, recipe_of_keys
 from fitune.spec.recipe.recipe import Recipe
 
 PLAIN: dict[str, Any] = {"model_name_or_path": "org/m", "dataset_name": "org/rows"}
@@ -106,3 +106,25 @@ def test_the_trackers_are_the_same(named: object, here: list[str]) -> None:
     read = recipe(PLAIN, report_to=named, run_name="first")
     assert read.report_to == here
     assert read.run_name == ("first" if here else "")
+
+
+def test_a_notebook_without_rows_is_told_where_to_name_them(tmp_path: Path) -> None:
+    said = "\n".join(read_notes(UNSLOTH))
+    assert "no data is named: a notebook loads its rows in Python" in said
+    assert "data: FILE in the recipe, or --data FILE" in said
+    rows = read_notes({**UNSLOTH, "train_dataset": "yahma/alpaca-cleaned"})
+    assert "no data" not in "\n".join(rows)
+    assert recipe(UNSLOTH, train_dataset="yahma/alpaca-cleaned").data[0].path == "yahma/alpaca-cleaned"
+    assert "no data is named" in "\n".join(read_notes({**UNSLOTH, "train_dataset": "dataset"}))
+    named = recipe_of_keys(UNSLOTH, where="t", folder=tmp_path, options={"data": "rows.jsonl"})
+    assert "no data" not in "\n".join(named.notes)
+
+
+def test_a_converted_notebook_has_a_line_for_its_data(tmp_path: Path) -> None:
+    theirs = tmp_path / "notebook.yaml"
+    theirs.write_text(yaml.safe_dump(UNSLOTH))
+    assert "# data: train.jsonl  # a notebook loads its rows in Python" in convert_recipe(theirs)
+
+
+def read_notes(keys: dict[str, Any]) -> tuple[str, ...]:
+    return recipe_of_keys(keys, where="t", folder=Path("nowhere")).notes

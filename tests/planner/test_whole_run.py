@@ -46,6 +46,26 @@ def test_steps_seconds_and_cost() -> None:
     assert run.epochs == 3
 
 
+def test_rows_that_cannot_be_used_are_said_with_what_becomes_of_them() -> None:
+    plan, bad = plan_of(), {"not JSON": 1_200, "no answer": 1}
+    lines = list(
+        run_lines(whole_run(plan, replace(epoch_of(81), bad_rows=bad), price_per_gpu_hour=2.0), plan)
+    )
+    assert lines[3] == (
+        "besides these, 1,201 rows read for this guess cannot be used (1,200 × not JSON, 1 × no answer): training "
+        "stops at the first; on_bad_row: skip leaves such rows out"
+    )
+    lenient = replace(plan, data=replace(plan.data, on_bad_row="skip"))
+    lines = list(
+        run_lines(
+            whole_run(plan, replace(epoch_of(81), bad_rows={"not JSON": 1}), price_per_gpu_hour=2.0), lenient
+        )
+    )
+    assert lines[3].startswith(
+        "besides these, 1 row read for this guess cannot be used (1 × not JSON): training leaves"
+    )
+
+
 def test_devices_share_the_rows_and_each_costs() -> None:
     plan = plan_of(gpus=2)
     run = whole_run(plan, epoch_of(160), price_per_gpu_hour=2.0)

@@ -92,7 +92,7 @@ def test_points_are_read_words_are_kept_and_what_cannot_be_read_is_counted(tiny,
     assert bodies[1]["model"] == "wise"
     assert report.grades[name] == pytest.approx((9 + 4 * 2) / 5)
     assert (report.ungraded, report.grader_errors) == ({name: 1}, {name: 1})
-    assert "mean points of wise, 1 to 10; 1 of 6 rows not graded; the grader failed for 1 rows" in text_of(
+    assert "mean points of wise, 1 to 10; 1 of 6 rows not graded; the grader failed for 1 row" in text_of(
         report
     )
     rows = graded(plan)

@@ -29,6 +29,7 @@ from fitune.session.score.scoring import score_dataset, why_not_all
 from fitune.spec.plan import DataSource
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import from_json
+from fitune.units import counted
 
 ROWS = 20
 
@@ -118,7 +119,7 @@ def test_the_report_is_the_mean_of_the_grades(plan: ScorePlan) -> None:
     assert report.generated_tokens == sum(usage)
     ends = [line["response"]["body"]["choices"][0]["finish_reason"] for line in lines(answers(plan))]
     assert report.cut_off == ends.count("length") > 0
-    assert f"{report.cut_off} answers" in text_of(report)
+    assert f"cut off at max_new_tokens: {counted(report.cut_off, 'answer')} (" in text_of(report)
     assert from_json(ScoreReport, (Path(plan.output_dir) / "report.json").read_text()) == report
 
 
@@ -416,6 +417,26 @@ def test_a_prompt_that_is_too_long_fails_alone(plan: ScorePlan) -> None:
     before = answers(plan).read_bytes()
     assert quietly(plan).failed == 1
     assert answers(plan).read_bytes() == before
+
+
+def test_a_grader_that_fails_for_every_row_is_an_error_of_the_scoring(
+    finished: ScorePlan, tmp_path: Path
+) -> None:
+    rules = tmp_path / "rules.py"
+    rules.write_text("def half(*, answer, expected, prompt): return 1 / 0")
+    report = quietly(replace(finished, graders=(f"python:{rules}:half",)))
+    assert report.answered == ROWS
+    failed = why_not_all(report, Path(finished.output_dir))
+    assert failed is not None
+    assert failed.exit_code == 1
+    assert "failed for every row" in failed.message
+    assert failed.message.endswith("the first is train-0001: ZeroDivisionError: division by zero")
+    rules.write_text(
+        "calls = []\ndef half(**_):\n    calls.append(1)\n    return 1 / (len(calls) - 1)"  # the first row alone
+    )
+    report = quietly(replace(finished, graders=(f"python:{rules}:half",)))
+    assert list(report.grader_errors.values()) == [1]
+    assert why_not_all(report, Path(finished.output_dir)) is None
 
 
 def test_bad_ids_and_bad_graders_stop_everything_before_the_weights_are_read(plan: ScorePlan, tiny) -> None:

@@ -107,6 +107,12 @@ def test_what_is_not_one_device_is_refused(name: str, words: str) -> None:
         ("2 x RTX 3090", "--gpu rtx-3090 --gpus 2"),
         ("T4 x2", "--gpu t4 --gpus 2"),
         ("2xA100", "--gpu a100 --gpus 2"),
+        ("3090,3090", "is a list of cards\n  try: --gpu 3090 --gpus 2"),
+        ("V100-32GB + V100-32GB", "--gpu v100-32gb --gpus 2"),
+        (
+            "RTX 4090, RTX 3090, RTX 3060",
+            "different cards: all GPUs of a plan are of one kind\n  try: --gpu rtx-3060 --gpus 3",
+        ),
         ("RTX 4090 Laptop GPU", "a laptop's card has less memory"),
         ("cuda:0", "leave gpu out"),
         ("7900 XTX", "is no CUDA device"),

@@ -12,6 +12,7 @@ from fitune.session.data_view import harmless
 from fitune.session.score.chat import Chat, Reply, converse
 from fitune.session.score.chat_columns import side_by_side
 from fitune.session.signals import keyboard_interrupts, typed_line
+from fitune.units import counted
 
 _WIDE = 100
 """Columns of a terminal from which two answers stand beside each other."""
@@ -85,7 +86,9 @@ def talk(chat: Chat, *, as_json: bool) -> None:
     with keyboard_interrupts() if is_person else nullcontext():
         unanswered = converse(chat, read=read_line, screen=screen)
     if unanswered and not is_person:
-        raise ScoringFailed(f"{unanswered} questions have no answer", hint="see what is said of them above")
+        raise ScoringFailed(
+            f"no answer to {counted(unanswered, 'question')}", hint="see what is said of them above"
+        )
 
 
 def read_line() -> str | None:

@@ -1,5 +1,6 @@
 """The first rows of the data, to guess an epoch from before anything is tokenised. Neither torch nor transformers."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -43,6 +44,8 @@ class _Sample:
     texts: list[str]
     places: float
     is_whole: bool
+    bad: Counter[str]
+    """Reason -> rows that cannot be trained on."""
 
 
 def guess_epoch(data: DataPlan, batch: Batch, *, tokenizer_folder: Path) -> Epoch | None:
@@ -68,7 +71,8 @@ def guess_epoch(data: DataPlan, batch: Batch, *, tokenizer_folder: Path) -> Epoc
     how = (
         "" if all(sample.is_whole for sample in samples) else f"from the first {_read_rows(samples):,} rows "
     )
-    return _epoch(weighted, batch, guess=f"{how}at {counted}")
+    bad = sum((sample.bad for sample in samples), Counter[str]())
+    return replace(_epoch(weighted, batch, guess=f"{how}at {counted}"), bad_rows=dict(bad.most_common()))
 
 
 def _epoch(weighted: Sequence[tuple[float, list[tuple[int, int]]]], batch: Batch, *, guess: str) -> Epoch:
@@ -119,8 +123,9 @@ def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
         nonlocal told, rows_when_told
         told, rows_when_told = told + count, len(lengths)
 
-    bad: list[BadRow] = []
-    examples = _examples(replace(source, path=path, sample=0), on_bytes, bad)
+    bad: Counter[str] = Counter()
+    first: list[BadRow] = []
+    examples = _examples(replace(source, path=path, sample=0), on_bytes, bad, first)
     is_whole = True
     for example in examples:
         lengths.append(_length(example, train_on_prompt=train_on_prompt))
@@ -131,13 +136,14 @@ def _read(source: DataSource, *, train_on_prompt: bool) -> _Sample | None:
             break
     if not lengths:
         raise DataError(
-            f"{path}: no row that can be trained on" + (f", from the first: {bad[0].message}" if bad else ""),
-            hint=bad[0].hint if bad else "is it the right file and split?",
+            f"{path}: no row that can be trained on"
+            + (f", from the first: {first[0].message}" if first else ""),
+            hint=first[0].hint if first else "is it the right file and split?",
         )
     rows = float(len(lengths))
     if not is_whole and rows_when_told:
         rows = max(rows, rows_when_told * sum(Path(name).stat().st_size for name in files) / told)
-    return _Sample(lengths, texts, (min(wanted, rows) if wanted else rows) * source.weight, is_whole)
+    return _Sample(lengths, texts, (min(wanted, rows) if wanted else rows) * source.weight, is_whole, bad)
 
 
 def _files_of(source: DataSource) -> tuple[str, ...] | None:
@@ -149,13 +155,20 @@ def _files_of(source: DataSource) -> tuple[str, ...] | None:
     return None if isinstance(place, HubDataset) else place
 
 
-def _examples(source: DataSource, on_bytes: Callable[[int], None], bad: list[BadRow]) -> Iterator[Example]:
-    """The rows that can be read as examples; the first of the others goes into ``bad``."""
-    for row in read_rows(source, on_bad_row="skip", on_bytes=on_bytes):
+def _examples(
+    source: DataSource, on_bytes: Callable[[int], None], bad: Counter[str], first: list[BadRow]
+) -> Iterator[Example]:
+    """The rows that can be read as examples; the others are counted in ``bad``, and one goes into ``first``."""
+
+    def count(reason: str) -> None:
+        bad[reason] += 1
+
+    for row in read_rows(source, on_bad_row="skip", count_bad=count, on_bytes=on_bytes):
         try:
             yield to_example(row, format=source.format, columns=source.columns)
         except BadRow as error:
-            bad += [error] if not bad else []
+            count(error.reason)
+            first += [error] if not first else []
 
 
 def _length(example: Example, *, train_on_prompt: bool) -> _Length:

@@ -129,6 +129,10 @@ def _data(r: Reading) -> None:
         if is_on(strategy := r.take("eval_strategy")) and strategy != "no":
             held_out = {**source, "split": str(r.take("dataset_test_split") or "test")}
             r.put("eval_data", [held_out], key="eval_strategy")
+    elif "/" in str(rows := r.take("train_dataset")) or "." in str(rows):
+        r.put("data", [{"path": str(rows)}], key="train_dataset")
+    if r.trainer == "Unsloth":
+        r.pass_over(("train_dataset", "eval_dataset"), "a variable of the notebook; a file is named as data")
     if (share := r.take("test_split_size")) is not None:
         r.put("val_fraction", share, key="test_split_size")
     r.pass_over(("dataset_config", "dataset_train_split", "dataset_test_split"), "read with dataset_name")

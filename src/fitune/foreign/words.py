@@ -31,9 +31,23 @@ def explain_reading(reading: Reading) -> list[str]:
     return lines
 
 
+_IN_PYTHON = {"Unsloth": "a notebook loads its rows in Python"}
+"""Trainers whose settings name no data, and why."""
+
+
+def without_data(reading: Reading) -> str:
+    """Says that the recipe names no data, and how to; empty where keys of its own were about data."""
+    if {"data", "datasets", "dataset"} & {*reading.settings, *reading.raw}:
+        return ""
+    why = f": {_IN_PYTHON[reading.trainer]}" if reading.trainer in _IN_PYTHON else ""
+    return f"  no data is named{why}; data: FILE in the recipe, or --data FILE, gives steps, time and cost"
+
+
 def recipe_with_comments(reading: Reading, values: dict[str, Any]) -> str:
     """YAML of ``values``, fitune's settings, each with a comment that says where it comes from."""
     lines = [f"# {reading.where}, a recipe of {reading.trainer}, in fitune's words", ""]
+    if without_data(reading):
+        lines.append(f"# data: train.jsonl  # {_IN_PYTHON.get(reading.trainer, 'none is named')}")
     for name, value in values.items():
         written = yaml.safe_dump(
             {name: value}, sort_keys=False, allow_unicode=True, width=10_000

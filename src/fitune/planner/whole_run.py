@@ -13,6 +13,7 @@ from fitune.spec.predictions import Epoch, WholeRun
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.schedule import total_steps, warmup_steps
 from fitune.units import (
+    counted,
     format_bytes,
     format_count,
     format_dollars,
@@ -71,6 +72,7 @@ def run_lines(run: WholeRun, plan: Plan) -> Iterator[str]:
     yield from _half_empty(run, plan)
     yield from _reserved(run, plan)
     yield _rows(run.epoch, packed=plan.batch.packing)
+    yield from _bad_rows(run.epoch, plan)
     yield _schedule(run, plan)
     yield _saved(run, plan)
 
@@ -112,7 +114,7 @@ def _duration(run: WholeRun, plan: Plan) -> str:
     rows = plan.batch.global_batch_size * num_ranks(plan)
     unit = "pack" if plan.batch.packing else "row"
     about = "about " if run.epoch.guess else ""
-    steps = f"{about}{_counted(run.steps, 'step')} of {_counted(rows, unit)}"
+    steps = f"{about}{counted(run.steps, 'step')} of {counted(rows, unit)}"
     line = f"{steps}, {_epochs(run)}, in {format_seconds(run.seconds)}"
     if run.cost:
         line += f" for {format_dollars(run.cost)}"
@@ -123,33 +125,41 @@ def _duration(run: WholeRun, plan: Plan) -> str:
     return f"{line} ({a_step} a step on average; training alone: no reading, evaluating or saving)"
 
 
-def _counted(count: int, what: str) -> str:
-    """``1 step``, ``1,200 rows``."""
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
 def _epochs(run: WholeRun) -> str:
     if run.steps == run.steps_per_epoch:
         return "1 epoch"
     number = f"{run.epochs:.2f}".rstrip("0").rstrip(".")
-    return f"{number} epochs of {_counted(run.steps_per_epoch, 'step')}"
+    return f"{number} epochs of {counted(run.steps_per_epoch, 'step')}"
 
 
 def _rows(epoch: Epoch, *, packed: bool) -> str:
     mean = round(epoch.tokens / epoch.rows)
     about = "about " if epoch.guess else ""
-    line = f"{about}{_counted(epoch.rows, 'row')} of {mean:,} tokens on average, the longest {epoch.longest_row:,}"
+    line = f"{about}{counted(epoch.rows, 'row')} of {mean:,} tokens on average, the longest {epoch.longest_row:,}"
     if packed:
-        line += f", in {_counted(epoch.units, 'pack')}"
+        line += f", in {counted(epoch.units, 'pack')}"
     line += f": {format_count(epoch.tokens)} tokens an epoch"
     return f"{line}; guessed {epoch.guess}" if epoch.guess else line
+
+
+def _bad_rows(epoch: Epoch, plan: Plan) -> Iterator[str]:
+    if not epoch.bad_rows:
+        return
+    count = sum(epoch.bad_rows.values())
+    reasons = ", ".join(f"{number:,} × {reason}" for reason, number in epoch.bad_rows.items())
+    then = (
+        "training leaves such rows out (on_bad_row: skip)"
+        if plan.data.on_bad_row == "skip"
+        else "training stops at the first; on_bad_row: skip leaves such rows out"
+    )
+    yield f"besides these, {counted(count, 'row')} read for this guess cannot be used ({reasons}): {then}"
 
 
 def _schedule(run: WholeRun, plan: Plan) -> str:
     schedule = plan.schedule
     rate = format_learning_rate(schedule.learning_rate)
     warm = (
-        f"rises to {rate} over {_counted(run.warmup_steps, 'step')}"
+        f"rises to {rate} over {counted(run.warmup_steps, 'step')}"
         if run.warmup_steps
         else f"starts at {rate}"
     )

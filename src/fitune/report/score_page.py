@@ -15,7 +15,7 @@ from fitune.report.plots import Axes, colour, draw_svg
 from fitune.report.score_rows import ScoredRow, read_columns, read_score, read_scored_rows
 from fitune.spec.reports import Scale, ScoreReport
 from fitune.spec.words import describe_grade
-from fitune.units import format_bytes, format_count, format_percent, format_seconds
+from fitune.units import counted, format_bytes, format_count, format_percent, format_seconds
 
 SCORE_PAGE = "score.html"
 _SHOWN = 8
@@ -189,7 +189,7 @@ def _verdict(report: ScoreReport) -> str:
     value = describe_grade(mean, report.scales.get(name, "share"))
     low, high = report.intervals.get(name, (0.0, 0.0))
     interval = f" (95 %: {interval_text(report, name)})" if high > low else ", all of them alike"
-    return f"{value}: {measures}, over {graded:,} rows{interval}."
+    return f"{value}: {measures}, over {counted(graded, 'row')}{interval}."
 
 
 def _tiles(report: ScoreReport) -> Iterator[Tile]:
@@ -209,7 +209,9 @@ def _tiles(report: ScoreReport) -> Iterator[Tile]:
         below = f"{format_bytes(report.predicted_bytes)} predicted ({error}); first batch"
         yield Tile("Peak of tensors", format_bytes(report.measured_bytes), below)
     rate = f"{report.rows_asked / report.seconds:,.1f} rows/s" if report.seconds else ""
-    asked = rate if report.rows_asked == report.rows else f"last start, {report.rows_asked:,} rows asked"
+    asked = (
+        rate if report.rows_asked == report.rows else f"last start, {counted(report.rows_asked, 'row')} asked"
+    )
     yield Tile("Time", format_seconds(report.seconds), asked)
 
 

@@ -95,6 +95,15 @@ def first_failed(directory: Path) -> tuple[str, str]:
     raise RunDirectoryError(f"{directory}: every row has an answer", hint="score again")
 
 
+def first_grader_error(directory: Path, grader: str) -> tuple[str, str]:
+    """Id and first line of the error of the first row for which ``grader`` failed. Raises RunDirectoryError."""
+    with _readable(directory), open_regular(directory / "grades.jsonl", follow_links=False) as file:
+        for row in map(json.loads, file):
+            if error := row.get("errors", {}).get(grader):
+                return row["id"], error.partition("\n")[0]
+    raise RunDirectoryError(f"{directory}: {grader} failed for no row", hint="score again")
+
+
 def read_changed(directory: Path) -> Iterator[dict[str, Any]]:
     """Rows whose grade another scoring of the same rows has otherwise. Raises RunDirectoryError."""
     with _readable(directory), open_regular(directory / "changed.jsonl", follow_links=False) as file:

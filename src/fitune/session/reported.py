@@ -11,7 +11,7 @@ from fitune.spec.reports import RunReport, ScoreReport
 from fitune.spec.serial import to_data
 from fitune.spec.words import describe_grade
 from fitune.stores.opening import is_url
-from fitune.units import format_bytes, format_percent, format_seconds
+from fitune.units import counted, format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from fitune.report.compare import Row
@@ -147,17 +147,16 @@ def explain_score(report: ScoreReport) -> str:
     cut = ""
     if report.cut_off:
         share = format_percent(report.cut_off / report.rows)
-        cut = f"\n{report.cut_off:,} answers ({share}) were cut off at max_new_tokens; --max-new-tokens allows more"
+        ended = f"{counted(report.cut_off, 'answer')} ({share})"
+        cut = f"\ncut off at max_new_tokens: {ended}; --max-new-tokens allows more"
     done = "weighed" if report.weighed_tokens else "answered"
     tokens = (
         f"{report.weighed_tokens:,} tokens of given answers weighed, none written"
         if report.weighed_tokens
         else f"{report.generated_tokens:,} tokens generated"
     )
-    return (
-        f"{grades}{report.answered} of {report.rows} rows {done}{failed} in {format_seconds(report.seconds)}, "
-        f"{tokens}{cut}{_explain_memory(report)}"
-    )
+    rows = f"{report.answered:,} of {counted(report.rows, 'row')} {done}{failed}"
+    return f"{grades}{rows} in {format_seconds(report.seconds)}, {tokens}{cut}{_explain_memory(report)}"
 
 
 def _explain_memory(report: ScoreReport) -> str:
@@ -177,8 +176,8 @@ def _explain_grade(report: ScoreReport, name: str) -> str:
     low, high = report.intervals.get(name, (0.0, 0.0))
     interval = f" ({describe_grade(low, scale)} to {describe_grade(high, scale)})" if high > low else ""
     measures = f": {report.measures[name]}" if name in report.measures else ""
-    left = f"; {report.ungraded[name]} of {report.rows} rows not graded" if name in report.ungraded else ""
-    errors = (
-        f"; the grader failed for {report.grader_errors[name]} rows" if name in report.grader_errors else ""
-    )
+    rows = counted(report.rows, "row")
+    left = f"; {report.ungraded[name]:,} of {rows} not graded" if name in report.ungraded else ""
+    failed = report.grader_errors.get(name, 0)
+    errors = f"; the grader failed for {counted(failed, 'row')}" if failed else ""
     return f"{name} {describe_grade(report.grades[name], scale)}{interval}{measures}{left}{errors}"

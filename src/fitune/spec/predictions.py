@@ -161,6 +161,8 @@ class Epoch:
     """A micro-batch of average size: what a step's time is made of."""
     guess: str = ""
     """Way in which lengths and counts were estimated; empty when every row was counted."""
+    bad_rows: dict[str, int] = field(default_factory=dict)
+    """Reason -> rows, among those that were read for a guess, that cannot be trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,24 +39,30 @@ def lock_directory(path: Path, *, attempt: str | None = None, lock: str = LOCK) 
 
     The lock is a POSIX record lock on a file in it: the kernel gives it up when its owner dies, even by
     kill -9, children do not inherit it, and NFS carries it to other machines. The file says who owns it.
+    A block that raises before it wrote anything into the directory leaves no lock in it.
     Raises RunDirectoryError when the directory cannot be written or another live run owns it.
     """
+    is_new = not Path(path).exists()
     directory = _make_directory(Path(path))
     attempt = attempt or uuid.uuid4().hex
     file = directory / lock
     if file in _held:
         raise _in_use(directory, "another run of this process")
-    handle = _open(file)
+    before = _names_in(directory)
+    has_ended = False
     _held.add(file)
     try:
-        _acquire_in_time(handle, directory)
-        _write_owner(handle, attempt)
+        handle = _acquired_in_time(file)
         try:
+            _write_owner(handle, attempt)
             yield Ownership(directory=directory, attempt=attempt)
+            has_ended = True
         finally:
+            if not has_ended:
+                _remove_if_alone(file, before, is_new=is_new)
             os.ftruncate(handle, 0)  # an empty lock has no owner, however the run ended
+            os.close(handle)  # closing releases the lock
     finally:
-        os.close(handle)  # closing releases the lock
         _held.discard(file)
 
 
@@ -143,6 +149,23 @@ def _make_directory(path: Path) -> Path:
     return path.resolve()
 
 
+def _names_in(directory: Path) -> set[str]:
+    try:
+        return set(os.listdir(directory))
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+
+
+def _remove_if_alone(file: Path, before: set[str], *, is_new: bool) -> None:
+    """Remove the lock, and the directory if it ``is_new``, where nothing has come to what was there ``before``: the
+    run was refused, and the directory may be somebody else's."""
+    with suppress(OSError):
+        if file.name not in before and set(os.listdir(file.parent)) == {*before, file.name}:
+            file.unlink()
+            if is_new:
+                file.parent.rmdir()
+
+
 def _open(file: Path) -> int:
     try:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
@@ -160,16 +183,33 @@ cluster starts the next attempt while the pods of the one before still save."""
 _LOOK_SECONDS = 1.0
 
 
-def _acquire_in_time(handle: int, directory: Path) -> None:
-    """Raises RunDirectoryError when the lock has an owner, and still has it when the time to wait is over."""
+def _acquired_in_time(file: Path) -> int:
+    """The locked file, open. Raises RunDirectoryError when the lock has an owner, and still has it when the time to
+    wait is over."""
     until = time.monotonic() + _seconds_to_wait()
     while True:
+        handle = _open(file)
+        is_owned = False
         try:
-            return _acquire(handle, directory)
+            _acquire(handle, file.parent)
+            is_owned = _is_still(file, handle)
         except RunDirectoryError:
             if time.monotonic() >= until:
                 raise
-        time.sleep(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)
+        finally:
+            if not is_owned:
+                os.close(handle)
+        if is_owned:
+            return handle
+
+
+def _is_still(file: Path, handle: int) -> bool:
+    """False if the file was removed by the owner before, who was refused: another one has its name by now, or none."""
+    try:
+        return os.path.samestat(os.stat(file, follow_symlinks=False), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def _seconds_to_wait() -> float:

@@ -278,6 +278,7 @@ def run_data(run: WholeRun) -> dict[str, Any]:
         "step_seconds": run.step_seconds,
         "cost": run.cost,
         "guess": run.epoch.guess,
+        "bad_rows": dict(run.epoch.bad_rows),
     }
 
 

@@ -50,7 +50,7 @@ def recipe_of_keys(
         own = canonical_keys(raw, where=where)
         return ReadRecipe(recipe=layered_recipe(own, where=where, settings=settings, options=options))
     from fitune.foreign.reading import SHARDING, require_readable
-    from fitune.foreign.words import explain_reading
+    from fitune.foreign.words import explain_reading, without_data
 
     require_readable(reading)
     settings = tuple(settings)
@@ -61,6 +61,8 @@ def recipe_of_keys(
         kept = {name: value for name, value in reading.settings.items() if name not in divided}
         recipe = layered_recipe(kept, where=where, settings=settings, options=options)
         notes.append(f"  left to the plan on one device: {', '.join(divided)} (gpus: N divides the model)")
+    if not recipe.data and (said := without_data(reading)):
+        notes.append(said)
     return ReadRecipe(recipe=recipe, notes=tuple(notes))
 
 

@@ -15,7 +15,7 @@ from fitune.launch.ray_cluster import RayPlace
 from fitune.models.adapter_config import CONFIG
 from fitune.report.score_comparison import write_score_comparison
 from fitune.report.score_page import write_score_page
-from fitune.report.score_rows import first_failed, read_changed
+from fitune.report.score_rows import first_failed, first_grader_error, read_changed
 from fitune.score.answers import CHANGED
 from fitune.score.engines.engine import Sampling, engine_named
 from fitune.score.grades.paired import Changed, compare
@@ -31,6 +31,7 @@ from fitune.session.score.score_words import (
     weights_and_adapter,
 )
 from fitune.spec.reports import ScoreReport
+from fitune.units import counted
 
 _LINE_SECONDS = 30.0
 
@@ -164,13 +165,21 @@ class Pace:
 
 
 def why_not_all(report: ScoreReport, out: Path) -> ScoringFailed | None:
-    """The error of a score in which rows have no answer, with that of the first one; None when each has one."""
-    if not report.failed:
+    """The error of a score in which rows have no answer, or a grader graded none, with that of the first one; None
+    when all is well."""
+    if report.failed:
+        id_, why = first_failed(out)
+        return ScoringFailed(
+            f"no answer to {report.failed:,} of {counted(report.rows, 'row')}, graded 0; the first is {id_}: {why}",
+            hint=f"see the error of those rows in {out / 'answers.jsonl'}",
+        )
+    broken = [name for name, count in report.grader_errors.items() if count == report.rows]
+    if not broken:
         return None
-    id_, why = first_failed(out)
+    id_, why = first_grader_error(out, broken[0])
     return ScoringFailed(
-        f"{report.failed} of {report.rows} rows have no answer and are graded 0; the first is {id_}: {why}",
-        hint=f"see the error of those rows in {out / 'answers.jsonl'}",
+        f"grader {broken[0]} failed for every row, so its mean says nothing; the first is {id_}: {why}",
+        hint="mend the grader and run the same command again: the answers are kept",
     )
 
 

@@ -53,6 +53,7 @@ from fitune.train.current import Callbacks
 from fitune.train.directory import require_own_directory
 from fitune.train.export import EXPORT_FOLDERS, TITLES
 from fitune.train.failure import release
+from fitune.train.prepare import training_device
 from fitune.train.run import run
 from fitune.train.uploading import examined_store, send_run
 
@@ -82,6 +83,8 @@ def first_attempt(
     report = saving_in_time(recipe, plan_for(recipe, purposes=("plan", "train"), hardware=hardware))
     plan = report.chosen.plan
     tell(Planned(report=report))
+    if hardware is None:  # else the ranks are started where the devices are
+        training_device(plan, ranks)
     directory = Path(plan.run.output_dir)
     require_own_directory(plan)
     require_trackers(plan)

@@ -83,8 +83,9 @@ def _refuse_elsewhere(name: str, key: str, gb: int | None) -> None:
 
 
 def _refuse_slips(name: str) -> None:
-    """Raises HardwareError for a number of cards, a laptop's card, a device without CUDA, and ``cuda`` itself."""
+    """Raises HardwareError for several cards, a laptop's card, a device without CUDA, and ``cuda`` itself."""
     text = name.lower()
+    _refuse_list(name, text)
     for pattern in _COUNTED:
         found = pattern.fullmatch(text)
         if found and _cards_of(_split_name(found["card"])[0]):
@@ -105,6 +106,22 @@ def _refuse_slips(name: str) -> None:
             f"gpu = {name!r} is no CUDA device: fitune trains on those and on processors",
             hint="--gpu cpu, or a card of docs/cards.md",
         )
+
+
+def _refuse_list(name: str, text: str) -> None:
+    """Raises HardwareError for ``3090,3090``: cards one by one, alike or not."""
+    listed = [part.strip() for part in re.split(r"[,;+&]", text)]
+    found = [_cards_of(_split_name(part)[0]) for part in listed]
+    if len(listed) == 1 or not all(found):
+        return
+    if len({_split_name(part) for part in listed}) == 1:
+        fault, card = "is a list of cards", listed[0]
+    else:
+        fault = "names different cards: all GPUs of a plan are of one kind"
+        card = min((cards[0].gpu for cards in found), key=lambda gpu: gpu.memory_bytes).name
+    raise HardwareError(
+        f"gpu = {name!r} {fault}", hint=f"--gpu {card.replace(' ', '-')} --gpus {len(listed)}"
+    )
 
 
 _COUNTED = (

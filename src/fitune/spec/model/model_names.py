@@ -13,6 +13,8 @@ _PACKED = re.compile(
 )
 """Parts of names that say in which bits a copy is packed."""
 _MEANINGS = {"it": "instruct", "chat": "instruct", "pt": "base"}
+_STATE_SPACE = {"mamba", "rwkv"}
+"""Words of names that make another architecture of a family's name: Falcon Mamba is no Falcon."""
 _NEAR = 1.5
 """Sizes within this factor may be meant for one another."""
 
@@ -27,7 +29,12 @@ def closest_name(name: str, known: Iterable[str]) -> str | None:
         return None
     words = {each: _words(each) for each in known}
     family = _closest_family(wanted[0], {its[0] for its in words.values() if its})
-    alike = [each for each, its in words.items() if its and its[0] == family]
+    kind = _STATE_SPACE.intersection(wanted)
+    alike = [
+        each
+        for each, its in words.items()
+        if its and its[0] == family and _STATE_SPACE.intersection(its) == kind
+    ]
     generation = _generation(wanted)
     if generation:
         alike = [each for each in alike if _generation(words[each]) == generation]
