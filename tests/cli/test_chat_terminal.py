@@ -105,5 +105,5 @@ def test_lines_of_a_pipe_are_answered(model_folder: Path) -> None:
     answers = json.loads(first)["answers"]
     assert answers[0]["text"] == answers[1]["text"] != ""
     assert "not asked" in json.loads(second)["answers"][0]["error"]
-    assert json.loads(error.strip("\x00"))["error"]["message"] == "no answer to 1 question"
+    assert json.loads(error.strip("\x00"))["error"]["message"] == "questions without an answer: 1"
     assert done.returncode == 1

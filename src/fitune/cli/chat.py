@@ -12,7 +12,6 @@ from fitune.session.data_view import harmless
 from fitune.session.score.chat import Chat, Reply, converse
 from fitune.session.score.chat_columns import side_by_side
 from fitune.session.signals import keyboard_interrupts, typed_line
-from fitune.units import counted
 
 _WIDE = 100
 """Columns of a terminal from which two answers stand beside each other."""
@@ -87,7 +86,7 @@ def talk(chat: Chat, *, as_json: bool) -> None:
         unanswered = converse(chat, read=read_line, screen=screen)
     if unanswered and not is_person:
         raise ScoringFailed(
-            f"no answer to {counted(unanswered, 'question')}", hint="see what is said of them above"
+            f"questions without an answer: {unanswered}", hint="see what is said of them above"
         )
 
 
