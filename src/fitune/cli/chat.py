@@ -85,9 +85,7 @@ def talk(chat: Chat, *, as_json: bool) -> None:
     with keyboard_interrupts() if is_person else nullcontext():
         unanswered = converse(chat, read=read_line, screen=screen)
     if unanswered and not is_person:
-        raise ScoringFailed(
-            f"questions without an answer: {unanswered}", hint="see what is said of them above"
-        )
+        raise ScoringFailed(f"questions without an answer: {unanswered}", hint="see what is said above")
 
 
 def read_line() -> str | None:
