@@ -6,7 +6,8 @@
 A Llama of 14 M parameters with LoRA by DDP on the CPU, one thread a rank. A round is one run of each side; its
 figures are the ratios of their median steps (``step_seconds`` + ``data_seconds`` in metrics.jsonl, without the first)
 and of the core seconds that both ranks took for a step, and the median of the rounds counts: what the machine does
-beside slows both sides of a round. The cluster is started once. Where the ranks have all cores, the clock also counts
+beside slows both sides of a round. What the threads of a rank take that neither train nor send is shown by itself: it
+hardly depends on what else runs. The cluster is started once. Where the ranks have all cores, the clock also counts
 what Ray's own processes take of them; core seconds of the ranks do not. With ``--apart`` both ranks share the first
 core, on both sides, and all other processes have the others, as beside GPUs: then the clock counts what a step waits.
 """
@@ -48,6 +49,8 @@ class Step:
     median: float
     of_the_cores: float
     """That both ranks took, mean of the steps."""
+    beside: float
+    """Of those, what other threads took than the one that trains and those of gloo."""
 
 
 def ranks_of(side: str) -> list[psutil.Process]:
@@ -60,14 +63,35 @@ def ranks_of(side: str) -> list[psutil.Process]:
     return found
 
 
-def core_seconds(side: str) -> float:
-    """Seconds of a core that the ranks below this process have taken."""
-    taken = 0.0
+@dataclasses.dataclass(frozen=True, slots=True)
+class Taken:
+    """Seconds of a core that the ranks below this process have taken so far."""
+
+    whole: float
+    threads: dict[int, dict[int, float]]
+    """Of each thread but gloo's, by process and thread."""
+
+    def beside(self, before: "Taken") -> float:
+        """Since then, of all threads but the busiest of each process."""
+        since = [
+            [taken - before.threads.get(process, {}).get(thread, 0.0) for thread, taken in threads.items()]
+            for process, threads in self.threads.items()
+        ]
+        return sum(sum(each) - max(each, default=0.0) for each in since)
+
+
+def core_seconds(side: str) -> Taken:
+    whole, threads = 0.0, {}
     for process in ranks_of(side):
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, OSError):
             times = process.cpu_times()
-            taken += times.user + times.system
-    return taken
+            whole += times.user + times.system
+            threads[process.pid] = {
+                thread.id: thread.user_time + thread.system_time
+                for thread in process.threads()
+                if "gloo" not in Path(f"/proc/{process.pid}/task/{thread.id}/comm").read_text()
+            }
+    return Taken(whole, threads)
 
 
 def keep_on_first_core(side: str) -> None:
@@ -95,7 +119,7 @@ def train(
         [sys.executable, "-m", "fitune", "train", *words], stdout=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    metrics, taken = folder / "metrics.jsonl", dict[int, float]()
+    metrics, taken = folder / "metrics.jsonl", dict[int, Taken]()
     while running.poll() is None:
         done = metrics.read_text().count("\n") if metrics.exists() else 0
         if is_apart and done < FIRST:
@@ -109,7 +133,8 @@ def train(
     first, last = min(taken), max(taken)
     return Step(
         statistics.median(line["step_seconds"] + line["data_seconds"] for line in lines[FIRST:]),
-        (taken[last] - taken[first]) / (last - first),
+        (taken[last].whole - taken[first].whole) / (last - first),
+        taken[last].beside(taken[first]) / (last - first),
     )
 
 
@@ -149,7 +174,8 @@ def main() -> None:
                     )  # fmt: skip
                     found[side].append(took)
                     print(
-                        f"{side:9} {took.median * 1e3:8.1f} ms a step, {took.of_the_cores * 1e3:8.1f} ms of the cores",
+                        f"{side:9} {took.median * 1e3:8.1f} ms a step, {took.of_the_cores * 1e3:8.1f} ms of the cores, "
+                        f"{took.beside * 1e3:.1f} of them in threads beside the training",
                         flush=True,
                     )
         finally:
@@ -157,6 +183,7 @@ def main() -> None:
     pairs = list(zip(found["ray"], found["torchrun"], strict=True))
     clock = [mine.median / theirs.median - 1 for mine, theirs in pairs]
     cores = [mine.of_the_cores / theirs.of_the_cores - 1 for mine, theirs in pairs]
+    threads = [mine.beside / theirs.of_the_cores for mine, theirs in pairs]
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in ("torch", "ray")},
@@ -165,13 +192,21 @@ def main() -> None:
         "seconds_of_a_step": {
             side: [dataclasses.asdict(step) for step in steps] for side, steps in found.items()
         },
-        "overhead_of_rounds": {"clock": clock, "core_seconds_of_ranks": cores},
-        "overhead": {"clock": statistics.median(clock), "core_seconds_of_ranks": statistics.median(cores)},
+        "overhead_of_rounds": {"clock": clock, "core_seconds_of_ranks": cores, "threads_of_ray": threads},
+        "overhead": {
+            "clock": statistics.median(clock),
+            "core_seconds_of_ranks": statistics.median(cores),
+            "threads_of_ray": statistics.median(threads),
+        },
     }
     print(
         f"Ray over torchrun: {statistics.median(clock):+.1%} by the clock of {os.cpu_count()} cores, ", end=""
     )
-    print(f"{statistics.median(cores):+.1%} in core seconds of the ranks")
+    print(
+        f"{statistics.median(cores):+.1%} in core seconds of the ranks; threads beside the training take ",
+        end="",
+    )
+    print(f"{statistics.median(threads):.1%} of them")
     if wanted.json:
         wanted.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -249,8 +249,11 @@ def _encoded(tokenizer: Any, texts: list[str], *, plain: bool) -> list[list[int]
 
 
 def _encoded_by_backend(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """The ids without all else that a tokenizer of transformers makes of an encoding: a quarter less time."""
-    return [each.ids for each in tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
+    """The ids alone, without their places in the text and what a tokenizer of transformers adds: each is a quarter of
+    the time."""
+    return [
+        each.ids for each in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    ]
 
 
 def _encodes_as_its_backend(tokenizer: Any) -> bool:
