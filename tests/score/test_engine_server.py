@@ -2,7 +2,6 @@
 
 import json
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from servers import Reply, said, serving
 
 def engine_at(url: str, **more: Any) -> ServerEngine:
     return ServerEngine(
-        url=url, model="m", to_text=lambda ids: " ".join(map(str, ids)), stop_ids=frozenset({2}), pause_s=0.01,
-        timeout_s=0.5, **more,
+        url=url, model="m", to_text=lambda ids: " ".join(map(str, ids)), stop_ids=frozenset({2}),
+        **{"pause_s": 0.01, "timeout_s": 60.0, **more},
     )  # fmt: skip
 
 
@@ -72,7 +71,7 @@ def test_requests_that_are_refused_together_are_all_sent_again_as_text() -> None
         return 400, b'{"detail": "prompt must be a string."}', {}
 
     with serving(reply) as (url, bodies):
-        found = ask(replace(engine_at(url, batch_size=3), timeout_s=60.0), (5,), (6,), (7,))
+        found = ask(engine_at(url, batch_size=3), (5,), (6,), (7,))
     assert [found[key].text for key in "012"] == ["5", "6", "7"]
     assert len(bodies) == 6
 
@@ -111,15 +110,15 @@ def test_what_stands_beside_a_text_and_is_of_another_shape_is_left_out(beside: d
 
 
 def test_a_server_that_never_answers_is_not_waited_for() -> None:
-    waits = threading.Event()
+    is_given_up = threading.Event()
 
     def reply(body: dict[str, Any], before: int) -> Reply:
-        waits.wait(2)
+        is_given_up.wait(60)
         return said("late")
 
     with serving(reply) as (url, _):
-        found = ask(engine_at(url, tries=1), (5,))
-        waits.set()
+        found = ask(engine_at(url, tries=1, timeout_s=0.5), (5,))
+        is_given_up.set()
     assert (found["0"].code, "timed out" in found["0"].error) == ("server_failed", True)
 
 
@@ -142,7 +141,7 @@ def test_a_server_that_never_answered_is_not_asked_for_every_row() -> None:
     ):
         ask(engine_at(url, tries=1, batch_size=2), *((number,) for number in range(1, 40)))
     assert "check that the server runs" in died.value.hint
-    assert len(bodies) < 39
+    assert len(bodies) <= 4  # two that fail, and what each thread had begun meanwhile
 
 
 def test_a_redirection_is_not_followed_and_the_key_stays_here() -> None:

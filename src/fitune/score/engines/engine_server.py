@@ -95,12 +95,11 @@ class ServerEngine:
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Completion]:
         with ThreadPoolExecutor(self.batch_size) as pool:
-            asked = [pool.submit(self._answer, request) for request in requests]
+            asked = [pool.submit(self._answer_unless_dead, request) for request in requests]
             try:
                 for done in as_completed(asked):
-                    found = done.result()
-                    yield found
-                    self._count(found)
+                    if found := done.result():
+                        yield found
                     if self._dead:
                         raise EngineDied(self._dead, hint=_WHAT_TO_CHECK)
             finally:
@@ -110,14 +109,19 @@ class ServerEngine:
     def prepare(self, requests: Sequence[Request]) -> None:
         """Does nothing: a server has no more than ``batch_size`` requests at a time."""
 
-    def _count(self, found: Completion) -> None:
-        """A server that fails for as many rows as are under way, and never answered one, is not asked for the rest."""
+    def _answer_unless_dead(self, request: Request) -> Completion | None:
+        """The answer; None once the server is given up. One that fails for as many rows as are under way, and never
+        answered one, is not asked for the rest, however slowly its answers are taken."""
+        if self._dead:
+            return None
+        found = self._answer(request)
         if not found.error:
             self._has_answered = True
         elif found.code == "server_failed":
             self._failures += 1
         if not self._has_answered and self._failures >= self.batch_size:
             self._dead = self._dead or found.error
+        return found
 
     def weigh(self, continuations: Sequence[Continuation]) -> Iterator[Likelihood]:
         with ThreadPoolExecutor(self.batch_size) as pool:
