@@ -9,7 +9,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 from fitune.spec.plan import Plan, Precision
 from fitune.spec.serial import from_json, to_json
 
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 900
+"""For all the plans of a group, on a machine that has other work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +49,31 @@ def train_on(world: int, jobs: Sequence[Job], folder: Path) -> list[list[dict[st
     ]
 
 
+@contextmanager
+def kept_port() -> Iterator[int]:
+    """A port that the system gives to nobody else inside: it is bound and not listened at, so that a server which
+    names it, and shares addresses as those of torch do, can still take it."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
+
+
 def start(world: int, command: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
     """Run ``command`` as every rank of a group and wait for all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {
-        **os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    started = [
-        subprocess.Popen(
-            command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=TIMEOUT_SECONDS) for process in started]
+    with kept_port() as port:
+        common = {
+            **os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        started = [
+            subprocess.Popen(
+                command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        said = [process.communicate(timeout=TIMEOUT_SECONDS) for process in started]
     return [
         subprocess.CompletedProcess(process.args, process.returncode, out, err)
         for process, (out, err) in zip(started, said, strict=True)

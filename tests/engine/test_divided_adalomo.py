@@ -31,11 +31,11 @@ class Exchange:
 
     def summed(self, part: Tensor) -> Tensor:
         self.parts[threading.get_ident()] = part.clone()
-        self.barrier.wait(timeout=10)
+        self.barrier.wait(timeout=120)
         total = torch.stack(list(self.parts.values())).sum(dim=0)
-        self.barrier.wait(timeout=10)
+        self.barrier.wait(timeout=120)
         self.parts.clear()
-        self.barrier.wait(timeout=10)
+        self.barrier.wait(timeout=120)
         return part.copy_(total)
 
 
@@ -79,7 +79,7 @@ def test_ranks_with_shares_step_as_one_with_all(shape: tuple[int, ...], dim: int
     for thread in ranks:
         thread.start()
     for thread in ranks:
-        thread.join(timeout=30)
+        thread.join(timeout=240)
     assert sorted(found) == list(range(RANKS))
     together = torch.cat([found[rank].parameters["w"].detach() for rank in range(RANKS)], dim=dim)
     torch.testing.assert_close(together, alone.parameters["w"].detach(), rtol=0, atol=1e-6)

@@ -13,15 +13,15 @@ from fitune.launch.board import interface_towards
 from fitune.launch.ends import Ended
 from fitune.launch.nodes import Meeting, OneNode, Place, meeting, place_of
 from fitune.session.train.ranks_of_nodes import job_end
+from several import kept_port
 
 Part = Callable[[Meeting], object]
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def port() -> Iterator[int]:
+    with kept_port() as port:
+        yield port
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def together(port: int) -> Callable[..., list[object]]:
         def node(thread: int) -> None:
             number = numbers[thread] if numbers else thread
             count = nodes[thread] if nodes else len(parts)
-            place = Place(node=number, nodes=count, host="127.0.0.1", port=port, timeout_s=20)
+            place = Place(node=number, nodes=count, host="127.0.0.1", port=port, timeout_s=120)
             try:
                 with meeting(place) as met:
                     ends[thread] = parts[thread](met)
@@ -45,7 +45,7 @@ def together(port: int) -> Callable[..., list[object]]:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=240)
         return ends
 
     return run
@@ -117,6 +117,7 @@ def test_node_0_that_never_comes_ends_the_waiting(port: int) -> None:
 @pytest.fixture
 def taken(port: int) -> Iterator[int]:
     with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
         other.listen()
         yield port

@@ -46,12 +46,12 @@ class ThreadRanks:
     def gathered(self, value: Any) -> list[Any]:
         self.group.values[self.rank] = value
         try:
-            self.group.barrier.wait(30)
+            self.group.barrier.wait(120)
             found = [self.group.values[rank] for rank in range(WORLD)]
         except threading.BrokenBarrierError:
             raise PeerGone("another rank is gone") from None
         with suppress(threading.BrokenBarrierError):  # of a rank that has read them, and failed by them
-            self.group.barrier.wait(30)
+            self.group.barrier.wait(120)
         return found
 
     def from_first(self, make: Callable[[], Any]) -> Any:
@@ -87,7 +87,7 @@ def saved_by_all(run: Path, step: int) -> list[BaseException | None]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     return [ended[rank] for rank in range(WORLD)]
 
 
@@ -174,5 +174,5 @@ def test_the_ranks_that_follow_an_export_end_when_the_first_one_fails() -> None:
 
     with pytest.raises(CheckpointError):
         ThreadRanks(0, group).from_first(export)
-    thread.join(30)
+    thread.join(240)
     assert [str(error) for error in ended] == ["rank 0 stopped: the disk is full"]

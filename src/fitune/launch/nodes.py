@@ -159,8 +159,11 @@ class Meeting:
             self._require_well()
             for node, key in enumerate(keys):
                 _require_fitting(place, node, json.loads(board.known.get(key, "{}")), mine)
-            if time.monotonic() > until:
-                raise _never_came(place, missing)
+            others = [
+                node for node in missing if node != place.node
+            ]  # this one is known once its thread has spoken
+            if others and time.monotonic() > until:
+                raise _never_came(place, others)
             time.sleep(LOOK_SECONDS)
         there = [json.loads(board.known[key]) for key in keys]
         for node, found in enumerate(there):
