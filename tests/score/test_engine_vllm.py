@@ -118,7 +118,7 @@ class Engine:
         self.waiting, self.running = [], []
         self.model_config = self
         self.max_model_len = 64
-        self.to_come, self.until = int(os.environ["ROWS"]), time.monotonic() + 20
+        self.to_come, self.until = int(os.environ["ROWS"]), time.monotonic() + 120
     def get_vocab_size(self):
         return 100
     def add_request(self, id, prompt, parameters, lora_request):
@@ -253,7 +253,7 @@ def test_children_of_the_process_end_with_it(run_as_worker, tmp_path: Path, last
         time.sleep(0.01)
     engine.close()
     pid = int((tmp_path / "pid").read_text())
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while _runs(pid) and time.monotonic() < until:
         time.sleep(0.01)
     assert not _runs(pid)

@@ -146,7 +146,7 @@ import time
 
 def shout(*, answer, expected, prompt):
     if answer == "hang":
-        time.sleep(60)
+        time.sleep(600)
     if answer == "die":
         import os
         os._exit(3)
@@ -156,9 +156,13 @@ def shout(*, answer, expected, prompt):
 
 def test_a_function_that_raises_hangs_or_dies_is_an_error_of_its_row(tmp_path: Path) -> None:
     (tmp_path / "rules.py").write_text(RULES)
-    grader = GuardedGrader("python", f"{tmp_path / 'rules.py'}:shout", limit_s=1.0)
+    place = f"{tmp_path / 'rules.py'}:shout"
+    patient, hurried = (
+        GuardedGrader("python", place, limit_s=60.0),
+        GuardedGrader("python", place, limit_s=0.5),
+    )
 
-    def graded(answer: str, expected: str = "1") -> float | str:
+    def graded(answer: str, expected: str = "1", *, grader: GuardedGrader = patient) -> float | str:
         try:
             return grader.grade(answer=answer, expected=expected, prompt="")
         except GradeFailed as failed:
@@ -168,10 +172,12 @@ def test_a_function_that_raises_hangs_or_dies_is_an_error_of_its_row(tmp_path: P
         assert graded("LOUD") == 1.0
         assert graded("LOUD", "0") == "ZeroDivisionError: division by zero"
         assert graded("die") == "the grader's process ended: exit code 3"
-        assert graded("hang") == "the grader took longer than 1 s"
-        assert graded("quiet") == 0.0
+        assert graded("hang", grader=hurried) == "the grader took longer than 0.5 s"
+        hurried._limit_s = 60.0
+        assert graded("quiet", grader=hurried) == 0.0
     finally:
-        grader.close()
+        patient.close()
+        hurried.close()
 
 
 @pytest.mark.parametrize(

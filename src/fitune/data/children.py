@@ -16,8 +16,8 @@ import fitune
 
 WAKE_S = 0.2
 """Seconds of waiting before ``beat`` is called: a stop that is asked for is seen in this time."""
-_END_S = 1.0
-"""Seconds in which a process whose pipe is closed ends by itself."""
+_END_S = 10.0
+"""Seconds in which a process whose pipe is closed ends by itself, also on a busy machine: its exit code says why."""
 
 Beat = Callable[[], None]
 

@@ -93,7 +93,7 @@ def _open(pipe: IO[bytes] | None) -> IO[bytes]:
 
 def _status(process: "subprocess.Popen[bytes]") -> str:
     try:
-        code = process.wait(timeout=1.0)
+        code = process.wait(timeout=10.0)
     except subprocess.TimeoutExpired:
         return "its pipe is closed"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
