@@ -128,23 +128,31 @@ def cases(attacks: dict[str, str]) -> list[Any]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def short_limits():
+def little_memory():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template_process, "CPU_LIMIT_S", 0.1)
         patch.setattr(template_process, "MEMORY_LIMIT_BYTES", 300 * 1024**2)
         template_process.end_child()
         yield
     template_process.end_child()
 
 
+@pytest.fixture
+def little_time(monkeypatch):
+    """Too little on a slow machine for a template that ends."""
+    monkeypatch.setattr(template_process, "CPU_LIMIT_S", 0.1)
+    template_process.end_child()
+    yield
+    template_process.end_child()
+
+
 @pytest.mark.parametrize("case", cases(ENDLESS))
-def test_a_template_that_never_ends_is_stopped(case):
+def test_a_template_that_never_ends_is_stopped(case, little_time):
     with pytest.raises(DataError, match="was still running after 0.1 s|needs more than 300.0 MiB"):
         load_template(byte_tokenizer(template=ENDLESS[case]))
 
 
 @pytest.mark.parametrize("case", cases(HUGE))
-def test_a_template_that_grows_without_end_is_stopped(case):
+def test_a_template_that_grows_without_end_is_stopped(case, little_time):
     with pytest.raises(DataError, match="needs more than 300.0 MiB|was still running after 0.1 s"):
         load_template(byte_tokenizer(template=HUGE[case]))
 
@@ -157,7 +165,9 @@ def test_pythons_internals_are_out_of_reach(case):
     assert not re.search("<class|<module|<slot|<built-in|0x", caught.value.message)
 
 
-def test_a_row_that_makes_the_template_endless_is_named_and_the_next_template_works():
+def test_a_row_that_makes_the_template_endless_is_named_and_the_next_template_works(monkeypatch):
+    monkeypatch.setattr(template_process, "CPU_LIMIT_S", 0.4)
+    template_process.end_child()
     turn = "{% if 'spin' in message.content %}{{ (message.content | length)**(9**9) }}{% endif %}"
     template = load_template(
         byte_tokenizer(template=HEADER_STYLE.replace("-%}\n{{-", "-%}" + turn + "\n{{-", 1))

@@ -237,15 +237,22 @@ def test_a_store_that_fails_on_the_way_costs_no_step_and_is_made_up_for(
 def test_a_checkpoint_that_is_on_its_way_when_the_steps_end_is_waited_for_with_a_word(
     train: Call, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    under_way, send = threading.Event(), Uploads._send
+    under_way, is_waited_for, send = threading.Event(), threading.Event(), Uploads._send
     close = Uploads.close
 
     def slowly(uploads: Uploads) -> None:
         under_way.set()
-        time.sleep(0.5)
+        is_waited_for.wait(60)
         send(uploads)
 
     def close_meanwhile(uploads: Uploads) -> None:
+        note = uploads._on_note
+
+        def noted(text: str) -> None:
+            note(text)
+            is_waited_for.set()
+
+        uploads._on_note = noted
         under_way.wait(60)
         close(uploads)
 

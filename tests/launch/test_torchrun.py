@@ -28,9 +28,12 @@ from pathlib import Path
 
 rank = os.environ["RANK"]
 folder = Path(os.environ["FOLDER"])
-(folder / f"pid{rank}").write_text(str(os.getpid()))
 stopped = []
 signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+(folder / f".pid{rank}").write_text(str(os.getpid()))
+(folder / f".pid{rank}").rename(folder / f"pid{rank}")
+while not all((folder / f"pid{each}").exists() for each in range(2)):  # from here on both can be stopped
+    time.sleep(0.01)
 if os.environ["FAULT"] == "killed" and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 if os.environ["FAULT"] == "raises" and rank == "1":
@@ -60,7 +63,7 @@ def launched(folder: Path, fault: str) -> "subprocess.Popen[str]":
 )
 def test_the_rank_that_failed_is_named(tmp_path: Path, fault: str, cause: str) -> None:
     started = launched(tmp_path, fault)
-    said, _ = started.communicate(timeout=120)
+    said, _ = started.communicate(timeout=300)
     assert started.returncode == 1
     assert cause in said
     assert (tmp_path / "stopped0").exists()
@@ -71,10 +74,8 @@ def test_a_signal_is_passed_on_to_every_rank(tmp_path: Path) -> None:
     started = launched(tmp_path, "")
     assert started.stdout is not None
     assert started.stdout.readline() == "READY\n"
-    while not (tmp_path / "pid1").exists():
-        pass
     started.send_signal(signal.SIGINT)
-    started.communicate(timeout=120)
+    started.communicate(timeout=300)
     assert started.returncode == 130
     assert (tmp_path / "stopped0").exists()
 
