@@ -15,7 +15,7 @@ from fitune.data.reading.sources import content_key, read_rows
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
-from fitune.stores import opening, reading
+from fitune.stores import opening, patience, reading
 from optional_libraries import NEEDS_S3
 
 pytestmark = NEEDS_S3
@@ -154,6 +154,44 @@ def test_a_store_that_stays_away_says_how_far_it_came(wire: Wire, monkeypatch) -
         taken += rows
     assert 0 < len(taken) < len(ROWS)
     assert SECRET not in str(caught.value)
+
+
+def test_a_store_that_falls_silent_while_it_is_read_is_given_up_with_how_far_it_came(
+    wire: Wire, monkeypatch
+) -> None:
+    monkeypatch.setattr(reading, "_BLOCK_BYTES", 20_000)
+    url = put("silent/rows.jsonl", lines(ROWS))
+    rows = read_rows(DataSource(path=url))
+    next(rows)
+    wire.is_silent = True
+    with monkeypatch.context() as short:
+        short.setattr(patience, "SILENT_S", 0.2)
+        short.setattr(patience, "ANSWER_S", 0.2)
+        with pytest.raises(
+            DataError, match=r"nothing was heard of the store for \d+ s, after \d+\.\d KiB of 1\d\d\.\d KiB"
+        ) as late:
+            list(rows)
+    wire.is_silent = False
+    assert url in late.value.message
+    assert "AWS_ENDPOINT_URL = " in late.value.hint
+    assert read(url) == ROWS
+
+
+def test_a_block_that_is_slow_to_come_is_waited_for_while_the_store_answers_at_all(
+    wire: Wire, monkeypatch
+) -> None:
+    monkeypatch.setattr(reading, "_BLOCK_BYTES", 40_000)
+    url, asked, probe = put("slow/rows.jsonl", lines(ROWS)), [], reading._probe
+
+    def probe_and_be_quick_again(*words) -> None:
+        asked.append(probe(*words))
+        wire.slow_s = 0.0
+
+    monkeypatch.setattr(reading, "_probe", probe_and_be_quick_again)
+    monkeypatch.setattr(patience, "SILENT_S", 0.02)
+    wire.slow_s = 0.1
+    assert read(url) == ROWS
+    assert asked
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(wire: Wire, monkeypatch) -> None:

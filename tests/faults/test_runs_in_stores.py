@@ -21,7 +21,7 @@ from data.s3_server import (
     names,
     objects,
 )
-from fitune.stores import opening
+from fitune.stores import patience
 from fitune.stores.writing import Store
 from fitune.track.metrics import read_metrics
 from fitune.train import uploading
@@ -275,8 +275,8 @@ def test_a_store_that_falls_silent_does_not_hold_up_the_end_of_the_run(
         write(store, name, content)
         if name.endswith("LINE"):
             wire.is_silent = True
-            short.setattr(opening, "SILENT_S", 0.2)
-            short.setattr(opening, "ANSWER_S", 0.2)
+            short.setattr(patience, "SILENT_S", 0.2)
+            short.setattr(patience, "ANSWER_S", 0.2)
 
     with monkeypatch.context() as short:
         short.setattr(Store, "write", silent_from_now)

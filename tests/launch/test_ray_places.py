@@ -4,8 +4,10 @@ import sys
 
 import pytest
 
+from fitune import launch
 from fitune.errors import HardwareError, MissingExtra, RecipeError
-from fitune.launch.ray_cluster import Node, RayCluster, RayPlace, connected, ray_place, with_room
+from fitune.launch.ray_cluster import Node, RayCluster, RayPlace, connected, loaded_ray, ray_place, with_room
+from fitune.launch.ray_workers import ray_parts
 
 TWO = RayPlace(fewest=2, most=2)
 
@@ -19,6 +21,21 @@ def test_without_ray_the_command_that_installs_it_is_named(monkeypatch: pytest.M
     with pytest.raises(MissingExtra) as refused, connected("127.0.0.1:6379"):
         pass
     assert "pip install 'fitune[ray]'" in str(refused.value)
+
+
+def test_a_ray_whose_internals_have_moved_is_refused_with_the_version_that_is_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("ray", reason="needs ray: fitune[ray]")
+    loaded_ray()
+    monkeypatch.delitem(sys.modules, "fitune.launch.ray_backend", raising=False)
+    monkeypatch.delattr(launch, "ray_backend", raising=False)
+    monkeypatch.setitem(sys.modules, "ray.train.v2._internal.execution.callback", None)
+    with pytest.raises(
+        HardwareError, match="only the Ray that fitune was tested with can: .*callback"
+    ) as refused:
+        ray_parts()
+    assert "pip install 'ray[train,data]==2.60.0'" in str(refused.value.hint)
 
 
 @pytest.mark.parametrize(

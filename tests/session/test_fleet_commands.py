@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from fitune.errors import HardwareError, RecipeError
+from fitune.planner.clusters.fleet_words import explain_ranking
 from fitune.session.clusters.fleet import FleetRequest, draw_ranking, launch_on_fleet, plan_on_fleet
 from fitune.session.clusters.live_fleet import free_nodes
 from fitune.spec.recipe.fleet import Cluster, read_fleet
@@ -186,6 +187,24 @@ def test_clusters_are_asked_for_free_nodes(cluster_programs: Path, live: str, fr
             line.startswith("--context east get")
             for line in (cluster_programs / "asked").read_text().splitlines()
         )
+
+
+def test_live_without_a_cluster_that_can_be_asked_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        RecipeError, match="--live asks clusters what is free, and none in .*fleet.yaml"
+    ) as refused:
+        plan_on_fleet(recipe_of(), request_of(tmp_path, live=True))
+    assert "live: nodes, kueue, slurm or ray" in str(refused.value.hint)
+
+
+def test_free_nodes_that_nobody_told_and_nobody_was_asked_for_are_said_to_be_assumed(
+    cluster_programs: Path, tmp_path: Path
+) -> None:
+    text = FLEET.replace("gpu: l40s", "live: nodes, gpu: l40s")
+    unasked = explain_ranking(plan_on_fleet(recipe_of(), request_of(tmp_path, text)))
+    assert "all nodes are free: fast, slow" in unasked
+    asked = explain_ranking(plan_on_fleet(recipe_of(), request_of(tmp_path, text, live=True)))
+    assert "all nodes are free: slow" in asked
 
 
 def test_a_cluster_that_does_not_answer_is_an_error(cluster_programs: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from data.s3_server import DENIED, SECRET, Wire, behind_tls, objects, use_server
 from fitune.errors import DataError, StoreError
-from fitune.stores import digests, opening, reading, writing
+from fitune.stores import digests, patience, reading, writing
 from fitune.stores.writing import Store
 from optional_libraries import NEEDS_S3
 
@@ -239,7 +239,7 @@ def ask_at(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_never_answers_is_not_waited_for(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "ANSWER_S", 0.3)
+    monkeypatch.setattr(patience, "ANSWER_S", 0.3)
     for address in listening(b""):
         ask_at(address, monkeypatch)
         with pytest.raises(
@@ -256,8 +256,8 @@ def test_a_store_that_falls_silent_is_given_up_with_what_was_sent_and_asked_agai
 ) -> None:
     store, more = Store(f"s3://{bucket}/x"), [f"{number}.bin" for number in range(40)]
     store.put_file(folder / "one.bin", "one.bin")
-    monkeypatch.setattr(opening, "SILENT_S", 0.2)
-    monkeypatch.setattr(opening, "ANSWER_S", 0.2)
+    monkeypatch.setattr(patience, "SILENT_S", 0.2)
+    monkeypatch.setattr(patience, "ANSWER_S", 0.2)
     for name in more:
         (folder / name).write_bytes(b"5" * 3_000)
     wire.is_silent = True
@@ -271,9 +271,30 @@ def test_a_store_that_falls_silent_is_given_up_with_what_was_sent_and_asked_agai
     with pytest.raises(StoreError, match="did not answer within 0.2 s"):
         put(store, folder)
     wire.is_silent = False
-    monkeypatch.setattr(opening, "ANSWER_S", 30)
+    monkeypatch.setattr(patience, "ANSWER_S", 30)
     put(store, folder)
     assert {f"x/step-1/{name}" for name in FILES} <= objects(bucket).keys()
+
+
+def test_a_folder_is_fetched_no_further_from_a_store_that_fell_silent(
+    wire: Wire, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, many = Store(f"s3://{bucket}/x"), [f"{number}.bin" for number in range(40)]
+    for name in many:
+        store.write(f"many/{name}", b"6" * 3_000)
+    there = store.infos("many")
+    monkeypatch.setattr(patience, "SILENT_S", 0.2)
+    monkeypatch.setattr(patience, "ANSWER_S", 0.2)
+    monkeypatch.setattr(store, "infos", lambda _name: there)  # it falls silent after its list
+    opened = []
+    monkeypatch.setattr(
+        writing, "open_stream", lambda url, **how: opened.append(url) or reading.open_stream(url, **how)
+    )
+    wire.is_silent = True
+    with pytest.raises(StoreError, match="nothing was heard of the store"):
+        store.get_folder("many", tmp_path)
+    wire.is_silent = False
+    assert len(opened) < len(many)  # each would be waited for
 
 
 def test_a_slow_part_is_waited_for_while_the_store_answers_at_all(
@@ -281,20 +302,20 @@ def test_a_slow_part_is_waited_for_while_the_store_answers_at_all(
 ) -> None:
     store, asked = Store(f"s3://{bucket}/x"), []
     store.require_writable()
-    answers = store._answers
+    is_alive = store._patience._is_alive
 
     def answers_and_is_quick_again() -> bool:
-        asked.append(answers())
+        asked.append(is_alive())
         wire.slow_s = 0.0
         return asked[-1]
 
-    monkeypatch.setattr(opening, "SILENT_S", 0.02)
-    monkeypatch.setattr(store, "_answers", answers_and_is_quick_again)
+    monkeypatch.setattr(patience, "SILENT_S", 0.02)
+    monkeypatch.setattr(store._patience, "_is_alive", answers_and_is_quick_again)
     wire.slow_s = 0.1
     put(store, folder)
     assert set(asked) == {True}  # it was asked, and answered each time
-    monkeypatch.setattr(opening, "STUCK_S", 0.05)
-    monkeypatch.setattr(store, "_answers", answers)
+    monkeypatch.setattr(patience, "STUCK_S", 0.05)
+    monkeypatch.setattr(store._patience, "_is_alive", is_alive)
     wire.slow_s = 0.2
     with pytest.raises(StoreError, match="nothing was heard"):
         store.put_file(folder / "one.bin", "again.bin")

@@ -5,7 +5,7 @@ import shlex
 
 from fitune.errors import RecipeError
 from fitune.launch.pods import RECIPE, Manifest, metadata, pod_spec, queue_labels, recipe_map, require_pods
-from fitune.spec.machines.job import JobSpec
+from fitune.spec.machines.job import TESTED_RAY, JobSpec
 from fitune.units import GIB
 
 _HEAD_CPUS = 2
@@ -101,5 +101,5 @@ def _require_token_support(job: JobSpec) -> None:
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _TOKEN_SINCE:
         raise RecipeError(
             f"job.ray_version = {job.ray_version!r}: authentication by token needs Ray 2.52 or newer",
-            hint="the version that the image has, e.g. job.ray_version=2.60.0",
+            hint=f"the version that the image has, e.g. job.ray_version={TESTED_RAY}",
         )

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fitune.errors import HardwareError
 from fitune.launch.ray_cluster import RayPlace, last_words, loaded_ray
+from fitune.spec.machines.job import TESTED_RAY
 
 _LOOK_SECONDS = 0.2
 _LEAVE_SECONDS = 15.0
@@ -32,6 +34,20 @@ class WorkersEnd:
     error: str = ""
 
 
+def ray_parts() -> Any:
+    """The module with the parts of a run that Ray calls. Raises HardwareError where this version of Ray has no place
+    for them: one stands on Ray's internals, since nothing else says which actor its controller is."""
+    ray = loaded_ray()
+    try:
+        from fitune.launch import ray_backend
+    except ImportError as error:
+        raise HardwareError(
+            f"Ray {ray.__version__} cannot run the workers, only the Ray that fitune was tested with can: {error}",
+            hint=f"pip install 'ray[train,data]=={TESTED_RAY}' here and on every node",
+        ) from error
+    return ray_backend
+
+
 def run_workers(
     function: Callable[[dict[str, Any]], Any],
     config: dict[str, Any],
@@ -49,17 +65,17 @@ def run_workers(
     says that Ray's end is not worth waiting for; ``lost`` in a process of Ray on this node, with ranks that ended.
     ``desk`` is that of open_desk. Whatever ends the call ends the workers, and no thread asks Ray any more, also where
     it still waited for room: Ray ends a process that asks it from behind ray.shutdown()."""
-    loaded_ray()
+    parts = ray_parts()
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
-
-    from fitune.launch.ray_backend import ControllerTold, LossesTold, OwnInterface
 
     gpus = bool(each.get("GPU"))
     trainer = TorchTrainer(
         function,
         train_loop_config=config,
-        torch_config=OwnInterface(backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=int(timeout_s)),
+        torch_config=parts.OwnInterface(
+            backend="cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=int(timeout_s)
+        ),
         scaling_config=ScalingConfig(
             num_workers=(place.fewest, place.most) if place.is_elastic else place.most,
             use_gpu=gpus,
@@ -75,7 +91,7 @@ def run_workers(
                 max_preemption_failures=place.restarts,
             ),
             logging_config=LoggingConfig(log_level="CRITICAL"),
-            callbacks=[LossesTold(lost), ControllerTold(desk)],
+            callbacks=[parts.LossesTold(lost), parts.ControllerTold(desk)],
         ),
     )
     end = WorkersEnd()

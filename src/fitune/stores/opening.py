@@ -5,18 +5,14 @@ Credentials come from where the store's own client looks for them: the environme
 
 import ftplib
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from fitune.credentials import without_credentials
 from fitune.errors import DataError, FituneError, did_you_mean
 from fitune.stores.addresses import PrivateAddress, require_public
-
-T = TypeVar("T")
 
 CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "hdfs": "pyarrow",
@@ -26,13 +22,6 @@ HOSTS = {"ftp": "fsspec"}
 """As CLIENTS, for schemes whose URL names a host to connect to. Runs are written there; data is not read from there."""
 _PROBE_S, _READ_S = 10, 60
 """Seconds until a store that does not answer, or stops in the middle, counts as cut off. Clients then try again."""
-ANSWER_S = 30.0
-"""Seconds that a store has for its first answer, whatever its client tries."""
-SILENT_S = 90.0
-"""Seconds without a part or an answer after which a store that answered before is asked a short question. Without an
-answer to it within ANSWER_S, two minutes after the last sign of life, the store is given up."""
-STUCK_S = 600.0
-"""Seconds without a part or an answer after which a store is given up that still answers the short question."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "s3fs": {
         "config_kwargs": {
@@ -120,31 +109,6 @@ def require_allowed(url: str, *, allow_private: bool, error: type[FituneError]) 
         raise error(
             f"{url}: {problem.strerror or problem}", hint="look at the spelling of the host"
         ) from None
-
-
-def in_time(url: str, ask: Callable[[], T], *, error: type[FituneError]) -> T:
-    """The result of a first, short question to a store. Raises ``error`` when no answer comes within ANSWER_S.
-
-    Clients try so often, with a minute for each, that nobody would wait for them; the thread that asks is left alone.
-    """
-    answer = asked_beside(ask)
-    if not wait([answer], timeout=ANSWER_S).done:
-        raise error(f"{url}: the store did not answer within {ANSWER_S:g} s", hint=look_at(url))
-    return answer.result()
-
-
-def asked_beside(ask: Callable[[], T]) -> Future[T]:
-    """The result to come of ``ask``, which runs in a thread that nobody has to wait for, not even at exit."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except BaseException as problem:  # raised where the answer is waited for
-            answer.set_exception(problem)
-
-    threading.Thread(target=run, name="sending", daemon=True).start()
-    return answer
 
 
 _DONE = {"read": "read", "write": "written"}

@@ -11,7 +11,8 @@ from typing import Any, BinaryIO, Literal, cast
 
 from fitune.errors import DataError, FituneError
 from fitune.stores import opening
-from fitune.stores.opening import CLIENTS, asking, cause_of, in_time, open_store
+from fitune.stores.opening import CLIENTS, asking, cause_of, open_store
+from fitune.stores.patience import Patience, in_time
 from fitune.units import MIB, format_bytes
 
 _BLOCK_BYTES = 8 * MIB
@@ -30,15 +31,17 @@ class Found:
 
 def look_up(url: str, *, is_pattern: bool) -> Found:
     """The files at ``url`` as the store lists them now. Raises DataError when nothing is there, or none may look."""
+    patience = Patience(url, probe=partial(_probe, url, CLIENTS), error=DataError)
+    asked = partial(patience.answer, url, so_far=lambda: "while its files were listed")
     with asking(url):
         filesystem, inner = open_store(url)
         filesystem.invalidate_cache()
-        if is_pattern and not in_time(url, partial(filesystem.exists, inner), error=DataError):
+        if is_pattern and not asked(partial(filesystem.exists, inner)):
             base = re.split(r"[*?\[]", url, maxsplit=1)[0].rpartition("/")[0]
-            return Found("pattern", _as_urls(base, filesystem, filesystem.glob(inner)))
-        if in_time(url, partial(filesystem.isdir, inner), error=DataError):
-            return Found("folder", _as_urls(url, filesystem, filesystem.find(inner)))
-        filesystem.info(inner)
+            return Found("pattern", _as_urls(base, filesystem, asked(partial(filesystem.glob, inner))))
+        if asked(partial(filesystem.isdir, inner)):
+            return Found("folder", _as_urls(url, filesystem, asked(partial(filesystem.find, inner))))
+        asked(partial(filesystem.info, inner))
         return Found("file", (url,))
 
 
@@ -49,9 +52,19 @@ def identity(url: str) -> str | None:
         return identity_of(in_time(url, partial(filesystem.info, inner), error=DataError))
 
 
-def open_stream(url: str, *, clients: Mapping[str, str] = CLIENTS) -> BinaryIO:
-    """Open a file for reading. A cut connection is taken up again where it was; a file that changed is an error."""
-    return cast(BinaryIO, _Stream(url, clients))
+def open_stream(
+    url: str, *, clients: Mapping[str, str] = CLIENTS, patience: Patience | None = None
+) -> BinaryIO:
+    """Open a file for reading. A cut connection is taken up again where it was; a file that changed is an error, and so
+    is a store that falls silent. ``patience``: with that store, where others ask it at the same time."""
+    return cast(BinaryIO, _Stream(url, clients, patience))
+
+
+def _probe(url: str, clients: Mapping[str, str]) -> None:
+    """Ask the store about a file there, not out of a cache."""
+    filesystem, inner = open_store(url, clients)
+    filesystem.invalidate_cache()
+    filesystem.info(inner)
 
 
 def _as_urls(base: str, filesystem: Any, names: list[str]) -> tuple[str, ...]:
@@ -72,11 +85,13 @@ def identity_of(info: dict[str, Any]) -> str | None:
 class _Stream(io.RawIOBase):
     """A file in a store, which goes on where a cut connection left it."""
 
-    def __init__(self, url: str, clients: Mapping[str, str]) -> None:
+    def __init__(self, url: str, clients: Mapping[str, str], patience: Patience | None) -> None:
         self._url, self._clients, self._at = url, clients, 0
+        self._size: int | None = None
+        self._patience = patience or Patience(url, probe=partial(_probe, url, clients), error=DataError)
         with asking(url):
             filesystem, inner = open_store(url, clients)
-            info = filesystem.info(inner)
+            info = self._patience.answer(url, partial(filesystem.info, inner), so_far=self._so_far)
             self._identity, self._size = identity_of(info), info.get("size")
             self._file: Any = filesystem.open(inner, "rb", block_size=_BLOCK_BYTES)
 
@@ -94,7 +109,7 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        block = self._read(len(buffer))
+        block = self._patience.answer(self._url, partial(self._read, len(buffer)), so_far=self._so_far)
         buffer[: len(block)] = block
         self._at += len(block)
         return len(block)
@@ -113,12 +128,15 @@ class _Stream(io.RawIOBase):
             except Exception as error:  # clients of stores have no error in common
                 cause = error
         assert cause is not None
-        whole = f" of {format_bytes(self._size)}" if self._size else ""
         raise DataError(
-            f"{self._url}: the connection was cut after {format_bytes(self._at)}{whole}, and "
+            f"{self._url}: the connection was cut {self._so_far()}, and "
             f"{len(opening.WAITS_S)} tries to go on failed: {cause_of(cause)}",
             hint="run it again when the store answers; nothing half-made is kept",
         )
+
+    def _so_far(self) -> str:
+        whole = f" of {format_bytes(self._size)}" if self._size else ""
+        return f"after {format_bytes(self._at)}{whole}"
 
     def _reopen(self) -> None:
         self._file.close()

@@ -20,16 +20,14 @@ from fitune.stores.opening import (
     CLIENTS,
     HOSTS,
     WRITTEN,
-    asked_beside,
     asking,
-    in_time,
     lacks_credentials,
-    look_at,
     open_store,
     require_address,
     require_allowed,
     scheme_of,
 )
+from fitune.stores.patience import Patience
 from fitune.stores.reading import open_stream
 from fitune.threads import give_way
 from fitune.units import MIB, format_bytes
@@ -56,8 +54,7 @@ class Store:
         if "?" in url:  # s3fs takes what follows for a version, and writes to the name before it
             raise StoreError(f"{url}: '?' may not stand in a folder's URL", hint=url.partition("?")[0])
         self.url = url.rstrip("/")
-        self._has_answered = False
-        self._moved = self._heard = time.monotonic()
+        self._patience = Patience(url, probe=self._probe, error=StoreError)
         self._sent_bytes = 0
         require_allowed(url, allow_private=allow_private, error=StoreError)
         self._shared: tuple[Any, str] | None = None
@@ -190,7 +187,9 @@ class Store:
             file.parent.mkdir(parents=True, exist_ok=True)
             temporary = temporary_sibling(file)
             try:
-                with closing(open_stream(self.below(_inside(name, each)), clients=WRITTEN)) as stream:
+                with closing(
+                    open_stream(self.below(_inside(name, each)), clients=WRITTEN, patience=self._patience)
+                ) as stream:
                     write_synced(temporary, iter(partial(block, stream), b""))
                 if is_same(temporary, there[each]) is False:
                     raise StoreError(f"{self.below(name)}/{each}: what came is not what the store holds")
@@ -209,7 +208,7 @@ class Store:
         after a store fell silent no more of them are begun."""
         begun = [self._pool.submit(action, name) for name in names]
         wait(begun, return_when=FIRST_EXCEPTION)
-        if not self._has_answered:
+        if not self._patience.has_answered:
             for one in begun:
                 one.cancel()
         wait(begun)
@@ -255,7 +254,7 @@ class Store:
             from fsspec.callbacks import Callback
 
             filesystem, inner = self._open_in_folder(name)
-            arrived = Callback(hooks={"moved": lambda *_size_and_value: self._move()})
+            arrived = Callback(hooks={"moved": lambda *_size_and_value: self._patience.heard()})
             filesystem.put_file(str(file), inner, callback=arrived, **self._how(size))
             filesystem.invalidate_cache()
             if not self._holds(file, name, filesystem.info(inner)):
@@ -291,50 +290,15 @@ class Store:
         """Run ``action``, again after each of the waits; returns its result. Raises at once what no wait changes."""
         tries = partial(_tries, action, opening.WAITS_S if waits is None else waits)
         with asking(url, error=StoreError, doing=doing):
-            ask = self._while_heard if self._has_answered else partial(in_time, error=StoreError)
-            result = ask(url, tries)
-            self._has_answered = True
-            self._move()
-            return result
+            return self._patience.answer(url, tries, so_far=self._so_far)
 
-    def _while_heard(self, url: str, ask: Callable[[], T]) -> T:
-        """The result of ``ask``. Raises StoreError when the store falls silent meanwhile: its client alone would try
-        for a quarter of an hour, and for ever where the other end takes no bytes. Its thread is left alone."""
-        self._move()
-        answer = asked_beside(ask)
-        while not wait([answer], timeout=opening.SILENT_S / 20).done:
-            now = time.monotonic()
-            if now - self._heard < opening.SILENT_S:
-                continue
-            if now - self._moved > opening.STUCK_S or not self._answers():
-                self._has_answered = False
-                raise StoreError(
-                    f"{url}: nothing was heard of the store for {time.monotonic() - self._moved:.0f} s, after "
-                    f"{format_bytes(self._sent_bytes)} in whole files were sent",
-                    hint=look_at(url),
-                )
-            self._heard = time.monotonic()
-        return answer.result()
+    def _probe(self) -> None:
+        filesystem, inner = self._open(f"fitune-probe-{uuid.uuid4().hex[:12]}")
+        filesystem.invalidate_cache()
+        filesystem.info(inner)
 
-    def _answers(self) -> bool:
-        """True if the store answers a short question now: on a slow link a part alone may take minutes."""
-
-        def ask() -> None:
-            filesystem, inner = self._open(f"fitune-probe-{uuid.uuid4().hex[:12]}")
-            filesystem.invalidate_cache()
-            filesystem.info(inner)
-
-        try:
-            in_time(self.url, ask, error=StoreError)
-        except (FileNotFoundError, PermissionError, ftplib.error_perm):
-            pass
-        except Exception:  # clients have no error in common; any but those above is no answer
-            return False
-        return True
-
-    def _move(self) -> None:
-        """The store took a part, or answered."""
-        self._moved = self._heard = time.monotonic()
+    def _so_far(self) -> str:
+        return f"after {format_bytes(self._sent_bytes)} in whole files were sent"
 
 
 def _tries(action: Callable[[], T], waits: Iterable[float]) -> T:

@@ -203,7 +203,7 @@ def _assumed(ranking: Ranking) -> Iterator[str]:
             f"storage (a node to the shared file system) {STORAGE_BANDWIDTH / 1e6:g} MB/s",
             [one.name for one in clusters if one.storage is None],
         ),
-        ("all nodes are free", [one.name for one in clusters if one.free is None and one.live is None]),
+        ("all nodes are free", [one.name for one in clusters if one.free is None]),
         (
             "host_memory twice the node's device memory",
             [one.name for one in clusters if one.host_memory is None],

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from fitune.errors import HardwareError, MissingExtra
+from fitune.errors import HardwareError, MissingExtra, RecipeError
 from fitune.spec.machines.job import GPU_RESOURCE
 from fitune.spec.recipe.fleet import Cluster, Fleet
 
@@ -19,7 +19,15 @@ _SECONDS = 20.0
 
 
 def with_free_nodes(fleet: Fleet) -> Fleet:
-    """The fleet with ``free`` as clusters with ``live`` say. Raises HardwareError where one does not answer."""
+    """The fleet with ``free`` as clusters with ``live`` say.
+
+    Raises RecipeError where no cluster has ``live``, HardwareError where one does not answer.
+    """
+    if not any(cluster.live for cluster in fleet.clusters):
+        raise RecipeError(
+            f"--live asks clusters what is free, and none in {fleet.source} says who is asked",
+            hint="live: nodes, kueue, slurm or ray for each cluster that can be asked, or leave --live out",
+        )
     clusters = tuple(
         cluster if cluster.live is None else cluster.model_copy(update={"free": free_nodes(cluster)})
         for cluster in fleet.clusters

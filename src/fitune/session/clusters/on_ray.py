@@ -25,7 +25,7 @@ from fitune.launch.ray_cluster import (
     with_room,
 )
 from fitune.launch.ray_desk import open_desk
-from fitune.launch.ray_workers import WorkersEnd, run_workers
+from fitune.launch.ray_workers import WorkersEnd, ray_parts, run_workers
 from fitune.launch.torchrun import fresh_logs
 from fitune.report.run_page import write_report
 from fitune.session.clusters.ray_growth import Growth
@@ -64,6 +64,7 @@ def train_on_ray(recipe: Recipe, place: RayPlace, *, overwrite: bool, tell: Tell
     Raises HardwareError where the cluster cannot be reached, has no room, or its nodes differ from this machine.
     """
     with connected(place.address) as cluster:
+        ray_parts()  # before anything is planned
         each = each_worker(recipe, cluster)
         cluster = with_room(cluster, place, each)
         asked = place

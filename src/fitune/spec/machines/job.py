@@ -10,6 +10,8 @@ from fitune.errors import RecipeError
 
 System = Literal["kuberay", "kubernetes", "slurm"]
 
+TESTED_RAY = "2.60.0"
+"""The version of Ray that runs on a cluster are tested with."""
 GPU_RESOURCE = "nvidia.com/gpu"
 """Kubernetes' name for the GPUs of a node."""
 

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from fitune.errors import RecipeError, did_you_mean
-from fitune.spec.machines.job import GPU_RESOURCE, System
+from fitune.spec.machines.job import GPU_RESOURCE, TESTED_RAY, System
 from fitune.spec.recipe.strict_yaml import load_yaml, parse_value
 from fitune.spec.recipe.values import Names, PositiveInt, Size, require_plain_text, whole_number
 from fitune.units import parse_seconds
@@ -155,7 +155,7 @@ class JobSettings(Strict):
     deadline: Duration | None = None
     start_within: Duration | None = None
     keep: Duration = 3600
-    ray_version: Word = "2.60.0"
+    ray_version: Word = TESTED_RAY
     setup: Lines = []
     constraint: Word = ""
 
