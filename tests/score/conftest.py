@@ -1,5 +1,6 @@
 """A tiny random model with its own tokenizer and template, in a folder and loaded."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import training_exercises
 from fitune.models.weights import load_model, load_tokenizer
+from fitune.score.plan import ScorePlan
+from fitune.spec.plan import DataSource
+from score.scorings import plan_for, quietly, write_data
 
 TINY = Shape(
     vocab_size=384,
@@ -38,3 +42,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     tokenizer = load_tokenizer(str(folder))
     model = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
     return Tiny(folder, model, tokenizer, load_template(tokenizer))
+
+
+@pytest.fixture
+def plan(tiny, tmp_path: Path) -> ScorePlan:
+    data = DataSource(path=str(write_data(tmp_path / "rows.jsonl")))
+    return plan_for(tiny.folder, data, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def finished_once(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of the plan below."""
+    folder = tmp_path_factory.mktemp("finished")
+    data = DataSource(path=str(write_data(folder / "rows.jsonl")))
+    quietly(plan_for(tiny.folder, data, folder / "out"))
+    return folder / "out"
+
+
+@pytest.fixture
+def finished(plan: ScorePlan, finished_once: Path) -> ScorePlan:
+    """The plan, with its directory as a run left it."""
+    shutil.copytree(finished_once, plan.output_dir)
+    return plan

@@ -1,0 +1,55 @@
+"""A scoring of twenty rows by the tiny model, and what it leaves."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from fitune.demo.text import training_exercises
+from fitune.score.engines.engine import Sampling
+from fitune.score.plan import ScorePlan
+from fitune.score.run import score
+from fitune.spec.plan import DataSource
+from fitune.spec.reports import ScoreReport
+
+ROWS = 20
+
+
+def write_data(path: Path, *, count: int = ROWS, changed: str = "") -> Path:
+    rows = [
+        {"id": r.id, "prompt": r.prompt, "completion": r.completion}
+        for r in training_exercises(count, seed=2)
+    ]
+    if changed:
+        rows[3]["prompt"] = changed
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def plan_for(model: Path, data: DataSource, out: Path) -> ScorePlan:
+    """Answers are written eight rows at a time."""
+    sampling = Sampling(max_new_tokens=8)
+    return ScorePlan(
+        model=str(model), sources=(data,), output_dir=str(out), sampling=sampling, batch_size=1, shard_rows=8
+    )
+
+
+def quietly(plan: ScorePlan, progress: Callable[[int, int], None] = lambda done, total: None) -> ScoreReport:
+    return score(plan, say=lambda line: None, progress=progress)
+
+
+def answers(plan: ScorePlan) -> Path:
+    return Path(plan.output_dir) / "answers.jsonl"
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def everything(plan: ScorePlan) -> dict[str, bytes]:
+    """All that a run leaves but its report, which tells the time it took."""
+    folder = Path(plan.output_dir)
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("report.json", "run.lock")
+    }

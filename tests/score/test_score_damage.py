@@ -1,0 +1,128 @@
+"""Shards that were damaged are errors for people, with the file that is at fault."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fitune.errors import RunDirectoryError
+from fitune.score.plan import ScorePlan
+from score.scorings import everything, quietly
+
+
+def test_a_damaged_shard_is_an_error_with_its_file(finished: ScorePlan) -> None:
+    shard = Path(finished.output_dir) / "shards" / "00001.answers.jsonl"
+    shard.write_bytes(shard.read_bytes().replace(b"assistant", b"assisted!"))
+    with pytest.raises(RunDirectoryError, match=r"00001.answers.jsonl: the shard is damaged: its bytes"):
+        quietly(finished)
+
+
+@pytest.mark.parametrize("damage", ["{\n" * 8, "", "null\n" * 8, '{"other": 1}\n' * 8, "[" * 100_000 + "\n"])
+def test_grades_that_were_damaged_are_an_error_with_their_file_and_without_it_they_are_made_again(
+    finished: ScorePlan, damage: str
+) -> None:
+    """Grades have no hash of their own."""
+    before = everything(finished)
+    (path, *_) = (Path(finished.output_dir) / "shards").glob("00001.grades-*.jsonl")
+    path.write_text(damage)
+    with pytest.raises(RunDirectoryError, match="00001.grades-.*: damaged: ") as caught:
+        quietly(finished)
+    assert str(caught.value.hint).startswith("remove this file")
+    path.unlink()
+    quietly(finished)
+    assert everything(finished) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"ids": ["train-0001"]}, "differ in number"),
+        ({"states": ["x"] * 8}, "0, 1 or 2"),
+        ({"contents": [1] * 8}, "ids and contents are texts"),
+        ({"states": [[]] * 8}, "0, 1 or 2"),
+        ({"ids": 8}, "ids is not a list"),
+        ({"sha256": "abc"}, "sha256 is not an object"),
+        ({"sha256": {}}, "sha256 says nothing of its answers"),
+    ],
+)
+def test_a_manifest_that_does_not_hold_together_is_an_error_with_its_file(
+    finished: ScorePlan, change: dict, why: str
+) -> None:
+    path = shard_manifest(finished)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(RunDirectoryError, match=f"00000.json: the shard is damaged: .*{why}") as refused:
+        quietly(finished)
+    assert f"remove {path} to answer its rows again" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "not JSON: line 1"),
+        (b"[1, 2]", "it is not an object"),
+        (b"{}", "it has no ids"),
+        (b'{"ids": [], "contents": [], "states": []}', "it has no sha256"),
+        (b"\x00\xff\xfe", "not UTF-8 at byte 1"),
+    ],
+)
+def test_a_manifest_that_is_none_is_an_error_with_its_file(
+    finished: ScorePlan, content: bytes, why: str
+) -> None:
+    shard_manifest(finished).write_bytes(content)
+    with pytest.raises(RunDirectoryError, match=f"00000.json: the shard is damaged: {why}"):
+        quietly(finished)
+
+
+@pytest.mark.parametrize("kind", ["answers", "tasks"])
+@pytest.mark.parametrize("lines", [5, 9])
+def test_a_manifest_of_fewer_or_more_lines_than_its_files_is_an_error(
+    finished: ScorePlan, kind: str, lines: int
+) -> None:
+    """Also where the hash was forged to be right."""
+    path = shard_manifest(finished)
+    file = path.with_suffix(f".{kind}.jsonl")
+    written = (file.read_bytes().splitlines(keepends=True) * 2)[:lines]
+    file.write_bytes(b"".join(written))
+    found = json.loads(path.read_text())
+    found["sha256"][kind] = hashlib.sha256(file.read_bytes()).hexdigest()
+    path.write_text(json.dumps(found))
+    with pytest.raises(RunDirectoryError, match=f"{kind}.jsonl: .* it has {lines} lines, its manifest 8"):
+        quietly(finished)
+
+
+def test_a_manifest_that_names_other_rows_than_its_answers_is_an_error(finished: ScorePlan) -> None:
+    path = shard_manifest(finished)
+    found = json.loads(path.read_text())
+    for name in ("ids", "contents"):
+        found[name] = found[name][::-1]
+    path.write_text(json.dumps(found))
+    with pytest.raises(
+        RunDirectoryError,
+        match="00000.answers.jsonl: .* line 8 answers 'train-0008', its manifest says 'train-0001'",
+    ):
+        quietly(finished)
+
+
+@pytest.mark.parametrize("line", [b"{}", b"[]", b'{"custom_id": "train-0001"}', b"\xff", b'{"custom_id": 7'])
+def test_an_answer_that_is_none_is_an_error_with_its_file(finished: ScorePlan, line: bytes) -> None:
+    path = shard_manifest(finished)
+    file = path.with_suffix(".answers.jsonl")
+    file.write_bytes(b"\n".join([line, *file.read_bytes().splitlines()[1:]]) + b"\n")
+    found = json.loads(path.read_text())
+    found["sha256"]["answers"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    path.write_text(json.dumps(found))
+    with pytest.raises(RunDirectoryError, match="00000.answers.jsonl: the shard is damaged"):
+        quietly(finished)
+
+
+def test_a_shard_of_another_run_is_an_error_with_its_file(finished: ScorePlan, finished_once: Path) -> None:
+    path = shard_manifest(finished)
+    shutil.copy(path.with_name("00001.json"), path)
+    with pytest.raises(RunDirectoryError, match=r"00000.answers.jsonl: .* its bytes are not those"):
+        quietly(finished)
+
+
+def shard_manifest(plan: ScorePlan) -> Path:
+    return Path(plan.output_dir) / "shards" / "00000.json"

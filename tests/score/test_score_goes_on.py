@@ -1,0 +1,263 @@
+"""A scoring that was stopped, or whose data grew, goes on with every id exactly once; other settings are refused."""
+
+import errno
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from fitune.errors import FituneError, RunDirectoryError
+from fitune.score.engines.engine import Completion, Request, Sampling
+from fitune.score.engines.engine_transformers import TransformersEngine
+from fitune.score.plan import ScorePlan
+from fitune.score.shards import Shards
+from fitune.spec.plan import DataSource
+from score.scorings import ROWS, answers, everything, lines, quietly, write_data
+
+
+@pytest.mark.parametrize("lost", [("00002.json",), ("00001.json", "00002.json"), ("00000.json",)])
+def test_a_shard_without_its_manifest_is_answered_again(finished: ScorePlan, lost: tuple[str, ...]) -> None:
+    whole = answers(finished).read_bytes()
+    for name in lost:
+        (Path(finished.output_dir) / "shards" / name).unlink()
+    (Path(finished.output_dir) / "report.json").unlink()
+    seen: list[int] = []
+    report = quietly(finished, progress=lambda done, total: seen.append(done))
+    assert answers(finished).read_bytes() == whole
+    assert seen[0] == ROWS - sum(4 if name == "00002.json" else 8 for name in lost)
+    assert seen[-1] == report.answered == ROWS
+
+
+class Killed(BaseException):
+    """As abrupt as a signal."""
+
+
+@pytest.mark.parametrize("after", [1, 8, 9, 19])
+def test_a_run_killed_between_batches_loses_nothing_written(plan: ScorePlan, after: int) -> None:
+    def kill(done: int, total: int) -> None:
+        if done == after:
+            raise Killed
+
+    with pytest.raises(Killed):
+        quietly(plan, progress=kill)
+    assert Shards(Path(plan.output_dir)).numbers() == list(range((after - 1) // 8))
+    assert not answers(plan).exists()
+    quietly(plan)
+    ids = [line["custom_id"] for line in lines(answers(plan))]
+    assert ids == [f"train-{number:04d}" for number in range(1, ROWS + 1)]
+
+
+def killed_at_sync(plan: ScorePlan, count: int) -> bool:
+    """Score in a child process that SIGKILLs itself when it syncs for the ``count``-th time; False: it finished."""
+    child = os.fork()
+    if not child:
+        left, sync = count, os.fsync
+
+        def fsync(handle: int) -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            sync(handle)
+
+        os.fsync = fsync
+        try:
+            quietly(plan)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_wherever_it_writes_the_bytes_are_those_of_an_undisturbed_run(
+    plan: ScorePlan, finished_once: Path, step: int
+) -> None:
+    """SIGKILL at every ``step``-th sync, in a new start in the same directory each time, until one comes through."""
+    expected = everything(replace(plan, output_dir=str(finished_once)))
+    kills, count = 0, 1
+    while killed_at_sync(plan, count):
+        kills, count = kills + 1, count + step
+        assert kills < 100
+    assert kills >= 2
+    assert everything(plan) == expected
+
+
+def test_a_disk_that_fills_up_wherever_it_is_written_loses_nothing(
+    plan: ScorePlan, finished_once: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full at one sync of each start, four later every time, until no start gets that far."""
+    expected = everything(replace(plan, output_dir=str(finished_once)))
+    sync, left, count = os.fsync, 0, 0
+
+    def fsync(handle: int) -> None:
+        nonlocal left
+        left -= os.readlink(f"/proc/self/fd/{handle}").startswith(plan.output_dir)  # not of a cache
+        if not left:
+            left = -1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    named = set()
+    while left <= 0:
+        left = count = count + 4
+        named.add(named_by_a_full_disk(plan))
+        assert not list(Path(plan.output_dir).rglob(".tmp-*"))
+    assert len(named - {""}) >= 4
+    assert everything(plan) == expected
+
+
+def named_by_a_full_disk(plan: ScorePlan) -> str:
+    """The file that the error names beside the free bytes; empty where the scoring came through."""
+    try:
+        quietly(plan)
+        return ""
+    except OSError as error:
+        told = error
+    said = r"No space left on device: ([\d.]+ \w*B to write, )?[\d.]+ \w*B free"
+    assert re.fullmatch(said, str(told.strerror))
+    return Path(str(told.filename)).name
+
+
+def test_a_finished_run_changes_nothing_when_started_again(plan: ScorePlan) -> None:
+    first = quietly(plan)
+    before = answers(plan).read_bytes()
+    seen: list[int] = []
+    again = quietly(plan, progress=lambda done, total: seen.append(done))
+    assert seen == [ROWS]
+    assert answers(plan).read_bytes() == before
+    assert (first.rows_asked, again.rows_asked) == (ROWS, 0)
+    assert replace(again, seconds=first.seconds, rows_asked=ROWS) == first
+
+
+def test_data_that_grew_is_answered_where_it_grew(finished: ScorePlan) -> None:
+    before = answers(finished).read_bytes()
+    write_data(Path(finished.sources[0].path), count=ROWS + 3)
+    seen: list[int] = []
+    assert quietly(finished, progress=lambda done, total: seen.append(done)).answered == ROWS + 3
+    assert seen == [ROWS, ROWS + 1, ROWS + 2, ROWS + 3]
+    assert answers(finished).read_bytes().startswith(before)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"sampling": Sampling(max_new_tokens=9)}, "sampling"),
+        ({"sampling": Sampling(max_new_tokens=8, temperature=0.5)}, "sampling"),
+        ({"data": "other.jsonl"}, "data"),
+    ],
+)
+def test_other_settings_are_refused_in_the_same_directory(
+    finished: ScorePlan, tmp_path: Path, change: dict, named: str
+) -> None:
+    before = answers(finished).read_bytes()
+    if "data" in change:
+        change = {"sources": (DataSource(path=str(write_data(tmp_path / change["data"]))),)}
+    with pytest.raises(RunDirectoryError, match=f"other settings:\n  {named}: ") as caught:
+        quietly(replace(finished, **change))
+    assert "8" in caught.value.message or "rows.jsonl" in caught.value.message
+    assert answers(finished).read_bytes() == before
+
+
+def test_another_model_of_the_same_name_is_refused(finished: ScorePlan, tiny, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(tiny.folder, tmp_path / "elsewhere" / tiny.folder.name))
+    assert quietly(replace(finished, model=str(other))).answered == ROWS, (
+        "the same files in another place are the same"
+    )
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunDirectoryError, match="model: 'tiny, files"):
+        quietly(replace(finished, model=str(other)))
+
+
+def test_a_changed_or_missing_row_is_refused_by_its_id(finished: ScorePlan) -> None:
+    write_data(Path(finished.sources[0].path), changed="Tell me something else.")
+    with pytest.raises(
+        RunDirectoryError, match="1 rows answered there have another prompt or reference now: train-0004"
+    ):
+        quietly(finished)
+    write_data(Path(finished.sources[0].path), count=ROWS - 1)
+    with pytest.raises(
+        RunDirectoryError, match="1 rows answered there are no longer in the data: train-0020"
+    ):
+        quietly(finished)
+
+
+def test_an_engine_that_fails_on_a_row_fails_for_it_alone_and_the_next_run_asks_it_again(
+    plan: ScorePlan, finished_once: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = TransformersEngine.answer
+
+    def broken(engine: TransformersEngine, requests: list[Request]) -> Iterator[Completion]:
+        if any(request.id == "train-0004" for request in requests):
+            raise RuntimeError("this row breaks it")
+        return answer(engine, requests)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TransformersEngine, "answer", broken)
+        report = quietly(plan)
+    assert (report.answered, report.failed) == (ROWS - 1, 1)
+    error = lines(answers(plan))[3]["error"]
+    assert (error["code"], error["message"]) == ("engine_failed", "RuntimeError: this row breaks it")
+    asked: list[int] = []
+    assert quietly(plan, progress=lambda done, total: asked.append(done)).failed == 0
+    assert asked == [ROWS - 1, ROWS]
+    assert answers(plan).read_bytes() == (finished_once / "answers.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["file", "foreign", "answers without a manifest"])
+def test_a_directory_that_is_not_ours_is_left_alone(plan: ScorePlan, kind: str) -> None:
+    out = Path(plan.output_dir)
+    if kind == "file":
+        out.write_text("mine")
+    else:
+        out.mkdir()
+        (out / ("thesis.tex" if kind == "foreign" else "answers.jsonl")).write_text("mine")
+    with pytest.raises(RunDirectoryError):
+        quietly(plan)
+    assert [p.read_text() for p in (out.iterdir() if out.is_dir() else [out]) if p.name != "run.lock"] == [
+        "mine"
+    ]
+
+
+def test_two_scorings_do_not_write_into_one_directory(plan: ScorePlan) -> None:
+    refusals: list[FituneError] = []
+
+    def start_a_second(done: int, total: int) -> None:
+        if done == 0:
+            with pytest.raises(RunDirectoryError, match="another run of this process") as caught:
+                quietly(plan)
+            refusals.append(caught.value)
+
+    quietly(plan, progress=start_a_second)
+    assert len(refusals) == 1
+
+
+@pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (8, 2048)])
+def test_a_scoring_goes_on_with_shards_of_another_size(plan: ScorePlan, sizes: tuple[int, int]) -> None:
+    """Stopped after eleven rows, ended in other shards: the answers are those of one size, each row asked once more at
+    most."""
+    seen: list[int] = []
+
+    def kill(done: int, total: int) -> None:
+        if done == 11:
+            raise Killed
+
+    quietly(whole := replace(plan, output_dir=f"{plan.output_dir} whole"))
+    with pytest.raises(Killed):
+        quietly(replace(plan, shard_rows=sizes[0]), progress=kill)
+    written = sum(len(Shards(Path(plan.output_dir)).rows(n)) for n in Shards(Path(plan.output_dir)).numbers())
+    quietly(replace(plan, shard_rows=sizes[1]), progress=lambda done, total: seen.append(done))
+    assert seen[0] == written == 11 // sizes[0] * sizes[0]
+    for name in ("answers.jsonl", "grades.jsonl", "answers.parquet"):
+        assert (Path(plan.output_dir) / name).read_bytes() == (Path(whole.output_dir) / name).read_bytes()
