@@ -99,7 +99,7 @@ def train(
 def score(
     model: "PathLike", data: "Paths", out: "PathLike", *, adapter: "PathLike" = "",
     columns: Mapping[str, str] | None = None, graders: Sequence[str] = (), max_new_tokens: int = 256,
-    temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, batch_size: int = 16,
+    temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, batch_size: int | None = None,
     chat_template: "PathLike" = "", id_column: str = "", engine: str = "", url: str = "",
     served_model: str = "", allow_https: bool = False, allow_private_addresses: bool = False,
     progress: "Callable[[Event], object] | None" = None,
@@ -108,8 +108,8 @@ def score(
 
     ``data`` may be several files, folders or Hub ids: their rows are answered in their order, as if they were one.
     ``engine`` is transformers, server (at ``url``) or vllm; left out, the fastest on GPUs with vLLM, else transformers.
-    ``columns`` maps system, prompt and completion to columns.
-    Rows without an answer are graded 0 and count as failed.
+    ``columns`` maps system, prompt and completion to columns. ``batch_size``: rows answered together; None: as many as
+    fit, at most 32. Rows without an answer are graded 0 and count as failed.
     """
     from fitune.session.score.scoring import score_dataset
 
@@ -125,7 +125,7 @@ def score(
 @system_failures()
 def score_tasks(
     model: "PathLike", tasks: str | Sequence[str], out: "PathLike", *, tasks_folder: "PathLike | None" = None,
-    shots: int | None = None, limit: int | None = None, adapter: "PathLike" = "", batch_size: int = 16,
+    shots: int | None = None, limit: int | None = None, adapter: "PathLike" = "", batch_size: int | None = None,
     seed: int = 0, chat_template: "PathLike" = "", engine: str = "", url: str = "", served_model: str = "",
     progress: "Callable[[Event], object] | None" = None,
 ) -> "TaskScores":  # fmt: skip
