@@ -1,8 +1,8 @@
 """The program with one rank that fails: ``faulty_ranks.py RANK CALL FAULT train …``.
 
 In the CALL-th backward pass of that rank FAULT happens, or at its start where CALL is 0. The launcher, which has no
-RANK of its own, starts its ranks by the same words. SILENCE in the environment: seconds after which a node that says
-nothing is lost.
+RANK of its own, starts its ranks by the same words. In the environment: GO, a file that lets a rank go on which
+waits; SILENCE, seconds after which a node that says nothing is lost; TOGETHER, seconds in which two signals are one.
 """
 
 import errno
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fitune.cli import main
 from fitune.errors import DataError
 from fitune.launch import nodes
 from fitune.models.language_model import LanguageModel
+from fitune.session import fresh_process
 
 
 def raise_value_error() -> None:
@@ -79,8 +81,10 @@ def freeze() -> None:
 
 def pause() -> None:
     """Be stopped for four seconds, as by a full disk or a machine that swaps."""
-    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
+    own = os.getpid()
+    is_stopped = f"grep -q '^State:.T' /proc/{own}/status"
+    subprocess.Popen(["sh", "-c", f"until {is_stopped}; do sleep 0.05; done; sleep 4; kill -CONT {own}"])
+    os.kill(own, signal.SIGSTOP)
 
 
 def lack_a_module() -> None:
@@ -90,10 +94,29 @@ def lack_a_module() -> None:
 def wait() -> None:
     """Say READY to whoever started the program and wait for a signal or a file beside the run."""
     os.write(1, b"READY\n")
-    for _ in range(12_000):
+    for _ in range(60_000):
         time.sleep(0.01)
         if os.path.exists(os.environ["GO"]):
             break
+
+
+def write_down_signals() -> None:
+    """Let a file beside GO have a byte for every signal, also while this rank waits in torch for the others."""
+    heard = _heard(Path(os.environ["GO"]), os.environ["RANK"])
+    signal.set_wakeup_fd(os.open(heard, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK))
+
+
+def until_heard(go: Path, *, ranks: tuple[int, ...] = (0, 1), signals: int = 1) -> None:
+    """Wait until each of the ranks has so many signals."""
+    until = time.monotonic() + 120
+    for heard in (_heard(go, rank) for rank in ranks):
+        while not heard.exists() or heard.stat().st_size < signals:
+            assert time.monotonic() < until, f"{signals} signals were not {heard.name}"
+            time.sleep(0.01)
+
+
+def _heard(go: Path, rank: object) -> Path:
+    return go.with_name(f"heard by rank {rank}")
 
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -122,8 +145,11 @@ if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup's ignore this one
     torch.set_num_threads(1)
     nodes.SILENCE_SECONDS = float(os.environ.get("SILENCE", nodes.SILENCE_SECONDS))
+    fresh_process._ONE_REQUEST_SECONDS = float(os.environ.get("TOGETHER", fresh_process._ONE_REQUEST_SECONDS))
     rank, call, name, *words = sys.argv[1:]
     sys.argv = [sys.argv[0], *words]
+    if "RANK" in os.environ:
+        write_down_signals()
     if os.environ.get("RANK") == rank:
         if call == "0":
             FAULTS[name]()

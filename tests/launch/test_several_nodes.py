@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from faults import faulty_ranks
+from faults.faulty_ranks import until_heard
 from fitune.spec.rank_status import read_statuses
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
@@ -78,7 +78,7 @@ def start(cable: Cable, settings: dict[str, object], tmp_path: Path) -> Start:
 
 def ends(*started: "subprocess.Popen[str]") -> list[tuple[int, str]]:
     """Exit code and standard error of each."""
-    said = [each.communicate(timeout=200) for each in started]
+    said = [each.communicate(timeout=600) for each in started]
     return [(each.returncode, err) for each, (_, err) in zip(started, said, strict=True)]
 
 
@@ -145,7 +145,7 @@ def test_a_signal_to_one_node_lets_both_save(start: Start, tmp_path: Path) -> No
     while "READY" not in (line := first.stdout.readline()):
         assert line, first.communicate()
     second.send_signal(signal.SIGTERM)
-    time.sleep(1.0)
+    until_heard(tmp_path / "go", ranks=(1,))
     (tmp_path / "go").touch()
     assert [code for code, _ in ends(first, second)] == [143, 143]
     assert (tmp_path / "run/checkpoints/step-3/COMMIT").is_file()

@@ -1,19 +1,17 @@
 """The small twin of Llama-2-70B, QLoRA by two processes: killed, resumed, merged as docs/engines.md says."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from faults import faulty_ranks
 from fitune.track.metrics import read_metrics
 
 pytest.importorskip("bitsandbytes")
@@ -54,18 +52,16 @@ def twin(model_folder: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def fitune(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "fitune", *words], stdout=subprocess.PIPE, text=True)
+def fitune(*words: str) -> int:
+    """The exit code of the program."""
+    return subprocess.run([sys.executable, "-m", "fitune", *words], stdout=subprocess.DEVNULL).returncode
 
 
-def kill_a_rank(job: subprocess.Popen[str], metrics: Path, *, after: int) -> None:
-    """Once so many steps are logged."""
-    while job.poll() is None:
-        if metrics.is_file() and metrics.read_bytes().count(b"\n") > after:
-            os.kill(psutil.Process(job.pid).children()[-1].pid, signal.SIGKILL)
-            return
-        time.sleep(0.05)
-    raise AssertionError("it ended before it could be killed")
+def killed_in_step(step: int, *words: str, go: Path) -> int:
+    """The exit code of the program whose second rank is killed in the second of the four batches of that step."""
+    call = 4 * (step - 1) + 2
+    program = [sys.executable, faulty_ranks.__file__, "1", str(call), "kill", *words]
+    return subprocess.run(program, env={**os.environ, "GO": str(go)}, stdout=subprocess.DEVNULL).returncode
 
 
 @pytest.mark.slow
@@ -73,12 +69,10 @@ def test_the_twin_is_killed_resumed_merged_and_reloaded(twin: Path, data_file: P
     for name in ("straight", "killed"):
         text = RECIPE.format(twin=twin, data=data_file, output=tmp_path / name)
         (tmp_path / f"{name}.yaml").write_text(text)
-    assert fitune("train", str(tmp_path / "straight.yaml")).wait() == 0
-    job = fitune("train", str(tmp_path / "killed.yaml"))
-    kill_a_rank(job, tmp_path / "killed" / "metrics.jsonl", after=4)
-    assert job.wait() != 0
-    assert fitune("train", str(tmp_path / "killed.yaml"), "--resume").wait() == 0
-    assert fitune("export", str(tmp_path / "killed")).wait() == 0
+    assert fitune("train", str(tmp_path / "straight.yaml")) == 0
+    assert killed_in_step(6, "train", str(tmp_path / "killed.yaml"), go=tmp_path / "go") == 1
+    assert fitune("train", str(tmp_path / "killed.yaml"), "--resume") == 0
+    assert fitune("export", str(tmp_path / "killed")) == 0
     logged = [[s.loss for s in read_metrics(tmp_path / n / "metrics.jsonl")] for n in ("straight", "killed")]
     assert len(logged[0]) == 8
     assert logged[0] == logged[1]
