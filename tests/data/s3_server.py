@@ -60,10 +60,22 @@ class Wire:
                     connection.close()
                     continue
                 upstream = socket.create_connection(self._server)
+                noted = (
+                    self.requests,
+                    self.headers,
+                )  # what an earlier test left under way stays in its own lists
                 for source, sink, answers in ((connection, upstream, False), (upstream, connection, True)):
-                    threading.Thread(target=self._pump, args=(source, sink, answers), daemon=True).start()
+                    words = (source, sink, answers, *noted)
+                    threading.Thread(target=self._pump, args=words, daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+    def _pump(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        answers: bool,
+        requests: list[bytes],
+        headers: list[bytes],
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(16_384):
                 while self.is_silent:
@@ -73,8 +85,8 @@ class Wire:
                     self.cut_after -= len(data)
                 if not answers and data.startswith(_VERBS):
                     line, _, rest = data.partition(b"\r\n")
-                    self.requests.append(line)
-                    self.headers.append(rest.partition(b"\r\n\r\n")[0].lower())
+                    requests.append(line)
+                    headers.append(rest.partition(b"\r\n\r\n")[0].lower())
                     if self.refused and data.startswith((b"PUT", b"POST", b"DELETE")):
                         self.refused -= 1
                         source.sendall(self.refusal)
@@ -185,6 +197,7 @@ def use_server(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     wire.cut_after = wire.cut_sent_after = None
     wire.is_down = wire.stays_down = wire.is_silent = False
     wire.refused, wire.slow_s, wire.refusal = 0, 0.0, UNAVAILABLE
+    wire.requests, wire.headers = [], []
 
 
 def make_bucket(name: str) -> None:

@@ -39,7 +39,7 @@ def machines() -> Iterator[Cable]:
             for machine, words in enumerate((here, there)):
                 size = ["--num-cpus", "1", "--object-store-memory", str(80 * 2**20)]
                 start = [*cable.on(machine), ray, "start", *words, *size]
-                subprocess.run(start, env=ENVIRONMENT, check=True, capture_output=True, timeout=180)
+                subprocess.run(start, env=ENVIRONMENT, check=True, capture_output=True, timeout=300)
             yield cable
         finally:
             end_all(of=head)

@@ -62,7 +62,7 @@ def _attempts(directory: Path, store: Path, make_step: Callable[..., StepReport]
     tracking = Tracking(run_name="a name", project="a-project", server=f"sqlite:///{store}", offline=True)
     for steps, lr in (((1, 2, 3), 1e-3), ((3, 4, 5), 2e-3)):
         changed = replace(plan, run=replace(plan.run, tracking=tracking, seed=int(lr * 1e3)))
-        trackers = Trackers(wanted_trackers(["all"]), directory, say=lambda line: None, end_s=120.0)
+        trackers = Trackers(wanted_trackers(["all"]), directory, say=lambda line: None, end_s=600.0)
         trackers.start(changed, "a name")
         for step in steps:
             trackers.step(make_step(step, loss=LOSSES[step], eval_loss=1.5 if step == 5 else None))

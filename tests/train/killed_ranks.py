@@ -105,7 +105,7 @@ class Killer:
 
     def _require_gone(self, pids: dict[int, int]) -> None:
         """Ranks whose launcher was killed finish their step and save first."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + TIMEOUT_SECONDS
         while any(psutil.pid_exists(pid) for pid in pids.values()):
             assert time.monotonic() < until, pids
             time.sleep(0.05)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +76,8 @@ class Seen:
 
     def _look(self) -> None:
         while not self._over.is_set():
-            self.most = max(self.most, len(list(self.folder.rglob(self.files))))
+            with suppress(OSError):  # a folder that is removed while it is read
+                self.most = max(self.most, len(list(self.folder.rglob(self.files))))
             time.sleep(0.02)
 
     def __enter__(self) -> "Seen":
