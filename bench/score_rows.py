@@ -34,7 +34,8 @@ from fitune.data.conversations.templates import load_template
 from fitune.demo.files import SHAPE, write_base_model
 from fitune.demo.text import pretraining_texts
 from fitune.errors import MissingExtra
-from fitune.models.weights import load_model, load_tokenizer
+from fitune.models.tokens import load_tokenizer
+from fitune.models.weights import load_model
 from fitune.score.engines.engine import Engine, Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.spec.answering import ROWS_AT_ONCE

@@ -177,7 +177,7 @@ def read_data(plan: Any) -> Any:
     """Tokens and the order of batches: fitune's, for both sides."""
     from fitune.data.loader import Loader
     from fitune.data.preparing import prepare_data
-    from fitune.models.weights import load_tokenizer
+    from fitune.models.tokens import load_tokenizer
 
     tokenizer = load_tokenizer(plan.model_path)
     data = prepare_data(

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fitune.errors import ModelError
-from fitune.models.weights import load_model, load_tokenizer
+from fitune.models.tokens import load_tokenizer
+from fitune.models.weights import load_model
 from models.tiny_models import tiny_model
 
 CPU = torch.device("cpu")

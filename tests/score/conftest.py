@@ -11,7 +11,8 @@ import torch
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import training_exercises
-from fitune.models.weights import load_model, load_tokenizer
+from fitune.models.tokens import load_tokenizer
+from fitune.models.weights import load_model
 from fitune.score.plan import ScorePlan
 from fitune.spec.plan import DataSource
 from score.scorings import plan_for, quietly, write_data

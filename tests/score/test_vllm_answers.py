@@ -20,7 +20,8 @@ from fitune.demo.files import Shape, write_base_model
 from fitune.demo.text import training_exercises
 from fitune.errors import CheckpointError
 from fitune.models.adapters import load_adapter
-from fitune.models.weights import load_model, load_tokenizer
+from fitune.models.tokens import load_tokenizer
+from fitune.models.weights import load_model
 from fitune.score.engines.engine import Continuation, Engine, Request, Sampling, listed_stop_ids
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.engine_vllm import VllmEngine

@@ -10,7 +10,7 @@ import fitune
 from fitune.data.conversations.formats import Conversation, Message
 from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
 from fitune.errors import ModelError, RecipeError, RunDirectoryError
-from fitune.models.weights import load_tokenizer
+from fitune.models.tokens import load_tokenizer
 from fitune.score.engines import engine_transformers
 from fitune.score.engines.engine import Request
 from fitune.session.named_models import find_model

@@ -9,7 +9,8 @@ from peft import LoraConfig, get_peft_model
 
 from fitune.data.conversations.templates import load_template
 from fitune.models.adapters import load_adapter
-from fitune.models.weights import load_model, load_tokenizer
+from fitune.models.tokens import load_tokenizer
+from fitune.models.weights import load_model
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.session.events import Event, tell_nobody

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from fitune.data.preparing import prepare_data
 from fitune.errors import ModelError, RecipeError
 from fitune.models.door import model_config
-from fitune.models.weights import add_rows, load_model, planned_tokenizer
+from fitune.models.tokens import add_rows, planned_tokenizer
+from fitune.models.weights import load_model
 from fitune.rehearse.step import rehearse
 from fitune.score.engines.engine import Sampling
 from fitune.score.plan import ScorePlan

@@ -34,7 +34,8 @@ from fitune.models.door import whole_model, with_adapter
 from fitune.models.expert_adapters import names_as_given
 from fitune.models.headers import name_in_whole
 from fitune.models.low_bit.quantised import quantised_base
-from fitune.models.weights import load_model, resized
+from fitune.models.tokens import resized
+from fitune.models.weights import load_model
 from fitune.spec.plan import Dense
 
 CardOf = Callable[[PreTrainedModel], str]

@@ -26,7 +26,7 @@ from fitune.models.adapter_shapes import linear_shapes, stack_shapes, tensor_sha
 from fitune.models.door import read_config, reading, with_adapter
 from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_among, stacks_shown
 from fitune.models.headers import name_in_whole, own_name, read_header
-from fitune.models.weights import resized
+from fitune.models.tokens import resized
 from fitune.spec.plan import Lora
 
 PREFIX = "base_model.model."

@@ -13,8 +13,8 @@ from fitune.errors import RecipeError, RunDirectoryError
 from fitune.files import cache_folder, remove_stale_siblings, write_atomically
 from fitune.models.adapter_check import check_adapter
 from fitune.models.door import notes_on
+from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import OnBytes, nobody
-from fitune.models.weights import load_tokenizer
 from fitune.score.answers import OURS, Line, claim, is_cut_off, manifest, tokens_of
 from fitune.score.choices import first_row_has_choices
 from fitune.score.engines.continuous import Watch, unwatched

@@ -10,8 +10,8 @@ import torch
 
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.errors import FituneError, ScoringFailed, exit_code_of
+from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import OnBytes, nobody
-from fitune.models.weights import load_tokenizer
 from fitune.score.asking import Asker
 from fitune.score.engines.continuous import Watch, unwatched
 from fitune.score.engines.engine import Engine, listed_stop_ids

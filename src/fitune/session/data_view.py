@@ -20,7 +20,7 @@ from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows
 from fitune.data.tokenising import RowTokeniser
 from fitune.errors import DataError, RecipeError
-from fitune.models.weights import tokenizer_with
+from fitune.models.tokens import tokenizer_with
 from fitune.planner.defaults import data_of, with_added_rows, with_usual_row
 from fitune.session.events import Note, Tell
 from fitune.spec.model.model_config import load_model_spec

@@ -10,7 +10,7 @@ from fitune.data.making import PreparedData
 from fitune.data.preparing import prepare_data
 from fitune.errors import RecipeError, RunDirectoryError, work_under_way
 from fitune.files import cache_folder, remove, write_atomically
-from fitune.models.weights import planned_tokenizer
+from fitune.models.tokens import planned_tokenizer
 from fitune.planner.defaults import staging_of
 from fitune.report.run_files import RunFiles, read_run
 from fitune.report.run_page import write_report

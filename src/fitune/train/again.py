@@ -13,8 +13,9 @@ from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.models.adapters import load_adapter, train_tables
 from fitune.models.attention import use_attention
 from fitune.models.language_model import LanguageModel, language_model
+from fitune.models.tokens import add_rows
 from fitune.models.weight_files import OnBytes, nobody
-from fitune.models.weights import add_rows, compute_dtype, load_model
+from fitune.models.weights import compute_dtype, load_model
 from fitune.spec.plan import Lora, Plan, base_of
 from fitune.spec.reports import RunReport, StepReport
 from fitune.train.export import EXPORT_FOLDERS, trained_kind

@@ -15,7 +15,7 @@ from fitune.data.making import PreparedData
 from fitune.data.preparing import prepare_data
 from fitune.engine.ranks import Ranks
 from fitune.files import remove_stale_siblings, write_atomically
-from fitune.models.weights import planned_tokenizer, require_rows
+from fitune.models.tokens import planned_tokenizer, require_rows
 from fitune.spec.plan import Plan
 from fitune.spec.rank_status import forget_statuses
 from fitune.spec.reports import Retry

@@ -25,8 +25,9 @@ from fitune.models.language_model import (
 from fitune.models.liger import use_kernels
 from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.offload import before_backward, offload_blocks
+from fitune.models.tokens import add_rows
 from fitune.models.weight_files import OnBytes, nobody
-from fitune.models.weights import add_rows, compute_dtype, load_model
+from fitune.models.weights import compute_dtype, load_model
 from fitune.spec.plan import Ddp, Full, Lomo, Lora, Offload, Plan, Single, Zero, base_of, trains_every_weight
 from fitune.spec.rules import require_rules
 from fitune.train.engines import deepspeed_engine, engine_for, replicated_engine, sharded_engine

@@ -21,7 +21,7 @@ from fitune.data.conversations.templates import ChatTemplate
 from fitune.models.adapters import saved_rows
 from fitune.models.attention import use_cached_attention
 from fitune.models.language_model import language_model
-from fitune.models.weights import require_rows
+from fitune.models.tokens import require_rows
 from fitune.score.engines.choosing import OnToken, nobody, stopping
 from fitune.score.engines.continuous import Watch, answer_continuously, can_join, unwatched
 from fitune.score.engines.engine import (

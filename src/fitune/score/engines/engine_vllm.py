@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from fitune.errors import CheckpointError, MissingExtra, ScoringFailed
 from fitune.models.adapter_config import WEIGHTS
-from fitune.models.weights import require_rows
+from fitune.models.tokens import require_rows
 from fitune.score.engines import vllm_worker
 from fitune.score.engines.engine import (
     Completion,

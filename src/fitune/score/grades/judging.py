@@ -9,8 +9,8 @@ from fitune.data.conversations.formats import Message
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.errors import RecipeError
 from fitune.files import open_regular
+from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import nobody
-from fitune.models.weights import load_tokenizer
 from fitune.score.answers import Line, answer_text
 from fitune.score.asking import Asker
 from fitune.score.engines.engine import Sampling, engine_named, listed_stop_ids

@@ -20,7 +20,7 @@ from fitune.errors import DataError, RecipeError
 from fitune.models.adapter_check import check_adapter
 from fitune.models.adapter_config import read_adapter_config
 from fitune.models.adapters import saved_rows
-from fitune.models.weights import load_tokenizer
+from fitune.models.tokens import load_tokenizer
 from fitune.score.engines.choosing import Row
 from fitune.score.engines.engine import Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine, require_effect

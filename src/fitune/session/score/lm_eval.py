@@ -13,8 +13,8 @@ from fitune.errors import RunDirectoryError, require_library
 from fitune.files import write_atomically
 from fitune.models.adapter_check import check_adapter
 from fitune.models.door import notes_on, read_config
+from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import identity
-from fitune.models.weights import load_tokenizer
 from fitune.score.answers import claim
 from fitune.score.engines.engine import Sampling, engine_named
 from fitune.score.engines.opening import (

@@ -11,8 +11,9 @@ from fitune.data.conversations.templates import load_template
 from fitune.files import cache_folder
 from fitune.models.adapter_config import read_adapter_config
 from fitune.models.adapters import load_adapter, train_tables
+from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import identity
-from fitune.models.weights import load_model, load_tokenizer, stored_dtype
+from fitune.models.weights import load_model, stored_dtype
 from fitune.score.engines.opening import why_merged_first
 from fitune.session.events import Note, Tell, WeightsRead
 from fitune.session.named_models import NamedModel

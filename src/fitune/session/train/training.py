@@ -14,7 +14,7 @@ from fitune.errors import CheckpointError, FituneError, OutOfMemory, RecipeError
 from fitune.estimate.predict import predict
 from fitune.files import write_atomically
 from fitune.models.language_model import LanguageModel
-from fitune.models.weights import planned_tokenizer
+from fitune.models.tokens import planned_tokenizer
 from fitune.planner.whole_run import whole_run
 from fitune.report.run_files import Prediction, RunnerUp
 from fitune.report.run_page import write_report
