@@ -24,7 +24,7 @@ from fitune.planner.candidates import Placement, Request, draft
 from fitune.planner.methods import methods
 from fitune.rehearse.profile import TransformersTracer
 from fitune.spec.machines.gpus import find_gpu, hardware_for
-from fitune.spec.model.architectures import EQUAL_TO_TRANSFORMERS
+from fitune.spec.model.architectures import ADAPTED_IN_ATTENTION, EQUAL_TO_TRANSFORMERS
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.known_models import (
     configs_to_trace,
@@ -121,6 +121,7 @@ def names() -> str:
         how = "formula" if first in formula else "shipped profile" if is_shipped(digest) else "neither"
         kind = find_known_model(first).config["model_type"]
         trained = "yes" if first in formula or kind in EQUAL_TO_TRANSFORMERS else "no"
+        trained = "full, or adapters on attention" if kind in ADAPTED_IN_ATTENTION else trained
         lines.append(f"| {first} | {1 + len(others)} | {kind} | {how} | {trained} |")
     return "\n".join(lines)
 

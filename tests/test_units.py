@@ -150,6 +150,17 @@ def test_did_you_mean_offers_only_what_is_close() -> None:
     assert did_you_mean("zzz", known) is None
 
 
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("200", 100), ("20", 60)])
+def test_a_narrow_terminal_has_lines_of_its_width(
+    columns: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = " ".join(["abcd"] * 99)
+    assert max(map(len, units.wrapped(text).splitlines())) in range(96, 101)
+    monkeypatch.setattr("os.isatty", lambda handle: True)
+    monkeypatch.setenv("COLUMNS", columns)
+    assert max(map(len, units.wrapped(text).splitlines())) in range(width - 4, width + 1)
+
+
 def test_one_is_singular() -> None:
     assert [units.counted(number, "row") for number in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
 

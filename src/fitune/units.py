@@ -1,7 +1,9 @@
 """The only place where numbers become text, text becomes numbers, and long lines become several."""
 
 import math
+import os
 import re
+import shutil
 import textwrap
 from collections.abc import Iterable
 from decimal import Decimal
@@ -156,13 +158,26 @@ def as_ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{s[0]}–{s[-1]}" if len(s) > 1 else str(s[0]) for s in runs)
 
 
+_COLUMNS = 100
+_NARROWEST = 60
+
+
 def wrapped(text: str, *, indent: int = 2, hanging: int = 0) -> str:
-    """``text`` in lines of at most 100 columns; the lines after the first are indented by ``hanging`` more."""
+    """``text`` in lines of at most 100 columns, or as many as a narrower terminal has; the lines after the first are
+    indented by ``hanging`` more."""
     return textwrap.fill(
         text,
-        width=100,
+        width=_width(),
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent + hanging),
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def _width() -> int:
+    """Columns of the terminal that standard output is, within limits; those of a page where it is none."""
+    if not os.isatty(1):
+        return _COLUMNS
+    there = shutil.get_terminal_size((_COLUMNS, 24)).columns
+    return min(_COLUMNS, max(_NARROWEST, there))

@@ -109,7 +109,7 @@ def test_the_trackers_are_the_same(named: object, here: list[str]) -> None:
 
 
 def test_a_notebook_without_rows_is_told_where_to_name_them(tmp_path: Path) -> None:
-    said = "\n".join(read_notes(UNSLOTH))
+    said = " ".join(" ".join(read_notes(UNSLOTH)).split())
     assert "no data is named: a notebook loads its rows in Python" in said
     assert "data: FILE in the recipe, or --data FILE" in said
     rows = read_notes({**UNSLOTH, "train_dataset": "yahma/alpaca-cleaned"})

@@ -10,8 +10,10 @@ from fitune.planner.search import find_plan
 from fitune.spec.model.known_models import find_known_model
 from fitune.spec.plan import Plan
 from fitune.spec.recipe.recipe import parse_recipe
+from fitune.spec.rules import keeps_rules
 from fitune.spec.serial import from_data
 from fitune.spec.words import describe_plan
+from fitune.units import format_percent
 from plans import CPU, gpu, known
 
 
@@ -96,6 +98,32 @@ def test_a_plan_that_cannot_be_trained_yet_stands_beside_the_one_that_is_trained
     refused = report_of("qwen3-8b", cards, zero=0, offload_activations="cpu", **settings)
     assert refused.trained is None
     assert "no plan that keeps these settings and fits" in explain_plan(refused)
+
+
+def test_an_assumed_host_is_said_wherever_it_is_used():
+    """A copy of a checkpoint waits there, without any offload."""
+    report = report_of("llama-3.1-8b", with_host_memory(gpu("rtx-4090")), gpu="rtx-4090", tuning="lora")
+    assert "on the host: processes 3.0 + checkpoint copy 0.5" in explain_plan(report)
+    (note,) = [line for line in report.decisions if line.startswith("note on the host")]
+    assert "taken to be 47.98 GiB" in note
+    assert note.endswith("host_memory: 48GiB")
+
+
+def test_an_offload_is_only_recommended_where_it_can_be_trained():
+    """The faster one of two on V100s is planned, and not trained yet."""
+    report = report_of(
+        "meta-llama/Llama-2-70b-hf", with_host_memory(gpu("v100-32gb", gpus=8)), gpu="v100-32gb", gpus=8, tuning="lora",
+        precision="fp16", micro_batch_size=1,
+    )  # fmt: skip
+    speed = report.chosen.estimate.tokens_per_second
+    gains = {
+        keeps_rules(other.plan, "train"): other.estimate.tokens_per_second / speed - 1
+        for other in reversed(report.runners_up)
+        if other.plan.offload.activations == "cpu"
+    }
+    assert gains[False] > gains[True] > 0.05
+    (line,) = [line for line in report.decisions if line.startswith("offload: none")]
+    assert f"up to {format_percent(gains[True], digits=0)} faster" in line
 
 
 def test_small_models_are_told_in_mib():

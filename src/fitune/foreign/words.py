@@ -40,7 +40,7 @@ def without_data(reading: Reading) -> str:
     if {"data", "datasets", "dataset"} & {*reading.settings, *reading.raw}:
         return ""
     why = f": {_IN_PYTHON[reading.trainer]}" if reading.trainer in _IN_PYTHON else ""
-    return f"  no data is named{why}; data: FILE in the recipe, or --data FILE, gives steps, time and cost"
+    return f"no data is named{why}; data: FILE in the recipe, or --data FILE, gives steps, time and cost"
 
 
 def recipe_with_comments(reading: Reading, values: dict[str, Any]) -> str:

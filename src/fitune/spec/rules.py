@@ -11,7 +11,7 @@ from functools import cache
 from typing import Literal
 
 from fitune.errors import FituneError, HardwareError, RecipeError
-from fitune.spec.model.architectures import trains_like_transformers
+from fitune.spec.model.architectures import SHARED_LINEARS, takes_adapters_on, trains_like_transformers
 from fitune.spec.model.traits import (
     capability_words,
     flash_refused_by_device,
@@ -118,6 +118,10 @@ def _prefetches(plan: Plan) -> bool:
     """True if the user's ds_config.json asks for weights before their module is called."""
     way = plan.sharding
     return isinstance(way, Zero) and bool(dict(way.settings).get("stage3_prefetch_bucket_size", 0))
+
+
+def _attention_linears(plan: Plan) -> str:
+    return ",".join(name for name in plan.model.adaptable_names if name not in SHARED_LINEARS)
 
 
 def _states_away(plan: Plan) -> bool:
@@ -584,6 +588,18 @@ NOT_BUILT = (
         ),
         instead="`fitune plan` and `fitune rehearse` work; one of the architectures in docs/architectures.md trains",
         settings=("model",),
+        binds=("train",),
+    ),
+    Rule(
+        broken=lambda plan: (
+            isinstance(plan.tuning, Lora) and not takes_adapters_on(plan.model, plan.tuning.targets)
+        ),
+        why=lambda plan: (
+            f"PEFT reads adapters on {', '.join(SHARED_LINEARS)} of {plan.model.model_type} as adapters on its routed "
+            f"experts; those of attention are read as they are: lora_target_modules: {_attention_linears(plan)}"
+        ),
+        instead="lora_target_modules without gate_proj, up_proj and down_proj, or tuning: full",
+        settings=("tuning", "lora_target_modules"),
         binds=("train",),
     ),
     Rule(

@@ -169,7 +169,7 @@ def _runner_up(priced: Priced, chosen: Priced) -> list[str]:
     estimate = priced.estimate
     faster = estimate.tokens_per_second / chosen.estimate.tokens_per_second - 1
     beside = "as fast" if abs(faster) < 0.005 else format_percent(faster, signed=True, digits=0)
-    planned = "; only planned" if broken_rules(priced.plan, "train") else ""
+    planned = "; planned, not trained yet" if broken_rules(priced.plan, "train") else ""
     return [
         wrapped(describe_plan(priced.plan)),
         f"    {format_bytes(estimate.peak_bytes)}, {format_rate(estimate.tokens_per_second)} ({beside}){planned}",

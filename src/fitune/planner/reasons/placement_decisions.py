@@ -9,8 +9,9 @@ from fitune.planner.fit import SIMPLER_IS_WORTH, STAYING_IS_WORTH
 from fitune.spec.plan import Ddp, Plan, Zero
 from fitune.spec.predictions import Priced
 from fitune.spec.recipe.recipe import Recipe
+from fitune.spec.rules import keeps_rules
 from fitune.spec.words import describe_offload, describe_sharding, method_name
-from fitune.units import format_bytes, format_percent
+from fitune.units import GIB, format_bytes, format_percent
 
 
 def devices_left_idle(request: Request, plan: Plan) -> Iterator[str]:
@@ -24,7 +25,7 @@ def devices_left_idle(request: Request, plan: Plan) -> Iterator[str]:
 def placement_decisions(recipe: Recipe, chosen: Priced, others: Sequence[Priced]) -> Iterator[str]:
     """Lines about sharding, offload and the network of the chosen plan."""
     yield from _sharding(recipe, chosen.plan)
-    yield from _offload(recipe, chosen.plan)
+    yield from _offload(recipe, chosen)
     yield from _staying(recipe, chosen, others)
     yield from _network(recipe, chosen.plan)
 
@@ -45,19 +46,21 @@ def _sharding(recipe: Recipe, plan: Plan) -> Iterator[str]:
             )
 
 
-def _offload(recipe: Recipe, plan: Plan) -> Iterator[str]:
+def _offload(recipe: Recipe, chosen: Priced) -> Iterator[str]:
     """Offload, and whether the host was checked."""
+    plan = chosen.plan
     offloaded = describe_offload(plan.offload)
     pins = (recipe.offload_parameters, recipe.offload_optimizer, recipe.offload_activations)
     if offloaded and pins == (None, None, None) and recipe.objective == "least-memory":
         yield f"offload: {offloaded}, which needs least memory on the device"
     elif offloaded and pins == (None, None, None):
         yield f"offload: {offloaded}; without it nothing fits, or nothing that is 80 % as fast"
-    if offloaded and recipe.host_memory is None and recipe.gpu is not None:
-        host = format_bytes(plan.hardware.host_memory_bytes)
+    is_checked = offloaded or chosen.estimate.usable_host_bytes
+    if is_checked and recipe.host_memory is None and recipe.gpu is not None and not plan.hardware.gpu.is_cpu:
+        host = plan.hardware.host_memory_bytes
         yield (
-            f"note on offload: a node's memory is not known and taken to be {host}, "
-            f"{HOST_PER_DEVICE_MEMORY} × its devices'; say how much it has: host_memory: 128GiB"
+            f"note on the host: a node's memory is not known and taken to be {format_bytes(host)}, "
+            f"{HOST_PER_DEVICE_MEMORY} × its devices'; if it has another, say so: host_memory: {round(host / GIB)}GiB"
         )
 
 
@@ -72,7 +75,9 @@ def _staying(recipe: Recipe, chosen: Priced, others: Sequence[Priced]) -> Iterat
     offloading = (
         other
         for other in others
-        if describe_offload(other.plan.offload) and method_name(other.plan.tuning) == tuning
+        if describe_offload(other.plan.offload)
+        and method_name(other.plan.tuning) == tuning
+        and keeps_rules(other.plan, "train")
     )
     best = max(offloading, key=lambda other: other.estimate.tokens_per_second, default=chosen)
     gain = best.estimate.tokens_per_second / speed - 1

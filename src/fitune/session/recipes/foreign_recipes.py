@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fitune.errors import RecipeError
 from fitune.spec.recipe.recipe import Recipe, canonical_keys, given_options, layered_recipe
 from fitune.spec.recipe.strict_yaml import load_yaml
+from fitune.units import wrapped
 
 if TYPE_CHECKING:  # a recipe of options alone is no other trainer's
     from fitune.foreign.reading import Reading
@@ -62,7 +63,7 @@ def recipe_of_keys(
         recipe = layered_recipe(kept, where=where, settings=settings, options=options)
         notes.append(f"  left to the plan on one device: {', '.join(divided)} (gpus: N divides the model)")
     if not recipe.data and (said := without_data(reading)):
-        notes.append(said)
+        notes.append(wrapped(said, hanging=2))
     return ReadRecipe(recipe=recipe, notes=tuple(notes))
 
 

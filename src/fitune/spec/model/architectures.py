@@ -1,5 +1,7 @@
 """Architectures without formulas that training was held against transformers' own forward for."""
 
+from collections.abc import Iterable
+
 from fitune.spec.model.model_spec import ModelSpec
 
 EQUAL_TO_TRANSFORMERS = frozenset(
@@ -59,6 +61,20 @@ EQUAL_TO_TRANSFORMERS = frozenset(
 trained, with LoRA and with LoRA on NF4 (bench/architectures.py)."""
 
 
+ADAPTED_IN_ATTENTION = frozenset(
+    ("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "solar_open")
+)
+"""They are equal, too, and their adapters go on attention alone: PEFT (0.19 to 0.21, huggingface/peft issue 3711) reads
+an adapter on shared experts or dense blocks, which have the names of SHARED_LINEARS, as one on the routed experts."""
+SHARED_LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
 def trains_like_transformers(model: ModelSpec) -> bool:
     """True if its way through fitune was compared with transformers' own."""
-    return not model.is_traced or model.model_type in EQUAL_TO_TRANSFORMERS
+    return not model.is_traced or model.model_type in EQUAL_TO_TRANSFORMERS | ADAPTED_IN_ATTENTION
+
+
+def takes_adapters_on(model: ModelSpec, targets: Iterable[str]) -> bool:
+    """True if PEFT reads adapters on all of ``targets`` back where they were trained."""
+    last = {target.rpartition(".")[2] for target in targets}
+    return model.model_type not in ADAPTED_IN_ATTENTION or last.isdisjoint(SHARED_LINEARS)

@@ -13,9 +13,12 @@ _PACKED = re.compile(
 )
 """Parts of names that say in which bits a copy is packed."""
 _MEANINGS = {"it": "instruct", "chat": "instruct", "pt": "base"}
-_STATE_SPACE = {"mamba", "rwkv"}
-"""Words of names that make another architecture of a family's name: Falcon Mamba is no Falcon."""
-_NEAR = 1.5
+_KINDS = {"mamba", "rwkv", "vl", "vision", "omni", "audio", "multimodal", "distill"}
+"""Words of names that make another model of a family's name: Falcon Mamba is no Falcon."""
+_SIZE_WORDS = {"nano", "micro", "tiny", "mini", "small", "medium", "large", "xl"}
+_EXPERTS = re.compile(r"\d+e|a\d+(?:\.\d+)?b")
+"""Words for a mixture: how many experts, or the parameters of those that a token meets."""
+_NEAR = 1.3
 """Sizes within this factor may be meant for one another."""
 
 
@@ -29,11 +32,10 @@ def closest_name(name: str, known: Iterable[str]) -> str | None:
         return None
     words = {each: _words(each) for each in known}
     family = _closest_family(wanted[0], {its[0] for its in words.values() if its})
-    kind = _STATE_SPACE.intersection(wanted)
+    apart = _KINDS - {"distill"} if "r1" in wanted else _KINDS  # a small R1 is one of its distills
+    kind = apart.intersection(wanted)
     alike = [
-        each
-        for each, its in words.items()
-        if its and its[0] == family and _STATE_SPACE.intersection(its) == kind
+        each for each, its in words.items() if its and its[0] == family and apart.intersection(its) == kind
     ]
     generation = _generation(wanted)
     if generation:
@@ -79,7 +81,7 @@ def _closest_family(wanted: str, families: set[str]) -> str | None:
     if wanted in families:
         return wanted
     best = max(sorted(families), key=lambda each: SequenceMatcher(None, wanted, each).ratio(), default="")
-    return best if SequenceMatcher(None, wanted, best).ratio() >= 0.75 else None
+    return best if len(best) > 3 and SequenceMatcher(None, wanted, best).ratio() >= 0.75 else None
 
 
 def _generation(words: list[str]) -> str:
@@ -90,15 +92,30 @@ def _generation(words: list[str]) -> str:
 
 
 def _of_size(wanted: list[str], names: list[str], words: dict[str, list[str]]) -> list[str]:
-    """Names of ``wanted``'s size or of the nearest, if it is near; else those that say none. All if it has no size."""
+    """Names of ``wanted``'s size or of the nearest, if it is near; else what it adds a size to. All if it has none."""
     size = next(filter(None, map(_billions, wanted)), 0.0)
+    in_words = _SIZE_WORDS.intersection(wanted)
+    if not size and in_words:
+        return [
+            each for each in names if in_words & {*words[each]} or not _says_size(words[each], _SIZE_WORDS)
+        ]
     if not size:
         return names
-    away = {each: _times(size, words[each]) for each in names}
+    away = {each: _times(size, words[each]) for each in names if _are_alike(wanted, words[each], size)}
     nearest = min(away.values(), default=_NEAR)
     if nearest > _NEAR:
-        return [each for each in names if not any(map(_billions, words[each]))]
-    return [each for each in names if away[each] == nearest]
+        return [each for each in names if set(words[each]) < set(wanted)]
+    return [each for each in names if away.get(each) == nearest]
+
+
+def _says_size(words: list[str], in_words: set[str]) -> bool:
+    return any(map(_billions, words)) or not in_words.isdisjoint(words)
+
+
+def _are_alike(wanted: list[str], its: list[str], size: float) -> bool:
+    """False for a dense model and a mixture, for mixtures of other experts; a mixture's whole size names it, too."""
+    mine, theirs = ({word for word in name if _EXPERTS.fullmatch(word)} for name in (wanted, its))
+    return mine == theirs or (not mine and _times(size, its) == 1)
 
 
 def _times(size: float, words: list[str]) -> float:
