@@ -112,8 +112,7 @@ def test_an_assumed_host_is_said_wherever_it_is_used():
 def test_an_offload_is_only_recommended_where_it_can_be_trained():
     """The faster one of two on V100s is planned, and not trained yet."""
     report = report_of(
-        "meta-llama/Llama-2-70b-hf", with_host_memory(gpu("v100-32gb", gpus=8)), gpu="v100-32gb", gpus=8, tuning="lora",
-        precision="fp16", micro_batch_size=1,
+        "meta-llama/Llama-2-70b-hf", with_host_memory(gpu("v100-32gb", gpus=8)), gpu="v100-32gb", gpus=8, tuning="lora"
     )  # fmt: skip
     speed = report.chosen.estimate.tokens_per_second
     gains = {

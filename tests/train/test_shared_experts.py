@@ -98,6 +98,7 @@ def test_adapters_on_attention_train_and_peft_reads_them(
     torch.testing.assert_close(merged, adapted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_weight_of_one_is_trained_and_read_again(
     fitune: Callable[..., tuple[int, str]], model_folder: Path, data_file: Path, tmp_path: Path
 ) -> None:
