@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fitune.planner.defaults import with_host_memory
-from fitune.planner.reasons.explain import explain_plan, explain_priced, plan_data
+from fitune.planner.reasons.explain import explain_plan, explain_priced, plan_data, verdict
 from fitune.planner.search import find_plan
 from fitune.spec.model.known_models import find_known_model
 from fitune.spec.plan import Plan
@@ -13,7 +13,7 @@ from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.rules import keeps_rules
 from fitune.spec.serial import from_data
 from fitune.spec.words import describe_plan
-from fitune.units import format_percent
+from fitune.units import GIB, format_percent
 from plans import CPU, gpu, known
 
 
@@ -107,6 +107,11 @@ def test_an_assumed_host_is_said_wherever_it_is_used():
     (note,) = [line for line in report.decisions if line.startswith("note on the host")]
     assert "taken to be 47.98 GiB" in note
     assert note.endswith("host_memory: 48GiB")
+
+
+def test_what_is_spare_is_the_difference_of_what_is_printed():
+    assert verdict(int(3.5401 * GIB), int(43.1799 * GIB), GIB) == "43.2 usable, 39.7 spare"
+    assert verdict(5 * GIB + 1, 5 * GIB, GIB) == "5.0 usable, 0.0 short"
 
 
 def test_an_offload_is_only_recommended_where_it_can_be_trained():

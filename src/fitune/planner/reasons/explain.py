@@ -215,9 +215,9 @@ def host_sum(estimate: Estimate) -> str:
 
 
 def verdict(size: int, usable: int, unit: int, *, digits: int = 1) -> str:
-    """``22.5 usable, 1.2 spare`` (or: ``short``)."""
-    difference = (usable - size) / unit
-    left = f"{abs(difference):,.{digits}f} {'spare' if difference >= 0 else 'short'}"
+    """``22.5 usable, 1.2 spare`` (or: ``short``): the difference of the figures as they are printed."""
+    difference = round(usable / unit, digits) - round(size / unit, digits)
+    left = f"{abs(difference):,.{digits}f} {'spare' if usable >= size else 'short'}"
     return f"{usable / unit:,.{digits}f} usable, {left}"
 
 
