@@ -68,6 +68,7 @@ def test_a_key_becomes_the_setting_that_means_it(changes: dict[str, Any], settin
         {"stage": "rm"},
         {"finetuning_type": "freeze"},
         {"use_galore": True},
+        {"image_max_pixels": 262144},
         {"val_size": 50},
     ],
 )

@@ -66,6 +66,13 @@ def test_rows_that_cannot_be_used_are_said_with_what_becomes_of_them() -> None:
     )
 
 
+def test_packing_is_not_advised_where_there_is_one_step_already() -> None:
+    plan = replace(plan_of(), schedule=replace(plan_of().schedule, duration=Epochs(count=1)))
+    lines = list(run_lines(whole_run(plan, epoch_of(8), price_per_gpu_hour=2.0), plan))
+    assert lines[0].startswith("1 step of 8 rows, 1 epoch")
+    assert not any("packing" in line for line in lines)
+
+
 def test_devices_share_the_rows_and_each_costs() -> None:
     plan = plan_of(gpus=2)
     run = whole_run(plan, epoch_of(160), price_per_gpu_hour=2.0)

@@ -38,6 +38,7 @@ _BOOKKEEPING = (
     "gpu_memory_limit max_memory lora_on_cpu profiler_steps profiler_steps_start use_ray ray_num_workers "
     "ray_run_name resources_per_worker use_tensorboard use_mlflow use_comet use_swanlab swanlab_project "
     "swanlab_experiment_name swanlab_description swanlab_mode swanlab_log_completions swanlab_workspace "
+    "swanlab_completion_log_interval swanlab_completion_max_buffer skip_prepare_dataset "
     "use_otel_metrics otel_metrics_host otel_metrics_port use_trackio comet_api_key comet_workspace "
     "comet_project_name total_num_tokens total_supervised_tokens sample_packing_eff_est "
     "sample_packing_seq_len_multiplier test_value torchdistx_path gptq_disable_exllama eval_batch_size "
@@ -67,6 +68,11 @@ _REFUSED = {
     "process_reward_model": "a reward model; fitune trains language models",
     "pretraining_dataset": "pretraining on a stream of text; name the texts as datasets with type: completion",
     "processor_type": "images or audio; fitune trains on text",
+    "freeze_mm_modules": "images or audio; fitune trains on text",
+    "num_labels": "a classifier; fitune trains language models",
+    "trl": "preference or reinforcement learning; fitune does supervised fine-tuning",
+    "ebft": "another objective (EBFT)",
+    "reinit_weights": "weights that begin anew",
     "qat": "quantisation-aware training",
     "quantization": "quantisation of the result",
     "diffusion": "a diffusion language model",
@@ -89,7 +95,7 @@ _REFUSED = {
     "cosine_constant_lr_ratio": "a learning rate that stays constant at the end",
     "lr_quadratic_warmup": "a quadratic warm-up; here it is linear",
     "jagged_restart_steps": "restarts of the learning rate",
-    "eta_min": "a learning rate that stays above 0",
+    "eta_min": "axolotl does not read it; a cosine that ends above 0 is cosine_min_lr_ratio",
     "overrides_of_model_config": "a changed model",
     "rope_scaling": "changed rotary positions",
     "tokenizer_config": "the tokenizer of another model",
@@ -105,7 +111,7 @@ _REFUSED = {
 
 _COMPANIONS = (
     "eaft_alpha eaft_k lisa_step_interval lisa_layers_attribute relora_prune_ratio relora_prune_method "
-    "relora_cpu_offload jagged_restart_warmup_steps jagged_restart_anneal_steps gptq_groupsize gptq_model_v1"
+    "relora_cpu_offload jagged_restart_warmup_steps jagged_restart_anneal_steps gptq_groupsize gptq_model_v1 vllm"
 )
 """Settings of what ``_REFUSED`` refuses; alone they do nothing."""
 

@@ -69,6 +69,8 @@ _REFUSED = {
     "resize_vocab": "a vocabulary made larger; name the tokens as added_tokens",
     "new_special_tokens": "new tokens; name them as added_tokens",
     "use_hyper_parallel": "another engine; leave it out",
+    "image_max_pixels": "images; fitune trains on text",
+    "video_max_pixels": "videos; fitune trains on text",
     "oft_rank": "orthogonal adapters (OFT)",
     "oft_block_size": "orthogonal adapters (OFT)",
 }
@@ -77,7 +79,9 @@ _OTHER_SUPPORT = (
     "badam_mode badam_switch_mode badam_switch_interval badam_verbose badam_start_block badam_update_ratio "
     "galore_layerwise galore_target galore_rank galore_scale galore_update_interval asft_alpha eaft_alpha oft_target "
     "module_dropout pissa_iter pissa_convert freeze_extra_modules kt_cpu_activation kt_config kt_weight_path "
-    "kt_non_expert_weight_path kt_optimize_rule kt_mode cpu_infer chunk_size kt_use_cuda_graph kt_maxlen"
+    "kt_non_expert_weight_path kt_optimize_rule kt_mode cpu_infer chunk_size kt_use_cuda_graph kt_maxlen "
+    "pref_beta pref_ftx simpo_gamma dpo_label_smoothing image_min_pixels video_min_pixels video_fps video_maxlen "
+    "freeze_vision_tower freeze_multi_modal_projector freeze_language_model"
 )
 """Settings of what ``_REFUSED`` refuses; alone they do nothing."""
 

@@ -84,7 +84,7 @@ WORTH_PACKING = 1.25
 def _half_empty(run: WholeRun, plan: Plan) -> Iterator[str]:
     """Short rows one by one keep a device waiting for launches and weights: the same tokens in full packs do not."""
     batch, epoch = plan.batch, run.epoch
-    if batch.packing or not plan.model.separates_rows:
+    if batch.packing or not plan.model.separates_rows or run.steps == 1:
         return
     full = largest_batch(plan)
     per_token = predict_step_time(plan).step_seconds / (full.tokens * batch.accumulation * num_ranks(plan))
