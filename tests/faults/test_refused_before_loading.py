@@ -126,6 +126,7 @@ def test_a_pickled_checkpoint_is_refused_and_not_run(train: Call, tmp_path: Path
     assert code == 2
     assert str(path) in err
     assert not (tmp_path / "exploded").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_of_another_model(
@@ -136,4 +137,4 @@ def test_a_tokenizer_of_another_model(
     code, _, err = train(model=mixed)
     assert code == 2
     assert "the embedding has 384 rows: they are of different models" in err
-    assert not (tmp_path / "run" / "plan.json").exists()
+    assert not (tmp_path / "run").exists()
