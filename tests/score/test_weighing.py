@@ -210,7 +210,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_weighed(
     ):
         quietly(replace(plan, graders=("choice", "number")))
     data = write_rows(tmp_path / "plain.jsonl", [{"question": "q", "answer": "a"}])
-    with pytest.raises(RecipeError, match="choice: 1 rows of .* have no choices"):
+    with pytest.raises(RecipeError, match="choice: 1 row of .* without choices"):
         quietly(replace(plan, sources=(data,), graders=("choice",)))
 
 

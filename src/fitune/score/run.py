@@ -35,6 +35,7 @@ from fitune.spec.reports import ScoreReport
 from fitune.spec.run_directory import require_real_files
 from fitune.spec.run_lock import lock_directory
 from fitune.spec.serial import to_json
+from fitune.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +136,14 @@ def _require_references(graders: Sequence[Grader], references: References, path:
     choosing = [grader.name for grader in graders if grader.row.needs_choices]
     if choosing and references.without_choices:
         raise RecipeError(
-            f"{', '.join(choosing)}: {references.without_choices} rows of {path} have no choices",
+            f"{', '.join(choosing)}: {counted(references.without_choices, 'row')} of {path} without choices",
             hint="rows with choices have question, choices and answer (docs/scoring.md), or map "
             "choices=COLUMN beside prompt and completion; perplexity and loglikelihood take any reference",
         )
     needy = [grader.name for grader in graders if grader.row.needs_reference]
     if needy and references.missing:
         raise RecipeError(
-            f"{', '.join(needy)}: {references.missing} rows of {path} have no reference",
+            f"{', '.join(needy)}: {counted(references.missing, 'row')} of {path} without a reference",
             hint="leave --grader out, or name the column of the references",
         )
 
@@ -168,7 +169,7 @@ def _shards_in(
     ):
         if count:
             raise RunDirectoryError(
-                f"{directory}: {count} rows answered there {what}: {', '.join(ids)}",
+                f"{directory}: rows answered there that {what}: {count:,} ({', '.join(ids)})",
                 hint="score into a new directory; here the data may only grow by new rows",
             )
     return shards

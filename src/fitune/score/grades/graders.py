@@ -17,6 +17,7 @@ from fitune.score.grades import likelihoods
 from fitune.score.grades.judge_settings import judge_content, read_judge
 from fitune.score.grades.likelihoods import Graded, Weighed
 from fitune.spec.reports import Scale
+from fitune.units import counted
 
 SHORT_ANSWER_WORDS = 20
 """References up to this long are compared word for word; longer ones by what they have in common."""
@@ -147,7 +148,7 @@ class References:
         if self.rows and not self.without_choices:
             return CHOICE_GRADERS, "every row has choices, of which the likeliest counts"
         if self.missing:
-            return (), f"{self.missing} rows have no reference"
+            return (), f"{counted(self.missing, 'row')} without a reference"
         if self._are_numbers:
             return ("number",), "every reference is a number or ends in #### and a number"
         if self.longest <= SHORT_ANSWER_WORDS:
