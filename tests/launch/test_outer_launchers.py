@@ -11,6 +11,7 @@ import pytest
 from fitune.spec.reports import RunReport
 from fitune.spec.serial import from_json
 from fitune.track.record import read_tracked
+from several import kept_port
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +61,9 @@ def mpi(rank: int, **more: str) -> dict[str, str]:
 
 
 def test_the_variables_of_mpirun_start_a_run(words: list[str], tmp_path: Path) -> None:
-    assert [code for code, _ in started([mpi(0), mpi(1)], words)] == [0, 0]
+    with kept_port() as port:
+        environments = [mpi(rank, MASTER_PORT=str(port)) for rank in range(2)]
+        assert [code for code, _ in started(environments, words)] == [0, 0]
     assert report_of(tmp_path).status == "complete"
 
 
