@@ -35,7 +35,9 @@ LATENT = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
 CASES = [
     pytest.param("hunyuan_v1_moe", HUNYUAN, PLAIN),
     pytest.param("deepseek_v3", DEEPSEEK, LATENT, marks=pytest.mark.slow),
+    pytest.param("deepseek_v2", DEEPSEEK, LATENT, marks=pytest.mark.slow),
     pytest.param("glm4_moe", GLM, PLAIN, marks=pytest.mark.slow),
+    pytest.param("solar_open", GLM, PLAIN, marks=pytest.mark.slow),
     pytest.param("ernie4_5_moe", ERNIE, PLAIN, marks=pytest.mark.slow),
 ]
 
