@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,20 +117,23 @@ def spoil_ray(folder: Path) -> None:
 class Faulty:
     """A worker's function with a fault on rank 1, in its ``call``-th loss: ``error``, ``kill``, ``memory``, ``hold``,
     which keeps the rank until it is killed, ``wait``, until somebody makes the file ``marker``, ``notice``, until it
-    knows that a node will be taken away, or ``stop``, until it is asked to save and end; ``spoil`` waits for step 4 in
-    the run's ``folder``, damages what Ray has there, which heard of no step, and kills the rank. With any other fault
-    than ``wait`` the file says that it happened, and it happens once.
+    knows that a node will be taken away, or ``stop``, until it is asked to save and end; ``spoil`` damages what Ray has
+    in the run's ``folder``, which heard of no step, and kills the rank. Where a ``folder`` is named, both wait for the
+    checkpoint of step ``saved`` there. With any other fault than ``wait`` the file says that it happened, and it
+    happens once. The next group of workers then has the fault ``stop`` in its ``stop_at``-th loss.
 
-    ``is_unnoticed`` keeps rank 0 from its next look at rank 1, until Ray ends it; ``is_slow`` lets it take seconds to
-    say why it ends, as on a machine with other work.
+    ``deaf`` is a file, too: until it is there rank 0 is kept from its next look at rank 1, until Ray ends it, and that
+    happens once. ``is_slow`` lets it take seconds to say why it ends, as on a machine with other work.
     """
 
     fault: str
     call: int
     folder: str = ""
-    is_unnoticed: bool = False
+    saved: int = 4
+    deaf: str = ""
     is_slow: bool = False
     marker: str = ""
+    stop_at: int = 0
 
     def __call__(self, config: dict[str, Any]) -> RankEnd:
         from fitune.models.language_model import LanguageModel
@@ -137,6 +141,7 @@ class Faulty:
         from fitune.train import run as training
 
         real, calls, explain = LanguageModel.loss_and_gradient, [0], training.explain_failure
+        is_next = bool(self.marker) and os.path.exists(self.marker)
 
         def slowly(*words: Any, **named: Any) -> Any:
             if self.is_slow and os.environ.get("RANK") == "0":
@@ -156,14 +161,21 @@ class Faulty:
 
         def failing(*words: Any, **named: Any) -> Any:
             calls[0] += 1
+            if is_next and calls[0] == self.stop_at and os.environ.get("RANK") == "1":
+                wait_for(talkers[-1].stop_asked, what="nobody asked the rank to stop")
+            if calls[0] == self.call and self.deaf and os.environ.get("RANK") == "0":
+                self.be_deaf()
             if calls[0] == self.call and os.environ.get("RANK") == "1":
                 self.happen(talkers)
-            if calls[0] == self.call and self.is_unnoticed:
-                time.sleep(120)
             return real(*words, **named)
 
         LanguageModel.loss_and_gradient = failing
         return train_as_rank(config)
+
+    def be_deaf(self) -> None:
+        if not os.path.exists(self.deaf):
+            Path(self.deaf).touch()
+            time.sleep(120)
 
     def happen(self, talkers: list[Any]) -> None:
         import torch
@@ -178,11 +190,12 @@ class Faulty:
         match self.fault:
             case "error":
                 raise DataError("row 7 of the test cannot be read", hint="another row")
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "spoil":
-                wait_for(lambda: is_committed(Path(self.folder), 4), what="step 4 was not saved", seconds=60)
-                spoil_ray(Path(self.folder))
+            case "kill" | "spoil":
+                if self.folder:
+                    saved = partial(is_committed, Path(self.folder), self.saved)
+                    wait_for(saved, what=f"step {self.saved} was not saved", seconds=60)
+                if self.fault == "spoil":
+                    spoil_ray(Path(self.folder))
                 os.kill(os.getpid(), signal.SIGKILL)
             case "memory":
                 raise torch.OutOfMemoryError("device out of memory: 4096 bytes more than its 1048576")

@@ -87,49 +87,23 @@ def test_a_node_that_will_be_taken_away_is_left_after_a_save(
     assert (change.cause, change.workers_before, change.workers) == ("a node was to be taken away", 3, 2)
 
 
-def test_a_node_that_joins_is_taken_after_a_save(
-    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The run begins with the two workers that have room, and nothing is done twice when it goes on with three."""
-    one = by_one_process(recipe("one", global_batch_size=12))
-    some, folder, begun = recipe("some", zero=0, global_batch_size=12), tmp_path / "some", tmp_path / "begun"
-    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("stop", call=7, marker=str(begun)))  # in step 3
-    monkeypatch.setattr(ray_growth, "LASTS_SECONDS", 1.0)
-    nodes: list[Any] = []
-
-    def join() -> None:
-        nodes.append(
-            cluster.add_node(**node_args(num_cpus=1))
-        )  # Ray's handlers of signals ask for the main thread
-        cluster.wait_for_nodes()
-        count_room()
-
-    heard = Heard(at_step={2: join})
-    try:
-        assert train_on_ray(some, RayPlace(fewest=2, most=4), overwrite=False, tell=heard) == 0
-    finally:
-        for node in nodes:
-            cluster.remove_node(node, allow_graceful=False)
-    assert "room for 3 workers: saved, going on with them" in heard.text
-    assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
-    report = report_of(folder)
-    [change] = report.restarts
-    assert (change.workers_before, change.workers, change.after_step, change.lost_steps) == (2, 3, 3, 0)
-    assert len(report.ranks) == 3
-    assert "there was room for more workers; 3 workers instead of 2" in (folder / "report.html").read_text()
-
-
-def test_a_removed_node_leaves_fewer_workers_with_equal_losses(
+def test_a_removed_node_leaves_fewer_workers_and_one_that_joins_is_taken_after_a_save_with_equal_losses(
     cluster: Any,
     second_node: Any,
     recipe: Callable[..., Recipe],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
+    """The node is lost in step 4, and two workers do steps 3 and 4 again; another node joins behind step 4, and nothing
+    is done twice when the run goes on with three."""
     one = by_one_process(recipe("one", global_batch_size=12))
     some, folder = recipe("some", zero=0, global_batch_size=12), tmp_path / "some"
     held, workers = tmp_path / "held", list[int]()
-    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("hold", call=7, marker=str(held)))  # in step 4
+    monkeypatch.setattr(
+        on_ray, "train_as_rank", Faulty("hold", call=7, marker=str(held), stop_at=7)
+    )  # in step 5
+    monkeypatch.setattr(ray_growth, "LASTS_SECONDS", 1.0)
+    nodes: list[Any] = []
 
     def remove() -> None:
         wait_for(lambda: held.exists() and is_committed(folder, 2), what="waited for the checkpoint")
@@ -138,11 +112,27 @@ def test_a_removed_node_leaves_fewer_workers_with_equal_losses(
         wait_for(lambda: len(cluster_now().nodes) == 1, what="Ray listed the node that is gone")
         count_room()
 
-    removing = threading.Thread(target=remove)
+    def join() -> None:
+        nodes.append(
+            cluster.add_node(**node_args(num_cpus=1))
+        )  # Ray's handlers of signals ask for the main thread
+        cluster.wait_for_nodes()
+        count_room()
+
+    removing, heard = threading.Thread(target=remove), Heard(at_step={4: join})
     removing.start()
-    assert train_on_ray(some, RayPlace(fewest=2, most=3), overwrite=False, tell=Heard()) == 0
+    try:
+        assert train_on_ray(some, RayPlace(fewest=2, most=4), overwrite=False, tell=heard) == 0
+    finally:
+        for node in nodes:
+            cluster.remove_node(node, allow_graceful=False)
     removing.join()
     assert workers == [0, 1, 2]
+    assert "room for 3 workers: saved, going on with them" in heard.text
     assert losses(folder) == pytest.approx(losses(one), abs=1e-5)
-    [restart] = report_of(folder).restarts
-    assert (restart.workers_before, restart.workers, restart.after_step) == (3, 2, 2)
+    report = report_of(folder)
+    lost, grown = report.restarts
+    assert (lost.workers_before, lost.workers, lost.after_step) == (3, 2, 2)
+    assert (grown.workers_before, grown.workers, grown.after_step, grown.lost_steps) == (2, 3, 5, 0)
+    assert len(report.ranks) == 3
+    assert "there was room for more workers; 3 workers instead of 2" in (folder / "report.html").read_text()
