@@ -167,7 +167,7 @@ def test_a_peer_that_was_killed_is_known_by_its_process(tmp_path: Path, tell: Ca
     tell(1, pid=2**22 + 1, step=3, doing="backward")  # above the largest number of a process
     error = PeerGone("another rank is gone")
     name_the_cause(error, tmp_path / LOGS)
-    assert "ended without a word (backward, step 3)" in error.message
+    assert "ended without a word (last seen: backward, step 3)" in error.message
     assert error.message.startswith("rank 1 (process 4194305 on ")
 
 
@@ -178,7 +178,7 @@ def test_a_peer_that_another_process_found_ended_is_known_on_every_machine(
     write_losses(tmp_path / LOGS, [1])
     error = PeerGone("another rank is gone")
     name_the_cause(error, tmp_path / LOGS)
-    assert "on elsewhere) ended without a word (backward, step 3)" in error.message
+    assert "on elsewhere) ended without a word (last seen: backward, step 3)" in error.message
     assert cause_of_loss(read_statuses(tmp_path / LOGS)) == error.message
 
 

@@ -152,7 +152,7 @@ def test_ranks_and_restarts_are_on_the_page(run: Path) -> None:
     assert under_way is not None
     page = page_of(files, under_way)
     for words in (
-        "process 7 on alpha", "119", "rank 1 (process 8 on beta) ended without a word (forward, step 118)",
+        "process 7 on alpha", "119", "rank 1 (process 8 on beta) ended without a word (last seen: forward, step 118)",
         "on 2 machines",
     ):  # fmt: skip
         assert words in page

@@ -63,9 +63,9 @@ class RankStatus:
 
     @property
     def loss(self) -> str:
-        """The sentence of a rank that ended without a word."""
+        """The sentence of a rank that ended without a word. It wrote its status up to ten seconds before."""
         where = f"process {self.pid} on {self.host}"
-        return f"rank {self.rank} ({where}) ended without a word ({self.doing}, step {self.step})"
+        return f"rank {self.rank} ({where}) ended without a word (last seen: {self.doing}, step {self.step})"
 
 
 def status_of(rank: int) -> str:
