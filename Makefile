@@ -24,7 +24,7 @@ test: $(STAMP)
 slow: $(STAMP)
 	$(PYTEST) -m slow
 
-# Runs on a Ray cluster that is started here, about eight minutes. One process: there is one cluster.
+# Runs on a Ray cluster that is started here, about ten minutes. One process: there is one cluster.
 ray: $(STAMP)
 	$(BIN)/python -m pytest tests/ray -m ray
 
