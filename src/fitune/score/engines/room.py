@@ -17,12 +17,14 @@ Room = Callable[[Questions], int]
 
 
 def unlimited(questions: Questions) -> int:
+    """More than there ever are."""
     return sys.maxsize
 
 
 def room_for(plan: ScorePlan) -> Room:
-    """What fits on the device of this process; no limit where the plan says how many."""
-    return unlimited if plan.batch_size else partial(_fitting, _answering(plan))
+    """Returns how many rows fit on the device of this process, at most ROWS_AT_ONCE; ``unlimited`` where the plan says
+    how many are answered together."""
+    return unlimited if plan.batch_size else partial(_fitting, answering_of(plan))
 
 
 def _fitting(answering: Answering | None, questions: Questions) -> int:
@@ -31,13 +33,14 @@ def _fitting(answering: Answering | None, questions: Questions) -> int:
     return max(1, rows_that_fit(answering, questions, most=ROWS_AT_ONCE))
 
 
-def _answering(plan: ScorePlan) -> Answering | None:
-    """None where nothing can be predicted: for a model without formula, on GPUs of two kinds."""
+def answering_of(plan: ScorePlan) -> Answering | None:
+    """The embedded engine on this machine as the estimate takes it, of as many rows as are asked together at most; None
+    where nothing can be predicted: for a model without formula, on GPUs of two kinds."""
     try:
         hardware = resolve_hardware()
         return Answering(
             engine="transformers", model=load_model_spec(plan.model), hardware=hardware,
-            precision=answering_precision(hardware), batch_size=ROWS_AT_ONCE, adapter=adapter_size(plan.adapter),
+            precision=answering_precision(hardware), batch_size=plan.rows_at_once, adapter=adapter_size(plan.adapter),
         )  # fmt: skip
     except (ModelError, HardwareError):
         return None

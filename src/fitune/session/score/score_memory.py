@@ -7,16 +7,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fitune.errors import HardwareError, ModelError
 from fitune.estimate.answering import memory_of_answering
 from fitune.files import write_atomically
-from fitune.measure.hardware import resolve_hardware
 from fitune.measure.memory import memory_meter
-from fitune.models.adapter_size import adapter_size
 from fitune.score.engines.continuous import Moment
+from fitune.score.engines.room import answering_of
 from fitune.score.plan import ScorePlan
-from fitune.spec.answering import Answering, Questions, answering_precision
-from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.answering import Answering, Questions
 from fitune.spec.reports import ScoreReport
 from fitune.spec.serial import to_json
 
@@ -47,21 +44,13 @@ class ScoreMemory:
         predicted."""
         if not self._moments:
             return report
-        try:
-            predicted = self._predicted()
-        except (ModelError, HardwareError):  # no formula, or GPUs of two kinds
+        answering = answering_of(self._plan)
+        if answering is None:
             return report
+        predicted = max(_bytes_at(moment, answering) for moment in self._moments)
         report = replace(report, measured_bytes=self._measured, predicted_bytes=predicted)
         write_atomically(out / "report.json", to_json(report))
         return report
-
-    def _predicted(self) -> int:
-        hardware = resolve_hardware()
-        answering = Answering(
-            engine="transformers", model=load_model_spec(self._plan.model), hardware=hardware,
-            precision=answering_precision(hardware), batch_size=1, adapter=adapter_size(self._plan.adapter),
-        )  # fmt: skip
-        return max(_bytes_at(moment, answering) for moment in self._moments)
 
 
 def _is_within(moment: Moment, other: Moment) -> bool:
