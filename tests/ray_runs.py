@@ -74,7 +74,7 @@ def wait_for(condition: Callable[[], bool], *, what: str, seconds: float = 240.0
         time.sleep(0.05)
 
 
-def wait_until_idle() -> None:
+def wait_until_idle(seconds: float = 240.0) -> None:
     """Wait until nobody holds a core of the cluster, and no node that is gone is counted."""
     from fitune.launch.ray_cluster import cluster_now
 
@@ -82,7 +82,7 @@ def wait_until_idle() -> None:
         cluster = cluster_now()
         return cluster.free.get("CPU") == sum(node.resources.get("CPU", 0.0) for node in cluster.nodes)
 
-    wait_for(is_idle, what="somebody held cores of the cluster")
+    wait_for(is_idle, what="somebody held cores of the cluster", seconds=seconds)
 
 
 def count_room() -> None:

@@ -53,17 +53,19 @@ def test_a_worker_killed_beyond_the_limit_is_the_cause(
 
 
 @pytest.mark.parametrize("is_controlled", [False, True])
-def test_a_run_that_is_stopped_while_it_waits_for_room_asks_ray_no_more(
+def test_a_run_that_is_stopped_while_it_waits_for_room_asks_ray_no_more_and_waits_for_none(
     cluster: Any, tmp_path: Path, is_controlled: bool
 ) -> None:
     """At once, when Ray's controller does not live yet, and later, when it does."""
     import ray
 
     desk = open_desk()
-    controller = desk.controller.remote()
+
+    def is_waiting() -> bool:
+        return any(group["state"] == "PENDING" for group in ray.util.placement_group_table().values())
 
     def watch() -> bool:
-        if not is_controlled or ray.wait([controller], timeout=0)[0]:
+        if not is_controlled or is_waiting():
             raise SystemExit(130)
         return False
 
@@ -73,6 +75,7 @@ def test_a_run_that_is_stopped_while_it_waits_for_room_asks_ray_no_more(
             desk=desk, watch=watch, lost=print, timeout_s=60,
         )  # fmt: skip
     assert not [thread for thread in threading.enumerate() if thread.name == "fit"]
+    wait_for(lambda: not is_waiting(), what="room was reserved for nobody", seconds=10)
 
 
 def test_a_driver_killed_and_started_again_ends_with_the_losses_of_one_process(

@@ -15,7 +15,7 @@ from fitune.session.clusters import on_ray
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.spec.recipe.recipe import Recipe
 from fitune.track.record import read_tracked
-from ray_runs import Faulty, Heard, by_one_process, losses, report_of
+from ray_runs import Faulty, Heard, by_one_process, losses, report_of, wait_until_idle
 
 pytestmark = [
     pytest.mark.ray,
@@ -76,6 +76,7 @@ def test_a_rank_that_fails_by_itself_is_named_and_not_restarted(
         train_on_ray(wanted, RayPlace(fewest=2, most=2, restarts=3), overwrite=False, tell=Heard())
     assert failed.value.exit_code == 1
     assert "fit" not in [thread.name for thread in threading.enumerate()]
+    wait_until_idle(seconds=10)  # a second run of this driver finds the room
     report = report_of(Path(str(wanted.output_dir)))
     assert report.status == "failed"
     assert "rank 1 failed: row 7" in report.reason

@@ -1,5 +1,5 @@
 """Parts of fitune that Ray Train calls: its set-up of torch's process group, over the network interface that Ray
-itself uses, its word of lost workers, and of its controller. Needs ray."""
+itself uses, its word of lost workers, and of its controller, whose room is given back. Needs ray."""
 
 import os
 from collections.abc import Callable
@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData
 from ray.train import UserCallback
 from ray.train.torch import TorchConfig
 from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 import ray
 
@@ -54,3 +56,12 @@ class ControllerTold(ControllerCallback):  # type: ignore[misc]  # ray does not 
 
     def after_controller_start(self, train_run_context: Any) -> None:
         self._desk.control.remote(ray.get_runtime_context().current_actor)
+
+
+def remove_groups_of(controller: Any) -> None:
+    """Remove the placement groups that ``controller``, which was ended, made: Ray keeps them, and the resources of the
+    workers with them, until the job of this driver ends. Ray's own list of groups does not say who made them."""
+    for record in ray._private.state.state._connect_and_get_accessor().get_placement_group_table():
+        group = PlacementGroupTableData.FromString(record)
+        if group.creator_actor_id == controller._actor_id.binary():
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))

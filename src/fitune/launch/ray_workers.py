@@ -107,12 +107,19 @@ def run_workers(
 
 
 def _leave(thread: threading.Thread, desk: Any) -> None:
-    """End ``fit`` with the workers, or before there is room for them."""
+    """End ``fit`` with the workers, or before there is room for them, and give their room back.
+
+    The controller is killed: its own ``abort`` is not heard while it waits for room, and took more than 5 s
+    with workers on a cluster without a dashboard.
+    """
     if not thread.is_alive():
         return
     ray = loaded_ray()
     with suppress(ray.exceptions.RayError):  # the cluster is gone, and fit with it
-        ray.kill(ray.get(desk.controller.remote(), timeout=_LEAVE_SECONDS))
+        controller = ray.get(desk.controller.remote(), timeout=_LEAVE_SECONDS)
+        ray.kill(controller)
+        thread.join(_LEAVE_SECONDS)
+        ray_parts().remove_groups_of(controller)
     thread.join(_LEAVE_SECONDS)
 
 
