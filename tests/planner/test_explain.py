@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from fitune.planner.defaults import with_host_memory
+from fitune.planner.defaults import PRICES, price_of, with_host_memory
 from fitune.planner.reasons.explain import explain_plan, explain_priced, plan_data, verdict
 from fitune.planner.search import find_plan
+from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.model.known_models import find_known_model
 from fitune.spec.plan import Plan
 from fitune.spec.recipe.recipe import parse_recipe
@@ -39,6 +40,17 @@ def test_the_text_has_every_part_and_fits_100_columns(report):
         assert words in text
     assert max(len(line) for line in text.splitlines()) <= 100
     assert explain_priced(report.chosen, price=0.0) in text
+
+
+def test_a_price_of_our_table_is_said_to_be_assumed_and_the_users_own_is_not(report):
+    assumed = f"at ${price_of(gpu('rtx-4090').gpu):.2f} per GPU-hour (assumed; yours: price_per_gpu_hour)"
+    assert assumed in explain_plan(report)
+    own = explain_priced(report.chosen, price=1.25)
+    assert "at $1.25 per GPU-hour (price_per_gpu_hour)" in own
+
+
+def test_every_price_is_of_a_known_card():
+    assert [find_gpu(name).name for name in PRICES] == list(PRICES)
 
 
 def test_the_table_holds_the_figures_of_the_estimate(report):

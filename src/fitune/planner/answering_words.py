@@ -64,7 +64,7 @@ def _on_data(report: AnsweringReport) -> Iterator[str]:
         f"every answer had {questions.new_tokens:,} tokens (--max-new-tokens)"
     )
     if report.cost:
-        yield f"{format_dollars(report.price_per_gpu_hour)} per GPU-hour"
+        yield f"{format_dollars(report.price_per_gpu_hour)} per GPU-hour (assumed)"
 
 
 def rows_line(questions: Questions) -> str:

@@ -216,12 +216,16 @@ def staging_of(url: str) -> str:
 
 
 PRICES = {
-    "t4": 0.53, "v100-16gb": 3.06, "v100-32gb": 3.90, "a10g": 1.01, "l4": 0.80,
-    "a100-40gb": 4.10, "a100-80gb": 1.90, "h100": 3.00, "h100-pcie": 2.40, "h200": 3.80, "b200": 6.00,
-    "rtx-a6000": 0.80, "l40s": 0.90, "rtx-3080": 0.20, "rtx-3090": 0.45, "rtx-4090": 0.70, "rtx-5090": 0.90,
+    "t4": 0.15, "v100-16gb": 0.23, "v100-32gb": 0.21, "l4": 0.49, "l40": 0.69, "l40s": 0.79, "a40": 0.49,
+    "a100-40gb": 1.00, "a100-80gb": 1.39, "h100": 2.69, "h100-pcie": 1.99, "h100-nvl": 2.59,
+    "h200": 3.59, "h200-nvl": 3.79, "b200": 5.98, "b300": 6.94, "rtx-3080": 0.17, "rtx-3090": 0.22,
+    "rtx-4080": 0.27, "rtx-4090": 0.34, "rtx-5080": 0.39, "rtx-5090": 0.69, "rtx-a5000": 0.16, "rtx-a6000": 0.33,
+    "rtx-6000-ada": 0.74, "rtx-pro-6000": 1.69,
 }  # fmt: skip
-"""The order of magnitude of cloud prices in 2024 and 2025, our assumption and nobody's offer. The recipe's
-``price_per_gpu_hour`` always wins, and every cost is printed with the price it was made with."""
+"""US dollars for an hour of one GPU, all of one kind: the lowest on demand at a GPU marketplace, on 1 October 2026.
+RunPod's catalogue; for t4 and v100-32gb, which it did not offer, the verified hosts of Vast.ai. Both were read by
+github.com/toolshedlabs-hash/gpu-price-feed (data/history/v2/2026-10.jsonl). An assumption and nobody's offer: the
+recipe's ``price_per_gpu_hour`` always wins."""
 
 
 def price_of(gpu: Gpu) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 
 from fitune.estimate.parameters import trained_parameters
 from fitune.estimate.predict import predict
+from fitune.planner.defaults import price_of
 from fitune.planner.whole_run import run_lines
 from fitune.spec.counts import count_parameters
 from fitune.spec.machines.gpus import find_gpu
@@ -108,7 +109,8 @@ def _cost_line(priced: Priced, price: float) -> list[str]:
         return []
     hours = 1e6 / priced.estimate.tokens_per_second / 3600
     cost = hours * price * priced.plan.hardware.num_gpus
-    rate = f"{format_dollars(price)} per GPU-hour (price_per_gpu_hour)"
+    assumed = "assumed; yours: " if price == price_of(priced.plan.hardware.gpu) else ""
+    rate = f"{format_dollars(price)} per GPU-hour ({assumed}price_per_gpu_hour)"
     return [wrapped(f"a million tokens cost {format_dollars(cost)} at {rate}")]
 
 

@@ -40,7 +40,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "host_memory": "Memory of a node: 128GiB",
         "nvme_path": "A folder on NVMe for what is offloaded there",
         "nvme_size": "Room in nvme_path: 2TiB",
-        "price_per_gpu_hour": "US dollars; chosen: a round figure, shown with the plan",
+        "price_per_gpu_hour": "US dollars; chosen: a market price, assumed and shown",
         "objective": "What to optimise the plan for",
     },
     "Data": {
