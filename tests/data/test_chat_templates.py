@@ -13,7 +13,7 @@ from data.tiny_tokenizers import (
     byte_tokenizer,
     prefixing_tokenizer,
 )
-from fitune.data.conversations.formats import Conversation, Message, Text
+from fitune.data.conversations.messages import Conversation, Message, Text
 from fitune.data.conversations.rendering import Piece
 from fitune.data.conversations.templates import PLAIN_TEMPLATE, PieceEncoder, load_template
 

@@ -12,7 +12,7 @@ from data.tiny_tokenizers import (
     prefixing_tokenizer,
     word_tokenizer,
 )
-from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
 from fitune.demo.files import BOS, EOS, PAD, ROLE_TOKENS
 from fitune.demo.files import CHAT_TEMPLATE as DEMO_TEMPLATE

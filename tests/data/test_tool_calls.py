@@ -5,7 +5,8 @@ import json
 import pytest
 
 from data.tiny_tokenizers import BRACKET_STYLE, byte_tokenizer
-from fitune.data.conversations.formats import Conversation, Message, to_example
+from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.data.conversations.tool_calls import ToolCall
 from fitune.data.reading.rows import BadRow, Row

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fitune.data.conversations.formats import Conversation, Message, Text
+from fitune.data.conversations.messages import Conversation, Message, Text
 from fitune.data.conversations.templates import load_template
 from fitune.demo.files import (
     FULL,

@@ -6,7 +6,8 @@ import pickle
 import pytest
 
 from data.tiny_tokenizers import BRACKET_STYLE, HEADER_STYLE, NO_SYSTEM_STYLE, UNMARKED_STYLES, byte_tokenizer
-from fitune.data.conversations.formats import Conversation, Message, to_example
+from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import load_template
 from fitune.data.preparing import prepare_data
 from fitune.data.reading import lines

@@ -12,7 +12,7 @@ import pytest
 
 from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
 from fitune.data.conversations import template_process
-from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import load_template
 from fitune.errors import DataError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.conversations.messages import Conversation, Message
 from fitune.demo.text import training_exercises
 from fitune.models.attention import use_attention
 from fitune.score.engines.continuous import can_join

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.conversations.messages import Conversation, Message
 from fitune.errors import DataError
 from fitune.score.index import open_index
 from fitune.score.reading import index_input

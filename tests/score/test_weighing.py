@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.reading.rows import BadRow, Row
 from fitune.errors import RecipeError
 from fitune.measure.memory import LiveTensors

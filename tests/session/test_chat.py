@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fitune
-from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
 from fitune.errors import ModelError, RecipeError, RunDirectoryError
 from fitune.models.tokens import load_tokenizer

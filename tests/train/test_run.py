@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fitune.data.conversations.formats import Conversation
+from fitune.data.conversations.messages import Conversation
 from fitune.errors import RunDirectoryError, TrainingFailed
 from fitune.models.language_model import LanguageModel
 from fitune.spec.plan import Epochs, Plan, Steps

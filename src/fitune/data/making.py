@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from fitune.data import cache
-from fitune.data.conversations.formats import Conversation, Example, detect_format, to_example
+from fitune.data.conversations.detection import detect_format
+from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.messages import Conversation, Example
 from fitune.data.dataset import DatasetWriter, TokenDataset
 from fitune.data.ledger import LedgerBook, Progress, describe_dropped
 from fitune.data.reading.rows import BadRow

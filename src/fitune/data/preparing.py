@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fitune.data import cache
-from fitune.data.conversations.formats import Conversation
+from fitune.data.conversations.messages import Conversation
 from fitune.data.conversations.templates import load_template
 from fitune.data.dataset import Facts, TokenDataset
 from fitune.data.ledger import Progress, Watch, ignore_reading

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from fitune.data.conversations.formats import Example, Message, Text, to_example
+from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.messages import Example, Message, Text
 from fitune.data.reading.locations import HubDataset, locate, sample_size
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fitune.data.conversations.formats import Example, Text
+from fitune.data.conversations.messages import Example, Text
 from fitune.data.conversations.rendering import Piece
 from fitune.data.conversations.templates import ChatTemplate, EncodedRows
 from fitune.data.reading.rows import BadRow

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fitune.data.children import Beat, Child, ChildEnded, requests
-from fitune.data.conversations.formats import Conversation, Example, Message, Text
+from fitune.data.conversations.messages import Conversation, Example, Message, Text
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.data.reading.rows import from_message, to_message
 from fitune.data.tokenising import MOST_TEXT_AT_ONCE, Fate, RowTokeniser, TokenRows, text_size

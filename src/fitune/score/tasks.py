@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from fitune.data.conversations.formats import Conversation, Message, to_example
+from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.data.reading.rows import BadRow, Row
 from fitune.data.reading.sources import read_rows

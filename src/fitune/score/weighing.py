@@ -8,7 +8,7 @@ template writes something else in front of one of them, it counts as the choice'
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from fitune.data.conversations.formats import Conversation, Example, Message, Text
+from fitune.data.conversations.messages import Conversation, Example, Message, Text
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.data.reading.rows import BadRow
 from fitune.errors import ScoringFailed

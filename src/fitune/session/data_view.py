@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from fitune.data.conversations.formats import Example, detect_format, to_example
+from fitune.data.conversations.detection import detect_format
+from fitune.data.conversations.formats import to_example
+from fitune.data.conversations.messages import Example
 from fitune.data.conversations.templates import load_template
 from fitune.data.dataset import TokenDataset
 from fitune.data.ledger import describe_ledger

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from fitune.checkpoint.commit import Descent
-from fitune.data.conversations.formats import Conversation
+from fitune.data.conversations.messages import Conversation
 from fitune.data.ledger import Watch, ignore_reading
 from fitune.data.loader import Loader, LoaderState
 from fitune.data.making import PreparedData

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from fitune.data.conversations.formats import Conversation
+from fitune.data.conversations.messages import Conversation
 from fitune.data.dataset import TokenDataset
 from fitune.data.loader import MicroBatch, eval_batches, without_labels
 from fitune.data.making import PreparedData

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fitune.data.conversations.formats import Message
+from fitune.data.conversations.messages import Message
 from fitune.data.conversations.rendering import Piece, Rendered, Renderer
 from fitune.data.reading.rows import BadRow
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fitune.data.conversations.formats import Message
+from fitune.data.conversations.messages import Message
 
 CALL_STYLES: tuple[dict[str, bool], ...] = (
     {"as_text": False, "without_content": False},

@@ -11,154 +11,27 @@
 | text              | text                                             | the text itself                         |
 | columns           | named by the source's column mapping             | as prompt_completion, messages, or text |
 
-Calls of tools, and the tools of a row, are read by tool_calls.py. Nothing is added to what the fields say: an
-instruction in front of a dialogue is the data's to give.
+detection.py finds which of them a row has; tool_calls.py reads calls of tools, and the tools of a row. Nothing is added
+to what the fields say: an instruction in front of a dialogue is the data's to give.
 """
 
 import json
-import re
-import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
-from fitune.data.conversations.tool_calls import CALLING, ToolCall, calls_in_text, calls_of, tools_of
+from fitune.data.conversations.detection import ACCEPTED, Columns, detect_format
+from fitune.data.conversations.messages import ROLES, Conversation, Example, Message, Role, Text
+from fitune.data.conversations.tool_calls import CALLING, calls_in_text, calls_of, tools_of
 from fitune.data.reading.rows import (
     BadRow,
     Row,
-    refuse_good_and_bad,
     refuse_judged,
     refuse_unsupported_message,
     refuse_unsupported_row,
     require_characters,
 )
 from fitune.errors import DataError, did_you_mean
-from fitune.spec.plan import DataFormat
-
-Role = Literal["system", "user", "assistant", "tool"]
-Columns = tuple[tuple[str, str], ...]
-
-ROLES: dict[str, Role] = {
-    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
-    "tool": "tool", "observation": "tool", "function": "tool", "ipython": "tool", "tool_response": "tool",
-    "function_call": "assistant", "tool_call": "assistant",
-}  # fmt: skip
-"""Role names as they stand in data -> ours."""
-
-ACCEPTED = (
-    "accepted formats: messages [{role, content}], conversations [{from, value}], {instruction, output[, input]}, "
-    "{prompt, completion}, {question, answer}, {dialogue, summary}, {text}, or columns: {prompt: …, completion: …}"
-)
-
-_RECOGNISED: tuple[tuple[DataFormat, tuple[str, ...]], ...] = (
-    ("messages", ("messages",)),
-    ("sharegpt", ("conversations",)),
-    ("alpaca", ("instruction", "output")),
-    ("prompt_completion", ("prompt", "completion")),
-    ("question_answer", ("question", "answer")),
-    ("dialogue_summary", ("dialogue", "summary")),
-    ("text", ("text",)),
-)
-"""The first format all of whose fields are there is taken."""
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn. An answer may be calls of tools, with or without text; ``call_id`` says which call a tool answers."""
-
-    role: Role
-    content: str
-    calls: tuple[ToolCall, ...] = ()
-    call_id: str = ""
-
-    @property
-    def text(self) -> str:
-        """All that it says, calls included, for people."""
-        return "\n".join(part for part in (self.content, *(call.text for call in self.calls)) if part)
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """An optional system message, then user and assistant in turn, and after calls the tools; an answer is last.
-
-    ``tools`` is the JSON text of the tools that the model may call, as the template shows them; "" for none.
-    """
-
-    messages: tuple[Message, ...]
-    where: str
-    tools: str = ""
-
-    @property
-    def text(self) -> str:
-        """All that is said, tools included, for people and for counts."""
-        return "\n".join(part for part in (self.tools, *(m.text for m in self.messages)) if part)
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Plain text: every token is learned."""
-
-    text: str
-    where: str
-
-
-Example = Conversation | Text
-
-
-def detect_format(row: Row, columns: Columns = ()) -> DataFormat:
-    """The format whose fields are all there; a column mapping goes before everything.
-
-    Raises DataError that names the row and lists the fields found and the formats accepted; and for rows of
-    good and bad answers.
-    """
-    if columns:
-        return "columns"
-    refuse_good_and_bad(row)
-    names = set(row.fields)
-    for name, needed in _RECOGNISED:
-        if names.issuperset(needed):
-            return name
-    found = ", ".join(sorted(map(str, names))) or "no fields"
-    raise DataError(
-        f"{row.where}: format auto: the row has {found}, which is not a known format",
-        hint=f"{_mapped(row)}; {ACCEPTED}",
-    )
-
-
-def _mapped(row: Row) -> str:
-    """The columns of this row by role, as a recipe and as an option: those whose names sound like it, else open."""
-    talks = [name for name, value in row.fields.items() if isinstance(value, list)]
-    if talks:
-        roles = {"messages": talks[0]}
-    else:
-        texts = [str(name) for name, value in row.fields.items() if isinstance(value, str)]
-        roles = {role: _sounding(texts, words) for role, words in _SOUNDS.items()}
-    written = ", ".join(f"{role}: {name}" for role, name in roles.items())
-    typed = ",".join(f"{role}={name}" for role, name in roles.items())
-    option = typed if "…" in typed else shlex.quote(typed)
-    return f"columns: {{{written}}} in the recipe, or --columns {option}"
-
-
-_SOUNDS = {
-    "prompt": ("prompt", "instruction", "question", "query", "input", "user", "source", "problem", "q"),
-    "completion": (
-        "completion",
-        "response",
-        "answer",
-        "output",
-        "reply",
-        "assistant",
-        "target",
-        "solution",
-        "a",
-    ),
-}
-
-
-def _sounding(names: Sequence[str], words: Sequence[str]) -> str:
-    """The first of ``names`` that has the first of ``words`` as a part, and so on; … for none."""
-    parts = {name: set(re.split(r"[^a-z]+", name.lower())) for name in names}
-    return next((name for word in words for name in names if word in parts[name]), "…")
 
 
 def to_example(row: Row, *, format: str, columns: Columns = ()) -> Example:

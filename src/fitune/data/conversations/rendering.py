@@ -16,7 +16,7 @@ from fitune.data.conversations.call_styles import (
     tool_names,
     with_ids,
 )
-from fitune.data.conversations.formats import Message
+from fitune.data.conversations.messages import Message
 from fitune.data.conversations.sandbox import MARK_CLOSE, MARK_OPEN, SafeTemplate, TemplateFailed
 from fitune.data.conversations.tool_calls import ToolCall
 from fitune.data.reading.rows import BadRow

@@ -23,7 +23,7 @@ from typing import Any
 
 from fitune.data.children import Child, ChildEnded
 from fitune.data.conversations.answers import conversation_pieces, prompt_pieces
-from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.rendering import Piece, Renderer
 from fitune.data.conversations.sandbox import SafeTemplate
 from fitune.data.conversations.tool_calls import ToolCall

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fitune.data.conversations.formats import Conversation, Example, Message
+from fitune.data.conversations.messages import Conversation, Example, Message
 from fitune.data.conversations.rendering import Piece
 from fitune.data.conversations.template_process import RemoteTemplate, TemplateStopped
 from fitune.data.reading.rows import BadRow

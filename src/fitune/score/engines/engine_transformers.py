@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from fitune.data.conversations.formats import Conversation, Message
+from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.models.adapters import saved_rows
 from fitune.models.attention import use_cached_attention

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fitune.data.conversations.formats import Message
+from fitune.data.conversations.messages import Message
 from fitune.data.conversations.templates import ChatTemplate, load_template
 from fitune.errors import RecipeError
 from fitune.files import open_regular

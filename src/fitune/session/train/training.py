@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fitune.checkpoint.commit import last_saved
-from fitune.data.conversations.formats import Conversation
+from fitune.data.conversations.messages import Conversation
 from fitune.data.conversations.templates import load_template
 from fitune.data.loader import Loader
 from fitune.data.making import PreparedData

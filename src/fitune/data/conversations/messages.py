@@ -1,0 +1,58 @@
+"""What rows become: conversations of messages, or plain text."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fitune.data.conversations.tool_calls import ToolCall
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+ROLES: dict[str, Role] = {
+    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "tool": "tool", "observation": "tool", "function": "tool", "ipython": "tool", "tool_response": "tool",
+    "function_call": "assistant", "tool_call": "assistant",
+}  # fmt: skip
+"""Role names as they stand in data -> ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn. An answer may be calls of tools, with or without text; ``call_id`` says which call a tool answers."""
+
+    role: Role
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+
+    @property
+    def text(self) -> str:
+        """All that it says, calls included, for people."""
+        return "\n".join(part for part in (self.content, *(call.text for call in self.calls)) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """An optional system message, then user and assistant in turn, and after calls the tools; an answer is last.
+
+    ``tools`` is the JSON text of the tools that the model may call, as the template shows them; "" for none.
+    """
+
+    messages: tuple[Message, ...]
+    where: str
+    tools: str = ""
+
+    @property
+    def text(self) -> str:
+        """All that is said, tools included, for people and for counts."""
+        return "\n".join(part for part in (self.tools, *(m.text for m in self.messages)) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Plain text: every token is learned."""
+
+    text: str
+    where: str
+
+
+Example = Conversation | Text
