@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fitune.models.attention import turn_by_rows, use_attention
+from fitune.models.attention import turn_by_rows, turns_by_length, use_attention
 from fitune.models.language_model import LanguageModel, language_model
 from fitune.spec.plan import PlainLoss
 from models.streams import make_rows, stream_of
@@ -53,6 +53,12 @@ def ours(family: str, changes: dict[str, object]) -> LanguageModel:
     use_attention(model, "sdpa")
     turn_by_rows(model)
     return language_model(model, PlainLoss())
+
+
+def test_a_config_says_whether_rows_of_other_lengths_are_turned_otherwise() -> None:
+    for family, changes in CASES.values():
+        assert turns_by_length(tiny_model(family, **changes).config)
+    assert not turns_by_length(tiny_model("llama").config)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -103,14 +103,27 @@ def rows_of_lengths(lengths: Sequence[int]) -> Iterator[None]:
         _stream_rows.reset(token)
 
 
+def turns_by_length(config: PretrainedConfig) -> bool:
+    """True if the rotary frequencies of a row depend on its length, in any layer."""
+    return any(_depends_on_length(parameters.get("rope_type")) for parameters in _rope_parameters(config))
+
+
 def longrope_boundary(config: PretrainedConfig) -> int:
     """Tokens up to which a row is turned by longrope's short factors; 0 for a model without longrope."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    each = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
     return min(
-        (int(p["original_max_position_embeddings"]) for p in each if p.get("rope_type") == "longrope"),
+        (
+            int(parameters["original_max_position_embeddings"])
+            for parameters in _rope_parameters(config)
+            if parameters.get("rope_type") == "longrope"
+        ),
         default=0,
     )
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
+    """Rotary settings of the model, and of each kind of layer where layers differ."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
 
 
 def _depends_on_length(kind: object) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fitune.models.attention import longrope_boundary
+from fitune.models.attention import turns_by_length
 from fitune.score.engines.choosing import OnToken, Row, choose, nobody
 from fitune.score.engines.engine import Completion, Request
 from fitune.score.engines.roomy_cache import RoomyCache
@@ -61,13 +61,11 @@ def can_join(model: Any) -> bool:
     config = base.config.get_text_config()
     taken = inspect.signature(base.forward).parameters
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    rope = str(getattr(config, "rope_parameters", None) or "")
     return (
         {"position_ids", "past_key_values", "attention_mask", "logits_to_keep"} <= taken.keys()
         and kinds <= _PLAIN_ATTENTION
         and not getattr(base, "_is_stateful", False)
-        and not longrope_boundary(base.config)
-        and "dynamic" not in rope
+        and not turns_by_length(base.config)
     )
 
 
