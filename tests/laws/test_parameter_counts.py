@@ -265,8 +265,36 @@ PUBLISHED_TOTALS_OF_TRACED = {
     "upstage/Solar-Open-100B": 102_651_793_408,
     "tencent/Hunyuan-7B-Instruct": 7_504_568_320,
     "EleutherAI/gpt-neo-1.3B": 1_315_575_808,
+    "state-spaces/mamba-130m-hf": 129_135_360,
+    "state-spaces/mamba-370m-hf": 371_516_416,
+    "state-spaces/mamba-790m-hf": 793_204_224,
+    "state-spaces/mamba-1.4b-hf": 1_372_178_432,
+    "state-spaces/mamba-2.8b-hf": 2_768_345_600,
+    "mistralai/Mamba-Codestral-7B-v0.1": 7_285_403_648,
+    "tiiuae/Falcon-H1-0.5B-Base": 521_411_104,
+    "tiiuae/Falcon-H1-1.5B-Instruct": 1_554_863_488,
+    "tiiuae/Falcon-H1-1.5B-Deep-Base": 1_554_872_208,
+    "tiiuae/Falcon-H1-7B-Base": 7_585_648_736,
+    "tiiuae/Falcon-H1-7B-Instruct": 7_585_654_880,
+    "nvidia/Nemotron-H-8B-Base-8K": 8_100_852_736,
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": 8_888_227_328,
 }
 """Of models whose shapes are read from transformers' modules."""
+
+PUBLISHED_BILLIONS = {
+    "tiiuae/falcon-mamba-7b": "7.273",
+    "tiiuae/Falcon-H1-1.5B-Base": "1.555",
+    "tiiuae/Falcon-H1-1.5B-Deep-Instruct": "1.55",
+    "tiiuae/Falcon-H1-3B-Base": "3.149",
+    "tiiuae/Falcon-H1-34B-Base": "34",
+    "nvidia/Nemotron-H-4B-Base-8K": "4",
+    "nvidia/Nemotron-H-8B-Reasoning-128K": "8",
+    "nvidia/Nemotron-H-47B-Base-8K": "47",
+    "nvidia/Nemotron-H-47B-Reasoning-128K": "47",
+    "nvidia/Nemotron-H-56B-Base-8K": "56",
+    "nvidia/NVIDIA-Nemotron-Nano-12B-v2": "12.31",
+}
+"""Of traced models whose published count is a rounded one."""
 
 
 def build(config: dict[str, Any], *, device: str = "meta") -> PreTrainedModel:
@@ -308,6 +336,13 @@ def test_the_published_total_of_a_traced_model(
     read = TransformersTracer().shapes(config, name=name, digest="", dtype="bfloat16")
     assert count_parameters(read).total == PUBLISHED_TOTALS_OF_TRACED[name]
     assert count_parameters(load_model_spec(name)) == count_parameters(read)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_BILLIONS)
+def test_the_published_total_of_a_traced_model_to_its_last_digit(name: str) -> None:
+    published = PUBLISHED_BILLIONS[name]
+    total = count_parameters(load_model_spec(name, offline=True)).total
+    assert f"{total / 1e9:.{len(published.partition('.')[2])}f}" == published
 
 
 def test_components_of_qwen3_8b() -> None:

@@ -71,6 +71,25 @@ def test_one_line_for_a_plan():
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "attends", "how"),
+    [
+        ("state-spaces/mamba-130m-hf", False, "one token after another"),
+        ("mistralai/Mamba-Codestral-7B-v0.1", False, "in chunks of 256 tokens"),
+        ("tiiuae/Falcon-H1-0.5B-Base", True, "in chunks of 128 tokens"),
+        ("EleutherAI/pythia-70m", True, None),
+    ],
+)
+def test_plans_of_state_space_models_say_whose_mixers_they_are_of_and_name_no_attention_that_is_not_there(
+    model, attends, how
+):
+    plan = report_of(model, gpu("rtx-4090"), tuning="qlora")
+    assert (" attention, micro-batch" in describe_plan(plan.chosen.plan)) == attends
+    assert any(line.startswith("attention: ") for line in plan.decisions) == attends
+    notes = [line for line in plan.decisions if line.startswith("note on mixers: ")]
+    assert [how in note for note in notes] == ([True] if how else [])
+
+
 def test_a_model_that_also_sees_says_which_part_is_planned(tmp_path):
     """A name of the table and a config.json as it is published."""
     note = "has a vision part; its text part alone is planned and trained, and a full or merged export is that part"

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_spec import Dropout
+from fitune.spec.model.traits import attends
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -44,7 +45,7 @@ def describe_plan(plan: Plan) -> str:
             *([describe_placement(plan)] if describe_placement(plan) else []),
             f"{plan.recompute.blocks} of {plan.model.num_layers} blocks recomputed",
             describe_loss(plan.loss),
-            f"{plan.attention} attention",
+            *([f"{plan.attention} attention"] if attends(plan.model) else []),
             *(["Liger's kernels"] if plan.kernels == "liger" else []),
             *(["compiled blocks"] if plan.compile_blocks else []),
             f"micro-batch {batch.micro_batch_size} × {batch.seq_len} tokens × {batch.accumulation} accumulated",

@@ -9,7 +9,7 @@ from fitune.planner.defaults import GLOBAL_BATCH_SIZE
 from fitune.planner.methods import ORDER, why_on_cpu
 from fitune.planner.reasons.adapter_decisions import adapter_decisions
 from fitune.planner.reasons.placement_decisions import devices_left_idle, placement_decisions
-from fitune.spec.model.traits import flash_refused_by_device, flash_refused_by_model
+from fitune.spec.model.traits import attends, flash_refused_by_device, flash_refused_by_model
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -62,6 +62,7 @@ def decisions_of(
         _guessed_rates(plan),
         _traced_by_others(plan),
         _text_part(plan),
+        _mixers(plan),
     ]
     return tuple(line for group in lines for line in group)
 
@@ -196,7 +197,7 @@ def _loss(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def _attention(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    if recipe.attn_implementation is not None:
+    if recipe.attn_implementation is not None or not attends(plan.model):
         return
     gpu = plan.hardware.gpu
     why = flash_refused_by_device(gpu) or flash_refused_by_model(plan.model, gpu)
@@ -298,6 +299,16 @@ def _traced_by_others(plan: Plan) -> Iterator[str]:
         note = versions_note(plan.model)
         if note is not None:
             yield note
+
+
+def _mixers(plan: Plan) -> Iterator[str]:
+    if chunk := plan.model.chunk:
+        how = f"in chunks of {chunk} tokens" if chunk > 1 else "one token after another"
+        yield (
+            f"note on mixers: time and memory are those of transformers' own code for {plan.model.model_type}, which "
+            f"goes {how}; kernels of mamba_ssm and causal_conv1d run in its place on a GPU where they are installed, "
+            "and were not measured"
+        )
 
 
 def _text_part(plan: Plan) -> Iterator[str]:

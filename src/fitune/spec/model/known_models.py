@@ -27,6 +27,9 @@ _USUAL_MEANING = {
     "gemma-3-4b": "google/gemma-3-4b-pt",
     "gemma-3-12b": "google/gemma-3-12b-pt",
     "gemma-3-27b": "google/gemma-3-27b-pt",
+    "mamba-codestral-7b": "mistralai/Mamba-Codestral-7B-v0.1",
+    "nemotron-nano-9b-v2": "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+    "nemotron-nano-12b-v2": "nvidia/NVIDIA-Nemotron-Nano-12B-v2",
 }
 """Short names that the rule of ``_short_name`` does not give."""
 

@@ -94,6 +94,11 @@ _LIGER_PRODUCTS = ("silu", "swish", "gelu_pytorch_tanh")
 """Activations, the last not where one linear makes gate and up (Phi-3)."""
 
 
+def attends(model: ModelSpec) -> bool:
+    """False for a model whose mixers are state spaces alone (Mamba): none of their linears makes queries."""
+    return not model.chunk or any(linear.name.endswith("q_proj") for linear in model.linears)
+
+
 def flash_refused_by_device(gpu: Gpu) -> str | None:
     """Reason why FlashAttention does not run on this device, or None."""
     if gpu.is_cpu:
