@@ -25,6 +25,25 @@ TWO = RayPlace(fewest=2, most=2)
 LONG = {"max_steps": 20, "save_steps": 4}
 
 
+def test_a_rank_that_fails_by_itself_is_named_not_restarted_and_leaves_room_for_the_next_run(
+    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 needs longer to write the report than Ray to see that rank 1 is gone. No thread may ask Ray from behind
+    the end: Ray ends a process that asks it after ray.shutdown(), whatever it still had to say."""
+    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("error", call=5, is_slow=True))
+    wanted = recipe(zero=0)
+    with pytest.raises(TrainingFailed, match=r"^rank 1 failed: row 7 of the test cannot be read") as failed:
+        train_on_ray(wanted, RayPlace(fewest=2, most=2, restarts=3), overwrite=False, tell=Heard())
+    assert failed.value.exit_code == 1
+    assert "fit" not in [thread.name for thread in threading.enumerate()]
+    wait_until_idle(seconds=10)  # room for the next test, another run of this driver
+    report = report_of(Path(str(wanted.output_dir)))
+    assert report.status == "failed"
+    assert "rank 1 failed: row 7" in report.reason
+    assert not report.restarts
+    assert "rank 1 failed: row 7" in (Path(str(wanted.output_dir)) / "report.html").read_text()
+
+
 def test_a_killed_worker_is_replaced_a_signal_lets_all_save_and_one_process_goes_on_with_equal_losses(
     cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -63,22 +82,3 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused(
     ) as refused:
         train_on_ray(recipe(), RayPlace(fewest=9, most=9), overwrite=False, tell=Heard())
     assert "--workers 2" in str(refused.value.hint)
-
-
-def test_a_rank_that_fails_by_itself_is_named_and_not_restarted(
-    cluster: Any, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 needs longer to write the report than Ray to see that rank 1 is gone. No thread may ask Ray from behind
-    the end: Ray ends a process that asks it after ray.shutdown(), whatever it still had to say."""
-    monkeypatch.setattr(on_ray, "train_as_rank", Faulty("error", call=5, is_slow=True))
-    wanted = recipe(zero=0)
-    with pytest.raises(TrainingFailed, match=r"^rank 1 failed: row 7 of the test cannot be read") as failed:
-        train_on_ray(wanted, RayPlace(fewest=2, most=2, restarts=3), overwrite=False, tell=Heard())
-    assert failed.value.exit_code == 1
-    assert "fit" not in [thread.name for thread in threading.enumerate()]
-    wait_until_idle(seconds=10)  # a second run of this driver finds the room
-    report = report_of(Path(str(wanted.output_dir)))
-    assert report.status == "failed"
-    assert "rank 1 failed: row 7" in report.reason
-    assert not report.restarts
-    assert "rank 1 failed: row 7" in (Path(str(wanted.output_dir)) / "report.html").read_text()
