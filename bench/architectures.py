@@ -51,6 +51,12 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "time_step_rank": 4, "lru_width": 64, "conv_dim": 64,
     "mamba_chunk_size": 24, "chunk_size": 24, "rotary_dim": 8, "use_cache": False, "initializer_range": 0.1,
 }  # fmt: skip
+_WITH_SHARED_KEYS = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 3,
+}
+_SPARSE = {**_WITH_SHARED_KEYS, "laurel_rank": 8, "activation_sparsity_pattern": [0.9, *[0.0] * 5]}
 DIFFERENT: dict[str, dict[str, Any]] = {
     "mpt": {"max_seq_len": 256},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
@@ -65,6 +71,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
     "falcon_h1": {"mamba_d_ssm": 128, "mlp_expansion_factor": 2, "mamba_n_heads": 8, "mamba_d_head": 16},
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text", "gemma4", "gemma4_unified"), _WITH_SHARED_KEYS),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), _SPARSE),
     "llama4_text": {"intermediate_size": 64, "intermediate_size_mlp": 128},
 }
 """Beside SMALL, where an architecture wants it."""
@@ -342,7 +350,7 @@ def main() -> None:
     for start in range(0, len(types), 12):
         part = types[start : start + 12]
         command = [sys.executable, __file__, "--here", *part]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
         lines = ended.stdout.strip().splitlines()
         rows = (
             json.loads(lines[-1])

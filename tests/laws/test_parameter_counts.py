@@ -265,6 +265,13 @@ PUBLISHED_TOTALS_OF_TRACED = {
     "upstage/Solar-Open-100B": 102_651_793_408,
     "tencent/Hunyuan-7B-Instruct": 7_504_568_320,
     "EleutherAI/gpt-neo-1.3B": 1_315_575_808,
+    # whole checkpoints, without towers and the keys and values that shared blocks never use
+    "google/gemma-3n-E2B": 5_439_595_456 - 983_438_688 - 10 * 2_097_408,
+    "google/gemma-3n-E4B": 7_850_135_376 - 983_438_688 - 15 * 2_097_408,
+    "google/gemma-4-E2B": 5_123_178_051 - 475_728_160 - 18_880_512 - 35,
+    "google/gemma-4-E4B": 7_996_156_490 - 478_087_456 - 55_055_616 - 42,
+    "google/gemma-4-26B-A4B": 25_805_936_206 - 572_794_416 - 30,
+    "google/gemma-4-31B": 31_273_088_876 - 575_743_536 - 60,
     "state-spaces/mamba-130m-hf": 129_135_360,
     "state-spaces/mamba-370m-hf": 371_516_416,
     "state-spaces/mamba-790m-hf": 793_204_224,

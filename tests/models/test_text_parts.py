@@ -13,6 +13,9 @@ from transformers import (
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
     Ministral3ForCausalLM,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
@@ -44,6 +47,13 @@ VISION = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
+FOR_BLOCKS = {
+    **TEXT, "tie_word_embeddings": True, "num_hidden_layers": 6, "num_kv_shared_layers": 3, "sliding_window": 64,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 384,
+}  # fmt: skip
+"""Embeddings for every block, and keys and values of the last blocks that earlier ones made."""
+SOUND = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 IDS = torch.arange(3, 40)[None]
 
 
@@ -54,6 +64,14 @@ def seeing(kind: str) -> PreTrainedModel:
         return Gemma3ForConditionalGeneration(
             Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4)
         )
+    if kind == "gemma4":
+        text = {**FOR_BLOCKS, "global_head_dim": 64, "use_double_wide_mlp": True}
+        whole = Gemma4ForConditionalGeneration(
+            Gemma4Config(text_config=text, vision_config=VISION, audio_config=SOUND)
+        )
+        for number, block in enumerate(whole.model.language_model.layers):
+            block.layer_scalar.fill_(0.9 + number / 20)  # a buffer, which the published ones have, too
+        return whole
     vision = {**VISION, "head_dim": 16, "model_type": "pixtral"}
     config = Mistral3Config(
         text_config={**TEXT, "model_type": kind}, vision_config=vision, tie_word_embeddings=False
@@ -61,11 +79,14 @@ def seeing(kind: str) -> PreTrainedModel:
     return Mistral3ForConditionalGeneration(config)
 
 
-CLASSES = {"gemma3": Gemma3ForCausalLM, "ministral3": Ministral3ForCausalLM, "mistral": MistralForCausalLM}
+CLASSES = {
+    "gemma3": Gemma3ForCausalLM, "gemma4": Gemma4ForCausalLM,
+    "ministral3": Ministral3ForCausalLM, "mistral": MistralForCausalLM,
+}  # fmt: skip
 ON_CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
 
 
-@pytest.fixture(params=["gemma3", "ministral3", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.fixture(params=["gemma3", "gemma4", "ministral3", pytest.param("mistral", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

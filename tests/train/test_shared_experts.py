@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,14 +43,14 @@ CASES = [
 ]
 
 
-def mixture(model_type: str, words: dict[str, int], *, tokenizer: Path, folder: Path) -> Path:
+def mixture(model_type: str, words: dict[str, Any], *, tokenizer: Path, folder: Path) -> Path:
     """A folder with a small random mixture and the tests' tokenizer."""
     shutil.copytree(tokenizer, folder)
     for weights in folder.glob("*.safetensors"):
         weights.unlink()
     config = AutoConfig.for_model(
-        model_type, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=384, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, max_position_embeddings=128, initializer_range=0.2, **words,
+        model_type, **{"num_hidden_layers": 2, **words}, hidden_size=32, num_attention_heads=4, vocab_size=384,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=128, initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)

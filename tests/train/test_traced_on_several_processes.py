@@ -24,13 +24,26 @@ from train.test_several_processes import divided, gradient_norms, largest_differ
 pytestmark = pytest.mark.slow
 
 WEIGHT = 5e-6
-"""AdamW divides small gradients by their own size, so a rounding moves a weight by more than itself."""
+"""AdamW divides small gradients by their own size, so a rounding moves a weight by more than itself. Of Gemma 3n's
+shared keys gradients are sums over blocks, too."""
 SIZES = {
     "vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
+    "gemma3n_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+        "vocab_size_per_layer_input": 384,
+        "activation_sparsity_pattern": [0.9] + [0.0] * 5,
+        "sliding_window": 64,
+    },
     "olmoe": {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
 }
 CASES: dict[str, tuple[str, dict[str, object], int]] = {
@@ -41,6 +54,13 @@ CASES: dict[str, tuple[str, dict[str, object], int]] = {
         2,
     ),
     "lora, DDP": ("gpt_neox", {"tuning": "lora"}, 0),
+    "shared keys, full with recompute, stage 3": (
+        "gemma3n_text",
+        {"tuning": "full", "learning_rate": 1e-3, "gradient_checkpointing": True},
+        3,
+    ),
+    "shared keys, qlora, stage 2": ("gemma3n_text", {"tuning": "qlora"}, 2),
+    "shared keys, lora, DDP": ("gemma3n_text", {"tuning": "lora"}, 0),
     "experts, qlora, stage 3": ("olmoe", {"tuning": "qlora"}, 3),
     "experts, full, DDP": ("olmoe", {"tuning": "full", "learning_rate": 1e-3}, 0),
 }
@@ -52,7 +72,7 @@ def results(model_folder: Path, data_file: Path, tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("traced")
     for model_type, values in MODELS.items():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **values))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **values}))
         model.save_pretrained(folder / model_type)
         for file in model_folder.glob("*token*"):
             shutil.copy(file, folder / model_type)
@@ -74,7 +94,7 @@ def test_two_processes_train_the_model_of_one(results: Path, name: str) -> None:
     alone = results / f"{name} alone"
     assert losses(results / name) == pytest.approx(losses(alone), abs=1e-5)
     assert gradient_norms(results / name) == pytest.approx(gradient_norms(alone), rel=1e-4)
-    assert largest_difference(results / name, alone) < WEIGHT
+    assert largest_difference(results / name, alone) < (4 if name.startswith("shared keys") else 1) * WEIGHT
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,7 +6,7 @@ stepped: it reduces them last.
 
 from fitune.estimate.blocks import activations
 from fitune.estimate.division import num_shares, reduce_width
-from fitune.estimate.parameters import embedding_parameters, head_parameters
+from fitune.estimate.parameters import embedding_parameters, head_parameters, late_tables
 from fitune.estimate.states import leaves_after_the_loss, stepping_bytes
 from fitune.estimate.step import StepStages, Terms
 from fitune.estimate.tensors import trained_tensors
@@ -110,12 +110,18 @@ def _inputs_around(step: StepStages, index: int) -> int:
 
 
 def _embedding_moment(step: StepStages) -> Terms:
-    """All gradients, and the embedding's made last: beside the head's when tied, or the earlier micro-batches'."""
+    """All gradients, and the embedding's made last: beside the head's when tied, or the earlier micro-batches'.
+
+    Or that of a larger table (``late_tables``), just before it.
+    """
     elements = embedding_parameters(step.plan.model) if trains_embeddings(step.plan.tuning) else 0
-    divided = step.gradients != step.whole_gradients
-    adds = step.gradients_exist or step.plan.model.tied_embeddings or divided
-    table = elements * step.element_bytes if adds else 0
-    stepped = 0 if step.buffers.root_end else stepping_bytes(step.plan, elements)
+    late = max(late_tables(step.plan.model), default=0) if step.full else 0
+    adds = step.gradients_exist or step.gradients != step.whole_gradients
+    tied = step.plan.model.tied_embeddings
+    table = step.element_bytes * max(
+        elements if adds or tied else 0, late if adds and not step.root_waits else 0
+    )
+    stepped = 0 if step.buffers.root_end else stepping_bytes(step.plan, max(elements, late))
     return {
         **_kept_for_a_second_pass(step),
         "gradients": _blocks_and_waiting(step),
@@ -198,10 +204,11 @@ def _kept_for_a_second_pass(step: StepStages) -> Terms:
 
 
 def _blocks_and_waiting(step: StepStages) -> int:
-    """The blocks' gradients as they rest, and the whole ones of head and final norm where they wait."""
+    """The blocks' gradients as they rest, and the root's whole ones where they wait, all but the embedding's."""
     if not step.root_waits:
         return step.gradients
-    return _blocks_at_rest(step) + step.head_gradient + step.final_norm.gradients
+    late = sum(late_tables(step.plan.model)) * step.element_bytes if step.full else 0
+    return _blocks_at_rest(step) + step.head_gradient + step.final_norm.gradients + late
 
 
 def _blocks_at_rest(step: StepStages) -> int:

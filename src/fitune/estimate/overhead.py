@@ -186,8 +186,9 @@ def offloaded_activation_bytes(step: StepStages) -> int:
     """All that the blocks keep for backward, for one micro-batch on one rank."""
     if not step.activations_leave:
         return 0
-    kept = step.kept_by_blocks[-1] - step.kept_by_blocks[step.recomputed]
-    return kept + (step.recomputed - step.untouched_before(step.recomputed)) * step.hidden
+    first, split = step.untouched_before(step.recomputed), step.recomputed
+    left = (split - first) * step.hidden + step.left_by_blocks[split] - step.left_by_blocks[first]
+    return step.kept_by_blocks[-1] - step.kept_by_blocks[split] + left
 
 
 def _offloaded(step: StepStages) -> list[tuple[str, str, int, int]]:

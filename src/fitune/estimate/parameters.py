@@ -1,5 +1,6 @@
 """Bytes of parameters: whole, packed and as one rank's share; weights, adapters and gradients in sum."""
 
+import math
 from collections.abc import Iterable
 
 from fitune.estimate.division import num_shares, share_elements, uses_fsdp, weights_are_divided
@@ -186,6 +187,14 @@ def gradients_bytes(plan: Plan) -> int:
 def embedding_parameters(model: ModelSpec) -> int:
     """V · h, the input table alone; with tied embeddings it is the head too."""
     return model.vocab_size * model.hidden_size
+
+
+def late_tables(model: ModelSpec) -> tuple[int, ...]:
+    """Elements of each root parameter beside embedding, final norm and head, whose gradients backward makes last.
+
+    A table from which each token has an embedding for every block (Gemma 3n, small Gemma 4) is larger than all blocks.
+    """
+    return tuple(elements for shape in model.roots if (elements := math.prod(shape)) > model.hidden_size)
 
 
 def head_parameters(model: ModelSpec) -> int:

@@ -18,6 +18,7 @@ from fitune.estimate.parameters import (
     blocks_trained,
     embedding_parameters,
     gradients_bytes,
+    late_tables,
     trained_parameters,
 )
 from fitune.estimate.tensors import (
@@ -232,7 +233,8 @@ def update_temporaries_bytes(plan: Plan) -> int:
     bucket of at most 64 MiB (at least one parameter), and each 16-bit gradient is dropped once converted: a
     full bucket adds 4 and gives back 2 bytes per parameter. The first parameter of a full fine-tune is the
     embedding: 4·V·h before its gradient is dropped, alone in its bucket when it is large; the last one, of the
-    same size in a small model's only bucket, is still to be dropped when all others are: + 2·V·h.
+    same size in a small model's only bucket, is still to be dropped when all others are: + 2·V·h. A larger table
+    (``late_tables``) is converted behind all else.
     """
     if updates_in_backward(plan.tuning) or plan.offload.optimizer != "device":
         return 0
@@ -247,7 +249,9 @@ def update_temporaries_bytes(plan: Plan) -> int:
     if trains_every_weight(plan.tuning):
         table = embedding_parameters(plan.model)
         last = 2 * table if bucket < MASTER_BUCKET_BYTES and not plan.model.tied_embeddings else 0
-        return max(half_converted + last, 4 * table)
+        tables = late_tables(plan.model)
+        before = trained_parameters(plan) - sum(tables)
+        return max(half_converted + last, 4 * table, 4 * max(tables, default=0) - 2 * before)
     assert isinstance(plan.tuning, Lora)
     return _converted_bytes(plan.model, plan.tuning) if plan.tuning.modules_to_save else half_converted
 

@@ -59,6 +59,8 @@ class StepStages:
     """The heads of one block; all blocks have the same."""
     kept_by_blocks: tuple[int, ...]
     """Bytes that the blocks 0…index−1 keep when none recomputes."""
+    left_by_blocks: tuple[int, ...]
+    """Bytes that the blocks 0…index−1 leave beyond their inputs when all recompute."""
     gradients_of_blocks: tuple[int, ...]
     """Cumulative bytes of the gradients that the blocks 0…index−1 leave."""
     untouched: int
@@ -153,12 +155,14 @@ class StepStages:
         """The inputs that the recomputed ones of blocks 0…index−1 keep; of the last alone when they leave."""
         if self.activations_leave:
             return self.own_input(index - 1) if index > 0 else 0
-        recomputed = min(index, self.recomputed)
-        return (recomputed - self.untouched_before(recomputed)) * self.hidden
+        end = min(index, self.recomputed)
+        start = self.untouched_before(end)
+        return (end - start) * self.hidden + self.left_by_blocks[end] - self.left_by_blocks[start]
 
     def own_input(self, index: int) -> int:
         """The input that block ``index`` keeps when it recomputes."""
-        return self.hidden if self.untouched <= index < self.recomputed else 0
+        recomputes = self.untouched <= index < self.recomputed
+        return self.hidden + self.block(index).leaves if recomputes else 0
 
     def around(self, *, in_forward: bool = False) -> Terms:
         """The micro-batch itself, the rotary table that every block reads, and a mask over the stream.
@@ -211,6 +215,7 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         recomputed=min(plan.recompute.blocks, plan.model.num_layers),
         blocks=blocks,
         kept_by_blocks=(0, *accumulate(block.kept for block in blocks)),
+        left_by_blocks=(0, *accumulate(block.leaves for block in blocks)),
         gradients_of_blocks=(0, *accumulate(block.gradients for block in blocks)),
         forward=forward,
         backward=backward,

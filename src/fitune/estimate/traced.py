@@ -77,6 +77,7 @@ def _profile(
             adding=worst(block.adding),
             recomputed=worst(block.recomputed),
             recomputed_adding=worst(block.recomputed_adding),
+            leaves=block.leaves.at(extent) if block.leaves else 0,
         ),
     )
 

@@ -237,8 +237,12 @@ def _missing(present: set[str], targets: Targets, base: ModelSpec | Shapes) -> l
     if not targets.are_plain:
         return []
     tails = {from_block(name) for name in present}
-    linears = [m for m in base.linears if m.adaptable and m.copies == 1]
-    names = [f"model.layers.{layer}.{m.name}" for layer in range(base.num_layers) for m in linears]
+    names = [
+        f"model.layers.{layer}.{m.name}"
+        for layer in range(base.num_layers)
+        for m in base.linears_of(layer)
+        if m.adaptable and m.copies == 1
+    ]
     return [from_block(name) for name in names if from_block(name) not in tails and targets.adapts(name)]
 
 

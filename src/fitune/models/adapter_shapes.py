@@ -60,7 +60,7 @@ def stacks_of(base: ModelSpec | Shapes) -> dict[str, Stack]:
             in_features=m.in_features, out_features=m.out_features, copies=m.copies
         )
         for layer in range(base.num_layers)
-        for m in base.linears
+        for m in base.linears_of(layer)
         if m.stacked
     }
 
@@ -92,7 +92,7 @@ def shape_in_base(module: str, base: ModelSpec | Shapes) -> tuple[int, int] | No
     match = _IN_BLOCK.fullmatch(module)
     if match is None or int(match[1]) >= base.num_layers:
         return None
-    found = [m for m in base.linears if m.name == match[2] and m.adaptable]
+    found = [m for m in base.linears_of(int(match[1])) if m.name == match[2] and m.adaptable]
     return (found[0].in_features, found[0].out_features) if found else None
 
 

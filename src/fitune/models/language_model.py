@@ -261,6 +261,11 @@ def decoder_blocks(body: nn.Module, *, count: int) -> nn.ModuleList:
     raise ModelError(f"{type(body).__name__}: its blocks are not one list of {count}")
 
 
+def embeds_for_blocks(body: nn.Module) -> bool:
+    """True if the body hands each block embeddings of its own beside the residual stream (Gemma 3n, small Gemma 4)."""
+    return hasattr(body, "embed_tokens_per_layer")
+
+
 def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute, *, has_dropout: bool) -> None:
     """Make the first ``recompute.blocks`` blocks recompute (Chen et al. 2016, arXiv 1604.06174).
 

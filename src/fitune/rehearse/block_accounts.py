@@ -18,6 +18,8 @@ class Account:
     """One sample by moments, in bytes."""
 
     hidden: int = 0
+    stream: int = 0
+    """What goes from block to block: one hidden state for each token, or several (AltUp)."""
     around: int = 0
     around_forward: int = 0
     kept: list[int] = field(default_factory=list)
@@ -74,11 +76,11 @@ def _storages(sample: Sample) -> _Storages:
 
 def account_of(sample: Sample) -> Account:
     """Bytes of each block of the ``sample``: kept, needed for a moment, left as gradients. Raises ModelError
-    where the residual stream is wider than a block's output."""
+    where the residual stream takes other bytes from block to block."""
     found = _storages(sample)
-    account = Account(hidden=found.sizes[sample.outputs[0]])
-    behind_the_first = (storage for (_, block), storage in sample.inputs.items() if block)
-    if any(found.sizes[storage] != account.hidden for storage in behind_the_first):
+    streams = {found.sizes[storage] for (_, block), storage in sample.inputs.items() if block}
+    account = Account(hidden=found.sizes[sample.outputs[0]], stream=max(streams))
+    if len(streams) > 1 or account.stream % account.hidden:
         raise ModelError("the stream between the blocks takes other bytes than the hidden states behind them")
     kept = {block: found.kept.get((0, block), 0) for block in range(sample.blocks)}
     account.kept = [kept[block] for block in range(sample.blocks)]
@@ -100,7 +102,7 @@ def account_of(sample: Sample) -> Account:
                 place, start = ("final" if block is None else block), total
                 if block == sample.blocks - 1 and turn == 0:
                     before = sum(kept[j] for j in range(block))
-                    account.around_forward = total - before - account.hidden
+                    account.around_forward = total - before - account.stream
                 continue
             case Reached(block=block):
                 place = block

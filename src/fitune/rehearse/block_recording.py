@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.measure.device_rates import computes
-from fitune.models.language_model import blocks_of
+from fitune.models.language_model import blocks_of, body_of, embeds_for_blocks
 from fitune.rehearse.deep_update import make_states, parameter_keys
 from fitune.rehearse.recorder import Recorder
 from fitune.rehearse.shapes import BLOCK_NUMBERS
@@ -23,8 +23,11 @@ from fitune.spec.predictions import Phase
 
 
 def keep_blocks(model: PreTrainedModel, chosen: Sequence[int]) -> None:
-    """Leave only the ``chosen`` blocks, in that order, and what the config lists for each."""
-    blocks = blocks_of(model)
+    """Leave only the ``chosen`` blocks, in that order, and what the config lists for each.
+
+    A body that embeds each token once for every block (Gemma 3n and 4) goes on to do so for all of them.
+    """
+    blocks, body = blocks_of(model), body_of(model)
     config = model.config.get_text_config()
     count = len(blocks)
     kept = [blocks[index] for index in chosen]
@@ -35,6 +38,8 @@ def keep_blocks(model: PreTrainedModel, chosen: Sequence[int]) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == count:
             setattr(config, name, [value[index] for index in chosen])
+    if embeds_for_blocks(body):
+        body.config = copy.copy(config)
     config.num_hidden_layers = len(chosen)
     parent = next(m for m in model.modules() for child in m.children() if child is blocks)
     name = next(n for n, child in parent.named_children() if child is blocks)

@@ -207,7 +207,7 @@ def _block(keeping: _Fit, again: _Fit, block: int) -> TracedBlock:
     return TracedBlock(
         kept=keeping.size(lambda a: a.kept[block]),
         forward=again.sizes(lambda a: a.forward.get(block, [])),
-        building=keeping.sizes(lambda a: [x + a.hidden for x in a.forward.get(block, [])]),
+        building=keeping.sizes(lambda a: [x + a.stream for x in a.forward.get(block, [])]),
         backward=keeping.moments(lambda a: a.backward.get((0, block), [])),
         adding=keeping.moments(lambda a: a.backward.get((adding, block), [])),
         recomputed=again.moments(lambda a: a.backward.get((0, block), [])),
@@ -217,7 +217,16 @@ def _block(keeping: _Fit, again: _Fit, block: int) -> TracedBlock:
         heads=max((n for n, _ in heads), default=0),
         head_size=max((size for _, size in heads), default=0),
         flops_per_pair=12.0 * sum(n * size for n, size in heads),
+        leaves=_left(again, block),
     )
+
+
+def _left(again: _Fit, block: int) -> Size | None:
+    """Bytes that a block leaves beyond its input until it runs again; None for a few numbers beside it."""
+    longest = again.accounts[_LONGEST]
+    if longest.kept[block] - longest.hidden < longest.hidden / 1000:
+        return None
+    return again.size(lambda a: a.kept[block] - a.hidden)
 
 
 class TransformersTracer:

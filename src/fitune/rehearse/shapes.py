@@ -38,6 +38,7 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
     kinds, kind_of = _kinds(blocks, text)
     first = kinds[kind_of[0]]
     heads = _number(text, "num_attention_heads", "n_head", "num_heads", default=1)
+    of_first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text  # Gemma 4
     hidden = int(head.in_features)
     return ModelSpec(
         name=name,
@@ -46,8 +47,8 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
         hidden_size=hidden,
         intermediate_size=max((m.out_features for m in first.linears if m.part == "mlp"), default=hidden),
         num_heads=heads,
-        num_kv_heads=_number(text, "num_key_value_heads", "num_kv_heads", default=heads),
-        head_dim=_number(text, "head_dim", "qk_head_dim", default=max(1, hidden // heads)),
+        num_kv_heads=_number(of_first, "num_key_value_heads", "num_kv_heads", default=heads),
+        head_dim=_number(of_first, "head_dim", "qk_head_dim", default=max(1, hidden // heads)),
         vocab_size=int(embedding.weight.shape[0]),
         max_seq_len=_number(
             text,

@@ -36,6 +36,8 @@ class Block:
     peak: BackwardPeak
     recomputed_peak: BackwardPeak
     """The worst moment of its backward when its forward runs again first."""
+    leaves: int = 0
+    """Bytes that it leaves beyond an input of one hidden state when it is to run again (TracedBlock)."""
 
 
 def untouched_block(stages: Sequence[Stage]) -> Block:
@@ -59,6 +61,7 @@ def traced_block(memory: TracedMemory, *, gradients_exist: bool) -> Block:
         building=memory.building,
         peak=memory.adding if gradients_exist else memory.backward,
         recomputed_peak=memory.recomputed_adding if gradients_exist else memory.recomputed,
+        leaves=memory.leaves,
     )
 
 

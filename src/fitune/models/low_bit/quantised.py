@@ -145,10 +145,13 @@ def is_state_space(module: nn.Module) -> bool:
 
 
 def is_read_by_kernels(parent: nn.Module, name: str) -> bool:
-    """True for a linear of ``parent`` whose weight fused kernels of state-space mixers read without calling it.
+    """True for a linear of ``parent`` whose weight is read, or clipped, without calling it.
 
-    It is neither packed nor adapted: PEFT 0.21 refuses ``out_proj`` of most such models for that reason.
+    Fused kernels of state-space mixers and AltUp (Gemma 3n) do so. It is neither packed nor adapted: PEFT 0.21 refuses
+    ``out_proj`` of most state-space models for that reason.
     """
+    if name in ("prediction_coefs", "correction_coefs"):
+        return hasattr(parent, "correct_output_scale")
     return name in ("dt_proj", "out_proj", "x_proj") and is_state_space(parent)
 
 

@@ -147,6 +147,7 @@ class TracedMemory:
     adding: BackwardPeak
     recomputed: BackwardPeak
     recomputed_adding: BackwardPeak
+    leaves: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

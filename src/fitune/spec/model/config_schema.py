@@ -54,6 +54,12 @@ def _count(fields: ConfigFields, name: str, value: Any) -> None:
     fields.count(name)
 
 
+def _counts(fields: ConfigFields, name: str, value: Any) -> None:
+    """One for all blocks, or one for each (Gemma 3n)."""
+    for each in value if isinstance(value, list) else [value]:
+        ConfigFields(values={name: each}, where=fields.where).count(name)
+
+
 def _whole(low: int, high: int) -> Check:
     def check(fields: ConfigFields, name: str, value: Any) -> None:
         if type(value) is not int or not low <= value <= high:
@@ -100,6 +106,12 @@ def _activation(fields: ConfigFields, name: str, value: Any) -> None:
         learns = isinstance(value, str) and value in WITH_WEIGHTS
         why = "has weights of its own, which fitune does not train" if learns else "is no known activation"
         fields.refuse(name, why, hint=f"the known ones are {', '.join(sorted(ACTIVATIONS))}")
+
+
+def _causal(fields: ConfigFields, name: str, value: Any) -> None:
+    """``vision``: tokens of a picture alone see those behind them."""
+    if value not in (False, "vision"):
+        fields.refuse(name, "lets tokens see those behind them: this is no causal language model")
 
 
 def _ids(fields: ConfigFields, name: str, value: Any) -> None:
@@ -245,11 +257,9 @@ _ROPE: dict[str, Check] = {
 }  # fmt: skip
 
 _FIELDS_OF_TRACED = {
-    **{
-        name: check
-        for name, check in CONFIG_FIELDS.items()
-        if check is not _activation and name != "use_bidirectional_attention"
-    },
+    **{name: check for name, check in CONFIG_FIELDS.items() if check is not _activation},
+    "intermediate_size": _counts,
+    "use_bidirectional_attention": _causal,
     # Granite 4.0 writes 0 where its blocks have one dense MLP
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), _whole(0, 1_000_000)),
 }

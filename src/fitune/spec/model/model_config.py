@@ -12,7 +12,7 @@ from fitune.spec.model.config_fields import ConfigFields
 from fitune.spec.model.config_schema import check_config
 from fitune.spec.model.families import FAMILIES, stored_type
 from fitune.spec.model.known_models import accepted_model_names, find_known_model
-from fitune.spec.model.model_names import closest_name, generation_of, names_packed_weights
+from fitune.spec.model.model_names import closest_name, names_packed_weights
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.positions import check_positions
 from fitune.spec.serial import read_object
@@ -73,7 +73,6 @@ def _text_spec(config: Mapping[str, Any], *, name: str, where: str | None) -> Mo
         raise ModelError(f"{fields.where}: model_type is missing: this is no model's config.json")
     if not isinstance(model_type, str):
         fields.refuse("model_type", "is not supported")
-    _refuse_untraceable(fields, model_type)
     _refuse_other_code(fields, model_type)
     check_config(fields, traced=model_type not in FAMILIES)
     _refuse_other_tasks(fields)
@@ -100,32 +99,6 @@ def _text_part(fields: ConfigFields) -> ConfigFields:
     usual = _WITH_TEXT_OF_A_FAMILY[fields.values["model_type"]]
     values = {**outer, **text, "model_type": text.get("model_type", usual)}
     return ConfigFields(values=values, where=f"{fields.where}: text_config")
-
-
-_SHARED = (
-    "its later blocks use the keys and values of earlier ones, and each block reads embeddings of its own, so that "
-    "memory cannot be predicted block by block"
-)
-_UNEVEN = (
-    "its heads differ in size from block to block, and in the small ones each block reads embeddings of its own, so "
-    "that memory cannot be predicted block by block"
-)
-_UNTRACEABLE = {
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), f"Gemma 3n is neither planned nor trained yet: {_SHARED}"),
-    **dict.fromkeys(
-        ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
-        f"Gemma 4 is neither planned nor trained yet: {_UNEVEN}",
-    ),
-}
-"""model_type -> why no shapes of it are read."""
-_INSTEAD_OF_GEMMA = "a Gemma 3 model, such as google/gemma-3-4b-it"
-
-
-def _refuse_untraceable(fields: ConfigFields, model_type: str) -> None:
-    if model_type in _UNTRACEABLE:
-        raise ModelError(
-            f"{fields.where}: model_type = {model_type!r}: {_UNTRACEABLE[model_type]}", hint=_INSTEAD_OF_GEMMA
-        )
 
 
 def _refuse_other_code(fields: ConfigFields, model_type: str) -> None:
@@ -181,8 +154,6 @@ def _refuse_folder_without_config(path: Path, name: str) -> None:
 
 
 def _unknown(name: str, *, why: str = "") -> ModelError:
-    if (refused := _UNTRACEABLE.get(generation_of(name))) is not None:
-        return ModelError(f"model = {name!r}: {refused}", hint=_INSTEAD_OF_GEMMA)
     close = closest_name(name, accepted_model_names())
     reason = f": {why}" if why else " is not known"
     if close is None:

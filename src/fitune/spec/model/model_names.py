@@ -13,7 +13,7 @@ _PACKED = re.compile(
 )
 """Parts of names that say in which bits a copy is packed."""
 _MEANINGS = {"it": "instruct", "chat": "instruct", "pt": "base"}
-_KINDS = {"mamba", "rwkv", "vl", "vision", "omni", "audio", "multimodal", "distill"}
+_KINDS = {"mamba", "h", "rwkv", "vl", "vision", "omni", "audio", "multimodal", "distill"}
 """Words of names that make another model of a family's name: Falcon Mamba is no Falcon."""
 _SIZE_WORDS = {"nano", "micro", "tiny", "mini", "small", "medium", "large", "xl"}
 _EXPERTS = re.compile(r"\d+e|a\d+(?:\.\d+)?b")
@@ -53,12 +53,6 @@ def closest_name(name: str, known: Iterable[str]) -> str | None:
         )
 
     return max(alike, key=likeness, default=None)
-
-
-def generation_of(name: str) -> str:
-    """Family and generation that ``name`` says: ``google/gemma-3n-E4B-it`` -> ``gemma3n``."""
-    words = _words(name)
-    return words[0] + _generation(words) if words else ""
 
 
 def names_packed_weights(name: str) -> bool:

@@ -182,6 +182,10 @@ class ModelSpec:
         """True if blocks come from tracing: no formula knows them."""
         return bool(self.kinds)
 
+    def linears_of(self, block: int) -> tuple[Linear, ...]:
+        """The matrices of that block, in the order they are applied."""
+        return self.kinds[self.kind_of[block]].linears if self.kinds else self.linears
+
     def counted_linears(self, blocks: Collection[int] = ()) -> Iterator[tuple[Linear, int]]:
         """Each matrix and the number of blocks that have it; of the given ``blocks`` alone when there are any."""
         if not self.kinds:

@@ -104,6 +104,9 @@ class TracedBlock:
     head_size: int
     flops_per_pair: float
     """FLOPs of fused attention, forward and backward, for each pair of a query and a key."""
+    leaves: Size | None = None
+    """Left by a recomputed block beyond an input of one hidden state, until it runs again: more copies of that (AltUp),
+    keys and values that later blocks share (Gemma 3n). None where nothing is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

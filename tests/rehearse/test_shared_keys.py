@@ -1,0 +1,108 @@
+"""Gemma 3n and 4 by arithmetic and by rehearsal: what blocks share is held once, until nobody reads it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from fitune.errors import ModelError
+from fitune.estimate.predict import predict_memory
+from fitune.models.door import model_config
+from fitune.rehearse.profile import TransformersTracer
+from fitune.rehearse.step import trace_plan
+from fitune.rehearse.trace import peaks_by_kind
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.model.tracer import trace_with
+from fitune.spec.plan import Plan, Zero
+from plans import CPU, gpu, plan_for
+
+COMMON = {
+    "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 500, "max_position_embeddings": 1024, "sliding_window": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "num_hidden_layers": 9,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
+}  # fmt: skip
+FOR_BLOCKS = {
+    "num_kv_shared_layers": 5, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 2000,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "3n": (
+        "gemma3n_text", {**COMMON, **FOR_BLOCKS, "laurel_rank": 8, "activation_sparsity_pattern": [0.9] + [0.0] * 8}
+    ),
+    "4-small": ("gemma4_text", {**COMMON, **FOR_BLOCKS, "global_head_dim": 32, "use_double_wide_mlp": True}),
+    "4-dense": (
+        "gemma4_text",
+        {**COMMON, **FOR_BLOCKS, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 32,
+         "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+}  # fmt: skip
+FULL = {"tuning": "full", "precision": "fp32", "hardware": CPU}
+LORA = {"tuning": "lora", "precision": "bf16", "hardware": gpu("h100")}
+EIGHT = {"hardware": replace(CPU, gpus_per_node=8), "sharding": Zero(stage=3, backend="fsdp")}
+CASES = [
+    ("4-small", {**FULL, "recompute": 9, "accumulation": 2, "seq_len": 64}),
+    ("3n", {**LORA, "recompute": 9}),
+    ("4-small", {**FULL, **EIGHT, "recompute": 2, "seq_len": 64}),
+    ("4-small", {**LORA, "recompute": 9}),
+    ("3n", {**LORA, **EIGHT, "recompute": 0}),
+    ("4-dense", {**LORA, "recompute": 4}),
+    ("3n", {**FULL, "recompute": 4}),
+    ("3n", {**FULL, "recompute": 9, "accumulation": 2, "seq_len": 64}),
+    ("3n", {**FULL, **EIGHT, "recompute": 9, "seq_len": 64}),
+    ("4-dense", {**FULL, "recompute": 0}),
+    ("4-small", {**LORA, "recompute": 6, "seq_len": 600}),
+]
+QUICK = 2
+
+
+@pytest.fixture
+def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
+    trace_with(TransformersTracer())
+
+    def read(model_type: str, values: dict[str, Any]) -> ModelSpec:
+        AutoConfig.for_model(model_type, **values).save_pretrained(tmp_path / "model")
+        return load_model_spec(str(tmp_path / "model"))
+
+    return read
+
+
+def rehearsed_peak(plan: Plan) -> int:
+    trace, _ = trace_plan(plan, model_config(plan.model_path), exact=True)
+    return max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        pytest.param(*case, id=f"{number}-{case[0]}", marks=[] if number < QUICK else [pytest.mark.slow])
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_the_predicted_peak_is_the_rehearsed_one(name: str, choice: dict[str, Any], spec_of: Any) -> None:
+    spec = spec_of(*MODELS[name])
+    plan = plan_for(spec, **{"rows": 1, "seq_len": 200, "chunk": 64, **choice})
+    plan = replace(plan, model_path=spec.name)
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed_peak(plan), rel=0.01)
+
+
+def test_each_kind_of_block_has_linears_of_its_own(spec_of: Any) -> None:
+    """Heads of whole rows are wider, and blocks that read others' keys make none."""
+    spec = spec_of(*MODELS["4-small"])
+    names = {linear.name for linear in spec.linears_of(8)}
+    assert "self_attn.q_proj" in names
+    assert "self_attn.k_proj" not in names
+    widths = [
+        next(m.out_features for m in spec.linears_of(block) if m.name == "self_attn.q_proj")
+        for block in (0, 2)
+    ]
+    assert widths == [4 * 16, 4 * 32]
+
+
+def test_a_model_whose_tokens_see_those_behind_them_is_refused(spec_of: Any) -> None:
+    model_type, values = MODELS["4-dense"]
+    with pytest.raises(ModelError, match="use_bidirectional_attention = 'all' lets tokens see those behind"):
+        spec_of(model_type, {**values, "use_bidirectional_attention": "all"})
