@@ -8,11 +8,15 @@ EQUAL_TO_TRANSFORMERS = frozenset(
     (
         "apertus",
         "arcee",
+        "aria_text",
         "bamba",
+        "biogpt",
         "bitnet",
         "codegen",
         "cohere",
         "cohere2",
+        "cwm",
+        "diffllama",
         "ernie4_5",
         "falcon_h1",
         "falcon_mamba",
@@ -29,11 +33,15 @@ EQUAL_TO_TRANSFORMERS = frozenset(
         "gpt_oss",
         "gptj",
         "granite",
+        "granite_swa",
         "granitemoe",
+        "granitemoe_swa",
         "granitemoehybrid",
         "granitemoeshared",
         "helium",
         "hunyuan_v1_dense",
+        "hy_v3",
+        "hyperclovax",
         "internlm3",
         "iquestcoder",
         "jais2",
@@ -42,6 +50,8 @@ EQUAL_TO_TRANSFORMERS = frozenset(
         "mamba",
         "mamba2",
         "mellum",
+        "mimo_v2_flash",
+        "minicpm3",
         "minimax_m2",
         "minimax_m3_vl_text",
         "ministral",
@@ -52,6 +62,7 @@ EQUAL_TO_TRANSFORMERS = frozenset(
         "olmo2",
         "olmo3",
         "olmoe",
+        "opt",
         "persimmon",
         "qwen2_moe",
         "seed_oss",
@@ -65,7 +76,18 @@ trained, with LoRA and with LoRA on NF4 (bench/architectures.py)."""
 
 
 ADAPTED_IN_ATTENTION = frozenset(
-    ("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "solar_open")
+    (
+        "afmoe",
+        "cohere2_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "ernie4_5_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "hunyuan_v1_moe",
+        "laguna",
+        "solar_open",
+    )
 )
 """They are equal, too, and their adapters go on attention alone: PEFT (0.19 to 0.21, huggingface/peft issue 3711) reads
 an adapter on shared experts or dense blocks, which have the names of SHARED_LINEARS, as one on the routed experts."""

@@ -1,0 +1,120 @@
+"""Small models of the architectures without formulas, from `fitune train` to what PEFT and transformers read."""
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from fitune.spec.model.architectures import SHARED_LINEARS, takes_adapters_on
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.recipe.targets import resolve_targets
+from train.test_shared_experts import fitune  # noqa: F401  (a fixture)
+
+Run = Callable[..., tuple[int, str]]
+QUICK = ("hyperclovax", "granitemoe_swa")
+SLOW = (
+    "afmoe", "aria_text", "biogpt", "cohere2_moe", "cwm", "diffllama", "glm4_moe_lite", "granite_swa",
+    "hy_v3", "laguna", "mimo_v2_flash", "minicpm3", "opt",
+)  # fmt: skip
+
+
+def bench() -> ModuleType:
+    """bench/architectures.py, which has the small configs that losses were compared with."""
+    file = Path(__file__).parents[2] / "bench/architectures.py"
+    spec = importlib.util.spec_from_file_location("bench_architectures", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def small(model_type: str, *, tokenizer: Path, folder: Path) -> Path:
+    """A folder with a small random model and the tests' tokenizer."""
+    shutil.copytree(tokenizer, folder)
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    made = bench()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(made.small_config(model_type), dtype=torch.float32)
+    made._randomise(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def options(folder: Path, data: Path, run: Path) -> list[Any]:
+    """Words of `fitune train` that all of them take; rows that would see each other go one at a time."""
+    separates = load_model_spec(str(folder)).separates_rows
+    rows = ("--micro-batch-size", 4) if separates else ("--micro-batch-size", 1, "--packing", "false")
+    return [
+        "--model", folder, "--data", data, "--gpu", "cpu", "--precision", "fp32", "--seq-len", 64,
+        "--gradient-accumulation-steps", 1, "--learning-rate", 0.05, "--save-steps", 0, "--samples", 0,
+        "--output-dir", run, *rows,
+    ]  # fmt: skip
+
+
+def load(folder: Path) -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def logits_of(model: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(torch.arange(3, 40)[None], use_cache=False).logits
+    return logits
+
+
+@pytest.mark.parametrize(
+    "model_type", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_adapters_on_all_linears_that_are_taken_are_read_by_peft_as_the_merged_model_by_transformers(
+    model_type: str,
+    fitune: Run,  # noqa: F811
+    model_folder: Path,
+    data_file: Path,
+    tmp_path: Path,
+) -> None:
+    folder = small(model_type, tokenizer=model_folder, folder=tmp_path / "base")
+    run = tmp_path / "run"
+    words = [*options(folder, data_file, run), "--tuning", "lora", "--lora-r", 4, "--max-steps", 3]
+    spec = load_model_spec(str(folder))
+    targets = resolve_targets(spec, ("all-linear",))
+    if not takes_adapters_on(spec, targets):
+        code, said = fitune("train", *words)
+        assert code == 2
+        assert "as adapters on its routed experts" in said
+        others = (name for name in targets if name.rpartition(".")[2] not in SHARED_LINEARS)
+        words += ["--lora-target-modules", ",".join(others)]
+    assert fitune("train", *words)[0] == 0
+    assert fitune("export", run)[0] == 0
+    base = load(folder)
+    before = logits_of(base)
+    adapted = logits_of(PeftModel.from_pretrained(base, str(run / "adapter")).eval())
+    assert (adapted - before).abs().max() > 0.01
+    torch.testing.assert_close(logits_of(load(run / "merged")), adapted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [*QUICK, *SLOW])
+def test_every_weight_is_trained_and_read_by_transformers(
+    model_type: str,
+    fitune: Run,  # noqa: F811
+    model_folder: Path,
+    data_file: Path,
+    tmp_path: Path,
+) -> None:
+    folder = small(model_type, tokenizer=model_folder, folder=tmp_path / "base")
+    run = tmp_path / "run"
+    words = (*options(folder, data_file, run), "--tuning", "full", "--max-steps", 2)
+    assert fitune("train", *words)[0] == 0
+    trained = logits_of(load(run / "model"))
+    assert torch.isfinite(trained).all()
+    assert (trained - logits_of(load(folder))).abs().max() > 0
