@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from fitune.models.attention import attends_by_rows
 from fitune.models.row_attention import (
     Rows,
     attend_by,
@@ -140,3 +142,35 @@ def test_the_kernel_equals_attention_written_out(window):
         results.append((output, *torch.autograd.grad(output.float().square().sum(), (q, k, v))))
     for mine, written_out in zip(*results, strict=True):
         torch.testing.assert_close(mine.float(), written_out, rtol=3e-2, atol=3e-2)
+
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+}
+KINDS = {
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+}
+BY_ROWS = {
+    "llama": True,
+    "qwen3_5_text": True,
+    "nemotron_h": True,
+    "stablelm": False,
+    "falcon": False,
+    "mamba": False,
+}
+
+
+@pytest.mark.parametrize("model_type", BY_ROWS)
+def test_a_model_attends_by_rows_where_its_blocks_ask_for_a_function_and_hand_the_rows_on(
+    model_type: str,
+) -> None:
+    """Classes of Qwen3.5 and Nemotron-H do not say so, their code does; blocks of StableLM keep the rows back."""
+    words = KINDS.get(model_type, {})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **words))
+    assert attends_by_rows(model) == BY_ROWS[model_type]

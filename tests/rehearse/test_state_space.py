@@ -1,4 +1,4 @@
-"""Mamba, Mamba 2 and hybrids of them with attention: rows in chunks, loops over tokens, weights that kernels read."""
+"""Mamba, Mamba 2, delta rules, hybrids of them with attention: rows in chunks, loops over tokens, what kernels read."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,12 @@ MAMBA_2 = {
     **COMMON, "num_hidden_layers": 2, "state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1,
     "chunk_size": CHUNK,
 }  # fmt: skip
-MODELS = {"granitemoehybrid": GRANITE, "mamba": MAMBA, "mamba2": MAMBA_2}
+DELTA = {
+    **COMMON, "head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+MODELS = {"granitemoehybrid": GRANITE, "mamba": MAMBA, "mamba2": MAMBA_2, "qwen3_5_text": DELTA}
+CHUNKS = {"mamba": 1, "qwen3_5_text": 64}
 
 
 @pytest.fixture
@@ -63,15 +68,17 @@ def one_row(spec: ModelSpec, *, tokens: int, **choice: Any) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["granitemoehybrid", "mamba2", pytest.param("mamba", marks=pytest.mark.slow)]
+    "model_type",
+    ["granitemoehybrid", "mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in CHUNKS)],
 )
 def test_the_estimate_is_the_rehearsed_step(folder: Path, model_type: str) -> None:
     """At rows that are no whole number of chunks, and longer than those that were traced."""
     spec = spec_of(folder, model_type)
     assert not spec.separates_rows
-    assert spec.chunk == (1 if model_type == "mamba" else CHUNK)
-    assert spec.fp32_stream == (model_type != "granitemoehybrid")
-    cases = [(3 * CHUNK + 5, 0, Precision.FP32), (9 * CHUNK - 1, 2, Precision.FP32)]
+    assert spec.chunk == CHUNKS.get(model_type, CHUNK)
+    assert spec.fp32_stream == model_type.startswith("mamba")
+    chunk = max(CHUNK, spec.chunk)
+    cases = [(3 * chunk + 5, 0, Precision.FP32), (9 * chunk - 1, 2, Precision.FP32)]
     if spec.fp32_stream:
         cases += [(tokens, recompute, Precision.BF16_MASTER) for tokens, recompute, _ in cases]
     for tokens, recompute, precision in cases:
@@ -100,7 +107,9 @@ def test_rows_of_one_chunk_are_traced_by_themselves(folder: Path, tuning: str, r
         )
 
 
-@pytest.mark.parametrize(("model_type", "blocks"), [("granitemoehybrid", 3), ("mamba", 0), ("mamba2", 1)])
+@pytest.mark.parametrize(
+    ("model_type", "blocks"), [("granitemoehybrid", 3), ("mamba", 0), ("mamba2", 1), ("qwen3_5_text", 2)]
+)
 def test_a_row_is_trained_as_transformers_does(model_type: str, blocks: int) -> None:
     (row,) = make_rows((2 * CHUNK + 5,))
     torch.manual_seed(0)

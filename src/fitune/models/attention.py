@@ -10,6 +10,7 @@ Here every row has the frequencies of its own length.
 Shapes: B = 1, T tokens of the stream, d the turned part of a head's size.
 """
 
+import dis
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,8 +56,30 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> None:
 
 
 def attends_by_rows(model: PreTrainedModel) -> bool:
-    """True if the attention function of ``model`` can be exchanged."""
-    return bool(model._supports_attention_backend)
+    """True if the attention function of ``model`` can be exchanged: it says so, or all its blocks ask for one.
+
+    Such a block hands on what the function is told beside the tensors (StableLM's does not).
+    """
+    if model._supports_attention_backend:
+        return True
+    pairs = [(parent, child) for parent in model.modules() for child in parent.children() if _attends(child)]
+    return bool(pairs) and all(_hands_on(parent) and _asks_for_a_function(child) for parent, child in pairs)
+
+
+def _attends(module: nn.Module) -> bool:
+    return type(module).__name__.lower().endswith("attention")
+
+
+def _asks_for_a_function(module: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _hands_on(block: nn.Module) -> bool:
+    """True if its forward reads the keywords that it does not name."""
+    forward = inspect.unwrap(type(block).forward)
+    others = {w.name for w in inspect.signature(forward).parameters.values() if w.kind is w.VAR_KEYWORD}
+    return any(step.argval in others for step in dis.get_instructions(forward) if "LOAD" in step.opname)
 
 
 def takes_mask(model: PreTrainedModel) -> bool:

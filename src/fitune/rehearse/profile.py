@@ -27,10 +27,12 @@ from fitune.spec.plan import Plan, Recompute, trains_embeddings
 from fitune.spec.predictions import Phase
 
 
-def _fitted(values: Sequence[float], tokens: Sequence[int], rows: int, chunk: int = 0) -> Size:
+def _fitted(
+    values: Sequence[float], tokens: Sequence[int], rows: int, chunk: int = 0, *, copies: bool = False
+) -> Size:
     """The polynomial through three values, whose tokens are as 1 : 2 : 4; squares are of rows.
 
-    With chunks, two more are of rows that are no whole number of them.
+    With chunks, two more are of rows that are no whole number of them; ``copies``: these are copied whole.
     """
     one, two, four, *cut = values
     first = tokens[0]
@@ -41,10 +43,10 @@ def _fitted(values: Sequence[float], tokens: Sequence[int], rows: int, chunk: in
     size = Size(
         constant=one - token * first - square * first * first, per_token=token, per_square=square * rows
     )
-    return _with_padding(size, cut, tokens[-len(cut) :], chunk) if cut else size
+    return _with_padding(size, cut, tokens[-len(cut) :], chunk, copies) if cut else size
 
 
-def _with_padding(size: Size, cut: Sequence[float], tokens: Sequence[int], chunk: int) -> Size:
+def _with_padding(size: Size, cut: Sequence[float], tokens: Sequence[int], chunk: int, copies: bool) -> Size:
     """``size`` with what grows by whole chunks, from two rows that are no whole number of them."""
     padding = [-(-n // chunk) * chunk - n for n in tokens]
     squares = [(n + more) ** 2 - n * n for n, more in zip(tokens, padding, strict=True)]
@@ -54,7 +56,11 @@ def _with_padding(size: Size, cut: Sequence[float], tokens: Sequence[int], chunk
     ]
     if max(map(abs, beyond)) < _NO_SQUARE * max(1.0, *map(abs, cut)):
         return size
-    square = (beyond[1] - beyond[0]) / (squares[1] - squares[0])  # their paddings are equal
+    if copies:
+        token = (beyond[1] - beyond[0]) / (tokens[1] - tokens[0])  # their paddings are equal
+        left = (beyond[0] - token * tokens[0]) / padding[0]
+        return replace(size, per_padding=round(left, 6), per_padded_token=round(token, 6))
+    square = (beyond[1] - beyond[0]) / (squares[1] - squares[0])
     if abs(square) * squares[1] < _NO_SQUARE * max(1.0, *map(abs, cut)):
         square = 0.0
     per_padding = (beyond[0] - square * squares[0]) / padding[0]
@@ -78,6 +84,7 @@ class _Fit:
     tokens: Sequence[int]
     rows: int
     chunk: int = 0
+    copies: bool = False
 
     def size(self, of: Callable[[Account], float]) -> Size:
         return self._fit([of(account) for account in self.accounts])
@@ -122,7 +129,7 @@ class _Fit:
         return found[:: self.rows] if len(found) % self.rows == 0 else found
 
     def _fit(self, values: Sequence[float]) -> Size:
-        return _fitted(values, self.tokens, self.rows, self.chunk)
+        return _fitted(values, self.tokens, self.rows, self.chunk, copies=self.copies)
 
     def _moment(self, values: Sequence[Numbers]) -> Moment:
         """Gradients of weights do not grow with tokens; where moments are aligned, a short row's may be another's."""
@@ -188,7 +195,8 @@ def _fit_of(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], *, firs
         lengths += [first + chunk // 2, 2 * first + chunk // 2]
     samples = [recorded(_shallow(plan, len(chosen)), config, chosen, (n,) * rows) for n in lengths]
     accounts = [account_of(sample) for sample in samples]
-    return _Fit(accounts, [s.tokens for s in samples], 1 if whole else rows, chunk)
+    tokens = [s.tokens for s in samples]
+    return _Fit(accounts, tokens, 1 if whole else rows, chunk, copies=plan.model.has_delta_rule)
 
 
 def _chunk(model: ModelSpec, first: int) -> int:

@@ -1,5 +1,7 @@
 """Shapes of an architecture that fitune has no formula for: its model is built without memory, and its modules read."""
 
+import inspect
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,9 +119,18 @@ def _dropout(config: PretrainedConfig) -> Dropout:
 
 
 def _chunk(blocks: nn.ModuleList) -> int:
-    """Tokens of the chunks in which state-space mixers go along a row, 1 for Mamba's; 0 without any."""
-    mixers = [module for module in blocks.modules() if is_state_space(module)]
-    return max((_number(mixer, "chunk_size", default=1) for mixer in mixers), default=0)
+    """Tokens of the chunks in which state-space mixers and delta rules go along a row, 1 for Mamba's; 0 without any."""
+    modules = list(blocks.modules())
+    sizes = [_number(module, "chunk_size", default=1) for module in modules if is_state_space(module)]
+    return max([*sizes, *map(_chunk_of_rule, modules)], default=0)
+
+
+def _chunk_of_rule(module: nn.Module) -> int:
+    """Tokens of a chunk of transformers' gated delta rule, where ``module`` computes one; else 0."""
+    if not isinstance(module._parameters.get("A_log"), nn.Parameter):
+        return 0
+    rule = getattr(sys.modules[type(module).__module__], "torch_chunk_gated_delta_rule", None)
+    return 0 if rule is None else int(inspect.signature(rule).parameters["chunk_size"].default)
 
 
 def _counts_along(config: PretrainedConfig) -> bool:

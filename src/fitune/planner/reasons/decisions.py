@@ -304,9 +304,10 @@ def _traced_by_others(plan: Plan) -> Iterator[str]:
 def _mixers(plan: Plan) -> Iterator[str]:
     if chunk := plan.model.chunk:
         how = f"in chunks of {chunk} tokens" if chunk > 1 else "one token after another"
+        kernels = "flash-linear-attention" if plan.model.has_delta_rule else "mamba_ssm"
         yield (
             f"note on mixers: time and memory are those of transformers' own code for {plan.model.model_type}, which "
-            f"goes {how}; kernels of mamba_ssm and causal_conv1d run in its place on a GPU where they are installed, "
+            f"goes {how}; kernels of {kernels} and causal_conv1d run in its place on a GPU where they are installed, "
             "and were not measured"
         )
 

@@ -61,10 +61,13 @@ EQUAL_TO_TRANSFORMERS = frozenset(
         "olmo",
         "olmo2",
         "olmo3",
+        "olmo_hybrid",
         "olmoe",
         "opt",
         "persimmon",
         "qwen2_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
         "seed_oss",
         "smollm3",
         "stablelm",
@@ -86,6 +89,7 @@ ADAPTED_IN_ATTENTION = frozenset(
         "glm4_moe_lite",
         "hunyuan_v1_moe",
         "laguna",
+        "qwen3_next",
         "solar_open",
     )
 )

@@ -182,6 +182,11 @@ class ModelSpec:
         """True if blocks come from tracing: no formula knows them."""
         return bool(self.kinds)
 
+    @property
+    def has_delta_rule(self) -> bool:
+        """True if some mixers are gated delta rules (Qwen3-Next, Qwen3.5), which copy a row that they pad."""
+        return any(".linear_attn." in f".{linear.name}" for linear in self.linears)
+
     def linears_of(self, block: int) -> tuple[Linear, ...]:
         """The matrices of that block, in the order they are applied."""
         return self.kinds[self.kind_of[block]].linears if self.kinds else self.linears

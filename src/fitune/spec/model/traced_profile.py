@@ -16,6 +16,8 @@ class Extent:
     square: int
     padding: int = 0
     padding_square: int = 0
+    padded_tokens: int = 0
+    """t where a row is padded at all, else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class Size:
     per_padding: float = 0.0
     """For each token by which state-space mixers lengthen rows to whole chunks."""
     per_padding_square: float = 0.0
+    per_padded_token: float = 0.0
+    """For each token of a row that is copied because it is padded."""
 
     def plus(self, other: "Size", times: float = 1.0) -> "Size":
         """This one and ``times`` the other."""
@@ -40,6 +44,7 @@ class Size:
             per_square=self.per_square + times * other.per_square,
             per_padding=self.per_padding + times * other.per_padding,
             per_padding_square=self.per_padding_square + times * other.per_padding_square,
+            per_padded_token=self.per_padded_token + times * other.per_padded_token,
         )
 
     def exceeds(self, other: "Size") -> bool:
@@ -50,13 +55,14 @@ class Size:
             and self.per_square >= other.per_square
             and self.per_padding >= other.per_padding
             and self.per_padding_square >= other.per_padding_square
+            and self.per_padded_token >= other.per_padded_token
         )
 
     def at(self, extent: Extent) -> int:
         """The value for a micro-batch of that extent."""
         whole = self.constant + self.per_token * extent.tokens + self.per_square * extent.square
         padding = self.per_padding * extent.padding + self.per_padding_square * extent.padding_square
-        return round(whole + padding)
+        return round(whole + padding + self.per_padded_token * extent.padded_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,5 +142,9 @@ class TracedStep:
         row = shape.row_tokens  # the only one: such mixers take one row at a time
         padded = -(-row // self.chunk) * self.chunk if self.chunk else row
         return Extent(
-            tokens=shape.tokens, square=square, padding=padded - row, padding_square=padded**2 - row**2
+            tokens=shape.tokens,
+            square=square,
+            padding=padded - row,
+            padding_square=padded**2 - row**2,
+            padded_tokens=shape.tokens if padded > row else 0,
         )

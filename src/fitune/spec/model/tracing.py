@@ -36,7 +36,7 @@ from fitune.spec.serial import from_json, to_data, to_json
 
 FORMAT = 3
 """Goes up when what is stored, or how it is counted, changes."""
-_SHAPES_FORMAT = 3
+_SHAPES_FORMAT = 4
 """Format of cached shapes; apart from FORMAT, so that shipped profiles stay valid when only shapes change."""
 
 LENGTHS = (1, 2, 4)
@@ -170,12 +170,21 @@ def way_of(plan: Plan, shape: BatchShape) -> Way:
     if plan.model.chunk == 1:
         first = _FIRST_BY_TOKEN
     elif plan.model.chunk:  # with one chunk alone some copies are not made
-        is_one = plan.batch.seq_len <= plan.model.chunk
-        first = max(1, plan.model.chunk // LENGTHS[-1]) if is_one else 2 * plan.model.chunk
+        first = _first_by_chunk(plan.model, is_one=plan.batch.seq_len <= plan.model.chunk)
     longest = plan.model.longest_stream
     if longest:
         first = max(1, min(first, longest // (rows * LENGTHS[-1])))
     return Way(plan=_plain(plan), rows=rows, first=first)
+
+
+def _first_by_chunk(model: ModelSpec, *, is_one: bool) -> int:
+    """Whole chunks, and more of them for a delta rule, whose loop over them is to outweigh what comes once.
+
+    Of rows that are one chunk: such as a delta rule pads and copies.
+    """
+    if is_one:
+        return max(1, (model.chunk - model.has_delta_rule) // LENGTHS[-1])
+    return (8 if model.has_delta_rule else 2) * model.chunk
 
 
 def _plain(plan: Plan) -> Plan:
