@@ -21,9 +21,11 @@ from train.test_shared_experts import fitune  # noqa: F401  (a fixture)
 Run = Callable[..., tuple[int, str]]
 QUICK = ("hyperclovax", "granitemoe_swa")
 SLOW = (
-    "afmoe", "aria_text", "biogpt", "cohere2_moe", "cwm", "diffllama", "glm4_moe_lite", "granite_swa",
-    "hy_v3", "laguna", "mimo_v2_flash", "minicpm3", "opt",
+    "afmoe", "aria_text", "axk1", "beam", "biogpt", "cohere2_moe", "cwm", "diffllama", "dots1",
+    "exaone4", "exaone_moe", "flint", "glm4_moe_lite", "gpt_neox_japanese", "granite_swa", "hy_v3",
+    "jamba", "kolibri1", "laguna", "lfm2_moe", "lfm3", "mimo_v2_flash", "minicpm3", "opt",
 )  # fmt: skip
+STATEFUL = ("jamba", "lfm2_moe", "lfm3")
 
 
 def bench() -> ModuleType:
@@ -118,3 +120,20 @@ def test_every_weight_is_trained_and_read_by_transformers(
     trained = logits_of(load(run / "model"))
     assert torch.isfinite(trained).all()
     assert (trained - logits_of(load(folder))).abs().max() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", STATEFUL)
+def test_a_state_along_the_row_takes_one_row_at_a_time(
+    model_type: str,
+    fitune: Run,  # noqa: F811
+    model_folder: Path,
+    data_file: Path,
+    tmp_path: Path,
+) -> None:
+    folder = small(model_type, tokenizer=model_folder, folder=tmp_path / "base")
+    assert not load_model_spec(str(folder)).separates_rows
+    words = (*options(folder, data_file, tmp_path / "run")[:-1], "true", "--tuning", "lora", "--max-steps", 1)
+    code, said = fitune("train", *words)
+    assert code == 2
+    assert "packing: false with micro_batch_size: 1" in said
