@@ -23,8 +23,10 @@ QUICK = ("hyperclovax", "granitemoe_swa")
 SLOW = (
     "afmoe", "aria_text", "axk1", "beam", "biogpt", "cohere2_moe", "cwm", "diffllama", "dots1",
     "exaone4", "exaone_moe", "flint", "glm4_moe_lite", "gpt_neox_japanese", "granite_swa", "hy_v3",
-    "jamba", "kolibri1", "laguna", "lfm2_moe", "lfm3", "mimo_v2_flash", "minicpm3", "opt",
+    "jamba", "kolibri1", "laguna", "lfm2_moe", "lfm3", "mimo_v2_flash", "minicpm3", "olmo_hybrid", "opt",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 )  # fmt: skip
+WHOLE = ("axk1", "diffllama", "hyperclovax", "jamba", "lfm2_moe", "minicpm3", "qwen3_5_text")
 STATEFUL = ("jamba", "lfm2_moe", "lfm3")
 
 
@@ -105,7 +107,7 @@ def test_adapters_on_all_linears_that_are_taken_are_read_by_peft_as_the_merged_m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", [*QUICK, *SLOW])
+@pytest.mark.parametrize("model_type", WHOLE)
 def test_every_weight_is_trained_and_read_by_transformers(
     model_type: str,
     fitune: Run,  # noqa: F811
