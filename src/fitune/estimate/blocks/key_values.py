@@ -61,6 +61,10 @@ def _of_linears(linears: Sequence[Linear], model: ModelSpec) -> int:
         return up.out_features + model.num_heads * rope
     if "qkv_proj" in named:
         return named["qkv_proj"].out_features - model.q_dim
+    if (
+        "q_proj" in named and "v_proj" not in named
+    ):  # Gemma 4: values are the keys, or an earlier block's are read
+        return 2 * named["k_proj"].out_features if "k_proj" in named else 0
     raise ModelError(
         f"{model.name} ({model.model_type}) has blocks whose state is more than keys and values: "
         "fitune does not know how large it grows",

@@ -6,6 +6,7 @@ from functools import partial
 
 from fitune.errors import HardwareError, ModelError
 from fitune.estimate.answering import rows_that_fit
+from fitune.estimate.blocks.key_values import elements_of_blocks
 from fitune.measure.hardware import resolve_hardware
 from fitune.models.adapter_size import adapter_size
 from fitune.score.plan import ScorePlan
@@ -35,12 +36,13 @@ def _fitting(answering: Answering | None, questions: Questions) -> int:
 
 def answering_of(plan: ScorePlan) -> Answering | None:
     """The embedded engine on this machine as the estimate takes it, of as many rows as are asked together at most; None
-    where nothing can be predicted: for a model without formula, on GPUs of two kinds."""
+    where nothing can be predicted: for a model whose state is more than keys and values, on GPUs of two kinds."""
     try:
-        hardware = resolve_hardware()
+        hardware, model = resolve_hardware(), load_model_spec(plan.model)
+        elements_of_blocks(model)
         return Answering(
-            engine="transformers", model=load_model_spec(plan.model), hardware=hardware,
-            precision=answering_precision(hardware), batch_size=plan.rows_at_once, adapter=adapter_size(plan.adapter),
+            engine="transformers", model=model, hardware=hardware, precision=answering_precision(hardware),
+            batch_size=plan.rows_at_once, adapter=adapter_size(plan.adapter),
         )  # fmt: skip
     except (ModelError, HardwareError):
         return None
