@@ -160,6 +160,7 @@ BY_ROWS = {
     "qwen3_5_text": True,
     "nemotron_h": True,
     "stablelm": False,
+    "nemotron": False,
     "falcon": False,
     "mamba": False,
 }

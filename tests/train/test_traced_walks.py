@@ -23,7 +23,7 @@ QUICK = ("hyperclovax", "granitemoe_swa")
 SLOW = (
     "afmoe", "aria_text", "axk1", "beam", "biogpt", "cohere2_moe", "cwm", "diffllama", "dots1",
     "exaone4", "exaone_moe", "flint", "glm4_moe_lite", "gpt_neox_japanese", "granite_swa", "hy_v3",
-    "jamba", "kolibri1", "laguna", "lfm2_moe", "lfm3", "mimo_v2_flash", "minicpm3", "olmo_hybrid", "opt",
+    "jamba", "kolibri1", "laguna", "lfm2_moe", "lfm3", "mimo_v2_flash", "minicpm3", "nemotron", "olmo_hybrid", "opt",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 )  # fmt: skip
 WHOLE = ("axk1", "diffllama", "hyperclovax", "jamba", "lfm2_moe", "minicpm3", "qwen3_5_text")

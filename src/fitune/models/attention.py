@@ -58,12 +58,13 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> None:
 def attends_by_rows(model: PreTrainedModel) -> bool:
     """True if the attention function of ``model`` can be exchanged: it says so, or all its blocks ask for one.
 
-    Such a block hands on what the function is told beside the tensors (StableLM's does not).
+    Either way its blocks hand on what the function is told beside the tensors (StableLM's and Nemotron's do not).
     """
-    if model._supports_attention_backend:
-        return True
     pairs = [(parent, child) for parent in model.modules() for child in parent.children() if _attends(child)]
-    return bool(pairs) and all(_hands_on(parent) and _asks_for_a_function(child) for parent, child in pairs)
+    if not all(map(_hands_on, {type(parent) for parent, _ in pairs})):
+        return False
+    asking = [_asks_for_a_function(child) for _, child in pairs]
+    return bool(model._supports_attention_backend or (asking and all(asking)))
 
 
 def _attends(module: nn.Module) -> bool:
@@ -75,9 +76,9 @@ def _asks_for_a_function(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def _hands_on(block: nn.Module) -> bool:
+def _hands_on(block: type[nn.Module]) -> bool:
     """True if its forward reads the keywords that it does not name."""
-    forward = inspect.unwrap(type(block).forward)
+    forward = inspect.unwrap(block.forward)
     others = {w.name for w in inspect.signature(forward).parameters.values() if w.kind is w.VAR_KEYWORD}
     return any(step.argval in others for step in dis.get_instructions(forward) if "LOAD" in step.opname)
 

@@ -65,6 +65,7 @@ EQUAL_TO_TRANSFORMERS = frozenset(
         "ministral",
         "ministral3",
         "nanochat",
+        "nemotron",
         "nemotron_h",
         "olmo",
         "olmo2",
