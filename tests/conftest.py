@@ -14,6 +14,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.s3_server import Wire, make_bucket, running_server, use_server
+from fitune.cli import main
 from fitune.errors import MissingExtra
 from fitune.report import run_page
 from fitune.spec.plan import Plan
@@ -110,6 +111,21 @@ def bucket(wire: Wire, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 os.environ["FITUNE_CALIBRATE"] = "0"  # also for fixtures that outlive a test, and for new processes
+
+
+@pytest.fixture
+def fitune(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs the command line here; returns its exit status and what it said on stderr."""
+
+    def run(*words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["fitune", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capsys.readouterr().err
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,6 @@ from fitune.score.engines.room import room_for
 from fitune.score.plan import ScorePlan
 from fitune.spec.answering import Questions
 from fitune.spec.model.model_config import load_model_spec
-from train.test_shared_experts import fitune
-
-__all__ = ["fitune"]
 
 COMMON = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 384, "num_attention_heads": 4,

@@ -4,7 +4,6 @@ PEFT reads an adapter on shared experts as one on the routed ones, so what is ex
 """
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from fitune.cli import main
 
 HUNYUAN = {"intermediate_size": 48, "num_experts": 4, "moe_topk": 2, "head_dim": 8, "num_key_value_heads": 2}
 DEEPSEEK = {
@@ -55,19 +52,6 @@ def mixture(model_type: str, words: dict[str, Any], *, tokenizer: Path, folder: 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def fitune(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    def run(*words: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["fitune", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), capsys.readouterr().err
-
-    return run
 
 
 def logits_of(model: torch.nn.Module) -> Tensor:

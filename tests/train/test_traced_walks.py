@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from fitune.spec.model.architectures import SHARED_LINEARS, takes_adapters_on
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.recipe.targets import resolve_targets
-from train.test_shared_experts import fitune  # noqa: F401  (a fixture)
 
 Run = Callable[..., tuple[int, str]]
 QUICK = ("hyperclovax", "granitemoe_swa")
@@ -81,7 +80,7 @@ def logits_of(model: torch.nn.Module) -> Tensor:
 )
 def test_adapters_on_all_linears_that_are_taken_are_read_by_peft_as_the_merged_model_by_transformers(
     model_type: str,
-    fitune: Run,  # noqa: F811
+    fitune: Run,
     model_folder: Path,
     data_file: Path,
     tmp_path: Path,
@@ -110,7 +109,7 @@ def test_adapters_on_all_linears_that_are_taken_are_read_by_peft_as_the_merged_m
 @pytest.mark.parametrize("model_type", WHOLE)
 def test_every_weight_is_trained_and_read_by_transformers(
     model_type: str,
-    fitune: Run,  # noqa: F811
+    fitune: Run,
     model_folder: Path,
     data_file: Path,
     tmp_path: Path,
@@ -128,7 +127,7 @@ def test_every_weight_is_trained_and_read_by_transformers(
 @pytest.mark.parametrize("model_type", STATEFUL)
 def test_a_state_along_the_row_takes_one_row_at_a_time(
     model_type: str,
-    fitune: Run,  # noqa: F811
+    fitune: Run,
     model_folder: Path,
     data_file: Path,
     tmp_path: Path,

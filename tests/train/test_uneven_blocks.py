@@ -8,9 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from train.test_shared_experts import fitune, logits_of, mixture
-
-__all__ = ["fitune"]
+from train.test_shared_experts import logits_of, mixture
 
 WIDTHS = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 32}
 FOR_BLOCKS = {

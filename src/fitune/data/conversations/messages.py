@@ -1,4 +1,4 @@
-"""What rows become: conversations of messages, or plain text."""
+"""Conversations of messages, and plain texts: the two forms that every format of rows is turned into."""
 
 from dataclasses import dataclass
 from typing import Literal
