@@ -86,7 +86,10 @@ def test_the_predicted_peak_is_the_rehearsed_one(name: str, choice: dict[str, An
     spec = spec_of(*MODELS[name])
     plan = plan_for(spec, **{"rows": 1, "seq_len": 200, "chunk": 64, **choice})
     plan = replace(plan, model_path=spec.name)
-    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed_peak(plan), rel=0.01)
+    tolerance = (
+        0.02 if "sharding" in choice else 0.01
+    )  # divided: as other families (laws/test_rehearsal_sharded.py)
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed_peak(plan), rel=tolerance)
 
 
 def test_each_kind_of_block_has_linears_of_its_own(spec_of: Any) -> None:
