@@ -10,6 +10,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from data.test_tool_calls import AS_OBJECT, ASKED, CALLED, FOUND, SAID, TOOLS
 from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
 from fitune.data import making, tokenising, tokenising_processes
 from fitune.data.preparing import prepare_data
@@ -28,11 +29,11 @@ def write(path, rows):
 
 @pytest.fixture
 def prepare(tmp_path):
-    def run(*sources, cache="cache", watch=None, template=None, **settings):
+    def run(*sources, cache="cache", watch=None, template=None, seq_len=64, **settings):
         data = DataPlan(sources=sources, cache_dir=str(tmp_path / cache), **settings)
         told = {} if watch is None else {"watch": watch}
         tokenizer = byte_tokenizer(template=template)
-        return prepare_data(data, tokenizer=tokenizer, tokenizer_path="tiny", seq_len=64, seed=1, **told)
+        return prepare_data(data, tokenizer=tokenizer, tokenizer_path="tiny", seq_len=seq_len, seed=1, **told)
 
     return run
 
@@ -64,6 +65,30 @@ def test_any_number_of_processes_gives_the_same_rows(tmp_path, prepare, in_proce
         assert many.eval.fingerprint == alone.eval.fingerprint
         assert (many.train_ledger, many.eval_ledger) == (alone.train_ledger, alone.eval_ledger)
         assert many.eval_examples == alone.eval_examples
+
+
+KINDS_OF_ROWS = {
+    "tools": {"messages": [ASKED, CALLED, FOUND, SAID], "tools": TOOLS},
+    "a call last": {"messages": [ASKED, CALLED], "tools": TOOLS},
+    "two calls in a row": {"messages": [ASKED, CALLED, FOUND, CALLED, FOUND, SAID], "tools": TOOLS},
+    "messages": {"messages": [ASKED, SAID]},
+    "system": {"messages": [{"role": "system", "content": "Be kind."}, ASKED, SAID]},
+    "prompt and completion": row(3),
+    "ShareGPT": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    "Alpaca": {"instruction": "Add.", "input": "1 2", "output": "3"},
+    "text": {"text": "some text, é and 中"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_ROWS)
+def test_rows_of_every_kind_are_the_same_by_other_processes(tmp_path, prepare, in_processes, kind):
+    """The large part of a dataset is tokenised by other processes: calls and tools must go there with the text."""
+    source = write(tmp_path / "rows.jsonl", [KINDS_OF_ROWS[kind]] * 40)
+    alone = prepare(source, cache="alone", template=AS_OBJECT, seq_len=1024)
+    in_processes(1)
+    others = prepare(source, cache="others", template=AS_OBJECT, seq_len=1024)
+    assert others.train.fingerprint == alone.train.fingerprint
+    assert others.train_ledger == alone.train_ledger
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -108,13 +133,17 @@ def test_a_stop_leaves_no_process_and_no_half_entry(tmp_path, prepare, in_proces
 
 def test_a_process_that_dies_is_an_error_that_names_the_rows(tmp_path, prepare, in_processes, monkeypatch):
     in_processes(1)
-    real = tokenising_processes._send
 
-    def send_and_kill(child, batch):
-        real(child, batch)
-        child._process.kill()
+    class KilledAfterABatch(tokenising_processes.Child):
+        sent = 0
 
-    monkeypatch.setattr(tokenising_processes, "_send", send_and_kill)
+        def send(self, message):
+            super().send(message)
+            self.sent += 1
+            if self.sent == 2:  # the first is the job
+                self._process.kill()
+
+    monkeypatch.setattr(tokenising_processes, "Child", KilledAfterABatch)
     with pytest.raises(
         DataError, match=r"ended with signal SIGKILL at .*rows.jsonl:1 or in the 15 rows after"
     ):
