@@ -178,15 +178,12 @@ def tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:
 
 
 def _has_dropout(parts: LanguageModel) -> bool:
-    """True if anything in the model draws random numbers while training."""
-    config = parts.body.config
-    configured = (
-        "attention_dropout",
-        "hidden_dropout",
-        "resid_pdrop",
-        "embd_pdrop",
-        "attn_pdrop",
-        "resid_dropout",
-    )
-    in_config = any((getattr(config, name, 0.0) or 0.0) > 0 for name in configured)
+    """True if anything in the model draws random numbers while training, by its modules or by its config.
+
+    transformers has a dozen names for it (dropout, activation_dropout, resid_pdrop, router_jitter_noise, ...). A name
+    too many costs a copy of the generator's state; one too few recomputes with another mask: wrong gradients.
+    """
+    config = parts.body.config.to_dict()
+    rates = [rate for name, rate in config.items() if "drop" in name or "jitter" in name]
+    in_config = any(isinstance(rate, int | float) and rate > 0 for rate in rates)
     return in_config or any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in parts.whole.modules())
