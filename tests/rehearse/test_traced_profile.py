@@ -22,7 +22,7 @@ from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.traced_profile import TracedStep
 from fitune.spec.model.tracer import trace_with
-from fitune.spec.plan import Full, Lora
+from fitune.spec.plan import ClipByValue, Full, Lomo, Lora, Sgd
 from fitune.spec.recipe.recipe import parse_recipe
 from fitune.spec.serial import from_json, to_json
 from plans import CPU, gpu, plan_for
@@ -104,6 +104,24 @@ def test_the_estimate_is_the_rehearsed_step(tmp_path: Path, cache: Path, hardwar
     rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
     assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.005)
     assert predict(plan).tokens_per_second > 0
+
+
+@pytest.mark.parametrize("recompute", [0, 4])
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize(("model_type", "config"), [("gpt_neox", NEOX), ("gpt_neo", NEO)])
+def test_weights_updated_in_backward_are_planned_from_the_profile_of_full(
+    tmp_path: Path, cache: Path, model_type: str, config: dict[str, Any], adaptive: bool, recompute: int
+) -> None:
+    """One gradient at a time, and its step beside what its block keeps."""
+    spec = model_of(tmp_path, model_type, config)
+    full = plan_for(spec, precision="bf16", recompute=recompute, rows=2, seq_len=100)
+    method = Lomo(adaptive=adaptive, clip=ClipByValue(value=1.0))
+    plan = replace(full, tuning=method, optimizer=Sgd(), model_path=spec.name)
+    shape = BatchShape(tokens=200, supervised_tokens=198, rows=2)
+    assert tracing.way_of(plan, shape).digest == tracing.way_of(full, shape).digest
+    trace, _ = trace_plan(plan, model_config(spec.name), exact=True)
+    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.005)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from fitune.estimate.states import stepping_bytes
+from fitune.estimate.tensors import kind_tensors
 from fitune.spec.model.block_profile import (
     Attention,
     BackwardPeak,
@@ -13,7 +15,7 @@ from fitune.spec.model.block_profile import (
 )
 from fitune.spec.model.model_spec import BlockKind
 from fitune.spec.model.traced_profile import Extent, Moment, Size, TracedBlock, TracedPass, TracedStep
-from fitune.spec.plan import Lora, Plan
+from fitune.spec.plan import Lora, Plan, updates_in_backward
 
 
 def traced_blocks(plan: Plan, step: TracedStep, shape: BatchShape) -> tuple[BlockProfile, ...]:
@@ -63,20 +65,32 @@ def _profile(
         ]
         return max(peaks, key=lambda peak: peak.total)
 
+    kept = block.kept.at(extent)
+
+    def adding(moments: Sequence[Moment]) -> BackwardPeak:
+        """A gradient at a time beside resting ones; or its weight is stepped while all other temporaries are gone."""
+        peak = worst(moments)
+        if not updates_in_backward(plan.tuning):
+            return peak
+        largest = max(tensor.elements for tensor in kind_tensors(plan.model, plan.model.kinds.index(kind)))
+        own = largest * plan.precision.compute_bytes + stepping_bytes(plan, largest)
+        step = BackwardPeak(kept=kept, gradients=0, temporaries=own)
+        return max(peak, step, key=lambda moment: moment.total)
+
     return BlockProfile(
         stages=(),
         forward=_pass(block.there, extent),
         backward=_pass(block.back, extent),
         attention=attention,
         traced=TracedMemory(
-            kept=block.kept.at(extent),
+            kept=kept,
             gradients=_gradient_elements(plan, kind) * plan.precision.compute_bytes,
             forward=most(block.forward),
             building=most(block.building),
             backward=worst(block.backward),
-            adding=worst(block.adding),
+            adding=adding(block.adding),
             recomputed=worst(block.recomputed),
-            recomputed_adding=worst(block.recomputed_adding),
+            recomputed_adding=adding(block.recomputed_adding),
             leaves=block.leaves.at(extent) if block.leaves else 0,
         ),
     )

@@ -12,13 +12,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fitune.measure.device_rates import computes
 from fitune.models.language_model import blocks_of, body_of, embeds_for_blocks
-from fitune.rehearse.deep_update import make_states, parameter_keys
+from fitune.rehearse.deep_update import parameter_keys
 from fitune.rehearse.recorder import Recorder
 from fitune.rehearse.shapes import BLOCK_NUMBERS
 from fitune.rehearse.stand_ins import StandIns
 from fitune.rehearse.step import full_stream, rehearsed
 from fitune.rehearse.trace import ParameterKey
-from fitune.spec.plan import Plan, updates_in_backward
+from fitune.spec.plan import Plan
 from fitune.spec.predictions import Phase
 
 
@@ -145,12 +145,9 @@ def _work_of(func: Any, args: Any, kwargs: Any, result: Any, *, event: int) -> W
 
 def recorded(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], rows: Sequence[int]) -> Sample:
     """One step of a model with the ``chosen`` blocks."""
-    in_backward = updates_in_backward(plan.tuning)
     own = copy.deepcopy(config)  # it will list the chosen blocks alone
     with rehearsed(plan, own, change=lambda model: keep_blocks(model, chosen)) as prepared:
         engine, model = prepared.engine, prepared.model
-        if in_backward:
-            make_states(plan, engine, model.trained.values())
         stream, supervised = full_stream(tuple(rows)), sum(rows) - len(rows)
         resident = {
             "weights": [*model.whole.parameters(), *model.whole.buffers()],
@@ -161,11 +158,10 @@ def recorded(plan: Plan, config: PretrainedConfig, chosen: Sequence[int], rows: 
         recorder = _BlockRecorder(resident, stand_ins)
         recorder.mark_blocks(model.blocks)
         recorder.watch(model.blocks, model.body)
-        turns = 1 if in_backward else 2
         with recorder:
-            for turn in range(turns):
+            for last in (False, True):
                 engine.forward_backward(
-                    stream, supervised_tokens=supervised, enter_phase=recorder.enter, last=turn == turns - 1
+                    stream, supervised_tokens=supervised, enter_phase=recorder.enter, last=last
                 )
             keys = parameter_keys(model)
             recorder.name_gradients((keys[id(p)], p.grad) for p in model.trained.values())

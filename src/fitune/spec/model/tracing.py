@@ -23,6 +23,7 @@ from fitune.spec.model.tracer import current_tracer, installed_alone
 from fitune.spec.plan import (
     AdamW,
     Batch,
+    Full,
     Lora,
     Offload,
     PlainLoss,
@@ -72,7 +73,7 @@ class Way:
         facts = [
             FORMAT, plan.model.config_digest, to_data(plan.tuning), plan.precision.value, plan.attention,
             plan.hardware.gpu.is_cpu, plan.hardware.gpu.capability >= (8, 0), self.rows, self.first,
-            to_data(plan.optimizer) if updates_in_backward(plan.tuning) else None,
+            None,  # shipped digests have it
         ]  # fmt: skip
         return _digest([*facts, plan.model.chunk] if plan.model.chunk else facts)
 
@@ -190,19 +191,19 @@ def _first_by_chunk(model: ModelSpec, *, is_one: bool) -> int:
 
 
 def _plain(plan: Plan) -> Plan:
-    """``plan`` with all that blocks do not depend on set to one value."""
-    in_backward = updates_in_backward(plan.tuning)
-    tuning = plan.tuning
+    """``plan`` with all that blocks do not depend on set to one value.
+
+    Weights that are updated in backward have the gradients of full fine-tuning; estimate/traced.py adds their step.
+    """
+    tuning = Full() if updates_in_backward(plan.tuning) else plan.tuning
     if isinstance(tuning, Lora):
         tuning = replace(tuning, alpha=tuning.rank, rslora=False, dropout=0.1 if tuning.dropout else 0.0)
-    precision = plan.precision
-    if not in_backward and precision is not Precision.FP32:
-        precision = Precision.BF16
+    precision = plan.precision if plan.precision is Precision.FP32 else Precision.BF16
     return replace(
         plan,
         tuning=tuning,
         precision=precision,
-        optimizer=plan.optimizer if in_backward else AdamW(),
+        optimizer=AdamW(),
         hardware=replace(plan.hardware, gpus_per_node=1, nodes=1),
         sharding=Single(),
         offload=Offload(),
@@ -211,7 +212,7 @@ def _plain(plan: Plan) -> Plan:
         compile_blocks=False,
         batch=Batch(
             micro_batch_size=1,
-            accumulation=1 if in_backward else 2,
+            accumulation=2,
             seq_len=min(1024, plan.model.longest_stream or 1024),
             packing=False,
         ),

@@ -1,0 +1,50 @@
+"""Every built-in name is planned by every method, or refused in a sentence of the planner's own; nothing is traced."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from fitune.errors import FituneError
+from fitune.planner.search import find_plan
+from fitune.spec.model.known_models import known_model_names, names_with_formulas
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.tracer import trace_with
+from fitune.spec.recipe.recipe import parse_recipe
+from plans import gpu
+
+CLUSTER = gpu("h100", gpus=8)
+METHODS = (None, "full", "lora", "qlora", "adalomo")
+
+
+@pytest.fixture(autouse=True)
+def _untraced() -> Iterator[None]:
+    trace_with(None)
+    yield
+    trace_with(None)
+
+
+def outcome(name: str, tuning: str | None) -> str:
+    """ "" for a plan, else the refusal."""
+    recipe = parse_recipe({"model": name, "data": ["rows.jsonl"], **({"tuning": tuning} if tuning else {})})
+    try:
+        find_plan(recipe, model=load_model_spec(name), hardware=CLUSTER)
+    except FituneError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        pytest.param(
+            tuning, id=tuning or "open", marks=[] if tuning in (None, "adalomo") else pytest.mark.slow
+        )
+        for tuning in METHODS
+    ],
+)
+def test_every_name_is_planned_or_refused_in_a_sentence(tuning: str | None) -> None:
+    names = known_model_names()
+    traced = sorted(set(names) - set(names_with_formulas()))
+    for name in [*traced, *names_with_formulas()[::8]]:
+        refused = outcome(name, tuning)
+        assert "trace" not in refused, f"{name}: {refused}"
