@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from faults.budgets import Budget
+from fitune.engine.kept_rows import divided
 from fitune.engine.ranks import local_part
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Dense, Hqq, Lora, Nf4, Plan, Quantiser, Zero
@@ -124,3 +126,19 @@ def test_loading_takes_the_share_and_one_tensor(
         before, _ = peak_of(lambda: divided_later(plan, monkeypatch))
     assert peak < 1.05 * share + 3 * one
     assert before > 2 * peak
+
+
+def test_rows_on_the_host_stay_there_whatever_device_the_mesh_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch moves a share to the mesh's device, and FSDP2 then refuses parameters that are to be on the host.
+
+    A mesh of "meta" devices stands for one of GPUs: a share that was moved there has lost its content.
+    """
+    with one_of(world=2, rank=0):
+        mesh = init_device_mesh("cpu", (2,))
+        monkeypatch.setattr(DeviceMesh, "device_type", property(lambda self: "meta"))
+        own = torch.arange(6.0).view(2, 3)
+        moved = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+        assert moved.to_local().is_meta, "torch does not move it any more: kept_rows.divided can go"
+        kept = divided(own, mesh, [Shard(0)], shape=torch.Size((4, 3)), stride=(3, 1))
+        assert kept.shape == (4, 3)
+        assert kept.to_local().data_ptr() == own.data_ptr()

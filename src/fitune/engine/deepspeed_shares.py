@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
+from fitune.engine.kept_rows import divided
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -144,7 +146,7 @@ class DeepSpeedShares(ABC):
         own = rows[rank] if rank < len(rows) else whole.view(shape)[:0]
         stride = torch.empty(shape, device="meta").stride()
         host = own.to("cpu", copy=True)
-        return DTensor.from_local(host, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return divided(host, self.mesh, [Shard(0)], shape=shape, stride=stride)
 
 
 class FlatShares(DeepSpeedShares):

@@ -1,12 +1,12 @@
 """Weights that are divided while they are read: a tensor is whole on a rank for a moment, and then only its rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import Parameter
 
 
@@ -67,17 +67,32 @@ class KeptRows:
         filled: dict[int, Parameter] = {}
         for module, name, parameter in places:
             if id(parameter) not in filled:
-                divided = module.get_parameter(name)
-                assert isinstance(divided, DTensor)
+                like = module.get_parameter(name)
+                assert isinstance(like, DTensor)
                 _, own = self._kept.pop(_storage(parameter))
-                filled[id(parameter)] = Parameter(_divided_as(divided, own), parameter.requires_grad)
+                rows = divided(own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+                filled[id(parameter)] = Parameter(rows, parameter.requires_grad)
             module.register_parameter(name, filled[id(parameter)])
 
 
-def _divided_as(like: DTensor, own: Tensor) -> DTensor:
-    return DTensor.from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+def divided(
+    own: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> DTensor:
+    """The tensor of ``shape`` of which this rank has ``own``, which stays where it is.
+
+    ``DTensor.from_local`` moves it to the mesh's device (torch 2.13): FSDP2 refuses weights on the host that were
+    moved, and states on the host would go through the GPU at each save. So the layout is made of a tensor without
+    memory.
+    """
+    layout = DTensor.from_local(
+        torch.empty_like(own, device="meta"), mesh, placements, run_check=False, shape=shape, stride=stride
     )
+    return DTensor(own, layout._spec, requires_grad=False)
 
 
 def _storage(tensor: Tensor) -> int:

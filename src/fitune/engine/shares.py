@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import Parameter
 
 from fitune.engine.fused_rules import Division
+from fitune.engine.kept_rows import divided
 from fitune.engine.protocol import InParts, shape_of
 from fitune.spec.counts import rows_of_share
 
@@ -67,14 +68,8 @@ class Shares:
         layout = _layout(key, weight)
         if not layout.is_divided or not (_is_factor(key) or local.shape == local_shard(weight).shape):
             return local
-        return DTensor.from_local(
-            local,
-            weight.device_mesh,
-            layout.placements,
-            run_check=False,
-            shape=layout.shape,
-            stride=torch.empty(layout.shape, device="meta").stride(),
-        )
+        stride = torch.empty(layout.shape, device="meta").stride()
+        return divided(local, weight.device_mesh, layout.placements, shape=layout.shape, stride=stride)
 
     def _own(self, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
         weight = self._weight(key)
