@@ -1,16 +1,20 @@
 """The engine against torch written out by hand."""
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fitune.engine.optimizers import DirectOptimizer
+from fitune.engine.fused_rules import rule_for
+from fitune.engine.optimizers import DirectOptimizer, set_learning_rate
 from fitune.engine.plain import PlainEngine
 from fitune.errors import TrainingFailed
-from fitune.spec.plan import AdamW, Optimizer, Precision, Sgd
+from fitune.spec.plan import AdamW, ClipByValue, Full, Lomo, Optimizer, Precision, Sgd
 from fitune.spec.predictions import Phase
+
+UNCLIPPED = ClipByValue(value=math.inf)
 
 
 class Regression(nn.Module):
@@ -175,3 +179,35 @@ def test_every_weight_moves_in_16_bit(optimizer: Optimizer, dtype: torch.dtype) 
     weight.grad = torch.ones_like(weight)
     direct.step(learning_rate=0.25, gradient_factor=1.0)
     assert (weight < 0.8).all()
+
+
+@pytest.mark.parametrize(
+    "tuning", [Full(), Lomo(adaptive=True, clip=UNCLIPPED), Lomo(adaptive=False, clip=UNCLIPPED)]
+)
+def test_biases_of_two_axes_take_no_weight_decay(tuning: Full | Lomo) -> None:
+    """gpt-oss has one bias for each expert: ``gate_up_proj_bias``. Without a gradient only decay moves a weight."""
+    names = ("experts.gate_up_proj", "experts.gate_up_proj_bias", "linear.bias", "norm.weight")
+    shapes = ((2, 3), (2, 3), (3,), (3,))
+    weights = {name: nn.Parameter(torch.ones(shape)) for name, shape in zip(names, shapes, strict=True)}
+    if isinstance(tuning, Full):
+        optimizer = DirectOptimizer(weights, AdamW(weight_decay=0.5))
+        for weight in weights.values():
+            weight.grad = torch.zeros_like(weight)
+        set_learning_rate(optimizer.torch_optimizer, 0.1)
+        optimizer.torch_optimizer.step()
+    else:
+        rule = rule_for(weights, tuning=tuning, optimizer=Sgd(weight_decay=0.5), precision=Precision.FP32)
+        rule.begin()
+        for name, weight in weights.items():
+            rule.use(name, torch.zeros_like(weight), learning_rate=0.1, factor=1.0)
+    assert [name for name, weight in weights.items() if (weight != 1).any()] == ["experts.gate_up_proj"]
+
+
+def test_decay_in_fp16_does_not_overflow_beside_a_scaled_gradient() -> None:
+    weight = nn.Parameter(torch.full((2, 2), 200.0, dtype=torch.float16))
+    rule = rule_for(
+        {"w": weight}, tuning=Lomo(adaptive=False, clip=UNCLIPPED), optimizer=Sgd(weight_decay=0.01),
+        precision=Precision.FP16,
+    )  # fmt: skip
+    rule.use("w", torch.full((2, 2), 65536.0 / 4).half(), learning_rate=0.1, factor=1 / 65536)
+    torch.testing.assert_close(weight.data, torch.full((2, 2), 200 * 0.999 - 0.025).half())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, set_learning_rate
+from fitune.engine.optimizers import DirectOptimizer, MasterOptimizer, set_learning_rate, takes_decay
 from fitune.spec.plan import Lomo, Optimizer, Precision, Tuning
 
 _EPS_SQUARE = 1e-30
@@ -113,8 +113,11 @@ class SgdRule:
     def use(self, name: str, gradient: Tensor, *, learning_rate: float, factor: float) -> None:
         """The factor goes into the step: a gradient scaled up for fp16 would vanish if it were scaled down first."""
         weight = self.parameters[name]
-        if self.weight_decay and weight.ndim >= 2:
-            gradient.add_(weight, alpha=self.weight_decay / factor)
+        if self.weight_decay and takes_decay(name, weight):
+            if gradient.dtype == torch.float16:  # beside a gradient that is scaled up it would overflow
+                weight.mul_(1 - learning_rate * self.weight_decay)
+            else:
+                gradient.add_(weight, alpha=self.weight_decay / factor)
         weight.add_(gradient, alpha=-learning_rate * factor)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -205,7 +208,7 @@ class AdaLomoRule:
         self._divide_by_root(name, step)
         rms_weight = division.rms(weight).clamp_(min=_EPS_WEIGHT)
         step.div_(division.rms(step).clamp_(min=1.0))
-        if self.weight_decay and weight.ndim >= 2:
+        if self.weight_decay and takes_decay(name, weight):
             weight.mul_(1 - learning_rate * self.weight_decay * rms_weight)
         step.mul_(rms_weight)
         weight.add_(step, alpha=-learning_rate)

@@ -130,10 +130,18 @@ class MasterOptimizer(_OnParameters):
         restore_state(self.torch_optimizer, self.masters, tensors)
 
 
+def takes_decay(name: str, weight: Tensor) -> bool:
+    """True for matrices: norms and biases are spared, as by transformers' Trainer.
+
+    By name too: the biases of gpt-oss's experts have two axes (``gate_up_proj_bias``).
+    """
+    return weight.ndim >= 2 and "bias" not in name.rpartition(".")[2]
+
+
 def build_torch_optimizer(parameters: Mapping[str, Parameter], optimizer: Optimizer) -> torch.optim.Optimizer:
-    """Weight decay is for matrices: norms and biases are left alone, as transformers' Trainer does."""
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    others = [p for p in parameters.values() if p.ndim < 2]
+    """Two groups: what takes weight decay, and the rest."""
+    matrices = [p for name, p in parameters.items() if takes_decay(name, p)]
+    others = [p for name, p in parameters.items() if not takes_decay(name, p)]
     groups = [
         {"params": matrices, "weight_decay": optimizer.weight_decay},
         {"params": others, "weight_decay": 0.0},
