@@ -48,6 +48,51 @@ def test_planning_imports_no_torch() -> None:
     assert "LoRA" in finished.stdout
 
 
+WITHOUT_TRAINING = """
+import importlib.metadata as metadata, sys
+HIDDEN = {"torch", "transformers", "huggingface_hub", "peft", "safetensors", "datasets"}
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+real = metadata.version
+def version(name):
+    if name in HIDDEN:
+        raise metadata.PackageNotFoundError(name)
+    return real(name)
+metadata.version = version
+from fitune.cli import main
+main()
+"""
+"""Runs a command where nothing of these is installed."""
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "printed"),
+    [
+        ("openai/gpt-oss-20b", 0, "LoRA"),
+        ("nobody/unknown", 2, "huggingface_hub, which fetches its config.json, is not installed"),
+        ("private", 2, "is traced once, which needs transformers, and that is not installed"),
+    ],
+)
+def test_plans_need_no_library_of_training(tmp_path: Path, model: str, code: int, printed: str) -> None:
+    """A name with a shipped profile, one that nobody knows, and a folder whose architecture has no formula."""
+    (tmp_path / "private").mkdir()
+    config = {
+        "model_type": "gpt_neox", "hidden_size": 96, "intermediate_size": 224, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "vocab_size": 400,
+    }  # fmt: skip
+    (tmp_path / "private" / "config.json").write_text(json.dumps(config))
+    words = ["plan", "--model", model.replace("private", str(tmp_path / "private")), "--gpu", "h100"]
+    environment = os.environ | {"FITUNE_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+    finished = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRAINING, *words], capture_output=True, text=True, env=environment
+    )
+    assert finished.returncode == code, finished.stderr
+    assert printed in " ".join((finished.stdout + finished.stderr).split())
+
+
 def test_planning_a_score_imports_no_torch_and_writes_nothing(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n' * 40)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fitune.spec.model.tracer import trace_with
+from fitune.errors import ModelError
+from fitune.spec.model.tracer import Tracer, trace_with
 
 if TYPE_CHECKING:
     from fitune.spec.model.model_spec import ModelSpec
@@ -15,14 +16,23 @@ class _LateTracer:
     """Imports torch when something has to be traced, and not before."""
 
     def shapes(self, config: Mapping[str, Any], *, name: str, digest: str, dtype: str) -> "ModelSpec":
-        from fitune.rehearse.profile import TransformersTracer
-
-        return TransformersTracer().shapes(config, name=name, digest=digest, dtype=dtype)
+        return _tracer().shapes(config, name=name, digest=digest, dtype=dtype)
 
     def profile(self, way: "Way") -> "TracedStep":
-        from fitune.rehearse.profile import TransformersTracer
+        return _tracer().profile(way)
 
-        return TransformersTracer().profile(way)
+
+def _tracer() -> Tracer:
+    try:
+        from fitune.rehearse.profile import TransformersTracer
+    except ModuleNotFoundError as error:
+        if (error.name or "fitune").startswith("fitune"):
+            raise
+        raise ModelError(
+            f"its architecture is traced once, which needs {error.name}, and that is not installed",
+            hint="pip install torch transformers peft",
+        ) from None
+    return TransformersTracer()
 
 
 trace_with(_LateTracer())

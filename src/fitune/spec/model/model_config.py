@@ -165,7 +165,10 @@ def _unknown(name: str, *, why: str = "") -> ModelError:
 
 
 def _cached_config(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ModuleNotFoundError:
+        raise _unknown(name, why="huggingface_hub, which fetches its config.json, is not installed") from None
 
     found = try_to_load_from_cache(name, "config.json")
     return Path(found) if isinstance(found, str) else None

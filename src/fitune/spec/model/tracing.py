@@ -84,11 +84,17 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 @cache
-def installed_libraries() -> Libraries:
-    """The versions of the libraries that trace here."""
-    from importlib.metadata import version  # takes a while, and most plans need none of this
+def installed_libraries() -> Libraries | None:
+    """The versions of the libraries that trace here; None where one is missing: a plan needs none of them."""
+    from importlib.metadata import (
+        PackageNotFoundError,
+        version,
+    )  # takes a while, and most plans need none of this
 
-    return Libraries(torch=version("torch"), transformers=version("transformers"))
+    try:
+        return Libraries(torch=version("torch"), transformers=version("transformers"))
+    except PackageNotFoundError:
+        return None
 
 
 def _digest(facts: Any) -> str:
@@ -143,7 +149,8 @@ _of_other_versions: set[str] = set()
 
 
 def _is_shipped_version() -> bool:
-    return installed_libraries().public == shipped_libraries()
+    installed = installed_libraries()
+    return installed is None or installed.public == shipped_libraries()
 
 
 def _takes_shipped() -> bool:
@@ -152,11 +159,12 @@ def _takes_shipped() -> bool:
 
 def versions_note(model: ModelSpec) -> str | None:
     """Says by which versions the blocks of ``model`` were traced where those are not the installed ones, or None."""
-    if model.config_digest not in _of_other_versions:
+    installed = installed_libraries() if model.config_digest in _of_other_versions else None
+    if installed is None:
         return None
     return (
         f"blocks: a shipped profile, traced with {shipped_libraries().words}; installed are "
-        f"{installed_libraries().words}, by which training and `fitune rehearse` trace afresh"
+        f"{installed.words}, by which training and `fitune rehearse` trace afresh"
     )
 
 

@@ -42,9 +42,11 @@ def _tokenizer_file(name: str) -> Path | None:
     if folder.is_dir():
         file = folder / "tokenizer.json"
         return file if file.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ModuleNotFoundError:
+        return None
     try:
         found = try_to_load_from_cache(name, "tokenizer.json")
     except HFValidationError:
