@@ -27,10 +27,17 @@ WITH_SECRET = [
     f"s3://bucket/data.jsonl?api_key={SECRET}",
     f"hf_{SECRET}/data",
     f"data/ghp_{SECRET}.jsonl",
+    f"https://host/data.jsonl?AWSAccessKeyId={SECRET}",
+    f"https://host/data.jsonl?client_secret={SECRET}",
+    f"data/github_pat_{SECRET}",
+    f"data/glpat-{SECRET}",
+    f"data/AIza{SECRET[:35]}",
+    f"AccountKey={SECRET}==",
 ]
 WITHOUT = [
     "data.jsonl", "owner/name:config", "s3://bucket/key/token.jsonl", "abfs://container@account.dfs.core.windows.net/a",
     "hdfs://user@name:9000/a", "gs://bucket/a?b=c", "hf_model/data", "a@b:c", "runs/author=me", "data.jsonl#500",
+    "https://host/data.jsonl?author=me", "https://host/data.jsonl?design=3", "https://host/a?max_tokens=5&monkey=b",
 ]  # fmt: skip
 
 
@@ -75,6 +82,14 @@ def test_a_command_neither_prints_nor_saves_it(
     assert code == 2
     assert SECRET not in printed + err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_path_of_a_token_is_no_secret() -> None:
+    environment = {"HF_TOKEN_PATH": "/home/me/tokens/hf", "HF_TOKEN": "abcdefghijklmnop"}
+    text = "cannot read /home/me/tokens/hf with abcdefghijklmnop"
+    assert (
+        without_credentials(text, environment=environment) == "cannot read /home/me/tokens/hf with [hidden]"
+    )
 
 
 def test_errors_and_tracebacks_hide_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,8 +79,9 @@ def test_requests_that_are_refused_together_are_all_sent_again_as_text() -> None
 @pytest.mark.parametrize(
     "spoilt",
     [(429, b"slow down", {"Retry-After": "0"}), (500, b"oops", {}), (200, b"<html>garbage", {}),
-     (200, b'{"choices": []}', {}), (200, b'{"choices": [{"text": 5, "finish_reason": "stop"}]}', {})],
-    ids=["429", "500", "garbage", "no choices", "no text"],
+     (200, b"[" * 100_000, {}), (200, b'{"choices": []}', {}),
+     (200, b'{"choices": [{"text": 5, "finish_reason": "stop"}]}', {})],
+    ids=["429", "500", "garbage", "nested", "no choices", "no text"],
 )  # fmt: skip
 def test_what_is_spoilt_is_tried_again_and_a_row_that_always_fails_fails_alone(spoilt: Reply) -> None:
     def reply(body: dict[str, Any], before: int) -> Reply:
@@ -98,12 +99,14 @@ def test_what_is_spoilt_is_tried_again_and_a_row_that_always_fails_fails_alone(s
     [
         {"logprobs": [{"token": "a", "logprob": -1.0}]}, {"logprobs": {"token_logprobs": 3}}, {"logprobs": "none"},
         {"logprobs": {"token_logprobs": [10**400]}}, {"token_ids": [-1]}, {"token_ids": [2**40]},
-        {"token_ids": {"0": 1}}, {"token_ids": [True]},
+        {"token_ids": {"0": 1}}, {"token_ids": [True]}, {"token_ids": [999, 5]}, {"token_ids": [5] * 200},
+        {"logprobs": {"token_logprobs": [1e29]}},
     ],
 )  # fmt: skip
 def test_what_stands_beside_a_text_and_is_of_another_shape_is_left_out(beside: dict[str, Any]) -> None:
+    """Too many ids or ids of no token, too: decoded, they would replace the text that the server answered."""
     with serving(lambda body, before: said("well", **beside)) as (url, _):
-        found = ask(engine_at(url), (5,))["0"]
+        found = ask(engine_at(url, vocabulary=100), (5,))["0"]
         (weighed,) = engine_at(url).weigh([Continuation(id="a", prompt_ids=(5,), token_ids=(7,))])
     assert (found.text, found.token_ids, found.logprobs) == ("well", (), ())
     assert weighed.error == "the server does not tell log-probabilities of the prompt"
@@ -178,7 +181,40 @@ def test_likelihoods_are_those_the_server_tells_of_the_prompt() -> None:
     assert (found.logprobs, found.is_greedy, found.error) == ((-0.5, -0.75), True, "")
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "file:///etc/passwd", "http://"])
+@pytest.mark.parametrize("status", [200, 400, 401, 500])
+def test_a_key_that_the_server_sends_back_is_in_no_answer_and_no_error(status: int) -> None:
+    key = "my-own-secret-key-of-the-server"
+    reply: Reply = (status, f'{{"error": "Authorization: Bearer {key}"}}'.encode(), {})
+    if status == 200:
+        reply = said(f"You sent {key}.")
+    with serving(lambda body, before: reply) as (url, _):
+        engine = engine_at(url, key=key, tries=2)
+        try:
+            shown = str(ask(engine, (5,)))
+        except EngineDied as death:
+            shown = str(death)
+        shown += str(list(engine.weigh([Continuation(id="a", prompt_ids=(5,), token_ids=(7,))])))
+    assert key not in shown
+    assert "[hidden]" in shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:password@host/v1",
+        "https://host/v1?api_key=abcdefgh",
+        "http://hf_" + "a" * 34 + "@host/v1",
+    ],
+)
+def test_an_address_with_credentials_is_refused_without_them(url: str) -> None:
+    with pytest.raises(RecipeError, match="url holds .*saved with the answers") as caught:
+        require_url(url)
+    assert url not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "localhost:8000", "file:///etc/passwd", "http://", "http://[::1", "http://host:port/v1"]
+)
 def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(RecipeError, match="no address of a server"):
         require_url(url)

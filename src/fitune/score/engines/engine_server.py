@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from fitune.credentials import SHORTEST_SECRET, credential_in, without_credentials
 from fitune.errors import RecipeError
 from fitune.score.engines.engine import (
     Completion,
@@ -76,6 +77,8 @@ class ServerEngine:
     stop_ids: frozenset[int] = frozenset()
     key: str = ""
     context: int = 0
+    vocabulary: int = 2**31
+    """Number of token ids that ``to_text`` can read."""
     batch_size: int = ROWS_AT_ONCE
     """Requests under way at a time."""
     tries: int = 5
@@ -140,7 +143,7 @@ class ServerEngine:
         if sampling.temperature:
             body |= {"top_p": sampling.top_p, "seed": request.seed % 2**31}
         try:
-            return self._ask(request.prompt_ids, body, lambda choice: _completion(request, choice))
+            return self._ask(request.prompt_ids, body, lambda choice: self._completion(request, choice))
         except _Refused as refused:
             code = "prompt_too_long" if "context" in str(refused).lower() else "server_refused"
             return failed(request, code, str(refused))
@@ -159,7 +162,7 @@ class ServerEngine:
                 )
             logprobs = found["token_logprobs"][len(asked.prompt_ids) : len(ids)]
             best = found.get("top_logprobs", [])[len(asked.prompt_ids) : len(ids)]
-            if len(logprobs) != len(asked.token_ids) or not all(map(_is_number, logprobs)):
+            if len(logprobs) != len(asked.token_ids) or not all(map(_is_logprob, logprobs)):
                 raise _Refused("the server does not tell log-probabilities of the prompt")
             greedy = [
                 max(top.values()) <= logprob for top, logprob in zip(best, logprobs, strict=False) if top
@@ -223,7 +226,7 @@ class ServerEngine:
         )
         try:
             with _OPENER.open(asked, timeout=self.timeout_s) as response:
-                content = response.read(_LONGEST_ANSWER + 1)
+                content = self._without_key(response.read(_LONGEST_ANSWER + 1))
         except urllib.error.HTTPError as error:
             raise self._of_status(error) from None
         except (OSError, http.client.HTTPException) as error:
@@ -232,26 +235,62 @@ class ServerEngine:
             ) from None
         try:
             return json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):  # brackets without end
             raise _Spoiled(f"{self.url} answered {content[:60]!r}, which is no JSON") from None
+
+    def _without_key(self, content: bytes) -> bytes:
+        """``content`` of a response; a server may send back the headers that it got."""
+        if len(self.key) < SHORTEST_SECRET:
+            return content
+        return content.replace(self.key.encode(), b"[hidden]")
 
     def _of_status(self, error: urllib.error.HTTPError) -> Exception:
         try:
-            said = error.read(2000).decode("utf-8", "replace").strip()
+            said = self._without_key(error.read(20_000)).decode("utf-8", "replace").strip()
         except (OSError, http.client.HTTPException):
             said = ""
-        text = f"{self.url} answered {error.code} {error.reason}: {said[:300]}"
+        reason = self._without_key(str(error.reason).encode()).decode()
+        text = without_credentials(f"{self.url} answered {error.code} {reason}: {said[:300]}")
         if error.code in _BUSY:
             return _Spoiled(text, _pause(error.headers.get("Retry-After")))
         if error.code in _OF_ALL_ROWS:
             self._dead = text
         return _Refused(text)
 
+    def _completion(self, request: Request, choice: dict[str, Any]) -> Completion:
+        """The answer in ``choice``, with the token ids and log-probabilities beside it that can be its own."""
+        text, reason = choice.get("text"), choice.get("finish_reason")
+        if not isinstance(text, str) or reason not in ("stop", "length"):
+            raise _Spoiled(f"the server answered text {text!r:.40} and finish_reason {reason!r:.20}")
+        most = request.sampling.max_new_tokens + 1  # some servers count the end token apart
+        told, beside = choice.get("token_ids"), choice.get("logprobs")
+        are_ids = isinstance(told, list) and len(told) <= most and all(map(self._is_id, told))
+        ids = tuple(told) if isinstance(told, list) and are_ids else ()
+        logprobs = beside.get("token_logprobs") if isinstance(beside, dict) else None
+        are_known = isinstance(logprobs, list) and len(logprobs) <= most and all(map(_is_logprob, logprobs))
+        known = tuple(map(float, logprobs)) if isinstance(logprobs, list) and are_known else ()
+        finish: FinishReason = "stop" if reason == "stop" else "length"
+        return Completion(
+            id=request.id, token_ids=ids, logprobs=known, finish_reason=finish, tokens=len(ids) or len(known),
+            text=None if ids else text,
+        )  # fmt: skip
+
+    def _is_id(self, value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < self.vocabulary
+
 
 def require_url(url: str) -> str:
-    """``url`` as it is. Raises RecipeError when it is none of http or https."""
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    """``url`` as it is. Raises RecipeError when it is none of http or https, or holds credentials."""
+    if kind := credential_in(url):
+        raise RecipeError(
+            f"url holds {kind}, and it is saved with the answers", hint="OPENAI_API_KEY is for the key"
+        )
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # [::1 without its bracket, a port that is no number
+        is_address = False
+    if not is_address:
         raise RecipeError(f"url {url!r} is no address of a server", hint="http://localhost:8000/v1")
     return url
 
@@ -268,28 +307,6 @@ def _choice(response: Any) -> dict[str, Any]:
     return choices[0]
 
 
-def _completion(request: Request, choice: dict[str, Any]) -> Completion:
-    """The answer in ``choice``; with token ids where all are there, with log-probabilities where each token has one."""
-    text, reason = choice.get("text"), choice.get("finish_reason")
-    if not isinstance(text, str) or reason not in ("stop", "length"):
-        raise _Spoiled(f"the server answered text {text!r:.40} and finish_reason {reason!r:.20}")
-    told = choice.get("token_ids")
-    ids = tuple(told) if isinstance(told, list) and all(map(_is_id, told)) else ()
-    beside = choice.get("logprobs")
-    logprobs = beside.get("token_logprobs") if isinstance(beside, dict) else None
-    known = (
-        tuple(map(float, logprobs)) if isinstance(logprobs, list) and all(map(_is_number, logprobs)) else ()
-    )
-    finish: FinishReason = "stop" if reason == "stop" else "length"
-    return Completion(
-        id=request.id, token_ids=ids, logprobs=known, finish_reason=finish, tokens=len(ids) or len(known),
-        text=None if ids else text,
-    )  # fmt: skip
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+def _is_logprob(value: Any) -> bool:
+    """True for the logarithm of a probability; servers round a certain token's to a little above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < 0.01

@@ -120,6 +120,7 @@ def open_engine(
             return ServerEngine(
                 url=plan.url, model=plan.served_model or plan.model, stop_ids=stop_ids, batch_size=plan.rows_at_once,
                 to_text=lambda ids: str(tokenizer.decode(ids)), key=os.environ.get("OPENAI_API_KEY", ""),
+                vocabulary=len(tokenizer),
             )  # fmt: skip
         case "vllm":
             return _open_vllm(plan, stop_ids)

@@ -39,8 +39,8 @@ def compare(
     scales = _scales(directory)
     found: dict[str, _Paired] = {}
     with open_pairing(cache_folder() / "scoring") as theirs:
-        theirs.add((row["id"], line) for line, row in _grades(other))
-        for _, row in _grades(directory):
+        theirs.add((row["id"], line) for line, row in grades_of(other))
+        for _, row in grades_of(directory):
             line = theirs.line(row["id"])
             if line is None:
                 continue
@@ -176,7 +176,7 @@ def _scales(directory: Path) -> dict[str, Scale]:
         raise RunDirectoryError(f"{path}: cannot be read: {error}", hint="score again") from None
 
 
-def _grades(directory: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def grades_of(directory: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Each row as it is written, and read."""
     try:
         with open_regular(directory / "grades.jsonl", follow_links=False) as file:

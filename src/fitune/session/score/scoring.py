@@ -18,7 +18,7 @@ from fitune.report.score_page import write_score_page
 from fitune.report.score_rows import first_failed, first_grader_error, read_changed
 from fitune.score.answers import CHANGED
 from fitune.score.engines.engine import Sampling, engine_named
-from fitune.score.grades.paired import Changed, compare
+from fitune.score.grades.paired import Changed, compare, grades_of
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
 from fitune.session.events import Note, RowsAnswered, Tell, WeightsRead
@@ -181,6 +181,11 @@ def why_not_all(report: ScoreReport, out: Path) -> ScoringFailed | None:
         f"grader {broken[0]} failed for every row, so its mean says nothing; the first is {id_}: {why}",
         hint="mend the grader and run the same command again: the answers are kept",
     )
+
+
+def require_graded(directory: Path) -> None:
+    """Raises RunDirectoryError for a folder without grades: better before the first answer than behind the last."""
+    next(grades_of(directory), None)
 
 
 def compare_scores(directory: Path, other: Path) -> str:
