@@ -109,7 +109,7 @@ def test_a_script_starts_one_task_a_gpu_and_goes_on_after_its_time(
     ended = run_script(text, tmp_path, srun=show)
     recipe = folder / f"{job.name}.recipe.yaml"
     assert ended.stdout.splitlines() == [
-        f"set --kill-on-bad-exit=1 fitune train {recipe}",
+        f"set --kill-on-bad-exit=1 --cpus-per-task={job.compute.cpus // 4} fitune train {recipe}",
         "scontrol requeue 7",
     ]
     read = parse_recipe(canonical_keys(yaml.safe_load(recipe.read_text()), where="node"))
@@ -120,7 +120,7 @@ def test_a_script_starts_one_task_a_gpu_and_goes_on_after_its_time(
 
 
 _SRUN = f"""
-shift
+shift 2
 for rank in 0 1; do
   SLURM_PROCID=$rank SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=$rank SLURM_STEP_ID=0 SLURM_STEP_NODELIST=localhost \\
     {sys.executable} -m "$@" &

@@ -257,6 +257,16 @@ def test_what_pods_cannot_see_is_refused() -> None:
     paths = ["s3://b/x.jsonl", "org/set:main#50", "/mnt/fitune/y.jsonl"]
     seen = recipe_below(recipe_of(model="a/b", data=paths), "/mnt/fitune", anywhere=False)
     assert [source.path for source in seen.data] == paths
+    resumed = recipe_below(
+        recipe_of(model="a/b", resume="runs/a/checkpoints/step-4"), "/mnt/fitune", anywhere=False
+    )
+    assert resumed.resume == "/mnt/fitune/runs/a/checkpoints/step-4"
+
+
+def test_a_dataset_that_is_taken_for_one_of_the_hub_is_said() -> None:
+    _, job = documents(recipe_of(**{**RECIPES["one device"], "data": ["org/set", "a.jsonl"]}))
+    assert "read from the Hub, for it is not on this machine: org/set;" in str(job["metadata"]["annotations"])
+    assert "Hub" not in str(documents(recipe_of(**RECIPES["one device"]))[1]["metadata"])
 
 
 def test_a_run_that_goes_to_a_bucket_is_staged_on_the_shared_folder() -> None:

@@ -12,8 +12,10 @@ import pytest
 from fitune.errors import RecipeError
 from fitune.launch.ray_cluster import RayPlace, cluster_now
 from fitune.session.clusters import on_ray, ray_growth
+from fitune.session.clusters.live_fleet import free_by_ray
 from fitune.session.clusters.on_ray import train_on_ray
 from fitune.spec.rank_status import read_statuses
+from fitune.spec.recipe.fleet import Cluster
 from fitune.spec.recipe.recipe import Recipe
 from fitune.spec.run_directory import LOGS
 from ray_runs import (
@@ -136,3 +138,19 @@ def test_a_removed_node_leaves_fewer_workers_and_one_that_joins_is_taken_after_a
     assert (grown.workers_before, grown.workers, grown.after_step, grown.lost_steps) == (2, 3, 5, 0)
     assert len(report.ranks) == 3
     assert "there was room for more workers; 3 workers instead of 2" in (folder / "report.html").read_text()
+
+
+def test_free_nodes_are_nodes_of_the_kind_with_all_their_gpus(cluster: Any) -> None:
+    """Two nodes with one GPU are no node of two, and a T4 is no H100."""
+    kinds = [(1, "H100"), (1, "H100"), (2, "H100"), (2, "T4")]
+    nodes = [
+        cluster.add_node(**node_args(num_cpus=0, num_gpus=gpus, resources={f"accelerator_type:{kind}": 1}))
+        for gpus, kind in kinds
+    ]
+    cluster.wait_for_nodes()
+    try:
+        counts = [free_by_ray(Cluster(name="c", gpu=gpu, gpus=2, nodes=4)) for gpu in ("h100", "t4", "l40s")]
+    finally:
+        for node in nodes:
+            cluster.remove_node(node)
+    assert counts == [1, 1, 0]

@@ -178,6 +178,12 @@ def test_short_rows_stand_for_long_ones_where_a_mixer_loops_over_tokens(folder: 
     assert tracing.way_of(plan, BatchShape(tokens=4096, supervised_tokens=4095, rows=1)).first == 16
 
 
+def test_rows_that_are_trained_one_at_a_time_are_traced_so(folder: Path) -> None:
+    """Also for a draft of many rows, by which a processor's precision is chosen: two padded rows divided by zero."""
+    plan = one_row(spec_of(folder, "mamba2"), tokens=4096)
+    assert tracing.way_of(plan, BatchShape(tokens=8192, supervised_tokens=8190, rows=2)).rows == 1
+
+
 def test_padding_counts_by_whole_chunks() -> None:
     size = Size(constant=10, per_token=2, per_square=1, per_padding=3, per_padding_square=0.5)
     assert size.at(Extent(tokens=4, square=16)) == 10 + 8 + 16

@@ -10,6 +10,7 @@ import yaml
 
 from fitune.errors import HardwareError, RecipeError
 from fitune.planner.clusters.fleet_words import explain_ranking
+from fitune.session.clusters import live_fleet
 from fitune.session.clusters.fleet import FleetRequest, draw_ranking, launch_on_fleet, plan_on_fleet
 from fitune.session.clusters.live_fleet import free_nodes
 from fitune.spec.recipe.fleet import Cluster, read_fleet
@@ -130,9 +131,14 @@ def test_the_picture_has_a_point_for_every_offer(tmp_path: Path) -> None:
         draw_ranking(unpriced, tmp_path / "fleet.svg")
 
 
-def node(name: str, gpus: int, *, ready: str = "True", cordoned: bool = False) -> dict[str, Any]:
+H100 = "NVIDIA-H100-80GB-HBM3"
+
+
+def node(
+    name: str, gpus: int, *, ready: str = "True", cordoned: bool = False, product: str = H100
+) -> dict[str, Any]:
     return {
-        "metadata": {"name": name}, "spec": {"unschedulable": cordoned},
+        "metadata": {"name": name, "labels": {"nvidia.com/gpu.product": product}}, "spec": {"unschedulable": cordoned},
         "status": {"allocatable": {"nvidia.com/gpu": str(gpus)}, "conditions": [{"type": "Ready", "status": ready}]},
     }  # fmt: skip
 
@@ -143,18 +149,35 @@ PODS = [
 ]
 ANSWERS = {
     "nodes": {"items": [node("a", 8), node("b", 8), node("c", 8, ready="False"), node("d", 8, cordoned=True),
-                        node("e", 4)]},
+                        node("e", 4), node("f", 8, product="Tesla-T4")]},
     "pods": {"items": PODS},
     "localqueues.kueue.x-k8s.io": {"spec": {"clusterQueue": "big"}},
     "clusterqueues.kueue.x-k8s.io": {
         "spec": {"resourceGroups": [
-            {"flavors": [{"resources": [
-                {"name": "nvidia.com/gpu", "nominalQuota": "32"}, {"name": "cpu", "nominalQuota": 9},
-            ]}]}
+            {"flavors": [
+                {"name": "hopper", "resources": [
+                    {"name": "nvidia.com/gpu", "nominalQuota": "32"}, {"name": "cpu", "nominalQuota": 9},
+                ]},
+                {"name": "turing", "resources": [{"name": "nvidia.com/gpu", "nominalQuota": "64"}]},
+            ]},
         ]},
-        "status": {"flavorsReservation": [{"resources": [{"name": "nvidia.com/gpu", "total": "12"}]}]},
+        "status": {"flavorsReservation": [
+            {"name": "hopper", "resources": [{"name": "nvidia.com/gpu", "total": "12"}]},
+        ]},
     },
+    "resourceflavors.kueue.x-k8s.io": {"items": [
+        {"metadata": {"name": "hopper"}, "spec": {"nodeLabels": {"pool": "new"}}},
+        {"metadata": {"name": "turing"}, "spec": {"nodeLabels": {"nvidia.com/gpu.product": "Tesla-T4"}}},
+    ]},
 }  # fmt: skip
+IDLE = """\
+n1 gpu:h100:8(S:0-1)
+n1 gpu:h100:8(S:0-1)
+n2 gpu:8
+n3 gpu:t4:8
+n4 gpu:H100:4,shard:8
+n5 (null)
+"""
 
 
 @pytest.fixture
@@ -164,9 +187,10 @@ def cluster_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for kind, answer in ANSWERS.items():
         (folder / f"{kind}.json").write_text(json.dumps(answer))
+    (folder / "idle").write_text(IDLE)
     programs = {
         "kubectl": f'echo "$*" >> {folder}/asked\nshift 2\n[ "$1" = get ] && cat {folder}/"$2".json',
-        "sinfo": "echo 3\necho 2",
+        "sinfo": f"cat {folder}/idle",
     }
     for name, lines in programs.items():
         (folder / name).write_text(f"#!/bin/bash\n{lines}\n")
@@ -175,9 +199,9 @@ def cluster_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("live", "free"), [("nodes", 1), ("kueue", 2), ("slurm", 4)])
+@pytest.mark.parametrize(("live", "free"), [("nodes", 1), ("kueue", 2), ("slurm", 2)])
 def test_clusters_are_asked_for_free_nodes(cluster_programs: Path, live: str, free: int) -> None:
-    """8 GPUs of b are free; 32 - 12 of the quota are two nodes of 8; 5 idle nodes are more than the cluster's 4."""
+    """8 H100 of b are free; 32 - 12 of their quota are two nodes of 8; n1, in two partitions, and n2 are idle."""
     job = {"queue": "q"} if live == "slurm" else {"queue": "q", "context": "east", "namespace": "team"}
     kind = "slurm" if live == "slurm" else "kuberay"
     cluster = Cluster(name="c", gpu="h100", gpus=8, nodes=4, live=live, kind=kind, job=job)
@@ -222,3 +246,15 @@ def test_a_cluster_that_does_not_answer_is_an_error(cluster_programs: Path, tmp_
     cluster = read_fleet(tmp_path / "fleet.yaml").clusters[0]
     with pytest.raises(HardwareError, match="cannot be asked"):
         free_nodes(cluster)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu", "another"),
+    [
+        ("h100", "h100", False), ("H100", "h100-pcie", False), ("A100", "a100-80gb", False), ("tesla", "h100", False),
+        ("", "h100", False), ("A100-80G", "a100-80gb", False), ("T4", "h100", True), ("A100", "h100", True),
+        ("l4", "l40s", True), ("rtx_4090", "rtx-4090", False),
+    ],
+)  # fmt: skip
+def test_a_word_for_a_card_may_be_another_card(kind: str, gpu: str, another: bool) -> None:
+    assert live_fleet._is_another_card(kind, gpu) == another

@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from fitune.errors import HardwareError, RecipeError
-from fitune.spec.machines.job import GPU_RESOURCE, JobSpec
+from fitune.spec.machines.job import GPU_RESOURCE, Compute, JobSpec
+from fitune.spec.recipe.job_settings import JobSettings
 from fitune.spec.run_lock import WAIT_VARIABLE
 from fitune.units import GIB, MIB
 
@@ -18,6 +19,8 @@ CACHE = "/cache"
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 """NVIDIA's feature discovery, which its GPU operator brings, writes the driver's name of the card there."""
 
+INSTANCE_LABEL = "node.kubernetes.io/instance-type"
+
 _PRODUCTS: dict[str, tuple[str, ...]] = {
     "t4": ("Tesla-T4",),
     "v100-16gb": ("Tesla-V100-SXM2-16GB", "Tesla-V100-PCIE-16GB"),
@@ -27,7 +30,7 @@ _PRODUCTS: dict[str, tuple[str, ...]] = {
     "a30": ("NVIDIA-A30",),
     "a40": ("NVIDIA-A40",),
     "a100-40gb": ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB"),
-    "a100-80gb": ("NVIDIA-A100-SXM4-80GB",),
+    "a100-80gb": ("NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-80GB-PCIe"),
     "l4": ("NVIDIA-L4",),
     "l40": ("NVIDIA-L40",),
     "l40s": ("NVIDIA-L40S",),
@@ -185,19 +188,23 @@ def _resources(job: JobSpec, *, memory_bytes: int, cpus: int, disk_bytes: int, g
     return {"requests": {"cpu": str(cpus), **bounded}, "limits": dict(bounded)}
 
 
+def node_selector(settings: JobSettings | Compute) -> dict[str, str]:
+    """Labels of nodes that the job's settings name."""
+    named = {INSTANCE_LABEL: settings.instance_type} if settings.instance_type else {}
+    return {**settings.node_selector, **named}
+
+
 def _placement(job: JobSpec) -> Manifest:
     """Nodes with the plan's GPU: by the labels that are named, else by the product label."""
     compute = job.compute
-    selector = dict(compute.node_selector)
-    if compute.instance_type:
-        selector["node.kubernetes.io/instance-type"] = compute.instance_type
+    selector = node_selector(compute)
     placement: Manifest = {"nodeSelector": selector} if selector else {}
     if compute.gpu == "cpu":
         return placement
     placement["tolerations"] = [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}]
     if selector:
         return placement
-    wanted = {"key": PRODUCT_LABEL, "operator": "In", "values": list(_products(compute.gpu))}
+    wanted = {"key": PRODUCT_LABEL, "operator": "In", "values": list(products(compute.gpu))}
     terms = {"nodeSelectorTerms": [{"matchExpressions": [wanted]}]}
     return {
         **placement,
@@ -205,7 +212,8 @@ def _placement(job: JobSpec) -> Manifest:
     }
 
 
-def _products(gpu: str) -> tuple[str, ...]:
+def products(gpu: str) -> tuple[str, ...]:
+    """Values of the product label. Raises HardwareError for a card whose label is not known."""
     if gpu not in _PRODUCTS:
         raise HardwareError(
             f"the label of nodes with {gpu} is not known",

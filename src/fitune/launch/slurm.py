@@ -38,7 +38,8 @@ def batch_script(job: JobSpec, recipe: str) -> str:
         recipe.rstrip("\n"),
         mark,
         "code=0",
-        'srun --kill-on-bad-exit=1 fitune train "$recipe" || code=$?',
+        # srun takes no --cpus-per-task from the script since SLURM 22.05
+        f'srun --kill-on-bad-exit=1 --cpus-per-task={_cpus_per_task(job)} fitune train "$recipe" || code=$?',
         f'if [ "$code" -eq {_STOPPED} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.limits.retries} ]; then',
         '  scontrol requeue "$SLURM_JOB_ID"  # it saved before its time was over, and goes on from there',
         "fi",

@@ -88,11 +88,12 @@ def launch_text(
     on: System | None,
     job_file: Path | None,
 ) -> tuple[str, str]:
-    """The file that starts the recipe's plan on a cluster; and the cluster, where a fleet was asked."""
+    """The file that starts the recipe's plan on a cluster; and what is to be said: the cluster of a fleet, a note."""
     if request is not None:
         return launch_on_fleet(recipe, request, settings, on=on, job_file=job_file)
     assert on is not None
-    return launch_file(recipe, on, job_file=job_file, settings=settings)[1], ""
+    job, text = launch_file(recipe, on, job_file=job_file, settings=settings)
+    return text, job.notes.get("data", "")
 
 
 def launch_on_fleet(
@@ -122,12 +123,13 @@ def launch_on_fleet(
     cluster = free.cluster
     said = cluster.settings.model_dump(exclude_unset=True)
     job_settings = read_job_settings(job_file, settings=settings, defaults=said)
-    _, text = render(
+    job, text = render(
         recipe_on(recipe, free), free.priced, job_settings, cluster.kind,
         cluster=cluster.name, storage_bandwidth=cluster.storage or 0.0,
     )  # fmt: skip
     full = [where(offer) for offer in ranking.offers[: ranking.offers.index(free)]]
-    return text, f"{where(free)}" + (f" ({', '.join(full)}: full now)" if full else "")
+    place = where(free) + (f" ({', '.join(full)}: full now)" if full else "")
+    return text, "\n".join(filter(None, [place, job.notes.get("data")]))
 
 
 def recipe_on(recipe: Recipe, offer: Offer) -> Recipe:

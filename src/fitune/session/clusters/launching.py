@@ -4,6 +4,7 @@ SLURM."""
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import yaml
@@ -68,6 +69,13 @@ def render(
         cluster=cluster,
         storage_bandwidth=storage_bandwidth,
     )
+    on_hub = [
+        source.path for source in (*written.data, *(written.eval_data or ())) if _is_on_hub(source.path)
+    ]
+    if on_hub:
+        names = ", ".join(on_hub)
+        note = f"read from the Hub, for it is not on this machine: {names}; a folder is written ./{on_hub[0]}"
+        job = replace(job, notes={**job.notes, "data": note})
     text = recipe_text(written)
     match on:
         case "kuberay":
@@ -112,7 +120,8 @@ def recipe_below(recipe: Recipe, mount: str, *, anywhere: bool) -> Recipe:
             ]
     if not is_fetched(recipe.model):
         changes["model"] = place(recipe.model, "model")
-    return recipe.model_copy(update={**changes, "resume": recipe.resume or True})
+    resume = place(recipe.resume, "resume") if isinstance(recipe.resume, str) else True
+    return recipe.model_copy(update={**changes, "resume": resume})
 
 
 def _is_on_hub(path: str) -> bool:

@@ -5,17 +5,25 @@ Nothing here is called unless somebody asks with --live.
 
 import json
 import logging
+import re
 import subprocess
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from fitune.errors import HardwareError, MissingExtra, RecipeError
+from fitune.launch.pods import PRODUCT_LABEL, node_selector, products
+from fitune.spec.machines.cards import known_cards
+from fitune.spec.machines.gpus import find_gpu
 from fitune.spec.machines.job import GPU_RESOURCE
 from fitune.spec.recipe.fleet import Cluster, Fleet
 
 _SECONDS = 20.0
 """A cluster that does not answer in this time is an error, not a wait."""
+_PLACING_SECONDS = 2.0
+"""Ray places what has room within some milliseconds."""
 
 
 def with_free_nodes(fleet: Fleet) -> Fleet:
@@ -52,7 +60,7 @@ def free_nodes(cluster: Cluster) -> int:
 
 
 def free_by_nodes(cluster: Cluster) -> int:
-    """Ready nodes on which no pod has a GPU of those that the job needs."""
+    """Ready nodes of the cluster's kind that have as many free GPUs as the job needs."""
     nodes = _kubectl(cluster, "get", "nodes")["items"]
     running = "status.phase!=Succeeded,status.phase!=Failed"
     taken: Counter[str] = Counter()
@@ -63,7 +71,7 @@ def free_by_nodes(cluster: Cluster) -> int:
     free = (
         int(node["status"].get("allocatable", {}).get(GPU_RESOURCE, 0)) - taken[node["metadata"]["name"]]
         for node in nodes
-        if _is_usable(node)
+        if _is_usable(node) and _is_of(cluster, node["metadata"].get("labels", {}))
     )
     return sum(count >= cluster.gpus for count in free)
 
@@ -76,6 +84,22 @@ def _is_usable(node: dict[str, Any]) -> bool:
     return ready and not node["spec"].get("unschedulable", False)
 
 
+def _wanted_labels(cluster: Cluster) -> dict[str, tuple[str, ...]]:
+    """Label -> its values on nodes that take the job's pods: as the manifest asks for them."""
+    named = node_selector(cluster.settings)
+    if cluster.gpu == "cpu" or named:
+        return {label: (value,) for label, value in named.items()}
+    return {PRODUCT_LABEL: products(cluster.gpu)}
+
+
+def _is_of(cluster: Cluster, labels: Mapping[str, str], *, complete: bool = True) -> bool:
+    """True for nodes that the job's pods may run on; a list that is not ``complete`` may leave labels out."""
+    return all(
+        labels[label] in values if label in labels else not complete
+        for label, values in _wanted_labels(cluster).items()
+    )
+
+
 def free_by_kueue(cluster: Cluster) -> int:
     """Whole nodes of GPUs in the quota of the job's queue that no workload has reserved."""
     settings = cluster.settings
@@ -83,35 +107,60 @@ def free_by_kueue(cluster: Cluster) -> int:
         raise HardwareError(f"cluster {cluster.name}: live: kueue needs job.queue", hint="job: {queue: NAME}")
     local = _kubectl(cluster, "get", "localqueues.kueue.x-k8s.io", settings.queue, *_namespace(cluster))
     queue = _kubectl(cluster, "get", "clusterqueues.kueue.x-k8s.io", local["spec"]["clusterQueue"])
-    quota = sum(
-        int(resource["nominalQuota"])
-        for group in queue["spec"].get("resourceGroups", [])
-        for flavor in group["flavors"]
-        for resource in flavor["resources"]
-        if resource["name"] == GPU_RESOURCE
-    )
-    reserved = sum(
-        int(resource["total"])
-        for flavor in queue.get("status", {}).get("flavorsReservation", [])
-        for resource in flavor["resources"]
-        if resource["name"] == GPU_RESOURCE
-    )
+    labels = {
+        flavor["metadata"]["name"]: flavor.get("spec", {}).get("nodeLabels", {})
+        for flavor in _kubectl(cluster, "get", "resourceflavors.kueue.x-k8s.io")["items"]
+    }
+
+    def gpus(flavors: Iterable[dict[str, Any]], amount: str) -> int:
+        return sum(
+            int(resource[amount])
+            for flavor in flavors
+            if _is_of(cluster, labels.get(flavor["name"], {}), complete=False)
+            for resource in flavor["resources"]
+            if resource["name"] == GPU_RESOURCE
+        )
+
+    groups = queue["spec"].get("resourceGroups", [])
+    quota = gpus((flavor for group in groups for flavor in group["flavors"]), "nominalQuota")
+    reserved = gpus(queue.get("status", {}).get("flavorsReservation", []), "total")
     return max(0, quota - reserved) // cluster.gpus
 
 
 def free_by_slurm(cluster: Cluster) -> int:
-    """Idle nodes of the job's partition."""
+    """Idle nodes of the job's partition, each once, whose GPUs are of the cluster's kind and enough."""
     partition = ["--partition", cluster.settings.queue] if cluster.settings.queue else []
-    said = _answer(cluster, ["sinfo", "--noheader", "--states=idle", "--format=%D", *partition])
-    return sum(int(line) for line in said.split() if line.isdecimal())
+    said = _answer(cluster, ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N %G", *partition])
+    nodes = dict(line.split(maxsplit=1) for line in said.splitlines() if " " in line.strip())
+    return sum(_has_gpus(cluster, generic) for generic in nodes.values())
+
+
+def _has_gpus(cluster: Cluster, generic: str) -> bool:
+    """True for a node whose generic resources, such as ``gpu:h100:8(S:0-1),shard:4``, are enough."""
+    counts = [
+        int(count)
+        for kind, count in re.findall(r"(?:^|,)gpu:(?:([^,:(]+):)?(\d+)", generic)
+        if not _is_another_card(kind, cluster.gpu)
+    ]
+    return cluster.gpu == "cpu" or sum(counts) >= cluster.gpus
+
+
+def _is_another_card(kind: str, gpu: str) -> bool:
+    """True where ``kind``, a site's or Ray's word for a card (``h100``, ``A100-80G``), is not the card ``gpu``."""
+    word = kind.lower().replace("_", "-")
+    named = {card.gpu.name for card in known_cards() if card.key == word}
+    with suppress(HardwareError):
+        named.add(find_gpu(word).name)
+    return bool(named) and gpu not in named and not gpu.startswith(f"{word}-")
 
 
 def free_by_ray(cluster: Cluster) -> int:
-    """Whole nodes of the GPUs that are free in the Ray cluster of RAY_ADDRESS or of this machine."""
+    """Nodes with enough free GPUs in the Ray cluster of RAY_ADDRESS or of this machine."""
     try:
         import ray
     except ImportError:
         raise MissingExtra("asking a Ray cluster", extra="ray") from None
+    was_connected = ray.is_initialized()
     try:
         ray.init(address="auto", ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -119,8 +168,39 @@ def free_by_ray(cluster: Cluster) -> int:
             f"cluster {cluster.name}: no Ray cluster answers: {str(error).splitlines()[0]}",
             hint="RAY_ADDRESS=HOST:PORT, or leave --live out",
         ) from None
-    available: dict[str, float] = ray.available_resources()
-    return int(available.get("GPU", 0)) // cluster.gpus
+    try:
+        return _free_groups(cluster)
+    finally:
+        if not was_connected:
+            ray.shutdown()
+
+
+def _free_groups(cluster: Cluster) -> int:
+    """How often Ray can set aside all GPUs of a node at once; they are given back at once.
+
+    Its public API tells what is free in the whole cluster alone: eight nodes with one GPU would be a node of eight.
+    """
+    from ray.util import placement_group, remove_placement_group
+
+    import ray
+
+    prefix = "accelerator_type:"
+    kinds = [name for name in ray.cluster_resources() if name.startswith(prefix)]
+    wanted = [kind for kind in kinds if not _is_another_card(kind.removeprefix(prefix), cluster.gpu)]
+    if kinds and not wanted:
+        return 0
+    amount = {"CPU": 1.0} if cluster.gpu == "cpu" else {"GPU": float(cluster.gpus)}
+    groups = [
+        placement_group([{**amount, **({kind: 0.001} if kind else {})}])
+        for kind in wanted or [""]
+        for _ in range(cluster.nodes)
+    ]
+    try:
+        seconds = [_PLACING_SECONDS, *[0.1] * (len(groups) - 1)]
+        return sum(group.wait(limit) for group, limit in zip(groups, seconds, strict=True))
+    finally:
+        for group in groups:
+            remove_placement_group(group)
 
 
 def _namespace(cluster: Cluster) -> list[str]:

@@ -170,7 +170,7 @@ def versions_note(model: ModelSpec) -> str | None:
 
 def way_of(plan: Plan, shape: BatchShape) -> Way:
     """The way of training that ``plan`` is one of, for micro-batches like ``shape``."""
-    rows = min(2, shape.rows)
+    rows = min(2, shape.rows) if plan.model.separates_rows else 1  # others are trained a row at a time
     window = plan.model.sliding_window
     if not window or plan.attention == "flash":  # whose kernels hold no scores, whatever a row sees
         first = 1024
