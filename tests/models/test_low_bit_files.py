@@ -140,7 +140,8 @@ def test_weights_are_those_that_their_library_computes(tmp_path: Path, way: str)
 
 def test_a_plan_of_them_is_that_of_the_16_bit_model(tmp_path: Path) -> None:
     packed, plain = (load_model_spec(str(folder)) for folder in folders(tmp_path, "fp8"))
-    assert replace(packed, name=plain.name) == plain
+    assert packed.stored_as == "fp8"
+    assert replace(packed, name=plain.name, stored_as="") == plain
 
 
 @pytest.mark.parametrize(

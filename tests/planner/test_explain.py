@@ -180,3 +180,11 @@ def test_the_json_object_keeps_its_promise(report):
     assert all({"what", "why"} == set(item) for item in data["rejected"])
     assert all({"summary", "plan", "estimate"} <= set(item) for item in data["runners_up"])
     assert from_data(Plan, data["plan"]) == report.chosen.plan
+
+
+def test_a_model_that_is_stored_in_few_bits_says_so_and_names_the_one_in_sixteen():
+    copy = parse_recipe({"model": "unsloth/llama-3-8b-bnb-4bit", "gpu": "rtx-4090"})
+    decisions = find_plan(copy, model=known(copy.model), hardware=gpu("rtx-4090")).decisions
+    assert any(
+        "(bitsandbytes)" in each and "meta-llama/Meta-Llama-3-8B holds these" in each for each in decisions
+    )

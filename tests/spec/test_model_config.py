@@ -12,7 +12,12 @@ import pytest
 from fitune.errors import ModelError, RecipeError
 from fitune.spec.model import model_config
 from fitune.spec.model.families import FAMILIES
-from fitune.spec.model.known_models import find_known_model, known_model_names, names_with_formulas
+from fitune.spec.model.known_models import (
+    find_known_model,
+    known_model_names,
+    names_with_formulas,
+    text_model_like,
+)
 from fitune.spec.model.model_config import load_model_spec, spec_from_config
 from fitune.spec.model.model_spec import NO_DROPOUT, Dropout
 from fitune.spec.recipe.targets import resolve_targets
@@ -62,7 +67,9 @@ def test_mirrors_have_the_shapes_of_what_they_copy() -> None:
     ],
 )
 def test_copies_in_few_bits_have_the_shapes_of_the_model(copy: str, model: str) -> None:
-    assert load_model_spec(copy) == replace(load_model_spec(model), name=copy)
+    spec = load_model_spec(copy)
+    assert spec == replace(load_model_spec(model), name=copy, stored_as=spec.stored_as)
+    assert spec.stored_as == ("FP8" if "FP8" in copy else "bitsandbytes")
 
 
 @pytest.mark.parametrize(
@@ -243,8 +250,8 @@ def test_a_hub_that_does_not_answer_is_an_error_at_once(monkeypatch: pytest.Monk
         ("phi4-mini", "did you mean 'phi-4-mini-instruct'?"),
         ("qwen3-coder", "did you mean 'qwen3-coder-30b-a3b-instruct'?"),
         ("deepseek-r1:671b", "did you mean 'deepseek-r1'?"),
-        ("Llama-3.2-3B-Instruct-Q4_K_M.gguf", "'llama-3.2-3b-instruct'?; tuning: qlora packs"),
-        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "'Qwen/Qwen2.5-7B-Instruct'?; tuning: qlora packs"),
+        ("Llama-3.2-3B-Instruct-Q4_K_M.gguf", "llama-3.2-3b-instruct in 16 bits; tuning: qlora packs"),
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "Qwen/Qwen2.5-7B-Instruct in 16 bits; tuning: qlora packs"),
         ("gemma3n:e4b", "did you mean 'gemma-3n-e4b-it'?"),
         ("gemma4:31b", "did you mean 'gemma-4-31b-it'?"),
         ("google/gemma-4-12B", "a Hub name"),
@@ -428,3 +435,9 @@ def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
     twice = json.dumps(LLAMA).replace("{", '{"hidden_size": 32, ', 1)
     with pytest.raises(ModelError, match=r"config\.json: the key 'hidden_size' is there twice"):
         load_model_spec(str(write_config(tmp_path / "model", twice)))
+
+
+def test_text_models_of_a_vision_models_size() -> None:
+    widths = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
+    assert text_model_like({**widths, "num_hidden_layers": 28}) == "Qwen/Qwen2.5-7B"
+    assert text_model_like({**widths, "hidden_size": 7}) is None

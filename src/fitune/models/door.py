@@ -17,6 +17,7 @@ import torch
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -34,7 +35,7 @@ from fitune.spec.hub import no_waiting_for_the_hub
 from fitune.spec.model.config_fields import ConfigFields
 from fitune.spec.model.config_schema import check_config, check_generation_config, check_tokenizer_config
 from fitune.spec.model.families import FAMILIES
-from fitune.spec.model.known_models import find_known_model
+from fitune.spec.model.known_models import find_known_model, text_model_like
 from fitune.spec.serial import read_object
 
 FETCH_AGAIN = "the files may be cut short or of another model: fetch them again"
@@ -187,6 +188,14 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> P
     Raises ModelError for a config that no model can be built from.
     """
     typed = {} if dtype is None else {"dtype": dtype}
+    text = config.get_text_config()
+    if text.base_config_key == "text_config" and type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        like = text_model_like(text.to_dict())
+        raise ModelError(
+            f"{text.model_type} is the text part of a model of pictures and text, which transformers does not build by "
+            "itself, so it cannot be trained here",
+            hint=f"a text model of its size{f': {like}' if like else ''}",
+        )
     with _named(f"{config.name_or_path or config.model_type}: no model can be built from its config"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config.get_text_config(), trust_remote_code=False, **typed

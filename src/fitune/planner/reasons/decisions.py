@@ -9,6 +9,7 @@ from fitune.planner.defaults import GLOBAL_BATCH_SIZE
 from fitune.planner.methods import ORDER, why_on_cpu
 from fitune.planner.reasons.adapter_decisions import adapter_decisions
 from fitune.planner.reasons.placement_decisions import devices_left_idle, placement_decisions
+from fitune.spec.model.known_models import find_known_model
 from fitune.spec.model.traits import attends, flash_refused_by_device, flash_refused_by_model
 from fitune.spec.plan import (
     AdamW,
@@ -62,6 +63,7 @@ def decisions_of(
         _guessed_rates(plan),
         _traced_by_others(plan),
         _text_part(plan),
+        _stored_weights(plan),
         _mixers(plan),
     ]
     return tuple(line for group in lines for line in group)
@@ -309,6 +311,16 @@ def _mixers(plan: Plan) -> Iterator[str]:
             f"note on mixers: time and memory are those of transformers' own code for {plan.model.model_type}, which "
             f"goes {how}; kernels of {kernels} and causal_conv1d run in its place on a GPU where they are installed, "
             "and were not measured"
+        )
+
+
+def _stored_weights(plan: Plan) -> Iterator[str]:
+    if stored := plan.model.stored_as:
+        known = find_known_model(plan.model.name)
+        source = f"{known.copy_of} holds these; " if known and known.copy_of else ""
+        yield (
+            f"note on model: {plan.model.name} stores its weights in few bits ({stored}), and they are read as the "
+            f"16-bit ones that they stand for; {source}tuning: qlora keeps a base of 4 bits"
         )
 
 

@@ -42,6 +42,8 @@ class KnownModel:
     config: Mapping[str, Any]
     """Fields of the text part, where the checkpoint has one for images too."""
     has_vision_part: bool = False
+    copy_of: str = ""
+    """The name in 16 bits, where this is a copy's in fewer that can be read."""
 
 
 _MIRRORS = ("unsloth", "nousresearch")
@@ -63,7 +65,20 @@ def find_known_model(name: str) -> KnownModel | None:
         found = _index().get(lowered.removesuffix("-fp8"))
     else:
         found = _index().get(_short_name(_COPY.sub("", short)))
-    return None if found is None else replace(found, name=name)
+    return None if found is None else replace(found, name=name, copy_of=found.name)
+
+
+def text_model_like(config: Mapping[str, Any]) -> str | None:
+    """The known model with the widths of a vision model's text part, and the nearest number of blocks."""
+    widths = ("hidden_size", "intermediate_size", "num_attention_heads")
+    alike = [
+        model
+        for model in _index().values()
+        if not model.has_vision_part and all(model.config.get(key) == config.get(key) for key in widths)
+    ]
+    layers = config.get("num_hidden_layers") or 0
+    nearest = min(alike, key=lambda model: abs(model.config["num_hidden_layers"] - layers), default=None)
+    return None if nearest is None else nearest.name
 
 
 def known_model_names() -> tuple[str, ...]:

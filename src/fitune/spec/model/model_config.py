@@ -25,6 +25,8 @@ _ADOPTED_FROM_REMOTE_CODE = {
 """Their Hub folders still point at the code they came with; transformers has its own class of that name, and
 only that one is ever used."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_PACKED_FOR_GOOD = re.compile(r"(?<=[-_.])(gguf|awq|gptq|mlx|exl[23]|hqq)(?![a-z])", re.I)
+"""Words of names for weights in few bits that config.json would have refused (config_schema.py)."""
 
 
 def load_model_spec(name: str, *, offline: bool | None = None) -> ModelSpec:
@@ -42,10 +44,14 @@ def load_model_spec(name: str, *, offline: bool | None = None) -> ModelSpec:
     known = find_known_model(name)
     if known is not None:
         spec = spec_from_config(known.config, name=known.name)
-        return replace(spec, has_vision_part=known.has_vision_part)
+        is_packed = bool(known.copy_of) and names_packed_weights(name)
+        stored_as = ("FP8" if "fp8" in name.lower() else "bitsandbytes") if is_packed else spec.stored_as
+        return replace(spec, has_vision_part=known.has_vision_part, stored_as=stored_as)
     _refuse_folder_without_config(path, name)
-    if not _HUB_NAME.fullmatch(name):
-        raise _unknown(name)
+    packed = _PACKED_FOR_GOOD.search(name.rpartition("/")[2])
+    if not _HUB_NAME.fullmatch(name) or packed:
+        why = f"{packed[0].upper()} packs weights in a way that is not read back" if packed else ""
+        raise _unknown(name, why=why)
     found = _cached_config(name)
     if found is None:
         if is_offline() if offline is None else offline:
@@ -59,8 +65,11 @@ def spec_from_config(config: Mapping[str, Any], *, name: str, where: str | None 
 
     Raises ModelError naming the field, its value and what is supported; nothing is guessed.
     """
+    packed = config.get("quantization_config")
     return replace(
-        _text_spec(config, name=name, where=where), has_vision_part=config.get("vision_config") is not None
+        _text_spec(config, name=name, where=where),
+        has_vision_part=config.get("vision_config") is not None,
+        stored_as=str(packed.get("quant_method", "")) if isinstance(packed, Mapping) else "",
     )
 
 
@@ -159,8 +168,8 @@ def _unknown(name: str, *, why: str = "") -> ModelError:
     if close is None:
         hint = "a Hub name (meta-llama/Llama-3.1-8B) or a folder with a config.json"
     else:
-        packs = "; tuning: qlora packs its weights itself" if names_packed_weights(name) else ""
-        hint = f"did you mean {close!r}?{packs}"
+        is_packed = names_packed_weights(name)
+        hint = f"{close} in 16 bits; tuning: qlora packs it" if is_packed else f"did you mean {close!r}?"
     return ModelError(f"model = {name!r}{reason}", hint=hint)
 
 

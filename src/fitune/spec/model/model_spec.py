@@ -172,6 +172,8 @@ class ModelSpec:
     """The residual stream is fp32 in every precision (Mamba's ``residual_in_fp32``)."""
     has_vision_part: bool = False
     """Its checkpoint also has a part for images, which is neither planned nor trained."""
+    stored_as: str = ""
+    """Few bits in which its checkpoint holds the weights that are read as 16-bit ones: ``bitsandbytes``, ``mxfp4``."""
     table_bytes: int = 0
     """Bytes of a traced model's tables that are no parameters: masks and positions (GPT-Neo, GPT-J)."""
     longest_stream: int = 0
