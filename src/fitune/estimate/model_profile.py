@@ -11,7 +11,7 @@ from fitune.estimate.blocks.block import (
     traced_block,
     untouched_block,
 )
-from fitune.spec.counts import blocks_gone_back_through
+from fitune.spec.counts import untouched_blocks
 from fitune.spec.model.block_profile import BatchShape, BlockProfile, Pass, Stage, in_all
 from fitune.spec.plan import Lora, Plan, trains_embeddings
 from fitune.spec.remembered import remembered
@@ -31,9 +31,9 @@ class ModelProfile:
 def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
     """The profile of a plan: up to eight kinds of blocks (adapters, a gradient that goes further back, a window)."""
     layers = plan.model.num_layers
+    untouched = untouched_blocks(plan.model, plan.tuning)
     if plan.model.is_traced:
-        return _traced_profile(plan, shape)
-    untouched = layers - blocks_gone_back_through(plan.model, plan.tuning)
+        return _traced_profile(plan, shape, untouched)
     kinds: dict[tuple[bool, bool, bool], BlockProfile] = {}
     blocks = []
     for index in range(layers):
@@ -47,15 +47,15 @@ def model_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
     return ModelProfile(blocks=tuple(blocks), untouched=untouched, final_norm=final_norm_stage(plan, shape))
 
 
-def _traced_profile(plan: Plan, shape: BatchShape) -> ModelProfile:
+def _traced_profile(plan: Plan, shape: BatchShape, untouched: int) -> ModelProfile:
     from fitune.estimate.traced import traced_blocks, traced_final_norm
     from fitune.spec.model.tracing import profile_for
 
     step = profile_for(plan, shape)
     extent = step.extent(shape)
     return ModelProfile(
-        blocks=traced_blocks(plan, step, shape),
-        untouched=0,
+        blocks=traced_blocks(plan, step, shape, untouched),
+        untouched=untouched,
         final_norm=traced_final_norm(plan, step, shape),
         around_traced=(
             step.around.at(extent),
@@ -89,17 +89,17 @@ def _kinds(blocks: tuple[BlockProfile, ...]) -> list[tuple[BlockProfile, int]]:
 @remembered
 def memory_of_blocks(profile: ModelProfile, gradients_exist: bool) -> tuple[Block, ...]:
     """Memory of every block, in order; those of one kind are one object here, too."""
-    kinds: dict[int, Block] = {}
+    kinds: dict[tuple[int, bool], Block] = {}
     blocks = []
     for index, block in enumerate(profile.blocks):
-        if id(block) not in kinds:
-            reached = index >= profile.untouched
-            kinds[id(block)] = (
-                traced_block(block.traced, gradients_exist=gradients_exist)
-                if block.traced is not None
-                else block_of(block.stages, gradients_exist=gradients_exist)
-                if reached
-                else untouched_block(block.stages)
-            )
-        blocks.append(kinds[id(block)])
+        kind = id(block), index >= profile.untouched
+        if kind not in kinds:
+            if not kind[1]:
+                moments = [stage.forward for stage in block.stages]
+                kinds[kind] = untouched_block(block.traced.forward if block.traced else max(moments))
+            elif block.traced is not None:
+                kinds[kind] = traced_block(block.traced, gradients_exist=gradients_exist)
+            else:
+                kinds[kind] = block_of(block.stages, gradients_exist=gradients_exist)
+        blocks.append(kinds[kind])
     return tuple(blocks)

@@ -105,7 +105,9 @@ def trained_parameters(plan: Plan) -> int:
 
 def blocks_trained(plan: Plan) -> int:
     """Number of blocks that have something that trains."""
-    return adapted_blocks(plan.model, plan.tuning) if isinstance(plan.tuning, Lora) else plan.model.num_layers
+    if not isinstance(plan.tuning, Lora):
+        return plan.model.num_layers
+    return len(adapted_blocks(plan.model, plan.tuning))
 
 
 @remembered_by("model", "tuning", "precision")

@@ -18,8 +18,10 @@ from fitune.spec.model.traced_profile import Extent, Moment, Size, TracedBlock, 
 from fitune.spec.plan import Lora, Plan, updates_in_backward
 
 
-def traced_blocks(plan: Plan, step: TracedStep, shape: BatchShape) -> tuple[BlockProfile, ...]:
-    """The profile of every block; those of one kind are one object."""
+def traced_blocks(
+    plan: Plan, step: TracedStep, shape: BatchShape, untouched: int
+) -> tuple[BlockProfile, ...]:
+    """The profile of every block; those of one kind are one object. Backward ends at block ``untouched``."""
     attention = _attention(plan, step)
     kinds = [
         _profile(plan, kind, traced, step, shape, attention)
@@ -27,8 +29,8 @@ def traced_blocks(plan: Plan, step: TracedStep, shape: BatchShape) -> tuple[Bloc
     ]
     blocks = [kinds[number] for number in plan.model.kind_of]
     if step.first is not None:
-        kind = plan.model.kinds[plan.model.kind_of[0]]
-        blocks[0] = _profile(plan, kind, step.first, step, shape, attention)
+        kind = plan.model.kinds[plan.model.kind_of[untouched]]
+        blocks[untouched] = _profile(plan, kind, step.first, step, shape, attention)
     return tuple(blocks)
 
 

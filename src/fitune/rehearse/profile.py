@@ -20,6 +20,7 @@ from fitune.models.door import model_config, text_config
 from fitune.rehearse.block_accounts import Account, Numbers, account_of
 from fitune.rehearse.block_recording import Work, recorded
 from fitune.rehearse.shapes import read_shapes
+from fitune.spec.counts import untouched_blocks
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.traced_profile import Moment, Size, TracedBlock, TracedPass, TracedStep
 from fitune.spec.model.tracing import LENGTHS, Way
@@ -154,8 +155,10 @@ def _largest(items: Sequence[T], size: Callable[[T], Size]) -> tuple[T, ...]:
 def trace_profile(plan: Plan, config: PretrainedConfig, *, first: int, rows: int) -> TracedStep:
     """The profile of one way of training; ``first`` is the shortest of three lengths of ``rows`` rows."""
     model = plan.model
-    chosen = list(dict.fromkeys([0, *(_example(model, kind) for kind in range(len(model.kinds)))]))
-    places = [chosen.index(_example(model, kind)) for kind in range(len(model.kinds))]
+    # The block at which backward ends comes first: a gradient enters all others, those without adapters too.
+    end = untouched_blocks(model, plan.tuning)
+    chosen = list(dict.fromkeys([end, *(_example(model, kind, end) for kind in range(len(model.kinds)))]))
+    places = [chosen.index(_example(model, kind, end)) for kind in range(len(model.kinds))]
     keeping, again = (
         _fit_of(replace(plan, recompute=Recompute(blocks=blocks)), config, chosen, first=first, rows=rows)
         for blocks in (0, len(chosen))
@@ -177,10 +180,10 @@ def trace_profile(plan: Plan, config: PretrainedConfig, *, first: int, rows: int
     )
 
 
-def _example(model: ModelSpec, kind: int) -> int:
-    """A block of that kind, another than the first of all where there is one."""
+def _example(model: ModelSpec, kind: int, end: int) -> int:
+    """A block of that kind, another than the one at which backward ends where there is one."""
     numbers = [index for index, its in enumerate(model.kind_of) if its == kind]
-    return numbers[min(1, len(numbers) - 1)] if numbers[0] == 0 else numbers[0]
+    return next((index for index in numbers if index != end), end)
 
 
 def _one(sizes: Sequence[Size]) -> Size:

@@ -51,19 +51,21 @@ def lora_parameters(model: ModelSpec, lora: Lora) -> int:
     )
 
 
-def adapted_blocks(model: ModelSpec, lora: Lora) -> int:
-    """Number of blocks with adapters."""
-    return len(lora.layers) or model.num_layers
+@remembered
+def adapted_blocks(model: ModelSpec, lora: Lora) -> tuple[int, ...]:
+    """Numbers of the blocks with adapters, ascending: some of a hybrid's blocks may have no linear that is a target."""
+    return tuple(
+        index
+        for index in range(model.num_layers)
+        if lora.adapts(index) and any(m.is_target(lora.targets) for m in model.linears_of(index))
+    )
 
 
-def blocks_gone_back_through(model: ModelSpec, tuning: Tuning) -> int:
-    """Number of blocks, counted from the last, that backward goes through.
-
-    All, or from the first adapted one on when nothing before it trains.
-    """
-    adapters_alone = isinstance(tuning, Lora) and not trains_embeddings(tuning)
-    first = min(tuning.layers, default=0) if isinstance(tuning, Lora) and adapters_alone else 0
-    return model.num_layers - first
+def untouched_blocks(model: ModelSpec, tuning: Tuning) -> int:
+    """Number of blocks, counted from the first, that backward does not reach: nothing before the next one trains."""
+    if not isinstance(tuning, Lora) or trains_embeddings(tuning):
+        return 0
+    return min(adapted_blocks(model, tuning), default=0)
 
 
 def _block_parameters(model: ModelSpec, part: str) -> int:
@@ -111,7 +113,7 @@ def model_flops(
     """
     tokens = sum(row_lengths)
     pairs = sum(n * (n + 1) / 2 for n in row_lengths)
-    forward_only = model.num_layers - blocks_gone_back_through(model, tuning)
+    forward_only = untouched_blocks(model, tuning)
     adapted = tuning.layers if isinstance(tuning, Lora) else ()
     back = sum(
         count * linear_flops_per_token(linear, tuning, adapted=False)

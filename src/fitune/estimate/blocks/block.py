@@ -40,13 +40,13 @@ class Block:
     """Bytes that it leaves beyond an input of one hidden state when it is to run again (TracedBlock)."""
 
 
-def untouched_block(stages: Sequence[Stage]) -> Block:
-    """One that no gradient reaches: it keeps nothing and never goes back."""
+def untouched_block(forward: int) -> Block:
+    """One that no gradient reaches: it keeps nothing and never goes back. ``forward``: bytes of its worst moment."""
     nothing = BackwardPeak(kept=0, gradients=0, temporaries=0)
     return Block(
         kept=0,
         gradients=0,
-        forward=max(stage.forward for stage in stages),
+        forward=forward,
         building=0,
         peak=nothing,
         recomputed_peak=nothing,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from fitune.estimate.parameters import dequantisation_workspace_bytes, trained_parameters
 from fitune.estimate.predict import predict_memory, predict_step_time
 from fitune.estimate.tensors import trained_tables
-from fitune.spec.counts import blocks_gone_back_through
+from fitune.spec.counts import untouched_blocks
 from fitune.spec.model.model_spec import NO_DROPOUT, ModelSpec
 from fitune.spec.model.traits import falls_back_to_scores
 from fitune.spec.plan import Dense, Lora, Plan
@@ -61,7 +61,7 @@ def _layers(lora: Lora, model: ModelSpec) -> Iterator[str]:
     if not lora.layers:
         return
     words = f"LoRA blocks: {as_ranges(lora.layers)} of 0–{model.num_layers - 1}"
-    untouched = model.num_layers - blocks_gone_back_through(model, lora)
+    untouched = untouched_blocks(model, lora)
     if untouched:
         words += (
             f"; nothing trains before block {untouched}, so backward ends there and the {untouched} before it keep "

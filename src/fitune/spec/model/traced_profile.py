@@ -122,7 +122,7 @@ class TracedStep:
     blocks: tuple[TracedBlock, ...]
     """One for each kind of block, in the order of ``ModelSpec.kinds``."""
     first: TracedBlock | None
-    """The first block where no gradient goes further back than to it."""
+    """The block at which backward ends, where adapters alone train."""
     around: Size
     """Alive from the first block to backward beside what blocks keep: tables of positions, masks."""
     around_forward: Size

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from fitune.errors import ModelError
 from fitune.files import cache_folder, write_atomically
+from fitune.spec.counts import untouched_blocks
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.model.shipped import Libraries, shipped_libraries, shipped_profile, shipped_shapes
@@ -75,7 +76,9 @@ class Way:
             plan.hardware.gpu.is_cpu, plan.hardware.gpu.capability >= (8, 0), self.rows, self.first,
             None,  # shipped digests have it
         ]  # fmt: skip
-        return _digest([*facts, plan.model.chunk] if plan.model.chunk else facts)
+        facts += [plan.model.chunk] if plan.model.chunk else []
+        untouched = untouched_blocks(plan.model, plan.tuning)
+        return _digest([*facts, "untouched", untouched] if untouched else facts)
 
 
 def config_digest(config: Mapping[str, Any]) -> str:

@@ -1,0 +1,116 @@
+"""Adapters in some kinds of a hybrid's blocks only: the estimate is the rehearsed step, to 1 % of the peak.
+
+Blocks before the first adapted one keep nothing; those behind it hand a gradient on, adapted or not.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PretrainedConfig
+
+from fitune.estimate.model_profile import model_profile
+from fitune.estimate.predict import predict_memory
+from fitune.models.door import model_config
+from fitune.rehearse.profile import TransformersTracer
+from fitune.rehearse.step import trace_plan
+from fitune.rehearse.trace import peaks_by_kind
+from fitune.spec.counts import untouched_blocks
+from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.known_models import configs_to_trace
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.model_spec import ModelSpec
+from fitune.spec.model.shipped import NOT_SHIPPED
+from fitune.spec.model.tracer import trace_with
+from fitune.spec.plan import Batch, Plan
+from plans import gpu, plan_for
+
+COMMON = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "vocab_size": 200, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SMALL: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 48,
+        "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+        "mamba_chunk_size": 24, "mamba_n_groups": 1,
+    },
+    "qwen3_5_text": {
+        "layer_types": [*["linear_attention"] * 2, "full_attention", *["linear_attention"] * 2],
+        "head_dim": 8,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"]},
+}  # fmt: skip
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
+    trace_with(TransformersTracer())
+    return tmp_path / "model"
+
+
+def small(folder: Path, model_type: str) -> ModelSpec:
+    AutoConfig.for_model(model_type, **{**COMMON, **SMALL[model_type]}).save_pretrained(folder)
+    return load_model_spec(str(folder))
+
+
+def with_adapters(spec: ModelSpec, targets: tuple[str, ...], *, tokens: int, **choice: Any) -> Plan:
+    batch = Batch(micro_batch_size=1, accumulation=1, seq_len=tokens, packing=False)
+    plan = plan_for(spec, tuning="lora", targets=targets, **choice)
+    return replace(plan, model_path=spec.name, batch=batch)
+
+
+def check(plan: Plan, config: PretrainedConfig) -> None:
+    trace, _ = trace_plan(plan, config, exact=True)
+    rehearsed = max(sum(kinds.values()) for kinds in peaks_by_kind(trace, on_cuda=False).values())
+    assert predict_memory(plan).tensor_peak_bytes == pytest.approx(rehearsed, rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", [0, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model_type", SMALL)
+def test_adapters_on_attention_alone(folder: Path, model_type: str, recompute: int) -> None:
+    """Before the first adapted block no gradient goes, and through all behind it products of backward do."""
+    spec = small(folder, model_type)
+    plan = with_adapters(spec, ATTENTION, tokens=400, recompute=recompute, chunk=64)
+    first = untouched_blocks(spec, plan.tuning)
+    assert [
+        kind.endswith("attention") and "linear" not in kind for kind in SMALL[model_type]["layer_types"]
+    ].index(True) == first
+    check(plan, model_config(spec.name))
+    shape = BatchShape(tokens=400, supervised_tokens=399, rows=1)
+    for block in model_profile(plan, shape).blocks[first + 1 :]:
+        assert block.backward.flops > 0.95 * block.forward.flops
+
+
+def sets_of_targets(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """All linears; those of attention; those that the first block lacks, or the last one."""
+    names = spec.adaptable_names
+    attention = tuple(n for n in names if n in ("q_proj", "k_proj", "v_proj", "o_proj", "query_key_value"))
+    of_first = {m.short_name for m in spec.linears_of(0)}
+    return {
+        "all": ("all-linear",),
+        "attention": attention or names[:1],
+        "late": tuple(n for n in names if n not in of_first) or names[-1:],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", ["all", "attention", "late"])
+@pytest.mark.parametrize("name", [name for name in configs_to_trace() if name not in NOT_SHIPPED])
+def test_every_shipped_profile(folder: Path, name: str, targets: str) -> None:
+    """Whole models at 700 tokens, nothing recomputed."""
+    spec = load_model_spec(name, offline=True)
+    plan = with_adapters(
+        spec,
+        sets_of_targets(spec)[targets],
+        tokens=700,
+        chunk=256,
+        rank=16,
+        precision="bf16",
+        hardware=gpu("h100"),
+    )
+    check(plan, model_config(name))
