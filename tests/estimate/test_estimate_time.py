@@ -7,6 +7,8 @@ import pytest
 from fitune.estimate.blocks.eager import block_passes
 from fitune.estimate.predict import largest_batch, predict, predict_step_time
 from fitune.estimate.rates import PRODUCT_EFFICIENCY, rates_of
+from fitune.estimate.step import describe_step
+from fitune.estimate.time import attention_seconds
 from fitune.estimate.transfers import Exchange, cpu_adam_seconds, exchange_seconds
 from fitune.spec.counts import count_parameters, model_flops
 from fitune.spec.machines.hardware import (
@@ -18,6 +20,7 @@ from fitune.spec.machines.hardware import (
     Rate,
     Traffic,
 )
+from fitune.spec.model.model_spec import ModelSpec
 from fitune.spec.plan import Offload, Plan, Precision, Zero
 from fitune.spec.predictions import Phase
 from plans import CPU, gpu, known, plan_for, small_llama
@@ -53,6 +56,33 @@ def test_lora_takes_four_flops_per_frozen_weight_and_six_per_adapter():
         4 * (counts.attention + counts.mlp + counts.head * supervised) + 6 * adapters + 6 * 32 * 4096 * 2049
     )
     assert flops_per_token(plan) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["mistralai/Mistral-7B-v0.1", "google/gemma-3-12b-pt"])
+def test_flash_attention_takes_no_time_before_a_window(name: str) -> None:
+    """Seconds of attention are those of the pairs in the window; a kernel with a mask goes through all of a row."""
+    model = known(name)
+
+    def seconds(model: ModelSpec, row: int, attention: str) -> tuple[float, ...]:
+        plan = plan_for(
+            model, hardware=gpu("h100"), precision="bf16", attention=attention, rows=1, seq_len=row
+        )
+        step = describe_step(plan, largest_batch(plan))
+        rates = rates_of(plan.hardware, plan.precision)
+        return tuple(
+            sum(count * attention_seconds(each, step.shape, rates)[way] for each, count, _ in step.attentions)
+            for way in (0, 1)
+        )
+
+    whole = replace(model, sliding_window=0, full_attention_layers=())
+    assert seconds(model, 1024, "flash") == pytest.approx(seconds(whole, 1024, "flash"))
+    assert seconds(model, 32768, "sdpa") == pytest.approx(seconds(whole, 32768, "sdpa"))
+    n, w = 32768, model.sliding_window
+    windowed = sum(model.has_window(block) for block in range(model.num_layers)) / model.num_layers
+    seen = windowed * (n * w - w * w / 2) + (1 - windowed) * n * n / 2
+    ratio = seconds(model, n, "flash")[1] / seconds(whole, n, "flash")[1]
+    row_tokens = rates_of(gpu("h100"), Precision.BF16).attention_row_tokens
+    assert ratio == pytest.approx((seen + n * row_tokens / 2) / (n * n / 2 + n * row_tokens / 2), rel=1e-6)
 
 
 def test_phases_add_up_to_the_step_and_every_limit_is_named():

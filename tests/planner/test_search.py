@@ -265,6 +265,13 @@ def test_flash_takes_sliding_windows_and_is_refused_where_the_model_needs_a_mask
         plan_of("falcon-7b", "h100", tuning="lora", seq_len=2048, attn_implementation="flash")
 
 
+def test_attention_beside_a_learned_score_is_said_to_be_written_out():
+    found = plan_of("gpt-oss-20b", "h100", tuning="lora", seq_len=2048)
+    assert found.attention == "eager"
+    with pytest.raises(RecipeError, match="a learned score of each head of .* joins the softmax"):
+        plan_of("gpt-oss-20b", "h100", tuning="lora", seq_len=2048, attn_implementation="flash")
+
+
 def test_nothing_fits_names_the_smallest_memory_the_device_and_the_change():
     with pytest.raises(NothingFits) as caught:
         plan_of("llama-3.1-8b", "rtx-4090", tuning="full", offload_optimizer="device")

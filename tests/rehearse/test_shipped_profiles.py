@@ -104,7 +104,7 @@ def test_every_shipped_profile_is_found_by_its_way_of_training(name: str) -> Non
                 model, hardware=gpu("rtx-4090"), tuning=tuning, rank=16, precision="bf16-master", attention=attention,
                 rows=rows, accumulation=2, seq_len=length,
             )
-            for attention in ("flash", "sdpa")
+            for attention in ("flash", "sdpa", "eager")
         )  # fmt: skip
         digests = [tracing.way_of(plan, shape).digest for plan in plans]
         assert any(shipped_profile(model.config_digest, digest) for digest in digests)

@@ -13,6 +13,7 @@ from fitune.models.attention import use_attention
 from fitune.models.door import model_config
 from fitune.models.language_model import language_model, recompute_blocks
 from fitune.models.low_bit.packing import places_in
+from fitune.rehearse.block_recording import work_of
 from fitune.rehearse.profile import TransformersTracer
 from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
@@ -93,6 +94,25 @@ def test_the_estimate_is_the_rehearsed_step(folder: Path, model_type: str) -> No
         )
         forward = sum(predicted.phases[Phase.FORWARD].values())
         assert forward == pytest.approx(sum(rehearsed[Phase.FORWARD].values()), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("groups", "wanted", "expected"),
+    [
+        (1, (True, True, True), 2 * 2 * (2 * 10) * 8 * (6 * 3)),
+        (2, (False, True, False), 2 * (2 * 10) * 8 * (3 * 3)),
+        (2, (True, True, False), 2 * 2 * (2 * 10) * 8 * (3 * 3)),
+    ],
+)
+def test_a_convolution_s_backward_takes_its_forward_for_each_gradient(
+    groups: int, wanted: tuple[bool, bool, bool], expected: int
+) -> None:
+    """2 FLOPs for each output and what it reads: inputs of its group times the filter."""
+    signal, weight = torch.randn(2, 6, 12), torch.randn(8, 6 // groups, 3)
+    gradient = torch.randn(2, 8, 10)
+    operation = torch.ops.aten.convolution_backward.default
+    args = (gradient, signal, weight, [8], [1], [0], [1], False, [0], groups, list(wanted))
+    assert work_of(operation, args, {}, operation(*args), event=0).flops == expected
 
 
 @pytest.mark.parametrize(("tuning", "recompute"), [("lora", 0), ("full", 2)])

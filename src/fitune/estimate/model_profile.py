@@ -12,7 +12,7 @@ from fitune.estimate.blocks.block import (
     untouched_block,
 )
 from fitune.spec.counts import untouched_blocks
-from fitune.spec.model.block_profile import BatchShape, BlockProfile, Pass, Stage, in_all
+from fitune.spec.model.block_profile import Attention, BatchShape, BlockProfile, Pass, Stage, in_all
 from fitune.spec.plan import Lora, Plan, trains_embeddings
 from fitune.spec.remembered import remembered
 
@@ -77,6 +77,14 @@ def work_of(profile: ModelProfile) -> tuple[Pass, Pass]:
         in_all((each.forward, times) for each, times in _kinds(profile.blocks)),
         in_all((each.backward, times) for each, times in _kinds(behind)),
     )
+
+
+@remembered
+def attentions_of(profile: ModelProfile) -> tuple[tuple[Attention, int, int], ...]:
+    """Each kind of attention, the number of blocks that have it, and of those that a gradient goes back through."""
+    all_blocks = Counter(block.attention for block in profile.blocks)
+    behind = Counter(block.attention for block in profile.blocks[profile.untouched :])
+    return tuple((each, count, behind[each]) for each, count in all_blocks.items())
 
 
 def _kinds(blocks: tuple[BlockProfile, ...]) -> list[tuple[BlockProfile, int]]:

@@ -7,7 +7,13 @@ from fitune.estimate.blocks import activations
 from fitune.estimate.blocks.block import Block
 from fitune.estimate.buffers import Buffers, buffers_of
 from fitune.estimate.division import trained_share
-from fitune.estimate.model_profile import ModelProfile, memory_of_blocks, model_profile, work_of
+from fitune.estimate.model_profile import (
+    ModelProfile,
+    attentions_of,
+    memory_of_blocks,
+    model_profile,
+    work_of,
+)
 from fitune.estimate.parameters import (
     adapters_bytes,
     gradients_bytes,
@@ -55,8 +61,8 @@ class StepStages:
     forward: Pass
     backward: Pass
     """Work per token: forward of all blocks, backward of those that a gradient goes back through."""
-    attention: Attention
-    """The heads of one block; all blocks have the same."""
+    attentions: tuple[tuple[Attention, int, int], ...]
+    """Each kind of attention, its blocks, and those of them that a gradient goes back through."""
     kept_by_blocks: tuple[int, ...]
     """Bytes that the blocks 0…index−1 keep when none recomputes."""
     left_by_blocks: tuple[int, ...]
@@ -219,7 +225,7 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         gradients_of_blocks=(0, *accumulate(block.gradients for block in blocks)),
         forward=forward,
         backward=backward,
-        attention=profile.blocks[0].attention,
+        attentions=attentions_of(profile),
         untouched=profile.untouched,
         run_ends=_run_ends(blocks),
         final_norm=profile.final_norm,

@@ -119,7 +119,9 @@ def forward_work(step: StepStages, rates: Rates) -> Work:
     return Work(
         product_flops=tokens * step.forward.flops,
         products=step.forward.products,
-        attention_seconds=layers * attention_seconds(step.attention, step.shape, rates)[0],
+        attention_seconds=sum(
+            count * attention_seconds(each, step.shape, rates)[0] for each, count, _ in step.attentions
+        ),
         bytes=tokens * (step.forward.bytes + step.casts[0]),
         tensor_bytes=step.hidden,
         bytes_in_place=step.weights_read + step.unpacked,
@@ -173,7 +175,9 @@ def backward_work(step: StepStages, forward: Work, rates: Rates) -> Work:
     return Work(
         product_flops=tokens * step.backward.flops + again * forward.product_flops,
         products=step.backward.products + again * forward.products,
-        attention_seconds=back * attention_seconds(step.attention, step.shape, rates)[1]
+        attention_seconds=sum(
+            count * attention_seconds(each, step.shape, rates)[1] for each, _, count in step.attentions
+        )
         + again * forward.attention_seconds,
         new_bytes=sum(
             count_in_large(each.elements * step.element_bytes) * each.count
@@ -261,6 +265,8 @@ def attention_seconds(attention: Attention, shape: BatchShape, rates: Rates) -> 
 
     Backward makes the scores again: 5 products to forward's 2 (Dao 2023, arXiv 2307.08691).
     """
+    if not attention.flops_per_pair:
+        return 0.0, 0.0
     lengths = shape.row_lengths or (shape.row_tokens,) * (shape.tokens // shape.row_tokens)
     there = back = 0.0
     for length in lengths if attention.over == "rows" else ():
@@ -276,13 +282,14 @@ def attention_seconds(attention: Attention, shape: BatchShape, rates: Rates) -> 
 
 
 def attention_flops(attention: Attention, shape: BatchShape, rates: Rates) -> float:
-    """FLOPs of one block's attention both ways: n · (n + row_tokens) / 2 pairs of each row of n.
+    """FLOPs of one block's attention both ways: n · (n + row_tokens) / 2 pairs of each row of n, less what lies
+    before a window.
 
     All of row × row (or stream × stream) where scores are written out.
     """
     pairs = {
         "written stream": shape.tokens**2,
         "written rows": shape.pairs(),
-        "rows": (shape.pairs() + shape.tokens * rates.attention_row_tokens) / 2,
+        "rows": shape.seen_pairs(attention.window) + shape.tokens * rates.attention_row_tokens / 2,
     }[attention.over]
     return pairs * attention.flops_per_pair

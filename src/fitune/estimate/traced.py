@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from fitune.estimate.blocks.site import attends_in_one_call
 from fitune.estimate.states import stepping_bytes
 from fitune.estimate.tensors import kind_tensors
 from fitune.spec.model.block_profile import (
@@ -22,15 +23,14 @@ def traced_blocks(
     plan: Plan, step: TracedStep, shape: BatchShape, untouched: int
 ) -> tuple[BlockProfile, ...]:
     """The profile of every block; those of one kind are one object. Backward ends at block ``untouched``."""
-    attention = _attention(plan, step)
     kinds = [
-        _profile(plan, kind, traced, step, shape, attention)
+        _profile(plan, kind, traced, step, shape)
         for kind, traced in zip(plan.model.kinds, step.blocks, strict=True)
     ]
     blocks = [kinds[number] for number in plan.model.kind_of]
     if step.first is not None:
         kind = plan.model.kinds[plan.model.kind_of[untouched]]
-        blocks[untouched] = _profile(plan, kind, step.first, step, shape, attention)
+        blocks[untouched] = _profile(plan, kind, step.first, step, shape)
     return tuple(blocks)
 
 
@@ -49,7 +49,7 @@ def traced_final_norm(plan: Plan, step: TracedStep, shape: BatchShape) -> Stage:
 
 
 def _profile(
-    plan: Plan, kind: BlockKind, block: TracedBlock, step: TracedStep, shape: BatchShape, attention: Attention
+    plan: Plan, kind: BlockKind, block: TracedBlock, step: TracedStep, shape: BatchShape
 ) -> BlockProfile:
     extent = step.extent(shape)
 
@@ -83,7 +83,13 @@ def _profile(
         stages=(),
         forward=_pass(block.there, extent),
         backward=_pass(block.back, extent),
-        attention=attention,
+        attention=Attention(
+            heads=block.heads,
+            head_size=block.head_size,
+            flops_per_pair=block.flops_per_pair,
+            window=plan.model.attention_of(kind.example).window if attends_in_one_call(plan) else 0,
+            over="written stream" if step.squares_stream else "rows",
+        ),
         traced=TracedMemory(
             kept=kept,
             gradients=_gradient_elements(plan, kind) * plan.precision.compute_bytes,
@@ -116,17 +122,4 @@ def _pass(traced: TracedPass, extent: Extent) -> Pass:
         bytes=traced.bytes.at(extent) / extent.tokens,
         products=round(traced.products),
         operations=round(traced.operations),
-    )
-
-
-def _attention(plan: Plan, step: TracedStep) -> Attention:
-    """The heads of all blocks, shared out evenly: some kinds of blocks have others, or none."""
-    layers = plan.model.num_layers
-    per_pair = sum(step.blocks[kind].flops_per_pair for kind in plan.model.kind_of) / layers
-    size = max((block.head_size for block in step.blocks), default=0) or plan.model.head_dim
-    return Attention(
-        heads=max(1, round(per_pair / 12 / size)),
-        head_size=size,
-        flops_per_pair=per_pair,
-        over="written stream" if step.squares_stream else "rows",
     )

@@ -149,7 +149,7 @@ def attention_of(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> Attention:
     """The user's, else FlashAttention where device and model can, else torch's choice."""
     if recipe.attn_implementation is not None:
         return recipe.attn_implementation
-    if model.caps_scores:
+    if model.writes_scores:
         return "eager"
     if flash_refused_by_device(gpu) or flash_refused_by_model(model, gpu):
         return "sdpa"

@@ -121,11 +121,12 @@ class _BlockRecorder(Recorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if computes(func) and not func._schema.name.startswith("prim::"):
-            self.work.append(_work_of(func, args, kwargs or {}, result, event=len(self.trace.events)))
+            self.work.append(work_of(func, args, kwargs or {}, result, event=len(self.trace.events)))
         return result
 
 
-def _work_of(func: Any, args: Any, kwargs: Any, result: Any, *, event: int) -> Work:
+def work_of(func: Any, args: Any, kwargs: Any, result: Any, *, event: int) -> Work:
+    """FLOPs of a product, heads of fused attention, bytes of any other operation."""
     name = func._schema.name.split("::")[1]
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if "attention" in name:
@@ -134,6 +135,10 @@ def _work_of(func: Any, args: Any, kwargs: Any, result: Any, *, event: int) -> W
     if name == "_grouped_mm":
         one, other = tensors[0], tensors[1]
         return Work(event, flops=2.0 * one.shape[-2] * one.shape[-1] * other.shape[-1], is_product=True)
+    if name == "convolution_backward":  # torch's count of the weight's gradient takes groups for one
+        gradient, _, weight, wanted = args[0], args[1], args[2], args[-1]
+        one = 2.0 * gradient.numel() * weight[0].numel()
+        return Work(event, flops=one * sum(wanted[:2]), is_product=True)
     counted = flop_registry.get(func._overloadpacket)
     if counted is not None:
         return Work(event, flops=float(counted(*args, **kwargs, out_val=result)), is_product=True)

@@ -16,7 +16,7 @@ from fitune.models.door import empty_model
 from fitune.models.language_model import blocks_of, carries_along
 from fitune.models.low_bit.packing import places_in
 from fitune.models.low_bit.quantised import is_dense_linear, is_read_by_kernels, is_state_space
-from fitune.spec.model.model_spec import BlockKind, Dropout, Linear, ModelSpec
+from fitune.spec.model.model_spec import BlockAttention, BlockKind, Dropout, Linear, ModelSpec
 from fitune.spec.plan import Nf4
 
 MOST_KINDS = 8
@@ -38,6 +38,7 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
     if head is None or not isinstance(head, nn.Linear):
         raise ModelError(f"{type(model).__name__} has no language-modelling head that is one linear")
     kinds, kind_of = _kinds(blocks, text)
+    attentions = tuple(_attention(blocks[kind.example], text, kind.example) for kind in kinds)
     first = kinds[kind_of[0]]
     heads = _number(text, "num_attention_heads", "n_head", "num_heads", default=1)
     of_first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text  # Gemma 4
@@ -73,6 +74,8 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
         linears=tuple(dict.fromkeys(linear for kind in kinds for linear in kind.linears)),
         kinds=kinds,
         kind_of=kind_of,
+        attentions=attentions,
+        has_sinks=any("sink" in name.rpartition(".")[2] for name, _ in blocks.named_parameters()),
         roots=tuple(_root_shapes(model, blocks, (head, embedding))),
         config_digest=digest,
         uneven_heads=_has_uneven_heads(text),
@@ -98,6 +101,29 @@ def _window(config: PretrainedConfig) -> int:
     kinds = set(getattr(config, "layer_types", None) or ())
     used = getattr(config, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
     return _number(config, "sliding_window", "attention_chunk_size", default=0) if used else 0
+
+
+def _attention(block: nn.Module, config: PretrainedConfig, index: int) -> BlockAttention:
+    """Width by what the output projection reads: of heads of values, beside which those of queries may be larger."""
+    width = 0
+    for module in block.modules():
+        if not type(module).__name__.lower().endswith("attention"):
+            continue
+        outputs = [
+            _linear(name, child, called=True).in_features
+            for name, child in module.named_children()
+            if isinstance(child, nn.Linear | Conv1D) and name in _ATTENTION_OUTPUTS
+        ]
+        values, queries = (getattr(module, f"{part}_head_dim", None) for part in ("v", "qk"))
+        uneven = (1 + queries / values) / 2 if values and queries else 1
+        width += round(sum(outputs) * uneven)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * (index + 1)
+    sees_window = width > 0 and kinds[index] == "sliding_attention"
+    return BlockAttention(width=width, window=_window(config) if sees_window else 0)
+
+
+_ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+"""Names of the linear behind the heads."""
 
 
 def _has_uneven_heads(config: PretrainedConfig) -> bool:

@@ -5,11 +5,12 @@ definition for both. A multiply-add counts as two.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from fitune.spec.choices import trains_embeddings
 from fitune.spec.machines.hardware import Gpu
-from fitune.spec.model.model_spec import Linear, ModelSpec, ParameterCounts
+from fitune.spec.model.model_spec import BlockAttention, Linear, ModelSpec, ParameterCounts
 from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, Tuning, trains_head
 from fitune.spec.remembered import remembered
 
@@ -108,11 +109,10 @@ def model_flops(
 
     Per weight and token: 2 forward, 2 for the gradient of the input, 2 for the gradient of the weight where
     it is trained (Kaplan et al. 2020, arXiv 2001.08361, section 2.1; Chowdhery et al. 2022, arXiv 2204.02311,
-    appendix B). A row of n tokens attends to n(n+1)/2 pairs: causal, none across rows. Only supervised tokens
-    pass the head. Blocks that no gradient reaches go forward only.
+    appendix B). A row of n tokens attends to the pairs that each block sees (BlockAttention), none across rows. Only
+    supervised tokens pass the head. Blocks that no gradient reaches go forward only.
     """
     tokens = sum(row_lengths)
-    pairs = sum(n * (n + 1) / 2 for n in row_lengths)
     forward_only = untouched_blocks(model, tuning)
     adapted = tuning.layers if isinstance(tuning, Lora) else ()
     back = sum(
@@ -128,8 +128,12 @@ def model_flops(
             count * linear_flops_per_token(m, tuning, adapted=False) / 2
             for m, count in model.counted_linears(range(forward_only))
         )
-    attended = (model.num_layers - forward_only * 2 / 3) * attention_flops_per_pair(model)
-    return tokens * back + pairs * attended + supervised_tokens * head_flops_per_token(model, tuning)
+    kinds = Counter((model.attention_of(block), block < forward_only) for block in range(model.num_layers))
+    attended = sum(
+        count * attention_flops_per_pair(kind) / (3 if one_way else 1) * sum(map(kind.pairs, row_lengths))
+        for (kind, one_way), count in kinds.items()
+    )
+    return tokens * back + attended + supervised_tokens * head_flops_per_token(model, tuning)
 
 
 def linear_flops_per_token(linear: Linear, tuning: Tuning, *, adapted: bool = True) -> float:
@@ -146,9 +150,9 @@ def linear_flops_per_token(linear: Linear, tuning: Tuning, *, adapted: bool = Tr
             )
 
 
-def attention_flops_per_pair(model: ModelSpec) -> float:
+def attention_flops_per_pair(attention: BlockAttention) -> float:
     """Scores and weighted values, forward (2 + 2 per head element) and twice that backward, in one block."""
-    return 12.0 * model.q_dim
+    return 12.0 * attention.width
 
 
 def head_flops_per_token(model: ModelSpec, tuning: Tuning) -> float:

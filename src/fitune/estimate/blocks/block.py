@@ -7,7 +7,7 @@ from typing import Literal
 from fitune.estimate.blocks import activations, transient
 from fitune.estimate.blocks.eager import block_passes
 from fitune.estimate.blocks.experts import expert_stages
-from fitune.estimate.blocks.site import Site
+from fitune.estimate.blocks.site import Site, attends_in_one_call
 from fitune.estimate.blocks.stages import attention_stages, mlp_stages
 from fitune.spec.counts import attention_flops_per_pair
 from fitune.spec.model.block_profile import (
@@ -129,17 +129,18 @@ def block_profile(
         ),
         forward=forward,
         backward=backward,
-        attention=_attention(plan),
+        attention=_attention(plan, has_window=has_window),
     )
 
 
-def _attention(plan: Plan) -> Attention:
+def _attention(plan: Plan, *, has_window: bool) -> Attention:
     model = plan.model
     by_row: Literal["rows", "written rows"] = "written rows" if has_scores(plan) else "rows"
     return Attention(
         heads=model.num_heads,
         head_size=model.head_dim,
-        flops_per_pair=attention_flops_per_pair(model),
+        flops_per_pair=attention_flops_per_pair(model.attention_of(0)),
+        window=model.sliding_window if has_window and attends_in_one_call(plan) else 0,
         over="written stream" if model.is_multi_query else by_row,
     )
 

@@ -60,6 +60,12 @@ class BatchShape:
             return sum(n * n for n in self.row_lengths if n > in_rows_over)
         return self.tokens * self.row_tokens if self.row_tokens > in_rows_over else 0
 
+    def seen_pairs(self, window: int = 0) -> float:
+        """Σ n²/2 over the rows of n tokens; n·w − w²/2 of those that are longer than a ``window`` of w."""
+        rows = [(n, 1.0) for n in self.row_lengths] or [(self.row_tokens, self.tokens / self.row_tokens)]
+        seen = ((n, times, min(n, window or n)) for n, times in rows)
+        return sum(times * (n - w / 2) * w for n, times, w in seen)
+
     def tokens_in_rows_over(self, length: int) -> int:
         """Tokens of the rows that are longer than ``length``."""
         if self.row_lengths:
@@ -118,6 +124,8 @@ class Attention:
     head_size: int
     flops_per_pair: float
     """FLOPs of all heads, forward and backward, for each pair of a query and a key."""
+    window: int = 0
+    """Tokens that the kernel looks back at; 0 where it goes through whole rows, masked or not."""
     over: Literal["rows", "written rows", "written stream"]
     """Fused kernels compute half of each row's square; written scores are the whole, of each row or of the stream."""
 

@@ -81,6 +81,21 @@ class BlockKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockAttention:
+    """The attention of one block."""
+
+    width: int
+    """Elements of all query heads; where heads of values differ in size, the mean of both. 0 without attention."""
+    window: int = 0
+    """Tokens that a token sees at most; 0: all before it."""
+
+    def pairs(self, row: int) -> int:
+        """Pairs of a token and one that it sees in a ``row`` of n: n(n+1)/2, or w(w+1)/2 + (n − w)·w."""
+        seen = min(row, self.window or row)
+        return seen * (seen + 1) // 2 + (row - seen) * seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCounts:
     """Exact parameters by component; ``active`` is what one token goes through."""
 
@@ -157,6 +172,10 @@ class ModelSpec:
     """Set for an architecture without formulas: its blocks are read from its modules and traced."""
     kind_of: tuple[int, ...] = ()
     """Index into ``kinds`` for each block."""
+    attentions: tuple[BlockAttention, ...] = ()
+    """Traced architectures: the attention of each of ``kinds``."""
+    has_sinks: bool = False
+    """A learned score of each head joins the softmax (gpt-oss): attention is written out."""
     roots: tuple[tuple[int, ...], ...] = ()
     """Traced architectures: shapes of the parameters outside of blocks, embedding and head."""
     config_digest: str = ""
@@ -221,9 +240,20 @@ class ModelSpec:
     def kv_dim(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def writes_scores(self) -> bool:
+        """True if no fused kernel computes its attention: scores are capped, or weighed beside a sink."""
+        return self.caps_scores or self.has_sinks
+
+    def attention_of(self, block: int) -> BlockAttention:
+        if self.attentions:
+            return self.attentions[self.kind_of[block]]
+        has_window = block not in self.full_attention_layers
+        return BlockAttention(width=self.q_dim, window=self.sliding_window if has_window else 0)
+
     def has_window(self, layer: int) -> bool:
         """True if the attention of this block sees ``sliding_window`` tokens at most."""
-        return self.sliding_window > 0 and layer not in self.full_attention_layers
+        return self.attention_of(layer).window > 0
 
     @property
     def adaptable_names(self) -> tuple[str, ...]:

@@ -77,8 +77,8 @@ def has_scores(plan: Plan) -> bool:
 
 
 def writes_scores(plan: Plan) -> bool:
-    """True if fitune's own code writes them: eager attention, and where they are capped."""
-    return plan.attention == "eager" or plan.model.caps_scores
+    """True if fitune's own code writes them: eager attention, and models that no fused kernel computes."""
+    return plan.attention == "eager" or plan.model.writes_scores
 
 
 def falls_back_to_scores(plan: Plan) -> bool:
@@ -117,6 +117,10 @@ def flash_refused_by_model(model: ModelSpec, gpu: Gpu) -> str | None:
         return f"the attention of {model.name} takes a mask over the whole stream, which the kernel does not"
     if model.caps_scores:
         return f"{model.name} caps its attention scores, which no fused kernel does"
+    if model.has_sinks:
+        return (
+            f"a learned score of each head of {model.name} joins the softmax, which the kernel does not take"
+        )
     if model.uneven_heads:
         return f"heads of values and of keys of {model.name} differ in size, which the kernel does not take"
     if model.head_dim > 256:

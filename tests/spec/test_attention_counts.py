@@ -1,0 +1,100 @@
+"""Attention of each kind of block: its width and window for every public name, and the FLOPs counted from them."""
+
+import pytest
+
+from fitune.spec.counts import count_parameters, model_flops
+from fitune.spec.model import tracing
+from fitune.spec.model.block_profile import BatchShape
+from fitune.spec.model.known_models import configs_to_trace, known_model_names
+from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.model_spec import BlockAttention, ModelSpec
+from fitune.spec.model.shipped import NOT_SHIPPED, shipped_profile
+from fitune.spec.model.traced_profile import TracedStep
+from fitune.spec.plan import Full
+from plans import gpu, known, plan_for
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 8, 9])
+def test_pairs_are_counted_one_by_one(window: int) -> None:
+    seen = [min(position + 1, window or position + 1) for position in range(8)]
+    assert BlockAttention(width=1, window=window).pairs(8) == sum(seen)
+
+
+def test_half_of_the_square_is_what_kernels_compute_less_what_lies_before_a_window() -> None:
+    rows = BatchShape.of_rows((100, 40, 7), supervised_tokens=147)
+    assert rows.seen_pairs() == (100**2 + 40**2 + 7**2) / 2
+    assert rows.seen_pairs(window=40) == 100 * 40 - 40**2 / 2 + 40**2 / 2 + 7**2 / 2
+    full = BatchShape(tokens=64, supervised_tokens=62, rows=2)
+    assert full.seen_pairs(window=16) == 2 * (32 * 16 - 16**2 / 2)
+
+
+@pytest.mark.parametrize("name", [name for name in configs_to_trace() if name not in NOT_SHIPPED])
+def test_the_attention_of_each_kind_of_block_is_what_was_traced(name: str) -> None:
+    """12 FLOPs for each element and pair, in fused kernels or written out as products; mixers have hardly any."""
+    model = load_model_spec(name, offline=True)
+    assert len(model.attentions) == len(model.kinds)
+    for attention, block in zip(model.attentions, shipped(model).blocks, strict=True):
+        written = 3 * block.there.flops.per_square
+        if attention.width:
+            assert 12 * attention.width == pytest.approx(max(block.flops_per_pair, written), rel=1e-6)
+        else:
+            assert block.heads == 0
+            assert written < 0.02 * 12 * model.hidden_size
+
+
+def shipped(model: ModelSpec) -> TracedStep:
+    length = model.sliding_window or 2048
+    shape = BatchShape(tokens=length, supervised_tokens=length, rows=1)
+    plans = (
+        plan_for(
+            model, hardware=gpu("rtx-4090"), rank=16, precision="bf16-master", attention=attention, rows=1,
+            accumulation=2, seq_len=length,
+        )
+        for attention in ("flash", "sdpa", "eager")
+    )  # fmt: skip
+    found = (shipped_profile(model.config_digest, tracing.way_of(plan, shape).digest) for plan in plans)
+    return next(step for step in found if step is not None)
+
+
+@pytest.mark.parametrize("name", known_model_names())
+def test_flops_are_those_of_products_and_of_the_pairs_of_each_block(name: str) -> None:
+    """Of rows of 8 and 32 thousand tokens, for every public name."""
+    model = load_model_spec(name, offline=True)
+    rows, tokens = (8192, 32768), 8192 + 32768
+    attended = sum(
+        12 * each.width * each.pairs(row)
+        for each in map(model.attention_of, range(model.num_layers))
+        for row in rows
+    )
+    linears = sum(
+        count * 6 * m.in_features * m.out_features * m.active_copies for m, count in model.counted_linears()
+    )
+    counted = model_flops(model, Full(), row_lengths=rows, supervised_tokens=0)
+    assert counted == pytest.approx(tokens * linears + attended, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "attending", "windows"),
+    [
+        ("mistralai/Mistral-7B-v0.1", 32, {4096: 32}),
+        ("google/gemma-3-12b-pt", 48, {1024: 40, 0: 8}),
+        ("openai/gpt-oss-20b", 24, {128: 12, 0: 12}),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 12, {0: 12}),
+        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", 4, {0: 4}),
+        ("state-spaces/mamba-130m-hf", 0, {}),
+    ],
+)
+def test_blocks_that_attend_and_their_windows(name: str, attending: int, windows: dict[int, int]) -> None:
+    model = load_model_spec(name, offline=True)
+    found = [each for each in map(model.attention_of, range(model.num_layers)) if each.width]
+    assert len(found) == attending
+    assert {window: sum(each.window == window for each in found) for window in windows} == windows
+
+
+def test_a_window_is_in_the_flops_of_long_rows_alone() -> None:
+    windowed = known("mistralai/Mistral-7B-v0.1")
+    counts = count_parameters(windowed)
+    products = 6 * (counts.attention + counts.mlp)
+    for n, seen in ((4096, 4096 * 4097 / 2), (32768, 4096 * 4097 / 2 + 28672 * 4096)):
+        flops = model_flops(windowed, Full(), row_lengths=[n], supervised_tokens=0)
+        assert flops == pytest.approx(n * products + 32 * 12 * 4096 * seen, rel=1e-9)
