@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fitune.errors import NothingFits
-from fitune.estimate.answering import kv_bytes, memory_of_answering
+from fitune.estimate.answering import kv_bytes, memory_of_answering, pooled_bytes
 from fitune.estimate.blocks.key_values import elements_per_token, windowed_tokens
 from fitune.planner.answering import AnsweringReport, plan_answering
 from fitune.planner.answering_words import answering_data, explain_answering
@@ -43,6 +43,26 @@ def test_keys_and_values_of_one_token() -> None:
         batch_size=1,
     )
     assert kv_bytes(one, rows=4, width=1_000) == 4 * 1_000 * 131_072
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "elements"),
+    [
+        ("openai/gpt-oss-20b", 1, 2 * 8 * 64 * (12 * 10_000 + 12 * 128)),
+        ("openai/gpt-oss-20b", 4, 2 * 2 * 64 * (12 * 10_000 + 12 * 128)),
+        ("google/gemma-4-31B", 1, 2 * 50 * 16 * 256 * 1_024 + 2 * 10 * 4 * 512 * 10_000),
+        ("deepseek-ai/DeepSeek-V3", 1, 61 * (512 + 64) * 10_000),
+        ("deepseek-ai/DeepSeek-V3", 8, 61 * (512 + 64) * 10_000),
+        ("llama-3.1-8b", 8, 32 * 2 * 128 * 10_000),
+    ],
+)
+def test_vllm_keeps_windows_and_latent_vectors(name: str, devices: int, elements: int) -> None:
+    """Of one row of 10,000 tokens: heads are divided over devices; the latent vector of all heads (MLA) is not."""
+    answering = Answering(
+        engine="vllm", model=known(name), hardware=gpu("h100", gpus=8), precision=Precision.BF16, batch_size=1,
+        devices=devices,
+    )  # fmt: skip
+    assert pooled_bytes(answering, 10_000) == 2 * elements
 
 
 def test_pages_of_a_window_hold_the_window() -> None:

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from fitune.estimate.blocks.key_values import (
+    caches_latent,
     elements_of_blocks,
     elements_per_token,
     states_of_row,
@@ -289,13 +290,15 @@ def _outside_of_vllm(gpu: Gpu) -> dict[str, int]:
 
 
 def pooled_bytes(answering: Answering, tokens: int) -> int:
-    """Keys and values of one row of ``tokens`` on one device of vLLM's: windows keep what they see."""
-    e = _e(answering)
-    per_block = zip(
-        elements_of_blocks(answering.model), windowed_tokens(answering.model, tokens), strict=True
-    )
-    shares = max(1, min(answering.devices, answering.model.num_kv_heads))
-    row = sum(elements * kept for elements, kept in per_block) * e + states_of_row(answering.model) * FP32
+    """Keys and values of one row of ``tokens`` on one device of vLLM's: windows keep what they see.
+
+    One latent vector for all heads (MLA) is on every device whole.
+    """
+    e, model = _e(answering), answering.model
+    latent = caches_latent(model)
+    per_block = zip(elements_of_blocks(model, latent=latent), windowed_tokens(model, tokens), strict=True)
+    shares = 1 if latent else max(1, min(answering.devices, model.num_kv_heads))
+    row = sum(elements * kept for elements, kept in per_block) * e + states_of_row(model) * FP32
     return -(-row // shares)
 
 

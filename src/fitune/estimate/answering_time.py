@@ -7,7 +7,14 @@ Every answer is taken to be as long as it may be: an upper bound.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fitune.estimate.answering import AnsweringMemory, adapter_bytes, kv_bytes, rows_at_once, weights_bytes
+from fitune.estimate.answering import (
+    AnsweringMemory,
+    adapter_bytes,
+    kv_bytes,
+    pooled_bytes,
+    rows_at_once,
+    weights_bytes,
+)
 from fitune.estimate.blocks.eager import elementwise_of
 from fitune.estimate.rates import Rates, rates_of
 from fitune.estimate.time import Work, count_in_large, roofline
@@ -94,13 +101,18 @@ def _pass(answering: Answering, rates: Rates, *, rows: int, tokens: int, width: 
     )
     products = sum(n for _, n in model.counted_linears())
     head = 2.0 * rows * model.hidden_size * model.vocab_size
-    kv = kv_bytes(answering, rows=rows, width=width) / parts
+    grows = answering.engine == "transformers"
+    kv = (
+        kv_bytes(answering, rows=rows, width=width) / parts
+        if grows
+        else rows * pooled_bytes(answering, width)
+    )
     square = (
         1.0 if answering.engine == "transformers" else 0.5
     )  # a mask is computed whole, a causal kernel by half
     pairs = square * rows * tokens * (width + rates.attention_row_tokens) if tokens > 1 else 0.0
-    attention = 4.0 * model.q_dim * model.num_layers * pairs / parts / rates.attention_flops
-    grows = answering.engine == "transformers"
+    width = sum(model.attention_of(block).width for block in range(model.num_layers))
+    attention = 4.0 * width * pairs / parts / rates.attention_flops
     copied = 0.0 if not grows else 1.0 if tokens > 1 else 1 / CACHE_ROOM  # share of the cache
     kept = kv / (2 * model.num_layers)
     return Work(

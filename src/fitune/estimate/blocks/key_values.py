@@ -6,16 +6,25 @@ from fitune.errors import ModelError
 from fitune.spec.model.model_spec import BlockKind, Linear, ModelSpec
 
 
-def elements_of_blocks(model: ModelSpec) -> list[int]:
+def elements_of_blocks(model: ModelSpec, *, latent: bool = False) -> list[int]:
     """Elements of one token's keys and values in each block.
 
-    k_heads · 2d; with MLA, as transformers caches it, n · (nope + rope) + n · v: keys and values of every head.
+    k_heads · 2d; with MLA, as transformers caches it, n · (nope + rope) + n · v: keys and values of every head; as vLLM
+    does, ``latent``, kv_lora_rank + rope: the vector that they are made of.
     Raises ModelError for a block whose state is not keys and values.
     """
     if not model.is_traced:
         return [2 * model.kv_dim] * model.num_layers
-    by_kind = [0 if _is_recurrent(kind) else _of_linears(kind.linears, model) for kind in model.kinds]
+    by_kind = [
+        0 if _is_recurrent(kind) else _of_linears(kind.linears, model, latent=latent) for kind in model.kinds
+    ]
     return [by_kind[kind] for kind in model.kind_of]
+
+
+def caches_latent(model: ModelSpec) -> bool:
+    """True if vLLM caches one latent vector for all heads: MLA, but of MiniCPM3 keys and values."""
+    has_latent = any(linear.short_name == "kv_a_proj_with_mqa" for linear in model.linears)
+    return has_latent and model.model_type != "minicpm3"
 
 
 def states_of_row(model: ModelSpec) -> int:
@@ -51,12 +60,14 @@ def windowed_tokens(model: ModelSpec, tokens: int) -> Iterator[int]:
         yield min(tokens, model.sliding_window) if model.has_window(layer) else tokens
 
 
-def _of_linears(linears: Sequence[Linear], model: ModelSpec) -> int:
+def _of_linears(linears: Sequence[Linear], model: ModelSpec, *, latent: bool) -> int:
     named = {linear.short_name: linear for linear in linears if linear.part == "attention"}
     if "k_proj" in named and "v_proj" in named:
         return named["k_proj"].out_features + named["v_proj"].out_features
     if "kv_b_proj" in named and "kv_a_proj_with_mqa" in named:
         up, down = named["kv_b_proj"], named["kv_a_proj_with_mqa"]
+        if latent:
+            return down.out_features
         rope = down.out_features - up.in_features  # one head's, which transformers repeats for all
         return up.out_features + model.num_heads * rope
     if "qkv_proj" in named:
