@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,25 +40,17 @@ class Child:
 
     A new program, not a fork: torch and tokenizers have threads, which a fork would leave behind in the middle of
     what they did. It sees no signal of the terminal. It ends when the pipe closes, so also when this process
-    is killed. ``environment`` is all of its environment, for one that must see no secrets and say nothing; else it has
-    this process's.
+    is killed.
     """
 
-    def __init__(
-        self,
-        module: str,
-        *arguments: str,
-        beat: Beat = nothing,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, module: str, *, beat: Beat = nothing) -> None:
         self._beat = beat
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
-                stderr=None if environment is None else subprocess.DEVNULL,
-                env=_own_environment() if environment is None else environment,
+                env=_own_environment(),
             )  # fmt: skip
 
     def send(self, message: bytes) -> None:
@@ -68,12 +60,12 @@ class Child:
         except OSError:
             raise self._ended() from None
 
-    def receive(self, *, largest_bytes: int | None = None) -> bytes:
-        """The next message. Calls ``beat`` while it waits. Raises ChildEnded, also for a message that is too large."""
+    def receive(self) -> bytes:
+        """The next message. Calls ``beat`` while it waits. Raises ChildEnded."""
         try:
             while not self._connection.poll(WAKE_S):
                 self._beat()
-            return self._connection.recv_bytes(largest_bytes)
+            return self._connection.recv_bytes()
         except (EOFError, OSError):
             raise self._ended() from None
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from fitune.data.conversations.answers import conversation_pieces, prompt_pieces
 from fitune.data.conversations.messages import Conversation, Example, Message
-from fitune.data.conversations.rendering import Piece
-from fitune.data.conversations.template_process import RemoteTemplate, TemplateStopped
+from fitune.data.conversations.rendering import Piece, Renderer
+from fitune.data.conversations.sandbox import SafeTemplate
 from fitune.data.reading.rows import BadRow
 from fitune.errors import DataError
 from fitune.files import read_text
@@ -86,8 +87,8 @@ class ChatTemplate:
         specials = {
             key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
         }
-        self._template = RemoteTemplate(
-            source, name=name, specials=specials, special_texts=self._encoder.special_texts
+        self._renderer = Renderer(
+            SafeTemplate(source, name=name), specials, special_texts=self._encoder.special_texts
         )
         self._text_start = _text_start(tokenizer)
 
@@ -116,7 +117,7 @@ class ChatTemplate:
             else c
             for c in conversations
         ]
-        rows = list(self._template.lay_out(questions, ask=True))
+        rows = [self._laid_out(question, ask=True) for question in questions]
         encoded = iter(
             self._encoder.encode([piece for row in rows if not isinstance(row, BadRow) for piece in row])
         )
@@ -125,17 +126,24 @@ class ChatTemplate:
 
     def lay_out(self, example: Example) -> list[Piece]:
         """The row as pieces of text that are encoded one by one. Raises BadRow."""
-        return _good(next(self.lay_out_rows([example])))
+        row = self._laid_out(example)
+        if isinstance(row, BadRow):
+            raise row
+        return row
 
     def lay_out_rows(self, examples: Sequence[Example]) -> Iterator[list[Piece] | BadRow]:
-        """Lay out many rows, several times faster than one by one; an error stands in the place of a bad row."""
-        conversations = [example for example in examples if isinstance(example, Conversation)]
-        laid_out = self._template.lay_out(conversations)
-        for example in examples:
-            if isinstance(example, Conversation):
-                yield next(laid_out)
-            else:
-                yield [Piece(example.text, supervised=True, plain=False, first=True)]
+        """``lay_out`` of one row after another; an error stands in the place of a bad one."""
+        return map(self._laid_out, examples)
+
+    def _laid_out(self, example: Example, *, ask: bool = False) -> list[Piece] | BadRow:
+        """``ask``: the prompt that ``example`` is, without an answer."""
+        if not isinstance(example, Conversation):
+            return [Piece(example.text, supervised=True, plain=False, first=True)]
+        pieces_of = prompt_pieces if ask else conversation_pieces
+        try:
+            return pieces_of(self._renderer.with_tools(example.tools), example.messages, where=example.where)
+        except BadRow as bad:
+            return bad
 
     def encode_rows(self, rows: Sequence[list[Piece]]) -> EncodedRows:
         """Many rows in one call of the tokenizer, which is several times faster than one by one."""
@@ -280,12 +288,6 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
     )
 
 
-def _good(row: list[Piece] | BadRow) -> list[Piece]:
-    if isinstance(row, BadRow):
-        raise row
-    return row
-
-
 def _text_start(tokenizer: Any) -> list[int]:
     """BOS, where the tokenizer puts one in front of plain text."""
     ids = tokenizer("a")["input_ids"]
@@ -317,7 +319,7 @@ def _tried(template: ChatTemplate) -> ChatTemplate:
     """The template, after it was seen to show an answer that decodes to what it should."""
     try:
         encoded = template.encode(_PROBE)
-    except (BadRow, TemplateStopped) as error:
+    except BadRow as error:
         cause = error.message.removeprefix(f"{_PROBE.where}: ").replace(f"{template.name}: ", "", 1)
         raise DataError(f"{template.name} cannot be used: {cause}", hint=error.hint) from None
     learned = [token for token, wanted in zip(encoded.ids, encoded.supervised, strict=True) if wanted]
