@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
+from data.tiny_tokenizers import byte_tokenizer
 from fitune.data import cache, making
 from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.templates import load_template
@@ -177,25 +177,6 @@ def test_the_second_time_nothing_is_tokenised(tmp_path, prepare, monkeypatch):
     assert (first.train_ledger, first.eval_ledger) == (second.train_ledger, second.eval_ledger)
     assert first.eval_examples == second.eval_examples
     assert isinstance(second.train._ids, np.memmap)
-
-
-def test_whatever_changes_the_tokens_changes_the_cache_entry(tmp_path, prepare):
-    source = write_rows(tmp_path / "rows.jsonl", 30)
-    entries = tmp_path / "cache" / "tokens"
-    template = tmp_path / "mine.jinja"
-    template.write_text(HEADER_STYLE)
-    changes = [
-        {}, {"seq_len": 65}, {"seed": 2}, {"train_on_prompt": True}, {"chat_template": str(template)},
-        {"tokenizer": byte_tokenizer(eos_token="<|end|>")},
-    ]  # fmt: skip
-    for number, change in enumerate(changes, start=1):
-        prepare(source, **change)
-        assert len(list(entries.iterdir())) == number
-    template.write_text(HEADER_STYLE + " ")
-    prepare(source, chat_template=str(template))
-    assert len(list(entries.iterdir())) == len(changes) + 1
-    write_rows(tmp_path / "rows.jsonl", 31)
-    assert len(prepare(source).train) == 31
 
 
 @pytest.mark.parametrize("damage", ["manifest.json", "train/ids", "train/offsets"])

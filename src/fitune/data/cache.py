@@ -42,16 +42,22 @@ def folder_of(cache_dir: str) -> Path:
 
 def key_of(settings: dict[str, Any], *, tokenizer: Any, template: str) -> str:
     """A hash of everything the tokens depend on: content, settings, tokenizer, template and this code."""
-    parts = [_CODE_VERSION, settings, template, _tokenizer_text(tokenizer), tokenizer.special_tokens_map]
+    parts = [
+        _CODE_VERSION, settings, template, type(tokenizer).__name__, _tokenizer_text(tokenizer),
+        tokenizer.special_tokens_map,
+    ]  # fmt: skip
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _tokenizer_text(tokenizer: Any) -> Any:
     """The tokenizer's content, not where it was read from: a renamed folder changes nothing."""
-    if tokenizer.is_fast:
-        return tokenizer.backend_tokenizer.to_str()
-    return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    if tokenizer.is_fast:  # its JSON begins with truncation and padding, which rows are never encoded with
+        head, _, rest = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')
+        return rest or head
+    with tempfile.TemporaryDirectory() as folder:  # a vocabulary is not all: merges, a model, normalisation
+        tokenizer.save_pretrained(folder)
+        return {name: _hash_of_file(Path(folder, name), ignore_bytes) for name in _names(Path(folder))}
 
 
 class Damaged(Exception):

@@ -119,14 +119,14 @@ def ignore_reading(_reading: Reading) -> None:
 class Progress:
     """Counts, and tells ``watch``."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._found = self._read = self._rows = self._tokens = 0
+    def __init__(self, watch: Watch, *, found: int = 0) -> None:
+        self._watch, self.found = watch, found
+        self._read = self._rows = self._tokens = 0
 
     def find(self, count: int) -> None:
         """Bytes of a source that were hashed, and will be read if they are not in the cache."""
-        self._found += count
-        self._watch(Reading(doing="checking", bytes_read=self._found, bytes_in_all=0))
+        self.found += count
+        self._watch(Reading(doing="checking", bytes_read=self.found, bytes_in_all=0))
 
     def read(self, count: int) -> None:
         self._read += count
@@ -149,7 +149,7 @@ class Progress:
             Reading(
                 doing=doing,
                 bytes_read=self._read,
-                bytes_in_all=self._found,
+                bytes_in_all=self.found,
                 rows=self._rows,
                 tokens=self._tokens,
             )

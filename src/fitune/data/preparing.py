@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fitune.data import cache
 from fitune.data.conversations.messages import Conversation
@@ -11,6 +11,7 @@ from fitune.data.conversations.templates import load_template
 from fitune.data.dataset import Facts, TokenDataset
 from fitune.data.ledger import Progress, Watch, ignore_reading
 from fitune.data.making import Making, PreparedData
+from fitune.data.reading.locations import sample_size
 from fitune.data.reading.sources import content_key
 from fitune.data.shared_cache import shared_cache
 from fitune.data.tokenising import RowTokeniser
@@ -21,6 +22,20 @@ from fitune.spec.reports import Ledger
 from fitune.spec.serial import from_data, to_data
 
 
+class Contents(NamedTuple):
+    """A hash of every source's content, those for evaluation last, and the bytes that they have."""
+
+    keys: tuple[str, ...]
+    size: int
+
+
+def contents_of(data: DataPlan, *, watch: Watch = ignore_reading) -> Contents:
+    """Reads every source once. ``watch`` may raise to stop. Raises DataError for a source that is not there."""
+    progress = Progress(watch)
+    keys = [content_key(source, on_bytes=progress.find) for source in (*data.sources, *data.eval_sources)]
+    return Contents(tuple(keys), progress.found)
+
+
 def prepare_data(
     data: DataPlan,
     *,
@@ -28,6 +43,7 @@ def prepare_data(
     tokenizer_path: str,
     seq_len: int,
     seed: int,
+    contents: Contents | None = None,
     watch: Watch = ignore_reading,
     on_note: Callable[[str], None] = lambda _note: None,
     sends: bool = True,
@@ -38,6 +54,7 @@ def prepare_data(
     added, and equal rows are on the same side. A source's ``weight`` w gives its n-th row ⌊(n+1)·w⌋ − ⌊n·w⌋ places
     in the training set: 2 repeats every row, 0.5 takes every other one. Held-out rows have one place each.
 
+    ``contents``: as ``contents_of`` found them, for callers that know them already.
     ``sends`` False leaves it to another process to send what it made to a ``cache_dir`` that is a URL.
     ``watch`` is called several times a second and may raise to stop: nothing half-made is left then.
     Raises DataError when nothing is left to train on or to evaluate, with the counts of why.
@@ -50,19 +67,15 @@ def prepare_data(
         raise DataError("data: no source is named", hint="data: path/to/train.jsonl")
     template = load_template(tokenizer, data.chat_template)
     _refuse_weights(data.eval_sources)
-    progress = Progress(watch)
-    trained, evaluated = (
-        [content_key(source, on_bytes=progress.find) for source in part]
-        for part in (data.sources, data.eval_sources)
-    )
+    contents = contents or contents_of(data, watch=watch)
+    progress = Progress(watch, found=contents.size)
+    count = len(data.sources)
+    trained, evaluated = contents.keys[:count], contents.keys[count:]
     also_trained = tuple(
         source.path for source, key in zip(data.eval_sources, evaluated, strict=True) if key in trained
     )
-    settings = {
-        "data": to_data(data) | {"cache_dir": ""}, "content": [*trained, *evaluated], "seq_len": seq_len, "seed": seed,
-    }  # fmt: skip
     entry = cache.folder_of(data.cache_dir) / cache.key_of(
-        settings, tokenizer=tokenizer, template=template.source
+        _settings(data, contents, seq_len=seq_len, seed=seed), tokenizer=tokenizer, template=template.source
     )
     job = Job(
         data=data, tokenizer=tokenizer, template=template.source, template_name=template.name, seq_len=seq_len
@@ -85,6 +98,20 @@ def prepare_data(
             shared.send(entry)
     progress.done()
     return replace(prepared, also_trained=also_trained)
+
+
+def _settings(data: DataPlan, contents: Contents, *, seq_len: int, seed: int) -> dict[str, Any]:
+    """All that the tokens depend on beside tokenizer and template. Where the data lies and by which way it comes is no
+    part of it: only ``contents`` and what is read out of them."""
+    read = [
+        (key, sample_size(source)[1], source.weight, source.format, sorted(source.columns))
+        for key, source in zip(contents.keys, (*data.sources, *data.eval_sources), strict=True)
+    ]
+    return {
+        "train": read[: len(data.sources)], "eval": read[len(data.sources) :], "seq_len": seq_len,
+        "held out": data.val_fraction and (data.val_fraction, seed), "train_on_prompt": data.train_on_prompt,
+        "on_bad_row": data.on_bad_row, "on_long_row": data.on_long_row,
+    }  # fmt: skip
 
 
 def _refuse_weights(sources: tuple[DataSource, ...]) -> None:

@@ -3,6 +3,7 @@
 Tensors of the model travel through their engine. What goes through here is small: a loss, a path, a request to stop.
 """
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -111,21 +112,47 @@ class Ranks:
         self.gathered(None)
         return made[0] if made else make()
 
+    def once_a_node(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on the first rank of this machine, the only one there that calls it.
+
+        An error on any machine is raised on every rank.
+        """
+        if self.is_alone:
+            return make()
+        host, failed = socket.gethostname(), None
+        own: _Told[T] = _Told()
+        if self.local == 0:
+            try:
+                own = _Told(values=(make(),))
+            except FituneError as error:
+                failed, own = error, _Told(error=error.message)
+        everyone = self.gathered((host, own))
+        if failed is not None:
+            raise failed
+        told = {
+            where: each.value_or_raise(rank) for rank, (where, each) in enumerate(everyone) if each.is_said
+        }
+        return told[host] if host in told else make()
+
 
 ALONE = Ranks()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told(Generic[T]):
-    """One value that the first rank sends to the others, or why there is none."""
+    """One value that a rank sends to the others, or why there is none."""
 
     values: tuple[T, ...] = ()
     error: str = ""
 
-    def value_or_raise(self) -> T:
+    @property
+    def is_said(self) -> bool:
+        return bool(self.values or self.error)
+
+    def value_or_raise(self, rank: int = 0) -> T:
         if self.values:
             return self.values[0]
-        raise RankFailed(f"rank 0 stopped: {self.error}")
+        raise RankFailed(f"rank {rank} stopped: {self.error}")
 
 
 _GONE = (

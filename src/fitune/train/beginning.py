@@ -12,7 +12,7 @@ from fitune.checkpoint.commit import Descent
 from fitune.checkpoint.resume import begin_line
 from fitune.data.loader import Loader
 from fitune.data.making import PreparedData
-from fitune.data.preparing import prepare_data
+from fitune.data.preparing import Contents, prepare_data
 from fitune.engine.ranks import Ranks
 from fitune.files import remove_stale_siblings, write_atomically
 from fitune.models.tokens import planned_tokenizer, require_rows
@@ -37,7 +37,7 @@ def own_directory(directory: Path, owned: ExitStack) -> Ownership:
 
 
 def read_data(
-    plan: Plan, start: Start, callbacks: Callbacks, ranks: Ranks
+    plan: Plan, start: Start, callbacks: Callbacks, ranks: Ranks, contents: Contents
 ) -> tuple[PreTrainedTokenizerBase, PreparedData, Loader]:
     """Tokenise before the model is loaded: bad data should not cost the wait for the weights."""
     tokenizer = planned_tokenizer(plan)
@@ -47,6 +47,7 @@ def read_data(
         tokenizer_path=plan.model_path,
         seq_len=plan.batch.seq_len,
         seed=plan.run.seed,
+        contents=contents,
         watch=callbacks.on_reading,
         on_note=callbacks.on_note,
         sends=ranks.is_first,

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from fitune.checkpoint.commit import Descent
+from fitune.data.preparing import contents_of
 from fitune.engine.ranks import ALONE, Ranks
 from fitune.errors import OutOfMemory, PeerGone, TrainingFailed
 from fitune.measure.communication import waits_measured
@@ -86,7 +87,8 @@ def run(
             callbacks.on_note(note)
         base = base_identity(plan)
         require_same_base(start, plan, base=base)
-        tokenizer, data, loader = ranks.in_turn(lambda: read_data(plan, start, callbacks, ranks))
+        contents = ranks.once_a_node(lambda: contents_of(plan.data, watch=callbacks.on_reading))
+        tokenizer, data, loader = ranks.in_turn(lambda: read_data(plan, start, callbacks, ranks, contents))
         require_same_on_all(ranks, plan, rows=data.train.fingerprint, base=base)
 
         uploads: Uploads | None = None  # the first rank's alone

@@ -10,6 +10,7 @@ import numpy as np
 
 from fitune.data.reading.downloads import SCHEMES
 from fitune.data.reading.files import Rows, read_file
+from fitune.data.reading.kinds import kind_of
 from fitune.data.reading.locations import HubDataset, locate, open_binary, sample_size
 from fitune.data.reading.rows import BadRow, Row
 from fitune.errors import DataError
@@ -57,21 +58,21 @@ def read_rows(
 
 
 def content_key(source: DataSource, *, on_bytes: Callable[[int], None] = _ignore) -> str:
-    """A hash that changes when the content of the source changes.
+    """A hash that changes when the content of the source changes, or what its files are read as.
 
     Files on disk, those of a downloaded Hub dataset included, are hashed by their bytes; files in a store by what
     it says of them: a hash and the size, or the time of change where it has no hash; a Hub dataset that is streamed by
-    its commit. ``on_bytes`` is told what was
-    read, and may raise to stop.
+    its commit. ``on_bytes`` is told what was read, and may raise to stop.
     """
     place = locate(source)
     digest = hashlib.blake2b(digest_size=16)
     if isinstance(place, HubDataset) and source.streaming:
         return _hub_version(place)
     if isinstance(place, HubDataset):
+        digest.update(place.split.encode())  # it may name some of the rows in a file
         place = tuple(entry["filename"] for entry in _load_hub(place, streaming=False).cache_files)
     for name in place:
-        digest.update(_file_key(name, on_bytes))
+        digest.update(f"{kind_of(name)}".encode() + _file_key(name, on_bytes))
     return digest.hexdigest()
 
 

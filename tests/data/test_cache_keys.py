@@ -1,0 +1,212 @@
+"""What changes the tokens changes the name of their entry in the cache; what does not, does not."""
+
+import json
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CTRLTokenizer
+
+from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
+from fitune.data import preparing
+from fitune.data.preparing import contents_of, prepare_data
+from fitune.engine.ranks import Ranks
+from fitune.errors import DataError, RankFailed
+from fitune.spec.plan import DataPlan, DataSource
+
+ROWS = [{"text": f"what is {i}?", "other": f"the answer is {i}"} for i in range(24)]
+
+
+def write(file: Path, rows: list[dict[str, str]] = ROWS) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def ctrl(folder: Path, *merges: str) -> CTRLTokenizer:
+    """A tokenizer without a backend; its vocabulary does not say which letters it joins first."""
+    folder.mkdir()
+    words = ["a@@", "b@@", "c", "ab@@", "bc", "abc", "p@@", "o@@", "n@@", "g", "<unk>", "end"]
+    (folder / "vocab.json").write_text(json.dumps({word: id for id, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    return CTRLTokenizer(
+        str(folder / "vocab.json"), str(folder / "merges.txt"), unk_token="<unk>", eos_token="end"
+    )
+
+
+def mistaken(how: str) -> Any:
+    """A tokenizer as others leave it, or as its file was saved: rows are encoded without these settings."""
+    tokenizer = byte_tokenizer()
+    if how == "truncation":
+        tokenizer.backend_tokenizer.enable_truncation(8)
+    else:
+        tokenizer.backend_tokenizer.enable_padding(length=512)
+    return tokenizer
+
+
+def renamed(folder: Path, old: str, new: str) -> dict[str, Any]:
+    (folder / old).rename(folder / new)
+    return {}
+
+
+def moved(folder: Path) -> dict[str, Any]:
+    new = folder.rename(folder.parent / "moved")
+    return {"source": {"path": str(new)}}
+
+
+def template(folder: Path, text: str, name: str = "a.jinja") -> dict[str, Any]:
+    (folder.parent / name).write_text(text)
+    return {"chat_template": str(folder.parent / name)}
+
+
+def rewritten(folder: Path, rows: list[dict[str, str]]) -> dict[str, Any]:
+    write(folder / "rows.jsonl", rows)
+    return {}
+
+
+OTHER = {
+    "a row more": lambda folder: rewritten(folder, [*ROWS, ROWS[0]]),
+    "rows in another order": lambda folder: rewritten(folder, ROWS[::-1]),
+    "a name that is read as text": lambda folder: renamed(folder, "rows.jsonl", "rows.txt"),
+    "a file more": lambda folder: write(folder / "z.jsonl") or {},
+    "format": lambda folder: {"source": {"format": "text"}},
+    "columns": lambda folder: {"source": {"columns": (("text", "other"),)}},
+    "a sample": lambda folder: {"source": {"sample": 3}},
+    "a weight": lambda folder: {"source": {"weight": 2.0}},
+    "seq_len": lambda folder: {"seq_len": 65},
+    "prompts are learned": lambda folder: {"train_on_prompt": True},
+    "long rows": lambda folder: {"on_long_row": "split"},
+    "bad rows": lambda folder: {"on_bad_row": "skip"},
+    "rows held out": lambda folder: {"val_fraction": 0.5},
+    "evaluation": lambda folder: {"eval_sources": (DataSource(path=str(folder)),)},
+    "a template": lambda folder: template(folder, HEADER_STYLE),
+    "another end": lambda folder: {"tokenizer": byte_tokenizer(eos_token="<|end|>")},
+}
+SAME = {
+    "another seed, no rows held out": lambda folder: {"seed": 2},
+    "a file's name": lambda folder: renamed(folder, "rows.jsonl", "others.jsonl"),
+    "another name of the same layout": lambda folder: renamed(folder, "rows.jsonl", "rows.ndjson"),
+    "the folder's place": moved,
+    "addresses that may be opened": lambda folder: {
+        "source": {"allow_https": True, "allow_private_addresses": True}
+    },
+    "the file instead of its folder": lambda folder: {"source": {"path": str(folder / "rows.jsonl")}},
+    "a split nothing is named for": lambda folder: {"source": {"split": "test"}},
+    "truncation in the tokenizer": lambda folder: {"tokenizer": mistaken("truncation")},
+    "padding in the tokenizer": lambda folder: {"tokenizer": mistaken("padding")},
+}
+
+
+@pytest.fixture
+def entries(tmp_path):
+    """The entries of the cache after data in tmp_path/data was prepared so."""
+
+    def of(*, source: dict[str, Any] | None = None, tokenizer=None, seq_len=64, seed=1, **settings) -> int:
+        place = DataSource(**({"path": str(tmp_path / "data")} | (source or {})))
+        data = DataPlan(sources=(place,), cache_dir=str(tmp_path / "cache"), **settings)
+        tokenizer = tokenizer or byte_tokenizer()
+        prepare_data(data, tokenizer=tokenizer, tokenizer_path="tiny", seq_len=seq_len, seed=seed)
+        return len(list((tmp_path / "cache" / "tokens").iterdir()))
+
+    write(tmp_path / "data" / "rows.jsonl")
+    assert of() == 1
+    return of
+
+
+@pytest.mark.parametrize("change", OTHER)
+def test_what_changes_the_tokens_has_an_entry_of_its_own(tmp_path, entries, change):
+    changed = OTHER[change](tmp_path / "data")
+    assert entries(**changed) == 2
+    assert entries(**changed) == 2
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_what_changes_no_token_finds_the_entry(tmp_path, entries, change):
+    assert entries(**SAME[change](tmp_path / "data")) == 1
+
+
+def test_the_seed_counts_where_rows_are_held_out(entries):
+    assert [entries(val_fraction=0.5, seed=seed) for seed in (1, 2, 1)] == [2, 3, 3]
+
+
+def test_the_words_of_a_template_count_and_its_name_does_not(tmp_path, entries):
+    data = tmp_path / "data"
+    texts = [("a", HEADER_STYLE), ("b", HEADER_STYLE), ("b", HEADER_STYLE + " ")]
+    assert [entries(**template(data, text, name)) for name, text in texts] == [2, 2, 3]
+
+
+def test_a_tokenizer_without_a_backend_is_known_by_all_that_it_saves(tmp_path, entries):
+    first, same, other = (
+        ctrl(tmp_path / name, *merges)
+        for name, merges in (("a", ("a b", "ab c</w>")), ("b", ("a b", "ab c</w>")), ("c", ("b c</w>",)))
+    )
+    assert first.get_vocab() == other.get_vocab()
+    assert first("abc")["input_ids"] != other("abc")["input_ids"]
+    assert [entries(tokenizer=each) for each in (first, same, other)] == [2, 2, 3]
+
+
+def test_a_row_of_a_sample_by_path_is_one_by_setting(tmp_path, entries):
+    path = str(tmp_path / "data" / "rows.jsonl")
+    assert entries(source={"path": f"{path}#3"}) == entries(source={"path": path, "sample": 3}) == 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadRanks(Ranks):
+    """Ranks that are threads; two machines of two, told apart by their names."""
+
+    values: list[Any]
+    barrier: threading.Barrier
+
+    def gathered(self, value):
+        self.values[self.rank] = value
+        self.barrier.wait(30)
+        return list(self.values)
+
+
+def on_two_machines(monkeypatch, make) -> list[Any]:
+    """What ``make`` of a rank gives, or its error, on ranks 0 and 2 of one machine and 1 and 3 of another."""
+    values, barrier, found = [None] * 4, threading.Barrier(4), [None] * 4
+    monkeypatch.setattr("socket.gethostname", lambda: f"host{threading.current_thread().name}")
+
+    def run(rank: int) -> None:
+        ranks = ThreadRanks(rank=rank, world=4, local=rank // 2, values=values, barrier=barrier)
+        try:
+            found[rank] = ranks.once_a_node(lambda: make(rank))
+        except (DataError, RankFailed) as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), name=str(rank % 2)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_one_rank_of_a_node_reads_the_sources(monkeypatch):
+    read = []
+    assert on_two_machines(monkeypatch, lambda rank: read.append(rank) or rank) == [0, 1, 0, 1]
+    assert sorted(read) == [0, 1]
+
+
+def test_an_error_on_one_machine_ends_every_rank(monkeypatch):
+    def make(rank):
+        if rank == 1:
+            raise DataError("no such file")
+        return rank
+
+    found = on_two_machines(monkeypatch, make)
+    assert [type(each) for each in found] == [RankFailed, DataError, RankFailed, RankFailed]
+    assert found[3].message == "rank 1 stopped: no such file"
+
+
+def test_contents_that_are_known_are_not_read_again(tmp_path, entries, monkeypatch):
+    data = DataPlan(sources=(DataSource(path=str(tmp_path / "data")),), cache_dir=str(tmp_path / "cache"))
+    contents = contents_of(data)
+    assert contents.size == (tmp_path / "data" / "rows.jsonl").stat().st_size
+    monkeypatch.setattr(preparing, "content_key", lambda *_, **__: pytest.fail("read again"))
+    prepare_data(
+        data, tokenizer=byte_tokenizer(), tokenizer_path="tiny", seq_len=64, seed=1, contents=contents
+    )
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
