@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import fitune.data.sampling as sampling
-from fitune.data.sampling import BYTES_PER_TOKEN, TOKENS_PER_MESSAGE, guess_epoch
+from data.tiny_tokenizers import byte_tokenizer
+from fitune.data.sampling import BYTES_PER_TOKEN, TOKENS_PER_MESSAGE, bytes_per_token, guess_epoch
 from fitune.errors import DataError
 from fitune.spec.plan import Batch, DataPlan, DataSource
 from fitune.spec.predictions import Epoch
@@ -102,6 +103,22 @@ def test_a_damaged_tokenizer_is_left_to_training_to_refuse(
     epoch = guess_epoch(plan, batch, tokenizer_folder=tmp_path)
     assert epoch is not None
     assert epoch.guess.endswith("(tokenizer.json cannot be read)")
+
+
+def test_truncation_and_padding_saved_in_a_tokenizer_are_not_used(tmp_path: Path) -> None:
+    """Tokenizers of sentence models are saved with both; training encodes rows without."""
+    tokenizer = byte_tokenizer().backend_tokenizer
+    texts = ["hello world, what is two and two? " * 9, "ping"] * 20
+
+    def guess() -> float:
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        return bytes_per_token(texts, tmp_path)[0]
+
+    right = guess()
+    tokenizer.enable_truncation(8)
+    assert guess() == right
+    tokenizer.enable_padding(length=512)
+    assert guess() == right
 
 
 def test_what_lies_elsewhere_is_not_guessed() -> None:

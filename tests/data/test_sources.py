@@ -147,6 +147,19 @@ def test_a_folder_gives_the_files_of_its_split_in_order(tmp_path):
         texts("extra")
 
 
+def test_files_named_for_no_split_are_not_passed_over(tmp_path):
+    """Beside files that are: nobody would see that they were never read."""
+    for name in ("train-1", "train-2", "extra", "more/rows"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_lines(tmp_path / f"{name}.jsonl", [{"text": name}])
+    with pytest.raises(
+        DataError, match="some files are named for a split, and 2 are not: extra.jsonl, more/rows.jsonl"
+    ) as caught:
+        read_rows(DataSource(path=str(tmp_path)))
+    assert f"{tmp_path}/train-1.jsonl" in caught.value.hint
+    assert len(list(read_rows(DataSource(path=f"{tmp_path}/train-*.jsonl")))) == 2
+
+
 def test_a_folder_that_datasets_saved_is_read(tmp_path):
     import datasets
 

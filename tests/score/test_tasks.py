@@ -41,6 +41,14 @@ def test_prompt_ids_are_the_beginning_of_the_training_ids(tiny, tmp_path: Path) 
     assert (task.expected, task.prompt_text, task.where) == ("Oslo", "Be brief.\nWhere to?", "here:1")
 
 
+def test_a_column_named_body_is_a_column_where_it_holds_no_request(tmp_path: Path) -> None:
+    (question,) = checked(write_rows(tmp_path / "mail.jsonl", [row(1, body="Dear Sir")]))
+    assert (question.problem, question.expected) == ("", "answer 1")
+    request = {"custom_id": "a", "body": {"messages": [{"role": "user", "content": "Where?"}]}}
+    (asked,) = checked(write_rows(tmp_path / "batch.jsonl", [request]))
+    assert (asked.problem, asked.expected) == ("", None)
+
+
 @pytest.mark.parametrize("column", ["id", "custom_id", "key"])
 def test_ids_come_from_a_column(tiny, tmp_path: Path, column: str) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [row(1, **{column: "b"}), row(2, **{column: 7})])

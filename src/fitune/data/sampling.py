@@ -217,7 +217,10 @@ def bytes_per_token(all_texts: Sequence[str], folder: Path) -> tuple[float, str]
         if size > _SHOWN_TO_TOKENIZER:
             break
     try:
-        encoded = Tokenizer.from_file(str(file)).encode_batch(shown, add_special_tokens=False)
+        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer.no_truncation()  # as rows are encoded, whatever the file was saved with
+        tokenizer.no_padding()
+        encoded = tokenizer.encode_batch(shown, add_special_tokens=False)
     except BaseException as error:  # the library raises Exception itself, and a panic of Rust is not even one
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

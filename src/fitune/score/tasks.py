@@ -154,11 +154,15 @@ class _Layout:
 
 
 def _layout(row: Row, source: DataSource, id_column: str) -> _Layout:
-    is_batch_line = "body" in row.fields and not source.columns
-    kind = "lines of OpenAI's batch input" if is_batch_line else "rows with references"
+    kind = "lines of OpenAI's batch input" if _is_batch_line(row, source) else "rows with references"
     kind = "rows with choices" if has_choices(row, source.columns) else kind
     found = id_column or next((name for name in ID_COLUMNS if name in row.fields), "")
     return _Layout(kind, found)
+
+
+def _is_batch_line(row: Row, source: DataSource) -> bool:
+    """A column ``body`` that holds no object is one of the data: the text of a mail, say."""
+    return isinstance(row.fields.get("body"), dict) and not source.columns
 
 
 def _require_same(first: tuple[str, _Layout], other: tuple[str, _Layout]) -> None:
@@ -224,7 +228,7 @@ def _question(row: Row, id_: str, source: DataSource, weighed: bool) -> Question
     try:
         if weighed and has_choices(row, source.columns):
             return _of_choices(row, id_, source)
-        if "body" in row.fields and not source.columns:
+        if _is_batch_line(row, source):
             return _of_batch_line(row, id_)
         example = to_example(row, format=source.format, columns=source.columns)
     except BadRow as bad:
@@ -254,7 +258,7 @@ def _of_choices(row: Row, id_: str, source: DataSource) -> Question:
 def _of_batch_line(row: Row, id_: str) -> Question:
     """A request of OpenAI's batch API: chat messages, and sampling where the body names some."""
     body = row.fields["body"]
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+    if not isinstance(body.get("messages"), list):
         raise BadRow(f"{row.where}: body has no list of messages", reason="no messages")
     if unknown := sorted(body.keys() - _OF_BODIES.keys() - set(_IDLE_IN_BODIES)):
         raise BadRow(f"{row.where}: body.{unknown[0]} is not supported", reason="field not supported")

@@ -131,6 +131,14 @@ def _of_folder(folder: str, names: Iterable[str], *, split: str) -> tuple[str, .
     if not files:
         raise DataError(f"{folder}: no data files in this folder", hint=f"it should hold {ACCEPTED_FILES}")
     named = {name: found for name in files if (found := _split_of(inside[name]))}
+    others = [inside[name] for name in files if name not in named]
+    if named and others:
+        shown = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+        raise DataError(
+            f"{folder}: some files are named for a split, and {len(others)} are not: {shown}",
+            hint=f"name the file that is meant, {next(iter(named))} for example, or several by a pattern; or name all of "
+            "them for their splits",
+        )
     chosen = [name for name in files if named.get(name) == _canonical_split(split)] if named else files
     if not chosen:
         raise DataError(
