@@ -218,6 +218,13 @@ def system_failures() -> Iterator[None]:
         raise SystemFailed(error) from error
 
 
+def is_failure(error: BaseException) -> bool:
+    """True if a library failed on what it was given: for lack of memory, by Ctrl-C or an exit it did not. A panic of
+    Rust is not even an Exception, and its type cannot be imported."""
+    is_raised = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    return is_raised and not is_out_of_memory(error)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True if an allocation failed. torch's own type for it is a RuntimeError, and only CUDA's allocator raises that
     one; the others are told by their words."""

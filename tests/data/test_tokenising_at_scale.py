@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from data.test_tool_calls import AS_OBJECT, ASKED, CALLED, FOUND, SAID, TOOLS
-from data.tiny_tokenizers import HEADER_STYLE, byte_tokenizer
+from data.tiny_tokenizers import HEADER_STYLE, TOO_HARD, byte_tokenizer, panicking_tokenizer
 from fitune.data import making, tokenising, tokenising_processes
+from fitune.data.conversations.messages import Conversation, Message
+from fitune.data.conversations.templates import load_template
 from fitune.data.preparing import prepare_data
 from fitune.errors import DataError
 from fitune.spec.plan import DataPlan, DataSource
@@ -29,10 +31,10 @@ def write(path, rows):
 
 @pytest.fixture
 def prepare(tmp_path):
-    def run(*sources, cache="cache", watch=None, template=None, seq_len=64, **settings):
+    def run(*sources, cache="cache", watch=None, template=None, tokenizer=None, seq_len=64, **settings):
         data = DataPlan(sources=sources, cache_dir=str(tmp_path / cache), **settings)
         told = {} if watch is None else {"watch": watch}
-        tokenizer = byte_tokenizer(template=template)
+        tokenizer = tokenizer or byte_tokenizer(template=template)
         return prepare_data(data, tokenizer=tokenizer, tokenizer_path="tiny", seq_len=seq_len, seed=1, **told)
 
     return run
@@ -108,6 +110,29 @@ def test_the_first_row_that_cannot_be_used_is_named(tmp_path, prepare, in_proces
     with pytest.raises(DataError, match=r"rows.jsonl:45: not JSON"):
         prepare(write(tmp_path / "rows.jsonl", rows))
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_row_on_which_the_tokenizer_panics_is_named_with_the_cause(tmp_path, prepare, in_processes, count):
+    """A panic of Rust is no Exception: it ended the run with a traceback, and other processes without a word."""
+    if count:
+        in_processes(count)
+    rows = [row(0), row(1), {"prompt": TOO_HARD, "completion": "x"}, row(2)]
+    source, tokenizer = write(tmp_path / "rows.jsonl", rows), panicking_tokenizer()
+    with pytest.raises(DataError, match=r"rows.jsonl:3: the tokenizer fails: .*retry-limit") as caught:
+        prepare(source, tokenizer=tokenizer)
+    assert "on_bad_row: skip" in caught.value.hint
+    ledger = prepare(source, tokenizer=tokenizer, on_bad_row="skip").train_ledger
+    assert (ledger.rows_kept, ledger.dropped) == (3, {"the tokenizer fails": 1})
+
+
+def test_a_prompt_on_which_the_tokenizer_panics_is_its_own_error():
+    template = load_template(panicking_tokenizer())
+    good, bad, last = template.encode_prompts(
+        [Conversation((Message("user", text),), f"rows.jsonl:{text[0]}") for text in ("1", TOO_HARD, "1")]
+    )
+    assert good == last
+    assert bad.message.startswith("rows.jsonl:q: the tokenizer fails: ")
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -2,9 +2,11 @@
 
 from functools import cache
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+TOO_HARD = "q" * 40 + "z"
+"""Panics in Rust where the tokenizer is ``panicking``: its expression goes back too often."""
 SPECIALS = ["<s>", "</s>", "<pad>", "<|turn|>", "<|end|>", "<unk>"]
 _TEXT = ["hello world, what is two and two? the answer is four. ping pong system user assistant"] * 20
 
@@ -142,3 +144,12 @@ def _train(tokenizer: Tokenizer, trainer: trainers.BpeTrainer) -> str:
     trainer.show_progress = False
     tokenizer.train_from_iterator(_TEXT, trainer)
     return tokenizer.to_str()
+
+
+def panicking_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """As Llama-3's is on a row of millions of spaces: a panic of Rust, which is no Exception."""
+    tokenizer = byte_tokenizer(template=template)
+    backend = tokenizer.backend_tokenizer
+    hard = pre_tokenizers.Split(Regex("(q|qq)+$|z"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([hard, backend.pre_tokenizer])
+    return tokenizer

@@ -11,7 +11,7 @@ from fitune.data.conversations.messages import Example, Message, Text
 from fitune.data.reading.locations import HubDataset, locate, sample_size
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import read_rows
-from fitune.errors import DataError
+from fitune.errors import DataError, is_failure
 from fitune.spec.model.block_profile import BatchShape
 from fitune.spec.plan import Batch, DataPlan, DataSource
 from fitune.spec.predictions import Epoch
@@ -221,8 +221,8 @@ def bytes_per_token(all_texts: Sequence[str], folder: Path) -> tuple[float, str]
         tokenizer.no_truncation()  # as rows are encoded, whatever the file was saved with
         tokenizer.no_padding()
         encoded = tokenizer.encode_batch(shown, add_special_tokens=False)
-    except BaseException as error:  # the library raises Exception itself, and a panic of Rust is not even one
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    except BaseException as error:
+        if not is_failure(error):
             raise
         return BYTES_PER_TOKEN, f"{BYTES_PER_TOKEN:g} bytes a token (tokenizer.json cannot be read)"
     tokens, size = sum(len(each) for each in encoded), sum(len(text.encode()) for text in shown)

@@ -8,7 +8,7 @@ import numpy as np
 
 from fitune.data.conversations.messages import Example, Text
 from fitune.data.conversations.rendering import Piece
-from fitune.data.conversations.templates import ChatTemplate, EncodedRows
+from fitune.data.conversations.templates import ChatTemplate, EncodedRows, TokenizerFailed
 from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import with_skip_hint
 from fitune.errors import DataError
@@ -71,7 +71,19 @@ class RowTokeniser:
         return rows.joined()
 
     def _encode(self, waiting: Sequence[tuple[Example, list[Piece]] | BadRow], rows: "_Rows") -> None:
-        encoded = self._template.encode_rows([each[1] for each in waiting if not isinstance(each, BadRow)])
+        try:
+            encoded = self._template.encode_rows(
+                [each[1] for each in waiting if not isinstance(each, BadRow)]
+            )
+        except TokenizerFailed as failed:
+            for each in waiting:  # finds the row
+                alone = (
+                    failed.of_row(each[0].where)
+                    if len(waiting) == 1 and not isinstance(each, BadRow)
+                    else each
+                )
+                self._encode([alone], rows)
+            return
         if self._data.train_on_prompt:
             encoded.supervised[:] = True
         uncut = _uncut(encoded)

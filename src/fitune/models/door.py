@@ -28,7 +28,7 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from fitune.errors import CheckpointError, FituneError, ModelError, is_out_of_memory
+from fitune.errors import CheckpointError, FituneError, ModelError, is_failure
 from fitune.models.expert_adapters import names_as_given, run_with_adapters, stacks_shown
 from fitune.models.remote_code import CONFIG, GENERATION, JSON_FILES, TOKENIZER, refuse_remote_code
 from fitune.spec.hub import no_waiting_for_the_hub
@@ -63,15 +63,14 @@ def _named(
     what: str, *, hint: str = FETCH_AGAIN, with_cause: bool = True, kind: type[FituneError] = ModelError
 ) -> Iterator[None]:
     """Run with nobody to ask. No schema stands between a stranger's file and the libraries: they raise whatever Python
-    raises there, and a panic of Rust is not even an Exception."""
+    raises there."""
     with _nobody_to_ask():
         try:
             yield
         except FituneError:
             raise
         except BaseException as error:
-            is_panic = type(error).__name__ == "PanicException"
-            if is_out_of_memory(error) or not (isinstance(error, Exception) or is_panic):
+            if not is_failure(error):
                 raise  # the files are right: the caller says what takes less
             raise kind(f"{what}: {_first_line(error)}" if with_cause else what, hint=hint) from error
 

@@ -21,7 +21,7 @@ from fitune.data.conversations.messages import Conversation, Example, Message
 from fitune.data.conversations.rendering import Piece, Renderer
 from fitune.data.conversations.sandbox import SafeTemplate
 from fitune.data.reading.rows import BadRow
-from fitune.errors import DataError
+from fitune.errors import DataError, is_failure
 from fitune.files import read_text
 
 PLAIN_TEMPLATE = """\
@@ -76,6 +76,17 @@ def load_template(tokenizer: Any, path: str = "") -> "ChatTemplate":
     return _tried(ChatTemplate(tokenizer, PLAIN_TEMPLATE, name="fitune's plain template"))
 
 
+class TokenizerFailed(DataError):
+    """The tokenizer raised an error, or panicked, on some text."""
+
+    def of_row(self, where: str) -> BadRow:
+        return BadRow(
+            f"{where}: {self.message}",
+            reason="the tokenizer fails",
+            hint="does it hold a very long run of the same character? shorten or divide it",
+        )
+
+
 class ChatTemplate:
     """A chat template bound to its tokenizer; ``source`` is its Jinja text, to be saved with the model."""
 
@@ -118,9 +129,13 @@ class ChatTemplate:
             for c in conversations
         ]
         rows = [self._laid_out(question, ask=True) for question in questions]
-        encoded = iter(
-            self._encoder.encode([piece for row in rows if not isinstance(row, BadRow) for piece in row])
-        )
+        pieces = [piece for row in rows if not isinstance(row, BadRow) for piece in row]
+        try:
+            encoded = iter(self._encoder.encode(pieces))
+        except TokenizerFailed as failed:
+            for each in conversations:  # finds the row
+                yield from [failed.of_row(each.where)] if len(rows) == 1 else self.encode_prompts([each])
+            return
         for row in rows:
             yield row if isinstance(row, BadRow) else [token for _ in row for token in next(encoded)]
 
@@ -239,10 +254,17 @@ class PieceEncoder:
                 raise DataError(f"the tokenizer turns the plain text {piece.text!r:.60} into a special token")
 
     def _encode(self, texts: list[str], *, plain: bool) -> list[list[int]]:
-        if not self._has_backend:
-            return _encoded(self._tokenizer, texts, plain=plain)
-        first = _encoded(self._tokenizer, texts[:1], plain=plain)  # sets up the backend: others use it, too
-        return first + _encoded_by_backend(self._tokenizer, texts[1:])
+        try:
+            if not self._has_backend:
+                return _encoded(self._tokenizer, texts, plain=plain)
+            first = _encoded(
+                self._tokenizer, texts[:1], plain=plain
+            )  # sets up the backend: others use it, too
+            return first + _encoded_by_backend(self._tokenizer, texts[1:])
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise TokenizerFailed(f"the tokenizer fails: {str(error) or type(error).__name__}") from None
 
 
 def _encoded(tokenizer: Any, texts: list[str], *, plain: bool) -> list[list[int]]:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from fitune.data.reading.arrow import read_arrow
 from fitune.data.reading.kinds import require_readable
 from fitune.data.reading.lines import BOM, MOST_LINE_BYTES, BadLine, decode, numbered_lines, opened
-from fitune.data.reading.rows import BadRow, Row
+from fitune.data.reading.rows import BadRow, Row, first_doubled
 from fitune.data.reading.separated import read_separated
 from fitune.errors import DataError
 from fitune.spec.serial import require_shallow
@@ -87,8 +87,7 @@ class _Objects:
     def _build(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
-            names = [name for name, _ in pairs]
-            self.doubled.append((fields, next(name for name in names if names.count(name) > 1)))
+            self.doubled.append((fields, first_doubled(name for name, _ in pairs) or ""))
         return fields
 
     def key_twice_in(self, value: Any) -> str | None:

@@ -13,7 +13,7 @@ reads, so it would learn the bad ones too:
 A ``label`` that is a class of plain text, or any other value, says nothing about an answer and is left alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,16 @@ def to_message(error: DataError) -> dict[str, str | None]:
 def from_message(message: str, hint: str | None, reason: str | None = None) -> DataError:
     """The error that ``to_message`` was given; a BadRow where it has a reason."""
     return DataError(message, hint=hint) if reason is None else BadRow(message, reason=reason, hint=hint)
+
+
+def first_doubled(names: Iterable[str]) -> str | None:
+    """The first name that was there before; None without one. Rows of tens of thousands of columns exist."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 _OF_MESSAGES = {

@@ -6,7 +6,7 @@ from typing import Any, BinaryIO
 
 from fitune.data.reading import lines
 from fitune.data.reading.lines import BadLine, decode, numbered_lines
-from fitune.data.reading.rows import BadRow, Row
+from fitune.data.reading.rows import BadRow, Row, first_doubled
 from fitune.errors import DataError
 from fitune.units import format_bytes
 
@@ -96,9 +96,8 @@ def _header(text: _TextLines, path: str) -> tuple[list[str], str]:
             "tabs, not by '|'",
             hint="save the file with commas, or as JSON lines",
         )
-    doubled = [name for name in header if header.count(name) > 1]
-    if doubled:
-        raise DataError(f"{path}:1: two columns are named {doubled[0]!r}")
+    if (doubled := first_doubled(header)) is not None:
+        raise DataError(f"{path}:1: two columns are named {doubled!r}")
     return header, mark
 
 
