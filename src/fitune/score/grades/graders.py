@@ -3,12 +3,14 @@
 import hashlib
 import json
 import re
+import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 from fitune.errors import MissingExtra, RecipeError, did_you_mean
@@ -36,6 +38,8 @@ class Kind:
     argument: str = ""
     needs_reference: bool = True
     needs_choices: bool = False
+    rules: str = ""
+    """Changed with the rules of ``grade``: grades by earlier ones are made again."""
     judges: bool = False
     """A model that is asked (score/grades/judging.py); scale and words follow from its settings."""
     scale: Scale = "share"
@@ -90,7 +94,7 @@ def _open(name: str) -> Grader:
             hint=f"{kind}:{wanted}" if wanted else kind,
         )
     row = GRADERS[kind]
-    content, scale, measures = "", row.scale, row.measures
+    content, scale, measures = row.rules, row.scale, row.measures
     if kind == "json_schema":
         content = argument = _file(argument, name)
     elif kind == "python":
@@ -169,20 +173,21 @@ def contains(answer: str, expected: str) -> float:
 def number(answer: str, expected: str) -> float:
     """1 when the last number of the answer is the last number of the reference.
 
-    GSM8K writes its result after ``####``: where an answer has that mark, only what follows counts. Signs,
-    decimals and thousands separators are read (``$1,234.50`` is 1234.5), words for numbers are not.
+    GSM8K writes its result after ``####``: where a line ends in that mark and a number, the number counts. Signs,
+    decimals, exponents and thousands separators are read (``$1,234.50`` is 1234.5), words for numbers are not.
     """
     found, wanted = last_number(answer), last_number(expected)
     return float(found is not None and found == wanted)
 
 
 def rouge(answer: str, expected: str) -> float:
-    """ROUGE-L F1 (Lin 2004) by Google's rouge-score, without stemming."""
+    """ROUGE-L F1 (Lin 2004) by Google's rouge-score, without stemming; words of other scripts than Latin count, too."""
     return float(_rouge_scorer().score(expected, answer)["rougeL"].fmeasure)
 
 
 def f1(answer: str, expected: str) -> float:
-    """Harmonic mean of precision and recall of words, without case, punctuation and articles (arXiv 1606.05250)."""
+    """Harmonic mean of precision and recall of words, without case, punctuation and articles: SQuAD's (arXiv 1606.05250)
+    for ASCII; punctuation beyond it is taken out, too, as MLQA does (1910.07475)."""
     found, wanted = Counter(_bare_words(answer)), Counter(_bare_words(expected))
     shared = (found & wanted).total()
     if not shared:
@@ -218,9 +223,9 @@ def json_schema(answer: str, schema: str) -> float:
 GRADERS: dict[str, Kind] = {
     "exact_match": Kind("answers that are the reference, white space aside", exact_match),
     "contains": Kind("answers that hold the reference", contains),
-    "number": Kind("answers whose last number is that of the reference", number),
-    "f1": Kind("mean F1 of the words", f1),
-    "rouge": Kind("mean ROUGE-L F-measure", rouge),
+    "number": Kind("answers whose last number is that of the reference", number, rules="2"),
+    "f1": Kind("mean F1 of the words", f1, rules="2"),
+    "rouge": Kind("mean ROUGE-L F-measure", rouge, rules="2"),
     "bleu": Kind("mean BLEU of single answers", bleu),
     "chrf": Kind("mean chrF2 of single answers", chrf),
     "regex": Kind("answers in which the pattern is found", argument="PATTERN", needs_reference=False),
@@ -255,13 +260,16 @@ GRADERS: dict[str, Kind] = {
 }  # fmt: skip
 CHOICE_GRADERS = ("choice", "choice_norm")
 
-_NUMBER = re.compile(r"(?:(?<!\w)[-−]\$?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"(?:(?<!\w)[-−]\$?)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?"
+)
 """A minus belongs to the number only when no word or digit stands before it: 10-5 ends in 5."""
+_RESULT = re.compile(rf"####[ \t]*[$€£]?({_NUMBER.pattern})[ \t.%€£]*$", re.MULTILINE)
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text, or None. After ``####`` only what follows counts."""
-    found = _NUMBER.findall(text.rpartition("####")[2])
+    """The number of the last line that ends in ``####`` and one, else the last number of the text, or None."""
+    found = _RESULT.findall(text) or _NUMBER.findall(text)
     if not found:
         return None
     return Decimal(re.sub(r"[,$]", "", found[-1]).replace("−", "-"))
@@ -269,7 +277,7 @@ def last_number(text: str) -> Decimal | None:
 
 def _is_number(reference: str) -> bool:
     if "####" in reference:
-        return last_number(reference) is not None
+        return last_number(reference.rpartition("####")[2]) is not None
     return _NUMBER.fullmatch(reference.strip().strip("$€£%.")) is not None
 
 
@@ -279,16 +287,38 @@ def _rouge_scorer() -> Any:
         from rouge_score import rouge_scorer
     except ImportError:
         raise MissingExtra("the rouge grader", extra="metrics") from None
-    return rouge_scorer.RougeScorer(["rougeL"])
+    return rouge_scorer.RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=_rouge_words))
+
+
+_UNSPACED = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+"""Thai, Lao, Burmese, Khmer, kana and Han: no spaces stand between words, so each character counts as one."""
+_ROUGE_WORD = re.compile(rf"[a-z0-9]+|[{_UNSPACED}]|[^\0-\x7f{_UNSPACED}]+")
+
+
+def _rouge_words(text: str) -> list[str]:
+    """rouge-score's own words, which are of a-z and 0-9, and those of other scripts than Latin."""
+    kept = "".join(c if c.isascii() or _is_of_another_script(c) else " " for c in text.lower())
+    return [word for word in _ROUGE_WORD.findall(kept) if word.isascii() or any(map(str.isalnum, word))]
+
+
+@cache
+def _is_of_another_script(c: str) -> bool:
+    """True for letters, marks and digits beyond U+0370 that are no forms of Latin letters and digits (é, ﬁ, ½)."""
+    base = unicodedata.normalize("NFKD", c)[0]
+    is_latin = c < "\u0370" or base.isascii() or "LATIN" in unicodedata.name(base, "")
+    return not is_latin and unicodedata.category(c)[0] in "LMN"
 
 
 _FENCE = re.compile(r"^```(?:json)?\s*|\s*```$")
-_ARTICLES = ("a", "an", "the")
 
 
 def _bare_words(text: str) -> list[str]:
-    bare = "".join(" " if unicodedata.category(c)[0] == "P" else c for c in text.lower())
-    return [word for word in bare.split() if word not in _ARTICLES]
+    bare = "".join(
+        c for c in text.lower() if c not in string.punctuation and unicodedata.category(c)[0] != "P"
+    )
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
 
 
 @cache
