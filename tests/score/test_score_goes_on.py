@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from fitune.errors import FituneError, RunDirectoryError
+from fitune.errors import FituneError, RunDirectoryError, ScoringFailed
 from fitune.score.engines.engine import Completion, Request, Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.plan import ScorePlan
@@ -211,6 +211,39 @@ def test_an_engine_that_fails_on_a_row_fails_for_it_alone_and_the_next_run_asks_
     assert quietly(plan, progress=lambda done, total: asked.append(done)).failed == 0
     assert asked == [ROWS - 1, ROWS]
     assert answers(plan).read_bytes() == (finished_once / "answers.jsonl").read_bytes()
+
+
+def test_rows_that_fail_at_the_end_of_a_shard_cost_no_other_row_its_answer(
+    plan: ScorePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the next start end at them, where nothing else is left to ask."""
+    answer, faulty = TransformersEngine.answer, {"train-0007", "train-0008"}
+
+    def broken(engine: TransformersEngine, requests: list[Request]) -> Iterator[Completion]:
+        yield from answer(engine, [request for request in requests if request.id not in faulty])
+        if any(request.id in faulty for request in requests):
+            raise RuntimeError("these rows break it")
+
+    monkeypatch.setattr(TransformersEngine, "answer", broken)
+    for asked in (ROWS, 2):
+        report = quietly(plan)
+        assert (report.answered, report.failed, report.rows_asked) == (ROWS - 2, 2, asked)
+
+
+def test_an_engine_that_fails_for_a_whole_shard_and_never_answered_is_given_up(
+    plan: ScorePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def broken(engine: TransformersEngine, requests: list[Request]) -> Iterator[Completion]:
+        asked.extend(request.id for request in requests if len(requests) == 1)
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(TransformersEngine, "answer", broken)
+    with pytest.raises(ScoringFailed, match="the engine fails for every row: RuntimeError: no kernel image"):
+        quietly(plan)
+    assert len(asked) == 8
+    assert Shards(Path(plan.output_dir)).numbers() == []
 
 
 @pytest.mark.parametrize("kind", ["file", "foreign", "answers without a manifest"])

@@ -16,6 +16,11 @@ class _Named(Protocol):
 Asked = TypeVar("Asked", bound=_Named)
 Found = TypeVar("Found", bound=_Named)
 
+_FAULTS = (RuntimeError, ValueError, IndexError, KeyError)
+"""What an engine raises at a row that it cannot answer."""
+ENGINE_FAILED = "engine_failed"
+"""Code of the error of such a row."""
+
 
 class Restarted:
     """An engine that is opened when it is first asked, and again when it died, at most ``restarts`` times in all."""
@@ -33,7 +38,7 @@ class Restarted:
     ) -> Iterator[Found]:
         """Each id once; those that a dead engine left are asked of a new one. ``fail`` makes the error of one.
 
-        Raises ScoringFailed when the engine died too often, or failed for every row.
+        Raises ScoringFailed when the engine died too often.
         """
         left = {one.id: one for one in asked}
         while left:
@@ -73,27 +78,13 @@ class Restarted:
             for found in call(engine, asked):
                 del left[found.id]
                 yield found
-        except (RuntimeError, ValueError, IndexError, KeyError) as error:
-            yield from _one_by_one(engine, list(left.values()), call, fail, error)
-
-
-def _one_by_one(
-    engine: Engine,
-    asked: Sequence[Asked],
-    call: Callable[[Engine, Sequence[Asked]], Iterator[Found]],
-    fail: Callable[[Asked, str], Found],
-    error: Exception,
-) -> Iterator[Found]:
-    has_answer = False
-    for one in asked:
-        try:
-            found = next(iter(call(engine, [one])))
-            has_answer = True
-        except (RuntimeError, ValueError, IndexError, KeyError) as fault:
-            if len(asked) > 1 and not has_answer and one is asked[-1]:
-                raise ScoringFailed(f"the engine fails for every row: {fault}") from error
-            found = fail(one, f"{type(fault).__name__}: {fault}"[:500])
-        yield found
+        except _FAULTS:
+            for one in list(left.values()):
+                try:
+                    found = next(iter(call(engine, [one])))
+                except _FAULTS as fault:
+                    found = fail(one, f"{type(fault).__name__}: {fault}"[:500])
+                yield found
 
 
 class Asker:
@@ -114,7 +105,7 @@ class Asker:
         """An answer or an error for each task, in their order. ``on_answer`` is called after each.
 
         ``ahead``: tasks of the next call; the engine may begin with them. Raises ScoringFailed when the engine died too
-        often, or failed for every row.
+        often.
         """
         found: dict[str, Completion] = {}
         requests = []
@@ -133,7 +124,7 @@ class Asker:
                 yield completion
 
         completions = self._engine.each(
-            requests, answer, lambda request, error: failed(request, "engine_failed", error)
+            requests, answer, lambda request, error: failed(request, ENGINE_FAILED, error)
         )
         for completion in completions:
             found[completion.id] = completion

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from fitune.data.conversations.templates import ChatTemplate, load_template
-from fitune.errors import RecipeError, RunDirectoryError
+from fitune.errors import RecipeError, RunDirectoryError, ScoringFailed
 from fitune.files import cache_folder, remove_stale_siblings, write_atomically
 from fitune.models.adapter_check import check_adapter
 from fitune.models.door import notes_on
 from fitune.models.tokens import load_tokenizer
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.score.answers import OURS, Line, claim, is_cut_off, manifest, tokens_of
+from fitune.score.asking import ENGINE_FAILED
 from fitune.score.choices import first_row_has_choices
 from fitune.score.engines.continuous import Watch, unwatched
 from fitune.score.engines.opening import check_engine, dtype_of, rows_of_a_shard, tokenizer_folder
@@ -206,7 +207,10 @@ Asked = Callable[[Iterator[list[Task]], Callable[[int], None]], Iterator[list[An
 def _answer_pending(
     plan: ScorePlan, index: Index, shards: Shards, asking: Asking, asked: Asked, ears: Ears
 ) -> None:
-    """Answer the pending rows in stretches of the input's order, each a shard on the disk before the next one's."""
+    """Answer the pending rows in stretches of the input's order, each a shard on the disk before the next one's.
+
+    Raises ScoringFailed, and writes nothing, when the engine fails for all rows of the first.
+    """
     total = index.count_rows()
     written = told = total - index.count_pending()
     ears.progress(written, total)
@@ -220,6 +224,8 @@ def _answer_pending(
     first = max(shards.numbers(), default=-1) + 1
     tasks = map(asking.to_tasks, groups(asking.questions(index.pending()), size))
     for number, answers in enumerate(asked(tasks, look), first):
+        if not written and len(answers) > 1 and all(answer.code == ENGINE_FAILED for answer in answers):
+            raise ScoringFailed(f"the engine fails for every row: {answers[0].error}")
         shards.write(number, answers, model=plan.model)
         written += len(answers)
         ears.on_tokens(sum(answer.tokens for answer in answers))

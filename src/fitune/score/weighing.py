@@ -12,7 +12,7 @@ from fitune.data.conversations.messages import Conversation, Example, Message, T
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.data.reading.rows import BadRow
 from fitune.errors import ScoringFailed
-from fitune.score.asking import Restarted
+from fitune.score.asking import ENGINE_FAILED, Restarted
 from fitune.score.engines.engine import Continuation, Engine, Likelihood
 from fitune.score.tasks import Answer, Given, Question, Task
 
@@ -108,7 +108,7 @@ class Weigher:
         """An Answer with likelihoods, or an error, for each task, in their order. ``on_answer`` is called after each.
 
         ``ahead``, the tasks of the next call, wait for it: a text is read in one pass.
-        Raises ScoringFailed when the engine cannot weigh, died too often, or failed for every row.
+        Raises ScoringFailed when the engine cannot weigh or died too often.
         """
         asked = [
             Continuation(id=f"{number} {task.id}", prompt_ids=given.prompt_ids, token_ids=given.token_ids)
@@ -136,7 +136,7 @@ class Weigher:
         return self._engine.each(
             asked,
             lambda engine, some: engine.weigh(some),
-            lambda one, error: Likelihood(id=one.id, code="engine_failed", error=error),
+            lambda one, error: Likelihood(id=one.id, code=ENGINE_FAILED, error=error),
         )
 
     def _require_weights(self, asked: Sequence[Continuation]) -> None:

@@ -186,8 +186,10 @@ def rouge(answer: str, expected: str) -> float:
 
 
 def f1(answer: str, expected: str) -> float:
-    """Harmonic mean of precision and recall of words, without case, punctuation and articles: SQuAD's (arXiv 1606.05250)
-    for ASCII; punctuation beyond it is taken out, too, as MLQA does (1910.07475)."""
+    """Harmonic mean of precision and recall of words, without case, punctuation and articles.
+
+    SQuAD's (arXiv 1606.05250) for ASCII; punctuation beyond it is taken out, too, as MLQA does (arXiv 1910.07475).
+    """
     found, wanted = Counter(_bare_words(answer)), Counter(_bare_words(expected))
     shared = (found & wanted).total()
     if not shared:
