@@ -97,3 +97,17 @@ def test_another_prompt_has_another_fingerprint(tiny) -> None:
         return to_task(conversation, id="a", template=tiny.template).fingerprint
 
     assert fingerprint("one") == fingerprint("one") != fingerprint("two")
+
+
+@pytest.mark.parametrize(("name", "value"), [("n", 5), ("n", True), ("stream", True)])
+def test_a_batch_line_that_asks_for_several_answers_or_parts_of_one_is_an_error_of_its_row(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Where?"}]}
+    rows = [
+        {"custom_id": "a", "body": body | {name: value}},
+        {"custom_id": "b", "body": body | {"n": 1, "stream": False, "store": True}},
+    ]
+    refused, asked = checked(write_rows(tmp_path / "batch.jsonl", rows))
+    assert f"body.{name} = {value!r}: each line gets one whole answer" in refused.problem
+    assert not asked.problem

@@ -24,7 +24,9 @@ def index_input(
     def rows() -> Iterator[tuple[int, str, str]]:
         for number, question in enumerate(read_questions(sources, id_column=id_column, weighed=weighed), 1):
             if not question.problem:
-                references.add(question.expected, has_choices=bool(question.choices))
+                references.add(
+                    question.expected, has_choices=bool(question.choices), has_calls=bool(question.calls)
+                )
             yield number, question.id, question.content
 
     index.add_rows(rows())

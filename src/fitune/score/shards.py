@@ -21,7 +21,7 @@ from fitune.errors import RunDirectoryError
 from fitune.files import open_regular, write_atomically
 from fitune.score.answers import MANIFEST, OURS, Line, answer_line
 from fitune.score.index import ANSWERED, REFUSED, RETRY, Index
-from fitune.score.tasks import Answer
+from fitune.score.tasks import Answer, Task
 from fitune.spec.serial import parse_json
 from fitune.units import MIB
 
@@ -107,7 +107,7 @@ class Shards:
         self._folder.mkdir(exist_ok=True)
         lines = {
             "answers": _text(answer_line(answer, model=model) for answer in answers),
-            "tasks": _text({"prompt": a.task.prompt_text, "expected": a.task.expected} for a in answers),
+            "tasks": _text(_task_line(answer.task) for answer in answers),
         }
         shard = Shard(
             number=number,
@@ -269,6 +269,11 @@ def _state(answer: Answer) -> int:
     if not answer.error:
         return ANSWERED
     return REFUSED if answer.code in OF_THE_ROW else RETRY
+
+
+def _task_line(task: Task) -> Line:
+    line = {"prompt": task.prompt_text, "expected": task.expected}
+    return line | ({"calls": [call.text for call in task.calls]} if task.calls else {})
 
 
 def _text(lines: Iterable[Line]) -> bytes:

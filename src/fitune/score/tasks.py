@@ -13,6 +13,7 @@ from typing import Any, Literal
 from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import ChatTemplate
+from fitune.data.conversations.tool_calls import ToolCall
 from fitune.data.reading.rows import BadRow, Row
 from fitune.data.reading.sources import read_rows
 from fitune.errors import DataError
@@ -31,31 +32,49 @@ _OF_BODIES = {
     "top_p": "top_p", "seed": "seed",
 }  # fmt: skip
 """Field of a batch line's body -> field of Sampling."""
-_IDLE_IN_BODIES = ("model", "messages", "user", "metadata", "stream", "n", "store")
+_IDLE_IN_BODIES = ("model", "messages", "user", "metadata", "store")
+_ONLY = {"n": 1, "stream": False}
+"""Field of a body -> its only value here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One row before it is rendered. ``expected`` is None where the row has no reference; ``problem`` is empty, or why
-    the row cannot be asked."""
+    """One row before it is rendered. ``reference`` is None where the row has none; ``problem`` is empty, or why the row
+    cannot be asked."""
 
     id: str
     where: str
     messages: tuple[Message, ...] = ()
     tools: str = ""
-    expected: str | None = None
+    reference: Message | None = None
     own: tuple[tuple[str, Any], ...] = ()
     """Sampling that the row brings itself."""
     choices: tuple[str, ...] = ()
-    """Texts to choose from; ``expected`` is the one at ``right``."""
+    """Texts to choose from; ``reference`` is the one at ``right``."""
     right: int = 0
     problem: str = ""
+
+    @property
+    def expected(self) -> str | None:
+        """The reference as text, its calls as JSON."""
+        return self.reference.text if self.reference else None
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """Calls of tools in the reference."""
+        return self.reference.calls if self.reference else ()
+
+    def conversation(self, answer: Message | None = None) -> Conversation:
+        """What is asked, with ``answer`` behind it."""
+        messages = self.messages if answer is None else (*self.messages, answer)
+        return Conversation(messages, self.where, self.tools)
 
     @property
     def content(self) -> str:
         """A hash of everything an answer and its grade depend on but the id."""
         said = [(str(message.role), message.text) for message in self.messages]
         said += [("tools", self.tools)] if self.tools else []
+        said += [("calls", call.text) for call in self.calls]
         choices = [[self.choices, self.right]] if self.choices else []
         told = json.dumps([said, self.expected, self.own, self.problem, *choices])
         return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
@@ -86,6 +105,8 @@ class Task:
     problem: str = ""
     given: tuple[Given, ...] = ()
     right: int = 0
+    calls: tuple[ToolCall, ...] = ()
+    """Calls of tools in the reference, of which ``expected`` is the text that training renders."""
 
     @property
     def fingerprint(self) -> str:
@@ -187,20 +208,30 @@ def id_column_of(sources: Sequence[DataSource], id_column: str) -> str:
 
 
 def to_tasks(questions: Sequence[Question], *, template: ChatTemplate, sampling: Sampling) -> list[Task]:
-    """The prompts rendered by the template that training uses, with training's ids."""
-    asked = [
-        Conversation(question.messages, question.where, question.tools)
-        for question in questions
-        if not question.problem
-    ]
-    encoded = iter(template.encode_prompts(asked))
-    return [_task(question, [] if question.problem else next(encoded), sampling) for question in questions]
+    """The prompts rendered by the template that training uses, with training's ids; references with calls of tools,
+    too."""
+    asked = [question for question in questions if not question.problem]
+    prompts = template.encode_prompts([question.conversation() for question in asked])
+    calling = template.encode_each(
+        [question.conversation(question.reference) for question in asked if question.calls]
+    )
+    tasks = []
+    for question in questions:
+        task = _task(question, [] if question.problem else next(prompts), sampling)
+        if question.calls and not question.problem:
+            row = next(calling)
+            if isinstance(row, BadRow):
+                task = replace(task, problem=task.problem or str(row))
+            else:
+                task = replace(task, expected=template.decode(row.ids[len(task.prompt_ids) :]))
+        tasks.append(task)
+    return tasks
 
 
 def to_task(conversation: Conversation, *, id: str, template: ChatTemplate) -> Task:
     """The last answer of the conversation is what is expected; everything before it is the prompt."""
     *prompt, answer = conversation.messages
-    question = Question(id=id, where=conversation.where, messages=tuple(prompt), expected=answer.text)
+    question = Question(id=id, where=conversation.where, messages=tuple(prompt), reference=answer)
     return _task(question, template.encode_prompt(conversation), None)
 
 
@@ -235,15 +266,13 @@ def _question(row: Row, id_: str, source: DataSource, weighed: bool) -> Question
         return Question(id=id_, where=row.where, problem=str(bad))
     if not isinstance(example, Conversation):
         if weighed:
-            return Question(id=id_, where=row.where, expected=example.text)
+            return Question(id=id_, where=row.where, reference=Message("assistant", example.text))
         raise DataError(
             f"{example.where}: plain text has no question to answer and no answer to compare with",
             hint=f"name the columns of {source.path} that hold the prompt and the expected answer",
         )
     *prompt, answer = example.messages
-    return Question(
-        id=id_, where=row.where, messages=tuple(prompt), tools=example.tools, expected=answer.text
-    )
+    return Question(id=id_, where=row.where, messages=tuple(prompt), tools=example.tools, reference=answer)
 
 
 def _of_choices(row: Row, id_: str, source: DataSource) -> Question:
@@ -251,7 +280,7 @@ def _of_choices(row: Row, id_: str, source: DataSource) -> Question:
     system = (Message("system", found.system),) if found.system else ()
     return Question(
         id=id_, where=row.where, messages=(*system, Message("user", found.question)),
-        expected=found.choices[found.right], choices=found.choices, right=found.right,
+        reference=Message("assistant", found.choices[found.right]), choices=found.choices, right=found.right,
     )  # fmt: skip
 
 
@@ -260,8 +289,15 @@ def _of_batch_line(row: Row, id_: str) -> Question:
     body = row.fields["body"]
     if not isinstance(body.get("messages"), list):
         raise BadRow(f"{row.where}: body has no list of messages", reason="no messages")
-    if unknown := sorted(body.keys() - _OF_BODIES.keys() - set(_IDLE_IN_BODIES)):
+    if unknown := sorted(body.keys() - _OF_BODIES.keys() - {*_IDLE_IN_BODIES, *_ONLY}):
         raise BadRow(f"{row.where}: body.{unknown[0]} is not supported", reason="field not supported")
+    for name, only in _ONLY.items():
+        value = body.get(name)
+        if value is not None and (type(value) is not type(only) or value != only):
+            raise BadRow(
+                f"{row.where}: body.{name} = {value!r}: each line gets one whole answer",
+                reason="field not supported",
+            )
     turns = [
         *body["messages"],
         {"role": "assistant", "content": "its answer"},
@@ -293,6 +329,7 @@ def _task(question: Question, encoded: list[int] | BadRow, sampling: Sampling | 
         sampling=replace(sampling, **dict(question.own)) if sampling and question.own else None,
         content=question.content,
         problem=problem,
+        calls=question.calls,
     )
 
 

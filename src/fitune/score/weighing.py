@@ -6,10 +6,11 @@ template writes something else in front of one of them, it counts as the choice'
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
-from fitune.data.conversations.messages import Conversation, Example, Message, Text
-from fitune.data.conversations.templates import ChatTemplate
+from fitune.data.conversations.messages import Example, Message, Text
+from fitune.data.conversations.templates import ChatTemplate, Encoded
 from fitune.data.reading.rows import BadRow
 from fitune.errors import ScoringFailed
 from fitune.score.asking import ENGINE_FAILED, Restarted
@@ -20,35 +21,27 @@ from fitune.score.tasks import Answer, Given, Question, Task
 def to_given_tasks(questions: Sequence[Question], *, template: ChatTemplate) -> list[Task]:
     """Tasks whose texts are weighed: the choices of a row, else its reference; a plain text behind its first token."""
     examples = {question.id: _examples(question) for question in questions if not question.problem}
-    laid_out = list(template.lay_out_rows(list(chain.from_iterable(examples.values()))))
-    rows = template.encode_rows([row for row in laid_out if not isinstance(row, BadRow)])
-    starts = iter([0, *rows.ends[:-1].tolist()])
-    ends = iter(rows.ends.tolist())
-    encoded = iter(laid_out)
+    encoded = template.encode_each(list(chain.from_iterable(examples.values())))
     stop_ids = template.stop_ids
     tasks = []
     for question in questions:
-        found: list[BadRow | tuple[list[int], int]] = []
-        for _ in examples.get(question.id, ()):
-            row = next(encoded)
-            if isinstance(row, BadRow):
-                found.append(row)
-            else:
-                part = slice(next(starts), next(ends))
-                found.append((rows.ids[part].tolist(), _answer_start(rows.supervised[part].tolist())))
-        tasks.append(_task(question, found, stop_ids))
+        found = [next(encoded) for _ in examples.get(question.id, ())]
+        task = _task(question, found, stop_ids)
+        if question.calls and task.given:  # what is learned is what the template writes
+            (given,) = task.given
+            text = template.decode(given.token_ids)
+            task = replace(task, expected=text, given=(replace(given, text=text),), calls=question.calls)
+        tasks.append(task)
     return tasks
 
 
 def _examples(question: Question) -> list[Example]:
     """The row once for each of its texts."""
-    texts = question.choices or (question.expected or "",)
     if not question.messages:
-        return [Text(text, question.where) for text in texts]
-    return [
-        Conversation((*question.messages, Message("assistant", text)), question.where, question.tools)
-        for text in texts
-    ]
+        return [Text(question.expected or "", question.where)]
+    reference = question.reference or Message("assistant", "")
+    answers = [Message("assistant", text) for text in question.choices] or [reference]
+    return [question.conversation(answer) for answer in answers]
 
 
 def _answer_start(supervised: Sequence[bool]) -> int:
@@ -59,11 +52,9 @@ def _answer_start(supervised: Sequence[bool]) -> int:
     return max(start, 1)
 
 
-def _task(
-    question: Question, found: Sequence[BadRow | tuple[list[int], int]], stop_ids: frozenset[int]
-) -> Task:
+def _task(question: Question, found: Sequence[BadRow | Encoded], stop_ids: frozenset[int]) -> Task:
     bad = next((str(row) for row in found if isinstance(row, BadRow)), "")
-    rows = [row for row in found if not isinstance(row, BadRow)]
+    rows = [(row.ids, _answer_start(row.supervised)) for row in found if not isinstance(row, BadRow)]
     problem = question.problem or bad
     given: tuple[Given, ...] = ()
     if not problem:

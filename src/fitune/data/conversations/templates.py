@@ -139,6 +139,24 @@ class ChatTemplate:
         for row in rows:
             yield row if isinstance(row, BadRow) else [token for _ in row for token in next(encoded)]
 
+    def encode_each(self, examples: Sequence[Example]) -> Iterator[Encoded | BadRow]:
+        """``encode`` of many rows, in one call of template and tokenizer; an error stands in the place of a row that
+        the template refuses."""
+        laid_out = list(self.lay_out_rows(examples))
+        rows = self.encode_rows([row for row in laid_out if not isinstance(row, BadRow)])
+        begin, ends = 0, iter(rows.ends.tolist())
+        for row in laid_out:
+            if isinstance(row, BadRow):
+                yield row
+            else:
+                part = slice(begin, begin := next(ends))
+                yield Encoded(rows.ids[part].tolist(), rows.supervised[part].tolist())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of an answer's ids, without special tokens."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
     def lay_out(self, example: Example) -> list[Piece]:
         """The row as pieces of text that are encoded one by one. Raises BadRow."""
         row = self._laid_out(example)

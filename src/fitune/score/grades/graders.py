@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import operator
 import re
 import string
 import unicodedata
@@ -36,6 +37,8 @@ class Kind:
     weigh: Callable[[Weighed], Graded] | None = None
     """The grade of a row whose given answers were weighed. Without both: in a process of its own."""
     argument: str = ""
+    of_calls: Callable[[Counter[str], Counter[str]], bool] | None = None
+    """Right for the calls of tools in answer and reference, where there are such; else ``grade`` compares texts."""
     needs_reference: bool = True
     needs_choices: bool = False
     rules: str = ""
@@ -133,14 +136,14 @@ class References:
         self.rows = self.missing = self.longest = self.without_choices = 0
         self._are_numbers = True
 
-    def add(self, reference: str | None, *, has_choices: bool = False) -> None:
+    def add(self, reference: str | None, *, has_choices: bool = False, has_calls: bool = False) -> None:
         self.rows += 1
         self.without_choices += not has_choices
         if reference is None:
             self.missing += 1
             return
         self._are_numbers = self._are_numbers and _is_number(reference)
-        self.longest = max(self.longest, len(reference.split()))
+        self.longest = max(self.longest, 0 if has_calls else len(reference.split()))
 
     def graders(self) -> tuple[tuple[str, ...], str]:
         """Graders that suit the references, and why, in words to print.
@@ -156,7 +159,12 @@ class References:
         if self._are_numbers:
             return ("number",), "every reference is a number or ends in #### and a number"
         if self.longest <= SHORT_ANSWER_WORDS:
-            return ("exact_match", "contains"), f"no reference is longer than {self.longest} words"
+            why = (
+                f"no reference is longer than {self.longest} words"
+                if self.longest
+                else "references are calls"
+            )
+            return ("exact_match", "contains"), why
         return ("rouge",), f"references have up to {self.longest} words, so wording may differ"
 
 
@@ -223,8 +231,8 @@ def json_schema(answer: str, schema: str) -> float:
 
 
 GRADERS: dict[str, Kind] = {
-    "exact_match": Kind("answers that are the reference, white space aside", exact_match),
-    "contains": Kind("answers that hold the reference", contains),
+    "exact_match": Kind("answers that are the reference, white space aside", exact_match, of_calls=operator.eq),
+    "contains": Kind("answers that hold the reference", contains, of_calls=operator.ge),
     "number": Kind("answers whose last number is that of the reference", number, rules="2"),
     "f1": Kind("mean F1 of the words", f1, rules="2"),
     "rouge": Kind("mean ROUGE-L F-measure", rouge, rules="2"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fitune.errors import RecipeError
 from fitune.score.answers import Line, answer_text
+from fitune.score.grades.calls import compared_calls
 from fitune.score.grades.grader_process import GradeFailed, GuardedGrader
 from fitune.score.grades.graders import Grader, Kind
 from fitune.score.grades.judging import Judging
@@ -82,8 +83,12 @@ def _grade(kind: Kind, line: Line, task: Line) -> Line:
     if kind.weigh:
         return _weighed_grade(kind, line)
     text = answer_text(line)
+    if text is None:
+        return {"grade": 0.0}
+    if kind.of_calls and task.get("calls"):
+        return {"grade": float(kind.of_calls(*compared_calls(text, task["expected"], task["calls"])))}
     assert kind.grade is not None
-    return {"grade": 0.0 if text is None else kind.grade(text, task["expected"])}
+    return {"grade": kind.grade(text, task["expected"])}
 
 
 def _weighed_grade(kind: Kind, line: Line) -> Line:
