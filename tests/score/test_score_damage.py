@@ -92,11 +92,40 @@ def test_a_manifest_of_fewer_or_more_lines_than_its_files_is_an_error(
         quietly(finished)
 
 
+@pytest.mark.parametrize("part", ["ids", "contents", "states", "sha256"])
+def test_a_flipped_bit_in_a_manifest_is_damage_and_without_it_the_folder_is_as_before(
+    finished: ScorePlan, part: str
+) -> None:
+    """A changed id is no changed data; a state of 2 that became 0 would ask its row again."""
+    before = everything(finished)
+    path = shard_manifest(finished)
+    written = bytearray(path.read_bytes())
+    at = written.index(f'"{part}"'.encode())
+    place = next(n for n in range(at + len(part) + 3, len(written)) if chr(written[n]) in "0123456789")
+    written[place] ^= 2
+    path.write_bytes(written)
+    with pytest.raises(RunDirectoryError, match="00000.*: the shard is damaged: its .* not those") as refused:
+        quietly(finished)
+    assert f"remove {path} to answer its rows again" in str(refused.value.hint)
+    path.unlink()
+    quietly(finished)
+    assert everything(finished) == before
+
+
+def test_a_manifest_of_an_earlier_version_has_no_hash_of_its_rows(finished: ScorePlan) -> None:
+    path = shard_manifest(finished)
+    found = json.loads(path.read_text())
+    del found["sha256"]["rows"]
+    path.write_text(json.dumps(found))
+    assert quietly(finished).rows_asked == 0
+
+
 def test_a_manifest_that_names_other_rows_than_its_answers_is_an_error(finished: ScorePlan) -> None:
     path = shard_manifest(finished)
     found = json.loads(path.read_text())
     for name in ("ids", "contents"):
         found[name] = found[name][::-1]
+    del found["sha256"]["rows"]
     path.write_text(json.dumps(found))
     with pytest.raises(
         RunDirectoryError,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fitune.errors import DataError, FituneError, RecipeError
+from fitune.errors import DataError, FituneError, RecipeError, RunDirectoryError
 from fitune.score.engines.engine import Completion, Request
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.engines.opening import rows_of_a_shard
@@ -274,3 +274,12 @@ def test_parts_of_a_token_are_an_error_of_their_row(plan: ScorePlan, own: dict) 
     assert report.answered == 1
     assert text_of(report).startswith("1 of 2 rows answered, 1 failed")
     assert "must be a whole number from" in lines(answers(plan))[0]["error"]["message"]
+
+
+def test_a_score_to_compare_with_is_looked_at_before_the_first_row(plan: ScorePlan, tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="nope: has no grades that can be read"):
+        score_dataset(
+            model=plan.model, data=plan.sources[0].path, out=Path(plan.output_dir), tell=lambda event: None,
+            against=str(tmp_path / "nope"),
+        )  # fmt: skip
+    assert not Path(plan.output_dir).exists()

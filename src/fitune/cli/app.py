@@ -373,11 +373,9 @@ def score(
         with _terminal(lines=sys.stderr, quiet=json) as terminal:
             return _show(predict_scoring(words, request, gpu=gpu, gpus=gpus, tell=terminal), json=json)
     from fitune.session.clusters.score_on_ray import place_of_scoring
-    from fitune.session.score.scoring import compare_scores, require_graded, score_dataset, why_not_all
+    from fitune.session.score.scoring import compare_scores, score_dataset, why_not_all
 
     require_planned(gpu=gpu, gpus=gpus)
-    if against:
-        require_graded(Path(against))
     place = place_of_scoring(on, address=ray_address, workers=workers)
     with _terminal(lines=sys.stderr, quiet=json) as terminal:  # standard output is the report's alone
         report = score_dataset(
@@ -385,7 +383,7 @@ def score(
             sampling={"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
             batch_size=batch_size, chat_template=chat_template, id_column=id_column, tell=terminal,
             engine=engine, url=url, served_model=served_model, allow_https=allow_https,
-            allow_private_addresses=allow_private_addresses, place=place,
+            allow_private_addresses=allow_private_addresses, place=place, against=against,
         )  # fmt: skip
     _show(report, json=json)
     if not json:

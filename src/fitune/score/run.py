@@ -221,9 +221,8 @@ def _answer_pending(
         ears.progress(told, total)
 
     size = plan.shard_rows or rows_of_a_shard(plan)
-    first = max(shards.numbers(), default=-1) + 1
     tasks = map(asking.to_tasks, groups(asking.questions(index.pending()), size))
-    for number, answers in enumerate(asked(tasks, look), first):
+    for number, answers in zip(shards.free_numbers(), asked(tasks, look), strict=False):
         if not written and len(answers) > 1 and all(answer.code == ENGINE_FAILED for answer in answers):
             raise ScoringFailed(f"the engine fails for every row: {answers[0].error}")
         shards.write(number, answers, model=plan.model)

@@ -1,7 +1,7 @@
 """Shards: answers on the disk, each row exactly once, whatever is killed and whenever.
 
 A shard is ``N.answers.jsonl`` (OpenAI batch output lines), ``N.tasks.jsonl`` (prompt and reference of each, for
-graders) and ``N.json``, the manifest with ids, states and the hash of both. Each file is written whole: under a
+graders) and ``N.json``, the manifest with ids, states and the hashes of all. Each file is written whole: under a
 temporary name, synced, renamed, folder synced; the manifest comes last, and a shard without one does not exist. After
 a kill the same rows are answered again in the same shard, so the bytes are those of a run that nothing stopped.
 Grades stand beside them, one file for each shard and grader.
@@ -12,6 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +61,11 @@ class Shards:
         self._told: set[int] = set()
         self._names: dict[tuple[int, str], str] = {}
 
+    def free_numbers(self) -> Iterator[int]:
+        """Numbers of the shards to be written: those of shards that were removed come first."""
+        taken = set(self.numbers())
+        return (number for number in count() if number not in taken)
+
     def numbers(self) -> list[int]:
         """Numbers of the shards that exist, in order."""
         if not self._folder.is_dir():
@@ -98,6 +104,11 @@ class Shards:
             texts = all(isinstance(text, str) for text in (*shard.ids, *shard.contents))
             if not texts or any(state not in (RETRY, REFUSED, ANSWERED) for state in shard.states):
                 raise ValueError("ids and contents are texts, states 0, 1 or 2")
+            rows = shard.ids, shard.contents, shard.states
+            if _hash_of_rows(*rows) != shard.hashes.get(
+                "rows", _hash_of_rows(*rows)
+            ):  # earlier versions wrote none
+                raise ValueError("its ids, contents and states are not those that were written")
             return shard
         except (OSError, ValueError) as error:
             raise _damaged(path, str(error)) from None
@@ -109,13 +120,12 @@ class Shards:
             "answers": _text(answer_line(answer, model=model) for answer in answers),
             "tasks": _text(_task_line(answer.task) for answer in answers),
         }
-        shard = Shard(
-            number=number,
-            ids=tuple(answer.task.id for answer in answers),
-            contents=tuple(answer.task.content for answer in answers),
-            states=tuple(_state(answer) for answer in answers),
-            hashes={kind: hashlib.sha256(content).hexdigest() for kind, content in lines.items()},
-        )
+        hashes = {kind: hashlib.sha256(content).hexdigest() for kind, content in lines.items()}
+        ids = tuple(answer.task.id for answer in answers)
+        contents = tuple(answer.task.content for answer in answers)
+        states = tuple(_state(answer) for answer in answers)
+        hashes["rows"] = _hash_of_rows(ids, contents, states)
+        shard = Shard(number=number, ids=ids, contents=contents, states=states, hashes=hashes)
         for kind, content in lines.items():
             write_atomically(self._path(number, f".{kind}.jsonl"), content)
         manifest = {
@@ -263,6 +273,10 @@ def _require_parts(found: Any) -> None:
     for name in _KINDS:
         if not isinstance(found["sha256"].get(name), str):
             raise ValueError(f"sha256 says nothing of its {name}")
+
+
+def _hash_of_rows(ids: Sequence[str], contents: Sequence[str], states: Sequence[int]) -> str:
+    return hashlib.sha256(to_json([ids, contents, states])).hexdigest()
 
 
 def _state(answer: Answer) -> int:

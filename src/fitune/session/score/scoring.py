@@ -41,15 +41,18 @@ def score_dataset(
     graders: Sequence[str] = (), sampling: Mapping[str, Any] | None = None, batch_size: int | None = None,
     chat_template: str = "", id_column: str = "", engine: str = "", url: str = "",
     served_model: str = "", allow_https: bool = False, allow_private_addresses: bool = False,
-    place: RayPlace | None = None,
+    place: RayPlace | None = None, against: str = "",
 ) -> ScoreReport:  # fmt: skip
     """Answer every row, grade, and write answers.jsonl, grades.jsonl and report.json into ``out``.
 
     ``data`` may be several: their rows are answered in their order, as if they were one.
     ``columns`` maps system, prompt and completion to columns; ``sampling`` are fields of ``Sampling``.
     ``batch_size``: rows answered together, None: as many as fit, at most 32. ``place``: on a Ray cluster.
+    ``against``: the folder of a score to be compared with, which must have grades before the first row is asked.
     Raises RecipeError for a number out of its limits and a role that is none.
     """
+    if against:
+        next(grades_of(Path(against)), None)
     require_within_limits({**said_rows(batch_size), **(sampling or {})}, columns or {})
     model, adapter = weights_and_adapter(model, adapter)
     plan = ScorePlan(
@@ -181,11 +184,6 @@ def why_not_all(report: ScoreReport, out: Path) -> ScoringFailed | None:
         f"grader {broken[0]} failed for every row, so its mean says nothing; the first is {id_}: {why}",
         hint="mend the grader and run the same command again: the answers are kept",
     )
-
-
-def require_graded(directory: Path) -> None:
-    """Raises RunDirectoryError for a folder without grades: better before the first answer than behind the last."""
-    next(grades_of(directory), None)
 
 
 def compare_scores(directory: Path, other: Path) -> str:
