@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from fitune.score.engines.engine import Completion, Continuation, EngineDied, Re
 from fitune.score.engines.engine_server import ServerEngine, require_url
 from fitune.score.plan import ScorePlan
 from fitune.score.run import score
-from fitune.score.tasks import read_questions, to_tasks
+from fitune.score.tasks import Task, read_questions, to_answer, to_tasks
 from fitune.spec.plan import DataSource
 from servers import Reply, said, serving
 
@@ -179,6 +180,45 @@ def test_likelihoods_are_those_the_server_tells_of_the_prompt() -> None:
     with serving(reply) as (url, _):
         (found,) = engine_at(url).weigh([Continuation(id="a", prompt_ids=(5, 6), token_ids=(7, 8))])
     assert (found.logprobs, found.is_greedy, found.error) == ((-0.5, -0.75), True, "")
+
+
+def test_a_pause_that_the_server_asks_for_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+
+    def reply(body: dict[str, Any], before: int) -> Reply:
+        return said("well") if before else (429, b"slow down", {"Retry-After": "300"})
+
+    with serving(reply) as (url, _):
+        ask(engine_at(url, batch_size=1), (5,), (6,))
+    assert slept == [60.0, 60.0]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{url} asks for a pause of 300 s: the next try is in 60 s"
+    ]
+
+
+@pytest.mark.parametrize(
+    "spelt", ["\\u002b", "\\u002B", "+", "%2b"], ids=["json", "json in capitals", "as it is", "address"]
+)
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_key_is_found_however_the_server_writes_it(spelt: str, status: int) -> None:
+    key = "ab/cd+ef==0123456789"
+    sent_back = key.replace("+", spelt).replace("/", "\\/")
+    content = f'{{"choices": [{{"text": "Bearer {sent_back}", "finish_reason": "stop"}}]}}'.encode()
+    with serving(lambda body, before: (status, content, {})) as (url, _):
+        found = ask(engine_at(url, key=key, tries=1), (5,))["0"]
+    assert "Bearer [hidden]" in (found.text if status == 200 else found.error)
+
+
+def test_an_answer_of_which_no_tokens_are_known_has_no_likelihood(tiny) -> None:
+    task = Task(id="a", prompt_ids=(5,), prompt_text="", expected=None, where="")
+    known = to_answer(
+        task, Completion(id="a", token_ids=(5,), logprobs=(-0.5,), tokens=1), tiny.tokenizer, frozenset()
+    )
+    unknown = to_answer(task, Completion(id="a", text="well"), tiny.tokenizer, frozenset())
+    assert (known.logprob, unknown.logprob) == (-0.5, None)
 
 
 @pytest.mark.parametrize("status", [200, 400, 401, 500])

@@ -249,7 +249,7 @@ def to_answer(task: Task, completion: Completion, tokenizer: Any, stop_ids: froz
         finish_reason=completion.finish_reason,
         completion_tokens=completion.tokens,
         token_ids=ids,
-        logprob=sum(completion.logprobs) if len(completion.logprobs) == completion.tokens else None,
+        logprob=sum(completion.logprobs) if 0 < len(completion.logprobs) == completion.tokens else None,
         code=completion.code,
         error=completion.error,
     )

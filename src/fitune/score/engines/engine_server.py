@@ -7,6 +7,8 @@ server refuses is an error of that row. No row waits longer than its tries toget
 
 import http.client
 import json
+import logging
+import re
 import time
 import urllib.error
 import urllib.parse
@@ -14,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 
 from fitune.credentials import SHORTEST_SECRET, credential_in, without_credentials
@@ -30,6 +33,8 @@ from fitune.score.engines.engine import (
 from fitune.spec.answering import ROWS_AT_ONCE
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 """Statuses of which another try may come back with an answer."""
@@ -91,6 +96,7 @@ class ServerEngine:
     _dead: str = field(default="", init=False)
     _failures: int = field(default=0, init=False)
     _has_answered: bool = field(default=False, init=False)
+    _told_until: float = field(default=0.0, init=False)
 
     @property
     def context_tokens(self) -> int:
@@ -201,8 +207,18 @@ class ServerEngine:
             except _Spoiled as spoiled:
                 if attempt + 1 == self.tries:
                     raise
-                time.sleep(min(max(spoiled.pause_s, self.pause_s * 2**attempt), _LONGEST_PAUSE_S))
+                time.sleep(self._told_pause(spoiled.pause_s, self.pause_s * 2**attempt))
         raise _Spoiled("the server takes neither token ids nor text")
+
+    def _told_pause(self, asked_s: float, own_s: float) -> float:
+        """Seconds to wait. That the server asks for a pause is said, once for all the requests that meet it."""
+        wait_s, now = min(max(asked_s, own_s), _LONGEST_PAUSE_S), time.monotonic()
+        if asked_s and now >= self._told_until:
+            self._told_until = now + wait_s
+            logger.warning(
+                f"{self.url} asks for a pause of {asked_s:.0f} s: the next try is in {wait_s:.0f} s"
+            )
+        return wait_s
 
     def _takes_less(self, refused: str) -> bool:
         """True when the refusal was of fields or ids that can be left out, which they are from now on."""
@@ -242,7 +258,7 @@ class ServerEngine:
         """``content`` of a response; a server may send back the headers that it got."""
         if len(self.key) < SHORTEST_SECRET:
             return content
-        return content.replace(self.key.encode(), b"[hidden]")
+        return _spellings(self.key).sub(b"[hidden]", content)
 
     def _of_status(self, error: urllib.error.HTTPError) -> Exception:
         try:
@@ -277,6 +293,13 @@ class ServerEngine:
 
     def _is_id(self, value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < self.vocabulary
+
+
+@cache
+def _spellings(key: str) -> re.Pattern[bytes]:
+    """Finds the key as it is, and as JSON or an address writes it: encoders differ in what they escape."""
+    each = (rf"(?:{re.escape(c)}|\\{re.escape(c)}|(?i:\\u{ord(c):04x}|%{ord(c):02x}))" for c in key)
+    return re.compile("".join(each).encode())
 
 
 def require_url(url: str) -> str:
