@@ -31,6 +31,7 @@ from fitune.rehearse.step import rehearse
 from fitune.spec.machines.gpus import cpu_gpu, find_gpu, hardware_for
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import load_model_spec
+from fitune.spec.model.traits import flash_refused
 from fitune.spec.plan import (
     AdamW,
     Batch,
@@ -89,7 +90,7 @@ def plan_of(
         optimizer=Sgd(momentum=0.9) if momentum else AdamW(),
         sharding=Single(),
         recompute=Recompute(blocks=int(share * model.num_layers)),
-        attention="sdpa" if hardware.gpu.is_cpu or not hardware.gpu.has_flash_attention else "flash",
+        attention="sdpa" if flash_refused(model, hardware.gpu, precision) else "flash",
         loss=ChunkedLoss(chunk_tokens=chunk) if chunk else PlainLoss(),
         batch=Batch(micro_batch_size=shape[0], accumulation=accumulation, seq_len=shape[1], packing=packing),
         schedule=Schedule(

@@ -22,6 +22,7 @@ from fitune.models.weights import compute_dtype
 from fitune.spec.machines.gpus import cpu_gpu, hardware_for
 from fitune.spec.machines.hardware import Hardware
 from fitune.spec.model.model_config import spec_from_config
+from fitune.spec.model.traits import flash_refused
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -123,7 +124,6 @@ def plan_of(
     case: Case, shape: Shape, *, hardware: Hardware, rows: int, recompute: int = 0, max_grad_norm: float = 1.0
 ) -> Plan:
     model = spec_from_config(config_of(shape).to_dict(), name=shape.model or "bench/tiny")
-    on_cpu = hardware.gpu.is_cpu
     return Plan(
         model=model,
         model_path=model.name,
@@ -134,7 +134,7 @@ def plan_of(
         sharding=Single(),
         offload=case.offload,
         recompute=Recompute(blocks=recompute),
-        attention="sdpa" if on_cpu or hardware.gpu.capability < (8, 0) else "flash",
+        attention="sdpa" if flash_refused(model, hardware.gpu, case.precision) else "flash",
         loss=ChunkedLoss(chunk_tokens=shape.chunk_tokens),
         batch=Batch(micro_batch_size=rows, accumulation=1, seq_len=shape.seq_len, packing=False),
         schedule=Schedule(

@@ -240,6 +240,7 @@ def test_the_reason_of_a_decision_is_the_true_one():
         ("h100", {"micro_batch_size": 5, "global_batch_size": 16}, RecipeError, r"16 / \(micro_batch_size 5\) = 3.20"),
         ("v100-32gb", {"attn_implementation": "flash"}, HardwareError, "8.0 or newer .* 7.0"),
         ("cpu", {"attn_implementation": "flash"}, HardwareError, "GPUs"),
+        ("h100", {"attn_implementation": "flash", "precision": "fp32"}, RecipeError, "16-bit numbers.* fp32"),
         ("t4", {"precision": "bf16"}, HardwareError, "7.5.* no bf16"),
         ("v100-32gb", {"precision": "bf16-master"}, HardwareError, "no bf16"),
         ("cpu", {"precision": "fp16"}, HardwareError, "CPU"),
@@ -261,6 +262,7 @@ def test_contradictions_are_refused_with_the_arithmetic(card, settings, error, w
 def test_flash_takes_sliding_windows_and_is_refused_where_the_model_needs_a_mask():
     assert plan_of("mistral-7b", "h100", tuning="lora", seq_len=8192).attention == "flash"
     assert plan_of("mistral-7b", "v100-32gb", tuning="lora", seq_len=8192).attention == "sdpa"
+    assert plan_of("mistral-7b", "h100", tuning="lora", seq_len=8192, precision="fp32").attention == "sdpa"
     with pytest.raises(RecipeError, match="mask over the whole stream"):
         plan_of("falcon-7b", "h100", tuning="lora", seq_len=2048, attn_implementation="flash")
 

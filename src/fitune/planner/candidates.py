@@ -18,7 +18,7 @@ from fitune.planner.defaults import (
 )
 from fitune.spec.machines.hardware import Gpu, Hardware
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.model.traits import flash_refused_by_device, flash_refused_by_model
+from fitune.spec.model.traits import flash_refused
 from fitune.spec.plan import (
     Attention,
     Backend,
@@ -124,7 +124,7 @@ def draft(request: Request, method: Method, placement: Placement) -> Plan:
         sharding=placement.sharding,
         offload=placement.offload,
         recompute=Recompute(blocks=block_counts(recipe, layers=model.num_layers)[0]),
-        attention=attention_of(recipe, model=model, gpu=hardware.gpu),
+        attention=attention_of(recipe, model=model, gpu=hardware.gpu, precision=method.precision),
         kernels=recipe.kernels,
         compile_blocks=recipe.torch_compile,
         loss=losses(recipe)[-1],
@@ -145,15 +145,13 @@ def devices_of(placement: Placement, hardware: Hardware) -> Hardware:
     return hardware
 
 
-def attention_of(recipe: Recipe, *, model: ModelSpec, gpu: Gpu) -> Attention:
-    """The user's, else FlashAttention where device and model can, else torch's choice."""
+def attention_of(recipe: Recipe, *, model: ModelSpec, gpu: Gpu, precision: Precision) -> Attention:
+    """The user's, else FlashAttention where device, model and precision can, else torch's choice."""
     if recipe.attn_implementation is not None:
         return recipe.attn_implementation
     if model.writes_scores:
         return "eager"
-    if flash_refused_by_device(gpu) or flash_refused_by_model(model, gpu):
-        return "sdpa"
-    return "flash"
+    return "sdpa" if flash_refused(model, gpu, precision) else "flash"
 
 
 def batches(recipe: Recipe, method: Method, *, ranks: int) -> tuple[Batch, ...]:

@@ -290,9 +290,10 @@ HARDWARE = (
     ),
     Rule(
         broken=lambda plan: (
-            plan.attention == "flash" and flash_refused_by_model(plan.model, plan.hardware.gpu) is not None
+            plan.attention == "flash"
+            and flash_refused_by_model(plan.model, plan.hardware.gpu, plan.precision) is not None
         ),
-        why=lambda plan: str(flash_refused_by_model(plan.model, plan.hardware.gpu)),
+        why=lambda plan: str(flash_refused_by_model(plan.model, plan.hardware.gpu, plan.precision)),
         instead="attn_implementation: sdpa",
         settings=("attn_implementation",),
         binds=("plan",),

@@ -9,21 +9,15 @@ from fitune.estimate.parameters import dequantisation_workspace_bytes
 from fitune.estimate.states import stepping_bytes
 from fitune.spec.model.block_profile import BatchShape, Stage
 from fitune.spec.model.model_spec import Linear, ModelSpec
-from fitune.spec.model.traits import (
-    falls_back_to_scores,
-    flash_refused_by_device,
-    flash_refused_by_model,
-    has_scores,
-)
+from fitune.spec.model.traits import falls_back_to_scores, flash_refused, has_scores
 from fitune.spec.plan import Full, Lomo, Lora, Plan, Precision, base_of, trains_every_weight
 from fitune.spec.quantisers import is_packed
 
 
 def attends_in_one_call(plan: Plan) -> bool:
     """True if FlashAttention takes the whole stream with its rows and windows (models/attention.py, ``one_call``)."""
-    gpu = plan.hardware.gpu
-    refused = flash_refused_by_device(gpu) or flash_refused_by_model(plan.model, gpu)
-    return plan.attention == "flash" and plan.precision is not Precision.FP32 and refused is None
+    refused = flash_refused(plan.model, plan.hardware.gpu, plan.precision)
+    return plan.attention == "flash" and refused is None
 
 
 def masking_window(plan: Plan) -> int:

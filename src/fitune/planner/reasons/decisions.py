@@ -10,7 +10,7 @@ from fitune.planner.methods import ORDER, why_on_cpu
 from fitune.planner.reasons.adapter_decisions import adapter_decisions
 from fitune.planner.reasons.placement_decisions import devices_left_idle, placement_decisions
 from fitune.spec.model.known_models import find_known_model
-from fitune.spec.model.traits import attends, flash_refused_by_device, flash_refused_by_model
+from fitune.spec.model.traits import attends, flash_refused
 from fitune.spec.plan import (
     AdamW,
     AdamW8bit,
@@ -201,8 +201,7 @@ def _loss(recipe: Recipe, plan: Plan) -> Iterator[str]:
 def _attention(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if recipe.attn_implementation is not None or not attends(plan.model):
         return
-    gpu = plan.hardware.gpu
-    why = flash_refused_by_device(gpu) or flash_refused_by_model(plan.model, gpu)
+    why = flash_refused(plan.model, plan.hardware.gpu, plan.precision)
     yield f"attention: {plan.attention}" + (
         f", because {why}" if why else ", the fastest that stores no attention scores"
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fitune.spec.machines.hardware import Gpu
 from fitune.spec.model.model_spec import ModelSpec
-from fitune.spec.plan import Plan
+from fitune.spec.plan import Plan, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,11 @@ def attends(model: ModelSpec) -> bool:
     return not model.chunk or any(linear.name.endswith("q_proj") for linear in model.linears)
 
 
+def flash_refused(model: ModelSpec, gpu: Gpu, precision: Precision) -> str | None:
+    """Reason why FlashAttention does not run here, or None: device, model or precision."""
+    return flash_refused_by_device(gpu) or flash_refused_by_model(model, gpu, precision)
+
+
 def flash_refused_by_device(gpu: Gpu) -> str | None:
     """Reason why FlashAttention does not run on this device, or None."""
     if gpu.is_cpu:
@@ -111,8 +116,10 @@ def flash_refused_by_device(gpu: Gpu) -> str | None:
     return None
 
 
-def flash_refused_by_model(model: ModelSpec, gpu: Gpu) -> str | None:
+def flash_refused_by_model(model: ModelSpec, gpu: Gpu, precision: Precision) -> str | None:
     """Reason why the FlashAttention kernel cannot compute this model's attention on ``gpu``, which has it, or None."""
+    if precision is Precision.FP32:
+        return "FlashAttention takes 16-bit numbers, and precision is fp32"
     if model.masks_whole_stream:
         return f"the attention of {model.name} takes a mask over the whole stream, which the kernel does not"
     if model.caps_scores:
