@@ -135,10 +135,11 @@ def _rank_rows(estimate: Estimate | None, ranks: Sequence[RankReport]) -> list[R
 
 
 def _process_rows(estimate: Estimate | None, measured: Measured) -> list[Row]:
-    """The whole process is predicted only where the estimate says what lies outside the tensors."""
+    """What torch has reserved is predicted only where the estimate says what lies outside the tensors."""
     if not measured.process_bytes:
         return []
-    whole = estimate.peak_bytes if estimate is not None and any(estimate.memory.outside.values()) else None
+    known = estimate is not None and any(estimate.memory.outside.values())
+    whole = estimate.reserved_bytes if estimate is not None and known else None
     what = f"Process ({measured.process_kind})"
     return [Row(what=what, predicted=whole, measured=measured.process_bytes, unit="bytes")]
 

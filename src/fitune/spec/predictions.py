@@ -53,6 +53,10 @@ class MemoryBreakdown:
         return self.tensor_peak_bytes + sum(self.outside.values())
 
 
+TORCHS_OWN = ("cuBLAS workspace", "allocator slack")
+"""Terms of ``outside`` that torch's allocator holds; the driver's context and NCCL's buffers it does not see."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
     """Predicted seconds of one optimizer step by phase (FORWARD, LOSS, BACKWARD, UPDATE), and what limits each."""
@@ -92,6 +96,12 @@ class Estimate:
     @property
     def peak_bytes(self) -> int:
         return self.memory.peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Largest that torch counts as reserved: its cache takes what room there is, the context is not counted."""
+        whole = max(self.peak_bytes, min(self.memory.reserved_bytes, self.usable_bytes))
+        return whole - sum(size for name, size in self.memory.outside.items() if name not in TORCHS_OWN)
 
     @property
     def host_bytes(self) -> int:
