@@ -39,6 +39,15 @@ def memory_of(step: StepStages) -> MemoryBreakdown:
     )
 
 
+def larger(one: MemoryBreakdown, other: MemoryBreakdown) -> MemoryBreakdown:
+    """Each phase as the step has it that needs more then."""
+    return MemoryBreakdown(
+        phases={phase: _largest([terms, other.phases[phase]]) for phase, terms in one.phases.items()},
+        outside=_largest([one.outside, other.outside]),
+        reclaimable=max(one.reclaimable, other.reclaimable),
+    )
+
+
 def _forward_terms(step: StepStages) -> Terms:
     """The largest of: the final norm with everything kept, the last block at work, before and after it, the start."""
     layers = step.num_layers

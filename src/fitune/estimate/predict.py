@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from fitune.estimate.blocks.site import masks_window
 from fitune.estimate.division import num_ranks
-from fitune.estimate.memory import memory_of
+from fitune.estimate.memory import larger, memory_of
 from fitune.estimate.overhead import (
     checkpoint_bytes,
     host_terms,
@@ -13,7 +13,7 @@ from fitune.estimate.overhead import (
     usable_host_bytes,
     uses_host,
 )
-from fitune.estimate.step import StepStages, describe_step
+from fitune.estimate.step import StepStages, Terms, before_states, describe_step
 from fitune.estimate.time import step_time_of
 from fitune.estimate.transfers import communication_of
 from fitune.spec.model.block_profile import BatchShape
@@ -25,27 +25,42 @@ if TYPE_CHECKING:  # plans are fitune's own
     from fitune.estimate.trainer import Trainer
 
 
-def predict(plan: Plan, *, largest: BatchShape | None = None, usual: BatchShape | None = None) -> Estimate:
+def predict(
+    plan: Plan,
+    *,
+    largest: BatchShape | None = None,
+    usual: BatchShape | None = None,
+    first: BatchShape | None = None,
+) -> Estimate:
     """Memory of the ``largest`` micro-batch on one device, its host and its disks, and time of the ``usual`` one.
 
     Without them, of the largest the plan allows: what has to fit before the data is known.
+    ``first``: the largest micro-batch of the first step, whose update makes the optimizer's states.
     """
     worst = largest_batch(plan)
     usual = usual or worst
     step = describe_step(plan, largest or worst)
     time = step_time_of(step if step.shape == usual else describe_step(plan, usual))
+    memory, host = memory_of(step), host_terms(step)
+    if first is not None:
+        early = before_states(describe_step(plan, first))
+        memory, host = larger(memory, memory_of(early)), max(host, host_terms(early), key=_total)
     return Estimate(
-        memory=memory_of(step),
+        memory=memory,
         usable_bytes=room_bytes(plan),
         time=time,
         tokens_per_second=usual.tokens * plan.batch.accumulation * num_ranks(plan) / time.step_seconds,
-        host=host_terms(step),
+        host=host,
         usable_host_bytes=usable_host_bytes(plan.hardware) if uses_host(plan) else 0,
         nvme_bytes=nvme_bytes(step),
         usable_nvme_bytes=plan.hardware.nvme_bytes if "nvme" in plan.offload.places else 0,
         checkpoint_bytes=checkpoint_bytes(plan),
         communication_bytes=communication_of(plan).total_bytes,
     )
+
+
+def _total(terms: Terms) -> int:
+    return sum(terms.values())
 
 
 def predict_memory(

@@ -6,7 +6,7 @@ from itertools import accumulate
 from fitune.estimate.blocks import activations
 from fitune.estimate.blocks.block import Block
 from fitune.estimate.buffers import Buffers, buffers_of
-from fitune.estimate.division import trained_share
+from fitune.estimate.division import trained_share, uses_deepspeed
 from fitune.estimate.model_profile import (
     ModelProfile,
     attentions_of,
@@ -250,6 +250,17 @@ def describe_step(plan: Plan, shape: BatchShape, profile: ModelProfile | None = 
         head_gradient=e * head_parameters(plan.model) if trains_head(plan.tuning) else 0,
         goes_back_twice=plan.goes_back_twice,
         activations_leave=plan.offload.activations != "device",
+    )
+
+
+def before_states(step: StepStages) -> StepStages:
+    """The first step of a run: its update makes the optimizer's states. DeepSpeed has them before, and in backward they
+    come with each update: there the step is as any other."""
+    if uses_deepspeed(step.plan) or updates_in_backward(step.plan.tuning):
+        return step
+    states = step.resident["optimizer"]
+    return replace(
+        step, resident={**step.resident, "optimizer": 0}, update={**step.update, "optimizer": states}
     )
 
 

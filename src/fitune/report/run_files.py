@@ -40,7 +40,7 @@ class Prediction:
 
     estimate: Estimate
     heaviest_step: int = 0
-    """The step (1-based) with the heaviest micro-batch; 0 when the data was not known."""
+    """The step (1-based) of the peak, which has the heaviest micro-batch; 0 when the data was not known."""
     heaviest_tokens: int = 0
     allowed_bytes: int = 0
     """Peak of tensors of the largest micro-batch the plan allows: what the plan was fitted by."""

@@ -151,7 +151,12 @@ def _rows(batch: GlobalBatch) -> str:
 def steps_to_measure(loader: Loader, *, start_step: int, total: int) -> set[int]:
     """The second step of this process, when optimizer states exist, and the one with the heaviest micro-batch.
 
-    The peak of the run is the peak of that one; the second is for runs that end before.
+    The peak of the run is the peak of that one; the second is for runs that end before. The first is measured too where
+    its own is heavier than all others.
     """
-    first = min(start_step + 1, total - 1)
-    return {first, loader.heaviest(range(first, total))[0]} if first >= start_step else set()
+    if start_step >= total:
+        return set()
+    second = min(start_step + 1, total - 1)
+    later, heaviest = loader.heaviest(range(second, total))
+    _, opening = loader.heaviest(range(start_step, start_step + 1))
+    return {second, later} | ({start_step} if opening.tokens > heaviest.tokens else set())

@@ -244,10 +244,17 @@ def predict_run(report: PlanReport, loader: Loader, *, after: int) -> Prediction
     """
     plan = report.chosen.plan
     total = total_steps(plan.schedule, steps_per_epoch=loader.steps_per_epoch)
-    step, heaviest = loader.heaviest_of_all(range(min(after + 1, total - 1), total))
     epoch = loader.epoch()
+    step, heaviest = loader.heaviest_of_all(range(after or min(1, total - 1), total))
+    estimate = predict(plan, largest=heaviest, usual=epoch.usual)
+    if after == 0:  # the optimizer has no states yet, and another micro-batch may be the heaviest
+        _, opening = loader.heaviest_of_all(range(1))
+        usual_peak = estimate.memory.tensor_peak_bytes
+        estimate = predict(plan, largest=heaviest, usual=epoch.usual, first=opening)
+        if estimate.memory.tensor_peak_bytes > usual_peak:
+            step, heaviest = 0, opening
     return Prediction(
-        estimate=predict(plan, largest=heaviest, usual=epoch.usual),
+        estimate=estimate,
         run=whole_run(plan, epoch, price_per_gpu_hour=report.price_per_gpu_hour),
         heaviest_step=step + 1,
         heaviest_tokens=heaviest.tokens,

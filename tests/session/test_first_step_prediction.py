@@ -1,0 +1,70 @@
+"""Memory of a run whose heaviest micro-batch is in its first step, before the optimizer has states."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from fitune.data.dataset import TokenDataset
+from fitune.data.loader import Loader
+from fitune.estimate.predict import predict
+from fitune.measure.memory import CpuMeter
+from fitune.session.train.training import predict_run
+from fitune.spec.plan import Plan
+from fitune.spec.predictions import PlanReport, Priced
+from fitune.train.loop import steps_to_measure, train
+from fitune.train.prepare import prepare
+
+ROWS = 12
+
+
+def loader_of(plan: Plan, *, heaviest: int) -> Loader:
+    """One row a step, all of 8 tokens but that of step ``heaviest`` (0-based), which has 64."""
+
+    def made(lengths: list[int]) -> Loader:
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        ids = np.arange(offsets[-1], dtype=np.int32) % 300
+        return Loader(TokenDataset(ids, np.ones(len(ids), np.bool_), offsets), plan.batch, seed=plan.run.seed)
+
+    row = int(made([8] * ROWS)._order(0)[heaviest])
+    return made([64 if number == row else 8 for number in range(ROWS)])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("heaviest", [0, 3])
+def test_the_heaviest_step_is_predicted_and_measured_also_when_it_is_the_first(
+    make_plan: Callable[..., Plan], tuning: str, precision: str, heaviest: int
+) -> None:
+    plan = make_plan(
+        tuning=tuning, precision=precision, micro_batch_size=1, gradient_accumulation_steps=1, packing=False,
+        seq_len=64, max_steps=5, gradient_checkpointing=False, learning_rate=1e-3,
+    )  # fmt: skip
+    loader = loader_of(plan, heaviest=heaviest)
+    report = PlanReport(
+        chosen=Priced(plan=plan, estimate=predict(plan)), runners_up=(), rejected=(), decisions=()
+    )
+    said = predict_run(report, loader, after=0)
+    if tuning == "lora" or heaviest:  # else the peak is in an update, with states, of any later step
+        assert (said.heaviest_step, said.heaviest_tokens) == (heaviest + 1, 64)
+
+    torch.manual_seed(0)
+    measured: dict = {}
+    for step in train(plan, prepare(plan), loader, meter=CpuMeter()):
+        for phase, size in step.memory_bytes.items():
+            measured[phase] = max(measured.get(phase, 0), size)
+    for phase, terms in said.estimate.memory.phases.items():
+        assert sum(terms.values()) == pytest.approx(measured[phase], rel=0.03), phase
+
+
+@pytest.mark.parametrize(("heaviest", "start", "measured"), [
+    (0, 0, {0, 1}), (3, 0, {1, 3}), (1, 0, {1}), (2, 2, {2, 3}), (0, 2, {3}), (4, 4, {4}), (0, 5, set()),
+])  # fmt: skip
+def test_the_first_step_of_a_process_is_measured_where_it_is_the_heaviest(
+    make_plan: Callable[..., Plan], heaviest: int, start: int, measured: set[int]
+) -> None:
+    plan = make_plan(
+        micro_batch_size=1, gradient_accumulation_steps=1, packing=False, seq_len=64, max_steps=5
+    )
+    assert steps_to_measure(loader_of(plan, heaviest=heaviest), start_step=start, total=5) == measured
