@@ -13,9 +13,10 @@ from checkpoint.tiny_export import byte_tokenizer
 from fitune.checkpoint import export, parity
 from fitune.checkpoint.export import export_merged
 from fitune.checkpoint.layout import unverified
-from fitune.checkpoint.merge import base_weights, merged_weights
-from fitune.checkpoint.merge_law import merged_checks
+from fitune.checkpoint.merge import Change, base_weights, merged, merged_weights
+from fitune.checkpoint.merge_law import is_merged, merged_checks
 from fitune.errors import CheckpointError
+from fitune.measure.memory import LiveTensors
 from models.tiny_models import tiny_model
 
 EXPERTS = {"mixtral": {"num_local_experts": 8}, "qwen3_moe": {"num_experts": 8}}
@@ -79,6 +80,28 @@ def test_one_element_two_roundings_off_breaks_the_law(variant: str, dtype: torch
     steps = 2 if dtype is torch.bfloat16 else 64  # in fp32 the sum itself is rounded, too
     matrix.view(-1)[place] *= 1 + steps * torch.finfo(dtype).eps
     assert [n for n, right in is_right(model, weights, dtype).items() if not right] == [name]
+
+
+def test_the_law_holds_a_few_rows_at_a_time() -> None:
+    """Whole matrices in fp64 took twelve times as long as the merge, and other ranks wait for it."""
+    torch.manual_seed(0)
+    weight = torch.randn(1024, 512).bfloat16()
+    change = Change(
+        a=torch.randn(4, 512),
+        b=torch.randn(1024, 4),
+        scaling=2.0,
+        magnitude=torch.rand(1024) + 1,
+        transposed=False,
+    )
+    made = merged(weight, change, torch.bfloat16)
+    counted = LiveTensors([])
+    with counted:
+        assert is_merged(weight, change, made)
+    assert max(counted.peaks.values()) < weight.nbytes + made.nbytes + 2**20
+    made[1000, 3] *= 1.02
+    assert not is_merged(weight, change, made)
+    made[1000, 3] = torch.inf
+    assert not is_merged(weight, change, made)
 
 
 def perturbed(model: PeftModel, dtype: torch.dtype) -> dict[str, Tensor]:
