@@ -96,6 +96,17 @@ def test_the_newest_few_and_the_best_stay(store: Store, tmp_path: Path) -> None:
     assert steps(store) == [9, 5, 2], "what is on another line is neither counted nor removed"
 
 
+def test_a_checkpoint_whose_commit_cannot_be_read_is_not_removed(store: Store, tmp_path: Path) -> None:
+    """Another version may have written it."""
+    for step in (1, 2, 3):
+        send_checkpoint(store, save(tmp_path / "here", step))
+    store.write("checkpoints/step-1/COMMIT", b'{"of": "a later version"}')
+    before = [name for name in store.infos() if "/step-1/" in name]
+    assert prune_store(store, FIRST, keep=1) == ("checkpoints/step-2",)
+    assert [name for name in store.infos() if "/step-1/" in name] == before
+    assert steps(store) == [3]
+
+
 @pytest.mark.parametrize("damage", [b"", b"x" * 50, None])
 def test_a_checkpoint_that_is_damaged_in_the_store_is_named_and_passed_over(
     store: Store, tmp_path: Path, damage: bytes | None

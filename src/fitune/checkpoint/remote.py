@@ -237,6 +237,7 @@ def send_checkpoint(store: Store, path: Path, *, stop: Callable[[], bool] = nobo
 def prune_store(store: Store, line: Line, *, keep: int) -> tuple[str, ...]:
     """Remove checkpoints on ``line`` but the newest ``keep`` and the best, and what killed attempts left half sent.
 
+    One whose COMMIT cannot be read is left alone: another version may read it, or a person mend it.
     Returns the names of those that were removed.
     """
     there = store.infos(FOLDER)
@@ -246,9 +247,10 @@ def prune_store(store: Store, line: Line, *, keep: int) -> tuple[str, ...]:
     best = min(members, key=lambda r: (loss_of(r.commit), r.commit.step), default=None)
     if best is not None and loss_of(best.commit) < math.inf:
         kept.add(best.name)
-    whole = {remote.name for remote in complete}
     doomed = {remote.name for remote in members} - kept
-    halves = {f"{FOLDER}/{name.partition('/')[0]}" for name in there if name.startswith("step-")} - whole
+    committed = {name.removesuffix(f"/{COMMIT}") for name in there if _COMMIT_FILE.fullmatch(name)}
+    steps = {name.partition("/")[0] for name in there if name.startswith("step-")}
+    halves = {f"{FOLDER}/{step}" for step in steps - committed}
     for name in sorted(doomed | halves):
         _remove_checkpoint(store, name, there)
     return tuple(sorted(doomed))
