@@ -19,6 +19,7 @@ from fitune.spec.plan import (
     Epochs,
     Full,
     InBackward,
+    Offload,
     Plan,
     Precision,
     Recompute,
@@ -76,6 +77,8 @@ ALLOWED = {
     "hardware.gpu.memory_bytes": replace(
         PLAN, hardware=Hardware(gpu=replace(PLAN.hardware.gpu, memory_bytes=2**30))
     ),
+    "offload.activations": replace(PLAN, offload=Offload(activations="cpu")),
+    "offload.nvme_path": replace(PLAN, offload=Offload(nvme_path="/scratch")),
     "recompute.blocks": replace(PLAN, recompute=Recompute(blocks=2)),
     "loss.kind": replace(PLAN, loss=ChunkedLoss(chunk_tokens=8)),
     "attention": replace(PLAN, attention="eager"),
@@ -89,6 +92,7 @@ REFUSED = {
     "data.sources[0].path": replace(PLAN, data=DataPlan(sources=(DataSource(path="b.jsonl"),))),
     "data.val_fraction": replace(PLAN, data=replace(PLAN.data, val_fraction=0.1)),
     "run.seed": replace(PLAN, run=replace(PLAN.run, seed=1)),
+    "offload.optimizer": replace(PLAN, offload=Offload(optimizer="cpu")),
     "precision": replace(PLAN, precision=Precision.BF16),
     "optimizer.beta2": replace(PLAN, optimizer=AdamW(beta2=0.95)),
     "schedule.learning_rate": schedule(learning_rate=1e-4),

@@ -95,6 +95,8 @@ _FREE = {
     "run.tracking": "changes what is written, not what is learned",
     "run.samples": "changes what is written, not what is learned",
     "data.cache_dir": "only a place",
+    "offload.activations": "only a place",
+    "offload.nvme_path": "only a place",
     "recompute": "same arithmetic, done twice",
     "sharding": "same arithmetic, divided otherwise",
     "attention": "same function, rounded differently",
