@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fitune.checkpoint.merge import merged_weights
-from fitune.errors import CheckpointError
+from fitune.errors import CheckpointError, ModelError
+from fitune.models.low_bit.quantised import PackedWeight
+from fitune.models.weights import require_finite
 from fitune.spec.plan import Hqq, Nf4, Plan
 from fitune.train.prepare import prepare
 from fitune.train.run import run
@@ -46,6 +48,20 @@ def test_it_learns_and_exports_an_adapter(make_plan: MakePlan, base: Nf4 | Hqq, 
         tensor.numel() for tensor in load_file(Path(plan.model_path) / "model.safetensors").values()
     )
     assert f"in {type(base).__name__.upper()}" in (Path(report.exported) / "README.md").read_text()
+
+
+@pytest.mark.parametrize("base", [Nf4(), Nf4(double_quant=False), Hqq(bits=4)], ids=str)
+def test_packed_bytes_are_no_numbers(make_plan: MakePlan, base: Nf4 | Hqq) -> None:
+    """As bf16 some are NaN, and a healthy base was called damaged; a weight that is NaN shows in its scales."""
+    whole = prepare(on(base, make_plan(precision="bf16-master"))).model.whole
+    packed = next(m for m in whole.modules() if isinstance(m, PackedWeight))
+    packed.weight.data.view(torch.uint8).fill_(255)
+    require_finite(whole, "the base")
+    damaged = torch.randn(packed.shape).bfloat16()
+    damaged[3, 5] = torch.nan
+    packed.pack(damaged)
+    with pytest.raises(ModelError, match="NaN or infinite: .*(scale|mean)"):
+        require_finite(whole, "the base")
 
 
 @pytest.mark.parametrize("base", [Nf4(), Hqq(bits=4)], ids=str)

@@ -23,7 +23,7 @@ from fitune.models.door import (
 )
 from fitune.models.headers import StoredTensor, text_part
 from fitune.models.low_bit.pack_on_arrival import Keep, PackOnArrival
-from fitune.models.low_bit.quantised import require_quantiser
+from fitune.models.low_bit.quantised import PackedWeight, require_quantiser
 from fitune.models.weight_files import OnBytes, Unread, nobody, stored_tensors, unread_tensors
 from fitune.spec.plan import Dense, Precision, Quantiser
 
@@ -202,8 +202,18 @@ _SHOWN = 5
 
 
 def require_finite(model: nn.Module, path: str) -> None:
-    """Raises ModelError naming weights that are NaN or infinite: such a model answers, and every answer is noise."""
-    bad = not_finite(dict(chain(model.named_parameters(), model.named_buffers())))
+    """Raises ModelError naming weights that are NaN or infinite: such a model answers, and every answer is noise.
+
+    Of packed weights the scales are looked at: a weight that is not finite has left one that is not.
+    """
+    packed = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, PackedWeight)
+        for name in module.packed_names
+    }
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    bad = not_finite({name: tensor for name, tensor in tensors if name not in packed})
     if bad:
         raise ModelError(
             f"{path}: weights are NaN or infinite: {first_of(bad)}",

@@ -33,6 +33,8 @@ class PackedWeight(nn.Module, ABC):
         self.base: Quantiser = base
         self.dtype = dtype
         """The compute type: what comes in, what goes out, and what the weight is made whole in."""
+        self.packed_names: tuple[str, ...] = ()
+        """The parameters that are packed bytes, which mean nothing as numbers of their type."""
 
     @property
     def copies(self) -> int:
@@ -53,7 +55,10 @@ class PackedWeight(nn.Module, ABC):
         PEFT makes adapters in the type of ``weight``. FSDP2 divides the rows of each; where the types of frozen
         parameters differ it gathers bytes. That of torch 2.11 asks whole numbers for a gradient, and fails.
         """
+        self.packed_names = ()
         for name, tensor in {"weight": packed, **beside}.items():
+            if not tensor.is_floating_point():
+                self.packed_names += (name,)
             stored = tensor if tensor.is_floating_point() else _as_type(tensor, self.dtype)
             self.register_parameter(name, nn.Parameter(stored, requires_grad=False))
 
