@@ -1,6 +1,7 @@
 """The start of a run: from its first step, or from a checkpoint as if it had never stopped."""
 
 import math
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -202,9 +203,19 @@ def require_same_rows(start: Start, fingerprint: str) -> None:
         )
 
 
-def base_identity(plan: Plan) -> str:
-    """A hash of the frozen weights under an adapter; empty where all weights are trained, and so in the checkpoint."""
-    return weights_identity(plan.model_path) if isinstance(plan.tuning, Lora) else ""
+def base_identity(plan: Plan, ranks: Ranks) -> str:
+    """A hash of the frozen weights under an adapter; empty where all weights are trained, and so in the checkpoint.
+
+    The first rank of each machine reads them. Called by every rank.
+    """
+    if not isinstance(plan.tuning, Lora):
+        return ""
+    host = socket.gethostname()
+    own = weights_identity(plan.model_path) if ranks.local == 0 else ""
+    found = ranks.gathered((host, own))
+    return next((base for where, base in found if where == host and base), "") or weights_identity(
+        plan.model_path
+    )
 
 
 def require_same_base(start: Start, plan: Plan, *, base: str) -> None:

@@ -85,7 +85,7 @@ def run(
             start = where_all_start(directory, plan, ranks=ranks, resume=resume, on_note=callbacks.on_note)
         for note in start.notes:
             callbacks.on_note(note)
-        base = base_identity(plan)
+        base = base_identity(plan, ranks)
         require_same_base(start, plan, base=base)
         contents = ranks.once_a_node(lambda: contents_of(plan.data, watch=callbacks.on_reading))
         tokenizer, data, loader = ranks.in_turn(lambda: read_data(plan, start, callbacks, ranks, contents))
