@@ -82,6 +82,8 @@ def small_config(model_type: str) -> Any:
     """A config of four small blocks with every setting that the class has a small value for."""
     from transformers import CONFIG_MAPPING
 
+    from fitune.spec.model.config_schema import is_random_rate
+
     kind = CONFIG_MAPPING[model_type]
     with_defaults = kind()
     text = with_defaults.get_text_config()
@@ -101,7 +103,7 @@ def small_config(model_type: str) -> Any:
         values["layer_types"] = _short(known["layer_types"])
     if not known.get("sliding_window") and not known.get("use_sliding_window"):
         values.pop("sliding_window", None)
-    values |= {key: 0.0 for key in known if "dropout" in key or key.endswith(("_pdrop", "layerdrop"))}
+    values |= {key: 0.0 for key in known if is_random_rate(key)}
     return type(text)(**values)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from fitune.errors import ModelError, RecipeError
 from fitune.spec.model import model_config
+from fitune.spec.model.config_schema import dropout_of
 from fitune.spec.model.families import FAMILIES
 from fitune.spec.model.known_models import (
     find_known_model,
@@ -166,6 +167,22 @@ def test_dropout_is_what_the_config_says() -> None:
     assert spec_from_config(phi, name="phi").dropout == Dropout(
         attention_output=0.1, mlp_output=0.1, embedding=0.05
     )
+
+
+@pytest.mark.parametrize(
+    ("rates", "found"),
+    [
+        ({"dropout": 0.1, "layerdrop": 0.3}, Dropout(attention_output=0.1, mlp_output=0.1)),
+        ({"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2, "activation_dropout": 0.3},
+         Dropout(attention=0.2, attention_output=0.1, mlp_output=0.3)),
+        ({"embed_dropout": 0.1, "resid_dropout": 0.2, "classifier_dropout": 0.5},
+         Dropout(attention_output=0.2, mlp_output=0.2, embedding=0.1)),
+        ({"attn_pdrop": 0.1, "router_jitter_noise": 0.01}, Dropout(attention=0.1)),
+        ({"attention_dropout": None, "hidden_size": 7}, NO_DROPOUT),
+    ],
+)  # fmt: skip
+def test_a_traced_model_has_its_dropout_by_any_name(rates: dict[str, object], found: Dropout) -> None:
+    assert dropout_of(rates) == found
 
 
 @pytest.mark.parametrize("rate", [5.0, -0.1, "0.1", True])

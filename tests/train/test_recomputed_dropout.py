@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from fitune.spec.model.config_schema import is_random_rate
 from fitune.spec.model.model_config import load_model_spec
 from fitune.spec.plan import Recompute
 from fitune.train.prepare import prepare_loaded
@@ -24,15 +25,21 @@ TRAINED = [
     if isinstance(row.get("full"), dict) and row["full"].get("ok") and name != "diffllama"
 ]
 """DiffLlama's class refuses dropout."""
-QUICK = ("biogpt", "gpt2", "mixtral", "opt", "phi", "seed_oss", "starcoder2")
-"""Of every way of naming the rate one: dropout, resid_pdrop, attention_dropout, activation_dropout, router noise."""
+QUICK = ("biogpt", "gpt2", "gpt_neo", "gpt_neox", "mixtral", "opt", "phi", "seed_oss", "starcoder2")
+"""Every name of a rate that any of them has, at least once."""
 
 
 def rates(config: PretrainedConfig) -> list[str]:
     """Names of the class's rates of random numbers, but for whole layers left out."""
     values = config.to_dict().items()
-    known = [name for name, value in values if isinstance(value, float | int) and "layerdrop" not in name]
-    return [n for n in known if "dropout" in n or n.endswith("_pdrop") or "jitter" in n]
+    return [n for n, v in values if is_random_rate(n) and isinstance(v, float | int) and "layerdrop" not in n]
+
+
+def test_the_quick_ones_have_every_name() -> None:
+    made = bench()
+    names = {model_type: set(rates(made.small_config(model_type))) for model_type in TRAINED}
+    assert set().union(*names.values()) == set().union(*(names[quick] for quick in QUICK))
+    assert len(TRAINED) >= 88
 
 
 def gradients(folder: Path, made: Any, *, recomputed: int) -> dict[str, torch.Tensor]:

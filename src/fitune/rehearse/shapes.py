@@ -16,7 +16,8 @@ from fitune.models.door import empty_model
 from fitune.models.language_model import blocks_of, carries_along
 from fitune.models.low_bit.packing import places_in
 from fitune.models.low_bit.quantised import is_dense_linear, is_read_by_kernels, is_state_space
-from fitune.spec.model.model_spec import BlockAttention, BlockKind, Dropout, Linear, ModelSpec
+from fitune.spec.model.config_schema import dropout_of
+from fitune.spec.model.model_spec import BlockAttention, BlockKind, Linear, ModelSpec
 from fitune.spec.plan import Nf4
 
 MOST_KINDS = 8
@@ -69,7 +70,7 @@ def read_shapes(config: PretrainedConfig, *, name: str, digest: str, dtype: str)
         sliding_window=_window(text),
         caps_logits=getattr(text, "final_logit_softcapping", None) is not None,
         blocks_name=next(n for n, module in model.named_modules() if module is blocks),
-        dropout=_dropout(text),
+        dropout=dropout_of(text.to_dict()),
         dtype=dtype,
         linears=tuple(dict.fromkeys(linear for kind in kinds for linear in kind.linears)),
         kinds=kinds,
@@ -130,18 +131,6 @@ def _has_uneven_heads(config: PretrainedConfig) -> bool:
     values = getattr(config, "v_head_dim", None)
     nope, turned = (getattr(config, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope"))
     return bool(values and nope + turned and values != nope + turned)
-
-
-def _dropout(config: PretrainedConfig) -> Dropout:
-    def rate(*names: str) -> float:
-        return max((float(getattr(config, name, None) or 0.0) for name in names), default=0.0)
-
-    return Dropout(
-        attention=rate("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
-        attention_output=rate("resid_pdrop", "hidden_dropout", "residual_dropout", "resid_dropout"),
-        mlp_output=rate("resid_pdrop", "hidden_dropout", "residual_dropout", "activation_dropout"),
-        embedding=rate("embd_pdrop", "embedding_dropout"),
-    )
 
 
 def _chunk(blocks: nn.ModuleList) -> int:

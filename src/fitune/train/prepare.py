@@ -28,6 +28,7 @@ from fitune.models.offload import before_backward, offload_blocks
 from fitune.models.tokens import add_rows
 from fitune.models.weight_files import OnBytes, nobody
 from fitune.models.weights import compute_dtype, load_model
+from fitune.spec.model.config_schema import is_random_rate
 from fitune.spec.plan import Ddp, Full, Lomo, Lora, Offload, Plan, Single, Zero, base_of, trains_every_weight
 from fitune.spec.rules import require_rules
 from fitune.train.engines import deepspeed_engine, engine_for, replicated_engine, sharded_engine
@@ -180,10 +181,9 @@ def tuned(model: PreTrainedModel, plan: Plan) -> torch.nn.Module:
 def _has_dropout(parts: LanguageModel) -> bool:
     """True if anything in the model draws random numbers while training, by its modules or by its config.
 
-    transformers has a dozen names for it (dropout, activation_dropout, resid_pdrop, router_jitter_noise, ...). A name
-    too many costs a copy of the generator's state; one too few recomputes with another mask: wrong gradients.
+    A name too many costs a copy of the generator's state; one too few recomputes with another mask: wrong gradients.
     """
     config = parts.body.config.to_dict()
-    rates = [rate for name, rate in config.items() if "drop" in name or "jitter" in name]
+    rates = [rate for name, rate in config.items() if is_random_rate(name)]
     in_config = any(isinstance(rate, int | float) and rate > 0 for rate in rates)
     return in_config or any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in parts.whole.modules())

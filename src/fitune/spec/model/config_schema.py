@@ -11,6 +11,7 @@ from typing import Any
 
 from fitune.errors import ModelError
 from fitune.spec.model.config_fields import ConfigFields
+from fitune.spec.model.model_spec import Dropout
 from fitune.spec.model.traits import ACTIVATIONS, WITH_WEIGHTS
 
 Check = Callable[[ConfigFields, str, Any], None]
@@ -24,11 +25,35 @@ def check_config(fields: ConfigFields, *, traced: bool) -> None:
     """
     _check(fields, CONFIG_FIELDS if not traced else _FIELDS_OF_TRACED)
     for name, value in fields.values.items():
-        if "dropout" in name or name.endswith("_pdrop"):
+        if is_random_rate(name) and "jitter" not in name:
             _number(low=0, below=1)(fields, name, value)
     text = fields.values.get("text_config")
     if isinstance(text, Mapping):
         check_config(ConfigFields(values=text, where=f"{fields.where}: text_config"), traced=traced)
+
+
+def is_random_rate(name: str) -> bool:
+    """True for a field of a config by which a model draws random numbers in training.
+
+    transformers has two dozen names: dropout, activation_dropout, resid_pdrop, layerdrop, router_jitter_noise, ...
+    """
+    return "drop" in name or "jitter" in name
+
+
+def dropout_of(config: Mapping[str, Any]) -> Dropout:
+    """Where a model drops elements out, by the names of its rates; what is of no known place is of both outputs."""
+    rates = {n: v for n, v in config.items() if is_random_rate(n) and isinstance(v, int | float)}
+    elsewhere = ("jitter", "layerdrop", "classifier", "summary")
+    rates = {n: float(v) for n, v in rates.items() if not any(word in n for word in elsewhere)}
+    attention = {n: v for n, v in rates.items() if n.startswith("att")}
+    embedding = {n: v for n, v in rates.items() if n.startswith("emb")}
+    outputs = {n: v for n, v in rates.items() if n not in attention and n not in embedding}
+    return Dropout(
+        attention=max(attention.values(), default=0.0),
+        attention_output=max((v for n, v in outputs.items() if n != "activation_dropout"), default=0.0),
+        mlp_output=max(outputs.values(), default=0.0),
+        embedding=max(embedding.values(), default=0.0),
+    )
 
 
 def check_generation_config(fields: ConfigFields) -> None:
