@@ -6,13 +6,15 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Trainer
 
 from fitune.engine.fused_rules import rule_for
-from fitune.engine.optimizers import DirectOptimizer, set_learning_rate
+from fitune.engine.optimizers import DirectOptimizer, set_learning_rate, takes_decay
 from fitune.engine.plain import PlainEngine
 from fitune.errors import TrainingFailed
 from fitune.spec.plan import AdamW, ClipByValue, Full, Lomo, Optimizer, Precision, Sgd
 from fitune.spec.predictions import Phase
+from train.test_traced_walks import bench
 
 UNCLIPPED = ClipByValue(value=math.inf)
 
@@ -201,6 +203,16 @@ def test_biases_of_two_axes_take_no_weight_decay(tuning: Full | Lomo) -> None:
         for name, weight in weights.items():
             rule.use(name, torch.zeros_like(weight), learning_rate=0.1, factor=1.0)
     assert [name for name, weight in weights.items() if (weight != 1).any()] == ["experts.gate_up_proj"]
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_next", "jamba"])
+def test_of_matrices_those_decay_that_decay_in_trainer(model_type: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(bench().small_config(model_type))
+    theirs = Trainer.get_decay_parameter_names(None, model)
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2}
+    assert {n for n, p in matrices.items() if takes_decay(n, p)} == matrices.keys() & set(theirs)
+    assert "experts.gate_up_proj_bias" not in " ".join(theirs)
 
 
 def test_decay_in_fp16_does_not_overflow_beside_a_scaled_gradient() -> None:

@@ -131,9 +131,10 @@ class MasterOptimizer(_OnParameters):
 
 
 def takes_decay(name: str, weight: Tensor) -> bool:
-    """True for matrices: norms and biases are spared, as by transformers' Trainer.
+    """True for matrices that are no biases: of these transformers' Trainer takes the same, by their names.
 
-    By name too: the biases of gpt-oss's experts have two axes (``gate_up_proj_bias``).
+    The biases of gpt-oss's experts have two axes (``gate_up_proj_bias``). Trainer decays some vectors, too: attention
+    sinks, Mamba's A_log and D, and norms that its patterns miss (``norm_f``).
     """
     return weight.ndim >= 2 and "bias" not in name.rpartition(".")[2]
 
