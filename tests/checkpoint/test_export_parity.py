@@ -254,6 +254,15 @@ def test_empty_tensors_are_found(tmp_path):
         parity.require_filled(tmp_path)
 
 
+def test_a_dense_base_goes_to_the_host_where_only_the_packed_one_fits_twice(monkeypatch):
+    """Four bits of a weight became sixteen on a device that had room for a second packed model."""
+    packed = SimpleNamespace(device=torch.device("cuda"), nbytes=1000)
+    model = SimpleNamespace(parameters=lambda: iter([packed]))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2000, 4000))
+    assert parity.reload_device(model) == torch.device("cuda")
+    assert parity.reload_device(model, needed_bytes=4000) == torch.device("cpu")
+
+
 def test_not_finite_weights_are_not_exported(tmp_path):
     model = tiny_base(tmp_path / "base")
     model.get_parameter("model.norm.weight").data[3] = float("nan")

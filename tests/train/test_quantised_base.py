@@ -10,6 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from fitune.checkpoint import export
 from fitune.checkpoint.merge import merged_weights
 from fitune.errors import CheckpointError, ModelError
 from fitune.models.low_bit.quantised import PackedWeight
@@ -98,3 +99,21 @@ def test_a_packed_base_takes_no_merge(make_plan: MakePlan) -> None:
     prepared = prepare(on(Nf4(), make_plan()))
     with pytest.raises(CheckpointError, match="quantised base"):
         merged_weights(prepared.model.whole, torch.float32)
+
+
+def test_the_dense_base_of_a_merge_is_weighed_by_its_own_size(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = on(Nf4(), make_plan(precision="bf16-master"))
+    asked: list[int | None] = []
+
+    def weighed(model: PeftModel, *, needed_bytes: int | None = None) -> torch.device:
+        asked.append(needed_bytes)
+        return torch.device("cpu")
+
+    monkeypatch.setattr(export, "reload_device", weighed)
+    model = prepare(plan).model.whole
+    export.on_dense_base(model, plan.model_path)
+    stored = load_file(Path(plan.model_path) / "model.safetensors").values()
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert asked == [2 * (sum(tensor.numel() for tensor in stored) + adapters)]

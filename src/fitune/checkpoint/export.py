@@ -33,7 +33,7 @@ from fitune.models.attention import attends_by_rows
 from fitune.models.door import whole_model, with_adapter
 from fitune.models.expert_adapters import names_as_given
 from fitune.models.headers import name_in_whole
-from fitune.models.low_bit.quantised import quantised_base
+from fitune.models.low_bit.quantised import count_weights, quantised_base
 from fitune.models.tokens import resized
 from fitune.models.weights import load_model
 from fitune.spec.plan import Dense
@@ -216,9 +216,11 @@ def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
 
 
 def on_dense_base(model: PeftModel, base_path: str) -> PeftModel:
-    """``model``'s adapter on its base as it is on disk, in the compute type."""
+    """``model``'s adapter on its base as it is on disk, in the compute type; on the host where the packed one fits on
+    the device and the dense one does not."""
     dtype = model.get_base_model().dtype
-    base = load_model(base_path, dtype=dtype, device=reload_device(model))
+    device = reload_device(model, needed_bytes=count_weights(model) * dtype.itemsize)
+    base = load_model(base_path, dtype=dtype, device=device)
     resized(base, _rows(model))
     config = model.peft_config[model.active_adapter]
     with names_as_given():

@@ -275,12 +275,15 @@ def _compared(reloaded: Model, trained: Tensor, routes: Routes, dtype: torch.dty
     return Verified(trained=trained, found=found, difference=difference)
 
 
-def reload_device(model: Model) -> torch.device:
-    """The model's own device, so that the same kernels answer, unless a second copy does not fit there."""
+def reload_device(model: Model, *, needed_bytes: int | None = None) -> torch.device:
+    """The model's own device, so that the same kernels answer, unless a second copy does not fit there.
+
+    ``needed_bytes``: of a copy that is not as large as the model.
+    """
     device = next(model.parameters()).device
     if device.type != "cuda":
         return device
-    needed = sum(parameter.nbytes for parameter in model.parameters())
+    needed = needed_bytes or sum(parameter.nbytes for parameter in model.parameters())
     free, _ = torch.cuda.mem_get_info(device)
     return device if free > 1.2 * needed else torch.device("cpu")
 
