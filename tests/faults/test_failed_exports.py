@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from safetensors.torch import load_file
 
 from fitune.checkpoint import export
 from fitune.errors import CheckpointError
+from fitune.spec.machines.gpus import find_gpu, hardware_for
+from fitune.spec.plan import Plan
 from fitune.spec.reports import RunReport
-from fitune.spec.serial import from_json
+from fitune.spec.serial import from_json, to_json
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -143,6 +146,54 @@ def test_an_adapter_or_a_model_that_fails_can_be_exported_again(
     assert same_weights(run / folder / file, tmp_path / "whole" / folder / file)
     assert not (run / f"{folder}-unverified").exists()
     assert report_of(run).status == "complete"
+
+
+@pytest.mark.parametrize("tuning", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_run_without_checkpoints_saves_one_when_nothing_else_holds_its_weights(
+    train: Call, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: str
+) -> None:
+    folder, file = (
+        ("adapter", "adapter_model.safetensors") if tuning == "lora" else ("model", "model.safetensors")
+    )
+    words = {"tuning": tuning, "export": "adapter" if tuning == "lora" else "full", "save_steps": 0}
+    assert train(output_dir=tmp_path / "whole", **words)[0] == 0
+    run = tmp_path / "run"
+    with monkeypatch.context() as broken:
+        broken.setattr("fitune.checkpoint.export.write_texts", raising(NO_ROOM))
+        code, _, err = train(**words)
+    assert code == 1
+    assert f"weights are saved in {run / 'checkpoints' / 'step-2'}, but exporting failed" in err
+    assert f"`fitune export {run}` tries it again" in err
+    assert call("export", run)[0] == 0
+    assert same_weights(run / folder / file, tmp_path / "whole" / folder / file)
+
+
+def test_an_export_is_not_promised_where_no_checkpoint_can_be_saved_either(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fitune.checkpoint.export.write_texts", raising(NO_ROOM))
+    monkeypatch.setattr(import_module("fitune.train.saving"), "write_share", raising(NO_ROOM))
+    code, out, err = train(save_steps=0)
+    assert code == 1
+    assert "what was trained could not be saved as a checkpoint" in out
+    assert "tries it again" not in err
+    assert "nothing holds what was trained" in err
+
+
+@pytest.mark.parametrize("export", ["merged", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_run_of_a_gpu_is_exported_on_a_machine_without_one(
+    train: Call, call: Call, tmp_path: Path, export: str
+) -> None:
+    tuning = "lora" if export == "merged" else "full"
+    run = tmp_path / "run"
+    assert train(tuning=tuning, export="adapter" if tuning == "lora" else "full", save_steps=2)[0] == 0
+    plan = from_json(Plan, (run / "plan.json").read_text())
+    (run / "plan.json").write_text(
+        to_json(replace(plan, hardware=hardware_for(gpu=find_gpu("h100")), attention="flash"))
+    )
+    code, _, err = call("export", run, "--as", export, "--out", tmp_path / "out")
+    assert code == 0, err
+    assert load_file(tmp_path / "out" / "model.safetensors")
 
 
 def test_an_adapter_of_an_earlier_end_is_not_taken_for_the_last(

@@ -83,6 +83,8 @@ class Run:
     """The last step is done."""
     exported: str = ""
     """Folder in which the export is saved and verified; empty until then."""
+    kept: str = ""
+    """Folder from which an export that failed can be done again; empty until then, and where nothing holds it."""
     done: list[StepReport] = field(default_factory=list)
     """Steps of this process, where several train together."""
     rows: tuple[RankReport, ...] = ()

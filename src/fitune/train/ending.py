@@ -60,19 +60,21 @@ def complete(current: Run, weights: Mapping[str, Tensor] | None) -> RunReport:
 
 
 def tell_what_is_saved(current: Run, error: FituneError) -> None:
-    """Say in ``error`` that training itself is done, where its weights are and how its export is tried again."""
+    """Say in ``error`` that training itself is done, where its weights are and how its export is tried again.
+
+    Its export can be done again from what ``train.saving.keep_trained`` found or saved.
+    """
     if not current.is_trained:
         return
-    directory = current.plan.run.output_dir
-    saved = (
-        f"its {trained_kind(current.plan)} weights are saved in {current.exported}, but "
-        if current.exported
-        else ""
-    )
+    directory, kept = current.plan.run.output_dir, current.exported or current.kept
+    saved = f"its {trained_kind(current.plan)} weights are saved in {kept}, but " if kept else ""
     error.message = f"trained; {saved}{current.where.doing} failed: {error.message}"
-    error.hint = f"`fitune export {directory}` tries it again without training; {error.hint or ''}".rstrip(
-        "; "
+    again = (
+        f"`fitune export {directory}` tries it again without training"
+        if kept
+        else "nothing holds what was trained: mend the cause, then --overwrite"
     )
+    error.hint = f"{again}; {error.hint or ''}".rstrip("; ")
 
 
 def interrupted(current: Run, reason: str) -> RunReport:

@@ -20,7 +20,7 @@ from fitune.errors import OutOfMemory, PeerGone, TrainingFailed
 from fitune.measure.communication import waits_measured
 from fitune.measure.memory import memory_meter
 from fitune.spec.plan import Plan
-from fitune.spec.reports import Restart, Retry, RunReport, StepReport
+from fitune.spec.reports import AFTER_TRAINING, Restart, Retry, RunReport, StepReport
 from fitune.spec.run_directory import LOGS
 from fitune.spec.schedule import is_due
 from fitune.track.metrics import MetricsLog, Sink
@@ -34,7 +34,7 @@ from fitune.train.loop import train
 from fitune.train.peers import known_to_peers, name_the_cause
 from fitune.train.prepare import prepare
 from fitune.train.resume import Start, base_identity, require_same_base, restore, where_all_start
-from fitune.train.saving import Saver, saving
+from fitune.train.saving import Saver, keep_trained, saving
 from fitune.train.spikes import jump_words
 from fitune.train.together import (
     gathered_weights,
@@ -144,6 +144,8 @@ def _train_and_report(current: Run, start: Start) -> RunReport:
             name_the_cause(explained, current.directory / LOGS)
         if isinstance(explained, OutOfMemory):
             explained.shortage = shortage_of(error, current.where, meter=current.meter)
+        if current.where.doing in ("finishing", *AFTER_TRAINING):
+            keep_trained(current, error)
         tell_what_is_saved(current, explained)
         report = failed(current, explained, error)
         if explained is error:

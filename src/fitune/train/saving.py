@@ -21,9 +21,11 @@ from fitune.checkpoint.save import (
 )
 from fitune.checkpoint.slices import Share, share_of
 from fitune.engine.ranks import Ranks
-from fitune.errors import FituneError
+from fitune.errors import CheckpointError, FituneError, PeerGone
 from fitune.spec.reports import StepReport
 from fitune.threads import give_way
+from fitune.track.metrics import read_metrics
+from fitune.train.again import find_source
 from fitune.train.current import Run
 from fitune.train.ending import keep_log
 from fitune.train.failure import require_finite_step
@@ -124,6 +126,37 @@ def saving(current: Run) -> Iterator[Saver]:
     saver.wait()
     if saver.ranks is not current.ranks:
         saver.ranks.part()
+
+
+def keep_trained(current: Run, error: Exception) -> None:
+    """Save a checkpoint where the export failed and nothing else holds what was trained; ``current.kept`` names it.
+
+    Called by every rank with its error: with several, all have the first one's, or one of them is gone.
+    """
+    doing = current.where.doing
+    together = isinstance(error, FituneError) and not isinstance(error, PeerGone)
+    try:
+        if current.is_trained:
+            current.kept = _folder_of_trained(current)
+        if not (current.ranks.is_alone or together):
+            return
+        if current.ranks.from_first(lambda: current.is_trained and not current.kept):
+            [last] = current.ranks.from_first(lambda: read_metrics(current.directory / "metrics.jsonl")[-1:])
+            with saving(current) as saver:
+                saver.save(last)
+            current.kept = _folder_of_trained(current)
+    except FituneError as problem:
+        current.callbacks.on_note(f"what was trained could not be saved as a checkpoint: {problem.message}")
+    finally:
+        current.where.doing = doing
+
+
+def _folder_of_trained(current: Run) -> str:
+    try:
+        found = find_source(current.directory, current.plan, None, step=current.where.step)
+    except CheckpointError:
+        return ""
+    return str(found.path)
 
 
 def _captured(current: Run, report: StepReport) -> Share:
