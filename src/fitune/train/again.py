@@ -65,7 +65,7 @@ def find_source(directory: Path, plan: Plan, report: RunReport | None, *, step: 
 
 
 def load_trained(plan: Plan, source: Source, *, on_bytes: OnBytes) -> LanguageModel:
-    """The model as it was when training ended, on the device that the plan is for, or on the host where there is none."""
+    """The model as it was when training ended, on the plan's device, or on the host where there is none."""
     words: dict[str, Any] = {
         "dtype": compute_dtype(plan.precision),
         "device": training_device(plan) if torch.cuda.is_available() else torch.device("cpu"),
